@@ -1,0 +1,43 @@
+# The workspace's commands. Each one sets up what it needs in .venv; `make help` lists them.
+
+# The first interpreter that is new enough; `make PYTHON=/path/to/python3 …` chooses another.
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+READY := $(VENV)/.ready
+BIN := $(VENV)/bin
+JOBS ?= 2
+# Small tensors: more threads than one only fight over the cores that the test processes use.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup test lint demo bench clean
+
+help: ## list these commands
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup: $(READY) ## make .venv with every package of the workspace and the test tools
+
+$(READY): requirements-dev.txt constraints.txt pyproject.toml $(wildcard plugins/*/pyproject.toml)
+	@test -n "$(PYTHON)" || { echo "kvframe needs Python 3.11 or newer; none was found on PATH" >&2; exit 1; }
+	@echo "Setting up $(VENV): torch is the large part, allow a few minutes on the first run"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+lint: $(READY) ## ruff and mypy --strict
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy --strict
+
+test: lint ## lint, then every test: core, plugins, examples
+	$(BIN)/pytest -n $(JOBS)
+
+demo: $(READY) ## train a small hybrid model (once) and serve 32 prompts that share a prefix
+	$(BIN)/python examples/demo/demo.py
+
+bench: $(READY) ## measure against transformers and record the results
+	$(BIN)/python benchmarks/run.py
+
+clean: ## remove .venv, caches and the trained demo model
+	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build
+	find . -name __pycache__ -prune -exec rm -rf {} + -o -name '*.egg-info' -prune -exec rm -rf {} +
