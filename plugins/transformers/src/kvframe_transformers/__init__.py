@@ -1,0 +1,1 @@
+"""Serves Hugging Face checkpoints through kvframe, by transformers' own extension points."""

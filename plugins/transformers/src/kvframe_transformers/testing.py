@@ -1,0 +1,114 @@
+"""Tiny random models of many families, for tests: small enough to run in milliseconds, sharp enough to show mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+_SHARED: Mapping[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_WINDOW = 8
+_EXPERTS: Mapping[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+_CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": _WINDOW},
+    "gemma2": {"head_dim": 16, "num_hidden_layers": 4, "sliding_window": _WINDOW, "query_pre_attn_scalar": 16},
+    "gemma3_text": {
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "sliding_window": _WINDOW,
+        "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    },
+    "gpt_oss": {
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "sliding_window": _WINDOW,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "cohere2": {"num_hidden_layers": 4, "sliding_window": _WINDOW},
+    "gpt2": {"n_layer": 3},
+    "gpt_neox": {},
+    "granite": {"attention_multiplier": 0.3},
+    "mixtral": dict(_EXPERTS),
+    "olmo2": {},
+    "olmo3": {"num_hidden_layers": 4, "sliding_window": _WINDOW},
+    "phi3": {},
+    "qwen2": {},
+    "qwen3_moe": {"head_dim": 16, "moe_intermediate_size": 32, **_EXPERTS},
+    "stablelm": {},
+    "starcoder2": {"sliding_window": _WINDOW},
+}
+
+FAMILIES: tuple[str, ...] = ("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss")
+"""The families, by transformers' ``model_type``, that every cross-distribution test covers."""
+
+MORE_FAMILIES: tuple[str, ...] = tuple(sorted(set(_CONFIGS) - set(FAMILIES)))
+"""Families that the adapter serves by rule: no code names them."""
+
+
+def tiny_config(family: str, **overrides: Any) -> Any:
+    """Return a transformers config of ``family`` with a few small layers.
+
+    Args:
+        family: One of ``FAMILIES`` or ``MORE_FAMILIES``.
+        overrides: Fields of the config to set otherwise.
+    """
+    return AutoConfig.for_model(family, **{**_SHARED, **_CONFIGS[family], **overrides})
+
+
+def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """Return a random float32 model of ``family`` whose attention is far from uniform.
+
+    Random weights of the usual size make every key look alike, so that a wrong mask hardly changes the logits: all
+    matrices are scaled up, and vectors that start at a constant (biases, norms, sinks) are made random.
+
+    Args:
+        family: One of ``FAMILIES`` or ``MORE_FAMILIES``.
+        seed: Seed of the weights.
+        overrides: Fields of the config to set otherwise.
+    """
+    config = tiny_config(family, **overrides)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() >= 2:
+                    parameter.mul_(8.0)
+                else:
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def save_tiny(path: Path, family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """Save ``tiny_model(family, seed, **overrides)`` as a checkpoint folder and return the model.
+
+    Args:
+        path: The folder; made if missing.
+        family: One of ``FAMILIES`` or ``MORE_FAMILIES``.
+        seed: Seed of the weights.
+        overrides: Fields of the config to set otherwise.
+    """
+    model = tiny_model(family, seed, **overrides)
+    model.save_pretrained(path)
+    return model
