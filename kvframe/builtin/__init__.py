@@ -1,0 +1,1 @@
+"""What ships with the core, registered by the public hooks only."""

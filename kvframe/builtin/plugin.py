@@ -1,0 +1,20 @@
+"""The built-in plugin: full attention and the plain-torch backends, registered by the same hooks as any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvframe.hookspecs import hookimpl
+
+
+@hookimpl
+def kvframe_register_specs(register: Callable[..., None]) -> None:
+    """Register the full-attention spec."""
+    register("full_attention", "kvframe.builtin.full_attention:FullAttentionSpec")
+
+
+@hookimpl
+def kvframe_register_backends(register: Callable[..., None]) -> None:
+    """Register the practical torch backend and the reference that every backend is measured against."""
+    register("torch", "kvframe.builtin.torch_backend:TorchBackend", needs="torch")
+    register("torch_reference", "kvframe.builtin.torch_reference:TorchReferenceBackend", needs="torch")

@@ -1,0 +1,102 @@
+"""The reference backend: attention written straight from the spec's live ranges, one query at a time.
+
+It is slow on purpose. Every other backend is measured against it, so it knows no mask, only
+``KVCacheSpec.live_ranges``, and it reads no token that no query attends to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
+from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.specs import KVCacheSpec, LayerSpec
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+def attended_tokens(spec: KVCacheSpec, position: int, seq_len: int, causal: bool) -> list[int]:
+    """Return the positions that the query at ``position`` attends to: what is live there, and itself.
+
+    Args:
+        spec: The layer's cache spec.
+        position: Where the query stands.
+        seq_len: Tokens of its request after the step.
+        causal: False where a query sees every token of its request.
+    """
+    if not causal:
+        return list(range(seq_len))
+    return [token for start, stop in spec.live_ranges(position) for token in range(start, stop)] + [position]
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: LayerSpec, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Return one query's attention over the tokens it attends to.
+
+    A learned sink is one more logit in the softmax, with no value behind it, so it takes a share of the weight and
+    gives nothing (GPT-OSS, arXiv 2508.10925).
+
+    Args:
+        query: ``[num_heads, head_size]``.
+        key: ``[num_tokens, num_kv_heads, head_size]``.
+        value: ``[num_tokens, num_kv_heads, head_size_v]``.
+        layer: For the scale and the soft cap.
+        sinks: ``[num_heads]`` or None.
+
+    Returns:
+        ``[num_heads, head_size_v]``, in the query's dtype.
+    """
+    assert layer.query is not None
+    group_size = query.shape[0] // key.shape[1]
+    key = key.repeat_interleave(group_size, dim=1)
+    value = value.repeat_interleave(group_size, dim=1)
+    scores = torch.einsum("hd,thd->ht", query, key) * layer.query.scale
+    if layer.query.soft_cap is not None:
+        scores = layer.query.soft_cap * torch.tanh(scores / layer.query.soft_cap)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None]], dim=1)
+    weights = torch.softmax(scores, dim=-1)[:, : key.shape[0]]
+    return torch.einsum("ht,thd->hd", weights, value)
+
+
+class TorchReferenceBackend(AttentionBackend):
+    """Serves every attention layer whose state is ``k`` and ``v``, on any device, slowly and by definition."""
+
+    capabilities = Capabilities(
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=frozenset({"float64", "float32", "float16", "bfloat16"}),
+        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "live_range"}),
+        soft_cap=True,
+        sinks=True,
+        separate_value_size=True,
+    )
+
+    def forward(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Compute each query of each request on its own, in float32 at least."""
+        assert isinstance(metadata, CommonAttentionMetadata)
+        assert layer.spec is not None
+        compute_dtype = torch.float32 if query.dtype in LOW_PRECISION else query.dtype
+        output = query.new_zeros(query.shape[0], query.shape[1], kv_cache["v"].shape[-1])
+        starts = metadata.query_start_loc_cpu.tolist()
+        for request in range(metadata.num_reqs):
+            seq_len = int(metadata.seq_lens_cpu[request])
+            num_new = starts[request + 1] - starts[request]
+            for i in range(num_new):
+                tokens = attended_tokens(layer.spec, seq_len - num_new + i, seq_len, metadata.causal)
+                positions = torch.tensor(tokens, device=query.device)
+                blocks = metadata.block_table[request, positions // metadata.block_size].long()
+                offsets = positions % metadata.block_size
+                row = starts[request] + i
+                output[row] = attend(
+                    query[row].to(compute_dtype),
+                    kv_cache["k"][blocks, offsets].to(compute_dtype),
+                    kv_cache["v"][blocks, offsets].to(compute_dtype),
+                    layer,
+                    sinks,
+                ).to(query.dtype)
+        return output

@@ -1,0 +1,81 @@
+"""Sliding-window attention: the last ``window`` tokens stay live, and the sink tokens at the start."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import attrs
+
+from kvframe.builtin.full_attention import FullAttentionSpec
+from kvframe.errors import SpecError
+from kvframe.specs import AttentionMask, AttentionSpec, TokenRange, positive_int
+
+
+def _not_negative(instance: Any, attribute: attrs.Attribute[int], value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise SpecError(
+            f"{type(instance).__name__}.{attribute.name} must be a whole number of at least 0, not {value!r}"
+        )
+
+
+@attrs.frozen(kw_only=True)
+class SlidingWindowSpec(AttentionSpec):
+    """Keys and values of a window of tokens that moves along, and of sink tokens that stay.
+
+    The live range at ``n`` is ``[max(0, n - window + 1), n)`` and ``[0, num_sink_tokens)``. Sink tokens that never
+    leave are those of StreamingLLM (arXiv 2309.17453).
+
+    Attributes:
+        window: Tokens that a query sees, its own included.
+        num_sink_tokens: Tokens at the start that every query sees besides.
+    """
+
+    kind: ClassVar[str] = "sliding_window"
+
+    window: int = positive_int
+    num_sink_tokens: int = attrs.field(default=0, validator=_not_negative)
+
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
+        """Return the sinks and the window before ``n``; one range where they touch."""
+        start = max(0, n - self.window + 1)
+        if self.num_sink_tokens >= start:
+            return ((0, n),) if n else ()
+        ranges = ((0, self.num_sink_tokens), (start, n))
+        return tuple(item for item in ranges if item[0] < item[1])
+
+    @property
+    def mask(self) -> AttentionMask:
+        """A causal mask with this window and these sinks."""
+        return AttentionMask(window=self.window, num_sink_tokens=self.num_sink_tokens)
+
+    def retain_all(self) -> FullAttentionSpec:
+        """Return full attention over the same keys and values."""
+        return FullAttentionSpec(
+            block_size=self.block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            head_size_v=self.head_size_v,
+            dtype=self.dtype,
+        )
+
+    def num_resident_blocks(self, n: int, num_new_tokens: int) -> int:
+        """Return the blocks from the window's first to the last new one, and the sinks' before those."""
+        first_live = max(0, n - self.window + 1) // self.block_size
+        sink_blocks = -(-self.num_sink_tokens // self.block_size)
+        last = -(-(n + num_new_tokens) // self.block_size)
+        return last - first_live + min(sink_blocks, first_live)
+
+    def peak_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
+        """Return the peak from the two steps that can reach it.
+
+        Once the window has left the sinks, the blocks held repeat with a period of one block and are most where the
+        window starts at a block's last token; before, they only grow. Steps that are cut short by the end hold no
+        more than the last full one.
+        """
+        if num_tokens < 1:
+            return 0
+        last_full_step = max(0, num_tokens - max_new_tokens)
+        widest = last_full_step - (last_full_step - self.window + 2) % self.block_size
+        return max(
+            self.num_resident_blocks(n, min(max_new_tokens, num_tokens - n)) for n in (max(0, widest), last_full_step)
+        )
