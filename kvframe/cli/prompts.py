@@ -1,0 +1,102 @@
+"""Reading prompts from files: text, JSON, JSON lines, token ids."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvframe.errors import RequestError
+
+_Prompt = TypeVar("_Prompt", str, list[int])
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Return the prompts of a file.
+
+    Args:
+        path: ``.json``: a list of strings. ``.jsonl``: on each line a string, or an object with a ``prompt``. Anything
+            else: one prompt a line. Empty lines are left out. ``-`` reads lines from standard input.
+
+    Raises:
+        RequestError: The file cannot be read or holds something else.
+    """
+    text = _read(path)
+    if path.suffix == ".json":
+        data = _parse(path, "", text)
+        prompts = data if isinstance(data, list) else [data]
+        places = [f"[{index}]" for index in range(len(prompts))]
+    elif path.suffix == ".jsonl":
+        numbered = _lines(text)
+        prompts = [_parse(path, f" line {number}", line) for number, line in numbered]
+        prompts = [prompt.get("prompt") if isinstance(prompt, dict) else prompt for prompt in prompts]
+        places = [f" line {number}" for number, _ in numbered]
+    else:
+        return _some(path, [line for _, line in _lines(text)])
+    for place, prompt in zip(places, prompts, strict=True):
+        if not isinstance(prompt, str):
+            raise RequestError(f"{path}{place}: a prompt is a string, not {_shown(prompt)}", code="bad_prompt")
+    return _some(path, prompts)
+
+
+def read_prompt_token_ids(path: Path) -> list[list[int]]:
+    """Return the prompts of a file of token ids.
+
+    Args:
+        path: A JSON list of lists of ids, or JSON lines with a list of ids each. ``-`` reads standard input.
+
+    Raises:
+        RequestError: The file cannot be read or holds something else.
+    """
+    text = _read(path)
+    try:
+        data = json.loads(text)
+    except ValueError:
+        numbered = _lines(text)
+        data = [_parse(path, f" line {number}", line) for number, line in numbered]
+        places = [f" line {number}" for number, _ in numbered]
+    else:
+        # One line of ids is a valid file of JSON lines, and a flat list as one JSON value.
+        data = [data] if isinstance(data, list) and data and not isinstance(data[0], list) else data
+        places = [f"[{index}]" for index in range(len(data))] if isinstance(data, list) else []
+    if not isinstance(data, list):
+        raise RequestError(f"{path}: prompts are JSON lists of token ids, not {_shown(data)}", code="bad_prompt")
+    for place, prompt in zip(places, data, strict=True):
+        if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
+            raise RequestError(
+                f"{path}{place}: a prompt is a list of token ids (whole numbers), not {_shown(prompt)}",
+                code="bad_prompt",
+            )
+    return _some(path, data)
+
+
+def _read(path: Path) -> str:
+    try:
+        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror or error}", code="bad_prompt") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path} is no UTF-8 text: {error}", code="bad_prompt") from error
+
+
+def _lines(text: str) -> list[tuple[int, str]]:
+    return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+
+
+def _parse(path: Path, place: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise RequestError(f"{path}{place} is no valid JSON: {error}", code="bad_prompt") from error
+
+
+def _some(path: Path, prompts: list[_Prompt]) -> list[_Prompt]:
+    if not prompts:
+        raise RequestError(f"{path} holds no prompt", code="bad_prompt")
+    return prompts
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,145 @@
+"""What people see: tables and progress bars on a terminal, aligned plain text in a pipe.
+
+rich is imported only where there is a terminal to draw on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+Advance = Callable[[int], None]
+"""Tells a progress bar how many more units are done."""
+
+
+def print_json(value: Any, *, indent: int | None = 2) -> None:
+    """Print ``value`` as one JSON document, on one line if ``indent`` is None."""
+    click.echo(json.dumps(value, indent=indent, ensure_ascii=False))
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: drawn on a terminal, aligned columns in a pipe.
+
+    Args:
+        title: Stands above the table.
+        columns: The headings.
+        rows: One cell of text for each column. A column of numbers is aligned to the right.
+    """
+    to_right = [bool(rows) and all(_is_number(row[index]) for row in rows) for index in range(len(columns))]
+    if sys.stdout.isatty():
+        _draw_table(title, columns, rows, to_right)
+        return
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    click.echo(title)
+    for line in (columns, *rows):
+        cells = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, to_right, strict=True)
+        )
+        click.echo("  " + "  ".join(cells).rstrip())
+    click.echo()
+
+
+def print_facts(title: str, facts: Iterable[tuple[str, str]]) -> None:
+    """Print named values, one a line, under a title."""
+    lines = list(facts)
+    width = max(len(name) for name, _ in lines)
+    click.echo(click.style(title, bold=True))
+    for name, value in lines:
+        click.echo(f"  {name.ljust(width)}  {value}")
+    click.echo()
+
+
+def _draw_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], to_right: Sequence[bool]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    for name, right in zip(columns, to_right, strict=True):
+        table.add_column(name, justify="right" if right else "left", overflow="fold", header_style="cyan")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console().print(table)
+
+
+def _is_number(cell: str) -> bool:
+    return re.fullmatch(r"[\d,.]+( (B|KiB|MiB|GiB|TiB|%|x))?|-", cell) is not None
+
+
+@contextmanager
+def progress(description: str, total: int) -> Iterator[Advance]:
+    """Show a progress bar on stderr while the body runs; nothing unless stderr is a terminal.
+
+    Args:
+        description: What is going on.
+        total: How many units there are.
+
+    Yields:
+        A function that takes how many more units are done.
+    """
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Return a byte count for people, in binary units (``1.50 GiB``)."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{num_bytes} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:,.2f} TiB"
+
+
+def compact_names(names: Sequence[str]) -> str:
+    """Return layer names on one line, with the number that counts layers folded.
+
+    ``["m.0.attn", "m.1.attn", "m.2.attn", "m.5.attn"]`` becomes ``m.{0-2,5}.attn``.
+    """
+    alike: dict[tuple[str, ...], list[list[str]]] = {}
+    for name in names:
+        parts = re.split(r"(\d+)", name)
+        alike.setdefault(tuple(parts[0::2]), []).append(parts)
+    return ", ".join(text for same_words in alike.values() for text in _fold(same_words))
+
+
+def _fold(names: Sequence[list[str]]) -> list[str]:
+    """Fold names that differ in their numbers only, each as words and numbers in turn."""
+    varying = [index for index in range(1, len(names[0]), 2) if len({parts[index] for parts in names}) > 1]
+    if not varying:
+        return ["".join(parts) for parts in names]
+    counter = varying[0]
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for parts in names:
+        around = ("".join(parts[:counter]), "".join(parts[counter + 1 :]))
+        numbers.setdefault(around, []).append(int(parts[counter]))
+    return [
+        f"{before}{found[0]}{after}" if len(found) == 1 else f"{before}{{{_ranges(found)}}}{after}"
+        for (before, after), found in numbers.items()
+    ]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs)
