@@ -1,0 +1,307 @@
+"""The registry: which name stands for which class, who claims it, and the import that happens only when it is used."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+
+from kvframe.errors import ContestedNameError, PluginError, UnknownNameError
+
+BUILTIN_OWNER = "kvframe"
+"""The owner of the built-in names, which nobody else can claim."""
+
+FAILURES = (Exception, SystemExit)
+"""What foreign code may raise at set-up and is contained; only an interrupt goes through."""
+
+_SNAKE_CASE = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+_IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+
+
+@attrs.frozen
+class Kind:
+    """One kind of thing that plugins register.
+
+    Attributes:
+        label: Its name for people.
+        base: Import string of the class that every target must subclass.
+        name_attribute: The class attribute that must equal the registered name; None if there is none.
+        reserved: Names that nobody can register.
+    """
+
+    label: str
+    base: str
+    name_attribute: str | None = None
+    reserved: frozenset[str] = frozenset()
+
+
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {
+        "spec": Kind("cache spec", "kvframe.specs:KVCacheSpec", "kind"),
+        "wrapper": Kind("wrapper", "kvframe.attention.wrapper:MetadataWrapper", "name"),
+        "backend": Kind("backend", "kvframe.attention.backend:AttentionBackend", reserved=frozenset({"auto"})),
+        "model_adapter": Kind("model adapter", "kvframe.model.adapter:ModelAdapter"),
+    }
+)
+"""Every kind by its key in the stack file (``[plugins.owners.backend]``)."""
+
+
+def canonical(distribution: str) -> str:
+    """Return a distribution's name as the package index compares it: ``kvframe_X`` is ``kvframe-x``."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return an error as ``Type: message``, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
+
+
+def _as_names(needs: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (needs,) if isinstance(needs, str) else tuple(needs or ())
+
+
+def _find_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+@attrs.frozen
+class Entry:
+    """One claim to a name.
+
+    Attributes:
+        kind: The kind's key (``"backend"``).
+        name: The registered name.
+        target: Import string of the class, or the class itself.
+        owner: The distribution that claims the name; a module's name if the plugin was passed as a module.
+        plugin: The plugin's id, ``distribution:name``.
+        needs: Modules the target cannot be imported without.
+        install: What to type when something is missing; empty if unknown.
+    """
+
+    kind: str
+    name: str
+    target: str | type
+    owner: str
+    plugin: str
+    needs: tuple[str, ...] = attrs.field(default=(), converter=_as_names)
+    install: str = attrs.field(default="", converter=attrs.converters.default_if_none(""))
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse a name or target that could not be used later; raises ``PluginError``."""
+        kind = KINDS[self.kind]
+        if not isinstance(self.name, str) or not _SNAKE_CASE.fullmatch(self.name):
+            raise PluginError(f"{kind.label} name {self.name!r} must be snake_case, like 'sliding_window'")
+        if self.name in kind.reserved:
+            raise PluginError(f"{kind.label} name {self.name!r} is reserved; choose another")
+        if not isinstance(self.target, type) and not (
+            isinstance(self.target, str) and _IMPORT_STRING.fullmatch(self.target)
+        ):
+            raise PluginError(
+                f"the target of {kind.label} {self.name!r} must be like 'package.module:Class', not {self.target!r}"
+            )
+
+    @property
+    def id(self) -> str:
+        """``owner:name``: names this claim whoever else claims the name."""
+        return f"{self.owner}:{self.name}"
+
+    def missing(self) -> tuple[str, ...]:
+        """Return the needed modules that are not installed; imports no module that is asked about."""
+        return tuple(name for name in self.needs if not _find_module(name))
+
+    def load(self) -> Any:
+        """Import the target and return the class; raises ``PluginError`` with owner, name and cause if it is unfit."""
+        missing = self.missing()
+        if missing:
+            raise self._error(f"needs {', '.join(missing)}, not installed here")
+        loaded = self._import() if isinstance(self.target, str) else self.target
+        kind = KINDS[self.kind]
+        module, _, attribute = kind.base.partition(":")
+        base = getattr(importlib.import_module(module), attribute)
+        if not (isinstance(loaded, type) and issubclass(loaded, base)):
+            raise self._error(f"{self.target!r} is no subclass of {module}.{attribute}")
+        if inspect.isabstract(loaded):
+            abstract = ", ".join(sorted(loaded.__abstractmethods__))
+            raise self._error(f"{self.target!r} does not implement {abstract}")
+        if kind.name_attribute and getattr(loaded, kind.name_attribute, None) != self.name:
+            given = getattr(loaded, kind.name_attribute, None)
+            raise self._error(f"{self.target!r} has {kind.name_attribute} = {given!r}; it must equal the registered name")
+        return loaded
+
+    def _import(self) -> Any:
+        assert isinstance(self.target, str)
+        module, _, path = self.target.partition(":")
+        try:
+            found: Any = importlib.import_module(module)
+        except FAILURES as error:
+            raise self._error(f"importing {module!r} failed: {in_one_line(error)}") from error
+        for attribute in path.split("."):
+            try:
+                found = getattr(found, attribute)
+            except FAILURES as error:
+                raise self._error(f"{module!r} has no {path!r}: {in_one_line(error)}") from error
+        return found
+
+    def _error(self, reason: str) -> PluginError:
+        hint = f"; try: {self.install}" if self.install else ""
+        return PluginError(f"{KINDS[self.kind].label} {self.name!r} of {self.owner} cannot be used: {reason}{hint}")
+
+
+class Catalogue:
+    """The names of one kind.
+
+    A name belongs to the plugin that claims it alone, or to the one that the stack chose; a name that several claim
+    belongs to none of them until then.
+    """
+
+    def __init__(self, kind: str, owner_choices: Mapping[str, str], set_aside: Sequence[str] = ()) -> None:
+        """Start empty.
+
+        Args:
+            kind: The kind's key in ``KINDS``.
+            owner_choices: The distribution that the stack chose, by contested name.
+            set_aside: Sentences about plugins that are not in use, named where a name is not found. Kept, not copied.
+        """
+        self.kind = kind
+        self.label = KINDS[kind].label
+        self.owner_choices = dict(owner_choices)
+        self._set_aside = set_aside
+        self._claims: dict[str, list[Entry]] = {}
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether ``get`` finds ``name``."""
+        try:
+            self.get(str(name))
+        except (UnknownNameError, ContestedNameError):
+            return False
+        return True
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names that belong to somebody, sorted; contested names are not among them."""
+        return tuple(name for name in sorted(self._claims) if name in self)
+
+    def contested(self) -> Mapping[str, tuple[str, ...]]:
+        """Return who claims each name that belongs to nobody."""
+        return {
+            name: tuple(entry.owner for entry in claims)
+            for name, claims in sorted(self._claims.items())
+            if name not in self
+        }
+
+    def claims(self, name: str | None = None) -> tuple[Entry, ...]:
+        """Return every claim to ``name``, or to any name, contested or not."""
+        names = sorted(self._claims) if name is None else [name]
+        return tuple(entry for each in names for entry in self._claims.get(each, ()))
+
+    def add(self, entry: Entry) -> None:
+        """Record a claim.
+
+        Args:
+            entry: The claim; nothing is imported.
+
+        Raises:
+            ContestedNameError: The name is built in.
+            PluginError: Another plugin of the same distribution claims it already.
+        """
+        claims = self._claims.get(entry.name, [])
+        for other in claims:
+            if other.owner == BUILTIN_OWNER:
+                raise ContestedNameError(
+                    f"{self.label} {entry.name!r} is built in and cannot be claimed; register another name"
+                )
+            if other.owner == entry.owner:
+                raise PluginError(f"{self.label} {entry.name!r} is registered already, by {other.plugin}")
+        self._claims[entry.name] = sorted([*claims, entry], key=lambda each: each.owner)
+
+    def get(self, name: str) -> Entry:
+        """Return the claim that ``name`` stands for. Imports nothing.
+
+        Args:
+            name: A registered name, or ``distribution:name`` for one distribution's claim.
+
+        Raises:
+            UnknownNameError: Nobody claims it.
+            ContestedNameError: Several do and the stack names no owner, or one who has no claim.
+        """
+        owner, separator, bare = name.rpartition(":")
+        claims = self._claims.get(bare, [])
+        if separator:
+            claims = [entry for entry in claims if canonical(entry.owner) == canonical(owner)]
+        if not claims:
+            known = (entry.id for entry in self.claims()) if separator else self._claims
+            hint = f"plugins set aside: {'; '.join(self._set_aside)}" if self._set_aside else ""
+            raise UnknownNameError(self.label, name, known, hint)
+        if separator:
+            return claims[0]
+        choice = self.owner_choices.get(name)
+        if choice is not None:
+            for entry in claims:
+                if canonical(entry.owner) == canonical(choice):
+                    return entry
+            raise ContestedNameError(
+                f"the stack gives {self.label} {name!r} to {choice!r}, which does not provide it; "
+                f"provided by: {', '.join(entry.owner for entry in claims)}"
+            )
+        if len(claims) > 1:
+            owners = [entry.owner for entry in claims]
+            raise ContestedNameError(
+                f"{self.label} {name!r} is claimed by {' and '.join(owners)} and so belongs to neither; choose with "
+                f'[plugins.owners.{self.kind}] {name} = "{owners[0]}" in the stack, or write "{claims[0].id}"'
+            )
+        return claims[0]
+
+    def load(self, name: str) -> Any:
+        """Import and return the class that ``name`` stands for.
+
+        Args:
+            name: A registered name, or ``distribution:name``.
+
+        Raises:
+            UnknownNameError: Nobody claims it.
+            ContestedNameError: Several do and the stack names no owner.
+            PluginError: The class cannot be imported or is unfit; names owner, name and cause.
+        """
+        return self.get(name).load()
+
+
+class Registry:
+    """The four catalogues. Filled while plugins load, read by everything after."""
+
+    def __init__(self, owners: Mapping[str, Mapping[str, str]] = MappingProxyType({})) -> None:
+        """Start empty.
+
+        Args:
+            owners: The stack's choices for contested names: kind, name, distribution.
+        """
+        self._set_aside: list[str] = []
+        self.catalogues: Mapping[str, Catalogue] = {
+            kind: Catalogue(kind, owners.get(kind, {}), self._set_aside) for kind in KINDS
+        }
+        self.specs = self.catalogues["spec"]
+        self.wrappers = self.catalogues["wrapper"]
+        self.backends = self.catalogues["backend"]
+        self.model_adapters = self.catalogues["model_adapter"]
+
+    def add(self, entries: Sequence[Entry]) -> None:
+        """Record all claims of one plugin, or none: raises what ``Catalogue.add`` raises and then keeps nothing."""
+        before = {kind: dict(catalogue._claims) for kind, catalogue in self.catalogues.items()}
+        try:
+            for entry in entries:
+                self.catalogues[entry.kind].add(entry)
+        except (ContestedNameError, PluginError):
+            for kind, claims in before.items():
+                self.catalogues[kind]._claims = claims
+            raise
+
+    def note_set_aside(self, sentence: str) -> None:
+        """Remember why a plugin is not in use, for the error of whoever asks for a name it would have given."""
+        self._set_aside.append(sentence)
