@@ -1,0 +1,1 @@
+"""Attention: batch metadata, wrappers, backends, and the choice between them."""

@@ -1,0 +1,174 @@
+"""The interface of a backend: capabilities as data, metadata built once a step, attention computed per layer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import attrs
+import torch
+
+from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.specs import LayerSpec
+
+KVCache = Mapping[str, torch.Tensor]
+"""One layer's state tensors by name, each ``[num_block_ids, *StateTensor.shape]``, strided over the pool, device."""
+
+
+@attrs.frozen
+class Refusal:
+    """Why a backend cannot serve a layer.
+
+    Attributes:
+        code: Stable ``snake_case`` code (``"mask_window"``).
+        reason: The sentence for a person.
+    """
+
+    code: str
+    reason: str
+
+
+@attrs.frozen(kw_only=True)
+class Capabilities:
+    """What a backend can do, as data. An empty or None limit means "any".
+
+    Attributes:
+        devices: Device types (``"cpu"``, ``"cuda"``).
+        dtypes: Cache and query dtypes by torch's name.
+        masks: Mask features, of ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, and ``live_range`` for
+            any mask at all, read off ``KVCacheSpec.live_ranges``.
+        state: Names of the state tensors it reads (``{"k", "v"}``).
+        soft_cap: Whether it caps scores.
+        sinks: Whether it adds learned sink logits.
+        head_sizes: Head sizes it is limited to; None for any.
+        separate_value_size: Whether value vectors may differ in size from key vectors.
+        block_size_multiple: Its block sizes are multiples of this.
+        preference: Where several can serve a layer, ``backend = "auto"`` takes the highest.
+    """
+
+    devices: frozenset[str]
+    dtypes: frozenset[str]
+    masks: frozenset[str]
+    state: frozenset[str] = frozenset({"k", "v"})
+    soft_cap: bool = False
+    sinks: bool = False
+    head_sizes: frozenset[int] | None = None
+    separate_value_size: bool = False
+    block_size_multiple: int = 1
+    preference: int = 0
+
+    def refusals(self, layer: LayerSpec, device: str) -> list[Refusal]:
+        """Return every reason why ``layer`` cannot be served on ``device``; empty if it can."""
+        spec, query = layer.spec, layer.query
+        assert spec is not None
+        assert query is not None
+        found = []
+
+        def refuse(code: str, reason: str) -> None:
+            found.append(Refusal(code, reason))
+
+        def listed(names: frozenset[str] | frozenset[int]) -> str:
+            return ", ".join(str(name) for name in sorted(names))
+
+        if device not in self.devices:
+            refuse("device", f"runs on {listed(self.devices)}, not on {device}")
+        state = spec.state_tensors()
+        if set(state) != self.state:
+            refuse("state", f"reads the state tensors {listed(self.state)}, not {listed(frozenset(state))}")
+        for dtype in sorted({tensor.dtype for tensor in state.values()} - self.dtypes):
+            refuse("dtype", f"stores {listed(self.dtypes)}, not {dtype}")
+        wanted = frozenset({"live_range"}) if spec.mask is None else spec.mask.features
+        if "live_range" not in self.masks:
+            for feature in sorted(wanted - self.masks):
+                refuse(f"mask_{feature}", f"has no mask {feature} ({listed(self.masks)})")
+        if query.soft_cap is not None and not self.soft_cap:
+            refuse("soft_cap", "does not cap scores")
+        if query.has_sinks and not self.sinks:
+            refuse("sinks", "does not add learned sinks")
+        if self.head_sizes is not None and query.head_size not in self.head_sizes:
+            refuse("head_size", f"takes head sizes {listed(self.head_sizes)}, not {query.head_size}")
+        value_sizes = {tensor.shape[-1] for name, tensor in state.items() if name == "v"}
+        if not self.separate_value_size and value_sizes - {query.head_size}:
+            refuse("value_size", f"takes value vectors as long as key vectors ({query.head_size})")
+        if spec.block_size % self.block_size_multiple:
+            refuse("block_size", f"takes blocks of a multiple of {self.block_size_multiple}, not {spec.block_size}")
+        return found
+
+
+class AttentionMetadataBuilder(ABC):
+    """Turns a step's (wrapped) batch metadata into what a backend's kernels read."""
+
+    @abstractmethod
+    def build(self, metadata: CommonAttentionMetadata) -> Any:
+        """Return the backend's metadata.
+
+        Called by the framework once a step for each attention group, before any of its layers runs.
+
+        Args:
+            metadata: The step's metadata after the group's wrapper chain. Never written to.
+        """
+
+
+class _PassThroughBuilder(AttentionMetadataBuilder):
+    def build(self, metadata: CommonAttentionMetadata) -> Any:
+        return metadata
+
+
+class AttentionBackend(ABC):
+    """Computes attention for the layers of one attention group. One class is enough for a simple backend.
+
+    An instance is made at set-up for each attention group and lives as long as the engine.
+    """
+
+    capabilities: ClassVar[Capabilities]
+
+    @classmethod
+    def unusable_reason(cls) -> str | None:
+        """Return one sentence why this backend cannot run in this environment; None if it can."""
+        return None
+
+    def __init__(self, layers: Sequence[LayerSpec], device: torch.device) -> None:
+        """Take the group's layers, all with the same spec and query side.
+
+        Args:
+            layers: The layers that this instance serves.
+            device: Where their caches lie.
+        """
+        self.layers = tuple(layers)
+        self.device = device
+
+    def make_builder(self) -> AttentionMetadataBuilder:
+        """Return the group's metadata builder; the default hands the batch metadata on unchanged."""
+        return _PassThroughBuilder()
+
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Store new tokens' keys and values. Called before ``forward``, never for a layer that shares a cache.
+
+        Args:
+            key: ``[num_tokens, num_kv_heads, head_size], device``.
+            value: ``[num_tokens, num_kv_heads, head_size_v], device``.
+            kv_cache: The layer's state tensors; written to.
+            slots: Block id and offset of each token, ``[num_tokens], int64, device`` both.
+        """
+        kv_cache["k"].index_put_(slots, key.to(kv_cache["k"].dtype))
+        kv_cache["v"].index_put_(slots, value.to(kv_cache["v"].dtype))
+
+    @abstractmethod
+    def forward(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Compute attention of the new tokens over the cache, their own keys included (already written).
+
+        Args:
+            layer: The layer that runs.
+            query: ``[num_tokens, num_heads, head_size], device``.
+            kv_cache: The state tensors of the layer, or of the layer whose cache it shares; not written to.
+            metadata: What this backend's builder made of the step.
+            sinks: ``[num_heads], device``: learned sink logits; None unless the layer has them.
+
+        Returns:
+            ``[num_tokens, num_heads, head_size_v], device``, in the query's dtype.
+        """

@@ -1,0 +1,255 @@
+"""The cache plan: how many bytes go where, as a value that can be printed, saved and compared.
+
+A *page* holds all of a group's layers for one block of tokens. Pages of different groups share one pool of equal
+*slabs*: a slab is cut into pages of one group at a time and returns whole, so no layer is padded to another's size
+(the idea of two-level paging is Jenga's, arXiv 2503.18292).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import attrs
+
+from kvframe.errors import PlanError
+from kvframe.groups import Grouping, KVCacheGroup
+from kvframe.specs import STATE_ALIGNMENT_BYTES, KVCacheSpec, align_up
+
+_MAX_PAGES_PER_SLAB = 64
+_MAX_BLOCK_ID = 2**31 - 1
+
+
+@attrs.frozen(kw_only=True)
+class PlannedGroup:
+    """One group's part of the plan.
+
+    Attributes:
+        index: The group's number.
+        spec: What its layers store, and for which past tokens.
+        layers: The layers that keep state in it.
+        page_bytes: Bytes of a page: one block of tokens for all these layers.
+        layer_offsets: Where each layer's part of a page starts, in bytes.
+        pages_per_slab: Pages that a slab is cut into.
+        peak_blocks: The most blocks that one request of the plan's ``max_model_len`` tokens ever holds.
+    """
+
+    index: int
+    spec: KVCacheSpec
+    layers: tuple[str, ...]
+    page_bytes: int
+    layer_offsets: tuple[int, ...]
+    pages_per_slab: int
+    peak_blocks: int
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.spec.block_size
+
+
+@attrs.frozen(kw_only=True)
+class KVCachePlan:
+    """What is allocated, to the byte, and how it is cut.
+
+    The pool is ``total_bytes`` long: first the null page (``null_bytes``, owned by nobody: where padding points),
+    then ``num_slabs`` slabs. A *block id* is a page's byte offset divided by ``block_id_bytes``, so block ids of
+    every group address one pool with one stride, and 0 is the null page.
+
+    Attributes:
+        groups: The groups; empty for a model that keeps nothing.
+        slab_bytes: Bytes of a slab.
+        num_slabs: Slabs in the pool.
+        null_bytes: Bytes before the first slab.
+        block_id_bytes: Bytes per unit of a block id.
+        memory_bytes: What the plan was given.
+        max_model_len: The longest request, in tokens, that the plan is for.
+        max_num_batched_tokens: The most tokens that one step computes.
+    """
+
+    groups: tuple[PlannedGroup, ...]
+    slab_bytes: int
+    num_slabs: int
+    null_bytes: int
+    block_id_bytes: int
+    memory_bytes: int
+    max_model_len: int
+    max_num_batched_tokens: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that a run allocates for the pool."""
+        return self.null_bytes + self.num_slabs * self.slab_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one more token adds while every group still holds all of them, in whole layers."""
+        return sum(-(-group.page_bytes // group.block_size) for group in self.groups)
+
+    @property
+    def waste_fraction(self) -> float:
+        """Share of the pool that no page can use when requests of ``max_model_len`` fill it.
+
+        Counted are the ends of slabs that are too short for a page, weighted by how many slabs each group takes.
+        """
+        shares = [(group.peak_blocks / group.pages_per_slab, group) for group in self.groups]
+        slabs = sum(share for share, _ in shares)
+        if not slabs:
+            return 0.0
+        lost = sum(share * (self.slab_bytes - group.pages_per_slab * group.page_bytes) for share, group in shares)
+        return lost / (slabs * self.slab_bytes)
+
+    def peak_blocks(self, num_tokens: int) -> tuple[int, ...]:
+        """Return the most blocks per group that a request of ``num_tokens`` tokens ever holds."""
+        return tuple(
+            group.peak_blocks
+            if num_tokens == self.max_model_len
+            else group.spec.peak_blocks(num_tokens, self.max_num_batched_tokens)
+            for group in self.groups
+        )
+
+    def num_slabs_for(self, num_blocks: Iterable[int]) -> int:
+        """Return the slabs that hold ``num_blocks`` blocks (one count per group), from an empty pool."""
+        return sum(-(-count // group.pages_per_slab) for count, group in zip(num_blocks, self.groups, strict=True))
+
+    def fits(self, num_tokens: int) -> bool:
+        """Return whether one request that grows to ``num_tokens`` tokens fits the pool."""
+        return self.num_slabs_for(self.peak_blocks(num_tokens)) <= self.num_slabs
+
+    def max_concurrency(self, num_tokens: int | None = None) -> int | None:
+        """Return how many requests of ``num_tokens`` tokens fit at once; None where nothing is kept (no limit).
+
+        Args:
+            num_tokens: Their length; ``max_model_len`` if not given.
+        """
+        if not self.groups:
+            return None
+        blocks = self.peak_blocks(self.max_model_len if num_tokens is None else num_tokens)
+        low, high = 0, self.num_slabs * max(group.pages_per_slab for group in self.groups) + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.num_slabs_for(count * middle for count in blocks) <= self.num_slabs:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain values, ready for JSON."""
+        return {
+            "groups": [
+                {
+                    "index": group.index,
+                    "spec": spec_to_dict(group.spec),
+                    "layers": list(group.layers),
+                    "block_size": group.block_size,
+                    "page_bytes": group.page_bytes,
+                    "pages_per_slab": group.pages_per_slab,
+                    "peak_blocks": group.peak_blocks,
+                }
+                for group in self.groups
+            ],
+            "slab_bytes": self.slab_bytes,
+            "num_slabs": self.num_slabs,
+            "null_bytes": self.null_bytes,
+            "block_id_bytes": self.block_id_bytes,
+            "memory_bytes": self.memory_bytes,
+            "total_bytes": self.total_bytes,
+            "bytes_per_token": self.bytes_per_token,
+            "waste_fraction": self.waste_fraction,
+            "max_model_len": self.max_model_len,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_concurrency": self.max_concurrency(),
+        }
+
+
+def spec_to_dict(spec: KVCacheSpec) -> dict[str, Any]:
+    """Return a spec's kind and fields as plain values."""
+    return {"kind": spec.kind, **attrs.asdict(spec)}
+
+
+def plan_cache(
+    grouping: Grouping, *, memory_bytes: int, max_model_len: int, max_num_batched_tokens: int
+) -> KVCachePlan:
+    """Plan the pool: page and slab sizes, and how many slabs fit the memory.
+
+    Args:
+        grouping: The model's groups.
+        memory_bytes: The most bytes to allocate.
+        max_model_len: The longest request, in tokens.
+        max_num_batched_tokens: The most tokens that one step computes.
+
+    Raises:
+        PlanError: Not even one slab for each group fits the memory.
+    """
+    page_bytes = [group.page_bytes for group in grouping.groups]
+    peaks = [group.spec.peak_blocks(max_model_len, max_num_batched_tokens) for group in grouping.groups]
+    slab_bytes = _choose_slab_bytes(page_bytes, peaks, memory_bytes)
+    block_id_bytes = math.gcd(slab_bytes, *page_bytes) if page_bytes else 1
+    null_bytes = align_up(max(page_bytes, default=0), block_id_bytes)
+    num_slabs = max(0, (memory_bytes - null_bytes) // slab_bytes) if page_bytes else 0
+    if num_slabs < len(page_bytes):
+        raise PlanError(
+            f"{memory_bytes} bytes hold {num_slabs} slabs of {slab_bytes} bytes, but each of the {len(page_bytes)} "
+            f"groups needs one; give at least {null_bytes + len(page_bytes) * slab_bytes} bytes"
+        )
+    if (null_bytes + num_slabs * slab_bytes) // block_id_bytes > _MAX_BLOCK_ID:
+        raise PlanError(
+            f"{memory_bytes} bytes in units of {block_id_bytes} do not fit a 32-bit block id; "
+            "choose a block size that is a multiple of a larger power of two"
+        )
+    return KVCachePlan(
+        groups=tuple(
+            PlannedGroup(
+                index=group.index,
+                spec=group.spec,
+                layers=group.layers,
+                page_bytes=group.page_bytes,
+                layer_offsets=_offsets(group),
+                pages_per_slab=slab_bytes // group.page_bytes,
+                peak_blocks=peak,
+            )
+            for group, peak in zip(grouping.groups, peaks, strict=True)
+        ),
+        slab_bytes=slab_bytes,
+        num_slabs=num_slabs,
+        null_bytes=null_bytes,
+        block_id_bytes=block_id_bytes,
+        memory_bytes=memory_bytes,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+
+
+def _offsets(group: KVCacheGroup) -> tuple[int, ...]:
+    offsets = [0]
+    for spec in group.stored:
+        offsets.append(offsets[-1] + spec.block_bytes)
+    return tuple(offsets[:-1])
+
+
+def _choose_slab_bytes(page_bytes: Sequence[int], peaks: Sequence[int], memory_bytes: int) -> int:
+    """Choose the slab size that loses the least memory.
+
+    Two losses pull apart. The end of a slab that is too short for a page is lost, and small where slabs are large;
+    and each group leaves half a slab unfilled on average, which is small where slabs are small.
+    """
+    if not page_bytes:
+        return 0
+    largest = max(page_bytes)
+    affordable = max(largest, memory_bytes // (2 * len(page_bytes)))
+    candidates = {
+        align_up(count * size, STATE_ALIGNMENT_BYTES)
+        for size in set(page_bytes)
+        for count in range(1, _MAX_PAGES_PER_SLAB + 1)
+        if largest <= count * size <= affordable
+    } or {largest}
+
+    def lost(slab: int) -> tuple[float, int]:
+        slabs = [peak / (slab // size) for size, peak in zip(page_bytes, peaks, strict=True)]
+        tails = sum(count * (slab % size) for count, size in zip(slabs, page_bytes, strict=True))
+        unfilled = len(page_bytes) * slab / 2 if len(page_bytes) > 1 else 0
+        return tails / (sum(slabs) * slab or 1) + unfilled / memory_bytes, slab
+
+    return min(candidates, key=lost)

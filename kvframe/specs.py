@@ -1,0 +1,254 @@
+"""Cache specs and layer specs: what a layer keeps, and for which past tokens.
+
+A cache spec answers one question, the *live range*: which past tokens' state must be resident to compute token
+``n``. Everything else the core does is derived from that answer by code that never asks which type it is.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import attrs
+
+from kvframe.errors import SpecError, UnknownNameError
+
+TokenRange = tuple[int, int]
+"""Token positions ``[start, stop)``."""
+
+ITEM_BYTES: Mapping[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+"""Bytes per element of every dtype a state tensor may have, by torch's name."""
+
+STATE_ALIGNMENT_BYTES = 16
+"""Every layer's part of a page starts at a multiple of this, the width of a vector load."""
+
+
+def _positive(instance: Any, attribute: attrs.Attribute[int], value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise SpecError(
+            f"{type(instance).__name__}.{attribute.name} must be a whole number of at least 1, not {value!r}"
+        )
+
+
+def _known_dtype(instance: Any, attribute: attrs.Attribute[str], value: str) -> None:
+    if value not in ITEM_BYTES:
+        raise UnknownNameError("dtype", str(value), ITEM_BYTES)
+
+
+positive_int = attrs.field(validator=_positive)
+"""An attrs field for a count or size: a whole number of at least one."""
+
+
+def align_up(num: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is at least ``num``."""
+    return -(-num // multiple) * multiple
+
+
+@attrs.frozen
+class StateTensor:
+    """One tensor of one block of one layer.
+
+    Attributes:
+        shape: Its shape, without the leading block dimension.
+        dtype: Its dtype, by torch's name (``"bfloat16"``).
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = attrs.field(validator=_known_dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor, without alignment."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@attrs.frozen
+class AttentionMask:
+    """Which past tokens a query attends to, in the terms that kernels understand.
+
+    Attributes:
+        causal: Whether a query sees only its own and earlier positions.
+        window: Tokens seen, the query's own included; None for all.
+        num_sink_tokens: Tokens at the start that are seen whatever the window.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    num_sink_tokens: int = 0
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The mask capabilities that a backend needs: of ``causal``, ``bidirectional``, ``window``, ``sink_tokens``."""
+        names = ["causal" if self.causal else "bidirectional"]
+        if self.window is not None:
+            names.append("window")
+        if self.num_sink_tokens:
+            names.append("sink_tokens")
+        return frozenset(names)
+
+
+@attrs.frozen(kw_only=True)
+class KVCacheSpec(ABC):
+    """What one layer keeps of the past, and for how long: the base of every cache spec.
+
+    A spec is a frozen value. Two laws hold for its live ranges, and ``kvframe.testing`` checks them:
+
+    * *past*: ``live_ranges(n)`` is sorted, disjoint and within ``[0, n)``;
+    * *forgetting*: what is not live at ``n`` is not live at any later position
+      (``live(n + 1)`` is contained in ``live(n)`` and token ``n``).
+
+    Attributes:
+        block_size: Tokens per block.
+    """
+
+    kind: ClassVar[str]
+    """The registered name of this type (``"sliding_window"``)."""
+    layout_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields that shape a block's bytes but not which tokens are live: layers that differ only here share a group."""
+
+    block_size: int = positive_int
+
+    @abstractmethod
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
+        """Return the token ranges whose state must be resident to compute token ``n``.
+
+        Args:
+            n: The position that is computed next; tokens ``[0, n)`` are in the past.
+
+        Returns:
+            Sorted, disjoint, non-empty ranges ``[start, stop)`` within ``[0, n)``.
+        """
+
+    @abstractmethod
+    def state_tensors(self) -> Mapping[str, StateTensor]:
+        """Return the tensors of one block of one layer, by name, in the order they lie in a page."""
+
+    @property
+    def mask(self) -> AttentionMask | None:
+        """The live range as a mask that kernels understand; None where only ``live_ranges`` can say it."""
+        return None
+
+    def retain_all(self) -> KVCacheSpec:
+        """Return the spec that keeps the same state for every past token (what ``hybrid = false`` stores).
+
+        A type that has no such form returns itself.
+        """
+        return self
+
+    # --- derived: a type may override one where it knows a faster way to the same answer -------------------------
+
+    @property
+    def group_key(self) -> tuple[Any, ...]:
+        """What two layers must have in common to share a block table: the type and all but its layout."""
+        kept = (f.name for f in attrs.fields(type(self)) if f.name not in self.layout_fields)
+        return (type(self).__module__, type(self).__qualname__, *((name, getattr(self, name)) for name in kept))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one layer, aligned."""
+        return sum(align_up(tensor.num_bytes, STATE_ALIGNMENT_BYTES) for tensor in self.state_tensors().values())
+
+    def live_blocks(self, n: int) -> tuple[tuple[int, int], ...]:
+        """Return the block index ranges ``[start, stop)`` that the live ranges at ``n`` touch: sorted, disjoint."""
+        merged: list[tuple[int, int]] = []
+        for start, stop in self.live_ranges(n):
+            first, last = start // self.block_size, -(-stop // self.block_size)
+            if merged and first <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+            else:
+                merged.append((first, last))
+        return tuple(merged)
+
+    def num_resident_blocks(self, n: int, num_new_tokens: int) -> int:
+        """Return the blocks that a request holds while tokens ``[n, n + num_new_tokens)`` are computed."""
+        first_new, last = n // self.block_size, -(-(n + num_new_tokens) // self.block_size)
+        live = sum(min(stop, first_new) - start for start, stop in self.live_blocks(n) if start < first_new)
+        return live + last - first_new
+
+    def peak_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
+        """Return the most blocks a request ever holds on its way to ``num_tokens`` tokens.
+
+        Args:
+            num_tokens: The request's length at its end, in tokens.
+            max_new_tokens: The most tokens that one step computes for it.
+        """
+        return max(
+            (self.num_resident_blocks(n, min(max_new_tokens, num_tokens - n)) for n in range(num_tokens)),
+            default=0,
+        )
+
+
+@attrs.frozen(kw_only=True)
+class AttentionSpec(KVCacheSpec):
+    """State that is one key and one value vector per token and KV head: the base of attention types.
+
+    Attributes:
+        num_kv_heads: Key/value heads.
+        head_size: Elements of a key vector.
+        head_size_v: Elements of a value vector; as ``head_size`` unless given.
+        dtype: Element type of the stored keys and values, by torch's name.
+    """
+
+    layout_fields: ClassVar[frozenset[str]] = frozenset({"num_kv_heads", "head_size", "head_size_v", "dtype"})
+
+    num_kv_heads: int = positive_int
+    head_size: int = positive_int
+    head_size_v: int = attrs.field(
+        default=attrs.Factory(lambda self: self.head_size, takes_self=True), validator=_positive
+    )
+    dtype: str = attrs.field(default="float32", validator=_known_dtype)
+
+    def state_tensors(self) -> Mapping[str, StateTensor]:
+        """Return ``k: [block_size, num_kv_heads, head_size]`` and ``v: [block_size, num_kv_heads, head_size_v]``."""
+        return {
+            "k": StateTensor((self.block_size, self.num_kv_heads, self.head_size), self.dtype),
+            "v": StateTensor((self.block_size, self.num_kv_heads, self.head_size_v), self.dtype),
+        }
+
+
+@attrs.frozen(kw_only=True)
+class QuerySpec:
+    """The query side of an attention layer: what a backend must support beyond the cache.
+
+    Attributes:
+        num_heads: Query heads, a multiple of the KV heads.
+        head_size: Elements of a query vector.
+        scale: Factor on the query-key products, before soft cap and softmax.
+        soft_cap: ``c`` in ``c * tanh(score / c)``; None for none.
+        has_sinks: Whether each head adds a learned logit to the softmax's denominator (``sinks: [num_heads]``).
+    """
+
+    num_heads: int = positive_int
+    head_size: int = positive_int
+    scale: float
+    soft_cap: float | None = None
+    has_sinks: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class LayerSpec:
+    """One layer of a model, as the contract sees it.
+
+    Attributes:
+        name: Unique in the model (``"model.layers.3.self_attn"``).
+        spec: What it keeps; None for a layer that keeps nothing and is in no group.
+        query: The query side; None for a layer that does not attend.
+        shares_with: The layer whose cache this one reads instead of keeping its own; None for none.
+    """
+
+    name: str
+    spec: KVCacheSpec | None
+    query: QuerySpec | None = None
+    shares_with: str | None = None

@@ -1,0 +1,277 @@
+"""The cache core against a brute-force model: random mixtures of live ranges, random lives of requests."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvframe.cache.manager import KVCacheManager
+from kvframe.cache.pool import BlockPool
+from kvframe.cache.prefix import PrefixKeys
+from kvframe.specs import KVCacheSpec
+from tests.plans import full, make_plan, ranged
+
+SPECS = st.one_of(
+    st.builds(full, st.sampled_from([1, 2, 4]), st.integers(1, 3)),
+    st.builds(ranged, st.sampled_from([1, 2, 4]), st.integers(1, 3), window=st.integers(1, 9)),
+    st.builds(ranged, st.sampled_from([2, 4]), st.just(1), window=st.integers(1, 6), num_sink_tokens=st.integers(1, 5)),
+    st.builds(ranged, st.sampled_from([2, 4]), st.just(2), chunk=st.integers(1, 7)),
+)
+MAX_LEN, CHUNK = 40, 8
+
+
+def live_tokens(spec: KVCacheSpec, n: int) -> set[int]:
+    return {token for start, stop in spec.live_ranges(n) for token in range(start, stop)}
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Lives of requests; every page is stamped with what was written, and every live token must still be there."""
+
+    @initialize(
+        specs=st.lists(SPECS, min_size=0, max_size=4),
+        num_slabs=st.integers(4, 24),
+        prefix_caching=st.booleans(),
+    )
+    def build(self, specs: list[KVCacheSpec], num_slabs: int, prefix_caching: bool) -> None:
+        self.plan = make_plan(*specs, num_slabs=num_slabs, max_model_len=MAX_LEN, max_num_batched_tokens=CHUNK)
+        self.manager = KVCacheManager(self.plan, max_num_seqs=4, prefix_caching=prefix_caching)
+        self.tokens: dict[str, list[int]] = {}
+        self.computed: dict[str, int] = {}
+        self.written: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        self.manager.on_pages_freed = self.pages_freed
+        self.count = 0
+
+    def pages_freed(self, group: int, block_ids: list[int]) -> None:
+        for key in [key for key in self.written if key[0] == group and key[1] in block_ids]:
+            del self.written[key]
+
+    @precondition(lambda self: len(self.tokens) < 4)
+    @rule(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        shared = data.draw(st.integers(0, MAX_LEN - 2))
+        tail = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=MAX_LEN - 1 - shared))
+        self.count += 1
+        name = f"r{self.count}"
+        self.tokens[name] = [7] * shared + tail
+        use_prefix = data.draw(st.booleans())
+        hit = self.manager.start(name, self.tokens[name], use_prefix=use_prefix)
+        assert hit < len(self.tokens[name])
+        assert hit == 0 or use_prefix
+        self.computed[name] = hit
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def compute(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.tokens)))
+        tokens, done = self.tokens[name], self.computed[name]
+        if done == len(tokens):
+            if done == MAX_LEN:
+                return
+            tokens.append(data.draw(st.integers(0, 1)))
+        target = min(len(tokens), done + data.draw(st.integers(1, CHUNK)))
+        before = self.manager.block_ids(name)
+        if not self.manager.extend(name, target):
+            assert before == self.manager.block_ids(name)
+            return
+        for group, ids in zip(self.plan.groups, self.manager.block_ids(name), strict=True):
+            size = group.block_size
+            for token in range(done, target):
+                assert ids[token // size]
+                self.written[(group.index, ids[token // size], token % size)] = tuple(tokens[: token + 1])
+            for token in live_tokens(group.spec, done):
+                stamp = self.written[(group.index, ids[token // size], token % size)]
+                assert stamp == tuple(tokens[: token + 1])
+        self.manager.commit(name, tokens, target)
+        self.computed[name] = target
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.tokens)))
+        self.manager.free(name)
+        del self.tokens[name], self.computed[name]
+
+    @rule()
+    def reset(self) -> None:
+        self.manager.reset_prefix_cache()
+
+    @invariant()
+    def pages_are_conserved(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        pool = self.manager._pool
+        references: dict[int, int] = {}
+        for name in self.tokens:
+            row = self.manager.row(name)
+            for group, ids in enumerate(self.manager.block_ids(name)):
+                table = self.manager.tables[group].ids[row]
+                assert [*ids, *[0] * (len(table) - len(ids))] == table.tolist()
+                for block_id in filter(None, ids):
+                    references[block_id] = references.get(block_id, 0) + 1
+        assert references == pool._references
+        held = set(references)
+        cached = {block_id for group in pool._cached for block_id in group}
+        free = {block_id for pages in pool._slab_free_pages for block_id in pages}
+        assert len(held) + len(cached) + len(free) == len(held | cached | free)
+        in_slabs = sum(self.plan.groups[group].pages_per_slab for group in pool._slab_group if group != -1)
+        assert in_slabs == len(held | cached | free)
+        idle = [slab for slab in range(self.plan.num_slabs) if not pool._slab_held[slab]]
+        assert len(idle) == pool.num_idle_slabs
+        for group, available in zip(self.plan.groups, pool._available, strict=True):
+            mine = [
+                slab for slab, owner in enumerate(pool._slab_group) if owner == group.index and pool._slab_held[slab]
+            ]
+            assert available == sum(group.pages_per_slab - pool._slab_held[slab] for slab in mine)
+        for group_index, index in enumerate(pool._index):
+            for key, block_id in index.items():
+                assert pool._key_of[block_id] == key
+                assert block_id in references or block_id in pool._cached[group_index]
+
+    def teardown(self) -> None:
+        if hasattr(self, "manager"):
+            for name in list(self.tokens):
+                self.manager.free(name)
+            assert self.manager.num_held_pages == 0
+            assert self.manager.usage == 0.0
+
+
+TestCache = CacheMachine.TestCase
+TestCache.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(specs=st.lists(SPECS, min_size=1, max_size=4), length=st.integers(1, MAX_LEN), data=st.data())
+def test_a_lone_request_that_fits_never_lacks_a_page(
+    specs: list[KVCacheSpec], length: int, data: st.DataObject
+) -> None:
+    plan = make_plan(*specs, max_model_len=MAX_LEN, max_num_batched_tokens=CHUNK)
+    slabs = plan.num_slabs_for(plan.peak_blocks(length))
+    manager = KVCacheManager(
+        make_plan(*specs, num_slabs=slabs, max_model_len=MAX_LEN, max_num_batched_tokens=CHUNK), max_num_seqs=1
+    )
+    tokens = list(range(length))
+    for repeat in range(2):
+        done = manager.start(str(repeat), tokens, use_prefix=False)
+        while done < length:
+            target = min(length, done + data.draw(st.integers(1, CHUNK)))
+            assert manager.extend(str(repeat), target)
+            manager.commit(str(repeat), tokens, target)
+            done = target
+        manager.free(str(repeat))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    specs=st.lists(SPECS, min_size=1, max_size=3),
+    length=st.integers(2, MAX_LEN),
+    lost=st.sets(st.tuples(st.integers(0, 2), st.integers(0, MAX_LEN)), max_size=6),
+)
+def test_a_hit_is_the_longest_prefix_whose_live_ranges_are_held(
+    specs: list[KVCacheSpec], length: int, lost: set[tuple[int, int]]
+) -> None:
+    plan = make_plan(*specs, num_slabs=400, max_model_len=MAX_LEN, max_num_batched_tokens=MAX_LEN)
+    manager = KVCacheManager(plan, max_num_seqs=2)
+    tokens = list(range(100, 100 + length))
+    manager.start("first", tokens, use_prefix=False)
+    assert manager.extend("first", length)
+    blocks = manager.block_ids("first")
+    manager.commit("first", tokens, length)
+    manager.free("first")
+    held = [set(range(length // group.block_size)) for group in plan.groups]
+    for group, index in lost:
+        if group < len(held) and index in held[group]:
+            held[group].discard(index)
+            manager._pool._evict(group, blocks[group][index])
+    alignment = math.lcm(*(group.block_size for group in plan.groups))
+    expected = max(
+        n
+        for n in range(0, length, alignment)
+        if all(
+            {token // group.block_size for token in live_tokens(group.spec, n)} <= held[group.index]
+            for group in plan.groups
+        )
+    )
+    assert expected == manager.start("second", tokens)
+
+
+def test_requests_share_a_prefix_and_count_its_pages_once() -> None:
+    manager = KVCacheManager(make_plan(full(), num_slabs=16), max_num_seqs=3)
+    prompt = list(range(10))
+    for name in ("a", "b", "c"):
+        hit = manager.start(name, prompt)
+        assert hit == (0 if name == "a" else 8)
+        assert manager.extend(name, 10)
+        manager.commit(name, prompt, 10)
+    assert manager.num_held_pages == 2 + 3
+    assert manager.stats.hit_tokens == 16
+    assert manager.stats.queried_tokens == 30
+
+
+def test_a_salt_separates_requests() -> None:
+    manager = KVCacheManager(make_plan(full()), max_num_seqs=2)
+    manager.start("a", list(range(9)), salt="tenant a")
+    assert manager.extend("a", 9)
+    manager.commit("a", list(range(9)), 9)
+    assert manager.start("b", list(range(9)), salt="tenant b") == 0
+
+
+def test_a_window_holds_no_more_than_its_live_range() -> None:
+    manager = KVCacheManager(make_plan(ranged(block_size=4, window=6)), max_num_seqs=1)
+    tokens = list(range(30))
+    manager.start("a", tokens)
+    for done in range(1, 31):
+        assert manager.extend("a", done)
+        manager.commit("a", tokens, done)
+        assert manager.num_held_pages <= 3
+    assert [0] * 6 == manager.block_ids("a")[0][:6]
+
+
+def test_an_allocation_that_cannot_be_met_changes_nothing() -> None:
+    pool = BlockPool(make_plan(full(), ranged(window=4), num_slabs=3))
+    before = pool.num_idle_slabs
+    pages = [group.pages_per_slab for group in make_plan(full(), ranged(window=4)).groups]
+    assert not pool.can_allocate([2 * pages[0], 2 * pages[1]])
+    assert pool.allocate([2 * pages[0], 2 * pages[1]]) is None
+    assert before == pool.num_idle_slabs
+    assert pool.num_held_pages == 0
+    assert pool.allocate([2 * pages[0], pages[1]]) is not None
+
+
+def test_least_recently_used_pages_are_evicted_first() -> None:
+    manager = KVCacheManager(make_plan(full(), num_slabs=4, max_model_len=16), max_num_seqs=1)
+    for name, first in (("old", 0), ("new", 50)):
+        tokens = list(range(first, first + 5))
+        manager.start(name, tokens)
+        assert manager.extend(name, 5)
+        manager.commit(name, tokens, 5)
+        manager.free(name)
+    manager.start("third", list(range(80, 93)), use_prefix=False)
+    assert manager.extend("third", 12)
+    manager.free("third")
+    assert manager.start("old again", [0, 1, 2, 3, 4]) == 0
+    manager.free("old again")
+    assert manager.start("new again", [50, 51, 52, 53, 54]) == 4
+
+
+def test_no_groups_take_nothing_and_hold_nothing() -> None:
+    manager = KVCacheManager(make_plan(), max_num_seqs=1)
+    assert manager.start("a", [1, 2, 3]) == 0
+    assert manager.extend("a", 3)
+    manager.commit("a", [1, 2, 3], 3)
+    assert manager.block_ids("a") == []
+    manager.free("a")
+    assert not manager.prefix_caching
+
+
+@pytest.mark.parametrize("step", [1, 3, 10])
+def test_prefix_keys_do_not_depend_on_how_the_tokens_arrived(step: int) -> None:
+    tokens = list(range(20))
+    grown = PrefixKeys(4, "")
+    for known in range(step, 21, step):
+        grown.upto(tokens[:known], known)
+    assert PrefixKeys(4, "").upto(tokens, 20) == grown.upto(tokens, 20)
+    assert len(set(grown.upto(tokens, 20))) == 5

@@ -1,0 +1,141 @@
+"""Grouping and the cache plan: plain values, counted to the byte."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvframe.builtin.full_attention import FullAttentionSpec
+from kvframe.errors import PlanError, SpecError, UnknownNameError
+from kvframe.groups import group_layers
+from kvframe.plan import plan_cache
+from kvframe.specs import KVCacheSpec, LayerSpec
+from tests.plans import full, make_plan, ranged
+
+
+def layer(name: str, spec: KVCacheSpec | None, shares_with: str | None = None) -> LayerSpec:
+    return LayerSpec(name=name, spec=spec, shares_with=shares_with)
+
+
+def test_layers_that_differ_in_layout_only_share_a_group() -> None:
+    grouping = group_layers([layer("a", full(num_kv_heads=1)), layer("b", full(num_kv_heads=3))])
+    (group,) = grouping.groups
+    assert group.layers == ("a", "b")
+    assert group.page_bytes == (1 + 3) * 2 * 4 * 4 * 4
+
+
+def test_windows_of_different_sizes_are_different_groups() -> None:
+    layers = [layer("a", ranged(window=4)), layer("b", ranged(window=8)), layer("c", ranged(window=4))]
+    assert [("a", "c"), ("b",)] == [group.layers for group in group_layers(layers).groups]
+
+
+def test_with_hybrid_off_a_type_without_a_full_form_keeps_its_own_group() -> None:
+    grouping = group_layers([layer("a", full()), layer("b", ranged(window=4))], hybrid=False)
+    assert [("a",), ("b",)] == [group.layers for group in grouping.groups]
+
+
+def test_a_sharing_layer_follows_the_layer_that_keeps_the_cache() -> None:
+    layers = [layer("a", full()), layer("b", full(), "a"), layer("c", full(), "b")]
+    grouping = group_layers(layers)
+    assert grouping.follows == {"b": "a", "c": "a"}
+    assert grouping.group_of("c").layers == ("a",)
+
+
+def test_layers_that_keep_nothing_are_in_no_group() -> None:
+    assert () == group_layers([layer("a", None)]).groups
+
+
+@pytest.mark.parametrize(
+    ("layers", "error", "sentence"),
+    [
+        ([layer("a", full()), layer("a", full())], SpecError, "two layers are named 'a'"),
+        ([layer("abc", full()), layer("b", full(), "abd")], UnknownNameError, "did you mean 'abc'"),
+        ([layer("a", full(), "b"), layer("b", full(), "a")], SpecError, "in a circle: a → b → a"),
+        ([layer("a", None), layer("b", full(), "a")], SpecError, "'a', which keeps none"),
+    ],
+)
+def test_layers_that_do_not_fit_together_are_refused(
+    layers: list[LayerSpec], error: type[Exception], sentence: str
+) -> None:
+    with pytest.raises(error, match=sentence):
+        group_layers(layers)
+
+
+def test_one_group_has_slabs_of_one_page_and_wastes_nothing() -> None:
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype="bfloat16")
+    grouping = group_layers([layer(f"layers.{index}", spec) for index in range(32)])
+    plan = plan_cache(grouping, memory_bytes=2**30, max_model_len=4096, max_num_batched_tokens=512)
+    page_bytes = 32 * 16 * 8 * 128 * 2 * 2
+    assert plan.groups[0].page_bytes == page_bytes
+    assert plan.slab_bytes == page_bytes
+    assert plan.bytes_per_token == 32 * 8 * 128 * 2 * 2
+    assert plan.num_slabs == 2**30 // page_bytes - 1
+    assert plan.waste_fraction == 0.0
+    assert plan.max_concurrency() == plan.num_slabs // (4096 // 16)
+    assert plan.fits(4096)
+
+
+def test_a_hybrid_of_27_billion_parameters_wastes_under_one_percent() -> None:
+    window = ranged(block_size=16, num_kv_heads=16, window=1024)
+    whole = full(block_size=16, num_kv_heads=16)
+    layers = [layer(str(index), whole if index % 6 == 5 else window) for index in range(62)]
+    plan = plan_cache(group_layers(layers), memory_bytes=2**30, max_model_len=8192, max_num_batched_tokens=512)
+    assert [52, 10] == [len(group.layers) for group in plan.groups]
+    assert plan.waste_fraction < 0.01
+    assert plan.total_bytes <= 2**30
+
+
+def test_a_plan_of_nothing_takes_nothing() -> None:
+    plan = make_plan()
+    assert plan.total_bytes == 0
+    assert plan.fits(10**6)
+    assert plan.max_concurrency() is None
+    assert plan.to_dict()["groups"] == []
+
+
+def test_too_little_memory_says_how_much_is_needed() -> None:
+    grouping = group_layers([layer("a", full()), layer("b", ranged(window=4))])
+    with pytest.raises(PlanError, match="give at least") as caught:
+        plan_cache(grouping, memory_bytes=100, max_model_len=8, max_num_batched_tokens=8)
+    enough = int(str(caught.value).split("give at least ")[1].split()[0])
+    plan = plan_cache(grouping, memory_bytes=enough, max_model_len=8, max_num_batched_tokens=8)
+    assert plan.total_bytes == enough
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.sampled_from([1, 4, 16, 17]), st.integers(1, 9), st.integers(2, 40)), max_size=5),
+    memory=st.integers(2**16, 2**22),
+    length=st.integers(1, 200),
+)
+def test_what_is_said_to_fit_fits_side_by_side(shapes: list[tuple[int, int, int]], memory: int, length: int) -> None:
+    layers = [layer(str(i), ranged(block_size=b, num_kv_heads=h, window=w)) for i, (b, h, w) in enumerate(shapes)]
+    try:
+        plan = plan_cache(group_layers(layers), memory_bytes=memory, max_model_len=length, max_num_batched_tokens=32)
+    except PlanError:
+        return
+    assert plan.total_bytes <= memory
+    for group in plan.groups:
+        assert group.pages_per_slab * group.page_bytes <= plan.slab_bytes
+        assert group.page_bytes % plan.block_id_bytes == 0
+    most = plan.max_concurrency()
+    if most is not None:
+        blocks = plan.peak_blocks(length)
+        assert plan.num_slabs_for(count * most for count in blocks) <= plan.num_slabs
+        assert plan.num_slabs_for(count * (most + 1) for count in blocks) > plan.num_slabs
+        assert plan.fits(length) == (most >= 1)
+
+
+def test_a_longer_chunk_needs_more_blocks_of_a_window() -> None:
+    spec = ranged(block_size=4, window=8)
+    assert 3 == spec.peak_blocks(64, 1)
+    assert 7 == spec.peak_blocks(64, 16)
+
+
+def test_a_spec_with_a_bad_field_says_which() -> None:
+    with pytest.raises(SpecError, match="block_size must be a whole number of at least 1, not 0"):
+        full(block_size=0)
+    with pytest.raises(UnknownNameError, match="did you mean 'float16'"):
+        attrs.evolve(full(), dtype="flaot16")
