@@ -9,33 +9,45 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvframe.attention.backend import (
-        AttentionBackend,
-        AttentionMetadataBuilder,
-        Capabilities,
-        KVCache,
-        Refusal,
-    )
-    from kvframe.attention.layer import AttentionGroup, AttentionLayers
-    from kvframe.attention.metadata import CommonAttentionMetadata
-    from kvframe.attention.wrapper import MetadataWrapper
-    from kvframe.builtin.full_attention import FullAttentionSpec
-    from kvframe.cache.block_table import BlockTable
-    from kvframe.cache.coordinator import KVCacheCoordinator
-    from kvframe.cache.manager import KVCacheManager
-    from kvframe.cache.pool import BlockPool
-    from kvframe.cache.storage import KVCacheStorage
-    from kvframe.engine.engine import Engine
-    from kvframe.engine.request import RequestOutput, SamplingParams
-    from kvframe.errors import KVFrameError
-    from kvframe.groups import KVCacheGroup, group_layers, make_layer_specs
-    from kvframe.hookspecs import API_VERSION, hookimpl
-    from kvframe.model.adapter import LayerDescription, LoadedModel, ModelAdapter, ModelDescription
-    from kvframe.plan import KVCachePlan, plan_cache
-    from kvframe.plugins import load_plugins
-    from kvframe.registry import Registry
-    from kvframe.specs import AttentionMask, AttentionSpec, KVCacheSpec, LayerSpec, QuerySpec, StateTensor
-    from kvframe.stack import Stack
+    from kvframe.attention.backend import AttentionBackend as AttentionBackend
+    from kvframe.attention.backend import AttentionMetadataBuilder as AttentionMetadataBuilder
+    from kvframe.attention.backend import Capabilities as Capabilities
+    from kvframe.attention.backend import KVCache as KVCache
+    from kvframe.attention.backend import Refusal as Refusal
+    from kvframe.attention.layer import AttentionGroup as AttentionGroup
+    from kvframe.attention.layer import AttentionLayers as AttentionLayers
+    from kvframe.attention.metadata import CommonAttentionMetadata as CommonAttentionMetadata
+    from kvframe.attention.wrapper import MetadataWrapper as MetadataWrapper
+    from kvframe.builtin.full_attention import FullAttentionSpec as FullAttentionSpec
+    from kvframe.cache.block_table import BlockTable as BlockTable
+    from kvframe.cache.coordinator import KVCacheCoordinator as KVCacheCoordinator
+    from kvframe.cache.manager import KVCacheManager as KVCacheManager
+    from kvframe.cache.pool import BlockPool as BlockPool
+    from kvframe.cache.storage import KVCacheStorage as KVCacheStorage
+    from kvframe.engine.engine import Engine as Engine
+    from kvframe.engine.request import RequestOutput as RequestOutput
+    from kvframe.engine.request import SamplingParams as SamplingParams
+    from kvframe.errors import KVFrameError as KVFrameError
+    from kvframe.groups import KVCacheGroup as KVCacheGroup
+    from kvframe.groups import group_layers as group_layers
+    from kvframe.groups import make_layer_specs as make_layer_specs
+    from kvframe.hookspecs import API_VERSION as API_VERSION
+    from kvframe.hookspecs import hookimpl as hookimpl
+    from kvframe.model.adapter import LayerDescription as LayerDescription
+    from kvframe.model.adapter import LoadedModel as LoadedModel
+    from kvframe.model.adapter import ModelAdapter as ModelAdapter
+    from kvframe.model.adapter import ModelDescription as ModelDescription
+    from kvframe.plan import KVCachePlan as KVCachePlan
+    from kvframe.plan import plan_cache as plan_cache
+    from kvframe.plugins import load_plugins as load_plugins
+    from kvframe.registry import Registry as Registry
+    from kvframe.specs import AttentionMask as AttentionMask
+    from kvframe.specs import AttentionSpec as AttentionSpec
+    from kvframe.specs import KVCacheSpec as KVCacheSpec
+    from kvframe.specs import LayerSpec as LayerSpec
+    from kvframe.specs import QuerySpec as QuerySpec
+    from kvframe.specs import StateTensor as StateTensor
+    from kvframe.stack import Stack as Stack
 
 _HOME = {
     "API_VERSION": "hookspecs",

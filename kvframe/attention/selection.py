@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from kvframe.attention.backend import AttentionBackend, Refusal
-from kvframe.attention.wrapper import WrapperChain
+from kvframe.attention.wrapper import MetadataWrapper, WrapperChain
 from kvframe.errors import BackendError, KVFrameError, StackError
 from kvframe.specs import LayerSpec
 
@@ -130,8 +130,8 @@ def _nobody(layer: LayerSpec, asked: str, candidates: Sequence[Candidate]) -> st
     return f"the stack gives layer {layer.name!r} to backend {asked!r}, which cannot serve it: {reasons}"
 
 
-def _make_wrapper(use: WrapperUse, registry: Registry) -> object:
-    wrapper_class = registry.wrappers.load(use.name)
+def _make_wrapper(use: WrapperUse, registry: Registry) -> MetadataWrapper:
+    wrapper_class: type[MetadataWrapper] = registry.wrappers.load(use.name)
     try:
         return wrapper_class(**use.options)
     except TypeError as error:
