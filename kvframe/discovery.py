@@ -73,10 +73,10 @@ def find_candidates(passed: Sequence[Any] = ()) -> list[Candidate]:
     Args:
         passed: Modules given by the caller. One that is installed too is taken once, as the installed plugin.
     """
-    installed = sorted(_installed(), key=lambda candidate: candidate.id)
+    installed = [_builtin(), *sorted(_installed(), key=lambda candidate: candidate.id)]
     modules = {candidate.module for candidate in installed}
     given = [_as_candidate(plugin) for plugin in dict.fromkeys(passed)]
-    return [_builtin(), *installed, *(candidate for candidate in given if candidate.module not in modules)]
+    return [*installed, *(candidate for candidate in given if candidate.module not in modules)]
 
 
 def _builtin() -> Candidate:
@@ -137,8 +137,8 @@ def _candidates_of(dist: Distribution, name: str) -> list[Candidate]:
             newer = int(major) > int(hookspecs.API_VERSION.split(".")[0])
             cure = "upgrade kvframe, or install an older" if newer else "install a newer"
             reason = (
-                f"{name} offers it in {each.group}, generation {major} of the contract, and this kvframe reads {GROUP}; "
-                f"{cure} {name}"
+                f"{name} offers it in {each.group}, generation {major} of the contract, "
+                f"and this kvframe reads {GROUP}; {cure} {name}"
             )
             found.append(Candidate(each.name, name, dist.version, major, incompatible=reason))
     return list({(each.name, each.api_version): each for each in found}.values())

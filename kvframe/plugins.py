@@ -8,7 +8,7 @@ plugin has a pluggy manager of its own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal
@@ -16,10 +16,11 @@ from typing import Any, Literal
 import attrs
 import pluggy
 
+from kvframe.checks import OWNERS, TABLES, TEXTS
 from kvframe.discovery import Candidate, find_candidates, is_called
 from kvframe.errors import ContestedNameError, PluginError, StackError, UnknownNameError
 from kvframe.hookspecs import HookSpecs, Register
-from kvframe.registry import BUILTIN_OWNER, FAILURES, Entry, Registry, in_one_line
+from kvframe.registry import FAILURES, Entry, Registry, in_one_line
 
 Status = Literal["loaded", "disabled", "incompatible", "conflict", "broken", "unusable"]
 """What became of a plugin; all but ``loaded`` come with a reason."""
@@ -31,12 +32,6 @@ _REGISTERING = {
     "kvframe_register_backends": "backend",
     "kvframe_register_model_adapters": "model_adapter",
 }
-
-
-def _names(names: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(names, str):
-        raise StackError(f"a list of plugin names was expected, not {names!r}")
-    return tuple(names)
 
 
 @attrs.frozen(kw_only=True)
@@ -51,10 +46,10 @@ class PluginPolicy:
         source: Where this was read, for errors.
     """
 
-    disabled: tuple[str, ...] = attrs.field(default=(), converter=_names)
-    required: tuple[str, ...] = attrs.field(default=(), converter=_names)
-    owners: Mapping[str, Mapping[str, str]] = attrs.field(factory=dict)
-    settings: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict)
+    disabled: tuple[str, ...] = attrs.field(default=(), validator=TEXTS)
+    required: tuple[str, ...] = attrs.field(default=(), validator=TEXTS)
+    owners: Mapping[str, Mapping[str, str]] = attrs.field(factory=dict, validator=OWNERS)
+    settings: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict, validator=TABLES)
     source: str = "stack"
 
 
@@ -132,30 +127,31 @@ def load_plugins(policy: PluginPolicy = PluginPolicy(), plugins: Sequence[Module
     _check_policy(policy, candidates)
     registry = Registry(policy.owners)
     clashes = _find_clashes(policy, candidates)
-    records = []
-    for candidate in candidates:
-        try:
-            if candidate.id in clashes:
-                raise _SetAside("conflict", clashes[candidate.id])
-            _load(candidate, policy, registry)
-            outcome = _SetAside("loaded", "")
-        except _SetAside as set_aside:
-            outcome = set_aside
-            registry.note_set_aside(f"{candidate.id} ({outcome.status}: {outcome.reason})")
-        records.append(
-            PluginRecord(
-                name=candidate.name,
-                distribution=candidate.distribution,
-                version=candidate.version,
-                api_version=candidate.api_version,
-                status=outcome.status,
-                reason=outcome.reason,
-                cause=outcome.cause,
-            )
-        )
-    host = PluginHost(tuple(records), registry)
-    _check_needed(policy, host, plugins)
-    return host
+    outcomes = [(candidate, _outcome(candidate, clashes, policy, registry)) for candidate in candidates]
+    _check_needed(policy, outcomes, plugins)
+    return PluginHost(tuple(record for _, record in outcomes), registry)
+
+
+def _outcome(
+    candidate: Candidate, clashes: Mapping[str, str], policy: PluginPolicy, registry: Registry
+) -> PluginRecord:
+    try:
+        if candidate.id in clashes:
+            raise _SetAside("conflict", clashes[candidate.id])
+        _load(candidate, policy, registry)
+        outcome = _SetAside("loaded", "")
+    except _SetAside as set_aside:
+        outcome = set_aside
+        registry.note_set_aside(f"{candidate.id} ({outcome.status}: {outcome.reason})")
+    return PluginRecord(
+        name=candidate.name,
+        distribution=candidate.distribution,
+        version=candidate.version,
+        api_version=candidate.api_version,
+        status=outcome.status,
+        reason=outcome.reason,
+        cause=outcome.cause,
+    )
 
 
 def _check_policy(policy: PluginPolicy, candidates: Sequence[Candidate]) -> None:
@@ -173,21 +169,29 @@ def _check_policy(policy: PluginPolicy, candidates: Sequence[Candidate]) -> None
         raise StackError(f"{policy.source}: {'; '.join(problems)}")
 
 
-def _check_needed(policy: PluginPolicy, host: PluginHost, passed: Sequence[ModuleType]) -> None:
+def _check_needed(
+    policy: PluginPolicy, outcomes: Sequence[tuple[Candidate, PluginRecord]], passed: Sequence[ModuleType]
+) -> None:
     """Raise if a plugin that somebody named, or the built-in one, cannot be used."""
-    names = {BUILTIN_OWNER + ":builtin": "kvframe is damaged"}
-    names |= {f"{module.__name__}:{module.__name__}": "it was passed as a module" for module in passed}
-    names |= dict.fromkeys(policy.required, f"{policy.source} requires it")
-    problems, cause = [], None
-    for name, why in names.items():
-        records = [record for record in host.records if is_called(record.id, name)]
-        for record in records:
-            if record.status != "loaded":
-                problems.append(f"plugin {name!r} cannot be used ({why}): {record.status}: {record.reason}")
-                cause = cause or record.cause
-        if not records and name in policy.required:
-            known = {record.name for record in host.records}
-            problems.append(f"{why}: {UnknownNameError('installed plugin', name, known)}")
+    given = {module.__name__ for module in passed}
+    problems: list[str] = []
+    cause = None
+    for name in policy.required:
+        if not any(is_called(record.id, name) for _, record in outcomes):
+            known = {record.name for _, record in outcomes}
+            problems.append(f"{policy.source}: plugins.required: {UnknownNameError('installed plugin', name, known)}")
+    for candidate, record in outcomes:
+        if any(is_called(record.id, name) for name in policy.required):
+            why = f"{policy.source} requires it"
+        elif candidate.module in given and record.status != "disabled":
+            why = "it was passed as a module"
+        elif candidate is outcomes[0][0]:
+            why = "kvframe needs it"
+        else:
+            continue
+        if record.status != "loaded":
+            problems.append(f"plugin {record.id} cannot be used, and {why}: {record.status}: {record.reason}")
+            cause = cause or record.cause
     if problems:
         raise PluginError("; ".join(problems)) from cause
 
@@ -205,7 +209,7 @@ def _find_clashes(policy: PluginPolicy, candidates: Sequence[Candidate]) -> Mapp
     for candidate in candidates:
         if not (candidate.incompatible or candidate.broken or _is_disabled(policy, candidate)):
             running.setdefault(candidate.name, []).append(candidate)
-    clashes = {}
+    clashes: dict[str, str] = {}
     for name, rivals in running.items():
         if rivals[0] is candidates[0]:
             reason = f"{name!r} is the built-in plugin's name; rename the entry point"
@@ -258,12 +262,13 @@ def _attach(candidate: Candidate, manifest: Any) -> pluggy.PluginManager:
         manager.register(manifest, name=candidate.id)
     except pluggy.PluginValidationError as error:
         raise _SetAside("broken", " ".join(str(error).split()), error) from error
-    callers = manager.get_hookcallers(manifest) or []
-    marked = {caller.name for caller in callers}
+    marked = {caller.name for caller in manager.get_hookcallers(manifest) or []}
     unmarked = {
         name
-        for name, value in vars(manifest).items()
-        if name.startswith("kvframe_") and inspect.isroutine(value) and manager.parse_hookimpl_opts(manifest, name) is None
+        for name in dir(manifest)
+        if name.startswith("kvframe_")
+        and inspect.isroutine(getattr(manifest, name, None))
+        and manager.parse_hookimpl_opts(manifest, name) is None
     }
     try:
         manager.check_pending()

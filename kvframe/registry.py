@@ -66,9 +66,13 @@ def _as_names(needs: str | Sequence[str] | None) -> tuple[str, ...]:
     return (needs,) if isinstance(needs, str) else tuple(needs or ())
 
 
+def _as_hint(install: str | None) -> str:
+    return install or ""
+
+
 def _find_module(name: str) -> bool:
     try:
-        return importlib.util.find_spec(name) is not None
+        return importlib.util.find_spec(name.partition(".")[0]) is not None
     except (ImportError, ValueError):
         return False
 
@@ -83,7 +87,7 @@ class Entry:
         target: Import string of the class, or the class itself.
         owner: The distribution that claims the name; a module's name if the plugin was passed as a module.
         plugin: The plugin's id, ``distribution:name``.
-        needs: Modules the target cannot be imported without.
+        needs: Modules the target cannot be imported without; their top-level packages are looked for.
         install: What to type when something is missing; empty if unknown.
     """
 
@@ -93,7 +97,7 @@ class Entry:
     owner: str
     plugin: str
     needs: tuple[str, ...] = attrs.field(default=(), converter=_as_names)
-    install: str = attrs.field(default="", converter=attrs.converters.default_if_none(""))
+    install: str = attrs.field(default="", converter=_as_hint)
 
     def __attrs_post_init__(self) -> None:
         """Refuse a name or target that could not be used later; raises ``PluginError``."""
@@ -115,7 +119,7 @@ class Entry:
         return f"{self.owner}:{self.name}"
 
     def missing(self) -> tuple[str, ...]:
-        """Return the needed modules that are not installed; imports no module that is asked about."""
+        """Return the needed modules that are not installed; imports nothing."""
         return tuple(name for name in self.needs if not _find_module(name))
 
     def load(self) -> Any:
@@ -130,11 +134,11 @@ class Entry:
         if not (isinstance(loaded, type) and issubclass(loaded, base)):
             raise self._error(f"{self.target!r} is no subclass of {module}.{attribute}")
         if inspect.isabstract(loaded):
-            abstract = ", ".join(sorted(loaded.__abstractmethods__))
+            abstract = ", ".join(sorted(getattr(loaded, "__abstractmethods__", ())))
             raise self._error(f"{self.target!r} does not implement {abstract}")
-        if kind.name_attribute and getattr(loaded, kind.name_attribute, None) != self.name:
-            given = getattr(loaded, kind.name_attribute, None)
-            raise self._error(f"{self.target!r} has {kind.name_attribute} = {given!r}; it must equal the registered name")
+        own_name = getattr(loaded, kind.name_attribute, None) if kind.name_attribute else self.name
+        if own_name != self.name:
+            raise self._error(f"{self.target!r} has {kind.name_attribute} = {own_name!r}, not the registered name")
         return loaded
 
     def _import(self) -> Any:
@@ -254,7 +258,7 @@ class Catalogue:
         if len(claims) > 1:
             owners = [entry.owner for entry in claims]
             raise ContestedNameError(
-                f"{self.label} {name!r} is claimed by {' and '.join(owners)} and so belongs to neither; choose with "
+                f"{self.label} {name!r} is claimed by {' and '.join(owners)} and so belongs to nobody; choose with "
                 f'[plugins.owners.{self.kind}] {name} = "{owners[0]}" in the stack, or write "{claims[0].id}"'
             )
         return claims[0]

@@ -2,119 +2,53 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import attrs
 import cattrs
 from cattrs.gen import make_dict_structure_fn, override
 
+from kvframe.checks import (
+    DEVICE,
+    MEMORY,
+    SWITCH,
+    TABLE,
+    TABLE_OF_TEXTS,
+    TABLES,
+    TEXT,
+    TEXT_OR_NONE,
+    TEXTS,
+    WHOLE,
+    WHOLE_OR_NONE,
+    Check,
+    describe,
+    one_of,
+    parse_bytes,
+)
 from kvframe.errors import ContestedNameError, StackError, UnknownNameError
 from kvframe.plugins import PluginPolicy
-from kvframe.registry import KINDS, Registry, canonical
+from kvframe.registry import Catalogue, Registry, canonical
 from kvframe.specs import ITEM_BYTES
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?")
-_UNITS = {"B": 1} | {
-    f"{prefix}{infix}B": base**power
-    for infix, base in (("", 1000), ("i", 1024))
-    for power, prefix in enumerate("KMGT", start=1)
-}
+__all__ = [
+    "CacheOptions",
+    "EngineOptions",
+    "ResolvedRule",
+    "Rule",
+    "Stack",
+    "WrapperUse",
+    "parse_bytes",
+]
 
 
-def parse_bytes(size: str | int) -> int:
-    """Return a size in bytes.
-
-    Args:
-        size: ``"2GiB"``, ``"512 MB"``, ``"1.5GiB"``, or a number of bytes.
-
-    Raises:
-        StackError: ``size`` is no size, or less than one byte.
-    """
-    if isinstance(size, int) and not isinstance(size, bool):
-        num_bytes = size
-    else:
-        match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
-        if match is None:
-            raise StackError(f"{size!r} is no size; write a number of bytes, or one with a unit of {', '.join(_UNITS)}")
-        num_bytes = int(float(match[1]) * _UNITS[match[2] or "B"])
-    if num_bytes < 1:
-        raise StackError(f"a size must be at least one byte, not {size!r}")
-    return num_bytes
-
-
-@attrs.frozen
-class _Check:
-    """What one key accepts; holds for a value from a file and for one given in Python alike."""
-
-    expected: str
-    accepts: Callable[[Any], bool]
-
-    def __call__(self, instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        try:
-            self.structure(value)
-        except ValueError as error:
-            raise StackError(f"{type(instance).__name__}.{attribute.name} {error}") from None
-
-    def structure(self, value: Any, _: Any = None) -> Any:
-        if not self.accepts(value):
-            raise ValueError(f"must be {self.expected}, not {_shown(value)}")
-        return value
-
-
-def _shown(value: Any) -> str:
-    names = {bool: "a boolean", int: "a whole number", float: "a number", str: "a string", list: "an array", dict: "a table"}
-    return f"{value!r} ({names.get(type(value), type(value).__name__)})"
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _is_size(value: Any) -> bool:
-    try:
-        return value == "auto" or parse_bytes(value) > 0
-    except StackError:
-        return False
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
-
-
-def _is_owners(value: Any) -> bool:
-    return _is_table(value) and all(
-        kind in KINDS and _is_table(names) and all(isinstance(owner, str) for owner in names.values())
-        for kind, names in value.items()
-    )
-
-
-def _one_of(*names: str) -> _Check:
-    expected = f"one of {', '.join(map(repr, names))}" if len(names) > 1 else repr(names[0])
-    return _Check(expected, lambda value: isinstance(value, str) and value in names)
-
-
-_WHOLE = _Check("a whole number of at least 1", _is_whole)
-_WHOLE_OR_NONE = _Check(_WHOLE.expected, lambda value: value is None or _is_whole(value))
-_SWITCH = _Check("true or false", lambda value: isinstance(value, bool))
-_NAME = _Check("a string that is not empty", lambda value: isinstance(value, str) and value != "")
-_NAME_OR_NONE = _Check(_NAME.expected, lambda value: value is None or (isinstance(value, str) and value != ""))
-_TABLE = _Check("a table", _is_table)
-_TABLE_OF_TABLES = _Check("a table of tables", lambda value: _is_table(value) and all(map(_is_table, value.values())))
-_NAMES = _Check(
-    "an array of strings",
-    lambda value: isinstance(value, list | tuple) and all(isinstance(name, str) for name in value),
-)
-_OWNERS = _Check(f"a table of {', '.join(KINDS)}, each a table of name = \"distribution\"", _is_owners)
-_MEMORY = _Check("'auto', a number of bytes, or a size like '2GiB'", _is_size)
-_DEVICE = _Check(
-    "a device like 'cpu' or 'cuda:0'",
-    lambda value: isinstance(value, str) and re.fullmatch(r"[a-z]+(:\d+)?", value) is not None,
-)
+def _as_bytes(memory: int | str) -> Any:
+    # A wrong value goes on to the validator, which knows its key.
+    return parse_bytes(memory) if memory != "auto" and MEMORY.accepts(memory) else memory
 
 
 @attrs.frozen(kw_only=True)
@@ -122,7 +56,7 @@ class CacheOptions:
     """The ``[cache]`` table.
 
     Attributes:
-        memory: Bytes for the cache, as a number or like ``"2GiB"``; ``"auto"`` leaves it to the engine.
+        memory: Bytes for the cache; may be given like ``"2GiB"``. ``"auto"`` leaves it to the engine.
         block_size: Tokens per block.
         hybrid: Whether each type keeps only what it needs; if not, every layer keeps every token.
         dtype: Element type of stored keys and values; ``"auto"`` is the model's.
@@ -130,17 +64,12 @@ class CacheOptions:
         preemption: What happens to a request that must give up its memory.
     """
 
-    memory: str | int = attrs.field(default="auto", validator=_MEMORY)
-    block_size: int = attrs.field(default=16, validator=_WHOLE)
-    hybrid: bool = attrs.field(default=True, validator=_SWITCH)
-    dtype: str = attrs.field(default="auto", validator=_one_of("auto", *ITEM_BYTES))
-    prefix_caching: bool = attrs.field(default=True, validator=_SWITCH)
-    preemption: str = attrs.field(default="recompute", validator=_one_of("recompute"))
-
-    @property
-    def memory_bytes(self) -> int | None:
-        """``memory`` in bytes; None for ``"auto"``."""
-        return None if self.memory == "auto" else parse_bytes(self.memory)
+    memory: int | Literal["auto"] = attrs.field(default="auto", converter=_as_bytes, validator=MEMORY)
+    block_size: int = attrs.field(default=16, validator=WHOLE)
+    hybrid: bool = attrs.field(default=True, validator=SWITCH)
+    dtype: str = attrs.field(default="auto", validator=one_of("auto", *ITEM_BYTES))
+    prefix_caching: bool = attrs.field(default=True, validator=SWITCH)
+    preemption: str = attrs.field(default="recompute", validator=one_of("recompute"))
 
 
 @attrs.frozen(kw_only=True)
@@ -156,12 +85,12 @@ class EngineOptions:
         self_check: Whether a model's packed run is compared with its plain one before it serves.
     """
 
-    max_num_seqs: int = attrs.field(default=64, validator=_WHOLE)
-    max_num_batched_tokens: int = attrs.field(default=2048, validator=_WHOLE)
-    max_model_len: int | None = attrs.field(default=None, validator=_WHOLE_OR_NONE)
-    device: str = attrs.field(default="cpu", validator=_DEVICE)
-    dtype: str = attrs.field(default="float32", validator=_one_of("float64", "float32", "float16", "bfloat16"))
-    self_check: bool = attrs.field(default=True, validator=_SWITCH)
+    max_num_seqs: int = attrs.field(default=64, validator=WHOLE)
+    max_num_batched_tokens: int = attrs.field(default=2048, validator=WHOLE)
+    max_model_len: int | None = attrs.field(default=None, validator=WHOLE_OR_NONE)
+    device: str = attrs.field(default="cpu", validator=DEVICE)
+    dtype: str = attrs.field(default="float32", validator=one_of("float64", "float32", "float16", "bfloat16"))
+    self_check: bool = attrs.field(default=True, validator=SWITCH)
 
 
 @attrs.frozen
@@ -173,8 +102,8 @@ class WrapperUse:
         options: Its parameters.
     """
 
-    name: str = attrs.field(validator=_NAME)
-    options: Mapping[str, Any] = attrs.field(factory=dict, validator=_TABLE)
+    name: str = attrs.field(validator=TEXT)
+    options: Mapping[str, Any] = attrs.field(factory=dict, validator=TABLE)
 
 
 @attrs.frozen(kw_only=True)
@@ -189,16 +118,16 @@ class Rule:
         backend: Their backend, ``"auto"`` to choose; None leaves it to other rules.
     """
 
-    kind: str | None = attrs.field(default=None, validator=_NAME_OR_NONE)
-    layers: str | None = attrs.field(default=None, validator=_NAME_OR_NONE)
-    spec: Mapping[str, Any] = attrs.field(factory=dict, validator=_TABLE)
+    kind: str | None = attrs.field(default=None, validator=TEXT_OR_NONE)
+    layers: str | None = attrs.field(default=None, validator=TEXT_OR_NONE)
+    spec: Mapping[str, Any] = attrs.field(factory=dict, validator=TABLE)
     wrappers: tuple[WrapperUse, ...] | None = None
-    backend: str | None = attrs.field(default=None, validator=_NAME_OR_NONE)
+    backend: str | None = attrs.field(default=None, validator=TEXT_OR_NONE)
 
     def __attrs_post_init__(self) -> None:
         """Refuse a rule that names no layers: it would silently hold for all."""
         if self.kind is None and self.layers is None:
-            raise StackError("a rule needs kind or layers, to say which layers it is for (layers = \"*\": all)")
+            raise StackError('needs kind or layers, to say which layers it is for (layers = "*" is all)')
 
     def matches(self, layer_name: str, kind: str) -> bool:
         """Return whether the rule is for this layer."""
@@ -263,11 +192,11 @@ class Stack:
         try:
             file = _converter.structure(data, _StackFile)
         except Exception as error:
-            raise _stack_error(source, list(_problems(error, ""))) from error
+            raise _stack_error(source, list(_problems(error))) from error
         policy = PluginPolicy(
             disabled=file.plugins.disabled,
             required=file.plugins.required,
-            owners=file.plugins.owners,
+            owners=attrs.asdict(file.plugins.owners, recurse=False),
             settings=file.plugin,
             source=source,
         )
@@ -291,7 +220,7 @@ class Stack:
         return ResolvedRule(spec, wrappers, backend)
 
     def check_names(self, registry: Registry) -> None:
-        """Check every name against what the plugins registered; imports no class but the specs that rules set up.
+        """Check every name against what the plugins registered; imports nothing.
 
         Args:
             registry: The registry of ``load_plugins(stack.plugins)``.
@@ -299,17 +228,16 @@ class Stack:
         Raises:
             StackError: One, naming every key with an unknown name, what exists and the nearest match.
         """
-        problems = [*_owner_problems(self.plugins, registry)]
+        problems = list(_owner_problems(self.plugins, registry))
         for index, rule in enumerate(self.rules):
-            named = [("backend", registry.backends, rule.backend)] if rule.backend not in (None, "auto") else []
-            named += [("kind", registry.specs, rule.kind)] if rule.kind else []
-            named += [
-                (f"wrappers[{place}]", registry.wrappers, wrapper.name)
-                for place, wrapper in enumerate(rule.wrappers or ())
-            ]
+            named: list[tuple[str, Catalogue, str | None]] = [("kind", registry.specs, rule.kind)]
+            named.append(("backend", registry.backends, None if rule.backend == "auto" else rule.backend))
+            for place, wrapper in enumerate(rule.wrappers or ()):
+                named.append((f"wrappers[{place}]", registry.wrappers, wrapper.name))
             for key, catalogue, name in named:
                 try:
-                    catalogue.get(str(name))
+                    if name is not None:
+                        catalogue.get(name)
                 except (UnknownNameError, ContestedNameError) as error:
                     problems.append(f"rules[{index}].{key}: {error}")
         if problems:
@@ -333,68 +261,87 @@ def _owner_problems(policy: PluginPolicy, registry: Registry) -> Iterator[str]:
 
 
 @attrs.frozen(kw_only=True)
+class _OwnersTable:
+    spec: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
+    wrapper: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
+    backend: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
+    model_adapter: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
+
+
+@attrs.frozen(kw_only=True)
 class _PluginsTable:
-    disabled: tuple[str, ...] = attrs.field(default=(), validator=_NAMES)
-    required: tuple[str, ...] = attrs.field(default=(), validator=_NAMES)
-    owners: Mapping[str, Mapping[str, str]] = attrs.field(factory=dict, validator=_OWNERS)
+    disabled: tuple[str, ...] = attrs.field(default=(), validator=TEXTS)
+    required: tuple[str, ...] = attrs.field(default=(), validator=TEXTS)
+    owners: _OwnersTable = attrs.field(factory=_OwnersTable)
 
 
 @attrs.frozen(kw_only=True)
 class _StackFile:
     plugins: _PluginsTable = attrs.field(factory=_PluginsTable)
-    plugin: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict, validator=_TABLE_OF_TABLES)
+    plugin: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict, validator=TABLES)
     cache: CacheOptions = attrs.field(factory=CacheOptions)
     engine: EngineOptions = attrs.field(factory=EngineOptions)
     rules: tuple[Rule, ...] = ()
 
 
-def _make_table_hook(table: type) -> Callable[[Any, Any], Any]:
+def _checked(check: Check, value: Any, _: Any) -> Any:
+    return check.checked(value)
+
+
+def _make_table_hook(table: type[Any]) -> Callable[[Any, Any], Any]:
     checks = {
-        field.name: override(struct_hook=field.validator.structure)
+        field.name: override(struct_hook=partial(_checked, field.validator))
         for field in attrs.fields(table)
-        if isinstance(field.validator, _Check)
+        if isinstance(field.validator, Check)
     }
-    structure = make_dict_structure_fn(table, _converter, **checks)  # type: ignore[arg-type]
-    return lambda value, _: structure(_TABLE.structure(value), _)
+    # Through attrs' own validators a wrong value would not know its key's path; the overrides do.
+    make: Any = make_dict_structure_fn
+    structure = make(table, _converter, _cattrs_forbid_extra_keys=True, **checks)
+    return lambda value, kind: structure(TABLE.checked(value), kind)
+
+
+def _is_tuple(kind: Any) -> bool:
+    return get_origin(kind) is tuple
 
 
 def _structure_tuple(value: Any, kind: Any) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
-        raise ValueError(f"must be an array, not {_shown(value)}")
-    return tuple(_converter.structure(value, list[get_args(kind)[0]]))  # type: ignore[misc]
+        raise ValueError(f"must be an array, not {describe(value)}")
+    items: Any = list[get_args(kind)[0]]  # type: ignore[misc]
+    return tuple(_converter.structure(value, items))
 
 
 def _structure_wrapper(value: Any, _: Any) -> WrapperUse:
-    if isinstance(value, Mapping) and isinstance(value.get("name"), str):
+    if isinstance(value, Mapping):
+        if not isinstance(value.get("name"), str):
+            raise ValueError('needs the wrapper\'s name: name = "..."')
         return WrapperUse(value["name"], {key: option for key, option in value.items() if key != "name"})
-    return WrapperUse(_Check("a wrapper's name, or a table of its name and options", _is_text).structure(value))
+    return WrapperUse(_WRAPPER.checked(value))
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-_converter = cattrs.Converter(forbid_extra_keys=True)
+_WRAPPER = Check("a wrapper's name, or a table of its name and options", TEXT.accepts)
+_converter = cattrs.Converter()
 _converter.register_structure_hook_factory(attrs.has, _make_table_hook)
-_converter.register_structure_hook_func(lambda kind: get_origin(kind) is tuple, _structure_tuple)
+_converter.register_structure_hook_func(_is_tuple, _structure_tuple)
 _converter.register_structure_hook(WrapperUse, _structure_wrapper)
 
 
-def _problems(error: Exception, path: str) -> Iterator[str]:
-    """Walk what cattrs found wrong; yields ``key.path: sentence`` for each."""
+def _problems(error: Exception, path: str = "") -> Iterator[str]:
+    """Walk what cattrs found wrong; yields one sentence for each key, its path first."""
+    prefix = f"{path}." if path else ""
     if isinstance(error, cattrs.ForbiddenExtraKeysError):
         known = [field.name for field in attrs.fields(error.cl)]
         for key in sorted(error.extra_fields):
-            yield f"{path}{'.' if path else ''}{key}: {UnknownNameError('key', key, known)}"
+            yield f"{prefix}{key}: {UnknownNameError('key', key, known)}"
     elif isinstance(error, cattrs.ClassValidationError):
-        named, rest = error.group_exceptions()
-        for part, note in named:
-            yield from _problems(part, f"{path}{'.' if path else ''}{note.name}")
-        for part in rest:
+        fields, whole = error.group_exceptions()
+        for part, note in fields:
+            yield from _problems(part, f"{prefix}{note.name}")
+        for part in whole:
             yield from _problems(part, path)
     elif isinstance(error, cattrs.IterableValidationError):
-        for part, note in error.group_exceptions()[0]:
-            yield from _problems(part, f"{path}[{note.index}]")
+        for part, place in error.group_exceptions()[0]:
+            yield from _problems(part, f"{path}[{place.index}]")
     else:
         yield f"{path} {error}" if path else str(error)
 
