@@ -1,0 +1,256 @@
+"""From block tables to attention: storage views, step metadata, the choice of backends, attention groups."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+import kvframe
+from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
+from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.attention.selection import select_backends
+from kvframe.attention.step import StepBatch, build_metadata
+from kvframe.attention.wrapper import MetadataWrapper
+from kvframe.cache.manager import KVCacheManager
+from kvframe.cache.storage import KVCacheStorage
+from kvframe.errors import BackendError, SpecError, StackError, UnknownNameError
+from kvframe.groups import group_layers, make_layer_specs
+from kvframe.model.adapter import LayerDescription, ModelDescription
+from kvframe.plan import plan_cache
+from kvframe.plugins import load_plugins
+from kvframe.specs import LayerSpec, QuerySpec
+from kvframe.stack import Stack
+from tests.plans import full, make_plan, ranged
+
+CPU = torch.device("cpu")
+
+
+@attrs.frozen(kw_only=True)
+class Halve(MetadataWrapper):
+    """Marks the metadata it has seen."""
+
+    name = "halve"
+    by: int = 2
+
+    def __call__(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        seen = (*metadata.extensions.get("seen", ()), self.by)
+        return attrs.evolve(metadata, extensions={"seen": seen})
+
+
+class Recorder(AttentionBackend):
+    """Returns what its metadata was."""
+
+    capabilities = Capabilities(
+        devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), masks=frozenset({"causal"}), preference=5
+    )
+
+    def forward(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        return torch.full_like(query, float(sum(metadata.extensions.get("seen", ()))))
+
+
+def registering() -> types.ModuleType:
+    """Make a plugin module that registers this file's wrapper and backend."""
+    module = types.ModuleType("recording_plugin")
+
+    @kvframe.hookimpl
+    def kvframe_register_wrappers(register: Any) -> None:
+        register("halve", Halve)
+
+    @kvframe.hookimpl
+    def kvframe_register_backends(register: Any) -> None:
+        register("recorder", Recorder)
+
+    module.kvframe_register_wrappers = kvframe_register_wrappers  # type: ignore[attr-defined]
+    module.kvframe_register_backends = kvframe_register_backends  # type: ignore[attr-defined]
+    return module
+
+
+QUERY = QuerySpec(num_heads=2, head_size=4, scale=0.5)
+
+
+def attending(*names: str, **query: Any) -> list[LayerSpec]:
+    return [LayerSpec(name=name, spec=full(), query=attrs.evolve(QUERY, **query)) for name in names]
+
+
+def test_every_page_of_every_layer_is_its_own_bytes() -> None:
+    specs = [full(block_size=2, num_kv_heads=1), ranged(block_size=3, num_kv_heads=2, window=4)]
+    layers = [LayerSpec(name=f"{i}{j}", spec=spec) for i, spec in enumerate(specs) for j in range(2)]
+    grouping = group_layers(layers)
+    plan = plan_cache(grouping, memory_bytes=20_000, max_model_len=32, max_num_batched_tokens=8)
+    storage = KVCacheStorage(plan, grouping, CPU)
+    assert plan.total_bytes == storage.pool.numel()
+    manager = KVCacheManager(plan, max_num_seqs=1)
+    manager.start("a", list(range(12)))
+    assert manager.extend("a", 12)
+    value = 0.0
+    written = []
+    for group, ids in enumerate(manager.block_ids("a")):
+        for layer in plan.groups[group].layers:
+            for tensor in storage.views[layer].values():
+                for block_id in ids:
+                    value += 1
+                    tensor[block_id] = value
+                    written.append((tensor, block_id, value))
+    assert all(bool((tensor[block_id] == value).all()) for tensor, block_id, value in written)
+    null = [tensor[0] for views in storage.views.values() for tensor in views.values()]
+    assert all(bool((page == 0).all()) for page in null)
+
+
+def test_pages_are_filled_for_all_layers_of_their_group_only() -> None:
+    grouping = group_layers([LayerSpec(name="a", spec=full()), LayerSpec(name="b", spec=ranged(window=4))])
+    plan = plan_cache(grouping, memory_bytes=20_000, max_model_len=32, max_num_batched_tokens=8)
+    storage = KVCacheStorage(plan, grouping, CPU)
+    manager = KVCacheManager(plan, max_num_seqs=1)
+    manager.start("r", [1, 2, 3])
+    assert manager.extend("r", 3)
+    (first,), (second,) = manager.block_ids("r")
+    storage.fill(0, [first], float("nan"))
+    assert bool(storage.views["a"]["k"][first].isnan().all())
+    assert not bool(storage.views["b"]["v"][second].isnan().any())
+
+
+def test_a_layer_that_shares_a_cache_sees_the_same_tensors() -> None:
+    grouping = group_layers([LayerSpec(name="a", spec=full()), LayerSpec(name="b", spec=full(), shares_with="a")])
+    plan = plan_cache(grouping, memory_bytes=20_000, max_model_len=32, max_num_batched_tokens=8)
+    storage = KVCacheStorage(plan, grouping, CPU)
+    assert storage.views["b"] is storage.views["a"]
+
+
+def test_step_metadata_says_where_each_token_goes() -> None:
+    plan = make_plan(full(block_size=4), max_model_len=32)
+    manager = KVCacheManager(plan, max_num_seqs=2)
+    manager.start("a", list(range(10)))
+    manager.start("b", list(range(20, 26)))
+    assert manager.extend("a", 6)
+    assert manager.extend("b", 5)
+    a, b = (manager.block_ids(name)[0] for name in "ab")
+    batch = StepBatch(
+        rows=np.array([manager.row("b"), manager.row("a")]),
+        num_computed=np.array([0, 5]),
+        query_lens=np.array([5, 1]),
+        logits_indices=np.array([5]),
+    )
+    (metadata,) = build_metadata(batch, manager.tables, CPU)
+    assert metadata.query_start_loc.tolist() == [0, 5, 6]
+    assert metadata.seq_lens.tolist() == [5, 6]
+    assert metadata.block_table.tolist() == [b, a]
+    assert metadata.slot_mapping.tolist() == [*range(4 * b[0], 4 * b[0] + 4), 4 * b[1], 4 * a[1] + 1]
+    assert (metadata.num_reqs, metadata.num_actual_tokens, metadata.max_query_len, metadata.max_seq_len) == (2, 6, 5, 6)
+    assert metadata.logits_indices.tolist() == [5]
+
+
+def test_auto_takes_the_highest_preference_and_says_why_not_the_others() -> None:
+    host = load_plugins(plugins=[registering()])
+    (choice,) = select_backends(attending("a"), Stack(), host.registry, "cpu")
+    assert choice.backend.endswith(":recorder")
+    reasons = {candidate.name: choice.why_not(candidate) for candidate in choice.candidates}
+    assert reasons[choice.backend] == ""
+    assert all("is preferred" in reason for name, reason in reasons.items() if name != choice.backend)
+    (choice,) = select_backends(attending("a", soft_cap=30.0), Stack(), host.registry, "cpu")
+    assert choice.backend.endswith(":torch")
+    reasons = {candidate.name: choice.why_not(candidate) for candidate in choice.candidates}
+    assert "does not cap scores" in next(reason for name, reason in reasons.items() if name.endswith(":recorder"))
+
+
+def test_a_named_backend_is_taken_or_refused_never_replaced() -> None:
+    host = load_plugins(plugins=[registering()])
+    stack = Stack.from_mapping({"rules": [{"layers": "*", "backend": "recorder"}]})
+    with pytest.raises(BackendError, match=r"gives layer 'a' to backend 'recorder', which cannot serve it: .*cap"):
+        select_backends(attending("a", soft_cap=30.0), stack, host.registry, "cpu")
+
+
+def test_no_backend_for_a_device_is_one_sentence_with_every_reason() -> None:
+    with pytest.raises(BackendError, match=r"no backend can serve layer 'a': .*runs on .*, not on tpu"):
+        select_backends(attending("a"), Stack(), load_plugins().registry, "tpu")
+
+
+def test_a_wrappers_wrong_option_names_its_options() -> None:
+    host = load_plugins(plugins=[registering()])
+    stack = Stack.from_mapping({"rules": [{"layers": "*", "wrappers": [{"name": "halve", "bye": 3}]}]})
+    with pytest.raises(StackError, match=r"wrapper 'halve': .*its options: by"):
+        select_backends(attending("a"), stack, host.registry, "cpu")
+
+
+def run_layers(layers: Sequence[LayerSpec], stack: Stack) -> tuple[AttentionLayers, KVCacheStorage]:
+    host = load_plugins(plugins=[registering()])
+    grouping = group_layers(layers)
+    plan = plan_cache(grouping, memory_bytes=20_000, max_model_len=32, max_num_batched_tokens=8)
+    storage = KVCacheStorage(plan, grouping, CPU)
+    manager = KVCacheManager(plan, max_num_seqs=1)
+    manager.start("r", [1, 2, 3])
+    assert manager.extend("r", 3)
+    attention = AttentionLayers(
+        layers, select_backends(layers, stack, host.registry, "cpu"), grouping, storage.views, CPU
+    )
+    batch = StepBatch(
+        rows=np.array([0]), num_computed=np.array([0]), query_lens=np.array([3]), logits_indices=np.array([2])
+    )
+    attention.begin_step(build_metadata(batch, manager.tables, CPU))
+    return attention, storage
+
+
+def test_layers_with_the_same_chain_and_backend_form_one_attention_group() -> None:
+    stack = Stack.from_mapping({"rules": [{"layers": "wrapped*", "wrappers": ["halve", {"name": "halve", "by": 3}]}]})
+    layers = attending("a", "wrapped1", "b", "wrapped2")
+    attention, _ = run_layers(layers, stack)
+    assert [("a", "b"), ("wrapped1", "wrapped2")] == [
+        tuple(layer.name for layer in group.layers) for group in attention.groups
+    ]
+    query, kv = torch.zeros(3, 2, 4), torch.ones(3, 1, 4)
+    assert bool((attention["a"](query, kv, kv) == 0).all())
+    assert bool((attention["wrapped2"](query, kv, kv) == 5).all())
+
+
+def test_a_sharing_layer_reads_and_does_not_write() -> None:
+    layers = attending("a")
+    layers.append(attrs.evolve(layers[0], name="b", shares_with="a"))
+    attention, storage = run_layers(layers, Stack())
+    query, kv = torch.zeros(3, 2, 4), torch.ones(3, 1, 4)
+    attention["a"](query, kv, kv)
+    before = storage.pool.clone()
+    attention["b"](query, kv * 7, kv * 7)
+    assert bool((before == storage.pool).all())
+    assert before.view(torch.float32).sum().item() == 3 * 4 * 2
+
+
+def description(kind: str, **options: Any) -> ModelDescription:
+    layer = LayerDescription(
+        name="layer.0",
+        kind=kind,
+        options={"num_kv_heads": 1, "head_size": 4, **options},
+        query={"num_heads": 2, "head_size": 4, "scale": 0.5},
+    )
+    return ModelDescription(name="model", layers=(layer,), max_model_len=32)
+
+
+def test_layer_specs_take_the_stacks_block_size_dtype_and_rules() -> None:
+    registry = load_plugins().registry
+    stack = Stack.from_mapping({"cache": {"block_size": 8}, "rules": [{"layers": "*", "spec": {"block_size": 32}}]})
+    (layer,) = make_layer_specs(description("full_attention"), registry, stack, "bfloat16")
+    assert full(block_size=32) == attrs.evolve(layer.spec, dtype="float32")  # type: ignore[type-var]
+    assert layer.query == QUERY
+
+
+def test_a_kind_that_no_plugin_provides_says_what_to_install() -> None:
+    with pytest.raises(SpecError, match=r"'layer.0' needs the cache spec 'dilated', .* such as kvframe-dilated"):
+        make_layer_specs(description("dilated"), load_plugins().registry, Stack(), "float32")
+
+
+def test_an_option_that_a_spec_does_not_have_names_those_it_has() -> None:
+    with pytest.raises(SpecError, match="has no option windwo; it has block_size"):
+        make_layer_specs(description("full_attention", windwo=3), load_plugins().registry, Stack(), "float32")
+
+
+def test_an_unknown_backend_names_the_nearest() -> None:
+    stack = Stack.from_mapping({"rules": [{"layers": "*", "backend": "torhc"}]})
+    with pytest.raises(UnknownNameError, match="did you mean 'torch'"):
+        select_backends(attending("a"), stack, load_plugins().registry, "cpu")
