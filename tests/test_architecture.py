@@ -1,0 +1,359 @@
+"""The folder tree is the architecture: who may import whom, what stays free of torch, what the core must not know."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import importlib
+import inspect
+import itertools
+import json
+import pkgutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import kvframe
+from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder
+from kvframe.attention.wrapper import MetadataWrapper
+from kvframe.model.adapter import LoadedModel, ModelAdapter
+from kvframe.plugins import load_plugins
+from kvframe.registry import BUILTIN_OWNER
+from kvframe.specs import KVCacheSpec
+
+ROOT = Path(__file__).resolve().parents[1]
+CORE = ROOT / "kvframe"
+
+# The flow of the design, one stage a line. A name stands for a module, or for a package and all that is in it.
+FLOW = (
+    ("errors",),
+    ("hookspecs", "specs"),
+    ("attention.metadata", "attention.wrapper", "attention.backend", "model.adapter"),
+    ("registry", "checks", "discovery", "plugins", "stack"),
+    ("model",),
+    ("groups", "plan"),
+    ("cache",),
+    ("attention",),
+    ("engine",),
+    ("cli", "__main__"),
+)
+# What lies beside the flow: built-in types are a plugin like any other, and the test kit may use everything.
+BESIDE = ("builtin", "testing")
+
+TORCH_FREE = (
+    "kvframe",
+    "kvframe.errors",
+    "kvframe.hookspecs",
+    "kvframe.specs",
+    "kvframe.registry",
+    "kvframe.checks",
+    "kvframe.discovery",
+    "kvframe.plugins",
+    "kvframe.stack",
+    "kvframe.model.adapter",
+    "kvframe.model.layer_file",
+    "kvframe.model.recognise",
+    "kvframe.groups",
+    "kvframe.plan",
+    "kvframe.cache.pool",
+    "kvframe.cache.prefix",
+    "kvframe.cache.block_table",
+    "kvframe.cache.coordinator",
+    "kvframe.cache.manager",
+    "kvframe.builtin.full_attention",
+    "kvframe.builtin.plugin",
+    "kvframe.cli",
+    "kvframe.cli.plan",
+    "kvframe.cli.plugins",
+)
+USE_NUMPY = ("kvframe.cache.block_table", "kvframe.cache.coordinator", "kvframe.cache.manager")
+
+PUBLIC_MODULES = (
+    "kvframe",
+    "kvframe.attention.backend",
+    "kvframe.attention.layer",
+    "kvframe.attention.metadata",
+    "kvframe.attention.wrapper",
+    "kvframe.builtin.full_attention",
+    "kvframe.errors",
+    "kvframe.hookspecs",
+    "kvframe.model.adapter",
+    "kvframe.specs",
+)
+PLUGIN_FILES = sorted((ROOT / "plugins").glob("*/src/**/*.py"))
+
+
+def module_name(path: Path) -> str:
+    """Return a core file's module without ``kvframe.``; empty for the package itself."""
+    parts = path.relative_to(CORE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def core_files() -> dict[str, Path]:
+    return {module_name(path): path for path in sorted(CORE.rglob("*.py"))}
+
+
+def imported_modules(path: Path, *, at_type_checking: bool) -> set[str]:
+    """Return the modules that a file imports anywhere, functions included, at run time or for type checking only."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if (id(node) in for_types) is not at_type_checking:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+            are_modules = {name for name in submodules if name.removeprefix("kvframe.") in core_files()}
+            found |= are_modules or {str(node.module)}
+    return found
+
+
+def all_imports(path: Path) -> set[str]:
+    return imported_modules(path, at_type_checking=False) | imported_modules(path, at_type_checking=True)
+
+
+def core_imports(path: Path, *, at_type_checking: bool = False) -> set[str]:
+    found = imported_modules(path, at_type_checking=at_type_checking)
+    return {name.removeprefix("kvframe").removeprefix(".") for name in found if name.split(".")[0] == "kvframe"}
+
+
+def stage_of(module: str) -> int:
+    """Return a module's place in the flow: that of the longest name that it is, or lies in."""
+    places = {name: index for index, stage in enumerate(FLOW) for name in stage}
+    names = [name for name in places if module == name or module.startswith(f"{name}.")]
+    assert names, f"kvframe.{module} has no place in the flow; add it to FLOW where it belongs"
+    return places[max(names, key=len)]
+
+
+def in_flow(module: str) -> bool:
+    return module != "" and module.split(".")[0] not in BESIDE
+
+
+FLOW_FILES = {name: path for name, path in core_files().items() if in_flow(name)}
+
+
+def later_imports(*, at_type_checking: bool) -> dict[str, set[str]]:
+    """Return, for each module that imports one of a later stage, which."""
+    found = {}
+    for module, path in FLOW_FILES.items():
+        imported = {name for name in core_imports(path, at_type_checking=at_type_checking) if in_flow(name)}
+        found[module] = {name for name in imported if stage_of(name) > stage_of(module)}
+    return {module: later for module, later in found.items() if later}
+
+
+def test_a_stage_imports_no_later_one() -> None:
+    assert later_imports(at_type_checking=False) == {}
+
+
+def test_types_come_from_earlier_stages_too() -> None:
+    # A loaded model is handed the run-time layers: the one place where the contract names what the core makes of it.
+    assert later_imports(at_type_checking=True) == {"model.adapter": {"attention.layer"}}
+
+
+def test_no_two_modules_import_each_other() -> None:
+    graph = {name: core_imports(path) - {name} for name, path in core_files().items()}
+    assert sorted(graph) == sorted(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_the_flow_imports_no_built_in_type_and_no_test_kit() -> None:
+    imported = {module: all_imports(path) for module, path in FLOW_FILES.items()}
+    beside = tuple(f"kvframe.{name}" for name in BESIDE)
+    assert {module for module, names in imported.items() if any(name.startswith(beside) for name in names)} == set()
+
+
+def test_built_ins_use_only_what_a_plugin_may() -> None:
+    for module, path in core_files().items():
+        if module.startswith("builtin"):
+            others = {name for name in all_imports(path) if not name.startswith("kvframe.builtin")}
+            assert {name for name in others if name.split(".")[0] == "kvframe"} <= set(PUBLIC_MODULES), module
+
+
+# --- the core and its plugins -----------------------------------------------------------------------------------------
+
+
+def test_the_core_imports_no_plugin() -> None:
+    imported = {module: all_imports(path) for module, path in core_files().items()}
+    plugins = ("kvframe_", "transformers", "plugins")
+    assert {module for module, names in imported.items() if any(name.startswith(plugins) for name in names)} == set()
+
+
+@pytest.mark.parametrize("path", PLUGIN_FILES, ids=lambda path: path.relative_to(ROOT / "plugins").as_posix())
+def test_a_plugin_imports_only_public_modules_of_the_core(path: Path) -> None:
+    assert {name for name in all_imports(path) if name.split(".")[0] == "kvframe"} <= set(PUBLIC_MODULES)
+
+
+@pytest.mark.parametrize("path", PLUGIN_FILES, ids=lambda path: path.relative_to(ROOT / "plugins").as_posix())
+def test_a_plugin_imports_no_other_plugin(path: Path) -> None:
+    package = path.relative_to(ROOT / "plugins").parts[2]
+    assert {name.split(".")[0] for name in all_imports(path) if name.startswith("kvframe_")} <= {package}
+
+
+def manifests() -> dict[str, str]:
+    """Return each plugin folder's manifest module, as its pyproject.toml states it."""
+    found = {}
+    for path in sorted((ROOT / "plugins").glob("*/pyproject.toml")):
+        entry_points = tomllib.loads(path.read_text(encoding="utf-8"))["project"]["entry-points"]["kvframe.v1"]
+        (found[path.parent.name],) = entry_points.values()
+    return found
+
+
+@pytest.mark.parametrize("plugin", manifests())
+def test_a_manifest_imports_nothing_but_kvframe_and_the_standard_library(plugin: str) -> None:
+    module = manifests()[plugin]
+    path = ROOT / "plugins" / plugin / "src" / Path(*module.split(".")).with_suffix(".py")
+    imported = imported_modules(path, at_type_checking=False)
+    assert {name.split(".")[0] for name in imported} <= {"kvframe", *sys.stdlib_module_names}
+
+
+def test_the_public_modules_are_documented() -> None:
+    undocumented = [name for name in PUBLIC_MODULES if not importlib.import_module(name).__doc__]
+    assert undocumented == []
+
+
+# --- what the core must not know --------------------------------------------------------------------------------------
+
+
+CONTRACT = (KVCacheSpec, AttentionBackend, AttentionMetadataBuilder, MetadataWrapper, ModelAdapter, LoadedModel)
+REGISTERED = {
+    entry.name: str(entry.target).rpartition(":")[2]
+    for catalogue in load_plugins().registry.catalogues.values()
+    for entry in catalogue.claims()
+}
+
+
+def nodes(module: str) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(FLOW_FILES[module].read_text(encoding="utf-8")))
+
+
+def types_asked_for(module: str) -> Iterator[str]:
+    """Yield the name of every class that the code tests a value's type against."""
+    for node in nodes(module):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            yield from (name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name))
+        elif isinstance(node, ast.MatchClass):
+            yield ast.unparse(node.cls)
+        elif isinstance(node, ast.Compare) and "type(" in ast.unparse(node.left):
+            yield from (ast.unparse(right) for right in node.comparators)
+
+
+def test_the_core_never_asks_for_the_type_of_what_a_plugin_gives() -> None:
+    types = {base.__name__ for base in CONTRACT} | set(REGISTERED.values())
+    assert {module for module in FLOW_FILES if types & set(types_asked_for(module))} == set()
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_the_core_holds_no_registered_name(name: str) -> None:
+    strings = {
+        module: {node.value for node in nodes(module) if isinstance(node, ast.Constant)} for module in FLOW_FILES
+    }
+    assert {module for module, values in strings.items() if name in values} == set()
+
+
+@pytest.mark.parametrize("type_name", sorted(set(REGISTERED.values())))
+def test_the_core_names_no_registered_type(type_name: str) -> None:
+    names = {module: {node.id for node in nodes(module) if isinstance(node, ast.Name)} for module in FLOW_FILES}
+    assert {module for module, used in names.items() if type_name in used} == set()
+
+
+def test_built_in_names_have_the_core_as_their_owner() -> None:
+    claims = load_plugins().registry.specs.claims("full_attention")
+    assert [BUILTIN_OWNER] == [entry.owner for entry in claims]
+
+
+# --- import is free ---------------------------------------------------------------------------------------------------
+
+_IMPORT_EACH = """
+import importlib, json, sys
+first = {}
+for module in json.loads(sys.argv[1]):
+    importlib.import_module(module)
+    for heavy in ("torch", "transformers", "numpy"):
+        if heavy in sys.modules:
+            first.setdefault(heavy, module)
+print(json.dumps(first))
+"""
+
+
+def first_to_import(modules: list[str]) -> dict[str, str]:
+    """Import ``modules`` in order in a fresh interpreter; return for each heavy package who brought it in."""
+    command = [sys.executable, "-W", "error", "-c", _IMPORT_EACH, json.dumps(modules)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    loaded: dict[str, str] = json.loads(done.stdout)
+    return loaded
+
+
+def test_planning_and_the_command_line_load_no_torch() -> None:
+    assert first_to_import([name for name in TORCH_FREE if name not in USE_NUMPY]) == {}
+
+
+def test_the_cache_logic_loads_numpy_and_no_torch() -> None:
+    assert first_to_import(list(USE_NUMPY)) == {"numpy": "kvframe.cache.block_table"}
+
+
+def test_manifests_load_nothing_heavy() -> None:
+    assert first_to_import(list(manifests().values())) == {}
+
+
+def test_loading_the_installed_plugins_loads_nothing_heavy() -> None:
+    code = "import sys; from kvframe import load_plugins; load_plugins(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "False"
+
+
+# --- public names -----------------------------------------------------------------------------------------------------
+
+
+def names_for_type_checkers() -> dict[str, str]:
+    tree = ast.parse((CORE / "__init__.py").read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module != "typing"]
+    found = {}
+    for node in imports:
+        for alias in node.names:
+            if alias.asname == alias.name:
+                found[alias.name] = str(node.module).removeprefix("kvframe.")
+    return found
+
+
+def test_type_checkers_and_the_interpreter_find_each_public_name_in_the_same_place() -> None:
+    assert kvframe._HOME == names_for_type_checkers()
+
+
+@pytest.mark.parametrize("name", kvframe.__all__)
+def test_every_public_name_can_be_imported(name: str) -> None:
+    assert getattr(kvframe, name) is getattr(importlib.import_module(f"kvframe.{kvframe._HOME[name]}"), name)
+
+
+def is_documented(name: str) -> bool:
+    value = getattr(kvframe, name)
+    if inspect.isclass(value) or inspect.isfunction(value):
+        return bool(value.__doc__)
+    # A constant or an alias: a string literal follows its assignment.
+    body = ast.parse((CORE / f"{kvframe._HOME[name].replace('.', '/')}.py").read_text(encoding="utf-8")).body
+    for statement, following in itertools.pairwise(body):
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            return isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+    return False
+
+
+@pytest.mark.parametrize("name", kvframe.__all__)
+def test_every_public_name_is_documented(name: str) -> None:
+    assert is_documented(name)
+
+
+def test_every_core_package_is_importable_by_name() -> None:
+    packages = {module.name for module in pkgutil.iter_modules([str(CORE)]) if module.ispkg}
+    assert packages == {path.parent.name for path in CORE.glob("*/__init__.py")}
