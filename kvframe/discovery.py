@@ -53,7 +53,7 @@ class Candidate:
         """The manifest module's name; empty if there is none."""
         if self.source is None:
             return ""
-        return self.source.module if isinstance(self.source, EntryPoint) else _module_name(self.source)
+        return self.source.module if isinstance(self.source, EntryPoint) else self.source.__name__
 
     def load(self) -> Any:
         """Import the manifest; raises whatever its code raises."""
@@ -75,7 +75,7 @@ def find_candidates(passed: Sequence[Any] = ()) -> list[Candidate]:
     """
     installed = [_builtin(), *sorted(_installed(), key=lambda candidate: candidate.id)]
     modules = {candidate.module for candidate in installed}
-    given = [_as_candidate(plugin) for plugin in dict.fromkeys(passed)]
+    given = [_as_candidate(plugin) for plugin in {id(plugin): plugin for plugin in passed}.values()]
     return [*installed, *(candidate for candidate in given if candidate.module not in modules)]
 
 
@@ -88,15 +88,10 @@ def _builtin() -> Candidate:
     return Candidate("builtin", BUILTIN_OWNER, core, hookspecs.API_VERSION, entry_point)
 
 
-def _module_name(plugin: Any) -> str:
-    return str(plugin.__name__)
-
-
 def _as_candidate(plugin: Any) -> Candidate:
     if not isinstance(plugin, ModuleType):
         raise PluginError(f"plugins=[...] takes modules with kvframe hooks, not {plugin!r}")
-    name = _module_name(plugin)
-    stated = getattr(plugin, "__version__", "")
+    name, stated = plugin.__name__, getattr(plugin, "__version__", "")
     return Candidate(name, name, str(stated), hookspecs.API_VERSION, plugin)
 
 
@@ -105,7 +100,10 @@ def _installed() -> Iterable[Candidate]:
     for dist in distributions():
         try:
             if "kvframe.v" in (dist.read_text("entry_points.txt") or ""):
-                names.add(canonical(dist.metadata["Name"]))
+                name = dist.metadata["Name"]
+                if not name:
+                    raise PluginError("its METADATA states no name")
+                names.add(canonical(name))
         except FAILURES as error:
             unreadable.append(f"a distribution in {dist.locate_file('')} cannot be read: {in_one_line(error)}")
     for name in sorted(names):

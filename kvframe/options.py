@@ -1,0 +1,127 @@
+"""The options of a stack: one class per table of the file, each key with its check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import attrs
+
+from kvframe.checks import (
+    DEVICE,
+    MEMORY,
+    SWITCH,
+    TABLE,
+    TEXT,
+    TEXT_OR_NONE,
+    WHOLE,
+    WHOLE_OR_NONE,
+    one_of,
+    parse_bytes,
+)
+from kvframe.errors import StackError
+from kvframe.specs import ITEM_BYTES
+
+
+def _as_bytes(memory: int | str) -> Any:
+    # A wrong value goes on to the validator, which knows its key.
+    return parse_bytes(memory) if memory != "auto" and MEMORY.accepts(memory) else memory
+
+
+@attrs.frozen(kw_only=True)
+class CacheOptions:
+    """The ``[cache]`` table.
+
+    Attributes:
+        memory: Bytes for the cache; may be given like ``"2GiB"``. ``"auto"`` leaves it to the engine.
+        block_size: Tokens per block.
+        hybrid: Whether each type keeps only what it needs; if not, every layer keeps every token.
+        dtype: Element type of stored keys and values; ``"auto"`` is the model's.
+        prefix_caching: Whether requests reuse the blocks of a common prefix.
+        preemption: What happens to a request that must give up its memory.
+    """
+
+    memory: int | Literal["auto"] = attrs.field(default="auto", converter=_as_bytes, validator=MEMORY)
+    block_size: int = attrs.field(default=16, validator=WHOLE)
+    hybrid: bool = attrs.field(default=True, validator=SWITCH)
+    dtype: str = attrs.field(default="auto", validator=one_of("auto", *ITEM_BYTES))
+    prefix_caching: bool = attrs.field(default=True, validator=SWITCH)
+    preemption: str = attrs.field(default="recompute", validator=one_of("recompute"))
+
+
+@attrs.frozen(kw_only=True)
+class EngineOptions:
+    """The ``[engine]`` table.
+
+    Attributes:
+        max_num_seqs: The most requests that run at once.
+        max_num_batched_tokens: The most tokens that one step computes.
+        max_model_len: The most tokens of a request, prompt and output; None for the model's own limit.
+        device: Where the model runs (``"cpu"``, ``"cuda:0"``).
+        dtype: The model's element type.
+        self_check: Whether a model's packed run is compared with its plain one before it serves.
+    """
+
+    max_num_seqs: int = attrs.field(default=64, validator=WHOLE)
+    max_num_batched_tokens: int = attrs.field(default=2048, validator=WHOLE)
+    max_model_len: int | None = attrs.field(default=None, validator=WHOLE_OR_NONE)
+    device: str = attrs.field(default="cpu", validator=DEVICE)
+    dtype: str = attrs.field(default="float32", validator=one_of("float64", "float32", "float16", "bfloat16"))
+    self_check: bool = attrs.field(default=True, validator=SWITCH)
+
+
+@attrs.frozen
+class WrapperUse:
+    """One link of a wrapper chain: a string, or a table with ``name`` and the wrapper's options.
+
+    Attributes:
+        name: The wrapper's registered name.
+        options: Its parameters.
+    """
+
+    name: str = attrs.field(validator=TEXT)
+    options: Mapping[str, Any] = attrs.field(factory=dict, validator=TABLE)
+
+
+@attrs.frozen(kw_only=True)
+class Rule:
+    """One ``[[rules]]`` table: which layers, and what holds for them.
+
+    Attributes:
+        kind: Layers whose cache spec has this registered name; None for any.
+        layers: Layers whose name matches this pattern (``"model.layers.*"``); None for any.
+        spec: Options that override those of the layers' cache specs.
+        wrappers: Their wrapper chain; None leaves it to other rules.
+        backend: Their backend, ``"auto"`` to choose; None leaves it to other rules.
+    """
+
+    kind: str | None = attrs.field(default=None, validator=TEXT_OR_NONE)
+    layers: str | None = attrs.field(default=None, validator=TEXT_OR_NONE)
+    spec: Mapping[str, Any] = attrs.field(factory=dict, validator=TABLE)
+    wrappers: tuple[WrapperUse, ...] | None = None
+    backend: str | None = attrs.field(default=None, validator=TEXT_OR_NONE)
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse a rule that names no layers: it would silently hold for all."""
+        if self.kind is None and self.layers is None:
+            raise StackError('needs kind or layers, to say which layers it is for (layers = "*" is all)')
+
+    def matches(self, layer_name: str, kind: str) -> bool:
+        """Return whether the rule is for this layer."""
+        return self.kind in (None, kind) and (self.layers is None or fnmatchcase(layer_name, self.layers))
+
+
+@attrs.frozen
+class ResolvedRule:
+    """What all rules together say of one layer.
+
+    Attributes:
+        spec: Options that override those of its cache spec.
+        wrappers: Its wrapper chain.
+        backend: Its backend; ``"auto"`` to choose.
+    """
+
+    spec: Mapping[str, Any]
+    wrappers: tuple[WrapperUse, ...]
+    backend: str

@@ -1,0 +1,192 @@
+"""The registry: who owns a name, and the import that happens only when the name is used."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from kvframe.builtin.full_attention import FullAttentionSpec
+from kvframe.errors import ContestedNameError, PluginError, UnknownNameError
+from kvframe.plugins import PluginPolicy, load_plugins
+from kvframe.registry import Entry, Registry
+from tests.fake_distributions import MANIFEST, FakeSite, registers
+
+WINDOW_SPEC = """
+import attrs
+from kvframe.specs import AttentionSpec
+
+@attrs.frozen(kw_only=True)
+class WindowSpec(AttentionSpec):
+    kind = "my_window"
+    def live_ranges(self, n):
+        return ((0, n),) if n else ()
+"""
+
+
+def backend(name: str, owner: str, plugin: str = "p") -> Entry:
+    return Entry("backend", name, f"{owner.replace('-', '_')}.backend:Backend", owner, f"{owner}:{plugin}")
+
+
+def add_window(site: FakeSite, target: str, spec: str = WINDOW_SPEC, name: str = "my_window") -> Registry:
+    site.add("kvframe-window", "window", registers("specs", (name, f"kvframe_window.{target}")), files={"spec": spec})
+    return load_plugins().registry
+
+
+# --- whose name it is ------------------------------------------------------------------------------------------------
+
+
+def test_name_that_one_plugin_claims_is_its_own() -> None:
+    registry = Registry()
+    registry.add([backend("fast", "kvframe-a")])
+    assert registry.backends.get("fast").id == "kvframe-a:fast"
+    assert registry.backends.names() == ("fast",)
+
+
+def test_unknown_name_lists_what_exists_and_the_nearest() -> None:
+    registry = Registry()
+    registry.add([backend("triton", "kvframe-a"), backend("flash_attn", "kvframe-a")])
+    with pytest.raises(UnknownNameError) as caught:
+        registry.backends.get("tritn")
+    assert str(caught.value) == ("there is no backend named 'tritn'; known: flash_attn, triton; did you mean 'triton'?")
+
+
+def test_unknown_name_says_which_plugins_were_set_aside(site: FakeSite) -> None:
+    site.add("kvframe-bad", "bad", "import no_such_library")
+    with pytest.raises(UnknownNameError, match=r"plugins set aside: kvframe-bad:bad \(broken: .*no_such_library"):
+        load_plugins().registry.backends.get("fast")
+
+
+def test_contested_name_belongs_to_nobody(site: FakeSite) -> None:
+    site.add("kvframe-a", "a", registers("backends", ("fast", "a:A"), ("only_a", "a:A")))
+    site.add("kvframe-b", "b", registers("backends", ("fast", "b:B")))
+    host = load_plugins()
+    assert {host.record("a").status, host.record("b").status} == {"loaded"}
+    assert host.registry.backends.names() == ("only_a", "torch", "torch_reference")
+    assert host.registry.backends.contested() == {"fast": ("kvframe-a", "kvframe-b")}
+    with pytest.raises(ContestedNameError) as caught:
+        host.registry.backends.get("fast")
+    assert str(caught.value) == (
+        "backend 'fast' is claimed by kvframe-a and kvframe-b and so belongs to nobody; choose with "
+        '[plugins.owners.backend] fast = "kvframe-a" in the stack, or write "kvframe-a:fast"'
+    )
+
+
+def test_stack_chooses_the_owner_of_a_contested_name(site: FakeSite) -> None:
+    site.add("kvframe-a", "a", registers("backends", ("fast", "a:A")))
+    site.add("kvframe-b", "b", registers("backends", ("fast", "b:B")))
+    registry = load_plugins(PluginPolicy(owners={"backend": {"fast": "kvframe_b"}})).registry
+    assert registry.backends.get("fast").owner == "kvframe-b"
+    assert registry.backends.contested() == {}
+
+
+def test_owner_who_has_no_claim_owns_nothing() -> None:
+    registry = Registry({"backend": {"fast": "kvframe-c"}})
+    registry.add([backend("fast", "kvframe-a")])
+    with pytest.raises(ContestedNameError, match="gives backend 'fast' to 'kvframe-c', which does not provide it"):
+        registry.backends.get("fast")
+
+
+def test_claim_is_reached_by_its_owner_even_if_contested() -> None:
+    registry = Registry()
+    registry.add([backend("fast", "kvframe-a")])
+    registry.add([backend("fast", "kvframe-b")])
+    assert registry.backends.get("kvframe-b:fast").owner == "kvframe-b"
+    assert registry.backends.get("KVFrame_B:fast").owner == "kvframe-b"
+
+
+def test_unknown_owner_of_a_name_lists_the_claims() -> None:
+    registry = Registry()
+    registry.add([backend("fast", "kvframe-a")])
+    with pytest.raises(UnknownNameError, match="known: kvframe-a:fast; did you mean 'kvframe-a:fast'"):
+        registry.backends.get("kvframe-c:fast")
+
+
+def test_one_name_may_stand_for_things_of_two_kinds() -> None:
+    registry = Registry()
+    registry.add([backend("fast", "kvframe-a"), Entry("wrapper", "fast", "a:W", "kvframe-a", "kvframe-a:p")])
+    assert registry.backends.get("fast").kind == "backend"
+    assert registry.wrappers.get("fast").kind == "wrapper"
+
+
+def test_one_distribution_cannot_claim_a_name_twice() -> None:
+    registry = Registry()
+    with pytest.raises(PluginError, match="backend 'fast' is registered already, by kvframe-a:p"):
+        registry.add([backend("fast", "kvframe-a"), backend("fast", "kvframe-a", "q")])
+
+
+def test_claims_of_one_plugin_are_kept_all_or_none() -> None:
+    registry = Registry()
+    with pytest.raises(PluginError):
+        registry.add([backend("first", "kvframe-a"), backend("fast", "kvframe-a"), backend("fast", "kvframe-a")])
+    assert registry.backends.names() == ()
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+def test_target_is_imported_when_it_is_loaded_and_not_before(site: FakeSite) -> None:
+    registry = add_window(site, "spec:WindowSpec")
+    assert registry.specs.get("my_window").owner == "kvframe-window"
+    assert "kvframe_window.spec" not in sys.modules
+    assert registry.specs.load("my_window").__name__ == "WindowSpec"
+    assert "kvframe_window.spec" in sys.modules
+
+
+def test_class_may_be_registered_itself() -> None:
+    registry = Registry()
+    registry.add([Entry("spec", "full_attention", FullAttentionSpec, "my_notebook", "my_notebook:my_notebook")])
+    assert registry.specs.load("full_attention") is FullAttentionSpec
+
+
+@pytest.mark.parametrize(
+    ("target", "spec", "cause"),
+    [
+        ("spec:WindowSpec", "import no_such_library", "importing 'kvframe_window.spec' failed: ModuleNotFoundError"),
+        ("spec:WindowSpec", "raise SystemExit(3)", "importing 'kvframe_window.spec' failed: SystemExit: 3"),
+        ("gone:WindowSpec", "", "importing 'kvframe_window.gone' failed: ModuleNotFoundError"),
+        ("spec:WindowSpecs", WINDOW_SPEC, "'kvframe_window.spec' has no 'WindowSpecs'"),
+        ("spec:attrs", WINDOW_SPEC, "is no subclass of kvframe.specs.KVCacheSpec"),
+        ("spec:AttentionSpec", WINDOW_SPEC, "does not implement live_ranges"),
+        ("spec:WindowSpec", WINDOW_SPEC.replace("my_window", "other"), "has kind = 'other', not the registered name"),
+    ],
+)
+def test_target_that_is_unfit_names_owner_name_and_cause(site: FakeSite, target: str, spec: str, cause: str) -> None:
+    registry = add_window(site, target, spec)
+    with pytest.raises(PluginError) as caught:
+        registry.specs.load("my_window")
+    assert str(caught.value).startswith("cache spec 'my_window' of kvframe-window cannot be used: ")
+    assert cause in str(caught.value)
+
+
+def test_missing_need_is_found_before_import_and_says_what_to_type(site: FakeSite) -> None:
+    site.add(
+        "kvframe-flash",
+        "flash",
+        MANIFEST
+        + """
+@hookimpl
+def kvframe_register_backends(register):
+    register("flash", "kvframe_flash.backend:Flash", needs="no_such_library", install="pip install 'flash[cuda]'")
+""",
+        files={"backend": "raise AssertionError"},
+    )
+    with pytest.raises(PluginError) as caught:
+        load_plugins().registry.backends.load("flash")
+    assert str(caught.value) == (
+        "backend 'flash' of kvframe-flash cannot be used: needs no_such_library, not installed here; "
+        "try: pip install 'flash[cuda]'"
+    )
+    assert "kvframe_flash.backend" not in sys.modules
+
+
+def test_needs_may_be_several() -> None:
+    entry = Entry("backend", "x", "a:B", "a", "a:a", needs=["attrs", "no_such_one.part", "no_such_two"])
+    assert entry.missing() == ("no_such_one.part", "no_such_two")
+
+
+def test_builtin_backends_are_what_they_say() -> None:
+    registry = load_plugins().registry
+    assert registry.specs.load("full_attention") is FullAttentionSpec
+    assert registry.backends.load("torch").__name__ == "TorchBackend"
+    assert registry.backends.load("kvframe:torch_reference").__name__ == "TorchReferenceBackend"
