@@ -240,7 +240,7 @@ def _load(candidate: Candidate, policy: PluginPolicy, registry: Registry) -> Non
     manager = _attach(candidate, manifest)
     reason = _call(manager, "kvframe_unusable_reason")
     if reason is not None:
-        if not isinstance(reason, str):
+        if not isinstance(reason, str) or not reason.strip():
             raise _SetAside("broken", f"kvframe_unusable_reason must return a sentence or None, not {reason!r}")
         raise _SetAside("unusable", reason)
     _configure(manager, candidate, policy)

@@ -222,9 +222,10 @@ def test_registering_hook_that_is_a_generator_is_broken(site: FakeSite) -> None:
     assert "must call register(...) and return nothing" in load_plugins().record("gen").reason
 
 
-def test_reason_that_is_no_sentence_is_broken(site: FakeSite) -> None:
-    site.add("kvframe-true", "true", MANIFEST + "@hookimpl\ndef kvframe_unusable_reason(): return True\n")
-    assert "must return a sentence or None, not True" in load_plugins().record("true").reason
+@pytest.mark.parametrize("answer", ["True", "''"])
+def test_reason_that_is_no_sentence_is_broken(site: FakeSite, answer: str) -> None:
+    site.add("kvframe-odd", "odd", MANIFEST + f"@hookimpl\ndef kvframe_unusable_reason(): return {answer}\n")
+    assert f"must return a sentence or None, not {answer}" in load_plugins().record("odd").reason
 
 
 def test_unreadable_entry_points_are_reported(site: FakeSite) -> None:
