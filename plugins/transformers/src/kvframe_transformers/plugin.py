@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from kvframe.hookspecs import hookimpl
+from kvframe.hookspecs import Register, hookimpl
 
 
 @hookimpl
-def kvframe_register_model_adapters(register: Any) -> None:
+def kvframe_register_model_adapters(register: Register) -> None:
     """Register the adapter for Hugging Face checkpoints."""
     register("transformers", "kvframe_transformers.adapter:TransformersAdapter")

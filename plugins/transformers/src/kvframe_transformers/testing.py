@@ -1,4 +1,4 @@
-"""Tiny random models of many families, for tests: small enough to run in milliseconds, sharp enough to show mistakes."""
+"""Tiny random models of many families, for tests: they run in milliseconds, and mistakes show in their logits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from kvframe_transformers.checkpoint import quiet
+
+_AutoModel: Any = AutoModelForCausalLM  # its methods have no type hints
 
 _SHARED: Mapping[str, Any] = {
     "vocab_size": 128,
@@ -90,7 +94,7 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     config = tiny_config(family, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        model: PreTrainedModel = _AutoModel.from_config(config, dtype=torch.float32).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() >= 2:
@@ -110,5 +114,6 @@ def save_tiny(path: Path, family: str, seed: int = 0, **overrides: Any) -> PreTr
         overrides: Fields of the config to set otherwise.
     """
     model = tiny_model(family, seed, **overrides)
-    model.save_pretrained(path)
+    with quiet():
+        model.save_pretrained(path)
     return model

@@ -1,0 +1,59 @@
+"""The model adapter for Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from kvframe.errors import ModelError, UnknownNameError
+from kvframe.model.adapter import LoadedModel, ModelAdapter, ModelDescription
+from kvframe_transformers.checkpoint import (
+    build_without_weights,
+    eos_token_ids,
+    load_tokenizer,
+    load_weights,
+    max_model_len,
+    quiet,
+    read_config,
+    read_config_file,
+)
+from kvframe_transformers.discovery import discover_layers
+from kvframe_transformers.model import TransformersModel
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class TransformersAdapter(ModelAdapter):
+    """Reads folders (or their config.json) as ``save_pretrained`` writes them, by transformers' own classes."""
+
+    def recognises(self, path: Path) -> bool:
+        """Return whether ``path`` has a config that names a model type or architectures."""
+        config = read_config_file(path)
+        return config is not None and ("model_type" in config or "architectures" in config)
+
+    def describe(self, path: Path) -> ModelDescription:
+        """Read the layers by one forward of the model without weights; raises ``ModelError`` if it has none."""
+        config = read_config(path)
+        name = path.resolve().name if path.is_dir() else path.name
+        length = max_model_len(config, name)
+        model = build_without_weights(config, name)
+        with quiet():
+            layers = discover_layers(model, name, length)
+        return ModelDescription(
+            name=name,
+            layers=layers,
+            max_model_len=length,
+            vocab_size=config.get_text_config(decoder=True).vocab_size,
+            eos_token_ids=eos_token_ids(path if path.is_dir() else path.parent, config),
+        )
+
+    def load(self, path: Path, *, device: str, dtype: str) -> LoadedModel:
+        """Load the weights and the tokenizer of a folder; raises ``ModelError`` for a checkpoint that is not whole."""
+        if not path.is_dir():
+            raise ModelError(f"{path} is a config without weights; to run a model, give the folder of its checkpoint")
+        if dtype not in _DTYPES:
+            raise UnknownNameError("model dtype", dtype, _DTYPES)
+        description = self.describe(path)
+        model = load_weights(path, device, _DTYPES[dtype])
+        return TransformersModel(model, load_tokenizer(path), description)

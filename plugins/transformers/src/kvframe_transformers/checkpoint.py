@@ -1,0 +1,147 @@
+"""Reads a checkpoint folder: config, generation config, weights, tokenizer. What cannot be read is a ``ModelError``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+from kvframe.errors import ModelError
+
+# Their type hints are incomplete.
+_AutoModel: Any = AutoModelForCausalLM
+_logging: Any = logging
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers silent inside the block: no notes; progress bars only where someone watches a terminal."""
+    verbosity, bars = _logging.get_verbosity(), _logging.is_progress_bar_enabled()
+    _logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        _logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        _logging.set_verbosity(verbosity)
+        if bars:
+            _logging.enable_progress_bar()
+
+
+def read_config_file(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object of a model's config, from its folder or the file itself; None if there is none."""
+    file = path / "config.json" if path.is_dir() else path
+    if file.suffix != ".json" or not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # ValueError: not JSON, or not text
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def read_config(path: Path) -> Any:
+    """Return the transformers config of a folder or a config file; raises ``ModelError`` if there is none."""
+    content = read_config_file(path)
+    if content is None:
+        raise ModelError(f"{path} holds no model config; a Hugging Face model is a folder with a config.json")
+    if "model_type" not in content:
+        raise ModelError(f"the config of {path} names no model_type, so no architecture can be built from it")
+    try:
+        with quiet():
+            # The file is given by its folder where possible: a folder's name is what errors should speak of.
+            return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many types for a config that is none
+        raise ModelError(f"the config of {path} cannot be read: {one_sentence(error)}") from error
+
+
+def build_without_weights(config: Any, name: str) -> PreTrainedModel:
+    """Return the model of ``config`` on the meta device; raises ``ModelError`` if it is none that generates text."""
+    try:
+        with quiet(), torch.device("meta"):
+            model: PreTrainedModel = _AutoModel.from_config(config, trust_remote_code=False).eval()
+    except Exception as error:  # any mistake in a config's numbers shows as any error of a module's __init__
+        raise ModelError(f"no text model can be built from the config of {name}: {one_sentence(error)}") from error
+    return model
+
+
+def load_weights(path: Path, device: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model of a folder with its weights; raises ``ModelError`` for any that are missing or do not fit."""
+    try:
+        with quiet():
+            model, report = _AutoModel.from_pretrained(
+                str(path), dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
+            )
+    except Exception as error:  # a corrupt file shows as an error of safetensors, pickle, json, torch or transformers
+        raise ModelError(f"the weights of {path} cannot be loaded: {one_sentence(error)}") from error
+    for what, keys in (("has no", report["missing_keys"]), ("has another shape for", report["mismatched_keys"])):
+        if keys:
+            first = sorted(key if isinstance(key, str) else key[0] for key in keys)[0]
+            raise ModelError(
+                f"the checkpoint {path} {what} {first!r} and {len(keys) - 1} other weights that its config asks for; "
+                "running it would use random numbers there"
+            )
+    loaded: PreTrainedModel = model.to(device).eval()
+    return loaded
+
+
+def load_tokenizer(path: Path) -> Any:
+    """Return the folder's tokenizer; None if it has none; raises ``ModelError`` if it has one that cannot be read."""
+    if not any((path / file).is_file() for file in _TOKENIZER_FILES):
+        return None
+    try:
+        with quiet():
+            return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # as for the weights
+        raise ModelError(f"the tokenizer of {path} cannot be read: {one_sentence(error)}") from error
+
+
+def max_model_len(config: Any, name: str) -> int:
+    """Return the most tokens of a request that the model was made for; raises ``ModelError`` if it does not say."""
+    text = config.get_text_config(decoder=True)
+    length = getattr(text, "max_position_embeddings", None)
+    if not isinstance(length, int) or length < 1:
+        raise ModelError(f"the config of {name} does not say how many positions the model has")
+    # With long-rope factors transformers rotates *every* position of a batch by its longest request's factors, so a
+    # request's tokens would depend on its neighbours beyond this length.
+    return min([length, *_long_rope_limits(getattr(text, "rope_parameters", None) or {})])
+
+
+def _long_rope_limits(parameters: dict[str, Any]) -> list[int]:
+    limits = []
+    for rope in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        if rope.get("rope_type") == "longrope" and rope.get("original_max_position_embeddings"):
+            limits.append(int(rope["original_max_position_embeddings"]))
+    return limits
+
+
+def eos_token_ids(path: Path, config: Any) -> frozenset[int]:
+    """Return the ids that end a request: of the generation config where there is one, else of the config."""
+    file = path / "generation_config.json"
+    ids = config.get_text_config(decoder=True).eos_token_id
+    if file.is_file():
+        try:
+            ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id", ids)
+        except (OSError, ValueError, AttributeError) as error:
+            raise ModelError(f"{file} is no generation config: {one_sentence(error)}") from error
+    if ids is None:
+        return frozenset()
+    return frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def one_sentence(error: BaseException) -> str:
+    """Return the first line of an error's message, after its type."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

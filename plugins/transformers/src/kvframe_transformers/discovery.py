@@ -1,0 +1,238 @@
+"""Finds a model's attention layers by one forward without weights: by what they do, not by the model's name."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from kvframe.errors import ModelError
+from kvframe.model.adapter import LayerDescription
+from kvframe_transformers.checkpoint import one_sentence
+from kvframe_transformers.masks import MaskFunction, MaskKind, classify_mask
+
+DISCOVERY = "kvframe_discovery"
+"""The attention implementation, and the mask implementation, under which a forward is only recorded."""
+
+_PROBE_TOKENS = 4
+_STATE_MIXER = re.compile(r"\b(update_conv_state|update_recurrent_state|set_linear_cache)\(")
+_KEEPS_STATE = re.compile(r"\b(past_key_values?|layer_past|cache_params)\.update\w*\(")
+_KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position"})
+"""Tensors that may come with an attention call: those that are served, and those that change nothing here."""
+
+
+@attrs.frozen(eq=False)
+class RecordedCall:
+    """One attention call of the probe forward: tensors without data, and what came with them."""
+
+    module: nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: Any
+    inputs: dict[str, Any]
+
+
+@attrs.frozen(eq=False)
+class RecordedMask:
+    """One mask of the probe forward: the tensor that stands for it, and what would have made it."""
+
+    marker: torch.Tensor
+    function: MaskFunction
+    local_size: int | None
+    chunk_size: int | None
+
+
+@attrs.frozen(eq=False)
+class Recording:
+    """What the probe forward showed: attention calls and masks, and every module that ran."""
+
+    calls: list[RecordedCall] = attrs.field(factory=list)
+    masks: list[RecordedMask] = attrs.field(factory=list)
+    ran: list[nn.Module] = attrs.field(factory=list)
+
+
+_RECORDING: ContextVar[Recording] = ContextVar("kvframe_transformers_recording")
+
+
+def _record_mask(
+    *, batch_size: int, q_length: int, kv_length: int, mask_function: MaskFunction, config: Any = None, **inputs: Any
+) -> torch.Tensor:
+    """Stand for a mask: the tensor shows, when it reaches an attention call, which function would have made it."""
+    marker = torch.empty(batch_size, 1, q_length, kv_length, device="meta")
+    chunk_size = getattr(config, "attention_chunk_size", None)
+    _RECORDING.get().masks.append(RecordedMask(marker, mask_function, inputs.get("local_size"), chunk_size))
+    return marker
+
+
+def _record_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any = None,
+    **inputs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Note the call and return an output of the right shape, as transformers' attention functions do."""
+    _RECORDING.get().calls.append(RecordedCall(module, query, key, value, attention_mask, inputs))
+    batch, heads, tokens, _ = query.shape
+    return query.new_empty(batch, tokens, heads, value.shape[-1]), None
+
+
+AttentionInterface.register(DISCOVERY, _record_attention)
+AttentionMaskInterface.register(DISCOVERY, _record_mask)
+
+
+def discover_layers(model: Any, name: str, max_model_len: int) -> tuple[LayerDescription, ...]:
+    """Return the attention layers of a model on the meta device, in the order they run.
+
+    Args:
+        model: A ``PreTrainedModel`` that nobody else uses: its attention implementation is changed.
+        name: What the model is called in errors.
+        max_model_len: The most tokens of a request: masks are looked at up to here.
+
+    Raises:
+        ModelError: The model keeps state, or masks attention, in a way that kvframe has no words for.
+    """
+    for path, module in model.named_modules():
+        if _STATE_MIXER.search(_forward_source(type(module))):
+            raise ModelError(
+                f"layer {path!r} of {name} ({type(module).__name__}) keeps a recurrent or convolution state: serving "
+                "it takes a plugin that provides a cache spec for such a state and drives the module"
+            )
+    recording = _record(model, name)
+    return _Reader(model, name, max_model_len, recording).layers()
+
+
+def _forward_source(module_class: type) -> str:
+    forward = getattr(module_class, "forward", None)
+    try:
+        return inspect.getsource(forward) if forward is not None else ""
+    except (OSError, TypeError):  # a forward that is built in, or made at run time
+        return ""
+
+
+def _record(model: Any, name: str) -> Recording:
+    model.set_attn_implementation(DISCOVERY)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")  # its control flow does not depend on the routing
+    recording = Recording()
+    token = _RECORDING.set(recording)
+    try:
+        with torch.no_grad(), _noting(model, recording):
+            ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device="meta")
+            # A padding mask keeps transformers from looking for packed sequences, which would take data.
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    except Exception as error:
+        raise ModelError(
+            f"the layers of {name} cannot be read without its weights: a forward of {type(model).__name__} on tensors "
+            f"without data fails ({one_sentence(error)})"
+        ) from error
+    finally:
+        _RECORDING.reset(token)
+    return recording
+
+
+@contextmanager
+def _noting(model: nn.Module, recording: Recording) -> Iterator[None]:
+    """Note every module that runs."""
+    handles = [
+        module.register_forward_pre_hook(lambda module, _: recording.ran.append(module)) for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+
+class _Reader:
+    """Turns a recording into layer descriptions."""
+
+    def __init__(self, model: nn.Module, name: str, max_model_len: int, recording: Recording) -> None:
+        self._names = {module: path for path, module in model.named_modules()}
+        self._model = model
+        self._name = name
+        self._max_model_len = max_model_len
+        self._recording = recording
+        self._kinds: dict[int, MaskKind] = {}
+
+    def layers(self) -> tuple[LayerDescription, ...]:
+        """Return a description of every recorded call; raises ``ModelError`` for what has none."""
+        calls = self._recording.calls
+        if not calls:
+            raise ModelError(
+                f"{self._name} ({type(self._model).__name__}) has no attention layer that goes through transformers' "
+                "attention interface, so nothing can be routed through kvframe"
+            )
+        served = {call.module for call in calls}
+        for module in self._recording.ran:
+            if module not in served and _KEEPS_STATE.search(_forward_source(type(module))):
+                raise self._refusal(module, "keeps a cache of its own, past transformers' attention interface")
+        producers: dict[int, str] = {}
+        found: dict[str, LayerDescription] = {}
+        for call in calls:
+            path = self._names[call.module]
+            if path in found:
+                raise self._refusal(call.module, "attends more than once in a forward")
+            # A layer that is handed the very key tensor of an earlier one reads that layer's cache.
+            producer = producers.setdefault(id(call.key), path)
+            found[path] = self._describe(call, path, None if producer == path else producer)
+        return tuple(found.values())
+
+    def _describe(self, call: RecordedCall, path: str, shares_with: str | None) -> LayerDescription:
+        unserved = [
+            name
+            for name, value in call.inputs.items()
+            if isinstance(value, torch.Tensor) and name not in _KNOWN_TENSORS
+        ]
+        if unserved:
+            raise self._refusal(call.module, f"gets {unserved[0]!r} with its attention, which no cache spec knows")
+        mask = self._mask_of(call)
+        if mask.kind is None:
+            raise self._refusal(call.module, mask.why)
+        _, num_heads, _, head_size = call.query.shape
+        num_kv_heads, head_size_v = call.key.shape[1], call.value.shape[-1]
+        options: dict[str, Any] = {"num_kv_heads": num_kv_heads, "head_size": head_size, **mask.options}
+        if head_size_v != head_size:
+            options["head_size_v"] = head_size_v
+        query: Mapping[str, Any] = {
+            "num_heads": num_heads,
+            "head_size": head_size,
+            "scale": scale_of(call.inputs.get("scaling"), head_size),
+            "soft_cap": call.inputs.get("softcap"),
+            "has_sinks": call.inputs.get("s_aux") is not None,
+        }
+        return LayerDescription(name=path, kind=mask.kind, options=options, query=query, shares_with=shares_with)
+
+    def _mask_of(self, call: RecordedCall) -> MaskKind:
+        if call.mask is None:
+            return MaskKind(None, why="attends without a mask (bidirectional attention)")
+        for mask in self._recording.masks:
+            if call.mask is mask.marker or getattr(call.mask, "_base", None) is mask.marker:
+                if id(mask) not in self._kinds:
+                    self._kinds[id(mask)] = classify_mask(
+                        mask.function, self._max_model_len, mask.local_size, mask.chunk_size
+                    )
+                return self._kinds[id(mask)]
+        return MaskKind(None, why="changes its mask after transformers made it")
+
+    def _refusal(self, module: nn.Module, why: str) -> ModelError:
+        return ModelError(
+            f"layer {self._names[module]!r} of {self._name} ({type(module).__name__}) {why}: serving it takes a plugin "
+            "that provides a cache spec for this attention, and a model adapter that recognises it"
+        )
+
+
+def scale_of(scaling: float | None, head_size: int) -> float:
+    """Return the factor on the query-key products; transformers' default where the call names none."""
+    return head_size**-0.5 if scaling is None else float(scaling)

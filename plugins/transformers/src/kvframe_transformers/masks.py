@@ -1,0 +1,90 @@
+"""What a transformers mask function lets a query see, found by asking it, not by its name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import attrs
+import torch
+
+MaskFunction = Callable[[Any, Any, Any, Any], Any]
+"""transformers' ``mask_function(batch, head, query position, key position)``: True where the key is seen."""
+
+_MAX_POSITIONS = 1 << 20
+"""Key positions that are evaluated at most: a window longer than a million tokens counts as full attention."""
+
+
+@attrs.frozen
+class MaskKind:
+    """A mask in the terms of cache specs.
+
+    Attributes:
+        kind: The registered name of the cache spec whose live range it is; None if no name is known for it.
+        options: The spec's options that the mask fixes (``{"window": 512}``).
+        why: For an unknown mask, what was seen, as the end of a sentence.
+    """
+
+    kind: str | None
+    options: Mapping[str, int] = attrs.field(factory=dict)
+    why: str = ""
+
+
+def classify_mask(
+    mask_function: MaskFunction, length: int, local_size: int | None = None, chunk_size: int | None = None
+) -> MaskKind:
+    """Return which cache spec has ``mask_function`` as its live range.
+
+    Args:
+        mask_function: What the model gave to transformers' mask interface.
+        length: The most tokens of a request; the mask is known up to here.
+        local_size: The window or chunk that the model announced with the mask, if any: the positions around it are
+            looked at.
+        chunk_size: The chunk size of the model's config, if any. A chunk mask counts padding in a tensor of the
+            model, so it cannot be asked without the model's data; it is known by having announced this size.
+    """
+    around = local_size or 0
+    total = min(max(length, 4 * around + 4), _MAX_POSITIONS)
+    starts: dict[int, int] = {}
+    for query in _query_positions(total, around):
+        seen = _visible(mask_function, query, total)
+        if seen is None and local_size is not None and local_size == chunk_size:
+            return MaskKind("chunked_local", {"chunk": local_size})
+        if seen is None:
+            return MaskKind(None, why="has a mask that depends on the model's inputs")
+        first, stop, count = seen
+        if stop > query + 1:
+            return MaskKind(None, why="looks at tokens that come later (bidirectional attention)")
+        if stop != query + 1 or count != stop - first:
+            return MaskKind(None, why=f"has a mask with gaps: position {query} sees {count} tokens of [0, {query}]")
+        starts[query] = first
+    if not any(starts.values()):
+        return MaskKind("full_attention")
+    last = max(starts)
+    window = last + 1 - starts[last]
+    if all(first == max(0, query + 1 - window) for query, first in starts.items()):
+        return MaskKind("sliding_window", {"window": window})
+    chunk = math.gcd(*starts.values())
+    if all(first == query - query % chunk for query, first in starts.items()):
+        return MaskKind("chunked_local", {"chunk": chunk})
+    return MaskKind(None, why="has a mask that is neither full, nor a window, nor chunks")
+
+
+def _query_positions(total: int, around: int) -> Iterable[int]:
+    fixed = (0, 1, 2, 3, 7, 16, 17, 63, 64, total // 2, total // 2 + 1, total - 1)
+    local = (around - 1, around, around + 1, 2 * around - 1, 2 * around, 3 * around + 1)
+    return sorted({query for query in fixed + local if 0 <= query < total})
+
+
+def _visible(mask_function: MaskFunction, query: int, total: int) -> tuple[int, int, int] | None:
+    """Return the first visible key, the one after the last, and how many are visible; None if it cannot be known."""
+    zero = torch.tensor(0)
+    try:
+        seen = mask_function(zero, zero, torch.tensor(query), torch.arange(total))
+        keys = torch.as_tensor(seen).broadcast_to(total).nonzero()
+    except (RuntimeError, NotImplementedError, IndexError):  # it indexes tensors of the model, which hold no data
+        return None
+    if not len(keys):
+        return 0, 0, 0
+    return int(keys[0]), int(keys[-1]) + 1, len(keys)

@@ -1,0 +1,117 @@
+"""The check at attach: a packed run through the engine must agree with the model's own plain forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvframe.errors import ModelError
+from kvframe.model.adapter import ModelDescription
+
+_PROMPT_LENS = (5, 9)
+_MAX_LOCAL = 64
+"""Windows and chunks up to this are crossed by the longer prompt."""
+
+
+def compare_runs(
+    description: ModelDescription,
+    model: Any,
+    modules: Sequence[tuple[str, nn.Module]],
+    run_packed: Callable[[list[list[int]]], list[torch.Tensor]],
+    run_plain: Callable[[list[int]], torch.Tensor],
+) -> None:
+    """Raise ``ModelError`` where the two runs' logits differ by more than the dtype explains.
+
+    Args:
+        description: The model's layers.
+        model: The transformers model.
+        modules: Its attention modules, by layer name.
+        run_packed: Logits ``[len(prompt), vocab_size]`` of each prompt, computed in one batch through the engine.
+        run_plain: Logits ``[len(prompt), vocab_size]`` of one prompt by the model's own attention.
+    """
+    prompts = check_prompts(description, model.config)
+    plain = [run_plain(prompt) for prompt in prompts]
+    packed = run_packed(prompts)
+    tolerance = tolerance_of(plain[0].dtype)
+    worst = max(relative_difference(ours, theirs) for ours, theirs in zip(packed, plain, strict=True))
+    if worst <= tolerance:
+        return
+    layer = _first_different_layer(modules, prompts, run_packed, run_plain, tolerance)
+    where = f"from layer {layer!r} on" if layer else "though every attention layer's output agrees"
+    raise ModelError(
+        f"{description.name} ({type(model).__name__}) gives other logits in a packed batch than alone, {where} "
+        f"(relative difference {worst:.1e}, allowed {tolerance:.1e}): it attends in a way that its masks do not show, "
+        "and serving it takes a plugin that provides a cache spec, and a model adapter, for that"
+    )
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Return the relative difference that rounding explains: half of the dtype's digits."""
+    return float(torch.finfo(dtype).eps ** 0.5)
+
+
+def relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Return the norm of the difference over the norm of ``theirs``; infinite if anything is not finite."""
+    ours, theirs = ours.double(), theirs.to(ours.device).double()
+    if ours.shape != theirs.shape or not ours.isfinite().all():
+        return float("inf")
+    return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-30))
+
+
+def check_prompts(description: ModelDescription, config: Any) -> list[list[int]]:
+    """Return two prompts of random ordinary tokens, the longer of which crosses every small window and chunk."""
+    local = [value for layer in description.layers for key in ("window", "chunk") if (value := layer.options.get(key))]
+    crossing = max((size + 5 for size in local if size <= _MAX_LOCAL), default=0)
+    lengths = [min(length, description.max_model_len) for length in (_PROMPT_LENS[0], max(_PROMPT_LENS[1], crossing))]
+    ids = _ordinary_ids(config.to_dict(), description.vocab_size or 1)
+    generator = torch.Generator().manual_seed(0)
+    return [ids[torch.randint(len(ids), (length,), generator=generator)].tolist() for length in lengths]
+
+
+def _ordinary_ids(config: dict[str, Any], vocab_size: int) -> torch.Tensor:
+    """Return the ids that the config gives no special meaning (an image token would want an image)."""
+    special = {value for key, value in config.items() if key.endswith(("token_id", "token_index"))}
+    ids = [index for index in range(vocab_size) if index not in special]
+    return torch.tensor(ids or range(vocab_size))
+
+
+def _first_different_layer(
+    modules: Sequence[tuple[str, nn.Module]],
+    prompts: list[list[int]],
+    run_packed: Callable[[list[list[int]]], list[torch.Tensor]],
+    run_plain: Callable[[list[int]], torch.Tensor],
+    tolerance: float,
+) -> str | None:
+    with _outputs(modules) as plain:
+        for prompt in prompts:
+            run_plain(prompt)
+    with _outputs(modules) as packed:
+        run_packed(prompts)
+    for name, _ in modules:
+        if relative_difference(torch.cat(packed[name]), torch.cat(plain[name])) > tolerance:
+            return name
+    return None
+
+
+@contextmanager
+def _outputs(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str, list[torch.Tensor]]]:
+    """Collect what each module returns, ``[num_tokens, hidden_size]`` per call."""
+    found: dict[str, list[torch.Tensor]] = {name: [] for name, _ in modules}
+
+    def collect(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) else output
+            found[name].append(first[0].detach())
+
+        return hook
+
+    handles = [module.register_forward_hook(collect(name)) for name, module in modules]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

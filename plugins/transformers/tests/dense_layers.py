@@ -1,0 +1,83 @@
+"""A stand-in for the engine's attention layers: dense keys and values per request, masks written out plainly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from kvframe.model.adapter import LayerDescription, LoadedModel
+
+
+class DenseLayer:
+    """One layer. Its keys and values are kept per request, as plain tensors."""
+
+    def __init__(self, description: LayerDescription, layers: DenseLayers) -> None:
+        self.description = description
+        self.layers = layers
+        self.cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, query, key, value, sinks=None):
+        query_spec, shares_with = self.description.query, self.description.shares_with
+        assert (sinks is not None) == query_spec["has_sinks"]
+        outs, start = [], 0
+        for request, count in self.layers.batch:
+            new = slice(start, start + count)
+            start += count
+            if shares_with is None:
+                old = self.cache.get(request, (key[:0], value[:0]))
+                self.cache[request] = torch.cat((old[0], key[new])), torch.cat((old[1], value[new]))
+            cache = self.cache if shares_with is None else self.layers[shares_with].cache
+            keys, values = cache[request]
+            total, repeat = len(keys), query_spec["num_heads"] // self.description.options["num_kv_heads"]
+            scores = torch.einsum("thd,shd->hts", query[new], keys.repeat_interleave(repeat, 1)) * query_spec["scale"]
+            if query_spec["soft_cap"] is not None:
+                scores = query_spec["soft_cap"] * torch.tanh(scores / query_spec["soft_cap"])
+            positions, past = torch.arange(total - count, total)[:, None], torch.arange(total)[None]
+            seen = past <= positions
+            if "window" in self.description.options:
+                seen &= past > positions - self.description.options["window"]
+            scores = scores.masked_fill(~seen, float("-inf"))
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[:, None, None].expand(-1, count, 1)), -1)
+            weights = scores.softmax(-1)[..., :total]
+            outs.append(torch.einsum("hts,shd->thd", weights, values.repeat_interleave(repeat, 1)))
+        return torch.cat(outs)
+
+
+class DenseLayers(Mapping[str, DenseLayer]):
+    """All layers of a model, and the batch that runs: (request, new tokens) in packed order."""
+
+    def __init__(self, descriptions: Sequence[LayerDescription]) -> None:
+        self.batch: list[tuple[int, int]] = []
+        self._layers = {description.name: DenseLayer(description, self) for description in descriptions}
+        self._lengths: dict[int, int] = {}
+
+    def __getitem__(self, name: str) -> DenseLayer:
+        return self._layers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def step(self, model: LoadedModel, new_tokens: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
+        """Run the new tokens of each request in one packed batch; return each request's logits of all of them."""
+        self.batch = [(request, len(tokens)) for request, tokens in new_tokens.items()]
+        ids = torch.tensor([token for tokens in new_tokens.values() for token in tokens])
+        starts = {request: self._lengths.get(request, 0) for request in new_tokens}
+        positions = torch.cat(
+            [torch.arange(starts[request], starts[request] + len(new_tokens[request])) for request in new_tokens]
+        )
+        logits = model.forward(ids, positions, torch.arange(len(ids)))
+        for request, tokens in new_tokens.items():
+            self._lengths[request] = starts[request] + len(tokens)
+        return dict(zip(new_tokens, logits.split([count for _, count in self.batch]), strict=True))
+
+    def run_packed(self, model: LoadedModel, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Run whole prompts in one batch, as new requests; return the logits of each."""
+        for layer in self.values():
+            layer.cache.clear()
+        self._lengths.clear()
+        return list(self.step(model, dict(enumerate(prompts))).values())
