@@ -1,0 +1,148 @@
+"""A new attention type, from its definition to a real model, in one script and without packaging.
+
+The type is the fixed pattern of Sparse Transformers (arXiv 1904.10509): a query sees its own stretch of ``stride``
+tokens, and of every earlier stretch the last ``num_summary`` tokens. The script says that once, as a live range.
+Planning, paging, freeing and prefix caching follow from it. A small hybrid model then runs with it, and every token
+that it generates is compared with plain transformers under a dense mask.
+
+    python examples/new_attention_type.py
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+from kvframe import AttentionSpec, Engine, SamplingParams, Stack, hookimpl, load_plugins, make_layer_specs
+from kvframe.model.recognise import find_adapter
+from kvframe.specs import TokenRange, positive_int
+
+# --- the attention type: this is all that a researcher writes ---------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class FixedPatternSpec(AttentionSpec):
+    """Keys and values of the query's own stretch, and of the summary tokens at the end of each earlier one.
+
+    Attributes:
+        stride: Tokens of a stretch.
+        num_summary: Tokens at the end of a stretch that every later query sees.
+    """
+
+    kind = "fixed_pattern"
+
+    stride: int = positive_int
+    num_summary: int = positive_int
+
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
+        """Return the summaries of the stretches before ``n``'s own, and its own up to ``n``."""
+        own = n - n % self.stride
+        summaries = [(end - self.num_summary, end) for end in range(self.stride, own + 1, self.stride)]
+        return (*summaries, (own, n)) if own < n else tuple(summaries)
+
+
+@hookimpl
+def kvframe_register_specs(register: Any) -> None:
+    """Register the type under the name that layers and stacks use."""
+    register("fixed_pattern", FixedPatternSpec)
+
+
+# --- a model that uses it ---------------------------------------------------------------------------------------------
+
+STRIDE, NUM_SUMMARY = 16, 4
+LAYER_TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
+STACK = Stack.from_mapping(
+    {
+        "cache": {"memory": "1MiB", "block_size": 4},
+        # The model's own forward has other masks in these layers, so there is nothing to compare with at attach.
+        "engine": {"self_check": False, "max_num_batched_tokens": 32},
+    }
+)
+
+
+def make_model() -> Gemma3ForCausalLM:
+    """Return a small random hybrid model: two layers for the new type, one with full attention."""
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=len(LAYER_TYPES),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        layer_types=LAYER_TYPES,
+        max_position_embeddings=512,
+        initializer_range=0.3,  # large enough that attention is far from uniform
+        tie_word_embeddings=False,
+        eos_token_id=None,
+    )
+    return Gemma3ForCausalLM(config)
+
+
+def make_engine(path: Path) -> Engine:
+    """Read the model's layers, give the windowed ones the new type, and make an engine for them."""
+    registry = load_plugins(STACK.plugins, plugins=[sys.modules[__name__]]).registry
+    model = find_adapter(path, registry).load(path, device="cpu", dtype="float32")
+    pattern = {"stride": STRIDE, "num_summary": NUM_SUMMARY}
+    layers = tuple(
+        attrs.evolve(
+            layer,
+            kind="fixed_pattern",
+            options={**{key: value for key, value in layer.options.items() if key != "window"}, **pattern},
+        )
+        if layer.kind == "sliding_window"
+        else layer
+        for layer in model.description.layers
+    )
+    description = attrs.evolve(model.description, layers=layers)
+    return Engine(model, make_layer_specs(description, registry, STACK, "float32"), registry=registry, stack=STACK)
+
+
+def generate_densely(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    """Generate with plain transformers: the whole sequence again for each token, under a dense mask."""
+    token_ids = list(prompt)
+    for _ in range(num_tokens):
+        position = torch.arange(len(token_ids))
+        query, key = position[:, None], position[None, :]
+        causal = key <= query
+        seen = causal & ((key // STRIDE == query // STRIDE) | (key % STRIDE >= STRIDE - NUM_SUMMARY))
+        masks = {"sliding_attention": seen[None, None], "full_attention": causal[None, None]}
+        with torch.no_grad():
+            logits = model(torch.tensor([token_ids]), attention_mask=masks, use_cache=False).logits
+        token_ids.append(int(logits[0, -1].argmax()))
+    return token_ids[len(prompt) :]
+
+
+def main() -> None:
+    """Run three prompts that share a prefix, and compare."""
+    shared = [token * 7 % 128 for token in range(1, 81)]
+    prompts = [[*shared, *tail] for tail in ([5], [9, 9, 2], [100, 3])]
+    params = SamplingParams(max_new_tokens=24)
+    model = make_model()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        with make_engine(Path(folder)) as engine:
+            for choice in engine.choices:
+                print(f"{choice.layer}: backend {choice.backend}")
+            outputs = [engine.generate([prompts[0]], params)[0], *engine.generate(prompts[1:], params)]
+            stats = engine.stats()
+            for group, most in zip(engine.plan.groups, stats.peak_blocks_held, strict=True):
+                print(f"{group.spec.kind}: {len(group.layers)} layers, at most {most} blocks held")
+            print(f"generated for the first prompt: {list(outputs[0].token_ids)}")
+            print(f"prefix cache: {stats.cached_prompt_tokens} of {stats.prompt_tokens} prompt tokens")
+    expected = [generate_densely(model, prompt, params.max_new_tokens) for prompt in prompts]
+    equal = [list(output.token_ids) == tokens for output, tokens in zip(outputs, expected, strict=True)]
+    print(f"tokens equal to the dense reference: {sum(equal)} of {len(prompts)} requests")
+    if not all(equal):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

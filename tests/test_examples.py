@@ -1,0 +1,70 @@
+"""The examples run as their readers would run them, and the files they come with are valid."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvframe.groups import group_layers, make_layer_specs
+from kvframe.model.layer_file import read_layer_file
+from kvframe.plugins import load_plugins
+from kvframe.stack import Stack
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def run(name: str, *arguments: str) -> str:
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_model_runs_without_arguments() -> None:
+    output = run("run_a_model.py").splitlines()
+    assert [24, 24, 24] == [line.count(",") + 1 for line in output[:3]]
+    assert "96 tokens in" in output[-2]
+    # Two of the first prompt's three blocks lie before its last token: for the second prompt, and for itself again.
+    assert "64 of 140 prompt tokens came from the prefix cache" == output[-1]
+
+
+def test_a_missing_model_is_one_sentence() -> None:
+    command = [sys.executable, str(EXAMPLES / "run_a_model.py"), "nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert (1, "error: there is no file or folder nowhere\n") == (done.returncode, done.stderr)
+
+
+def test_a_new_attention_type_equals_its_dense_reference() -> None:
+    output = run("new_attention_type.py")
+    assert "tokens equal to the dense reference: 3 of 3 requests" in output
+
+
+def test_a_hybrid_plan_holds_twice_the_requests_of_a_full_one() -> None:
+    lines = run("plan_a_hybrid_model.py").splitlines()
+    assert ["8,192", "34", "16"] == lines[-3].split()
+    assert ["131,072", "5", "1"] == lines[-1].split()
+
+
+@pytest.mark.parametrize("path", sorted((EXAMPLES / "layers").iterdir()), ids=lambda path: path.name)
+def test_a_layer_file_makes_layers_of_registered_kinds(path: Path) -> None:
+    description = read_layer_file(path)
+    layers = make_layer_specs(description, load_plugins().registry, Stack(), "bfloat16")
+    assert len(group_layers(layers).groups) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers", "num_sharing"),
+    [("gemma_3_27b.json", 62, 0), ("gpt_oss_20b.toml", 24, 0), ("shared_caches.toml", 16, 8)],
+)
+def test_a_layer_file_has_the_layers_of_its_model(name: str, num_layers: int, num_sharing: int) -> None:
+    layers = read_layer_file(EXAMPLES / "layers" / name).layers
+    assert (num_layers, num_sharing) == (len(layers), sum(layer.shares_with is not None for layer in layers))
+
+
+@pytest.mark.parametrize("path", sorted((EXAMPLES / "stacks").iterdir()), ids=lambda path: path.name)
+def test_a_stack_is_valid_and_names_what_is_there(path: Path) -> None:
+    stack = Stack.from_file(path)
+    stack.check_names(load_plugins(stack.plugins).registry)
