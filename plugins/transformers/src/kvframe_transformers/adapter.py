@@ -35,17 +35,20 @@ class TransformersAdapter(ModelAdapter):
     def describe(self, path: Path) -> ModelDescription:
         """Read the layers by one forward of the model without weights; raises ``ModelError`` if it has none."""
         config = read_config(path)
-        name = path.resolve().name if path.is_dir() else path.name
-        length = max_model_len(config, name)
+        folder = path if path.is_dir() else path.parent
+        name = folder.resolve().name if path.is_dir() or path.name == "config.json" else path.name
         model = build_without_weights(config, name)
+        length = max_model_len(config)
         with quiet():
-            layers = discover_layers(model, name, length)
+            layers = discover_layers(model, name, length or 0)
+        if length is None:
+            raise ModelError(f"the config of {name} does not say how many positions the model has")
         return ModelDescription(
             name=name,
             layers=layers,
             max_model_len=length,
             vocab_size=config.get_text_config(decoder=True).vocab_size,
-            eos_token_ids=eos_token_ids(path if path.is_dir() else path.parent, config),
+            eos_token_ids=eos_token_ids(folder, config),
         )
 
     def load(self, path: Path, *, device: str, dtype: str) -> LoadedModel:

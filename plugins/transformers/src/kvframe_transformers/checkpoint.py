@@ -61,7 +61,6 @@ def read_config(path: Path) -> Any:
         raise ModelError(f"the config of {path} names no model_type, so no architecture can be built from it")
     try:
         with quiet():
-            # The file is given by its folder where possible: a folder's name is what errors should speak of.
             return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types for a config that is none
         raise ModelError(f"the config of {path} cannot be read: {one_sentence(error)}") from error
@@ -82,7 +81,12 @@ def load_weights(path: Path, device: str, dtype: torch.dtype) -> PreTrainedModel
     try:
         with quiet():
             model, report = _AutoModel.from_pretrained(
-                str(path), dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
+                str(path),
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # reported, and refused below with the weight's name
+                output_loading_info=True,
             )
     except Exception as error:  # a corrupt file shows as an error of safetensors, pickle, json, torch or transformers
         raise ModelError(f"the weights of {path} cannot be loaded: {one_sentence(error)}") from error
@@ -90,8 +94,8 @@ def load_weights(path: Path, device: str, dtype: torch.dtype) -> PreTrainedModel
         if keys:
             first = sorted(key if isinstance(key, str) else key[0] for key in keys)[0]
             raise ModelError(
-                f"the checkpoint {path} {what} {first!r} and {len(keys) - 1} other weights that its config asks for; "
-                "running it would use random numbers there"
+                f"the checkpoint {path} {what} {first!r} ({len(keys)} such weights): its config asks for it, and "
+                "running without it would use random numbers"
             )
     loaded: PreTrainedModel = model.to(device).eval()
     return loaded
@@ -108,12 +112,12 @@ def load_tokenizer(path: Path) -> Any:
         raise ModelError(f"the tokenizer of {path} cannot be read: {one_sentence(error)}") from error
 
 
-def max_model_len(config: Any, name: str) -> int:
-    """Return the most tokens of a request that the model was made for; raises ``ModelError`` if it does not say."""
+def max_model_len(config: Any) -> int | None:
+    """Return the most tokens of a request that the model was made for; None if its config does not say."""
     text = config.get_text_config(decoder=True)
     length = getattr(text, "max_position_embeddings", None)
     if not isinstance(length, int) or length < 1:
-        raise ModelError(f"the config of {name} does not say how many positions the model has")
+        return None
     # With long-rope factors transformers rotates *every* position of a batch by its longest request's factors, so a
     # request's tokens would depend on its neighbours beyond this length.
     return min([length, *_long_rope_limits(getattr(text, "rope_parameters", None) or {})])
@@ -142,6 +146,9 @@ def eos_token_ids(path: Path, config: Any) -> frozenset[int]:
 
 
 def one_sentence(error: BaseException) -> str:
-    """Return the first line of an error's message, after its type."""
+    """Return an error's type and the first line of its message, with the next where the first ends in a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return f"{type(error).__name__}: {first.rstrip('.')}"

@@ -23,7 +23,7 @@ DISCOVERY = "kvframe_discovery"
 """The attention implementation, and the mask implementation, under which a forward is only recorded."""
 
 _PROBE_TOKENS = 4
-_STATE_MIXER = re.compile(r"\b(update_conv_state|update_recurrent_state|set_linear_cache)\(")
+_STATE_CALLS = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache"})
 _KEEPS_STATE = re.compile(r"\b(past_key_values?|layer_past|cache_params)\.update\w*\(")
 _KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position"})
 """Tensors that may come with an attention call: those that are served, and those that change nothing here."""
@@ -103,7 +103,7 @@ def discover_layers(model: Any, name: str, max_model_len: int) -> tuple[LayerDes
         ModelError: The model keeps state, or masks attention, in a way that kvframe has no words for.
     """
     for path, module in model.named_modules():
-        if _STATE_MIXER.search(_forward_source(type(module))):
+        if _calls(type(module)) & _STATE_CALLS:
             raise ModelError(
                 f"layer {path!r} of {name} ({type(module).__name__}) keeps a recurrent or convolution state: serving "
                 "it takes a plugin that provides a cache spec for such a state and drives the module"
@@ -112,16 +112,30 @@ def discover_layers(model: Any, name: str, max_model_len: int) -> tuple[LayerDes
     return _Reader(model, name, max_model_len, recording).layers()
 
 
+def _calls(module_class: type) -> frozenset[str]:
+    """Return the names that a model's module uses in its methods, its bases' among them."""
+    names: set[str] = set()
+    for base in module_class.__mro__:
+        if base.__module__.startswith("transformers.models."):
+            for member in vars(base).values():
+                if inspect.isfunction(member):
+                    names.update(inspect.unwrap(member).__code__.co_names)
+    return frozenset(names)
+
+
 def _forward_source(module_class: type) -> str:
-    forward = getattr(module_class, "forward", None)
     try:
-        return inspect.getsource(forward) if forward is not None else ""
-    except (OSError, TypeError):  # a forward that is built in, or made at run time
+        return inspect.getsource(module_class.forward)  # type: ignore[attr-defined]
+    except (AttributeError, OSError, TypeError):  # no forward, or one that was made at run time
         return ""
 
 
 def _record(model: Any, name: str) -> Recording:
     model.set_attn_implementation(DISCOVERY)
+    for module in model.modules():
+        # A dynamic rotary embedding decides by the positions' values, which are not there; layers do not depend on it.
+        if getattr(module, "rope_type", None) == "dynamic":
+            module.rope_type = "default"
     if model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")  # its control flow does not depend on the routing
     recording = Recording()
@@ -152,7 +166,6 @@ def _noting(model: nn.Module, recording: Recording) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
 
 
 class _Reader:

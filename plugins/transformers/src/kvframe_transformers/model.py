@@ -78,9 +78,7 @@ class TransformersModel(LoadedModel):
         self._original = []
         self._routes = {}
 
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
         """Run one packed step; the attention layers already hold the step's metadata.
 
         Args:

@@ -74,7 +74,10 @@ def check_prompts(description: ModelDescription, config: Any) -> list[list[int]]
 
 def _ordinary_ids(config: dict[str, Any], vocab_size: int) -> torch.Tensor:
     """Return the ids that the config gives no special meaning (an image token would want an image)."""
-    special = {value for key, value in config.items() if key.endswith(("token_id", "token_index"))}
+    special: set[int] = set()
+    for key, value in config.items():
+        if value is not None and key.endswith(("token_id", "token_index")):
+            special.update(value if isinstance(value, list) else [value])
     ids = [index for index in range(vocab_size) if index not in special]
     return torch.tensor(ids or range(vocab_size))
 

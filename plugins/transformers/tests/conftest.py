@@ -1,9 +1,10 @@
-"""A stand-in for the engine's attention layers: dense keys and values per request, masks written out plainly."""
+"""What the adapter's tests share: a stand-in for the engine's attention layers, dense and with plain masks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import pytest
 import torch
 
 from kvframe.model.adapter import LayerDescription, LoadedModel
@@ -81,3 +82,13 @@ class DenseLayers(Mapping[str, DenseLayer]):
             layer.cache.clear()
         self._lengths.clear()
         return list(self.step(model, dict(enumerate(prompts))).values())
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def dense_layers() -> type[DenseLayers]:
+    return DenseLayers

@@ -1,0 +1,194 @@
+"""What the adapter reads from a config, without weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvframe_transformers.adapter import TransformersAdapter
+from kvframe_transformers.testing import save_tiny, tiny_config
+from transformers import AutoConfig
+
+from kvframe.errors import ModelError
+
+
+def write_config(folder: Path, model_type: str, **overrides: Any) -> Path:
+    """Save a config of published size as config.json; return the file."""
+    config = AutoConfig.for_model(model_type, **overrides)
+    config.save_pretrained(folder)
+    return folder / "config.json"
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        TransformersAdapter().describe(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_recognises_folders_and_files_with_a_model_type(tmp_path: Path) -> None:
+    file = write_config(tmp_path, "llama")
+    assert [True, True] == [TransformersAdapter().recognises(path) for path in (tmp_path, file)]
+
+
+@pytest.mark.parametrize("content", ["{}", "[1]", "not json", '{"layers": []}'])
+def test_does_not_recognise_other_json(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    assert not TransformersAdapter().recognises(tmp_path)
+
+
+def test_does_not_recognise_a_folder_without_config_or_another_file(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text('{"model_type": "llama"}')
+    assert [False, False] == [TransformersAdapter().recognises(path) for path in (tmp_path, tmp_path / "notes.txt")]
+
+
+def test_the_manifest_imports_neither_torch_nor_transformers() -> None:
+    code = "import sys, kvframe_transformers.plugin; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "[]\n" == done.stdout
+
+
+def test_gemma3_alternates_windows_and_full_attention(tmp_path: Path) -> None:
+    layers = TransformersAdapter().describe(write_config(tmp_path, "gemma3_text", num_hidden_layers=6)).layers
+    assert ["sliding_window"] * 5 + ["full_attention"] == [layer.kind for layer in layers]
+    assert "model.layers.0.self_attn" == layers[0].name
+    assert {"num_kv_heads": 4, "head_size": 256, "window": 4096} == layers[0].options
+    assert {"num_kv_heads": 4, "head_size": 256} == layers[5].options
+    assert {"num_heads": 8, "head_size": 256, "scale": 0.0625, "soft_cap": None, "has_sinks": False} == layers[0].query
+
+
+def test_a_composite_gemma3_config_is_read_for_its_text_model(tmp_path: Path) -> None:
+    description = TransformersAdapter().describe(write_config(tmp_path, "gemma3"))
+    assert {"sliding_window": 22, "full_attention": 4} == {
+        kind: sum(layer.kind == kind for layer in description.layers) for kind in ("sliding_window", "full_attention")
+    }
+    assert 131072 == description.max_model_len
+
+
+def test_gemma2_has_a_soft_cap(tmp_path: Path) -> None:
+    layers = TransformersAdapter().describe(write_config(tmp_path, "gemma2")).layers
+    assert {50.0} == {layer.query["soft_cap"] for layer in layers}
+
+
+def test_gpt_oss_has_sinks_and_alternates(tmp_path: Path) -> None:
+    layers = TransformersAdapter().describe(write_config(tmp_path, "gpt_oss")).layers
+    assert {True} == {layer.query["has_sinks"] for layer in layers}
+    assert [128, None] * 18 == [layer.options.get("window") for layer in layers]
+
+
+def test_gemma3n_layers_share_the_cache_of_the_last_layer_of_their_kind(tmp_path: Path) -> None:
+    tiny_config("gemma3n_text").save_pretrained(tmp_path)
+    layers = TransformersAdapter().describe(tmp_path).layers
+    assert [None] * 4 + ["model.layers.2.self_attn", "model.layers.3.self_attn"] == [
+        layer.shares_with for layer in layers
+    ]
+
+
+def test_a_671b_config_is_described_in_seconds(tmp_path: Path) -> None:
+    file = write_config(tmp_path, "deepseek_v3")
+    start = time.perf_counter()
+    layers = TransformersAdapter().describe(file).layers
+    assert time.perf_counter() - start < 10
+    assert 61 == len(layers)
+    assert {"num_kv_heads": 128, "head_size": 192, "head_size_v": 128} == layers[0].options
+
+
+def test_llama4_is_chunked_with_full_layers_between(tmp_path: Path) -> None:
+    layers = TransformersAdapter().describe(write_config(tmp_path, "llama4_text", num_hidden_layers=4)).layers
+    assert [("chunked_local", 8192)] * 3 + [("full_attention", None)] == [
+        (layer.kind, layer.options.get("chunk")) for layer in layers
+    ]
+
+
+def test_a_dynamic_rotary_embedding_needs_no_data(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    file = write_config(tmp_path, "llama", num_hidden_layers=2, rope_parameters=rope)
+    assert 2 == len(TransformersAdapter().describe(file).layers)
+
+
+def test_long_rope_limits_the_length_to_where_requests_are_independent(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 48,
+        "long_factor": [2.0] * 48,
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 1024,
+    }
+    file = write_config(
+        tmp_path, "phi3", num_hidden_layers=2, rope_parameters=rope, original_max_position_embeddings=1024
+    )
+    assert 1024 == TransformersAdapter().describe(file).max_model_len
+
+
+def test_the_generation_config_says_what_ends_a_request(tmp_path: Path) -> None:
+    write_config(tmp_path, "llama", num_hidden_layers=1, eos_token_id=2)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert {7, 9} == TransformersAdapter().describe(tmp_path).eos_token_ids
+
+
+def test_without_generation_config_the_config_says_it(tmp_path: Path) -> None:
+    write_config(tmp_path, "llama", num_hidden_layers=1, eos_token_id=2)
+    assert {2} == TransformersAdapter().describe(tmp_path).eos_token_ids
+
+
+def test_a_folder_is_named_by_its_name(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "small-llama", "llama")
+    assert "small-llama" == TransformersAdapter().describe(tmp_path / "small-llama").name
+
+
+def test_a_state_mixer_is_refused_by_its_layer(tmp_path: Path) -> None:
+    message = refusal(write_config(tmp_path, "mamba"))
+    assert message.startswith("layer 'backbone.layers.0.mixer' of ")
+    assert "(MambaMixer) keeps a recurrent or convolution state" in message
+    assert "takes a plugin that provides a cache spec" in message
+
+
+def test_bidirectional_attention_is_refused_by_its_layer(tmp_path: Path) -> None:
+    message = refusal(write_config(tmp_path, "bert"))
+    assert message.startswith("layer 'bert.encoder.layer.0.attention.self' of ")
+    assert "looks at tokens that come later" in message
+
+
+def test_an_index_cache_is_refused_by_its_layer(tmp_path: Path) -> None:
+    message = refusal(write_config(tmp_path, "glm_moe_dsa"))
+    assert message.startswith("layer 'model.layers.0.self_attn.indexer' of ")
+    assert "keeps a cache of its own" in message
+
+
+def test_attention_past_the_interface_is_refused(tmp_path: Path) -> None:
+    assert "(BloomForCausalLM) has no attention layer that goes through transformers' attention interface" in refusal(
+        write_config(tmp_path, "bloom")
+    )
+
+
+def test_a_layer_that_runs_twice_is_refused(tmp_path: Path) -> None:
+    assert "attends more than once in a forward" in refusal(write_config(tmp_path, "diffllama"))
+
+
+def test_a_model_that_makes_no_text_is_refused(tmp_path: Path) -> None:
+    assert "no text model can be built from the config" in refusal(write_config(tmp_path, "vit"))
+
+
+def test_an_unknown_model_type_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nosuch"}')
+    assert "model type `nosuch`" in refusal(tmp_path)
+
+
+def test_a_config_without_model_type_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    assert "names no model_type" in refusal(tmp_path)
+
+
+def test_a_wrong_value_is_refused_with_the_field(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "big"}')
+    assert "Field 'hidden_size' expected int" in refusal(tmp_path)
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    assert "holds no model config" in refusal(tmp_path)

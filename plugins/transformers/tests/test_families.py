@@ -1,0 +1,63 @@
+"""Every family, packed through dense attention layers, gives the logits of its own plain forward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kvframe_transformers.adapter import TransformersAdapter
+from kvframe_transformers.testing import FAMILIES, MORE_FAMILIES, save_tiny
+
+ALL = FAMILIES + MORE_FAMILIES
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return torch.randint(0, 128, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_packed_prompts_give_the_plain_logits(family: str, tmp_path: Path, dense_layers: Any) -> None:
+    plain = save_tiny(tmp_path, family)
+    prompts = [prompt(3, 1), prompt(21, 2), prompt(1, 3)]
+    with torch.inference_mode():
+        expected = [plain(torch.tensor([ids]), use_cache=False).logits[0] for ids in prompts]
+    model = TransformersAdapter().load(tmp_path, device="cpu", dtype="float32")
+    layers = dense_layers(model.description.layers)
+    model.attach(layers)
+    got = layers.run_packed(model, prompts)
+    for want, have in zip(expected, got, strict=True):
+        torch.testing.assert_close(have, want, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_chunks_of_several_requests_give_the_plain_logits(family: str, tmp_path: Path, dense_layers: Any) -> None:
+    plain = save_tiny(tmp_path, family)
+    first, second = prompt(20, 4), prompt(13, 5)
+    with torch.inference_mode():
+        expected = [plain(torch.tensor([ids]), use_cache=False).logits[0] for ids in (first, second)]
+    model = TransformersAdapter().load(tmp_path, device="cpu", dtype="float32")
+    layers = dense_layers(model.description.layers)
+    model.attach(layers)
+    got: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+    for step in (
+        {0: first[:7]},
+        {0: first[7:8], 1: second[:10]},
+        {1: second[10:11], 0: first[8:18]},
+        {0: first[18:19], 1: second[11:]},
+        {0: first[19:]},
+    ):
+        for request, logits in layers.step(model, step).items():
+            got[request].append(logits)
+    for request, want in enumerate(expected):
+        torch.testing.assert_close(torch.cat(got[request]), want, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_the_self_check_accepts_it(family: str, tmp_path: Path, dense_layers: Any) -> None:
+    save_tiny(tmp_path, family)
+    model = TransformersAdapter().load(tmp_path, device="cpu", dtype="float32")
+    layers = dense_layers(model.description.layers)
+    model.attach(layers)
+    model.self_check(lambda prompts: layers.run_packed(model, prompts))
