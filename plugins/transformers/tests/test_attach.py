@@ -9,7 +9,6 @@ import attrs
 import pytest
 import torch
 from kvframe_transformers.adapter import TransformersAdapter
-from kvframe_transformers.checkpoint import load_weights
 from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.routing import RUN_TIME
 from kvframe_transformers.testing import save_tiny
@@ -162,11 +161,3 @@ def test_the_self_check_accepts_bfloat16(tmp_path: Path, dense_layers: Any) -> N
     layers = dense_layers(model.description.layers)
     model.attach(layers)
     model.self_check(lambda prompts: layers.run_packed(model, prompts))
-
-
-def test_a_model_that_takes_no_positions_is_refused(tmp_path: Path) -> None:
-    model = load(tmp_path, "llama")
-    own = load_weights(tmp_path, "cpu", torch.float32)
-    own.forward = lambda input_ids: None
-    with pytest.raises(ModelError, match="takes no position_ids"):
-        TransformersModel(own, None, model.description)

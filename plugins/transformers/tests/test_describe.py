@@ -192,3 +192,7 @@ def test_a_wrong_value_is_refused_with_the_field(tmp_path: Path) -> None:
 
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     assert "holds no model config" in refusal(tmp_path)
+
+
+def test_a_model_that_takes_no_positions_is_refused(tmp_path: Path) -> None:
+    assert "(WhisperForCausalLM) takes no position_ids" in refusal(write_config(tmp_path, "whisper"))

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from kvframe_transformers.adapter import TransformersAdapter
-from kvframe_transformers.testing import FAMILIES, MORE_FAMILIES, save_tiny
+from kvframe_transformers.checkpoint import quiet
+from kvframe_transformers.testing import FAMILIES, MORE_FAMILIES, save_tiny, tiny_config
+from transformers import AutoModelForCausalLM, Gemma3Config
 
 ALL = FAMILIES + MORE_FAMILIES
 
@@ -61,3 +63,27 @@ def test_the_self_check_accepts_it(family: str, tmp_path: Path, dense_layers: An
     layers = dense_layers(model.description.layers)
     model.attach(layers)
     model.self_check(lambda prompts: layers.run_packed(model, prompts))
+
+
+def test_the_text_part_of_a_composite_model_runs(tmp_path: Path, dense_layers: Any) -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=tiny_config("gemma3_text").to_dict(),
+        vision_config={**vision, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=1,
+        image_token_index=127,
+        boi_token_index=126,
+        eoi_token_index=125,
+    )
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with quiet():
+        plain.save_pretrained(tmp_path)
+    prompts = [list(range(20)), list(range(50, 57))]
+    with torch.inference_mode():
+        expected = [plain(input_ids=torch.tensor([ids]), use_cache=False).logits[0] for ids in prompts]
+    model = TransformersAdapter().load(tmp_path, device="cpu", dtype="float32")
+    layers = dense_layers(model.description.layers)
+    model.attach(layers)
+    for want, have in zip(expected, layers.run_packed(model, prompts), strict=True):
+        torch.testing.assert_close(have, want, rtol=0, atol=2e-4)

@@ -100,7 +100,8 @@ def discover_layers(model: Any, name: str, max_model_len: int) -> tuple[LayerDes
         max_model_len: The most tokens of a request: masks are looked at up to here.
 
     Raises:
-        ModelError: The model keeps state, or masks attention, in a way that kvframe has no words for.
+        ModelError: The model keeps state, or masks attention, in a way that kvframe has no words for, or it cannot be
+            told the positions of a packed batch.
     """
     for path, module in model.named_modules():
         if _calls(type(module)) & _STATE_CALLS:
@@ -109,7 +110,13 @@ def discover_layers(model: Any, name: str, max_model_len: int) -> tuple[LayerDes
                 "it takes a plugin that provides a cache spec for such a state and drives the module"
             )
     recording = _record(model, name)
-    return _Reader(model, name, max_model_len, recording).layers()
+    layers = _Reader(model, name, max_model_len, recording).layers()
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ModelError(
+            f"{name} ({type(model).__name__}) takes no position_ids, so several requests cannot be packed into one "
+            "batch: serving it takes a model adapter of its own"
+        )
+    return layers
 
 
 def _calls(module_class: type) -> frozenset[str]:

@@ -12,8 +12,8 @@ import torch
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 """transformers' ``mask_function(batch, head, query position, key position)``: True where the key is seen."""
 
-_MAX_POSITIONS = 1 << 20
-"""Key positions that are evaluated at most: a window longer than a million tokens counts as full attention."""
+_MAX_POSITIONS = 1 << 18
+"""Key positions that are evaluated at most: a window longer than these 262,144 tokens counts as full attention."""
 
 
 @attrs.frozen

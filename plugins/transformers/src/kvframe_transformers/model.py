@@ -34,20 +34,11 @@ class TransformersModel(LoadedModel):
             model: The model, with its weights, on its device.
             tokenizer: Its tokenizer, or None.
             description: Its layers, as planned.
-
-        Raises:
-            ModelError: The model cannot be told the positions of a packed batch.
         """
         self.description = description
         self.model: Any = model
         self.tokenizer = tokenizer
-        parameters = inspect.signature(model.forward).parameters
-        if "position_ids" not in parameters:
-            raise ModelError(
-                f"{description.name} ({type(model).__name__}) takes no position_ids, so several requests cannot be "
-                "packed into one batch; serving it takes a model adapter of its own"
-            )
-        self._keeps_logits = "logits_to_keep" in parameters
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._routes: Routes = {}
         self._original: list[tuple[Any, str | None]] = []
 
