@@ -36,7 +36,7 @@ demo: $(READY) ## train a small hybrid model (once) and serve 32 prompts that sh
 	$(BIN)/python examples/demo/demo.py
 
 bench: $(READY) ## measure against transformers and record the results
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/generate.py
 
 clean: ## remove .venv, caches and the trained demo model
 	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build

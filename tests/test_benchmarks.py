@@ -1,0 +1,49 @@
+"""The benchmark script runs, checks what it compares, and says how it measured."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("results")
+    command = [sys.executable, str(BENCHMARKS / "generate.py"), "--workload", "tiny", "--repeats", "1"]
+    done = subprocess.run(
+        [*command, "--results", str(folder)], capture_output=True, text=True, check=False, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_all_systems_are_measured_on_one_batch(results: Path) -> None:
+    record = json.loads((results / "generate.json").read_text(encoding="utf-8"))
+    speeds = record["workloads"]["tiny"]["tokens_per_second"]
+    assert ["kvframe", "transformers generate()", "transformers continuous batching"] == list(speeds)
+    assert [1, 1, 1] == [len(times) for times in speeds.values()]
+    assert record["workloads"]["tiny"]["tokens_equal"]
+
+
+def test_the_record_says_where_and_how(results: Path) -> None:
+    machine = json.loads((results / "generate.json").read_text(encoding="utf-8"))["machine"]
+    assert {"processor", "cores", "threads", "python", "torch", "transformers", "kvframe", "command"} <= set(machine)
+
+
+def test_the_page_shows_every_figure(results: Path) -> None:
+    page = (results / "generate.md").read_text(encoding="utf-8")
+    assert 4 == len(re.findall(r"^\| (kvframe|transformers|every layer full)[^|]*\|[^|]*\|[^|]*\|[^|]*\|$", page, re.M))
+    assert 3 == len(re.findall(r"^\| (kvframe|transformers)[^|]*\|[^|]*\|$", page, re.M))
+
+
+def test_the_method_lists_every_batch() -> None:
+    script = (BENCHMARKS / "generate.py").read_text(encoding="utf-8")
+    method = (BENCHMARKS / "README.md").read_text(encoding="utf-8").split("## The batches")[1]
+    assert re.findall(r'^ +(?:name|)="?([a-z-]+)",', script, re.M) == re.findall(r"^\| `([a-z-]+)`", method, re.M)
