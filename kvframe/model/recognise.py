@@ -1,11 +1,11 @@
-"""Finding out what lies at a path: which model adapter reads it, and which layers it has."""
+"""What lies at a path: which model adapter reads it, and which layers it has."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvframe.errors import ModelError
+from kvframe.errors import ModelError, PluginError
 from kvframe.model.layer_file import is_layer_file, read_layer_file
 
 if TYPE_CHECKING:
@@ -25,11 +25,19 @@ def find_adapter(path: Path, registry: Registry) -> ModelAdapter:
     """
     if not path.exists():
         raise ModelError(f"there is no file or folder {path}")
+    found: dict[str, ModelAdapter] = {}
+    unusable: list[str] = []
     names = registry.model_adapters.names()
-    adapters: dict[str, ModelAdapter] = {name: registry.model_adapters.load(name)() for name in names}
-    found = [name for name, adapter in adapters.items() if adapter.recognises(path)]
+    for name in names:
+        try:
+            adapter: ModelAdapter = registry.model_adapters.load(name)()
+        except PluginError as error:
+            unusable.append(str(error))
+            continue
+        if adapter.recognises(path):
+            found[name] = adapter
     if len(found) == 1:
-        return adapters[found[0]]
+        return found.popitem()[1]
     if found:
         raise ModelError(
             f"{path} is recognised by more than one model adapter ({', '.join(found)}); "
@@ -37,13 +45,11 @@ def find_adapter(path: Path, registry: Registry) -> ModelAdapter:
         )
     if not names:
         raise ModelError(
-            f"no plugin that reads models is installed, so {path} cannot be read; "
-            "`pip install kvframe-transformers` adds one for Hugging Face models"
+            f"no plugin that reads models is in use, so {path} cannot be read; `kvframe plugins` shows what is "
+            "installed, `pip install kvframe-transformers` adds one for Hugging Face models"
         )
-    raise ModelError(
-        f"{path} is no model that a plugin recognises (asked: {', '.join(names)}); "
-        "a Hugging Face model is a folder with a config.json"
-    )
+    asked = f"no model that a plugin recognises (asked: {', '.join(names)})"
+    raise ModelError("; ".join([f"{path} is {asked}", *unusable, "a Hugging Face model is a folder with a config.json"]))
 
 
 def describe_model(path: Path, registry: Registry) -> ModelDescription:
