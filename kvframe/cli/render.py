@@ -14,8 +14,8 @@ from typing import Any
 
 import click
 
-Advance = Callable[[int], None]
-"""Tells a progress bar how many more units are done."""
+ShowProgress = Callable[[int], None]
+"""Tells a progress bar how many units are done."""
 
 
 def print_json(value: Any, *, indent: int | None = 2) -> None:
@@ -75,7 +75,7 @@ def _is_number(cell: str) -> bool:
 
 
 @contextmanager
-def progress(description: str, total: int) -> Iterator[Advance]:
+def progress(description: str, total: int) -> Iterator[ShowProgress]:
     """Show a progress bar on stderr while the body runs; nothing unless stderr is a terminal.
 
     Args:
@@ -83,10 +83,10 @@ def progress(description: str, total: int) -> Iterator[Advance]:
         total: How many units there are.
 
     Yields:
-        A function that takes how many more units are done.
+        A function that takes how many units are done.
     """
     if not sys.stderr.isatty():
-        yield lambda count: None
+        yield lambda done: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -94,7 +94,7 @@ def progress(description: str, total: int) -> Iterator[Advance]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(description, total=total)
-        yield lambda count: bar.advance(task, count)
+        yield lambda done: bar.update(task, completed=done)
 
 
 def format_bytes(num_bytes: int) -> str:

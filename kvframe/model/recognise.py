@@ -49,7 +49,9 @@ def find_adapter(path: Path, registry: Registry) -> ModelAdapter:
             "installed, `pip install kvframe-transformers` adds one for Hugging Face models"
         )
     asked = f"no model that a plugin recognises (asked: {', '.join(names)})"
-    raise ModelError("; ".join([f"{path} is {asked}", *unusable, "a Hugging Face model is a folder with a config.json"]))
+    raise ModelError(
+        "; ".join([f"{path} is {asked}", *unusable, "a Hugging Face model is a folder with a config.json"])
+    )
 
 
 def describe_model(path: Path, registry: Registry) -> ModelDescription:

@@ -1,0 +1,68 @@
+"""The command line: one file per command, each imported when it is asked for.
+
+Nothing here loads torch or rich; a command that needs them imports them when it runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from kvframe.errors import KVFrameError
+
+_COMMANDS: Mapping[str, str] = {
+    "generate": "kvframe.cli.generate:generate",
+    "plan": "kvframe.cli.plan:plan",
+    "explain": "kvframe.cli.explain:explain",
+    "plugins": "kvframe.cli.plugins:plugins",
+}
+"""The commands by name, in the order that ``--help`` lists them, as import strings."""
+
+ERROR_EXIT_CODE = 2
+"""Exit code of a command that a user's mistake ended, as click's own for wrong options."""
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command's module when the command is looked up, and speaks plainly of mistakes."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the commands in the order of help."""
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return the command named ``cmd_name``; None if there is none."""
+        if cmd_name not in _COMMANDS:
+            return None
+        module, _, attribute = _COMMANDS[cmd_name].partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that ``args`` name, or say which command is nearest."""
+        name = args[0]
+        if name not in _COMMANDS and not name.startswith("-"):
+            from kvframe.errors import UnknownNameError
+
+            raise UnknownNameError("command", name, _COMMANDS, "`kvframe --help` says what each does")
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; a ``KVFrameError`` becomes one line on stderr and exit code 2."""
+        try:
+            return super().invoke(ctx)
+        except KVFrameError as error:
+            sentence = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+            click.echo(f"kvframe: error: {sentence}", err=True)
+            ctx.exit(ERROR_EXIT_CODE)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="kvframe", message="kvframe %(version)s")
+def main() -> None:
+    """Run models through kvframe's paged KV cache, plan its memory, and ask what it will do and why."""

@@ -1,0 +1,85 @@
+"""``kvframe explain``: what a stack will do with each layer of a model, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvframe.cli.options import dtype_option, json_option, load_checked_plugins, read_stack, stack_option
+from kvframe.cli.render import compact_names, print_json, print_table
+
+if TYPE_CHECKING:
+    from kvframe.attention.selection import Choice
+    from kvframe.groups import Grouping
+    from kvframe.specs import LayerSpec
+
+
+@click.command()
+@click.argument("model", type=click.Path(path_type=Path), metavar="MODEL_OR_CONFIG")
+@stack_option
+@click.option("--device", metavar="DEVICE", help="Where it would run; as the stack says unless given.")
+@dtype_option
+@json_option
+def explain(model: Path, stack_file: Path | None, device: str | None, dtype: str | None, as_json: bool) -> None:
+    """Say for each layer of a model its group, wrapper chain and backend, and why not the other backends.
+
+    MODEL_OR_CONFIG is what `kvframe plan` takes; no weights are read.
+    """
+    from kvframe.attention.selection import select_backends
+    from kvframe.groups import group_layers, make_layer_specs
+    from kvframe.model.recognise import describe_model
+
+    stack = read_stack(stack_file, engine={"device": device, "dtype": dtype})
+    registry = load_checked_plugins(stack).registry
+    description = describe_model(model, registry)
+    layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
+    grouping = group_layers(layers, hybrid=stack.cache.hybrid)
+    choices = select_backends(layers, stack, registry, stack.engine.device.partition(":")[0])
+    explained = [_explain(layer, grouping, choice) for layer, choice in zip(layers, choices, strict=True)]
+    if as_json:
+        print_json({"model": description.name, "layers": explained})
+    else:
+        _print(description.name, explained)
+
+
+def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice) -> dict[str, Any]:
+    assert layer.spec is not None
+    return {
+        "layer": layer.name,
+        "kind": layer.spec.kind,
+        "group": grouping.group_of(layer.name).index,
+        "shares_with": grouping.follows.get(layer.name),
+        "wrappers": [str(wrapper) for wrapper in choice.wrappers],
+        "backend": choice.backend,
+        "others": [
+            {
+                "backend": candidate.name,
+                "codes": [refusal.code for refusal in candidate.refusals],
+                "reason": choice.why_not(candidate),
+            }
+            for candidate in choice.candidates
+            if candidate.name != choice.backend
+        ],
+    }
+
+
+def _print(model: str, explained: list[dict[str, Any]]) -> None:
+    """Print one row for all layers that are explained alike."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for each in explained:
+        others = "; ".join(f"{other['backend']}: {other['reason']}" for other in each["others"])
+        row = (
+            each["kind"],
+            str(each["group"]) + (f" (of {each['shares_with']})" if each["shares_with"] else ""),
+            " → ".join(each["wrappers"]) or "none",
+            each["backend"],
+            others or "none",
+        )
+        alike.setdefault(row, []).append(each["layer"])
+    print_table(
+        f"{model}: {len(explained)} layers",
+        ("layers", "kind", "group", "wrappers", "backend", "other backends"),
+        [(f"{len(names)}: {compact_names(names)}", *row) for row, names in alike.items()],
+    )

@@ -1,0 +1,163 @@
+"""``kvframe generate``: run prompts through a model on disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvframe.cli.options import (
+    block_size_option,
+    dtype_option,
+    json_option,
+    memory_option,
+    read_stack,
+    stack_option,
+)
+from kvframe.cli.prompts import read_prompt_token_ids, read_prompts
+from kvframe.cli.render import print_json, progress
+
+if TYPE_CHECKING:
+    from kvframe.engine.request import RequestOutput
+
+REFUSED_EXIT_CODE = 1
+"""Exit code when at least one prompt was refused or failed, though the others finished."""
+
+
+@click.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--prompt", "texts", multiple=True, metavar="TEXT", help="A prompt; repeat for several.")
+@click.option(
+    "--prompts",
+    "prompts_file",
+    type=click.Path(path_type=Path, allow_dash=True),
+    metavar="FILE",
+    help="A file of prompts: one a line, a JSON list (.json) or JSON lines (.jsonl); - for standard input.",
+)
+@click.option(
+    "--prompt-token-ids",
+    "token_ids_file",
+    type=click.Path(path_type=Path, allow_dash=True),
+    metavar="FILE",
+    help="A file of JSON lists of token ids, for models with no tokenizer; - for standard input.",
+)
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, metavar="N")
+@click.option(
+    "--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 takes the likeliest token."
+)
+@click.option(
+    "--top-k", type=click.IntRange(min=0), default=0, metavar="K", help="Sample among the K likeliest tokens."
+)
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    metavar="P",
+    help="Sample among the likeliest mass P.",
+)
+@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Make sampling repeatable.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeat for several.")
+@stack_option
+@memory_option
+@block_size_option
+@click.option("--device", metavar="DEVICE", help="Where to run, such as cpu or cuda; as the stack says unless given.")
+@dtype_option
+@json_option
+def generate(
+    model: Path,
+    texts: tuple[str, ...],
+    prompts_file: Path | None,
+    token_ids_file: Path | None,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int | None,
+    stop: tuple[str, ...],
+    stack_file: Path | None,
+    memory: str | None,
+    block_size: int | None,
+    device: str | None,
+    dtype: str | None,
+    as_json: bool,
+) -> None:
+    """Generate text with MODEL, a model's folder.
+
+    Prompts come from one of --prompt, --prompts and --prompt-token-ids. A prompt that cannot be served is refused
+    alone: the others finish, and the exit code is 1.
+    """
+    from kvframe.engine.request import SamplingParams
+
+    prompts = _read_prompts(texts, prompts_file, token_ids_file)
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop
+    )
+    stack = read_stack(
+        stack_file,
+        cache={"memory": memory, "block_size": block_size},
+        engine={"device": device, "dtype": dtype},
+    )
+
+    from kvframe.engine.engine import Engine
+
+    with Engine.from_pretrained(model, stack=stack) as engine, progress("generating", len(prompts)) as show:
+        started = time.perf_counter()
+        outputs = engine.generate(prompts, params, on_progress=show)
+        stats = {**engine.stats().to_dict(), "seconds": time.perf_counter() - started}
+    if as_json:
+        print_json({"outputs": [_to_dict(output) for output in outputs], "stats": stats}, indent=None)
+    else:
+        _print(prompts, outputs, stats)
+    if any(output.error is not None for output in outputs):
+        click.get_current_context().exit(REFUSED_EXIT_CODE)
+
+
+def _read_prompts(
+    texts: tuple[str, ...], prompts_file: Path | None, token_ids_file: Path | None
+) -> Sequence[str | list[int]]:
+    given = [
+        option
+        for option, value in (
+            ("--prompt", texts or None),
+            ("--prompts", prompts_file),
+            ("--prompt-token-ids", token_ids_file),
+        )
+        if value is not None
+    ]
+    if len(given) != 1:
+        raise click.UsageError(
+            "give prompts by one of --prompt, --prompts and --prompt-token-ids"
+            + (f", not by {' and '.join(given)}" if given else "")
+        )
+    if prompts_file is not None:
+        return read_prompts(prompts_file)
+    return texts if token_ids_file is None else read_prompt_token_ids(token_ids_file)
+
+
+def _to_dict(output: RequestOutput) -> dict[str, Any]:
+    return {
+        "prompt_token_ids": list(output.prompt_token_ids),
+        "token_ids": list(output.token_ids),
+        "text": output.text,
+        "finish_reason": output.finish_reason,
+        "error": output.error,
+    }
+
+
+def _print(prompts: Sequence[str | list[int]], outputs: Sequence[RequestOutput], stats: dict[str, Any]) -> None:
+    for prompt, output in zip(prompts, outputs, strict=True):
+        click.echo(click.style(str(prompt), bold=True))
+        if output.error is not None:
+            click.echo(f"{output.finish_reason}: {output.error}")
+        else:
+            # A model without a tokenizer gives ids only.
+            click.echo(output.text or " ".join(map(str, output.token_ids)))
+        click.echo()
+    click.echo(
+        f"{stats['generated_tokens']} tokens in {stats['seconds']:.2f} s; "
+        f"{stats['prefix_hit_rate']:.0%} of the prompts' tokens were cached",
+        err=True,
+    )

@@ -1,0 +1,78 @@
+"""Options that several commands have, and the stack they amount to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import click
+
+from kvframe.specs import ITEM_BYTES
+
+if TYPE_CHECKING:
+    from kvframe.plugins import PluginHost
+    from kvframe.stack import Stack
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+stack_option = click.option(
+    "--stack",
+    "stack_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The stack file (TOML): plugins, memory, and rules for specs, wrappers and backends.",
+)
+memory_option = click.option(
+    "--memory", metavar="SIZE", help="Memory for the KV cache, such as 2GiB; as the stack says unless given."
+)
+block_size_option = click.option(
+    "--block-size", type=click.IntRange(min=1), metavar="N", help="Tokens per block; as the stack says unless given."
+)
+dtype_option = click.option(
+    "--dtype",
+    type=click.Choice([name for name in ITEM_BYTES if "float" in name and "8" not in name]),
+    help="The model's dtype, and the cache's unless the stack says otherwise.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+
+
+def read_stack(
+    stack_file: Path | None, *, cache: Mapping[str, Any] = NOTHING, engine: Mapping[str, Any] = NOTHING
+) -> Stack:
+    """Return the stack of a file, or the default one, with what was given on the command line put over it.
+
+    Args:
+        stack_file: The stack file; None for the defaults.
+        cache: Values over the stack's ``[cache]``, by key; None means "not given".
+        engine: The same for ``[engine]``.
+
+    Raises:
+        StackError: The file cannot be read or is wrong, or a value given is.
+    """
+    from kvframe.stack import Stack, parse_bytes
+
+    stack = Stack() if stack_file is None else Stack.from_file(stack_file)
+    over_cache = {key: value for key, value in cache.items() if value is not None}
+    over_engine = {key: value for key, value in engine.items() if value is not None}
+    if isinstance(over_cache.get("memory"), str):
+        over_cache["memory"] = parse_bytes(over_cache["memory"])
+    return attrs.evolve(
+        stack, cache=attrs.evolve(stack.cache, **over_cache), engine=attrs.evolve(stack.engine, **over_engine)
+    )
+
+
+def load_checked_plugins(stack: Stack) -> PluginHost:
+    """Load the plugins that the stack allows, and check the names in its rules against what they register.
+
+    Raises:
+        PluginError: A plugin that the stack requires cannot be used.
+        StackError: A rule names something that no plugin registers.
+    """
+    from kvframe.plugins import load_plugins
+
+    host = load_plugins(stack.plugins)
+    stack.check_names(host.registry)
+    return host

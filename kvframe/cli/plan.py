@@ -1,0 +1,190 @@
+"""``kvframe plan``: what a model's KV cache takes and how many requests fit, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvframe.cli.options import (
+    block_size_option,
+    dtype_option,
+    json_option,
+    load_checked_plugins,
+    memory_option,
+    read_stack,
+    stack_option,
+)
+from kvframe.cli.render import compact_names, format_bytes, print_facts, print_json, print_table
+
+if TYPE_CHECKING:
+    from kvframe.groups import Grouping
+    from kvframe.model.adapter import ModelDescription
+    from kvframe.plan import KVCachePlan
+    from kvframe.specs import KVCacheSpec
+
+_SHORTEST_LISTED_LEN = 1024
+
+
+@click.command()
+@click.argument("model", type=click.Path(path_type=Path), metavar="MODEL_OR_CONFIG")
+@memory_option
+@click.option(
+    "--max-model-len",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="The longest request, in tokens; what the model allows unless given.",
+)
+@dtype_option
+@block_size_option
+@click.option(
+    "--hybrid/--no-hybrid",
+    default=None,
+    help="Whether each layer keeps only what it needs, or every past token; as the stack says unless given.",
+)
+@click.option(
+    "--num-tokens",
+    type=click.IntRange(min=1),
+    multiple=True,
+    metavar="N",
+    help="Say how many requests of this length fit; repeat for several. A range of lengths unless given.",
+)
+@stack_option
+@json_option
+def plan(
+    model: Path,
+    memory: str | None,
+    max_model_len: int | None,
+    dtype: str | None,
+    block_size: int | None,
+    hybrid: bool | None,
+    num_tokens: tuple[int, ...],
+    stack_file: Path | None,
+    as_json: bool,
+) -> None:
+    """Plan a model's KV cache: groups, live ranges, pages, bytes, and how many requests fit.
+
+    MODEL_OR_CONFIG is a Hugging Face model's folder or its config.json (no weights are read), or a layer file: TOML
+    or JSON that lists the layers, for which nothing heavy is loaded.
+    """
+    from kvframe.groups import group_layers, make_layer_specs
+    from kvframe.model.recognise import describe_model
+    from kvframe.plan import plan_cache
+
+    stack = read_stack(
+        stack_file,
+        cache={"memory": memory, "block_size": block_size, "hybrid": hybrid},
+        engine={"dtype": dtype, "max_model_len": max_model_len},
+    )
+    registry = load_checked_plugins(stack).registry
+    description = describe_model(model, registry)
+    layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
+    grouping = group_layers(layers, hybrid=stack.cache.hybrid)
+    planned = plan_cache(
+        grouping,
+        memory_bytes=stack.cache.memory,
+        max_model_len=stack.engine.max_model_len or description.max_model_len,
+        max_num_batched_tokens=stack.engine.max_num_batched_tokens,
+    )
+    lengths = sorted(set(num_tokens)) or _listed_lens(planned.max_model_len)
+    if as_json:
+        print_json(_to_dict(description, grouping, planned, lengths))
+    else:
+        _print(description, grouping, planned, lengths)
+
+
+def _listed_lens(max_model_len: int) -> list[int]:
+    """Return request lengths worth listing: powers of four from 1024, and the model's longest."""
+    lengths = [_SHORTEST_LISTED_LEN * 4**step for step in range(10)]
+    return [*(length for length in lengths if length < max_model_len), max_model_len]
+
+
+def _to_dict(
+    description: ModelDescription, grouping: Grouping, planned: KVCachePlan, lengths: Sequence[int]
+) -> dict[str, Any]:
+    plain = planned.to_dict()
+    for group, entry in zip(planned.groups, plain["groups"], strict=True):
+        entry["live_range"] = {
+            "words": describe_live_range(group.spec, planned.max_model_len),
+            "examples": [
+                {"n": n, "ranges": [list(part) for part in group.spec.live_ranges(n)]}
+                for n in _example_positions(planned.max_model_len)
+            ],
+        }
+    return {
+        "model": description.name,
+        **plain,
+        "follows": dict(grouping.follows),
+        "concurrency": [{"num_tokens": n, "max_requests": planned.max_concurrency(n)} for n in lengths],
+    }
+
+
+def _print(description: ModelDescription, grouping: Grouping, planned: KVCachePlan, lengths: Sequence[int]) -> None:
+    num_following = len(grouping.follows)
+    sharing = f", {num_following} of them read another layer's cache" if num_following else ""
+    if not planned.groups:
+        click.echo(f"{description.name}: {len(description.layers)} layers keep nothing of the past; no cache is needed")
+        return
+    print_table(
+        f"{description.name}: {len(description.layers)} layers{sharing}",
+        ("group", "kind", "layers", "needs of the past", "dtypes", "block", "page", "per slab", "most blocks"),
+        [
+            (
+                str(group.index),
+                group.spec.kind,
+                f"{len(group.layers)}: {compact_names(group.layers)}",
+                describe_live_range(group.spec, planned.max_model_len),
+                ", ".join(sorted({tensor.dtype for tensor in group.spec.state_tensors().values()})),
+                str(group.block_size),
+                format_bytes(group.page_bytes),
+                str(group.pages_per_slab),
+                str(group.peak_blocks),
+            )
+            for group in planned.groups
+        ],
+    )
+    print_facts(
+        "Memory",
+        [
+            ("allocated", f"{format_bytes(planned.total_bytes)} ({planned.total_bytes:,} bytes)"),
+            ("slabs", f"{planned.num_slabs:,} of {format_bytes(planned.slab_bytes)}"),
+            ("one more token", f"{format_bytes(planned.bytes_per_token)} while every group keeps it"),
+            ("wasted", f"{planned.waste_fraction:.2%} of full slabs"),
+        ],
+    )
+    print_table(
+        "Requests that fit at once",
+        ("tokens each", "requests"),
+        [(f"{n:,}", f"{planned.max_concurrency(n):,}") for n in lengths],
+    )
+
+
+def _example_positions(max_model_len: int) -> list[int]:
+    """Return positions at which to show a live range: an early, a middle and the last one."""
+    return sorted({min(64, max_model_len - 1), max_model_len // 2, max_model_len - 1})
+
+
+def describe_live_range(spec: KVCacheSpec, max_model_len: int) -> str:
+    """Say in words which past tokens a spec needs, from its live ranges at the end of the longest request alone."""
+    n = max_model_len - 1
+    now, before = spec.live_ranges(n), spec.live_ranges(n - 1) if n else ()
+    words = [_range_in_words(index, n, now, before) for index in range(len(now))]
+    if None in words:
+        return f"at token {n}: " + " and ".join(f"{start} to {stop - 1}" for start, stop in now)
+    return " and ".join(word for word in words if word is not None) or "nothing"
+
+
+def _range_in_words(
+    index: int, n: int, now: Sequence[tuple[int, int]], before: Sequence[tuple[int, int]]
+) -> str | None:
+    """Return what one range is, seen at two positions; None if neither its ends nor its length stay put."""
+    start, stop = now[index]
+    if (start, stop) == (0, n):
+        return "every past token"
+    if len(before) != len(now):
+        return None
+    if before[index] == (start, stop):
+        return f"the first {stop}" if start == 0 else None
+    return f"the last {stop - start}" if stop == n and before[index] == (start - 1, stop - 1) else None

@@ -1,0 +1,88 @@
+"""``kvframe plugins``: what is installed, whether it works here, and which names it registers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvframe.cli.options import json_option, read_stack, stack_option
+from kvframe.cli.render import print_json, print_table
+
+if TYPE_CHECKING:
+    from kvframe.plugins import PluginHost
+    from kvframe.registry import Catalogue
+
+
+@click.command()
+@stack_option
+@json_option
+def plugins(stack_file: Path | None, as_json: bool) -> None:
+    """List the plugins: version, contract, status, why one is not in use, and the names they register."""
+    from kvframe.plugins import load_plugins
+
+    host = load_plugins(read_stack(stack_file).plugins)
+    names = [entry for catalogue in host.registry.catalogues.values() for entry in _names(catalogue)]
+    if as_json:
+        print_json(_to_dict(host, names))
+        return
+    print_table(
+        "Plugins",
+        ("plugin", "distribution", "version", "contract", "status", "reason"),
+        [
+            (each.name, each.distribution, each.version or "-", each.api_version or "-", each.status, each.reason)
+            for each in host.records
+        ],
+    )
+    print_table(
+        "Registered names",
+        ("kind", "name", "owner", "usable"),
+        [(each["kind"], each["name"], each["owner"], _usable_in_words(each)) for each in names],
+    )
+
+
+def _names(catalogue: Catalogue) -> list[dict[str, Any]]:
+    """Return every claim to a name as plain values."""
+    contested = catalogue.contested()
+    return [
+        {
+            "kind": catalogue.kind,
+            "name": entry.name,
+            "owner": entry.owner,
+            "plugin": entry.plugin,
+            "contested": entry.name in contested,
+            "missing": list(entry.missing()),
+            "install": entry.install,
+        }
+        for entry in catalogue.claims()
+    ]
+
+
+def _usable_in_words(name: dict[str, Any]) -> str:
+    if name["contested"]:
+        return f"contested: write {name['owner']}:{name['name']}, or choose an owner in the stack"
+    if name["missing"]:
+        hint = f"; try: {name['install']}" if name["install"] else ""
+        return f"no: needs {', '.join(name['missing'])}{hint}"
+    return "yes"
+
+
+def _to_dict(host: PluginHost, names: list[dict[str, Any]]) -> dict[str, Any]:
+    from kvframe.hookspecs import API_VERSION
+
+    return {
+        "api_version": API_VERSION,
+        "plugins": [
+            {
+                "name": record.name,
+                "distribution": record.distribution,
+                "version": record.version,
+                "api": record.api_version,
+                "status": record.status,
+                "reason": record.reason,
+            }
+            for record in host.records
+        ],
+        "names": names,
+    }

@@ -1,0 +1,223 @@
+"""One request: what was asked, how far it is, and what its owner gets to see."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import attrs
+
+from kvframe.engine.text import TextStream
+from kvframe.errors import RequestError
+
+FinishReason = Literal["stop", "length", "aborted", "refused", "error"]
+"""Why a request ended: a stop token or string; a limit; its owner; never admitted; the model failed on it."""
+
+
+def _bad_params(message: str) -> RequestError:
+    return RequestError(message, code="bad_params")
+
+
+def _int_at_least(minimum: int) -> Any:
+    def check(instance: object, attribute: attrs.Attribute[int], value: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise _bad_params(f"{attribute.name} must be a whole number of at least {minimum}, not {value!r}")
+
+    return check
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_temperature(instance: object, attribute: attrs.Attribute[float], value: float) -> None:
+    if not _is_number(value) or value < 0:
+        raise _bad_params(f"temperature must be 0 (greedy) or a positive number, not {value!r}")
+
+
+def _check_top_p(instance: object, attribute: attrs.Attribute[float], value: float) -> None:
+    if not _is_number(value) or not 0 < value <= 1:
+        raise _bad_params(f"top_p must be above 0 and at most 1, not {value!r}")
+
+
+def _as_strings(value: str | Iterable[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _check_stop(instance: object, attribute: attrs.Attribute[tuple[str, ...]], value: tuple[str, ...]) -> None:
+    for text in value:
+        if not isinstance(text, str) or not text:
+            raise _bad_params(f"stop must hold non-empty strings, not {text!r}")
+
+
+def _check_stop_ids(instance: object, attribute: attrs.Attribute[frozenset[int]], value: frozenset[int]) -> None:
+    for token in value:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise _bad_params(f"stop_token_ids must hold whole numbers, not {token!r}")
+
+
+@attrs.frozen(kw_only=True)
+class SamplingParams:
+    """How a request's tokens are chosen and when it ends. A wrong value raises ``RequestError``.
+
+    Attributes:
+        max_new_tokens: The most tokens to generate.
+        temperature: Divides the logits before sampling; 0 takes the most likely token.
+        top_k: Sample among the ``k`` most likely tokens; 0 for all.
+        top_p: Sample among the fewest most likely tokens whose probabilities (after ``top_k``) reach this.
+        seed: Makes sampling repeatable, whatever else is in the batch; None for a fresh draw each time.
+        stop: Strings that end the request; the text is cut before the first of them.
+        stop_token_ids: Token ids that end the request, beside the model's own; the token is part of the output.
+        ignore_eos: Whether to go on after the model's own end tokens.
+    """
+
+    max_new_tokens: int = attrs.field(default=64, validator=_int_at_least(1))
+    temperature: float = attrs.field(default=0.0, validator=_check_temperature)
+    top_k: int = attrs.field(default=0, validator=_int_at_least(0))
+    top_p: float = attrs.field(default=1.0, validator=_check_top_p)
+    seed: int | None = attrs.field(default=None, validator=attrs.validators.optional(_int_at_least(0)))
+    stop: tuple[str, ...] = attrs.field(default=(), converter=_as_strings, validator=_check_stop)
+    stop_token_ids: frozenset[int] = attrs.field(default=(), converter=frozenset, validator=_check_stop_ids)
+    ignore_eos: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class RequestOutput:
+    """What a request has produced, and what of it is new since it was last reported.
+
+    Attributes:
+        request_id: The request.
+        prompt_token_ids: Its prompt.
+        token_ids: Every token generated so far, an end token included.
+        new_token_ids: Those since the last report.
+        text: The text of ``token_ids``, cut before a stop string; empty if the model has no tokenizer.
+        new_text: The text since the last report. Never ends within a character or a possible stop string, so
+            the pieces of a request add up to its text.
+        finish_reason: Why it ended; None while it goes on.
+        error: One sentence where the reason is ``refused`` or ``error``.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = ()
+    new_token_ids: tuple[int, ...] = ()
+    text: str = ""
+    new_text: str = ""
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+@attrs.define(eq=False, kw_only=True)
+class Request:
+    """A request in the engine: the one owner of its tokens and its progress.
+
+    Invariant: ``num_computed < len(token_ids)`` until it ends, so that there is always a token to compute.
+
+    Attributes:
+        request_id: Unique among the requests in the engine.
+        token_ids: Prompt and generated tokens.
+        num_prompt_tokens: How many of them are the prompt.
+        params: How to sample and when to stop.
+        end_token_ids: Ids that end it: the params' and, unless ignored, the model's.
+        max_tokens: The most tokens it may have, prompt included.
+        text_stream: Turns its tokens into text; None if the model has no tokenizer.
+        random: Its own source of uniform numbers, one per sampled token.
+        num_computed: Tokens whose state is in the cache (as far as layers still need it).
+        num_scheduled: Tokens that the running step computes.
+        row: Its row in the block tables while it runs; -1 otherwise.
+        runs_alone: Whether it starts from nothing and shares the pool with nobody until it ends: set when it found
+            no room though it was the only one, so that it surely comes to its end.
+        was_started: Whether it was ever admitted.
+        finish_reason: Why it ended; None while it goes on.
+        error: One sentence where the reason is ``error``.
+        num_reported: Generated tokens that its owner has seen.
+        num_reported_chars: Characters of text that its owner has seen.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    end_token_ids: frozenset[int]
+    max_tokens: int
+    text_stream: TextStream | None = None
+    random: random.Random = attrs.field(init=False)
+    num_computed: int = 0
+    num_scheduled: int = 0
+    row: int = -1
+    runs_alone: bool = False
+    was_started: bool = False
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    num_reported: int = 0
+    num_reported_chars: int = 0
+
+    @classmethod
+    def create(
+        cls,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+        text_stream: TextStream | None = None,
+    ) -> Request:
+        """Return a request that has not started.
+
+        Args:
+            request_id: Unique among the requests in the engine.
+            prompt_token_ids: Checked token ids, at least one and fewer than ``max_model_len``.
+            params: How to sample and when to stop.
+            eos_token_ids: The model's end tokens.
+            max_model_len: The most tokens of any request.
+            text_stream: Turns its tokens into text; None if the model has no tokenizer.
+        """
+        return cls(
+            request_id=request_id,
+            token_ids=list(prompt_token_ids),
+            num_prompt_tokens=len(prompt_token_ids),
+            params=params,
+            end_token_ids=params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos_token_ids,
+            max_tokens=min(len(prompt_token_ids) + params.max_new_tokens, max_model_len),
+            text_stream=text_stream,
+        )
+
+    def __attrs_post_init__(self) -> None:
+        """Seed the request's own random source."""
+        self.random = random.Random(self.params.seed)
+
+    def append(self, token_id: int) -> None:
+        """Take the next generated token; sets ``finish_reason`` if it is the last."""
+        self.token_ids.append(token_id)
+        if token_id in self.end_token_ids:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self.max_tokens:
+            self.finish_reason = "length"
+        if self.params.stop and self.text_stream is not None:
+            self.text_stream.feed(self.token_ids, final=self.finish_reason is not None)
+            if self.text_stream.stopped:
+                self.finish_reason = "stop"
+
+    def report(self) -> RequestOutput:
+        """Return what it has produced, and note that its owner has seen it."""
+        text = ""
+        if self.text_stream is not None:
+            self.text_stream.feed(self.token_ids, final=self.finish_reason is not None)
+            text = self.text_stream.text
+        prompt = self.num_prompt_tokens
+        generated = tuple(self.token_ids[prompt:])
+        output = RequestOutput(
+            request_id=self.request_id,
+            prompt_token_ids=tuple(self.token_ids[:prompt]),
+            token_ids=generated,
+            new_token_ids=generated[self.num_reported :],
+            text=text,
+            new_text=text[self.num_reported_chars :],
+            finish_reason=self.finish_reason,
+            error=self.error,
+        )
+        self.num_reported, self.num_reported_chars = len(generated), len(text)
+        return output

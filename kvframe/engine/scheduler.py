@@ -1,0 +1,263 @@
+"""Continuous batching: which tokens of which requests the next step computes. Pure host logic.
+
+Each step has a token budget. Running requests come first, in the order of their admission, then waiting ones, first
+come, first served; a prompt that exceeds the budget is computed in chunks over several steps. When the cache has no
+room for a running request, the request admitted last gives its blocks back and waits at the head of the queue: its
+tokens are computed again later (preemption by recompute).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import attrs
+
+from kvframe.engine.request import FinishReason, Request
+
+
+class RequestCache(Protocol):
+    """The verbs of ``KVCacheManager`` that scheduling needs."""
+
+    def start(self, request_id: str, token_ids: Sequence[int], *, salt: str = "", use_prefix: bool = True) -> int:
+        """Take a request in; returns the tokens that a cached prefix covers, fewer than there are."""
+
+    def extend(self, request_id: str, num_tokens: int) -> bool:
+        """Make room for tokens ``[0, num_tokens)``; False, and nothing changed, if there is none."""
+
+    def commit(self, request_id: str, token_ids: Sequence[int], num_computed: int) -> None:
+        """Take note that tokens ``[0, num_computed)`` are computed."""
+
+    def free(self, request_id: str) -> None:
+        """Give back everything that a request holds."""
+
+    def row(self, request_id: str) -> int:
+        """Return a started request's row."""
+
+
+@attrs.frozen
+class ScheduledStep:
+    """What one step computes. Each request's ``num_scheduled`` tokens follow its ``num_computed`` ones.
+
+    Attributes:
+        requests: The requests of the step, each once, in the order in which they are packed.
+        admitted: Those that got a row in this step.
+        num_tokens: Tokens that the step computes.
+    """
+
+    requests: list[Request]
+    admitted: list[Request]
+    num_tokens: int
+
+
+@attrs.define
+class SchedulerStats:
+    """What the scheduler did so far.
+
+    Attributes:
+        prompt_tokens: Prompt tokens of the requests that were admitted, each request counted once.
+        cached_prompt_tokens: Of these, the tokens that a cached prefix covered.
+        computed_tokens: Tokens computed, again after a preemption included.
+        generated_tokens: Tokens generated.
+        preemptions: Times that a running request gave its blocks back.
+        steps: Steps completed.
+    """
+
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+
+
+class Scheduler:
+    """Owns the queue of waiting requests and the list of running ones.
+
+    Invariant: a request is either waiting (no row, no blocks), running (a row, blocks), or not here.
+    """
+
+    def __init__(
+        self, cache: RequestCache, *, max_num_seqs: int, max_num_batched_tokens: int, shared_block_size: int = 0
+    ) -> None:
+        """Start with nothing to do.
+
+        Args:
+            cache: Where requests get their blocks.
+            max_num_seqs: The most requests that run at a time.
+            max_num_batched_tokens: The most tokens that one step computes.
+            shared_block_size: Tokens per block that requests with a common prefix can share; 0 if they cannot.
+        """
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.stats = SchedulerStats()
+        self._cache = cache
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._shared_block_size = shared_block_size
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is waiting or running."""
+        return bool(self.running or self.waiting)
+
+    def add(self, request: Request) -> None:
+        """Put a request at the end of the queue. The cache must be able to hold it alone, at its full length."""
+        self.waiting.append(request)
+
+    def schedule(self) -> ScheduledStep | None:
+        """Choose the next step and get room for its tokens; None if there is nothing to do.
+
+        Either ``complete`` or ``fail`` must follow before the next call.
+        """
+        scheduled: list[Request] = []
+        admitted: list[Request] = []
+        budget = self._max_num_batched_tokens
+        preempted = self.stats.preemptions
+        index = 0
+        while index < len(self.running) and budget:
+            request = self.running[index]
+            wanted = len(request.token_ids) - request.num_computed
+            request.num_scheduled = wanted if wanted < budget else budget
+            if self._make_room(request):
+                scheduled.append(request)
+                budget -= request.num_scheduled
+                index += 1
+        # What was just preempted would only be preempted again; but with nothing running, something must start.
+        if self.waiting and budget and (preempted == self.stats.preemptions or not self.running):
+            while self.waiting and budget and len(self.running) < self._max_num_seqs:
+                request = self.waiting[0]
+                if self.running and (request.runs_alone or self.running[0].runs_alone):
+                    break
+                if self._is_being_computed(request, admitted) or not self._admit(request, budget):
+                    break
+                self.waiting.popleft()
+                self.running.append(request)
+                admitted.append(request)
+                scheduled.append(request)
+                budget -= request.num_scheduled
+        if not scheduled:
+            return None
+        return ScheduledStep(scheduled, admitted, self._max_num_batched_tokens - budget)
+
+    def complete(self, step: ScheduledStep, token_ids: Sequence[int]) -> list[Request]:
+        """Take the outcome of a step: what was computed, and the generated tokens.
+
+        Args:
+            step: What ``schedule`` returned.
+            token_ids: One token for each request whose last known token was computed, in the step's order; negative
+                where the model gave none.
+
+        Returns:
+            The requests with a new token or an end, in the step's order.
+        """
+        changed: list[Request] = []
+        generated = 0
+        any_ended = False
+        commit = self._cache.commit
+        for request in step.requests:
+            request.num_computed += request.num_scheduled
+            request.num_scheduled = 0
+            commit(request.request_id, request.token_ids, request.num_computed)
+            if request.num_computed < len(request.token_ids):
+                continue
+            token_id = token_ids[generated]
+            generated += 1
+            if token_id >= 0:
+                request.append(token_id)
+            else:
+                request.finish_reason = "error"
+                request.error = (
+                    f"the model's logits after token {request.num_computed} are not numbers; "
+                    "try another dtype, and check the weights"
+                )
+            if request.finish_reason is not None:
+                self._give_back(request)
+                any_ended = True
+            changed.append(request)
+        if any_ended:
+            self.running = [request for request in self.running if request.finish_reason is None]
+        self.stats.steps += 1
+        self.stats.computed_tokens += step.num_tokens
+        self.stats.generated_tokens += sum(token_id >= 0 for token_id in token_ids)
+        return changed
+
+    def fail(self, step: ScheduledStep, error: str) -> list[Request]:
+        """End every request of a step that could not be computed, and return them."""
+        for request in step.requests:
+            request.error = error
+            self.end(request, "error")
+        return step.requests
+
+    def end(self, request: Request, reason: FinishReason) -> None:
+        """End a waiting or running request at once; nothing if it has ended."""
+        if request.finish_reason is not None:
+            return
+        request.finish_reason = reason
+        if request.row >= 0:
+            self._give_back(request)
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+
+    # --- room ---------------------------------------------------------------------------------------------------------
+
+    def _make_room(self, request: Request) -> bool:
+        """Get room for a running request's scheduled tokens; False if it had to be preempted itself."""
+        while not self._cache.extend(request.request_id, request.num_computed + request.num_scheduled):
+            victim = self.running[-1]
+            if len(self.running) == 1:
+                # It fits by the plan, unless its blocks lie scattered over slabs among those of others.
+                assert not victim.runs_alone, "the plan promised room for a lone request"
+                victim.runs_alone = True
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self._give_back(request)
+        self.running.remove(request)
+        self.waiting.appendleft(request)
+        self.stats.preemptions += 1
+
+    def _give_back(self, request: Request) -> None:
+        self._cache.free(request.request_id)
+        request.row = -1
+        request.num_computed = request.num_scheduled = 0
+
+    def _admit(self, request: Request, budget: int) -> bool:
+        """Start a waiting request on as many tokens as the budget allows; False, and nothing changed, if no room."""
+        while True:
+            hit = self._cache.start(request.request_id, request.token_ids, use_prefix=not request.runs_alone)
+            num_scheduled = min(len(request.token_ids) - hit, budget)
+            if self._cache.extend(request.request_id, hit + num_scheduled):
+                break
+            self._cache.free(request.request_id)
+            if self.running:
+                return False
+            assert not request.runs_alone, "the plan promised room for a lone request"
+            request.runs_alone = True
+        request.row = self._cache.row(request.request_id)
+        request.num_computed, request.num_scheduled = hit, num_scheduled
+        if not request.was_started:
+            request.was_started = True
+            self.stats.prompt_tokens += request.num_prompt_tokens
+            self.stats.cached_prompt_tokens += hit
+        return True
+
+    def _is_being_computed(self, request: Request, admitted: Sequence[Request]) -> bool:
+        """Return whether a request admitted in this step computes a block that ``request`` can take in the next one."""
+        size = self._shared_block_size
+        if not size or request.runs_alone:
+            return False
+        most = len(request.token_ids) - 1
+        for other in admitted:
+            first = other.num_computed // size * size
+            last = min(other.num_computed + other.num_scheduled, most) // size * size
+            # One slice comparison decides: the first block that the other adds, with all before it.
+            stop = first + size
+            if stop <= last and other.token_ids[:stop] == request.token_ids[:stop]:
+                return True
+        return False
