@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvframe_transformers.checkpoint import quiet
@@ -114,8 +115,9 @@ def tiny_config(family: str, **overrides: Any) -> Any:
 def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Return a random float32 model of ``family`` whose attention is far from uniform.
 
-    Random weights of the usual size make every key look alike, so that a wrong mask hardly changes the logits: all
-    matrices are scaled up, and vectors that start at a constant (biases, norms, sinks) are made random.
+    Random weights of the usual size make every key look alike, so that a wrong mask hardly changes the logits:
+    matrices are scaled up, and vectors that start at a constant (biases, norms, sinks) are made random. Embeddings
+    stay as they are: where the output head is tied to them, large ones make each token predict itself.
 
     Args:
         family: One of ``FAMILIES`` or ``MORE_FAMILIES``.
@@ -126,8 +128,11 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = _AutoModel.from_config(config, dtype=torch.float32).eval()
+        embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         with torch.no_grad():
             for parameter in model.parameters():
+                if id(parameter) in embeddings:
+                    continue
                 if parameter.dim() >= 2:
                     parameter.mul_(8.0)
                 else:
