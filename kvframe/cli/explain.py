@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvframe.specs import LayerSpec
 
 
-@click.command()
+@click.command(short_help="Say which backend each layer gets, and why.")
 @click.argument("model", type=click.Path(path_type=Path), metavar="MODEL_OR_CONFIG")
 @stack_option
 @click.option("--device", metavar="DEVICE", help="Where it would run; as the stack says unless given.")
@@ -36,8 +36,9 @@ def explain(model: Path, stack_file: Path | None, device: str | None, dtype: str
     description = describe_model(model, registry)
     layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
-    choices = select_backends(layers, stack, registry, stack.engine.device.partition(":")[0])
-    explained = [_explain(layer, grouping, choice) for layer, choice in zip(layers, choices, strict=True)]
+    attending = [layer for layer in layers if layer.query is not None]
+    choices = select_backends(attending, stack, registry, stack.engine.device.partition(":")[0])
+    explained = [_explain(layer, grouping, choice) for layer, choice in zip(attending, choices, strict=True)]
     if as_json:
         print_json({"model": description.name, "layers": explained})
     else:

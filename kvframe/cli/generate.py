@@ -27,7 +27,7 @@ REFUSED_EXIT_CODE = 1
 """Exit code when at least one prompt was refused or failed, though the others finished."""
 
 
-@click.command()
+@click.command(short_help="Generate text with a model on disk.")
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--prompt", "texts", multiple=True, metavar="TEXT", help="A prompt; repeat for several.")
 @click.option(

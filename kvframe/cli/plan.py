@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _SHORTEST_LISTED_LEN = 1024
 
 
-@click.command()
+@click.command(short_help="Plan a model's KV cache, and how many requests fit.")
 @click.argument("model", type=click.Path(path_type=Path), metavar="MODEL_OR_CONFIG")
 @memory_option
 @click.option(
@@ -71,7 +71,7 @@ def plan(
     """
     from kvframe.groups import group_layers, make_layer_specs
     from kvframe.model.recognise import describe_model
-    from kvframe.plan import plan_cache
+    from kvframe.sizing import choose_max_model_len, plan_for_stack
 
     stack = read_stack(
         stack_file,
@@ -82,12 +82,9 @@ def plan(
     description = describe_model(model, registry)
     layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
-    planned = plan_cache(
-        grouping,
-        memory_bytes=stack.cache.memory,
-        max_model_len=stack.engine.max_model_len or description.max_model_len,
-        max_num_batched_tokens=stack.engine.max_num_batched_tokens,
-    )
+    planned = plan_for_stack(grouping, stack, choose_max_model_len(description, stack))
+    if max(num_tokens, default=0) > planned.max_model_len:
+        raise click.UsageError(f"--num-tokens: a request has at most {planned.max_model_len} tokens")
     lengths = sorted(set(num_tokens)) or _listed_lens(planned.max_model_len)
     if as_json:
         print_json(_to_dict(description, grouping, planned, lengths))

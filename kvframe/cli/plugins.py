@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvframe.registry import Catalogue
 
 
-@click.command()
+@click.command(short_help="List the plugins and the names they register.")
 @stack_option
 @json_option
 def plugins(stack_file: Path | None, as_json: bool) -> None:

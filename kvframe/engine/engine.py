@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -22,17 +21,16 @@ from kvframe.engine.request import Request, RequestOutput, SamplingParams
 from kvframe.engine.runner import ModelRunner
 from kvframe.engine.scheduler import Scheduler
 from kvframe.engine.text import TextStream
-from kvframe.errors import PlanError, RequestError, StackError
+from kvframe.errors import PlanError, RequestError
 from kvframe.groups import Grouping, group_layers, make_layer_specs
 from kvframe.model.adapter import LoadedModel
 from kvframe.model.recognise import find_adapter
-from kvframe.plan import KVCachePlan, plan_cache
+from kvframe.plan import KVCachePlan
 from kvframe.plugins import load_plugins
 from kvframe.registry import Registry
+from kvframe.sizing import choose_max_model_len, plan_for_stack
 from kvframe.specs import LayerSpec
 from kvframe.stack import Stack
-
-_SHARE_OF_AVAILABLE_MEMORY = 0.5
 
 
 @attrs.frozen(kw_only=True)
@@ -115,9 +113,9 @@ class Engine:
         self.model = model
         self.stack = stack = Stack() if stack is None else stack
         self._device = device = torch.device(stack.engine.device)
-        self._max_model_len = _max_model_len(model, stack)
+        self._max_model_len = choose_max_model_len(model.description, stack)
         self.grouping: Grouping = group_layers(layers, hybrid=stack.cache.hybrid)
-        self.plan: KVCachePlan = _make_plan(self.grouping, stack, self._max_model_len, device)
+        self.plan: KVCachePlan = plan_for_stack(self.grouping, stack, self._max_model_len)
         self.choices: tuple[Choice, ...] = select_backends(layers, stack, registry, device.type)
         self._storage = KVCacheStorage(self.plan, self.grouping, device)
         self._layers = AttentionLayers(layers, self.choices, self.grouping, self._storage.views, device)
@@ -462,42 +460,6 @@ class Engine:
                 manager.free(str(index))
             del waiting[: len(batch)]
         return logits
-
-
-def _max_model_len(model: LoadedModel, stack: Stack) -> int:
-    longest, asked = model.description.max_model_len, stack.engine.max_model_len
-    if asked is not None and asked > longest:
-        raise StackError(
-            f"[engine] max_model_len = {asked} is more than the {longest} tokens that {model.description.name} takes; "
-            "leave it out, or make it smaller"
-        )
-    return longest if asked is None else asked
-
-
-def _make_plan(grouping: Grouping, stack: Stack, max_model_len: int, device: torch.device) -> KVCachePlan:
-    def plan(memory_bytes: int) -> KVCachePlan:
-        return plan_cache(
-            grouping,
-            memory_bytes=memory_bytes,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=stack.engine.max_num_batched_tokens,
-        )
-
-    if stack.cache.memory != "auto":
-        return plan(stack.cache.memory)
-    # "auto": what the most requests of the greatest length need, but no more than a share of what is there.
-    largest = plan(int(_available_bytes(device) * _SHARE_OF_AVAILABLE_MEMORY))
-    peaks = largest.peak_blocks(max_model_len)
-    wanted = largest.num_slabs_for(blocks * stack.engine.max_num_seqs for blocks in peaks)
-    if wanted >= largest.num_slabs:
-        return largest
-    return plan(largest.null_bytes + wanted * largest.slab_bytes)
-
-
-def _available_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def _whole_numbers(prompt: Sequence[int]) -> list[int]:

@@ -1,0 +1,72 @@
+"""Sizing: what a stack amounts to for a model, in tokens and bytes, the same for a plan on paper and for a run."""
+
+from __future__ import annotations
+
+import os
+
+from kvframe.errors import StackError
+from kvframe.groups import Grouping
+from kvframe.model.adapter import ModelDescription
+from kvframe.plan import KVCachePlan, plan_cache
+from kvframe.stack import Stack
+
+SHARE_OF_AVAILABLE_MEMORY = 0.5
+"""The most of a device's free memory that ``memory = "auto"`` takes: a model's activations need room too."""
+
+
+def choose_max_model_len(description: ModelDescription, stack: Stack) -> int:
+    """Return the most tokens of a request: what the stack says, or what the model takes.
+
+    Args:
+        description: The model.
+        stack: Its ``[engine] max_model_len``.
+
+    Raises:
+        StackError: The stack asks for longer requests than the model takes.
+    """
+    longest, asked = description.max_model_len, stack.engine.max_model_len
+    if asked is not None and asked > longest:
+        raise StackError(
+            f"[engine] max_model_len = {asked} is more than the {longest} tokens that {description.name} takes; "
+            "leave it out, or make it smaller"
+        )
+    return longest if asked is None else asked
+
+
+def plan_for_stack(grouping: Grouping, stack: Stack, max_model_len: int) -> KVCachePlan:
+    """Return the cache plan of a stack's memory, device and limits.
+
+    Args:
+        grouping: The model's groups.
+        stack: Its ``[cache] memory`` and ``[engine]`` limits. ``"auto"`` is what the most requests of the greatest
+            length need, but no more than a share of the memory that is free now.
+        max_model_len: The most tokens of a request.
+
+    Raises:
+        PlanError: The memory is too small.
+    """
+
+    def plan(memory_bytes: int) -> KVCachePlan:
+        return plan_cache(
+            grouping,
+            memory_bytes=memory_bytes,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=stack.engine.max_num_batched_tokens,
+        )
+
+    if stack.cache.memory != "auto":
+        return plan(stack.cache.memory)
+    largest = plan(int(_available_bytes(stack.engine.device) * SHARE_OF_AVAILABLE_MEMORY))
+    peaks = largest.peak_blocks(max_model_len)
+    wanted = largest.num_slabs_for(blocks * stack.engine.max_num_seqs for blocks in peaks)
+    if wanted >= largest.num_slabs:
+        return largest
+    return plan(largest.null_bytes + wanted * largest.slab_bytes)
+
+
+def _available_bytes(device: str) -> int:
+    if device.partition(":")[0] == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
