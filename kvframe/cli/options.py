@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 import click
 
+from kvframe.errors import StackError
 from kvframe.specs import ITEM_BYTES
 
 if TYPE_CHECKING:
+    from kvframe.options import CacheOptions, EngineOptions
     from kvframe.plugins import PluginHost
     from kvframe.stack import Stack
+
+_Options = TypeVar("_Options", "CacheOptions", "EngineOptions")
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -26,7 +30,10 @@ stack_option = click.option(
     help="The stack file (TOML): plugins, memory, and rules for specs, wrappers and backends.",
 )
 memory_option = click.option(
-    "--memory", metavar="SIZE", help="Memory for the KV cache, such as 2GiB; as the stack says unless given."
+    "--memory",
+    metavar="SIZE",
+    help="Memory for the KV cache, such as 2GiB, or auto (what the most requests of the greatest length need, half of "
+    "the free memory at most); as the stack says unless given.",
 )
 block_size_option = click.option(
     "--block-size", type=click.IntRange(min=1), metavar="N", help="Tokens per block; as the stack says unless given."
@@ -52,16 +59,20 @@ def read_stack(
     Raises:
         StackError: The file cannot be read or is wrong, or a value given is.
     """
-    from kvframe.stack import Stack, parse_bytes
+    from kvframe.stack import Stack
 
     stack = Stack() if stack_file is None else Stack.from_file(stack_file)
-    over_cache = {key: value for key, value in cache.items() if value is not None}
-    over_engine = {key: value for key, value in engine.items() if value is not None}
-    if isinstance(over_cache.get("memory"), str):
-        over_cache["memory"] = parse_bytes(over_cache["memory"])
-    return attrs.evolve(
-        stack, cache=attrs.evolve(stack.cache, **over_cache), engine=attrs.evolve(stack.engine, **over_engine)
-    )
+    return attrs.evolve(stack, cache=_over(stack.cache, cache), engine=_over(stack.engine, engine))
+
+
+def _over(options: _Options, given: Mapping[str, Any]) -> _Options:
+    """Put what was given over a table's options; a wrong value is named as it was written, not by the table's key."""
+    values = {key: value for key, value in given.items() if value is not None}
+    checks: Mapping[str, Any] = {field.name: field.validator for field in attrs.fields(type(options))}
+    for key, value in values.items():
+        if not checks[key].accepts(value):
+            raise StackError(f"--{key.replace('_', '-')} must be {checks[key].expected}, not {value!r}")
+    return attrs.evolve(options, **values)
 
 
 def load_checked_plugins(stack: Stack) -> PluginHost:
