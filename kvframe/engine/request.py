@@ -79,7 +79,7 @@ class SamplingParams:
     top_p: float = attrs.field(default=1.0, validator=_check_top_p)
     seed: int | None = attrs.field(default=None, validator=attrs.validators.optional(_int_at_least(0)))
     stop: tuple[str, ...] = attrs.field(default=(), converter=_as_strings, validator=_check_stop)
-    stop_token_ids: frozenset[int] = attrs.field(default=(), converter=frozenset, validator=_check_stop_ids)
+    stop_token_ids: frozenset[int] = attrs.field(default=frozenset(), converter=frozenset, validator=_check_stop_ids)
     ignore_eos: bool = False
 
 

@@ -28,7 +28,8 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
     maxima, greedy = logits.max(dim=-1)
     token_ids: list[int] = greedy.tolist()
     sound = [isfinite(value) for value in maxima.tolist()]
-    full, truncated = [], []
+    full: list[int] = []
+    truncated: list[int] = []
     for index, request in enumerate(requests):
         params = request.params
         if not sound[index]:
