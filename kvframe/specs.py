@@ -79,14 +79,18 @@ class AttentionMask:
     """Which past tokens a query attends to, in the terms that kernels understand.
 
     Attributes:
-        causal: Whether a query sees only its own and earlier positions.
-        window: Tokens seen, the query's own included; None for all.
+        causal: Whether a query sees only its own and earlier positions, or every token of its request.
+        window: Tokens seen, the query's own included; None for all. Of a causal mask only.
         num_sink_tokens: Tokens at the start that are seen whatever the window.
     """
 
     causal: bool = True
     window: int | None = None
     num_sink_tokens: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        if not self.causal and self.window is not None:
+            raise SpecError(f"a bidirectional mask has no window (here {self.window}): give the spec no mask instead")
 
     @property
     def features(self) -> frozenset[str]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from kvframe.hookspecs import hookimpl
+from kvframe.hookspecs import Register, hookimpl
 
 
 @hookimpl
-def kvframe_register_specs(register: Callable[..., None]) -> None:
+def kvframe_register_specs(register: Register) -> None:
     """Register the full-attention spec."""
     register("full_attention", "kvframe.builtin.full_attention:FullAttentionSpec")
 
 
 @hookimpl
-def kvframe_register_backends(register: Callable[..., None]) -> None:
+def kvframe_register_backends(register: Register) -> None:
     """Register the practical torch backend and the reference that every backend is measured against."""
     register("torch", "kvframe.builtin.torch_backend:TorchBackend", needs="torch")
     register("torch_reference", "kvframe.builtin.torch_reference:TorchReferenceBackend", needs="torch")

@@ -1,7 +1,7 @@
 """The practical backend: paged attention in plain torch, for any device that torch knows.
 
-The builder cuts a step into *pieces*, each a dense batch of tiles (one request's next queries) of about the same length,
-and works out once which pages each tile reads and what its queries see. A layer then gathers those pages and
+The builder cuts a step into *pieces*, each a dense batch of tiles (one request's next queries) of about the same
+length, and works out once which pages each tile reads and what its queries see. A layer then gathers those pages and
 calls one attention per piece, so a step with any number of decodes is one gather and one attention per layer.
 """
 
@@ -187,7 +187,10 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         return sinks, first, sinks + end - first
 
     def _piece(self, metadata: CommonAttentionMetadata, tiles: Tiles, causal: bool, is_causal: bool = False) -> Piece:
-        """Return one piece. Columns behind a tile's last block stand for tokens behind its queries, so nobody sees them."""
+        """Return one piece.
+
+        Columns behind a tile's last block stand for tokens behind its queries, so nobody sees them.
+        """
         block_size = metadata.block_size
         num_tiles, num_queries = tiles.request.shape[0], int(tiles.num_queries.max())
         sinks, first, count = self._page_columns(metadata, tiles)

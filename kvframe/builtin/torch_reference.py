@@ -1,7 +1,8 @@
 """The reference backend: attention written straight from the spec's live ranges, one query at a time.
 
 It is slow on purpose. Every other backend is measured against it, so it knows no mask, only
-``KVCacheSpec.live_ranges``, and it reads no token that no query attends to.
+``KVCacheSpec.live_ranges`` and whether a batch or a spec is causal at all, and it reads no token that no query
+attends to.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ def attended_tokens(spec: KVCacheSpec, position: int, seq_len: int, causal: bool
     """Return the positions that the query at ``position`` attends to: what is live there, and itself.
 
     Args:
-        spec: The layer's cache spec.
+        spec: The layer's cache spec; one with a bidirectional mask sees every token of the request.
         position: Where the query stands.
         seq_len: Tokens of its request after the step.
-        causal: False where a query sees every token of its request.
+        causal: The batch's; False where a query sees every token of its request.
     """
-    if not causal:
+    if not causal or (spec.mask is not None and not spec.mask.causal):
         return list(range(seq_len))
     return [token for start, stop in spec.live_ranges(position) for token in range(start, stop)] + [position]
 
@@ -72,6 +73,7 @@ class TorchReferenceBackend(AttentionBackend):
         soft_cap=True,
         sinks=True,
         separate_value_size=True,
+        preference=-10,
     )
 
     def forward(

@@ -1,0 +1,5 @@
+"""The conformance kit: whether a cache spec keeps the laws, and whether a backend computes attention.
+
+``laws`` checks a spec, ``grid`` makes a backend's cases from what it declares, ``conformance`` runs one of them and
+holds it against ``reference``. The kit needs no test framework: what breaks the contract raises ``ConformanceError``.
+"""

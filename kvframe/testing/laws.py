@@ -1,0 +1,88 @@
+"""The laws of cache specs, checked at every position of a short request. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvframe.errors import KVFrameError
+from kvframe.specs import AttentionMask, KVCacheSpec, TokenRange
+
+
+class ConformanceError(KVFrameError):
+    """A spec or a backend breaks the contract: which part of it, and where."""
+
+
+def masked_tokens(mask: AttentionMask, position: int) -> set[int]:
+    """Return the positions before ``position`` that a query there sees, by the mask's definition."""
+    first = 0 if mask.window is None else position - mask.window + 1
+    return {token for token in range(position) if token >= first or token < mask.num_sink_tokens}
+
+
+def check_spec(spec: KVCacheSpec, max_tokens: int = 64) -> None:
+    """Check one spec: its laws, its mask against its live ranges, its derivations against the general ones.
+
+    Args:
+        spec: The spec; choose sizes that are small against ``max_tokens``, so that blocks and windows end within it.
+        max_tokens: Positions up to this one are checked.
+
+    Raises:
+        ConformanceError: The first thing that does not hold.
+    """
+    live = [tuple(spec.live_ranges(n)) for n in range(max_tokens + 1)]
+    for n, ranges in enumerate(live):
+        _check_past(spec, n, ranges)
+    for n in range(max_tokens):
+        returned = _tokens(live[n + 1]) - _tokens(live[n]) - {n}
+        _require(
+            not returned,
+            spec,
+            f"law of forgetting: tokens {sorted(returned)} are live at {n + 1} and were not at {n}",
+        )
+    mask = spec.mask
+    if mask is not None and mask.causal:
+        for n in range(max_tokens + 1):
+            seen, kept = masked_tokens(mask, n), _tokens(live[n])
+            _require(seen == kept, spec, f"at {n} the mask shows {sorted(seen)}, live are {sorted(kept)}")
+    _check_derivations(spec, max_tokens)
+    _check_retained(spec, live)
+
+
+def _check_past(spec: KVCacheSpec, n: int, ranges: tuple[TokenRange, ...]) -> None:
+    ends = [0, *(end for item in ranges for end in item), n]
+    in_order = all(start < stop for start, stop in ranges) and ends == sorted(ends)
+    _require(in_order, spec, f"law of the past: live_ranges({n}) is {ranges}, not sorted, disjoint and within [0, {n})")
+
+
+def _check_derivations(spec: KVCacheSpec, max_tokens: int) -> None:
+    general = KVCacheSpec
+    sizes = sorted({1, 2, spec.block_size, spec.block_size + 1, max_tokens})
+    for n in range(max_tokens + 1):
+        _require_equal(spec, f"live_blocks({n})", general.live_blocks(spec, n), spec.live_blocks(n))
+        for size in sizes:
+            expected, found = general.num_resident_blocks(spec, n, size), spec.num_resident_blocks(n, size)
+            _require_equal(spec, f"num_resident_blocks({n}, {size})", expected, found)
+            expected, found = general.peak_blocks(spec, n, size), spec.peak_blocks(n, size)
+            _require_equal(spec, f"peak_blocks({n}, {size})", expected, found)
+
+
+def _check_retained(spec: KVCacheSpec, live: list[tuple[TokenRange, ...]]) -> None:
+    retained = spec.retain_all()
+    _require(
+        dict(retained.state_tensors()) == dict(spec.state_tensors()), spec, "retain_all() stores other state tensors"
+    )
+    for n, ranges in enumerate(live):
+        lost = _tokens(ranges) - _tokens(retained.live_ranges(n))
+        _require(not lost, spec, f"retain_all() loses tokens {sorted(lost)} at {n}")
+
+
+def _tokens(ranges: Iterable[TokenRange]) -> set[int]:
+    return {token for start, stop in ranges for token in range(start, stop)}
+
+
+def _require_equal(spec: KVCacheSpec, what: str, expected: object, found: object) -> None:
+    _require(expected == found, spec, f"{what} is {found}, and {expected} by the live ranges")
+
+
+def _require(holds: bool, spec: KVCacheSpec, message: str) -> None:
+    if not holds:
+        raise ConformanceError(f"{spec}: {message}")
