@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.errors import SpecError, UnknownNameError
 from kvframe.specs import AttentionMask, KVCacheSpec, StateTensor
+from kvframe.testing.laws import ConformanceError, check_spec
 
 
 def full(block_size: int = 4) -> FullAttentionSpec:
@@ -104,3 +105,42 @@ def test_live_blocks_stay_apart_where_a_block_is_dead() -> None:
 def test_residency_counts_live_blocks_and_new_ones_once() -> None:
     spec = Alternating(block_size=1, num_kv_heads=1, head_size=8)
     assert 3 + 2 == KVCacheSpec.num_resident_blocks(spec, 5, 2)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_full_attention_keeps_the_laws(block_size: int) -> None:
+    check_spec(full(block_size), 40)
+
+
+class Remembers(FullAttentionSpec):
+    """Breaks the law of forgetting: the first token comes back at position 5."""
+
+    def live_ranges(self, n: int) -> tuple[tuple[int, int], ...]:
+        return ((0, n),) if n >= 5 or n == 1 else ()
+
+
+class LooksAhead(FullAttentionSpec):
+    """Breaks the law of the past."""
+
+    def live_ranges(self, n: int) -> tuple[tuple[int, int], ...]:
+        return ((0, n + 1),)
+
+
+class Miscounts(FullAttentionSpec):
+    """Overrides a derivation with another answer."""
+
+    def peak_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (Remembers, r"forgetting: tokens \[0, 1, 2, 3\] are live at 5"),
+        (LooksAhead, r"past: live_ranges\(0\)"),
+        (Miscounts, r"peak_blocks\(0, 1\) is 1"),
+    ],
+)
+def test_a_broken_spec_is_told_which_law(broken: type[FullAttentionSpec], message: str) -> None:
+    with pytest.raises(ConformanceError, match=message):
+        check_spec(broken(block_size=4, num_kv_heads=1, head_size=8), 20)

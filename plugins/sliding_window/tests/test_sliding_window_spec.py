@@ -13,6 +13,7 @@ from kvframe_sliding_window import SlidingWindowSpec
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.errors import SpecError
 from kvframe.specs import AttentionMask, KVCacheSpec
+from kvframe.testing.laws import check_spec
 
 
 def sliding(window: int, num_sink_tokens: int = 0, block_size: int = 4) -> SlidingWindowSpec:
@@ -86,3 +87,8 @@ def test_the_fast_peak_equals_the_general_one(spec: SlidingWindowSpec, num_token
 @given(spec=SPECS, n=st.integers(0, 120), num_new=st.integers(1, 50))
 def test_the_fast_residency_equals_the_general_one(spec: SlidingWindowSpec, n: int, num_new: int) -> None:
     assert KVCacheSpec.num_resident_blocks(spec, n, num_new) == spec.num_resident_blocks(n, num_new)
+
+
+@pytest.mark.parametrize(("window", "num_sink_tokens", "block_size"), [(1, 0, 1), (1, 2, 4), (8, 0, 4), (13, 5, 3)])
+def test_the_spec_keeps_the_laws(window: int, num_sink_tokens: int, block_size: int) -> None:
+    check_spec(sliding(window, num_sink_tokens, block_size), 40)

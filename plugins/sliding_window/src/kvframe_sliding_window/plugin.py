@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from kvframe.hookspecs import hookimpl
+from kvframe.hookspecs import Register, hookimpl
 
 
 @hookimpl
-def kvframe_register_specs(register: Callable[..., None]) -> None:
+def kvframe_register_specs(register: Register) -> None:
     """Register the sliding-window spec."""
     register("sliding_window", "kvframe_sliding_window.spec:SlidingWindowSpec")
