@@ -30,6 +30,7 @@ MODULES = ("textwrap", "heapq", "shlex", "fnmatch", "bisect")
 EOS, COPY, REPEAT = "<eos>", "<copy>", "<repeat>"
 WINDOW = 32
 SEGMENT_TOKENS = 40
+TASK_TOKENS = 2 * SEGMENT_TOKENS + 3
 VOCAB_SIZE = 512
 MAX_MODEL_LEN = 512
 DEFAULT_PATH = Path(__file__).resolve().parents[2] / ".cache" / "demo-model"
@@ -62,11 +63,11 @@ class Recipe:
         phases: Short rows first, where much is learnt quickly; long ones last, for the positions that are served.
     """
 
-    steps: int = 480
+    steps: int = 400
     learning_rate: float = 4e-3
     seed: int = 7
     phases: tuple[Phase, ...] = (
-        Phase(share=0.75, rows=16, tokens=160),
+        Phase(share=0.75, rows=16, tokens=168),
         Phase(share=0.25, rows=6, tokens=416),
     )
 
@@ -134,10 +135,16 @@ def copy_prompt(segment: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.tensor([1]), segment, torch.tensor([2])])
 
 
-def make_batch(text_ids: torch.Tensor, phase: Phase, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``input_ids, labels``, both ``[rows, tokens], int64``: text, and text with a copy task in it.
+def copy_task(generator: torch.Generator) -> torch.Tensor:
+    """Return a random segment's ``copy_prompt``, the segment again, and ``<eos>``: ``TASK_TOKENS`` ids."""
+    segment = torch.randint(3, VOCAB_SIZE, (SEGMENT_TOKENS,), generator=generator)
+    return torch.cat([copy_prompt(segment), segment, torch.tensor([0])])
 
-    The segment itself is random, so it counts in no loss: label -100.
+
+def make_batch(text_ids: torch.Tensor, phase: Phase, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``input_ids, labels``, both ``[rows, tokens], int64``: text, and text with copy tasks in it.
+
+    A segment itself is random, so it counts in no loss: label -100.
     """
 
     def draw(low: int, high: int) -> int:
@@ -150,12 +157,13 @@ def make_batch(text_ids: torch.Tensor, phase: Phase, generator: torch.Generator)
         ids = text_ids[start : start + phase.tokens].clone()
         label = ids.clone()
         if row % 2:
-            segment = torch.randint(3, VOCAB_SIZE, (SEGMENT_TOKENS,), generator=generator)
-            task = torch.cat([copy_prompt(segment), segment, torch.tensor([0])])
-            end = draw(len(task), phase.tokens + 1)
-            ids[end - len(task) : end] = task
-            label[end - len(task) : end] = task
-            label[end - len(task) : end - SEGMENT_TOKENS - 1] = -100
+            tasks = [copy_task(generator) for _ in range(draw(1, phase.tokens // TASK_TOKENS + 1))]
+            start = draw(0, phase.tokens - len(tasks) * TASK_TOKENS + 1)
+            for task in tasks:
+                stop = start + TASK_TOKENS
+                ids[start:stop] = label[start:stop] = task
+                label[start : stop - SEGMENT_TOKENS - 1] = -100
+                start = stop
         inputs.append(ids)
         labels.append(label)
     return torch.stack(inputs), torch.stack(labels)
@@ -205,7 +213,7 @@ def measure_copying(model: Gemma3ForCausalLM, text_ids: torch.Tensor, recipe: Re
     phase = attrs.evolve(recipe.phases[-1], rows=2 * rows)
     inputs, labels = make_batch(text_ids, phase, torch.Generator().manual_seed(recipe.seed + 1))
     inputs, labels = inputs[1::2], labels[1::2, 1:]
-    # What is copied lies between the mark to repeat and the end mark.
+    # What is copied lies between the mark to repeat and the next end mark.
     asked = ((inputs == 2).cumsum(1) > (inputs == 0).cumsum(1))[:, :-1]
     predicted = model(input_ids=inputs, use_cache=False).logits[:, :-1].argmax(-1)
     return float((predicted == labels)[asked].float().mean())
