@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,15 +39,29 @@ def explain(model: Path, stack_file: Path | None, device: str | None, dtype: str
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
     attending = [layer for layer in layers if layer.query is not None]
     choices = select_backends(attending, stack, registry, stack.engine.device.partition(":")[0])
-    explained = [_explain(layer, grouping, choice) for layer, choice in zip(attending, choices, strict=True)]
+    backends = [registry.backends.get(name).id for name in registry.backends.names()]
+    explained = [_explain(layer, grouping, choice, backends) for layer, choice in zip(attending, choices, strict=True)]
     if as_json:
         print_json({"model": description.name, "layers": explained})
     else:
         _print(description.name, explained)
 
 
-def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice) -> dict[str, Any]:
+def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice, backends: Sequence[str]) -> dict[str, Any]:
     assert layer.spec is not None
+    considered = {candidate.name: candidate for candidate in choice.candidates}
+    others = [
+        {
+            "backend": candidate.name,
+            "codes": [refusal.code for refusal in candidate.refusals],
+            "reason": choice.why_not(candidate),
+        }
+        for name, candidate in considered.items()
+        if name != choice.backend
+    ]
+    # Where the stack names a backend, no other is looked at.
+    named = f"not asked: the stack names {choice.backend}"
+    others += [{"backend": name, "codes": [], "reason": named} for name in backends if name not in considered]
     return {
         "layer": layer.name,
         "kind": layer.spec.kind,
@@ -54,15 +69,7 @@ def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice) -> dict[str, 
         "shares_with": grouping.follows.get(layer.name),
         "wrappers": [str(wrapper) for wrapper in choice.wrappers],
         "backend": choice.backend,
-        "others": [
-            {
-                "backend": candidate.name,
-                "codes": [refusal.code for refusal in candidate.refusals],
-                "reason": choice.why_not(candidate),
-            }
-            for candidate in choice.candidates
-            if candidate.name != choice.backend
-        ],
+        "others": others,
     }
 
 

@@ -1,0 +1,406 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from kvframe_transformers.testing import save_tiny, tiny_config
+
+from kvframe.cli import main, render
+from kvframe.cli.plan import describe_live_range
+from kvframe.engine.engine import Engine
+from kvframe.specs import AttentionSpec, TokenRange
+from kvframe.stack import Stack
+from tests.fake_distributions import FakeSite, registers
+
+FULL = {"kind": "full_attention", "num_kv_heads": 2, "head_size": 64}
+WINDOW = {"kind": "sliding_window", "num_kv_heads": 2, "head_size": 64, "window": 128}
+LAYERS = {
+    "name": "paper",
+    "max_model_len": 4096,
+    "layers": [{"name": "l.{}", "count": 3, **WINDOW}, {"name": "l.{}", **FULL}],
+}
+
+
+def run(*arguments: object, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], input=stdin)
+
+
+def run_json(*arguments: object) -> Any:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def error_of(*arguments: object) -> str:
+    """Return the one line that a mistake gives."""
+    result = run(*arguments)
+    assert (2, "", 1) == (result.exit_code, result.stdout, len(result.stderr.splitlines())), result.output
+    assert result.stderr.startswith("kvframe: error: ")
+    return result.stderr.removeprefix("kvframe: error: ").rstrip()
+
+
+@pytest.fixture
+def layers(tmp_path: Path) -> Path:
+    path = tmp_path / "layers.json"
+    path.write_text(json.dumps(LAYERS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny hybrid model on disk, without a tokenizer."""
+    torch.set_num_threads(1)
+    path = tmp_path_factory.mktemp("model") / "tiny-gemma-3"
+    save_tiny(path, "gemma3_text")
+    return path
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.json"
+    path.write_text("[[1, 2, 3], [7, 8]]")
+    return path
+
+
+# --- plan -------------------------------------------------------------------------------------------------------------
+
+
+def test_plan_prints_the_plan_as_json(layers: Path) -> None:
+    plan = run_json("plan", layers, "--memory", "16MiB", "--dtype", "bfloat16")
+    assert [3 * 8192, 8192] == [group["page_bytes"] for group in plan["groups"]]
+    assert [["l.0", "l.1", "l.2"], ["l.3"]] == [group["layers"] for group in plan["groups"]]
+    assert [16, 16] == [group["block_size"] for group in plan["groups"]]
+    assert ["sliding_window", "full_attention"] == [group["spec"]["kind"] for group in plan["groups"]]
+    assert plan["total_bytes"] == plan["null_bytes"] + plan["num_slabs"] * plan["slab_bytes"] <= 16 * 2**20
+    assert 4 * 512 == plan["bytes_per_token"]
+    assert 0 <= plan["waste_fraction"] < 1
+    assert plan["concurrency"][-1] == {"num_tokens": 4096, "max_requests": plan["max_concurrency"]}
+
+
+def test_plan_says_live_ranges_in_words_and_examples(layers: Path) -> None:
+    window, full = (group["live_range"] for group in run_json("plan", layers)["groups"])
+    assert ("the last 127", "every past token") == (window["words"], full["words"])
+    assert {"n": 2048, "ranges": [[1921, 2048]]} in window["examples"]
+
+
+def test_plan_without_hybrid_keeps_every_token_of_every_layer(layers: Path) -> None:
+    (group,) = run_json("plan", layers, "--no-hybrid")["groups"]
+    assert (4, "every past token") == (len(group["layers"]), group["live_range"]["words"])
+
+
+def test_plan_takes_block_size_length_and_the_lengths_to_list(layers: Path) -> None:
+    plan = run_json("plan", layers, "--block-size", 32, "--max-model-len", 512, "--num-tokens", 100)
+    assert (32, 512) == (plan["groups"][0]["block_size"], plan["max_model_len"])
+    assert [100] == [each["num_tokens"] for each in plan["concurrency"]]
+
+
+def test_plan_takes_a_stack(layers: Path, tmp_path: Path) -> None:
+    stack = tmp_path / "stack.toml"
+    stack.write_text('[cache]\nmemory = "8MiB"\n[[rules]]\nkind = "sliding_window"\nspec = {window = 64}\n')
+    plan = run_json("plan", layers, "--stack", stack)
+    assert (8 * 2**20, "the last 63") == (plan["memory_bytes"], plan["groups"][0]["live_range"]["words"])
+
+
+def test_an_option_wins_over_the_stack(layers: Path, tmp_path: Path) -> None:
+    stack = tmp_path / "stack.toml"
+    stack.write_text('[cache]\nmemory = "8MiB"\n')
+    assert 2**24 == run_json("plan", layers, "--stack", stack, "--memory", "16MiB")["memory_bytes"]
+
+
+def test_plan_is_aligned_text_in_a_pipe(layers: Path) -> None:
+    lines = run("plan", layers, "--memory", "16MiB").stdout.splitlines()
+    assert "paper: 4 layers" == lines[0]
+    assert lines[1].index("kind") == lines[2].index("sliding_window") == lines[3].index("full_attention")
+    assert "3: l.{0-2}" in lines[2]
+    assert all(line.isascii() for line in lines)
+
+
+@pytest.mark.parametrize("memory", ["8MiB", "auto"])
+def test_plan_says_what_a_run_allocates(model: Path, memory: str) -> None:
+    arguments = () if memory == "auto" else ("--memory", memory)
+    planned = run_json("plan", model, *arguments)
+    with Engine.from_pretrained(model, stack=Stack.from_mapping({"cache": {"memory": memory}})) as engine:
+        assert planned["total_bytes"] == engine.stats().cache_bytes
+
+
+def test_plan_reads_a_config_alone(tmp_path: Path) -> None:
+    tiny_config("gemma3_text").save_pretrained(tmp_path)
+    plan = run_json("plan", tmp_path / "config.json", "--memory", "8MiB")
+    assert [3, 1] == [len(group["layers"]) for group in plan["groups"]]
+
+
+class Chunked(AttentionSpec):
+    """Sees the tokens of its own chunk of 100."""
+
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
+        return ((n - n % 100, n),) if n % 100 else ()
+
+
+def test_a_live_range_that_neither_stays_nor_slides_is_said_by_example() -> None:
+    spec = Chunked(block_size=16, num_kv_heads=1, head_size=8)
+    assert "at token 149: 100 to 148" == describe_live_range(spec, 150)
+
+
+# --- generate ---------------------------------------------------------------------------------------------------------
+
+
+def test_generate_prints_outputs_in_order_as_json(model: Path, prompts: Path) -> None:
+    result = run_json("generate", model, "--prompt-token-ids", prompts, "--max-new-tokens", 4, "--memory", "8MiB")
+    assert [[1, 2, 3], [7, 8]] == [output["prompt_token_ids"] for output in result["outputs"]]
+    assert [4, 4] == [len(output["token_ids"]) for output in result["outputs"]]
+    assert ["length", "length"] == [output["finish_reason"] for output in result["outputs"]]
+    assert 8 == result["stats"]["generated_tokens"]
+
+
+def test_generate_gives_the_tokens_of_the_engine(model: Path, prompts: Path) -> None:
+    result = run_json("generate", model, "--prompt-token-ids", prompts, "--memory", "8MiB", "--block-size", 1)
+    with Engine.from_pretrained(model, stack=Stack.from_mapping({"cache": {"memory": "8MiB"}})) as engine:
+        expected = [list(output.token_ids) for output in engine.generate([[1, 2, 3], [7, 8]])]
+    assert expected == [output["token_ids"] for output in result["outputs"]]
+
+
+def test_a_refused_prompt_has_an_error_and_the_others_finish(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.json"
+    path.write_text("[[], [1, 2], [100000]]")
+    result = run("generate", model, "--prompt-token-ids", path, "--max-new-tokens", 2, "--memory", "8MiB", "--json")
+    empty, good, unknown = json.loads(result.stdout)["outputs"]
+    assert 1 == result.exit_code
+    assert ("refused", "length", "refused") == tuple(each["finish_reason"] for each in (empty, good, unknown))
+    assert "the prompt is empty" in empty["error"]
+    assert None is good["error"]
+    assert "100000 is no token id" in unknown["error"]
+
+
+def test_a_seed_makes_sampling_repeatable(model: Path, prompts: Path) -> None:
+    arguments = ("--prompt-token-ids", prompts, "--memory", "8MiB", "--temperature", 1, "--top-k", 20, "--top-p", 0.9)
+    runs = [run_json("generate", model, *arguments, "--seed", seed)["outputs"] for seed in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_generate_reads_standard_input(model: Path) -> None:
+    result = run("generate", model, "--prompt-token-ids", "-", "--max-new-tokens", 2, "--json", stdin="[1]\n[2, 3]\n")
+    assert [[1], [2, 3]] == [output["prompt_token_ids"] for output in json.loads(result.stdout)["outputs"]]
+
+
+def test_a_text_prompt_needs_a_tokenizer(model: Path) -> None:
+    assert "tiny-gemma-3 has no tokenizer" in error_of("generate", model, "--prompt", "hello", "--memory", "8MiB")
+
+
+@pytest.mark.parametrize("given", [(), ("--prompt", "a", "--prompts", "file")])
+def test_prompts_come_from_one_place(given: tuple[str, ...]) -> None:
+    result = run("generate", "model", *given)
+    assert 2 == result.exit_code
+    assert "give prompts by one of --prompt, --prompts and --prompt-token-ids" in result.stderr
+
+
+def test_generate_is_quiet_in_a_pipe(model: Path, prompts: Path) -> None:
+    arguments = ["generate", str(model), "--prompt-token-ids", str(prompts), "--max-new-tokens", "2", "--json"]
+    done = subprocess.run([sys.executable, "-m", "kvframe", *arguments], capture_output=True, text=True, check=True)
+    assert "" == done.stderr
+    assert 2 == len(json.loads(done.stdout)["outputs"])
+
+
+# --- plugins and explain ----------------------------------------------------------------------------------------------
+
+
+def test_plugins_lists_each_with_its_status() -> None:
+    listed = run_json("plugins")
+    status = {plugin["distribution"]: (plugin["status"], plugin["api"]) for plugin in listed["plugins"]}
+    assert ("loaded", "1.0") == status["kvframe"] == status["kvframe-sliding-window"]
+    owners = {(name["kind"], name["name"]): name["owner"] for name in listed["names"]}
+    assert "kvframe" == owners["spec", "full_attention"]
+    assert "kvframe-sliding-window" == owners["spec", "sliding_window"]
+
+
+def test_a_disabled_plugin_is_listed_with_its_reason(tmp_path: Path) -> None:
+    stack = tmp_path / "stack.toml"
+    stack.write_text('[plugins]\ndisabled = ["sliding_window"]\n')
+    (plugin,) = (each for each in run_json("plugins", "--stack", stack)["plugins"] if each["name"] == "sliding_window")
+    assert ("disabled", f"{stack} disables it") == (plugin["status"], plugin["reason"])
+
+
+def test_explain_says_for_each_layer_what_was_chosen_and_why_not_the_others(layers: Path) -> None:
+    explained = run_json("explain", layers)["layers"]
+    assert ["l.0", "l.1", "l.2", "l.3"] == [layer["layer"] for layer in explained]
+    assert [0, 0, 0, 1] == [layer["group"] for layer in explained]
+    assert {"kvframe:torch"} == {layer["backend"] for layer in explained}
+    (other,) = (each for each in explained[0]["others"] if each["backend"] == "kvframe:torch_reference")
+    assert "can serve this layer; kvframe:torch is preferred" == other["reason"]
+
+
+def test_explain_gives_the_reason_and_code_of_a_refusal(site: FakeSite, tmp_path: Path) -> None:
+    backend = """
+        from kvframe.builtin.torch_reference import TorchReferenceBackend
+        from kvframe.attention.backend import Capabilities
+
+        class Fast(TorchReferenceBackend):
+            capabilities = Capabilities(devices={"cuda"}, dtypes={"float32"}, masks={"causal"})
+    """
+    manifest = registers("backends", ("fast", "acme_fast.backend:Fast"))
+    site.add("acme-fast", "fast", manifest, files={"backend": dedent(backend)})
+    path = tmp_path / "full.json"
+    path.write_text(json.dumps({"max_model_len": 64, "layers": [{"name": "a", **FULL}]}))
+    (layer,) = run_json("explain", path)["layers"]
+    (refused,) = (each for each in layer["others"] if each["backend"] == "acme-fast:fast")
+    assert {"backend": "acme-fast:fast", "codes": ["device"], "reason": "runs on cuda, not on cpu"} == refused
+
+
+def test_explain_says_that_a_named_backend_leaves_no_choice(layers: Path, tmp_path: Path) -> None:
+    stack = tmp_path / "stack.toml"
+    stack.write_text('[[rules]]\nlayers = "*"\nbackend = "torch_reference"\n')
+    layer = run_json("explain", layers, "--stack", stack)["layers"][0]
+    reason = "not asked: the stack names kvframe:torch_reference"
+    assert "kvframe:torch_reference" == layer["backend"]
+    assert [{"backend": "kvframe:torch", "codes": [], "reason": reason}] == layer["others"]
+
+
+def test_a_device_that_no_backend_serves_is_one_line(layers: Path) -> None:
+    assert "kvframe:torch: runs on cpu, cuda, not on tpu" in error_of("explain", layers, "--device", "tpu")
+
+
+def test_explain_needs_no_weights(tmp_path: Path) -> None:
+    tiny_config("gemma3_text").save_pretrained(tmp_path)
+    explained = run_json("explain", tmp_path)["layers"]
+    assert [0, 0, 0, 1] == [layer["group"] for layer in explained]
+
+
+def test_explain_folds_layers_that_are_alike(layers: Path) -> None:
+    lines = run("explain", layers).stdout.splitlines()
+    assert "paper: 4 layers" == lines[0]
+    assert ["3: l.{0-2}", "1: l.3"] == [" ".join(line.split()[:2]) for line in lines[2:4]]
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["plan", "explain", "generate"])
+def test_a_missing_model_is_one_line(command: str, tmp_path: Path) -> None:
+    arguments = ["--prompt", "a"] if command == "generate" else []
+    missing = tmp_path / "none"
+    assert f"there is no file or folder {missing}" == error_of(command, missing, *arguments)
+
+
+def test_a_folder_that_is_no_model_is_one_line(tmp_path: Path) -> None:
+    assert "is no model that a plugin recognises (asked: transformers)" in error_of("plan", tmp_path)
+
+
+def test_a_config_that_is_no_model_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"hello": 1}')
+    assert str(tmp_path) in error_of("plan", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "layers.json"])
+def test_corrupt_json_is_one_line(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text('{"layers": [')
+    assert f"{path} is no valid JSON" in error_of("plan", path)
+
+
+def test_a_kind_that_no_plugin_provides_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "layers.json"
+    path.write_text(json.dumps({"max_model_len": 8, "layers": [{"name": "a", "kind": "tree"}]}))
+    assert "layer 'a' needs the cache spec 'tree', which no plugin provides" in error_of("plan", path)
+
+
+@pytest.mark.parametrize(
+    ("stack", "says"),
+    [
+        ("[cache]\nmemry = 1\n", "there is no key named 'memry'"),
+        ('[[rules]]\nlayers = "*"\nbackend = "torhc"\n', "there is no backend named 'torhc'"),
+        ("[cache]\nmemory = -1\n[engine]\nspeed = 3\n", "2 problems; "),
+        ("[cache", "not valid TOML"),
+    ],
+)
+def test_a_wrong_stack_is_one_line(stack: str, says: str, layers: Path, tmp_path: Path) -> None:
+    path = tmp_path / "stack.toml"
+    path.write_text(stack)
+    assert says in error_of("plan", layers, "--stack", path)
+
+
+def test_a_missing_stack_is_one_line(layers: Path, tmp_path: Path) -> None:
+    assert "the stack file cannot be read" in error_of("explain", layers, "--stack", tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--memory", "2 potatoes", "--memory must be 'auto', a number of bytes, or a size like"),
+        ("--memory", "1KiB", "give at least"),
+        ("--max-model-len", 5000, "is more than the 4096 tokens that paper takes"),
+    ],
+)
+def test_a_wrong_option_is_one_line(option: str, value: object, says: str, layers: Path) -> None:
+    assert says in error_of("plan", layers, option, value)
+
+
+def test_a_length_beyond_the_longest_request_is_refused(layers: Path) -> None:
+    result = run("plan", layers, "--num-tokens", 5000)
+    assert 2 == result.exit_code
+    assert "a request has at most 4096 tokens" in result.stderr
+
+
+def test_an_unknown_command_names_the_nearest() -> None:
+    assert "did you mean 'plan'?" in error_of("plam")
+
+
+def test_the_module_runs_as_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "kvframe", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("kvframe ")
+
+
+# --- what people see --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "compact"),
+    [
+        (["m.0.attn", "m.1.attn", "m.2.attn", "m.5.attn"], "m.{0-2,5}.attn"),
+        (["m.3.attn"], "m.3.attn"),
+        (["b.0.l.0.attn", "b.1.l.0.attn"], "b.{0-1}.l.0.attn"),
+        (["enc.0", "enc.1", "dec.0"], "enc.{0-1}, dec.0"),
+        (["attn"], "attn"),
+        ([], ""),
+    ],
+)
+def test_names_fold_the_number_that_counts(names: list[str], compact: str) -> None:
+    assert compact == render.compact_names(names)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (2**31, "2.00 GiB"), (3 * 2**40, "3.00 TiB")],
+)
+def test_bytes_are_said_in_binary_units(num_bytes: int, text: str) -> None:
+    assert text == render.format_bytes(num_bytes)
+
+
+def test_a_table_is_drawn_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    render.print_table("Title", ("name", "count"), [("a[b]", "12")])
+    out = capsys.readouterr().out
+    assert "a[b]" in out
+    assert "─" in out
+
+
+def test_a_progress_bar_is_drawn_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with render.progress("generating", 3) as show:
+        show(3)
+    captured = capsys.readouterr()
+    assert "generating" in captured.err
+    assert "" == captured.out
+
+
+def test_a_progress_bar_is_silent_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    with render.progress("generating", 3) as show:
+        show(3)
+    assert ("", "") == capsys.readouterr()
