@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 NUM_CONTEXT_TOKENS = 5
-"""Prompt tokens decoded along with the first generated ones, so that a leading space is not taken for a text's start."""
+"""Prompt tokens decoded along with the first generated ones: a space that begins the output is then not lost."""
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 

@@ -1,0 +1,187 @@
+"""The scheduler alone, over a cache that only counts: who runs when, and that everyone comes to an end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvframe.engine.request import Request, SamplingParams
+from kvframe.engine.scheduler import ScheduledStep, Scheduler
+
+
+class CountingCache:
+    """Holds ``num_blocks`` blocks of 4 tokens; finds no prefixes unless ``hits`` names a request."""
+
+    def __init__(self, num_blocks: int = 1000, hits: dict[str, int] | None = None) -> None:
+        self.num_free = num_blocks
+        self.held: dict[str, int] = {}
+        self.hits = hits or {}
+
+    def start(self, request_id: str, token_ids: Sequence[int], *, salt: str = "", use_prefix: bool = True) -> int:
+        assert request_id not in self.held
+        self.held[request_id] = 0
+        return self.hits.get(request_id, 0) if use_prefix else 0
+
+    def extend(self, request_id: str, num_tokens: int) -> bool:
+        wanted = -(-num_tokens // 4) - self.held[request_id]
+        if wanted > self.num_free:
+            return False
+        self.num_free -= max(0, wanted)
+        self.held[request_id] += max(0, wanted)
+        return True
+
+    def commit(self, request_id: str, token_ids: Sequence[int], num_computed: int) -> None:
+        assert num_computed <= min(len(token_ids), 4 * self.held[request_id])
+
+    def free(self, request_id: str) -> None:
+        self.num_free += self.held.pop(request_id)
+
+    def row(self, request_id: str) -> int:
+        return 0
+
+
+def request(name: str, num_prompt_tokens: int, max_new_tokens: int = 4, first: int | None = None) -> Request:
+    """Return a request whose prompt starts with ``first``, so that only those with the same one share a prefix."""
+    tokens = [hash(name) if first is None else first, *range(1, num_prompt_tokens)]
+    params = SamplingParams(max_new_tokens=max_new_tokens)
+    return Request.create(name, tokens, params, eos_token_ids=frozenset(), max_model_len=100)
+
+
+def scheduler(cache: CountingCache, *requests: Request, seqs: int = 8, tokens: int = 16, shared: int = 0) -> Scheduler:
+    made = Scheduler(cache, max_num_seqs=seqs, max_num_batched_tokens=tokens, shared_block_size=shared)
+    for each in requests:
+        made.add(each)
+    return made
+
+
+def complete(made: Scheduler, step: ScheduledStep) -> None:
+    ends = [each for each in step.requests if each.num_computed + each.num_scheduled == len(each.token_ids)]
+    made.complete(step, [7] * len(ends))
+
+
+def run(made: Scheduler, num_steps: int) -> list[dict[str, int]]:
+    """Complete steps and return the tokens of each request in each of them."""
+    seen = []
+    for _ in range(num_steps):
+        step = made.schedule()
+        assert step is not None
+        seen.append({each.request_id: each.num_scheduled for each in step.requests})
+        assert sum(seen[-1].values()) == step.num_tokens
+        complete(made, step)
+    return seen
+
+
+def test_nothing_to_do_is_no_step() -> None:
+    assert scheduler(CountingCache()).schedule() is None
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_running_requests_come_first() -> None:
+    made = scheduler(CountingCache(), request("a", 3), request("b", 30))
+    assert [{"a": 3, "b": 13}, {"a": 1, "b": 15}, {"a": 1, "b": 2}, {"a": 1, "b": 1}] == run(made, 4)
+
+
+def test_no_more_requests_run_than_allowed() -> None:
+    made = scheduler(CountingCache(), request("a", 2, 2), request("b", 2, 3), request("c", 2, 1), seqs=2)
+    assert [{"a": 2, "b": 2}, {"a": 1, "b": 1}, {"b": 1, "c": 2}] == run(made, 3)
+    assert made.schedule() is None
+
+
+def test_a_prefix_hit_is_not_computed() -> None:
+    made = scheduler(CountingCache(hits={"a": 8}), request("a", 10))
+    assert [{"a": 2}, {"a": 1}] == run(made, 2)
+    assert (10, 8) == (made.stats.prompt_tokens, made.stats.cached_prompt_tokens)
+
+
+def test_the_request_admitted_last_is_preempted_and_computed_again() -> None:
+    cache = CountingCache(num_blocks=4)
+    first, second = request("a", 8, 5), request("b", 7, 3)
+    made = scheduler(cache, first, second)
+    # Both hold 2 blocks; the ninth token of "a" needs a third.
+    assert [{"a": 8, "b": 7}, {"a": 1}, {"a": 1}, {"a": 1}, {"a": 1}] == run(made, 5)
+    assert 1 == made.stats.preemptions
+    # The prompt and the token generated before the preemption, then the rest.
+    assert [{"b": 8}, {"b": 1}] == run(made, 2)
+    assert "length" == second.finish_reason
+    assert (4, {}) == (cache.num_free, cache.held)
+
+
+def test_a_preempted_request_goes_before_those_that_came_later() -> None:
+    made = scheduler(CountingCache(num_blocks=4), request("a", 8, 5), request("b", 7, 3), request("c", 1, 1), seqs=2)
+    run(made, 5)
+    assert ["b", "c"] == list(run(made, 1)[0])
+
+
+def test_a_request_waits_one_step_for_a_prefix_that_is_being_computed() -> None:
+    made = scheduler(CountingCache(), request("a", 9, first=1), request("b", 9, first=1), request("c", 3), shared=4)
+    assert [{"a": 9}, {"a": 1, "b": 9, "c": 3}] == run(made, 2)
+
+
+def test_a_request_that_shares_less_than_a_block_does_not_wait() -> None:
+    made = scheduler(CountingCache(), request("a", 8, first=1), request("b", 8, first=2), shared=4)
+    assert [{"a": 8, "b": 8}] == run(made, 1)
+
+
+def test_ending_a_request_frees_it_whether_it_runs_or_waits() -> None:
+    cache = CountingCache(num_blocks=4)
+    running, waiting = request("a", 8), request("b", 8)
+    made = scheduler(cache, running, waiting, seqs=1)
+    run(made, 1)
+    for each in (running, waiting, running):
+        made.end(each, "aborted")
+    assert not made.has_work
+    assert (4, "aborted", "aborted") == (cache.num_free, running.finish_reason, waiting.finish_reason)
+
+
+def test_a_failed_step_ends_its_requests_and_no_other() -> None:
+    cache = CountingCache(num_blocks=4)
+    running, waiting = request("a", 8), request("b", 8)
+    made = scheduler(cache, running, waiting, seqs=1)
+    step = made.schedule()
+    assert step is not None
+    assert [running] == made.fail(step, "broken")
+    assert ("error", "broken", None) == (running.finish_reason, running.error, waiting.finish_reason)
+    assert 4 == cache.num_free
+    assert [{"b": 8}] == run(made, 1)
+
+
+def test_a_request_without_a_token_ends_with_an_error() -> None:
+    only = request("a", 3)
+    made = scheduler(CountingCache(), only)
+    step = made.schedule()
+    assert step is not None
+    made.complete(step, [-1])
+    assert ("error", 3) == (only.finish_reason, len(only.token_ids))
+    assert not made.has_work
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=8),
+    spare_blocks=st.integers(0, 6),
+    seqs=st.integers(1, 4),
+    tokens=st.integers(1, 40),
+    shared=st.sampled_from([0, 4]),
+)
+def test_every_request_ends_in_turn_and_every_block_comes_back(
+    lengths: list[tuple[int, int]], spare_blocks: int, seqs: int, tokens: int, shared: int
+) -> None:
+    num_blocks = max(-(-(prompt + new) // 4) for prompt, new in lengths) + spare_blocks
+    cache = CountingCache(num_blocks)
+    requests = [request(str(index), prompt, new, first=0) for index, (prompt, new) in enumerate(lengths)]
+    made = scheduler(cache, *requests, seqs=seqs, tokens=tokens, shared=shared)
+    started: list[str] = []
+    for _ in range(5000):
+        step = made.schedule()
+        if step is None:
+            break
+        assert 0 < step.num_tokens <= tokens
+        assert len(step.requests) <= len(made.running) <= seqs
+        assert len(set(map(id, step.requests))) == len(step.requests)
+        started += [each.request_id for each in step.admitted if each.request_id not in started]
+        complete(made, step)
+    assert not made.has_work
+    # First come, first served.
+    assert [each.request_id for each in requests] == started
+    assert [prompt + new for prompt, new in lengths] == [len(each.token_ids) for each in requests]
+    assert (num_blocks, {}) == (cache.num_free, cache.held)
