@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import attrs
 import pytest
 import torch
 
-from kvframe.attention.backend import AttentionBackend
+from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
 from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.builtin.torch_reference import TorchReferenceBackend
+from kvframe.errors import SpecError
+from kvframe.specs import AttentionMask, AttentionSpec, LayerSpec, QuerySpec, StateTensor
 from kvframe.testing.conformance import check_backend
-from kvframe.testing.grid import Case, make_cases
+from kvframe.testing.grid import Case, GridSpec, Request, make_cases, make_layers
+from kvframe.testing.laws import ConformanceError
+from kvframe.testing.reference import dense_attention, visible_tokens
 
 BACKENDS = (TorchBackend, TorchReferenceBackend)
 
@@ -29,3 +36,254 @@ def one_thread() -> None:
 )
 def test_a_backend_computes_what_it_declares(backend: type[AttentionBackend], case: Case) -> None:
     check_backend(backend, case)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backend_that_hides_nan_would_show_by_other_values(backend: type[AttentionBackend]) -> None:
+    for case in make_cases(backend.capabilities):
+        if case.name in ("window=5-sink_tokens=3-everything-extend", "full-block=17-mixed", "window=5-block=16-decode"):
+            check_backend(backend, case, poison=1e4)
+
+
+# --- what is declared, and what is refused ----------------------------------------------------------------------------
+
+
+def test_the_reference_serves_every_layer_of_the_grid() -> None:
+    capabilities = TorchReferenceBackend.capabilities
+    assert [] == [refusal for _, layer in make_layers(capabilities) for refusal in capabilities.refusals(layer, "cpu")]
+
+
+def test_the_practical_backend_leaves_out_only_what_no_mask_says() -> None:
+    layers = make_layers(TorchBackend.capabilities)
+    refused = {name: TorchBackend.capabilities.refusals(layer, "cpu") for name, layer in layers}
+    assert {"chunk=6-block=1", "chunk=6-block=16", "chunk=6-block=17"} == {name for name in refused if refused[name]}
+    assert {"mask_live_range"} == {refusal.code for refusals in refused.values() for refusal in refusals}
+
+
+NARROW = Capabilities(
+    devices=frozenset({"cuda"}),
+    dtypes=frozenset({"float16", "bfloat16"}),
+    masks=frozenset({"causal"}),
+    head_sizes=frozenset({64, 128}),
+    block_size_multiple=16,
+)
+NARROW_SPEC = GridSpec(block_size=32, num_kv_heads=1, head_size=64, dtype="float16")
+NARROW_QUERY = QuerySpec(num_heads=2, head_size=64, scale=0.125)
+
+
+class RenamedState(GridSpec):
+    """Stores a latent vector instead of keys and values."""
+
+    def state_tensors(self) -> dict[str, StateTensor]:
+        return {"latent": StateTensor((self.block_size, self.head_size), self.dtype)}
+
+
+def refusals(spec: AttentionSpec = NARROW_SPEC, device: str = "cuda", **query: Any) -> list[str]:
+    layer = LayerSpec(name="layer", spec=spec, query=attrs.evolve(NARROW_QUERY, **query))
+    return [refusal.code for refusal in NARROW.refusals(layer, device)]
+
+
+def test_what_is_declared_is_not_refused() -> None:
+    assert [] == refusals()
+    assert [] == refusals(attrs.evolve(NARROW_SPEC, head_size=128, head_size_v=128, block_size=16), head_size=128)
+
+
+@pytest.mark.parametrize(
+    ("code", "changes"),
+    [
+        ("dtype", {"dtype": "float32"}),
+        ("mask_bidirectional", {"causal": False}),
+        ("mask_window", {"window": 8}),
+        ("mask_live_range", {"chunk": 8}),
+        ("value_size", {"head_size_v": 32}),
+        ("block_size", {"block_size": 24}),
+    ],
+)
+def test_a_spec_beyond_what_is_declared_is_refused_by_code(code: str, changes: dict[str, Any]) -> None:
+    assert [code] == refusals(attrs.evolve(NARROW_SPEC, **changes))
+
+
+@pytest.mark.parametrize(("code", "changes"), [("soft_cap", {"soft_cap": 1.0}), ("sinks", {"has_sinks": True})])
+def test_a_query_side_beyond_what_is_declared_is_refused_by_code(code: str, changes: dict[str, Any]) -> None:
+    assert [code] == refusals(**changes)
+
+
+def test_another_device_head_size_or_state_is_refused_by_code() -> None:
+    assert ["device"] == refusals(device="cpu")
+    assert ["head_size"] == refusals(attrs.evolve(NARROW_SPEC, head_size=80, head_size_v=80), head_size=80)
+    assert ["state"] == refusals(RenamedState(block_size=32, num_kv_heads=1, head_size=64, dtype="float16"))
+
+
+def test_every_reason_is_given_at_once() -> None:
+    spec = attrs.evolve(NARROW_SPEC, window=8, num_sink_tokens=1, block_size=8)
+    assert ["device", "mask_sink_tokens", "mask_window", "soft_cap", "block_size"] == refusals(
+        spec, "cpu", soft_cap=1.0
+    )
+
+
+# --- the reference, in plain numbers ----------------------------------------------------------------------------------
+
+
+def numbers(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)[:, None, None]
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> list[float]:
+    visible = options.pop("visible", torch.ones(query.shape[0], key.shape[0], dtype=torch.bool))
+    sinks = options.pop("sinks", None)
+    layer = QuerySpec(num_heads=query.shape[1], head_size=1, **{"scale": 1.0, **options})
+    output: list[float] = dense_attention(layer, query, key, value, visible, sinks).flatten().tolist()
+    return output
+
+
+def test_equal_scores_give_the_mean_of_what_is_seen() -> None:
+    visible = torch.tensor([[True, True, False], [True, True, True]])
+    assert [3.0, 4.0] == pytest.approx(attend(numbers(0, 0), numbers(1, 2, 3), numbers(2, 4, 6), visible=visible))
+
+
+def test_the_scale_is_a_factor_on_the_scores() -> None:
+    assert [0.75] == pytest.approx(attend(numbers(1), numbers(0, 1), numbers(0, 1), scale=1.0986122886681098))
+
+
+def test_a_learned_sink_takes_its_share_and_gives_nothing() -> None:
+    assert [6.0] == pytest.approx(attend(numbers(0), numbers(1, 2, 3), numbers(8, 8, 8), sinks=torch.zeros(1).double()))
+
+
+def test_a_soft_cap_bounds_the_scores() -> None:
+    assert [3.0] == pytest.approx(attend(numbers(1e3), numbers(1, -1), numbers(2, 4), soft_cap=1e-9))
+
+
+def test_query_heads_share_the_key_head_of_their_group() -> None:
+    query, key = torch.zeros(1, 4, 1), torch.zeros(1, 2, 1)
+    assert [5.0, 5.0, 7.0, 7.0] == attend(query, key, torch.tensor([[[5.0], [7.0]]]))
+
+
+def test_a_query_sees_what_is_live_and_itself() -> None:
+    window = attrs.evolve(NARROW_SPEC, window=2, num_sink_tokens=1)
+    assert [[1, 0, 1, 1, 0], [1, 0, 0, 1, 1]] == visible_tokens(window, 3, 5).int().tolist()
+    assert [[0, 0, 1, 0], [0, 0, 1, 1]] == visible_tokens(attrs.evolve(NARROW_SPEC, chunk=2), 2, 4).int().tolist()
+    assert [[1, 1, 1]] == visible_tokens(window, 2, 3, causal=False).int().tolist()
+
+
+# --- the kit sees what is wrong ---------------------------------------------------------------------------------------
+
+
+class Wrong(TorchReferenceBackend):
+    """The reference with one mistake, made in the layer or the tensors that it computes with."""
+
+    def layer_used(self, layer: LayerSpec) -> LayerSpec:
+        return layer
+
+    def metadata_used(self, metadata: Any) -> Any:
+        return metadata
+
+    def forward(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        return super().forward(self.layer_used(layer), query, kv_cache, self.metadata_used(metadata), sinks)
+
+
+class WindowTooLong(Wrong):
+    def layer_used(self, layer: LayerSpec) -> LayerSpec:
+        assert isinstance(layer.spec, GridSpec)
+        window = layer.spec.window
+        return attrs.evolve(layer, spec=attrs.evolve(layer.spec, window=None if window is None else window + 1))
+
+
+class WindowTooShort(Wrong):
+    def layer_used(self, layer: LayerSpec) -> LayerSpec:
+        assert isinstance(layer.spec, GridSpec)
+        window = layer.spec.window
+        return attrs.evolve(layer, spec=attrs.evolve(layer.spec, window=None if window is None else window - 1))
+
+
+class OwnScale(Wrong):
+    def layer_used(self, layer: LayerSpec) -> LayerSpec:
+        assert layer.query is not None
+        return attrs.evolve(layer, query=attrs.evolve(layer.query, scale=layer.query.head_size**-0.5))
+
+
+class NoSoftCap(Wrong):
+    def layer_used(self, layer: LayerSpec) -> LayerSpec:
+        assert layer.query is not None
+        return attrs.evolve(layer, query=attrs.evolve(layer.query, soft_cap=None))
+
+
+class NoLearnedSinks(TorchReferenceBackend):
+    def forward(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        return super().forward(layer, query, kv_cache, metadata, None)
+
+
+class AlwaysCausal(Wrong):
+    def metadata_used(self, metadata: Any) -> Any:
+        return attrs.evolve(metadata, causal=True)
+
+
+class PagesInOrder(Wrong):
+    def metadata_used(self, metadata: Any) -> Any:
+        table = metadata.block_table
+        step = table[0, 1] - table[0, 0]
+        return attrs.evolve(metadata, block_table=table[:, :1] + step * torch.arange(table.shape[1]))
+
+
+class HalfPrecision(Wrong):
+    def forward(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        return super().forward(layer, query.bfloat16(), kv_cache, metadata, sinks).to(query.dtype)
+
+
+class WritesTheBlockTable(Wrong):
+    def metadata_used(self, metadata: Any) -> Any:
+        metadata.block_table[0, -1] = 7
+        return metadata
+
+
+class DropsAnOutput(Wrong):
+    def forward(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        return super().forward(layer, query, kv_cache, metadata, sinks)[:-1]
+
+
+@pytest.mark.parametrize(
+    ("backend", "name", "message"),
+    [
+        (WindowTooLong, "window=5-block=1-decode", r"wrong, .*NaN is state that is not live"),
+        (WindowTooLong, "window=5-block=16-decode", r"wrong, .*NaN is state that is not live"),
+        (WindowTooLong, "window=5-block=16-prefill", r"wrong, the first at position 5 of request 0"),
+        (WindowTooShort, "window=5-block=16-decode", r"4 of 5 queries are wrong"),
+        (OwnScale, "full-block=16-mixed", "wrong"),
+        (NoSoftCap, "full-soft_cap-decode", "wrong"),
+        (NoLearnedSinks, "full-learned_sinks-decode", "5 of 5 queries are wrong"),
+        (AlwaysCausal, "full-block=16-extend-not_causal", "wrong"),
+        (PagesInOrder, "full-block=16-uneven", "wrong"),
+        (HalfPrecision, "full-block=16-decode", r"wrong, .* by .* is allowed$"),
+        (WritesTheBlockTable, "full-block=16-mixed", "it wrote to the cache, the query or the batch metadata"),
+        (DropsAnOutput, "full-block=16-mixed", r"the output is \(28, 4, 8\), torch.float32, not \(\(29, 4, 8\)"),
+    ],
+)
+def test_the_kit_says_what_a_wrong_backend_got_wrong(backend: type[AttentionBackend], name: str, message: str) -> None:
+    (case,) = (case for case in make_cases(backend.capabilities) if case.name == name)
+    with pytest.raises(ConformanceError, match=f"^{backend.__name__} on {name}: .*{message}"):
+        check_backend(backend, case)
+
+
+def test_dead_blocks_are_not_resident_in_a_case() -> None:
+    class Recorder(TorchReferenceBackend):
+        def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> torch.Tensor:
+            seen.extend(metadata.block_table.tolist())
+            return super().forward(layer, query, kv_cache, metadata, sinks)
+
+    seen: list[list[int]] = []
+    spec = GridSpec(block_size=2, num_kv_heads=1, head_size=4, window=3, num_sink_tokens=1)
+    layer = LayerSpec(name="layer", spec=spec, query=QuerySpec(num_heads=1, head_size=4, scale=1.0))
+    check_backend(Recorder, Case(name="one", layer=layer, requests=(Request(9, 2),)))
+    assert [[True, False, False, True, True, True]] == [[block > 0 for block in row] for row in seen]
+
+
+def test_a_bidirectional_mask_with_a_window_is_refused() -> None:
+    with pytest.raises(SpecError, match="a bidirectional mask has no window"):
+        AttentionMask(causal=False, window=3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import attrs
@@ -11,8 +13,9 @@ from hypothesis import strategies as st
 
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.errors import SpecError, UnknownNameError
-from kvframe.specs import AttentionMask, KVCacheSpec, StateTensor
+from kvframe.specs import AttentionMask, KVCacheSpec, StateTensor, TokenRange
 from kvframe.testing.laws import ConformanceError, check_spec
+from tests.plans import RangeSpec, ranged
 
 
 def full(block_size: int = 4) -> FullAttentionSpec:
@@ -107,40 +110,97 @@ def test_residency_counts_live_blocks_and_new_ones_once() -> None:
     assert 3 + 2 == KVCacheSpec.num_resident_blocks(spec, 5, 2)
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16])
+# --- the laws, and the kit that checks them ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 5, 16])
 def test_full_attention_keeps_the_laws(block_size: int) -> None:
-    check_spec(full(block_size), 40)
+    check_spec(full(block_size), max_tokens=40)
 
 
-class Remembers(FullAttentionSpec):
-    """Breaks the law of forgetting: the first token comes back at position 5."""
-
-    def live_ranges(self, n: int) -> tuple[tuple[int, int], ...]:
-        return ((0, n),) if n >= 5 or n == 1 else ()
+@pytest.mark.parametrize("options", [{"window": 5}, {"window": 1}, {"window": 6, "num_sink_tokens": 3}, {"chunk": 7}])
+def test_specs_that_are_nothing_but_live_ranges_keep_the_laws(options: dict[str, int]) -> None:
+    check_spec(ranged(block_size=4, **options))
 
 
-class LooksAhead(FullAttentionSpec):
-    """Breaks the law of the past."""
-
-    def live_ranges(self, n: int) -> tuple[tuple[int, int], ...]:
+class SeesTheFuture(FullAttentionSpec):
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
         return ((0, n + 1),)
 
 
-class Miscounts(FullAttentionSpec):
-    """Overrides a derivation with another answer."""
+class OutOfOrder(FullAttentionSpec):
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
+        return ((3, n), (0, 3)) if n > 3 else ()
 
+
+class EmptyRange(FullAttentionSpec):
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
+        return ((0, n),)
+
+
+class Remembers(FullAttentionSpec):
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
+        return ((0, n),) if n % 5 else ()
+
+
+class OtherMask(FullAttentionSpec):
+    @property
+    def mask(self) -> AttentionMask:
+        return AttentionMask(window=9)
+
+
+class TooFewResident(FullAttentionSpec):
+    def num_resident_blocks(self, n: int, num_new_tokens: int) -> int:
+        return (n + num_new_tokens) // self.block_size
+
+
+class TooLowPeak(FullAttentionSpec):
     def peak_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
-        return 1
+        return num_tokens // self.block_size
+
+
+class OtherLiveBlocks(FullAttentionSpec):
+    def live_blocks(self, n: int) -> tuple[TokenRange, ...]:
+        return ((0, 1),)
+
+
+class RetainsOtherState(FullAttentionSpec):
+    def retain_all(self) -> KVCacheSpec:
+        return full(self.block_size + 1)
+
+
+class RetainsLess(FullAttentionSpec):
+    def retain_all(self) -> KVCacheSpec:
+        return RangeSpec(block_size=self.block_size, num_kv_heads=1, head_size=8, window=3)
 
 
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (Remembers, r"forgetting: tokens \[0, 1, 2, 3\] are live at 5"),
-        (LooksAhead, r"past: live_ranges\(0\)"),
-        (Miscounts, r"peak_blocks\(0, 1\) is 1"),
+        (
+            SeesTheFuture,
+            r"law of the past: live_ranges\(0\) is \(\(0, 1\),\), not sorted, disjoint and within \[0, 0\)",
+        ),
+        (OutOfOrder, r"law of the past: live_ranges\(4\)"),
+        (EmptyRange, r"law of the past: live_ranges\(0\) is \(\(0, 0\),\)"),
+        (Remembers, r"law of forgetting: tokens \[0, 1, 2, 3, 4\] are live at 6 and were not at 5"),
+        (OtherMask, r"at 9 the mask shows \[1, 2, 3, 4, 5, 6, 7, 8\], live are \[0, 1, 2, 3, 4, 5, 6, 7, 8\]"),
+        (TooFewResident, r"num_resident_blocks\(0, 1\) is 0, and 1 by the live ranges"),
+        (TooLowPeak, r"peak_blocks\(1, 1\) is 0, and 1 by the live ranges"),
+        (OtherLiveBlocks, r"live_blocks\(0\) is \(\(0, 1\),\), and \(\) by the live ranges"),
+        (RetainsOtherState, r"retain_all\(\) stores other state tensors"),
+        (RetainsLess, r"retain_all\(\) loses tokens \[0\] at 3"),
     ],
 )
-def test_a_broken_spec_is_told_which_law(broken: type[FullAttentionSpec], message: str) -> None:
-    with pytest.raises(ConformanceError, match=message):
-        check_spec(broken(block_size=4, num_kv_heads=1, head_size=8), 20)
+def test_the_kit_says_which_law_a_spec_breaks(broken: type[FullAttentionSpec], message: str) -> None:
+    with pytest.raises(ConformanceError, match=f"{broken.__name__}.*: {message}"):
+        check_spec(broken(block_size=4, num_kv_heads=1, head_size=8))
+
+
+def test_checking_a_spec_needs_no_torch_and_the_kit_no_test_framework() -> None:
+    code = (
+        "import sys, kvframe.testing.laws; print('torch' in sys.modules);"
+        "import kvframe.testing.conformance; print('pytest' in sys.modules or 'hypothesis' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ["False", "False"] == done.stdout.split()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from importlib.metadata import entry_points
 from typing import Any
 
 import attrs
@@ -10,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvframe_sliding_window import SlidingWindowSpec
 
+import kvframe
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.errors import SpecError
 from kvframe.specs import AttentionMask, KVCacheSpec
@@ -89,6 +93,29 @@ def test_the_fast_residency_equals_the_general_one(spec: SlidingWindowSpec, n: i
     assert KVCacheSpec.num_resident_blocks(spec, n, num_new) == spec.num_resident_blocks(n, num_new)
 
 
-@pytest.mark.parametrize(("window", "num_sink_tokens", "block_size"), [(1, 0, 1), (1, 2, 4), (8, 0, 4), (13, 5, 3)])
-def test_the_spec_keeps_the_laws(window: int, num_sink_tokens: int, block_size: int) -> None:
-    check_spec(sliding(window, num_sink_tokens, block_size), 40)
+@pytest.mark.parametrize("block_size", [1, 4, 5, 16])
+@pytest.mark.parametrize(("window", "num_sink_tokens"), [(1, 0), (4, 0), (5, 0), (1, 2), (4, 1), (6, 5), (7, 40)])
+def test_it_keeps_the_laws(window: int, num_sink_tokens: int, block_size: int) -> None:
+    check_spec(sliding(window, num_sink_tokens, block_size), max_tokens=40)
+
+
+# --- the distribution -------------------------------------------------------------------------------------------------
+
+
+def test_it_is_found_by_its_entry_points() -> None:
+    (manifest,) = entry_points(group="kvframe.v1", name="sliding_window")
+    (written_for,) = entry_points(group="kvframe.v1.api", name="sliding_window")
+    assert ("kvframe_sliding_window.plugin", "v1_0") == (manifest.value, written_for.value)
+
+
+def test_it_loads_and_its_spec_is_what_the_registry_gives() -> None:
+    host = kvframe.load_plugins()
+    statuses = {record.name: record.status for record in host.records}
+    assert "loaded" == statuses["sliding_window"]
+    assert SlidingWindowSpec is host.registry.specs.load("sliding_window")
+
+
+def test_its_spec_needs_no_torch() -> None:
+    code = "import sys, kvframe_sliding_window.plugin, kvframe_sliding_window.spec; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "False" == done.stdout.strip()
