@@ -113,6 +113,7 @@ class CacheMachine(RuleBasedStateMachine):
                 for block_id in filter(None, ids):
                     references[block_id] = references.get(block_id, 0) + 1
         assert references == pool._references
+        assert pool.held_bytes == sum(n * g.page_bytes for n, g in zip(pool.num_held, self.plan.groups, strict=True))
         held = set(references)
         cached = {block_id for group in pool._cached for block_id in group}
         free = {block_id for pages in pool._slab_free_pages for block_id in pages}
@@ -207,6 +208,7 @@ def test_requests_share_a_prefix_and_count_its_pages_once() -> None:
         assert manager.extend(name, 10)
         manager.commit(name, prompt, 10)
     assert manager.num_held_pages == 2 + 3
+    assert manager.stats.peak_bytes_held == 5 * manager.plan.groups[0].page_bytes
     assert manager.stats.hit_tokens == 16
     assert manager.stats.queried_tokens == 30
 

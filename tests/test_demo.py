@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -37,7 +38,9 @@ def test_the_demo_serves_what_generate_gives(demo: ModuleType, trained_path: Pat
     assert served.stats["prefix_hit_rate"] > 0.8
     assert served.stats["peak_bytes_held"] * 3 < served.dense_bytes
     report = demo.report(served)
-    assert f"{demo.NUM_COPY_PROMPTS} of {demo.NUM_COPY_PROMPTS} right" in report
+    right, asked = re.search(r"copied right +(\d+) of (\d+) tokens", report).groups()
+    assert int(asked) == demo.NUM_COPY_PROMPTS * demo.SEGMENT_TOKENS
+    assert int(right) > 0.9 * int(asked)
     assert "32 of 32 requests, token by token" in report
 
 

@@ -106,10 +106,13 @@ def report(served: Served) -> str:
         if index % 5 == 0:
             lines.append(f"[{index:2}] {output.text!r}")
     stats = served.stats
-    copied = sum(
-        list(output.token_ids[:SEGMENT_TOKENS]) == list(output.prompt_token_ids[-SEGMENT_TOKENS - 1 : -1])
+    copied = [
+        ours == asked
         for output in served.outputs[NUM_CODE_PROMPTS:]
-    )
+        for ours, asked in zip(
+            output.token_ids[:SEGMENT_TOKENS], output.prompt_token_ids[-SEGMENT_TOKENS - 1 : -1], strict=True
+        )
+    ]
     held, dense = stats["peak_bytes_held"], served.dense_bytes
     facts = [
         ("requests", f"{len(served.outputs)}, sharing {NUM_PREFIX_TOKENS} tokens"),
@@ -121,7 +124,7 @@ def report(served: Served) -> str:
         ),
         ("bytes held, at most", f"{held:,}"),
         ("every layer full", f"{dense:,} bytes if contiguous: {dense / held:.1f} times as much"),
-        ("copied segments", f"{copied} of {NUM_COPY_PROMPTS} right, each longer than the sliding window"),
+        ("copied right", f"{sum(copied)} of {len(copied)} tokens, each from before the sliding window"),
         ("equal to generate()", f"{served.num_equal} of {len(served.outputs)} requests, token by token"),
     ]
     width = max(len(name) for name, _ in facts)

@@ -22,6 +22,7 @@ class KVCacheStats:
         hit_tokens: Of these, the tokens that were found.
         blocks_held: Per group, the pages held now; a page that several requests share counts once.
         peak_blocks_held: Per group, the most pages held at once.
+        peak_bytes_held: The most bytes of held pages of all groups at once.
         num_evictions: Cached pages whose content was given up.
     """
 
@@ -29,6 +30,7 @@ class KVCacheStats:
     hit_tokens: int = 0
     blocks_held: list[int] = attrs.field(factory=list)
     peak_blocks_held: list[int] = attrs.field(factory=list)
+    peak_bytes_held: int = 0
     num_evictions: int = 0
 
 
@@ -166,6 +168,7 @@ class KVCacheManager:
             hit_tokens=self._hit_tokens,
             blocks_held=list(self._pool.num_held),
             peak_blocks_held=list(self._pool.peak_held),
+            peak_bytes_held=self._pool.peak_held_bytes,
             num_evictions=self._pool.num_evictions,
         )
 

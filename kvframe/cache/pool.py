@@ -24,6 +24,8 @@ class BlockPool:
     Attributes:
         num_held: Per group, the pages that at least one request references.
         peak_held: Per group, the most of them at once.
+        held_bytes: Bytes of all referenced pages.
+        peak_held_bytes: The most of them at once.
         num_evictions: Cached pages whose content was given up so far.
         on_pages_freed: Called with a group and block ids whenever the content of pages ends; None for nobody.
     """
@@ -59,6 +61,8 @@ class BlockPool:
         self._clock = 0
         self.num_held = [0] * len(plan.groups)
         self.peak_held = [0] * len(plan.groups)
+        self.held_bytes = 0
+        self.peak_held_bytes = 0
         self.num_evictions = 0
         self.on_pages_freed: Callable[[int, list[int]], None] | None = None
 
@@ -226,12 +230,15 @@ class BlockPool:
         self._slab_held[slab] += 1
         self.num_held[group] += 1
         self.peak_held[group] = max(self.peak_held[group], self.num_held[group])
+        self.held_bytes += self._plan.groups[group].page_bytes
+        self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
         self._available[group] -= 1
 
     def _unhold(self, group: int, slab: int) -> None:
         """Count one held page of a slab less."""
         self._slab_held[slab] -= 1
         self.num_held[group] -= 1
+        self.held_bytes -= self._plan.groups[group].page_bytes
         self._available[group] += 1
         if self._slab_held[slab] == 0:
             self._available[group] -= self._pages_per_slab[group]

@@ -47,7 +47,7 @@ class EngineStats:
         steps: Steps completed.
         blocks_held: Per group, the blocks that requests hold now.
         peak_blocks_held: Per group, the most blocks held at once.
-        peak_bytes_held: The bytes of these blocks.
+        peak_bytes_held: The most bytes of blocks of all groups held at once.
         evictions: Cached blocks whose content was given up.
         cache_bytes: Bytes allocated for the cache.
     """
@@ -174,6 +174,7 @@ class Engine:
         stack = Stack() if stack is None else stack
         registry = load_plugins(stack.plugins, plugins).registry
         stack.check_names(registry)
+        _check_device(stack)
         path = Path(path)
         model = find_adapter(path, registry).load(path, device=stack.engine.device, dtype=stack.engine.dtype)
         layers = make_layer_specs(model.description, registry, stack, stack.engine.dtype)
@@ -314,10 +315,7 @@ class Engine:
             steps=scheduled.steps,
             blocks_held=tuple(cached.blocks_held),
             peak_blocks_held=tuple(cached.peak_blocks_held),
-            peak_bytes_held=sum(
-                blocks * group.page_bytes
-                for blocks, group in zip(cached.peak_blocks_held, self.plan.groups, strict=True)
-            ),
+            peak_bytes_held=cached.peak_bytes_held,
             evictions=cached.num_evictions,
             cache_bytes=self._storage.pool.numel(),
         )
@@ -460,6 +458,15 @@ class Engine:
                 manager.free(str(index))
             del waiting[: len(batch)]
         return logits
+
+
+def _check_device(stack: Stack) -> None:
+    """Refuse a device that is not there before a model is loaded for it."""
+    try:
+        torch.empty(0, device=stack.engine.device)
+    except (RuntimeError, AssertionError) as error:  # a build of torch without the device asserts
+        reason = str(error).strip().splitlines()[0]
+        raise StackError(f"{stack.source}: engine.device {stack.engine.device!r} cannot be used: {reason}") from error
 
 
 def _whole_numbers(prompt: Sequence[int]) -> list[int]:
