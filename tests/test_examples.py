@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from kvframe.groups import group_layers, make_layer_specs
 from kvframe.model.layer_file import read_layer_file
 from kvframe.plugins import load_plugins
 from kvframe.stack import Stack
+from kvframe.testing.laws import check_spec
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -40,6 +42,11 @@ def test_a_missing_model_is_one_sentence() -> None:
 def test_a_new_attention_type_equals_its_dense_reference() -> None:
     output = run("new_attention_type.py")
     assert "tokens equal to the dense reference: 3 of 3 requests" in output
+
+
+def test_the_new_attention_type_keeps_the_laws() -> None:
+    spec = runpy.run_path(str(EXAMPLES / "new_attention_type.py"))["FixedPatternSpec"]
+    check_spec(spec(block_size=4, num_kv_heads=1, head_size=8, stride=10, num_summary=3))
 
 
 def test_a_hybrid_plan_holds_twice_the_requests_of_a_full_one() -> None:
