@@ -229,6 +229,20 @@ def test_logits_that_are_not_numbers_end_their_request_only() -> None:
         assert 0 == sum(engine.stats().blocks_held)
 
 
+def test_the_state_of_a_broken_request_is_not_found_by_others() -> None:
+    model = ScriptedModel(SCRIPT)
+
+    def spoil(last: torch.Tensor, logits: torch.Tensor) -> None:
+        logits[last == ord("u"), 5] = torch.nan
+
+    model.spoil = spoil
+    with model.engine() as engine:
+        for _ in range(2):
+            (broken,) = engine.generate([20 * "x" + "u"])
+            assert "error" == broken.finish_reason
+        assert 0 == engine.stats().cached_prompt_tokens
+
+
 def test_a_model_that_raises_fails_the_step_and_leaks_nothing() -> None:
     model = ScriptedModel(SCRIPT)
 

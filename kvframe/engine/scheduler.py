@@ -159,14 +159,16 @@ class Scheduler:
         for request in step.requests:
             request.num_computed += request.num_scheduled
             request.num_scheduled = 0
-            commit(request.request_id, request.token_ids, request.num_computed)
             if request.num_computed < len(request.token_ids):
+                commit(request.request_id, request.token_ids, request.num_computed)
                 continue
             token_id = token_ids[generated]
             generated += 1
             if token_id >= 0:
+                commit(request.request_id, request.token_ids, request.num_computed)
                 request.append(token_id)
             else:
+                # Its state is not published: whoever found it would fail too.
                 request.finish_reason = "error"
                 request.error = (
                     f"the model's logits after token {request.num_computed} are not numbers; "
