@@ -7,6 +7,7 @@ calls one attention per piece, so a step with any number of decodes is one gathe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,9 @@ MAX_FOLDED_QUERIES = 256
 
 MAX_PIECE_KEYS = 1 << 16
 """Gathered tokens of a piece of more than one tile: bounds the gathered copy's memory."""
+
+FREE_PADDING_ELEMENTS = 3 << 17
+"""Key and value elements that decodes may gather in vain before a second piece, with its own calls, costs less."""
 
 
 @attrs.frozen(eq=False)
@@ -106,6 +110,8 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         self.group_size = layer.query.num_heads // state.shape[1]
         self.takes_causal = layer.query.soft_cap is None and not layer.query.has_sinks
         self.tile_queries = max(1, MAX_FOLDED_QUERIES // self.group_size)
+        token_elements = sum(math.prod(tensor.shape[1:]) for tensor in layer.spec.state_tensors().values())
+        self.free_padding = FREE_PADDING_ELEMENTS // token_elements
 
     def build(self, metadata: CommonAttentionMetadata) -> list[Piece]:
         """Return the step's pieces: the decodes, then fresh prefills, then everything else."""
@@ -147,13 +153,15 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         )
 
     def _parts(self, metadata: CommonAttentionMetadata, tiles: Tiles) -> Sequence[Tiles]:
-        """Split tiles into batches of about equal length, so that the padding of each costs less than half of it."""
+        """Split tiles into batches of about equal length, so that padding is less than half of each, or little."""
         num_tiles = tiles.request.shape[0]
         if num_tiles == 0:
             return []
         keys = self._page_columns(metadata, tiles)[2] * metadata.block_size
         longest, widest = int(keys.max()), int(tiles.num_queries.max())
         uniform = 2 * int(keys.min()) > longest and 2 * int(tiles.num_queries.min()) > widest
+        if widest == 1:
+            uniform |= num_tiles * longest - int(keys.sum()) <= self.free_padding
         if num_tiles == 1 or (uniform and num_tiles * longest <= MAX_PIECE_KEYS):
             return [tiles]
         parts: list[list[int]] = []
