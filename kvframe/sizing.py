@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from kvframe.errors import StackError
+from kvframe.errors import PlanError, StackError
 from kvframe.groups import Grouping
 from kvframe.model.adapter import ModelDescription
 from kvframe.plan import KVCachePlan, plan_cache
@@ -43,7 +43,7 @@ def plan_for_stack(grouping: Grouping, stack: Stack, max_model_len: int) -> KVCa
         max_model_len: The most tokens of a request.
 
     Raises:
-        PlanError: The memory is too small.
+        PlanError: The memory is too small, or ``"auto"`` and nobody says how much is free.
     """
 
     def plan(memory_bytes: int) -> KVCachePlan:
@@ -65,8 +65,15 @@ def plan_for_stack(grouping: Grouping, stack: Stack, max_model_len: int) -> KVCa
 
 
 def _available_bytes(device: str) -> int:
-    if device.partition(":")[0] == "cuda":
-        import torch
+    try:
+        if device.partition(":")[0] == "cuda":
+            import torch
 
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+            return int(torch.cuda.mem_get_info(device)[0])
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    except (RuntimeError, AssertionError, AttributeError, ValueError) as error:
+        # No such device here, a torch that is built without it, or an operating system that has no such figure.
+        raise PlanError(
+            f'memory "auto" is a share of what is free, and {device!r} does not say here how much that is '
+            f"({str(error).strip().splitlines()[0]}); give a size, such as 2GiB"
+        ) from error

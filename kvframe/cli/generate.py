@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -108,7 +109,7 @@ def generate(
         outputs = engine.generate(prompts, params, on_progress=show)
         stats = {**engine.stats().to_dict(), "seconds": time.perf_counter() - started}
     if as_json:
-        print_json({"outputs": [_to_dict(output) for output in outputs], "stats": stats}, indent=None)
+        print_json({"outputs": list(map(_to_dict, prompts, outputs)), "stats": stats}, indent=None)
     else:
         _print(prompts, outputs, stats)
     if any(output.error is not None for output in outputs):
@@ -137,9 +138,10 @@ def _read_prompts(
     return texts if token_ids_file is None else read_prompt_token_ids(token_ids_file)
 
 
-def _to_dict(output: RequestOutput) -> dict[str, Any]:
+def _to_dict(prompt: str | list[int], output: RequestOutput) -> dict[str, Any]:
     return {
-        "prompt_token_ids": list(output.prompt_token_ids),
+        # Of a refused text there are no ids.
+        "prompt_token_ids": list(output.prompt_token_ids if isinstance(prompt, str) else prompt),
         "token_ids": list(output.token_ids),
         "text": output.text,
         "finish_reason": output.finish_reason,
@@ -156,8 +158,9 @@ def _print(prompts: Sequence[str | list[int]], outputs: Sequence[RequestOutput],
             # A model without a tokenizer gives ids only.
             click.echo(output.text or " ".join(map(str, output.token_ids)))
         click.echo()
-    click.echo(
-        f"{stats['generated_tokens']} tokens in {stats['seconds']:.2f} s; "
-        f"{stats['prefix_hit_rate']:.0%} of the prompts' tokens were cached",
-        err=True,
-    )
+    if sys.stderr.isatty():
+        click.echo(
+            f"{stats['generated_tokens']} tokens in {stats['seconds']:.2f} s; "
+            f"{stats['prefix_hit_rate']:.0%} of the prompts' tokens were cached",
+            err=True,
+        )

@@ -21,7 +21,7 @@ from kvframe.engine.request import Request, RequestOutput, SamplingParams
 from kvframe.engine.runner import ModelRunner
 from kvframe.engine.scheduler import Scheduler
 from kvframe.engine.text import TextStream
-from kvframe.errors import PlanError, RequestError
+from kvframe.errors import PlanError, RequestError, StackError
 from kvframe.groups import Grouping, group_layers, make_layer_specs
 from kvframe.model.adapter import LoadedModel
 from kvframe.model.recognise import find_adapter

@@ -59,7 +59,7 @@ def is_layer_file(path: Path) -> bool:
         return path.is_file()
     if path.suffix != ".json" or not path.is_file():
         return False
-    data = _parse(path)
+    data = parse_file(path)
     return isinstance(data, dict) and isinstance(data.get("layers"), list)
 
 
@@ -72,7 +72,7 @@ def read_layer_file(path: Path) -> ModelDescription:
     Raises:
         ModelError: The file cannot be read, or says something that is no layer; the message says where.
     """
-    data = _parse(path)
+    data = parse_file(path)
     if not isinstance(data, dict):
         raise ModelError(f"{path} holds a {type(data).__name__}, not a table with max_model_len and layers")
     _check_keys(path, "", data, _FILE_KEYS)
@@ -87,14 +87,15 @@ def read_layer_file(path: Path) -> ModelDescription:
     return ModelDescription(name=str(data.get("name", path.stem)), layers=tuple(layers), max_model_len=max_model_len)
 
 
-def _parse(path: Path) -> Any:
+def parse_file(path: Path) -> Any:
+    """Return what a TOML file (by its suffix) or else a JSON file holds; raises ``ModelError`` if it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
         return tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
-        raise ModelError(f"{path} is no valid {path.suffix[1:].upper()}: {error}") from error
+        raise ModelError(f"{path} is no valid {'TOML' if path.suffix == '.toml' else 'JSON'}: {error}") from error
 
 
 def _add_layers(path: Path, where: str, entry: Mapping[str, Any], layers: list[LayerDescription]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvframe.errors import ModelError, PluginError
-from kvframe.model.layer_file import is_layer_file, read_layer_file
+from kvframe.model.layer_file import is_layer_file, parse_file, read_layer_file
 
 if TYPE_CHECKING:
     from kvframe.model.adapter import ModelAdapter, ModelDescription
@@ -48,6 +48,9 @@ def find_adapter(path: Path, registry: Registry) -> ModelAdapter:
             f"no plugin that reads models is in use, so {path} cannot be read; `kvframe plugins` shows what is "
             "installed, `pip install kvframe-transformers` adds one for Hugging Face models"
         )
+    config = path / "config.json"
+    if config.is_file():
+        parse_file(config)  # one that is no JSON says so: that is why nobody recognised the folder
     asked = f"no model that a plugin recognises (asked: {', '.join(names)})"
     raise ModelError(
         "; ".join([f"{path} is {asked}", *unusable, "a Hugging Face model is a folder with a config.json"])
