@@ -201,10 +201,10 @@ def test_prompts_come_from_one_place(given: tuple[str, ...]) -> None:
 
 
 def test_generate_is_quiet_in_a_pipe(model: Path, prompts: Path) -> None:
-    arguments = ["generate", str(model), "--prompt-token-ids", str(prompts), "--max-new-tokens", "2", "--json"]
+    arguments = ["generate", str(model), "--prompt-token-ids", str(prompts), "--max-new-tokens", "2"]
     done = subprocess.run([sys.executable, "-m", "kvframe", *arguments], capture_output=True, text=True, check=True)
     assert "" == done.stderr
-    assert 2 == len(json.loads(done.stdout)["outputs"])
+    assert ["[1, 2, 3]", "[7, 8]"] == done.stdout.splitlines()[::3]
 
 
 # --- plugins and explain ----------------------------------------------------------------------------------------------
@@ -338,6 +338,11 @@ def test_a_missing_stack_is_one_line(layers: Path, tmp_path: Path) -> None:
 )
 def test_a_wrong_option_is_one_line(option: str, value: object, says: str, layers: Path) -> None:
     assert says in error_of("plan", layers, option, value)
+
+
+def test_a_device_that_is_not_there_is_one_line(model: Path, prompts: Path) -> None:
+    arguments = ("--prompt-token-ids", prompts, "--device", "cuda:99")
+    assert "engine.device 'cuda:99' cannot be used" in error_of("generate", model, *arguments)
 
 
 def test_a_length_beyond_the_longest_request_is_refused(layers: Path) -> None:
