@@ -1,0 +1,104 @@
+"""Tiny models on disk, what transformers generates with them, and engines that serve them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from kvframe_transformers.testing import save_tiny
+
+from kvframe import Engine, Registry, Stack, load_plugins
+from kvframe.engine.request import SamplingParams
+from kvframe.errors import PlanError
+from kvframe.groups import group_layers, make_layer_specs
+from kvframe.model.adapter import LoadedModel
+from kvframe.model.recognise import find_adapter
+from kvframe.options import CacheOptions
+from kvframe.plan import plan_cache
+
+NUM_NEW_TOKENS = 10
+GREEDY = SamplingParams(max_new_tokens=NUM_NEW_TOKENS)
+
+
+def ids(start: int, count: int) -> list[int]:
+    """Return ``count`` token ids that look like noise; another ``start`` gives others."""
+    return [(start * 31 + index * index * 7 + index * 13) % 128 for index in range(count)]
+
+
+# Shorter and longer than every window of the tiny models (8) and than every block size of the tests (17); the last
+# four begin with the same 36 tokens, two of them with 55.
+SHARED = ids(3, 36)
+PROMPTS = (
+    ids(1, 1),
+    ids(2, 9),
+    ids(4, 17),
+    ids(5, 64),
+    [*SHARED, *ids(6, 3)],
+    [*SHARED, *ids(7, 19)],
+    [*SHARED, *ids(7, 19), *ids(8, 5)],
+    SHARED,
+)
+
+
+@attrs.frozen
+class TinyModel:
+    """A loaded checkpoint that engines can be made for, one after the other."""
+
+    path: Path
+    loaded: LoadedModel
+    registry: Registry
+
+    @classmethod
+    def save(cls, path: Path, family: str, **overrides: Any) -> TinyModel:
+        """Save and load a tiny random model."""
+        save_tiny(path, family, **overrides)
+        registry = load_plugins().registry
+        return cls(path, find_adapter(path, registry).load(path, device="cpu", dtype="float32"), registry)
+
+    def engine(self, *, poison_freed: bool = True, **options: Any) -> Engine:
+        """Return an engine; ``options`` go to the stack's table that has them."""
+        stack = make_stack(**options)
+        layers = make_layer_specs(self.loaded.description, self.registry, stack, "float32")
+        return Engine(self.loaded, layers, registry=self.registry, stack=stack, poison_freed=poison_freed)
+
+    def tight_memory(self, num_tokens: int, **options: Any) -> int:
+        """Return bytes that hold one request of ``num_tokens`` tokens and hardly more."""
+        stack = make_stack(**options)
+        grouping = group_layers(make_layer_specs(self.loaded.description, self.registry, stack, "float32"))
+        for memory_bytes in range(4096, 2**22, 4096):
+            try:
+                plan = plan_cache(
+                    grouping,
+                    memory_bytes=memory_bytes,
+                    max_model_len=stack.engine.max_model_len or self.loaded.description.max_model_len,
+                    max_num_batched_tokens=stack.engine.max_num_batched_tokens,
+                )
+            except PlanError:
+                continue
+            if plan.fits(num_tokens):
+                return memory_bytes
+        raise AssertionError("no memory is enough")
+
+    def reference(self, prompt: Sequence[int], num_new_tokens: int = NUM_NEW_TOKENS) -> tuple[int, ...]:
+        """Return the tokens that transformers generates after a prompt; the model must not be attached."""
+        model: Any = self.loaded
+        with torch.inference_mode():
+            generated = model.model.generate(torch.tensor([prompt]), max_new_tokens=num_new_tokens, do_sample=False)
+        return tuple(generated[0, len(prompt) :].tolist())
+
+
+def make_stack(**options: Any) -> Stack:
+    """Return a stack; each option goes to the table that has it, and ``backend`` is for every layer."""
+    tables: dict[str, dict[str, Any]] = {"cache": {"memory": "4MiB"}, "engine": {"self_check": False}}
+    rules = [{"layers": "*", "backend": options.pop("backend", "auto")}]
+    for key, value in options.items():
+        tables["cache" if hasattr(CacheOptions(), key) else "engine"][key] = value
+    return Stack.from_mapping({**tables, "rules": rules})
+
+
+def held_pages(engine: Engine) -> int:
+    """Return the pages that requests hold in an engine's cache."""
+    return engine._manager.num_held_pages
