@@ -175,8 +175,8 @@ def _cases(name: str, layer: LayerSpec) -> Iterator[Case]:
     assert layer.spec is not None
     for batch, requests in make_batches(layer.spec.block_size).items():
         yield Case(name=f"{name}-{batch}", layer=layer, requests=requests)
-        if batch == "mixed":
-            yield Case(name=f"{name}-padded", layer=layer, requests=requests, num_padding=3)
+        if batch in ("decode", "mixed"):
+            yield Case(name=f"{name}-{batch}-padded", layer=layer, requests=requests, num_padding=3)
 
 
 def _layer(dtype: str, block_size: int, head_size: int, options: Mapping[str, Any]) -> LayerSpec:
