@@ -25,6 +25,9 @@ MAX_FOLDED_QUERIES = 256
 MAX_PIECE_KEYS = 1 << 16
 """Gathered tokens of a piece of more than one tile: bounds the gathered copy's memory."""
 
+MAX_SCRATCH_ELEMENTS = 1 << 23
+"""Elements of a scratch tensor at most: what is larger takes its time anyway, and is not kept."""
+
 FREE_PADDING_ELEMENTS = 3 << 17
 """Key and value elements that decodes may gather in vain before a second piece, with its own calls, costs less."""
 
@@ -50,6 +53,28 @@ class Tiles:
     def take(self, index: torch.Tensor) -> Tiles:
         """Return the tiles at ``index``."""
         return Tiles(*(column[index] for column in attrs.astuple(self, recurse=False)))
+
+
+class Scratch:
+    """Memory for gathered tokens that the calls of a backend reuse: the system takes a while to map fresh pages.
+
+    Invariant: what ``take`` returned last is the only part in use.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: torch.Tensor | None = None
+
+    def take(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        """Return an uninitialised tensor of this shape, of the dtype and on the device of ``like``."""
+        num_elements = math.prod(shape)
+        if num_elements > MAX_SCRATCH_ELEMENTS:
+            return like.new_empty(shape)
+        buffer = self._buffer
+        if buffer is None or buffer.shape[0] < num_elements:
+            # Made outside of inference mode, so that a later call may write to it in either mode.
+            with torch.inference_mode(False):
+                buffer = self._buffer = torch.empty(num_elements, dtype=like.dtype, device=like.device)
+        return buffer[:num_elements].view(shape)
 
 
 @attrs.frozen(eq=False)
@@ -83,9 +108,11 @@ class Piece:
     bias: torch.Tensor | None
     is_causal: bool
 
-    def gather(self, state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def gather(self, state: torch.Tensor, dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
         """Return the tiles' tokens of one state tensor, ``[num_tiles, num_heads, num_keys, size]``, strided."""
-        tokens = state.index_select(0, self.pages).view(-1, *state.shape[2:])
+        pages = scratch.take((self.pages.shape[0], *state.shape[1:]), state)
+        torch.index_select(state, 0, self.pages, out=pages)
+        tokens = pages.view(-1, *state.shape[2:])
         tokens.index_fill_(0, self.hidden_slots, 0)
         return tokens.to(dtype).view(self.num_tiles, self.num_keys, *state.shape[2:]).transpose(1, 2)
 
@@ -274,6 +301,11 @@ class TorchBackend(AttentionBackend):
         separate_value_size=True,
     )
 
+    def __init__(self, layers: Sequence[LayerSpec], device: torch.device) -> None:
+        super().__init__(layers, device)
+        self._key_scratch = Scratch()
+        self._value_scratch = Scratch()
+
     def make_builder(self) -> TorchMetadataBuilder:
         """Return the builder of the step's pieces."""
         return TorchMetadataBuilder(self.layers[0], self.device)
@@ -293,8 +325,8 @@ class TorchBackend(AttentionBackend):
             result = _attend(
                 layer,
                 rows.view(piece.num_tiles, piece.num_queries, num_heads, head_size),
-                piece.gather(keys, query.dtype),
-                piece.gather(values, query.dtype),
+                piece.gather(keys, query.dtype, self._key_scratch),
+                piece.gather(values, query.dtype, self._value_scratch),
                 piece,
                 sinks,
             ).reshape(num_rows, num_heads, values.shape[-1])
