@@ -382,7 +382,10 @@ def _explicit_attention(
 ) -> torch.Tensor:
     """Return attention with a soft cap and sink logits, ``[num_tiles, num_kv_heads, num_rows, head_size_v]``."""
     assert layer.query is not None
-    scores = torch.matmul(query * layer.query.scale, key.contiguous().transpose(2, 3))
+    # One product per KV head: over all of them at once, matmul copies the keys and values, whose heads lie apart.
+    heads = range(key.shape[1])
+    query = query * layer.query.scale
+    scores = torch.stack([torch.bmm(query[:, head], key[:, head].transpose(1, 2)) for head in heads], dim=1)
     if scores.dtype in (torch.float16, torch.bfloat16):
         scores = scores.float()
     if layer.query.soft_cap is not None:
@@ -396,4 +399,5 @@ def _explicit_attention(
         logits = sinks.to(scores.dtype).view(key.shape[1], -1, 1)
         logits = logits.expand(-1, -1, num_rows * key.shape[1] // sinks.shape[0]).reshape(1, key.shape[1], num_rows, 1)
         weights *= torch.sigmoid(torch.logsumexp(scores, dim=-1, keepdim=True) - logits)
-    return torch.matmul(weights.to(query.dtype), value)
+    weights = weights.to(query.dtype)
+    return torch.stack([torch.bmm(weights[:, head], value[:, head]) for head in heads], dim=1)
