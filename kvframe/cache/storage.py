@@ -64,3 +64,7 @@ class KVCacheStorage:
         for layer in self._plan.groups[group].layers:
             for tensor in self.views[layer].values():
                 tensor[list(block_ids)] = value
+
+    def poison(self) -> None:
+        """Make everything but the null page read as NaN, in every dtype of floats."""
+        self.pool[self._plan.null_bytes :] = 255

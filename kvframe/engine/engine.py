@@ -5,69 +5,27 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
 
-import attrs
-import numpy as np
-import torch
-
-from kvframe.attention.layer import AttentionLayers
-from kvframe.attention.selection import Choice, select_backends
+from kvframe.attention.selection import Choice
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.storage import KVCacheStorage
+from kvframe.engine.admission import Admission, refused_output
+from kvframe.engine.assembly import assemble, load_model
 from kvframe.engine.request import Request, RequestOutput, SamplingParams
 from kvframe.engine.runner import ModelRunner
 from kvframe.engine.scheduler import Scheduler
+from kvframe.engine.self_check import run_packed
+from kvframe.engine.stats import EngineStats
 from kvframe.engine.text import TextStream
-from kvframe.errors import PlanError, RequestError, StackError
-from kvframe.groups import Grouping, group_layers, make_layer_specs
+from kvframe.errors import RequestError
+from kvframe.groups import Grouping
 from kvframe.model.adapter import LoadedModel
-from kvframe.model.recognise import find_adapter
 from kvframe.plan import KVCachePlan
-from kvframe.plugins import load_plugins
 from kvframe.registry import Registry
-from kvframe.sizing import choose_max_model_len, plan_for_stack
 from kvframe.specs import LayerSpec
 from kvframe.stack import Stack
-
-
-@attrs.frozen(kw_only=True)
-class EngineStats:
-    """What an engine did so far, and what its cache holds.
-
-    Attributes:
-        prompt_tokens: Prompt tokens of the requests that were admitted.
-        cached_prompt_tokens: Of these, the tokens that a cached prefix covered.
-        prefix_hit_rate: Their share; 0 before the first request.
-        computed_tokens: Tokens computed, again after a preemption included.
-        generated_tokens: Tokens generated.
-        preemptions: Times that a running request gave its blocks back.
-        steps: Steps completed.
-        blocks_held: Per group, the blocks that requests hold now.
-        peak_blocks_held: Per group, the most blocks held at once.
-        peak_bytes_held: The most bytes of blocks of all groups held at once.
-        evictions: Cached blocks whose content was given up.
-        cache_bytes: Bytes allocated for the cache.
-    """
-
-    prompt_tokens: int
-    cached_prompt_tokens: int
-    prefix_hit_rate: float
-    computed_tokens: int
-    generated_tokens: int
-    preemptions: int
-    steps: int
-    blocks_held: tuple[int, ...]
-    peak_blocks_held: tuple[int, ...]
-    peak_bytes_held: int
-    evictions: int
-    cache_bytes: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the numbers as plain values, ready for JSON."""
-        return attrs.asdict(self)
 
 
 class Engine:
@@ -101,8 +59,8 @@ class Engine:
             layers: Its layer specs, as ``make_layer_specs`` returns them.
             registry: Where backends and wrappers are looked up.
             stack: Memory, limits and rules; the defaults unless given.
-            poison_freed: Fill pages with NaN when their content ends, so that a read of state that should be gone
-                shows. For tests.
+            poison_freed: Fill pages with NaN at first and when their content ends, so that a read of state that is
+                not there shows. For tests.
 
         Raises:
             StackError: The stack asks for longer requests than the model takes.
@@ -112,16 +70,17 @@ class Engine:
         """
         self.model = model
         self.stack = stack = Stack() if stack is None else stack
-        self._device = device = torch.device(stack.engine.device)
-        self._max_model_len = choose_max_model_len(model.description, stack)
-        self.grouping: Grouping = group_layers(layers, hybrid=stack.cache.hybrid)
-        self.plan: KVCachePlan = plan_for_stack(self.grouping, stack, self._max_model_len)
-        self.choices: tuple[Choice, ...] = select_backends(layers, stack, registry, device.type)
-        self._storage = KVCacheStorage(self.plan, self.grouping, device)
-        self._layers = AttentionLayers(layers, self.choices, self.grouping, self._storage.views, device)
+        assembly = assemble(model, layers, stack, registry)
+        self.grouping: Grouping = assembly.grouping
+        self.plan: KVCachePlan = assembly.plan
+        self.choices: tuple[Choice, ...] = assembly.choices
+        self._storage = assembly.storage
+        self._max_model_len = assembly.max_model_len
+        self._admission = Admission(model, self.plan, self._max_model_len)
         max_num_seqs = stack.engine.max_num_seqs
         self._manager = KVCacheManager(self.plan, max_num_seqs=max_num_seqs, prefix_caching=stack.cache.prefix_caching)
         if poison_freed:
+            self._storage.poison()
             self._manager.on_pages_freed = lambda group, block_ids: self._storage.fill(group, block_ids, math.nan)
         self._scheduler = Scheduler(
             self._manager,
@@ -133,20 +92,19 @@ class Engine:
         )
         self._runner = ModelRunner(
             model,
-            self._layers,
+            assembly.layers,
             self._manager.tables,
-            device,
+            assembly.device,
             max_num_seqs=max_num_seqs,
             max_model_len=self._max_model_len,
         )
         self._requests: dict[str, Request] = {}
         self._unreported: dict[str, Request] = {}
         self._next_id = itertools.count()
-        self._has_text = model.decode([]) is not None
-        model.attach(self._layers)
+        model.attach(assembly.layers)
         try:
             if stack.engine.self_check:
-                model.self_check(self._run_packed)
+                model.self_check(partial(run_packed, assembly))
         except BaseException:
             model.detach()
             raise
@@ -172,12 +130,7 @@ class Engine:
             KVFrameError: What is wrong with the stack, a plugin it names, the model or the memory.
         """
         stack = Stack() if stack is None else stack
-        registry = load_plugins(stack.plugins, plugins).registry
-        stack.check_names(registry)
-        _check_device(stack)
-        path = Path(path)
-        model = find_adapter(path, registry).load(path, device=stack.engine.device, dtype=stack.engine.dtype)
-        layers = make_layer_specs(model.description, registry, stack, stack.engine.dtype)
+        model, layers, registry = load_model(Path(path), stack, plugins)
         return cls(model, layers, registry=registry, stack=stack, poison_freed=poison_freed)
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -202,8 +155,8 @@ class Engine:
             request_id = next(name for name in map("req-{}".format, self._next_id) if name not in self._requests)
         elif request_id in self._requests:
             raise RequestError(f"a request {request_id!r} is in the engine already", code="duplicate_id")
-        token_ids = self._checked_token_ids(prompt, params)
-        stream = TextStream(self._decode, token_ids, params.stop) if self._has_text else None
+        token_ids = self._admission.token_ids(prompt, params)
+        stream = TextStream(self._decode, token_ids, params.stop) if self._admission.has_text else None
         request = Request.create(
             request_id,
             token_ids,
@@ -270,7 +223,7 @@ class Engine:
         Args:
             prompts: Texts or token ids.
             params: For all, or one for each.
-            on_progress: Called after each step with the number of these requests that have ended.
+            on_progress: Called after each step with the number of prompts that are done, refused ones included.
 
         Returns:
             One output for each prompt, in order; a refused one has ``finish_reason="refused"`` and an ``error``.
@@ -287,12 +240,13 @@ class Engine:
                     request_ids.append(self.add_request(prompt, params[index]))
                 except RequestError as error:
                     request_ids.append(None)
-                    outputs[index] = _refused(index, prompt, error)
-            mine = [self._requests[request_id] for request_id in request_ids if request_id is not None]
-            while (num_ended := sum(request.finish_reason is not None for request in mine)) < len(mine):
+                    outputs[index] = refused_output(index, prompt, error)
+            pending = [self._requests[request_id] for request_id in request_ids if request_id is not None]
+            while pending:
                 self._advance()
+                pending = [request for request in pending if request.finish_reason is None]
                 if on_progress is not None:
-                    on_progress(num_ended)
+                    on_progress(len(prompts) - len(pending))
             for index, request_id in enumerate(request_ids):
                 if request_id is not None:
                     outputs[index] = self._report(request_id)
@@ -380,106 +334,3 @@ class Engine:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self.model.decode(token_ids) or ""
-
-    def _checked_token_ids(self, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
-        """Return the prompt's token ids; raises ``RequestError`` if the request can never be served."""
-        if isinstance(prompt, str):
-            try:
-                prompt.encode()
-            except UnicodeEncodeError as error:
-                raise RequestError(f"the prompt is not Unicode text: {error.reason}", code="bad_text") from error
-            token_ids = self.model.encode(prompt)
-        else:
-            token_ids = _whole_numbers(prompt)
-        vocab_size = self.model.description.vocab_size
-        if not token_ids:
-            raise RequestError("the prompt is empty; give at least one token", code="empty_prompt")
-        if len(token_ids) >= self._max_model_len:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens, but a request has at most {self._max_model_len}, "
-                "at least one of them generated",
-                code="prompt_too_long",
-            )
-        if min(token_ids) < 0 or (vocab_size is not None and max(token_ids) >= vocab_size):
-            wrong = next(token for token in token_ids if token < 0 or (vocab_size is not None and token >= vocab_size))
-            raise RequestError(f"{wrong} is no token id; the model has [0, {vocab_size})", code="bad_token")
-        if params.stop and not self._has_text:
-            raise RequestError(
-                f"{self.model.description.name} has no tokenizer, so no stop string can be found; use stop_token_ids",
-                code="no_tokenizer",
-            )
-        num_tokens = min(len(token_ids) + params.max_new_tokens, self._max_model_len)
-        if not self.plan.fits(num_tokens):
-            raise RequestError(
-                f"a request of {num_tokens} tokens does not fit the cache of {self.plan.total_bytes} bytes, even "
-                "alone; give more memory or ask for fewer tokens",
-                code="too_large",
-            )
-        return token_ids
-
-    def _run_packed(self, prompts: list[list[int]]) -> list[torch.Tensor]:
-        """Return the logits ``[len(prompt), vocab_size]`` of each prompt, as many in one batch as the pool holds.
-
-        Uses a request table of its own, so that it leaves no trace in the engine's.
-        """
-        manager = KVCacheManager(self.plan, max_num_seqs=len(prompts), prefix_caching=False)
-        runner = ModelRunner(
-            self.model,
-            self._layers,
-            manager.tables,
-            self._device,
-            max_num_seqs=len(prompts),
-            max_model_len=self._max_model_len,
-        )
-        logits: list[torch.Tensor] = []
-        waiting = [prompt[: self._max_model_len] for prompt in prompts]
-        while waiting:
-            batch: list[list[int]] = []
-            for prompt in waiting:
-                request_id = str(len(batch))
-                manager.start(request_id, prompt)
-                if not manager.extend(request_id, len(prompt)):
-                    manager.free(request_id)
-                    break
-                runner.tokens[manager.row(request_id), : len(prompt)] = prompt
-                batch.append(prompt)
-            if not batch:
-                raise PlanError(
-                    f"{self.plan.total_bytes} bytes of cache do not hold the {len(waiting[0])} tokens of the "
-                    "self-check; give more memory, or set self_check = false in the stack's [engine]"
-                )
-            lens = [len(prompt) for prompt in batch]
-            rows = np.array([manager.row(str(index)) for index in range(len(batch))], dtype=np.int64)
-            packed = runner.forward(
-                rows, np.zeros(len(batch), dtype=np.int64), np.array(lens, dtype=np.int64), np.arange(sum(lens))
-            )
-            logits.extend(packed.split(lens))
-            for index in range(len(batch)):
-                manager.free(str(index))
-            del waiting[: len(batch)]
-        return logits
-
-
-def _check_device(stack: Stack) -> None:
-    """Refuse a device that is not there before a model is loaded for it."""
-    try:
-        torch.empty(0, device=stack.engine.device)
-    except (RuntimeError, AssertionError) as error:  # a build of torch without the device asserts
-        reason = str(error).strip().splitlines()[0]
-        raise StackError(f"{stack.source}: engine.device {stack.engine.device!r} cannot be used: {reason}") from error
-
-
-def _whole_numbers(prompt: Sequence[int]) -> list[int]:
-    token_ids = [int(token) for token in prompt if isinstance(token, int | np.integer) and not isinstance(token, bool)]
-    if len(token_ids) != len(prompt):
-        raise RequestError("a prompt is text, or a sequence of whole numbers", code="bad_token")
-    return token_ids
-
-
-def _refused(index: int, prompt: str | Sequence[int], error: RequestError) -> RequestOutput:
-    return RequestOutput(
-        request_id=f"refused-{index}",
-        prompt_token_ids=() if isinstance(prompt, str) or error.code == "bad_token" else tuple(prompt),
-        finish_reason="refused",
-        error=str(error),
-    )

@@ -1,0 +1,96 @@
+"""Who is let in: a prompt becomes token ids that can be served to the end, or is refused with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvframe.engine.request import RequestOutput, SamplingParams
+from kvframe.errors import RequestError
+from kvframe.model.adapter import LoadedModel
+from kvframe.plan import KVCachePlan
+
+
+class Admission:
+    """Checks prompts against what the model and its cache can take.
+
+    Attributes:
+        has_text: Whether the model has a tokenizer.
+    """
+
+    def __init__(self, model: LoadedModel, plan: KVCachePlan, max_model_len: int) -> None:
+        """Take the limits.
+
+        Args:
+            model: For its tokenizer and vocabulary.
+            plan: What the cache holds.
+            max_model_len: The most tokens of a request.
+        """
+        self.has_text = model.decode([]) is not None
+        self._model = model
+        self._plan = plan
+        self._max_model_len = max_model_len
+
+    def token_ids(self, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
+        """Return the prompt's token ids; raises ``RequestError`` if the request can never be served.
+
+        Args:
+            prompt: Text, or token ids.
+            params: How far the request may go, and what ends it.
+        """
+        name, vocab_size = self._model.description.name, self._model.description.vocab_size
+        token_ids = self._encode(prompt) if isinstance(prompt, str) else _whole_numbers(prompt)
+        if not token_ids:
+            raise RequestError("the prompt is empty; give at least one token", code="empty_prompt")
+        if len(token_ids) >= self._max_model_len:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens, but a request has at most {self._max_model_len}, "
+                "at least one of them generated",
+                code="prompt_too_long",
+            )
+        if min(token_ids) < 0 or (vocab_size is not None and max(token_ids) >= vocab_size):
+            wrong = next(token for token in token_ids if token < 0 or (vocab_size is not None and token >= vocab_size))
+            raise RequestError(f"{wrong} is no token id; the model has [0, {vocab_size})", code="bad_token")
+        if params.stop and not self.has_text:
+            raise RequestError(
+                f"{name} has no tokenizer, so no stop string can be found; use stop_token_ids", code="no_tokenizer"
+            )
+        num_tokens = min(len(token_ids) + params.max_new_tokens, self._max_model_len)
+        if not self._plan.fits(num_tokens):
+            raise RequestError(
+                f"a request of {num_tokens} tokens does not fit the cache of {self._plan.total_bytes} bytes, even "
+                "alone; give more memory or ask for fewer tokens",
+                code="too_large",
+            )
+        return token_ids
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the prompt is not Unicode text: {error.reason}", code="bad_text") from error
+        return self._model.encode(text)
+
+
+def _whole_numbers(prompt: Sequence[int]) -> list[int]:
+    token_ids = [int(token) for token in prompt if isinstance(token, int | np.integer) and not isinstance(token, bool)]
+    if len(token_ids) != len(prompt):
+        raise RequestError("a prompt is text, or a sequence of whole numbers", code="bad_token")
+    return token_ids
+
+
+def refused_output(index: int, prompt: str | Sequence[int], error: RequestError) -> RequestOutput:
+    """Return what stands for a refused prompt among a batch's outputs.
+
+    Args:
+        index: Its place in the batch.
+        prompt: As given.
+        error: Why it was refused.
+    """
+    return RequestOutput(
+        request_id=f"refused-{index}",
+        prompt_token_ids=() if isinstance(prompt, str) or error.code == "bad_token" else tuple(prompt),
+        finish_reason="refused",
+        error=str(error),
+    )

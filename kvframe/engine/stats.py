@@ -1,0 +1,44 @@
+"""What an engine did so far, as one value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+
+@attrs.frozen(kw_only=True)
+class EngineStats:
+    """What an engine did so far, and what its cache holds.
+
+    Attributes:
+        prompt_tokens: Prompt tokens of the requests that were admitted.
+        cached_prompt_tokens: Of these, the tokens that a cached prefix covered.
+        prefix_hit_rate: Their share; 0 before the first request.
+        computed_tokens: Tokens computed, again after a preemption included.
+        generated_tokens: Tokens generated.
+        preemptions: Times that a running request gave its blocks back.
+        steps: Steps completed.
+        blocks_held: Per group, the blocks that requests hold now.
+        peak_blocks_held: Per group, the most blocks held at once.
+        peak_bytes_held: The most bytes of blocks of all groups held at once.
+        evictions: Cached blocks whose content was given up.
+        cache_bytes: Bytes allocated for the cache.
+    """
+
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    prefix_hit_rate: float
+    computed_tokens: int
+    generated_tokens: int
+    preemptions: int
+    steps: int
+    blocks_held: tuple[int, ...]
+    peak_blocks_held: tuple[int, ...]
+    peak_bytes_held: int
+    evictions: int
+    cache_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the numbers as plain values, ready for JSON."""
+        return attrs.asdict(self)
