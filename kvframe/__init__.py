@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from kvframe.groups import make_layer_specs as make_layer_specs
     from kvframe.hookspecs import API_VERSION as API_VERSION
     from kvframe.hookspecs import hookimpl as hookimpl
-    from kvframe.model.adapter import LayerDescription as LayerDescription
     from kvframe.model.adapter import LoadedModel as LoadedModel
     from kvframe.model.adapter import ModelAdapter as ModelAdapter
-    from kvframe.model.adapter import ModelDescription as ModelDescription
+    from kvframe.model.description import LayerDescription as LayerDescription
+    from kvframe.model.description import ModelDescription as ModelDescription
     from kvframe.plan import KVCachePlan as KVCachePlan
     from kvframe.plan import plan_cache as plan_cache
     from kvframe.plugins import load_plugins as load_plugins
@@ -71,12 +71,12 @@ _HOME = {
     "KVCacheSpec": "specs",
     "KVCacheStorage": "cache.storage",
     "KVFrameError": "errors",
-    "LayerDescription": "model.adapter",
+    "LayerDescription": "model.description",
     "LayerSpec": "specs",
     "LoadedModel": "model.adapter",
     "MetadataWrapper": "attention.wrapper",
     "ModelAdapter": "model.adapter",
-    "ModelDescription": "model.adapter",
+    "ModelDescription": "model.description",
     "QuerySpec": "specs",
     "Refusal": "attention.backend",
     "Registry": "registry",

@@ -11,7 +11,7 @@ from kvframe.errors import SpecError, UnknownNameError
 from kvframe.specs import KVCacheSpec, LayerSpec, QuerySpec
 
 if TYPE_CHECKING:
-    from kvframe.model.adapter import LayerDescription, ModelDescription
+    from kvframe.model.description import LayerDescription, ModelDescription
     from kvframe.registry import Registry
     from kvframe.stack import Stack
 

@@ -6,7 +6,7 @@ import os
 
 from kvframe.errors import PlanError, StackError
 from kvframe.groups import Grouping
-from kvframe.model.adapter import ModelDescription
+from kvframe.model.description import ModelDescription
 from kvframe.plan import KVCachePlan, plan_cache
 from kvframe.stack import Stack
 

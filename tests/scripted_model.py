@@ -9,7 +9,8 @@ import torch
 
 from kvframe import Engine, load_plugins
 from kvframe.groups import make_layer_specs
-from kvframe.model.adapter import LayerDescription, LoadedModel, ModelDescription
+from kvframe.model.adapter import LoadedModel
+from kvframe.model.description import LayerDescription, ModelDescription
 from kvframe.stack import Stack
 
 END = 0

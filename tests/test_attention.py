@@ -22,7 +22,7 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.storage import KVCacheStorage
 from kvframe.errors import BackendError, SpecError, StackError, UnknownNameError
 from kvframe.groups import group_layers, make_layer_specs
-from kvframe.model.adapter import LayerDescription, ModelDescription
+from kvframe.model.description import LayerDescription, ModelDescription
 from kvframe.plan import plan_cache
 from kvframe.plugins import load_plugins
 from kvframe.specs import LayerSpec, QuerySpec

@@ -21,7 +21,7 @@ from kvframe.cli.render import compact_names, format_bytes, print_facts, print_j
 
 if TYPE_CHECKING:
     from kvframe.groups import Grouping
-    from kvframe.model.adapter import ModelDescription
+    from kvframe.model.description import ModelDescription
     from kvframe.plan import KVCachePlan
     from kvframe.specs import KVCacheSpec
 

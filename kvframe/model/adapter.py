@@ -3,56 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import attrs
+from kvframe.model.description import ModelDescription
 
 if TYPE_CHECKING:
     import torch
 
     from kvframe.attention.layer import AttentionLayers
-
-
-@attrs.frozen(kw_only=True)
-class LayerDescription:
-    """One attention layer as found in a model: what kind of cache spec it needs, with which options.
-
-    The core turns it into a ``LayerSpec`` by looking ``kind`` up in the registry, so an adapter imports no spec type.
-
-    Attributes:
-        name: Unique in the model, the module's path.
-        kind: The registered name of the cache spec (``"sliding_window"``).
-        options: The spec's own fields, without ``block_size`` and ``dtype`` (``{"num_kv_heads": 1, "window": 64}``).
-        query: The query side's fields (``{"num_heads": 4, "head_size": 32, "scale": 0.17}``).
-        shares_with: The layer whose cache it reads; None for its own.
-    """
-
-    name: str
-    kind: str
-    options: Mapping[str, Any]
-    query: Mapping[str, Any]
-    shares_with: str | None = None
-
-
-@attrs.frozen(kw_only=True)
-class ModelDescription:
-    """What planning and serving need to know of a model, read without its weights.
-
-    Attributes:
-        name: For people: the folder's or file's name.
-        layers: Its attention layers, in the order they run.
-        max_model_len: The most tokens of a request, prompt and output.
-        vocab_size: Token ids are ``[0, vocab_size)``; None if unknown.
-        eos_token_ids: Ids that end a request.
-    """
-
-    name: str
-    layers: tuple[LayerDescription, ...]
-    max_model_len: int
-    vocab_size: int | None = None
-    eos_token_ids: frozenset[int] = frozenset()
 
 
 class LoadedModel(ABC):

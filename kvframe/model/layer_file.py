@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from kvframe.errors import ModelError, UnknownNameError
-from kvframe.model.adapter import LayerDescription, ModelDescription
+from kvframe.model.description import LayerDescription, ModelDescription
 
 _FILE_KEYS = ("name", "max_model_len", "repeat", "layers")
 _ENTRY_KEYS = ("name", "names", "count", "kind", "shares_with", "query")

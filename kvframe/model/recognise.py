@@ -9,7 +9,8 @@ from kvframe.errors import ModelError, PluginError
 from kvframe.model.layer_file import is_layer_file, parse_file, read_layer_file
 
 if TYPE_CHECKING:
-    from kvframe.model.adapter import ModelAdapter, ModelDescription
+    from kvframe.model.adapter import ModelAdapter
+    from kvframe.model.description import ModelDescription
     from kvframe.registry import Registry
 
 

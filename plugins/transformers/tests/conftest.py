@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import pytest
 import torch
 
-from kvframe.model.adapter import LayerDescription, LoadedModel
+from kvframe.model.adapter import LoadedModel
+from kvframe.model.description import LayerDescription
 
 
 class DenseLayer:

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from kvframe.errors import ModelError, UnknownNameError
-from kvframe.model.adapter import LoadedModel, ModelAdapter, ModelDescription
+from kvframe.model.adapter import LoadedModel, ModelAdapter
+from kvframe.model.description import ModelDescription
 from kvframe_transformers.checkpoint import (
     build_without_weights,
     eos_token_ids,

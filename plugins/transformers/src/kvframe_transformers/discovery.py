@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvframe.errors import ModelError
-from kvframe.model.adapter import LayerDescription
+from kvframe.model.description import LayerDescription
 from kvframe_transformers.checkpoint import one_sentence
 from kvframe_transformers.masks import MaskFunction, MaskKind, classify_mask
 

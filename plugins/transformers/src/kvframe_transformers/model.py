@@ -12,7 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvframe.errors import ModelError
-from kvframe.model.adapter import LayerDescription, LoadedModel, ModelDescription
+from kvframe.model.adapter import LoadedModel
+from kvframe.model.description import LayerDescription, ModelDescription
 from kvframe_transformers.checkpoint import quiet
 from kvframe_transformers.routing import RUN_TIME, Route, Routes, RunLayer, routed
 from kvframe_transformers.self_check import compare_runs

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from kvframe.errors import ModelError
-from kvframe.model.adapter import LayerDescription
+from kvframe.model.description import LayerDescription
 from kvframe_transformers.discovery import scale_of
 
 RUN_TIME = "kvframe"

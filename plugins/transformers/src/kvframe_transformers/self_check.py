@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from kvframe.errors import ModelError
-from kvframe.model.adapter import ModelDescription
+from kvframe.model.description import ModelDescription
 
 _PROMPT_LENS = (5, 9)
 _MAX_LOCAL = 64
