@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
+from kvframe.builtin import torch_backend
 from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.errors import SpecError
@@ -47,6 +48,19 @@ def test_a_backend_computes_what_it_declares(backend: type[AttentionBackend], ca
 @pytest.mark.parametrize("name", ["full-everything-mixed", "window=5-block=16-decode", "full-block=17-extend"])
 def test_finite_values_where_nothing_is_live_change_nothing(backend: type[AttentionBackend], name: str) -> None:
     check_backend(backend, case_of(backend, name), poison=1e4)
+
+
+@pytest.mark.parametrize(
+    "limit", ["MAX_PIECE_KEYS", "MAX_FOLDED_QUERIES", "MAX_SCRATCH_ELEMENTS", "FREE_PADDING_ELEMENTS"]
+)
+@pytest.mark.parametrize(
+    "name", ["full-block=16-uneven", "full-everything-extend", "full-block=17-decode", "window=5-block=1-mixed"]
+)
+def test_the_practical_backends_limits_bound_memory_and_change_no_result(
+    limit: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_backend, limit, 3)
+    check_backend(TorchBackend, case_of(TorchBackend, name))
 
 
 # --- what is declared, and what is refused ----------------------------------------------------------------------------
