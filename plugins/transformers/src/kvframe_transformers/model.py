@@ -44,12 +44,16 @@ class TransformersModel(LoadedModel):
         self._original: list[tuple[Any, str | None]] = []
 
     def attach(self, layers: Mapping[str, RunLayer]) -> None:
-        """Route the model's attention through ``layers``; raises ``ModelError`` if a layer was not reached.
+        """Route the model's attention through ``layers``.
 
         Args:
             layers: The run-time layers, by the names of the description.
+
+        Raises:
+            ModelError: A layer was not reached, or the model is attached already.
         """
-        assert not self._original, "attached twice"
+        if self._original:
+            raise ModelError(f"{self.description.name} serves another engine already; close that engine first")
         self._original = [(config, config._attn_implementation) for config in _configs(self.model)]
         try:
             with quiet():
