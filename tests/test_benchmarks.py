@@ -47,3 +47,28 @@ def test_the_method_lists_every_batch() -> None:
     script = (BENCHMARKS / "generate.py").read_text(encoding="utf-8")
     method = (BENCHMARKS / "README.md").read_text(encoding="utf-8").split("## The batches")[1]
     assert re.findall(r'^ +(?:name|)="?([a-z-]+)",', script, re.M) == re.findall(r"^\| `([a-z-]+)`", method, re.M)
+
+
+@pytest.mark.parametrize(
+    ("peer", "sentence"),
+    [
+        (
+            "transformers continuous batching",
+            r"generates (\S+) to (\S+) times as many tokens per second\nas transformers' con",
+        ),
+        ("transformers generate()", r"and (\S+) to (\S+) times as many as its `generate\(\)`"),
+    ],
+)
+def test_the_figures_in_the_readme_are_the_recorded_ones(peer: str, sentence: str) -> None:
+    record = json.loads((BENCHMARKS / "results" / "generate.json").read_text(encoding="utf-8"))
+    ratios = [workload["times_as_fast"][peer] for workload in record["workloads"].values()]
+    said = re.findall(sentence, (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8"))
+    assert [(f"{min(ratios):.1f}", f"{max(ratios):.1f}")] == said
+
+
+def test_every_recorded_batch_ran_at_least_1_3_times_as_fast_as_continuous_batching() -> None:
+    record = json.loads((BENCHMARKS / "results" / "generate.json").read_text(encoding="utf-8"))
+    assert len(record["workloads"]) == 4
+    assert (
+        min(each["times_as_fast"]["transformers continuous batching"] for each in record["workloads"].values()) >= 1.3
+    )
