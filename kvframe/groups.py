@@ -98,10 +98,13 @@ def _layer_spec(layer: LayerDescription, registry: Registry, stack: Stack, dtype
             f"layer {layer.name!r}: the cache spec {layer.kind!r} has no option {', '.join(unknown)}; "
             f"it has {', '.join(sorted(fields))}"
         )
+    required = {field.name for field in attrs.fields(spec_class) if field.init and field.default is attrs.NOTHING}
+    if missing := sorted(required - set(options)):
+        raise SpecError(f"layer {layer.name!r}: the cache spec {layer.kind!r} needs {', '.join(missing)}")
     try:
         query = QuerySpec(**layer.query) if layer.query else None
         return LayerSpec(name=layer.name, spec=spec_class(**options), query=query, shares_with=layer.shares_with)
-    except TypeError as error:
+    except (SpecError, TypeError) as error:
         raise SpecError(f"layer {layer.name!r} ({layer.kind}): {error}") from error
 
 

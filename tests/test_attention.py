@@ -20,7 +20,7 @@ from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.attention.wrapper import MetadataWrapper
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.storage import KVCacheStorage
-from kvframe.errors import BackendError, SpecError, StackError, UnknownNameError
+from kvframe.errors import BackendError, PlanError, SpecError, StackError, UnknownNameError
 from kvframe.groups import group_layers, make_layer_specs
 from kvframe.model.description import LayerDescription, ModelDescription
 from kvframe.plan import plan_cache
@@ -116,6 +116,13 @@ def test_pages_are_filled_for_all_layers_of_their_group_only() -> None:
     storage.fill(0, [first], float("nan"))
     assert bool(storage.views["a"]["k"][first].isnan().all())
     assert not bool(storage.views["b"]["v"][second].isnan().any())
+
+
+def test_memory_that_is_not_there_is_a_plan_error() -> None:
+    grouping = group_layers([LayerSpec(name="a", spec=full())])
+    plan = plan_cache(grouping, memory_bytes=20_000, max_model_len=32, max_num_batched_tokens=8)
+    with pytest.raises(PlanError, match=r"cpu has no \d+ bytes to give the cache; ask for less memory"):
+        KVCacheStorage(attrs.evolve(plan, num_slabs=2**50), grouping, CPU)
 
 
 def test_a_layer_that_shares_a_cache_sees_the_same_tensors() -> None:

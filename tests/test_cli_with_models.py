@@ -225,6 +225,14 @@ def stack(text: str) -> Callable[[Path], None]:
     return prepare
 
 
+def full_attention(**options: object) -> Callable[[Path], None]:
+    def prepare(here: Path) -> None:
+        layer = {"name": "a", "kind": "full_attention", **options}
+        write(here / "layers.json", {"max_model_len": 64, "layers": [layer]})
+
+    return prepare
+
+
 def nothing(here: Path) -> None:
     pass
 
@@ -256,6 +264,26 @@ BY_STACK = generating("hybrid", "--stack", "stack.toml")
             stack('[plugins]\ndisabled = ["sliding_window"]\n'),
             BY_STACK,
             "layer 'model.layers.0.self_attn' needs the cache spec 'sliding_window', which no plugin provides",
+        ),
+        (
+            stack('[[rules]]\nkind = "sliding_window"\nspec = {window = 0}\n'),
+            BY_STACK,
+            "layer 'model.layers.0.self_attn' (sliding_window): SlidingWindowSpec.window must be a whole number",
+        ),
+        (
+            full_attention(num_kv_heads=2),
+            ("plan", "layers.json"),
+            "layer 'a': the cache spec 'full_attention' needs head_size",
+        ),
+        (
+            full_attention(num_kv_heads=2, head_size=4, window=3),
+            ("plan", "layers.json"),
+            "layer 'a': the cache spec 'full_attention' has no option window; it has block_size, dtype, head_size",
+        ),
+        (
+            full_attention(num_kv_heads=True, head_size=4),
+            ("plan", "layers.json"),
+            "layer 'a' (full_attention): QuerySpec.num_heads must be a whole number of at least 1, not True",
         ),
     ],
 )

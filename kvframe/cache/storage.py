@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from kvframe.errors import PlanError
 from kvframe.groups import Grouping
 from kvframe.plan import KVCachePlan
 from kvframe.specs import STATE_ALIGNMENT_BYTES, align_up
@@ -29,9 +30,17 @@ class KVCacheStorage:
             plan: What to allocate.
             grouping: The groups that the plan is for.
             device: Where.
+
+        Raises:
+            PlanError: The device has not that much memory.
         """
         self._plan = plan
-        self.pool = torch.zeros(plan.total_bytes, dtype=torch.uint8, device=device)
+        try:
+            self.pool = torch.zeros(plan.total_bytes, dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            raise PlanError(
+                f"{device} has no {plan.total_bytes} bytes to give the cache; ask for less memory"
+            ) from error
         self.views: dict[str, Mapping[str, torch.Tensor]] = {}
         for planned, group in zip(plan.groups, grouping.groups, strict=True):
             for layer, spec, offset in zip(group.layers, group.stored, planned.layer_offsets, strict=True):
