@@ -34,10 +34,12 @@ class KVCacheStats:
     num_evictions: int = 0
 
 
-@attrs.frozen
+@attrs.define
 class _Entry:
     blocks: RequestBlocks
     keys: dict[int, PrefixKeys]
+    next_full: int = 0
+    """Computed tokens from which on a block may be full that was not offered to the prefix index."""
 
 
 class KVCacheManager:
@@ -120,9 +122,10 @@ class KVCacheManager:
             num_computed: How many are computed.
         """
         entry = self._entries[request_id]
-        if entry.keys:
+        if entry.keys and num_computed >= entry.next_full:
             keys = {size: chain.upto(token_ids, num_computed) for size, chain in entry.keys.items()}
             self._coordinator.publish(entry.blocks, keys, num_computed)
+            entry.next_full = min(num_computed - num_computed % size + size for size in keys)
         self._coordinator.release_dead(entry.blocks, num_computed)
 
     def free(self, request_id: str) -> None:

@@ -124,6 +124,7 @@ class Request:
         max_tokens: The most tokens it may have, prompt included.
         text_stream: Turns its tokens into text; None if the model has no tokenizer.
         random: Its own source of uniform numbers, one per sampled token.
+        prompt_token_ids: The prompt, as every output has it: copied once, however many steps report.
         num_computed: Tokens whose state is in the cache (as far as layers still need it).
         num_scheduled: Tokens that the running step computes.
         row: Its row in the block tables while it runs; -1 otherwise.
@@ -144,6 +145,7 @@ class Request:
     max_tokens: int
     text_stream: TextStream | None = None
     random: random.Random = attrs.field(init=False)
+    prompt_token_ids: tuple[int, ...] = attrs.field(init=False)
     num_computed: int = 0
     num_scheduled: int = 0
     row: int = -1
@@ -186,8 +188,9 @@ class Request:
         )
 
     def __attrs_post_init__(self) -> None:
-        """Seed the request's own random source."""
+        """Seed the request's own random source, and keep the prompt."""
         self.random = random.Random(self.params.seed)
+        self.prompt_token_ids = tuple(self.token_ids[: self.num_prompt_tokens])
 
     def append(self, token_id: int) -> None:
         """Take the next generated token; sets ``finish_reason`` if it is the last."""
@@ -207,11 +210,10 @@ class Request:
         if self.text_stream is not None:
             self.text_stream.feed(self.token_ids, final=self.finish_reason is not None)
             text = self.text_stream.text
-        prompt = self.num_prompt_tokens
-        generated = tuple(self.token_ids[prompt:])
+        generated = tuple(self.token_ids[self.num_prompt_tokens :])
         output = RequestOutput(
             request_id=self.request_id,
-            prompt_token_ids=tuple(self.token_ids[:prompt]),
+            prompt_token_ids=self.prompt_token_ids,
             token_ids=generated,
             new_token_ids=generated[self.num_reported :],
             text=text,
