@@ -269,6 +269,18 @@ def test_a_model_that_raises_fails_the_step_and_leaks_nothing() -> None:
         assert " brown" == engine.generate(["the quick"], SamplingParams(max_new_tokens=6))[0].text
 
 
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+def test_progress_counts_the_prompts_that_are_done_after_each_step() -> None:
+    seen: list[int] = []
+    with ScriptedModel(SCRIPT).engine() as engine:
+        params = [SamplingParams(max_new_tokens=count) for count in (1, 3, 3, 1)]
+        engine.generate(["the", "the q", "a", ""], params, on_progress=seen.append)
+    # The empty prompt is refused, so it is done at once.
+    assert [2, 2, 4] == seen
+
+
 # --- sampling through the engine --------------------------------------------------------------------------------------
 
 

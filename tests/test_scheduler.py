@@ -113,9 +113,58 @@ def test_a_preempted_request_goes_before_those_that_came_later() -> None:
     assert ["b", "c"] == list(run(made, 1)[0])
 
 
+def test_what_was_preempted_does_not_start_again_in_the_same_step() -> None:
+    made = scheduler(CountingCache(num_blocks=5), request("a", 8, 8), request("b", 8, 8), tokens=8)
+    # The ninth token of "b" has no block. Its first seven tokens would have two, but the eighth would be preempted.
+    assert [{"a": 8}, {"a": 1, "b": 7}, {"a": 1, "b": 1}, {"a": 1}] == run(made, 4)
+    assert 1 == made.stats.preemptions
+
+
+class ScatteredCache(CountingCache):
+    """The blocks of a prefix hit lie so that no request that took one gets more than ``most`` tokens."""
+
+    def __init__(self, hits: dict[str, int], most: int) -> None:
+        super().__init__(hits=hits)
+        self.most = most
+        self.took_hit: set[str] = set()
+
+    def start(self, request_id: str, token_ids: Sequence[int], *, salt: str = "", use_prefix: bool = True) -> int:
+        found = super().start(request_id, token_ids, salt=salt, use_prefix=use_prefix)
+        self.took_hit = self.took_hit | {request_id} if found else self.took_hit - {request_id}
+        return found
+
+    def extend(self, request_id: str, num_tokens: int) -> bool:
+        return (request_id not in self.took_hit or num_tokens <= self.most) and super().extend(request_id, num_tokens)
+
+
+def test_a_lone_request_that_cannot_start_from_a_prefix_starts_from_nothing_and_runs_alone() -> None:
+    made = scheduler(ScatteredCache({"a": 8}, most=8), request("a", 9, 3), request("b", 9, 1))
+    assert [{"a": 9}, {"a": 1}, {"a": 1}, {"b": 9}] == run(made, 4)
+
+
+def test_a_lone_request_that_cannot_go_on_starts_from_nothing_in_the_same_step() -> None:
+    made = scheduler(ScatteredCache({"a": 8}, most=10), request("a", 9, 4), request("b", 20, 1), seqs=1)
+    assert [{"a": 1}, {"a": 1}, {"a": 11}, {"a": 1}, {"b": 16}] == run(made, 5)
+    assert 1 == made.stats.preemptions
+
+
+def test_a_request_that_runs_alone_waits_until_the_others_are_done() -> None:
+    waiting = request("b", 4)
+    made = scheduler(CountingCache(), request("a", 4, 2), waiting)
+    waiting.runs_alone = True
+    assert [{"a": 4}, {"a": 1}, {"b": 4}] == run(made, 3)
+
+
 def test_a_request_waits_one_step_for_a_prefix_that_is_being_computed() -> None:
     made = scheduler(CountingCache(), request("a", 9, first=1), request("b", 9, first=1), request("c", 3), shared=4)
     assert [{"a": 9}, {"a": 1, "b": 9, "c": 3}] == run(made, 2)
+
+
+def test_a_request_does_not_wait_for_what_is_cached_already() -> None:
+    first, second = request("a", 13, first=1), request("b", 13, first=1)
+    second.token_ids[9] = 99
+    made = scheduler(CountingCache(hits={"a": 8, "b": 8}), first, second, shared=4)
+    assert [{"a": 5, "b": 5}] == run(made, 1)
 
 
 def test_a_request_that_shares_less_than_a_block_does_not_wait() -> None:
