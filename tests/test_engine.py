@@ -102,6 +102,15 @@ def test_what_others_produce_during_a_stream_is_kept_for_step() -> None:
         assert not engine.has_unfinished
 
 
+def test_two_streams_take_turns_and_each_gives_token_by_token() -> None:
+    with ScriptedModel(SCRIPT).engine() as engine:
+        params = SamplingParams(max_new_tokens=4)
+        first, second = engine.stream("the", params), engine.stream("the qui", params)
+        pieces = [(one.new_text, other.new_text) for one, other in zip(first, second, strict=True)]
+        assert [(" ", "c"), ("q", "k"), ("u", " "), ("i", "b")] == pieces
+        assert 4 == engine.stats().steps
+
+
 # --- steps and aborts -------------------------------------------------------------------------------------------------
 
 

@@ -77,6 +77,13 @@ def test_frequencies_follow_the_probabilities() -> None:
     assert 0.75 == pytest.approx(ones / 4000, abs=0.02)
 
 
+@pytest.mark.parametrize("params", [{"top_k": 2}, {"top_p": 0.6}, {"top_k": 3, "top_p": 0.7}], ids=str)
+def test_a_request_draws_only_among_what_its_parameters_keep(params: dict[str, Any]) -> None:
+    logits = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
+    drawn = request(temperature=1.0, seed=0, **params)
+    assert {1, 3} == {sample(logits, [drawn])[0] for _ in range(100)}
+
+
 @given(LOGITS)
 def test_a_tiny_temperature_is_greedy(logits: list[float]) -> None:
     row = torch.tensor([logits])

@@ -167,6 +167,12 @@ def test_a_request_does_not_wait_for_what_is_cached_already() -> None:
     assert [{"a": 5, "b": 5}] == run(made, 1)
 
 
+def test_a_request_does_not_wait_for_the_block_of_its_last_token() -> None:
+    first, second = request("a", 12, first=1), request("b", 8, first=1)
+    made = scheduler(CountingCache(hits={"a": 4, "b": 4}), first, second, shared=4)
+    assert [{"a": 8, "b": 4}] == run(made, 1)
+
+
 def test_a_request_that_shares_less_than_a_block_does_not_wait() -> None:
     made = scheduler(CountingCache(), request("a", 8, first=1), request("b", 8, first=2), shared=4)
     assert [{"a": 8, "b": 8}] == run(made, 1)

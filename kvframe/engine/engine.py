@@ -199,8 +199,8 @@ class Engine:
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Serve one request and yield its outputs as they come; the last one has a ``finish_reason``.
 
-        Other requests go on meanwhile, and what they produce is kept for ``step``. Leaving the iteration early
-        aborts the request.
+        Other requests go on meanwhile, and what they produce is kept for ``step``; a ``step`` while the stream is
+        open reports what the stream has not yielded yet. Leaving the iteration early aborts the request.
 
         Args:
             prompt: Text, or token ids.

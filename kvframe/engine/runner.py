@@ -79,8 +79,7 @@ class ModelRunner:
             requests = [request for request, generates in zip(requests, is_generating, strict=True) if generates]
             rows, num_after = rows[is_generating], num_after[is_generating]
         token_ids = sample(logits, requests)
-        # A token beyond the last column ends its request, so the column that it is clipped to is never read again.
-        self.tokens[rows, np.minimum(num_after, self.tokens.shape[1] - 1)] = token_ids
+        self.tokens[rows, num_after] = token_ids
         return token_ids
 
     def forward(
