@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvframe import Engine, RequestOutput, SamplingParams, Stack, hookimpl
 from kvframe.builtin.torch_backend import TorchBackend
-from kvframe.errors import ModelError, PlanError
+from kvframe.errors import ModelError, PlanError, StackError
 from tests.serving import GREEDY, PROMPTS, TinyModel, held_pages, ids, make_stack
 
 TEXT = "Ein Größenvergleich: 1 € ≈ 1,1 $; naïve cafés, 𝄞 and 東京. The quick brown fox jumps over the lazy dog. " * 3
@@ -294,6 +294,12 @@ def test_a_backend_from_a_script_serves_a_model(model: TinyModel, reference: lis
         assert {"my_plugin:counting"} == {choice.backend for choice in engine.choices}
         assert reference == [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
         assert CountingBackend.num_calls == 4 * engine.stats().steps
+
+
+def test_a_rule_for_an_unknown_kind_is_refused_before_the_model_is_read(tmp_path: Path) -> None:
+    stack = Stack.from_mapping({"rules": [{"kind": "slidin_window", "backend": "torch"}]})
+    with pytest.raises(StackError, match=r"rules\[0\]\.kind: .*did you mean 'sliding_window'"):
+        Engine.from_pretrained(tmp_path / "nothing", stack=stack)
 
 
 def test_wrong_attention_is_refused_and_the_layer_named(model: TinyModel) -> None:
