@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
@@ -326,3 +327,13 @@ def test_stats_count_what_was_done() -> None:
         assert ((0,), (5,)) == (stats.blocks_held, stats.peak_blocks_held)
         assert 5 * 4 * 2 * 4 * 4 == stats.peak_bytes_held
         assert engine.plan.total_bytes == stats.cache_bytes == stats.to_dict()["cache_bytes"]
+
+
+def test_a_model_that_keeps_nothing_takes_the_same_path() -> None:
+    model = ScriptedModel(SCRIPT)
+    model.description = attrs.evolve(model.description, layers=())
+    with model.engine(max_num_batched_tokens=2) as engine:
+        outputs = engine.generate(["the", "the qu"], SamplingParams(max_new_tokens=4))
+        assert [" qui", "ick "] == [output.text for output in outputs]
+        assert (0, 0, ()) == (engine.plan.total_bytes, engine.stats().cache_bytes, engine.stats().blocks_held)
+        assert 0 == engine.stats().cached_prompt_tokens

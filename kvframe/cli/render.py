@@ -10,12 +10,16 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import click
 
 ShowProgress = Callable[[int], None]
 """Tells a progress bar how many units are done."""
+
+
+_NARROWEST_FOLD = 24
+"""Characters that a table's widest column is folded to at most."""
 
 
 def print_json(value: Any, *, indent: int | None = 2) -> None:
@@ -57,17 +61,27 @@ def print_facts(title: str, facts: Iterable[tuple[str, str]]) -> None:
 
 
 def _draw_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], to_right: Sequence[bool]) -> None:
+    """Draw a table whose widest column folds; row by row, one value a line, where the terminal is too narrow for it."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    console = Console()
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    widest = widths.index(max(widths))
+    needed = sum(widths) - widths[widest] + min(widths[widest], _NARROWEST_FOLD) + 2 * len(columns)
+    if needed > console.width:
+        for index, row in enumerate(rows):
+            print_facts(f"{title} ({index + 1} of {len(rows)})", zip(columns, row, strict=True))
+        return
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    for name, right in zip(columns, to_right, strict=True):
-        table.add_column(name, justify="right" if right else "left", overflow="fold", header_style="cyan")
+    for index, (name, right) in enumerate(zip(columns, to_right, strict=True)):
+        justify: Literal["left", "right"] = "right" if right else "left"
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=index != widest, header_style="cyan")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    Console().print(table)
+    console.print(table)
 
 
 def _is_number(cell: str) -> bool:
