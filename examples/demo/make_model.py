@@ -17,10 +17,10 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import attrs
 import torch
+from filelock import FileLock
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -142,7 +142,7 @@ def copy_task(generator: torch.Generator) -> torch.Tensor:
 
 
 def make_batch(text_ids: torch.Tensor, phase: Phase, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``input_ids, labels``, both ``[rows, tokens], int64``: text, and text with copy tasks in it.
+    """Return ``input_ids, labels``, both ``[rows, tokens], int64``: text, and copy tasks with text around them.
 
     A segment itself is random, so it counts in no loss: label -100.
     """
@@ -157,7 +157,7 @@ def make_batch(text_ids: torch.Tensor, phase: Phase, generator: torch.Generator)
         ids = text_ids[start : start + phase.tokens].clone()
         label = ids.clone()
         if row % 2:
-            tasks = [copy_task(generator) for _ in range(draw(1, phase.tokens // TASK_TOKENS + 1))]
+            tasks = [copy_task(generator) for _ in range(phase.tokens // TASK_TOKENS)]
             start = draw(0, phase.tokens - len(tasks) * TASK_TOKENS + 1)
             for task in tasks:
                 stop = start + TASK_TOKENS
@@ -237,7 +237,6 @@ def _read_cached(path: Path, key: str) -> Trained | None:
 def _publish(model: Gemma3ForCausalLM, tokenizer: PreTrainedTokenizerFast, trained: Trained, key: str) -> None:
     """Write everything beside ``trained.path``, then rename: a folder of that name is always complete."""
     path = trained.path
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=path.name + ".", dir=path.parent))
     try:
         model.save_pretrained(partial)
@@ -260,19 +259,22 @@ def make_model(path: Path = DEFAULT_PATH, *, steps: int | None = None, console: 
     recipe = Recipe() if steps is None else Recipe(steps=steps)
     text = read_text()
     key = _content_key(recipe, text)
-    cached = _read_cached(path, key)
-    if cached is not None:
-        return cached
-    tokenizer = make_tokenizer(text)
-    text_ids = torch.tensor(tokenizer.encode(text))
-    console = console or Console(stderr=True)
-    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}")]
-    columns += [TextColumn("loss {task.fields[loss]:.2f}"), TimeRemainingColumn()]
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        model, loss = train(text_ids, recipe, progress)
-    trained = Trained(path=path, cached=False, loss=loss, copied=measure_copying(model, text_ids, recipe))
-    _publish(model, tokenizer, trained, key)
-    return trained
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Of two processes that want the model at once, the second waits and finds it.
+    with FileLock(path.with_name(path.name + ".lock")):
+        cached = _read_cached(path, key)
+        if cached is not None:
+            return cached
+        tokenizer = make_tokenizer(text)
+        text_ids = torch.tensor(tokenizer.encode(text))
+        console = console or Console(stderr=True)
+        status = TextColumn("{task.completed}/{task.total}, loss {task.fields[loss]:.2f}")
+        columns = (TextColumn("{task.description}"), BarColumn(), status, TimeRemainingColumn())
+        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+            model, loss = train(text_ids, recipe, progress)
+        trained = Trained(path=path, cached=False, loss=loss, copied=measure_copying(model, text_ids, recipe))
+        _publish(model, tokenizer, trained, key)
+        return trained
 
 
 if __name__ == "__main__":
