@@ -399,14 +399,14 @@ def test_a_table_too_wide_for_the_terminal_is_told_row_by_row(
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     rows = [["alpha" * 8, "beta" * 8], ["gamma" * 8, "delta" * 8]]
-    monkeypatch.setenv("COLUMNS", "60")
-    print_table("Names", ["first", "second"], rows)
+    monkeypatch.setenv("COLUMNS", "70")
+    render.print_table("Names", ["first", "second"], rows)
     drawn = capsys.readouterr().out
     assert "alphaalpha" in drawn
     assert "betabeta" in drawn
     assert "Names (1 of 2)" not in drawn
     monkeypatch.setenv("COLUMNS", "40")
-    print_table("Names", ["first", "second"], rows)
+    render.print_table("Names", ["first", "second"], rows)
     told = capsys.readouterr().out
     assert "Names (2 of 2)" in told
     assert f"  second  {'delta' * 8}\n" in told
