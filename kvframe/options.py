@@ -39,7 +39,6 @@ class CacheOptions:
         hybrid: Whether each type keeps only what it needs; if not, every layer keeps every token.
         dtype: Element type of stored keys and values; ``"auto"`` is the model's.
         prefix_caching: Whether requests reuse the blocks of a common prefix.
-        preemption: What happens to a request that must give up its memory.
     """
 
     memory: int | Literal["auto"] = attrs.field(default="auto", converter=_as_bytes, validator=MEMORY)
@@ -47,7 +46,6 @@ class CacheOptions:
     hybrid: bool = attrs.field(default=True, validator=SWITCH)
     dtype: str = attrs.field(default="auto", validator=one_of("auto", *ITEM_BYTES))
     prefix_caching: bool = attrs.field(default=True, validator=SWITCH)
-    preemption: str = attrs.field(default="recompute", validator=one_of("recompute"))
 
 
 @attrs.frozen(kw_only=True)

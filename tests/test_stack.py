@@ -29,7 +29,6 @@ block_size = 32
 hybrid = false
 dtype = "bfloat16"
 prefix_caching = false
-preemption = "recompute"
 
 [engine]
 max_num_seqs = 8
@@ -129,7 +128,7 @@ def test_file_that_is_no_toml_says_where(tmp_path: Path, content: bytes, reason:
 def test_unknown_key_names_file_path_keys_and_nearest() -> None:
     assert message({"cache": {"block_sise": 8}}) == (
         "my.toml: cache.block_sise: there is no key named 'block_sise'; known: block_size, dtype, hybrid, memory, "
-        "preemption, prefix_caching; did you mean 'block_size'?"
+        "prefix_caching; did you mean 'block_size'?"
     )
 
 
@@ -164,7 +163,6 @@ def test_unknown_key_anywhere_has_its_path_and_nearest(data: dict[str, Any], pat
             {"cache": {"memory": "two"}},
             "cache.memory must be 'auto', a number of bytes, or a size like '2GiB', not 'two'",
         ),
-        ({"cache": {"preemption": "swap"}}, "cache.preemption must be 'recompute', not 'swap' (a string)"),
         ({"cache": 3}, "cache must be a table, not 3 (a whole number)"),
         ({"engine": {"device": "the GPU"}}, "engine.device must be a device like 'cpu' or 'cuda:0', not 'the GPU'"),
         ({"engine": {"max_model_len": -1}}, "engine.max_model_len must be a whole number of at least 1, not -1"),
@@ -195,7 +193,7 @@ def test_all_problems_are_in_one_error() -> None:
     assert message({"cache": {"block_sise": 8, "hybrid": "no"}, "engin": {}}).splitlines() == [
         "my.toml: 3 problems",
         "  cache.hybrid must be true or false, not 'no' (a string)",
-        "  cache.block_sise: there is no key named 'block_sise'; known: block_size, dtype, hybrid, memory, preemption, "
+        "  cache.block_sise: there is no key named 'block_sise'; known: block_size, dtype, hybrid, memory, "
         "prefix_caching; did you mean 'block_size'?",
         "  engin: there is no key named 'engin'; known: cache, engine, plugin, plugins, rules; did you mean 'engine'?",
     ]

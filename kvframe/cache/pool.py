@@ -19,7 +19,7 @@ class BlockPool:
 
     A slab is *idle* while none of its pages is held; idle slabs can change their group. An allocation succeeds if and
     only if the free and cached pages in each group's other slabs, and as many idle slabs as the shortfall needs,
-    cover it; ``can_allocate`` says so exactly.
+    cover it.
 
     Attributes:
         num_held: Per group, the pages that at least one request references.
@@ -82,14 +82,6 @@ class BlockPool:
     def num_cached_pages(self) -> int:
         """Pages that nobody references and that a prefix hit can still take."""
         return sum(len(cached) for cached in self._cached)
-
-    def references(self, block_id: int) -> int:
-        """Return how many requests reference a page."""
-        return self._references.get(block_id, 0)
-
-    def can_allocate(self, num_blocks: Sequence[int]) -> bool:
-        """Return whether ``allocate`` of the same counts would succeed."""
-        return sum(self._slabs_needed(num_blocks)) <= self.num_idle_slabs
 
     def find(self, group: int, key: PrefixKey) -> int:
         """Return the block id of a group's page with this prefix key; 0 if none is findable."""
