@@ -61,6 +61,20 @@ class BackendError(KVFrameError):
     """No backend can serve a layer, or the one that was named cannot."""
 
 
+class WrapperError(KVFrameError):
+    """A wrapper cannot serve a layer or take a step, or a chain has an order that its wrappers forbid."""
+
+    def __init__(self, message: str, code: str) -> None:
+        """Keep a stable code beside the sentence.
+
+        Args:
+            message: The sentence for a person.
+            code: The ``snake_case`` code for a program.
+        """
+        super().__init__(message)
+        self.code = code
+
+
 class ModelError(KVFrameError):
     """A model cannot be read, understood or served."""
 

@@ -82,24 +82,36 @@ class AttentionMask:
         causal: Whether a query sees only its own and earlier positions, or every token of its request.
         window: Tokens seen, the query's own included; None for all. Of a causal mask only.
         num_sink_tokens: Tokens at the start that are seen whatever the window.
+        chunk: Tokens of a chunk that its queries stay within: a query at ``n`` sees ``[n - n % chunk, n]``; None for
+            no chunks. Of a causal mask without window only.
     """
 
     causal: bool = True
     window: int | None = None
     num_sink_tokens: int = 0
+    chunk: int | None = None
 
     def __attrs_post_init__(self) -> None:
         if not self.causal and self.window is not None:
             raise SpecError(f"a bidirectional mask has no window (here {self.window}): give the spec no mask instead")
+        if self.chunk is not None and (not self.causal or self.window is not None or self.num_sink_tokens):
+            raise SpecError(
+                "a mask of chunks is causal and has no window and no sink tokens: give the spec no mask instead"
+            )
 
     @property
     def features(self) -> frozenset[str]:
-        """The mask capabilities that a backend needs: of ``causal``, ``bidirectional``, ``window``, ``sink_tokens``."""
+        """The mask capabilities that a backend needs.
+
+        Of ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, ``chunk``.
+        """
         names = ["causal" if self.causal else "bidirectional"]
         if self.window is not None:
             names.append("window")
         if self.num_sink_tokens:
             names.append("sink_tokens")
+        if self.chunk is not None:
+            names.append("chunk")
         return frozenset(names)
 
 
@@ -121,6 +133,8 @@ class KVCacheSpec(ABC):
     """The registered name of this type (``"sliding_window"``)."""
     layout_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields that shape a block's bytes but not which tokens are live: layers that differ only here share a group."""
+    default_wrappers: ClassVar[tuple[str, ...]] = ()
+    """The wrapper chain of a layer of this type, by registered name, unless the stack gives it another."""
 
     block_size: int = positive_int
 

@@ -144,7 +144,7 @@ def test_step_metadata_says_where_each_token_goes() -> None:
         rows=np.array([manager.row("b"), manager.row("a")]),
         num_computed=np.array([0, 5]),
         query_lens=np.array([5, 1]),
-        logits_indices=np.array([5]),
+        generating_indices=np.array([5]),
     )
     (metadata,) = build_metadata(batch, manager.tables, CPU)
     assert metadata.query_start_loc.tolist() == [0, 5, 6]
@@ -152,7 +152,7 @@ def test_step_metadata_says_where_each_token_goes() -> None:
     assert metadata.block_table.tolist() == [b, a]
     assert metadata.slot_mapping.tolist() == [*range(4 * b[0], 4 * b[0] + 4), 4 * b[1], 4 * a[1] + 1]
     assert (metadata.num_reqs, metadata.num_actual_tokens, metadata.max_query_len, metadata.max_seq_len) == (2, 6, 5, 6)
-    assert metadata.logits_indices.tolist() == [5]
+    assert metadata.generating_indices.tolist() == [5]
 
 
 def test_auto_takes_the_highest_preference_and_says_why_not_the_others() -> None:
@@ -199,7 +199,7 @@ def run_layers(layers: Sequence[LayerSpec], stack: Stack) -> tuple[AttentionLaye
         layers, select_backends(layers, stack, host.registry, "cpu"), grouping, storage.views, CPU
     )
     batch = StepBatch(
-        rows=np.array([0]), num_computed=np.array([0]), query_lens=np.array([3]), logits_indices=np.array([2])
+        rows=np.array([0]), num_computed=np.array([0]), query_lens=np.array([3]), generating_indices=np.array([2])
     )
     attention.begin_step(build_metadata(batch, manager.tables, CPU))
     return attention, storage

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import attrs
 import torch
 
+from kvframe.attention.capture import GraphCapture
 from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.attention.order import BatchOrder
 from kvframe.specs import LayerSpec
 
 KVCache = Mapping[str, torch.Tensor]
@@ -36,8 +38,9 @@ class Capabilities:
     Attributes:
         devices: Device types (``"cpu"``, ``"cuda"``).
         dtypes: Cache and query dtypes by torch's name.
-        masks: Mask features, of ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, and ``live_range`` for
-            any mask at all, read off ``KVCacheSpec.live_ranges``.
+        masks: Mask features, of ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, ``chunk``, and
+            ``live_range`` for any mask at all, read off ``KVCacheSpec.live_ranges``.
+        extensions: Extensions of the batch metadata that it honours (``{"seq_starts"}``).
         state: Names of the state tensors it reads (``{"k", "v"}``).
         soft_cap: Whether it caps scores.
         sinks: Whether it adds learned sink logits.
@@ -50,6 +53,7 @@ class Capabilities:
     devices: frozenset[str]
     dtypes: frozenset[str]
     masks: frozenset[str]
+    extensions: frozenset[str] = frozenset()
     state: frozenset[str] = frozenset({"k", "v"})
     soft_cap: bool = False
     sinks: bool = False
@@ -58,8 +62,14 @@ class Capabilities:
     block_size_multiple: int = 1
     preference: int = 0
 
-    def refusals(self, layer: LayerSpec, device: str) -> list[Refusal]:
-        """Return every reason why ``layer`` cannot be served on ``device``; empty if it can."""
+    def refusals(self, layer: LayerSpec, device: str, extensions: Collection[str] = ()) -> list[Refusal]:
+        """Return every reason why a layer cannot be served; empty if it can.
+
+        Args:
+            layer: The layer, as its wrapper chain leaves it.
+            device: Where it runs (``"cpu"``).
+            extensions: What its chain may add to the batch metadata and a backend has to honour.
+        """
         spec, query = layer.spec, layer.query
         assert spec is not None
         assert query is not None
@@ -82,6 +92,8 @@ class Capabilities:
         if "live_range" not in self.masks:
             for feature in sorted(wanted - self.masks):
                 refuse(f"mask_{feature}", f"has no mask {feature} ({listed(self.masks)})")
+        for extension in sorted(set(extensions) - self.extensions):
+            refuse(f"extension_{extension}", f"does not honour the extension {extension}")
         if query.soft_cap is not None and not self.soft_cap:
             refuse("soft_cap", "does not cap scores")
         if query.has_sinks and not self.sinks:
@@ -97,17 +109,48 @@ class Capabilities:
 
 
 class AttentionMetadataBuilder(ABC):
-    """Turns a step's (wrapped) batch metadata into what a backend's kernels read."""
+    """Turns a step's (wrapped) batch metadata into what a backend's kernels read.
+
+    Attributes:
+        capture: For which batches the shapes of what it builds are known beforehand.
+        batch_order: The order of requests that it asks for; None for any. What it is given is in that order.
+        table_fields: The fields of what it builds, an attrs class, that depend on the block table or the slots. For
+            another cache group with equal layers the framework keeps the others. None where everything is built anew.
+    """
+
+    capture: GraphCapture = GraphCapture.NEVER
+    batch_order: BatchOrder | None = None
+    table_fields: frozenset[str] | None = None
+
+    @property
+    def reuse_key(self) -> Hashable:
+        """What decides the outcome of ``build`` beside the batch metadata, for one backend with equal parameters.
+
+        None, the default, stands for the layers' spec and query side. A builder that reads less of them says so, and
+        its metadata serves more layers.
+        """
+        return None
 
     @abstractmethod
     def build(self, metadata: CommonAttentionMetadata) -> Any:
         """Return the backend's metadata.
 
-        Called by the framework once a step for each attention group, before any of its layers runs.
+        Called by the framework before any of the group's layers runs: once a step for all attention groups with an
+        equal ``reuse_key``, the same backend and the same wrapped metadata.
 
         Args:
             metadata: The step's metadata after the group's wrapper chain. Never written to.
         """
+
+    def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
+        """Return the ``table_fields`` of what ``build`` would return for ``metadata``.
+
+        Args:
+            built: What this builder, or one with an equal ``reuse_key``, built for metadata that differs from
+                ``metadata`` in the block table and the slots only.
+            metadata: The step's metadata after the group's wrapper chain. Never written to.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares table_fields and does not refresh them")
 
 
 class _PassThroughBuilder(AttentionMetadataBuilder):
@@ -122,21 +165,25 @@ class AttentionBackend(ABC):
     """
 
     capabilities: ClassVar[Capabilities]
+    options_class: ClassVar[type[Any] | None] = None
+    """A frozen attrs class of the options that a stack may give the backend; None for none."""
 
     @classmethod
     def unusable_reason(cls) -> str | None:
         """Return one sentence why this backend cannot run in this environment; None if it can."""
         return None
 
-    def __init__(self, layers: Sequence[LayerSpec], device: torch.device) -> None:
+    def __init__(self, layers: Sequence[LayerSpec], device: torch.device, options: Any = None) -> None:
         """Take the group's layers, all with the same spec and query side.
 
         Args:
-            layers: The layers that this instance serves.
+            layers: The layers that this instance serves, as the group's wrapper chain leaves them.
             device: Where their caches lie.
+            options: An instance of ``options_class``; given only where there is one.
         """
         self.layers = tuple(layers)
         self.device = device
+        self.options = options
 
     def make_builder(self) -> AttentionMetadataBuilder:
         """Return the group's metadata builder; the default hands the batch metadata on unchanged."""
@@ -163,7 +210,7 @@ class AttentionBackend(ABC):
         """Compute attention of the new tokens over the cache, their own keys included (already written).
 
         Args:
-            layer: The layer that runs.
+            layer: The layer that runs, as the group's wrapper chain leaves it.
             query: ``[num_tokens, num_heads, head_size], device``.
             kv_cache: The state tensors of the layer, or of the layer whose cache it shares; not written to.
             metadata: What this backend's builder made of the step.

@@ -2,44 +2,264 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from functools import cache
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
 
 import attrs
+import torch
 
-from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.attention.capture import GraphCapture
+from kvframe.attention.metadata import NO_EXTENSIONS, Axis, CommonAttentionMetadata, Extension
+from kvframe.errors import WrapperError
+from kvframe.specs import LayerSpec
+
+
+class FieldUse(StrEnum):
+    """What a wrapper does with a field of the metadata, or with an extension."""
+
+    CARRY = "carry"
+    """Hands it on as it is."""
+    SLICE = "slice"
+    """Hands on the rows that belong to the tokens or requests that it makes."""
+    RESET = "reset"
+    """Computes a field anew; leaves an extension out, because it says nothing about what comes out."""
+    REJECT = "reject"
+    """Refuses a step that has it: a field with another value than its default, or the extension at all."""
 
 
 @attrs.frozen(kw_only=True)
 class MetadataWrapper(ABC):
     """One transformation of a step's batch metadata.
 
-    A wrapper is a frozen value (its parameters) and a function. It knows no backend, and no backend knows of it.
+    A wrapper is a frozen value (its parameters) and a pure function. It knows no backend, and no backend knows of it.
+    It asks the device for nothing (no ``.item()``, no ``.cpu()``), loops over no requests, and writes into nothing
+    that it was given: what it needs to know on the host, the metadata has there.
     """
 
     name: ClassVar[str]
     """The registered name (``"decode_only"``)."""
+    fields: ClassVar[Mapping[str, FieldUse]]
+    """What happens to each field of ``CommonAttentionMetadata``, ``extensions`` left out. A field that is not listed,
+    of a later version of the contract, is refused unless it has its default."""
+    extensions: ClassVar[Mapping[str, FieldUse]] = MappingProxyType({})
+    """What happens to each extension; one that is not listed is refused."""
+    effects: ClassVar[frozenset[str]] = frozenset()
+    """What it does to a batch that others of a chain may care about: ``drops_tokens`` (fewer tokens come out than go
+    in), ``virtual_requests`` (a request becomes several), or words of its own."""
+    not_after: ClassVar[frozenset[str]] = frozenset()
+    """Wrappers, or effects, that may not stand before it in a chain."""
+    not_before: ClassVar[frozenset[str]] = frozenset()
+    """Wrappers, or effects, that may not stand behind it in a chain."""
+    capture: ClassVar[GraphCapture] = GraphCapture.NEVER
+    """For which batches its output's shapes are known beforehand."""
+
+    def for_layer(self, layer: LayerSpec) -> Self:
+        """Return the wrapper with the parameters that the layer decides. Called at set-up, before any other method.
+
+        Args:
+            layer: The layer, as what stands before this wrapper leaves it.
+
+        Raises:
+            WrapperError: It cannot serve such a layer; ``code`` says why.
+        """
+        return self
+
+    def wrapped_layer(self, layer: LayerSpec) -> LayerSpec:
+        """Return the layer as what stands behind this wrapper sees it. Called at set-up.
+
+        Args:
+            layer: The layer, as what stands before this wrapper leaves it. Where the wrapper changes what a row of
+                the batch means, the result's mask is the one over the new rows.
+        """
+        return layer
+
+    def added_extensions(self, layer: LayerSpec) -> frozenset[str]:
+        """Return the extensions that it may add for such a layer, and that the backend has to honour then.
+
+        Args:
+            layer: The layer, as what stands before this wrapper leaves it.
+        """
+        return frozenset()
 
     @abstractmethod
     def __call__(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """Return the transformed metadata.
 
-        Called once a step for each attention group whose chain holds it.
+        Called once a step for each cache group and chain that holds it, for capture and replay alike.
 
         Args:
-            metadata: The step's metadata, or what the wrapper before this one made of it. Never written to.
+            metadata: The step's metadata, or what the wrapper before this one made of it, with nothing in it that the
+                wrapper rejects or does not know. Never written to.
 
         Returns:
             New metadata, or ``metadata`` itself where nothing changes.
+
+        Raises:
+            WrapperError: The step cannot be transformed; ``code`` says why.
         """
+
+    def pass_extensions(
+        self,
+        metadata: CommonAttentionMetadata,
+        requests: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
+    ) -> Mapping[str, Extension]:
+        """Return the extensions of ``metadata`` as ``extensions`` of the class says.
+
+        Args:
+            metadata: The wrapper's input.
+            requests: ``[num_new_reqs], int64, device``: the request that each new row comes from; None if they are
+                the same.
+            tokens: ``[num_new_tokens], int64, device``: likewise for tokens.
+        """
+        if not metadata.extensions:
+            return NO_EXTENSIONS
+        index_of = {Axis.REQUEST: requests, Axis.TOKEN: tokens, Axis.STEP: None}
+        passed = {}
+        for name, extension in metadata.extensions.items():
+            use = self.extensions[name]
+            index = index_of[extension.axis]
+            if use is FieldUse.SLICE and index is not None:
+                passed[name] = Extension(extension.values.index_select(0, index), extension.axis)
+            elif use in (FieldUse.CARRY, FieldUse.SLICE):
+                passed[name] = extension
+        return passed
 
 
 WrapperChain = tuple[MetadataWrapper, ...]
 
 
+def apply_wrapper(wrapper: MetadataWrapper, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """Apply one wrapper, and hold it to what it declares.
+
+    Args:
+        wrapper: The wrapper, made for the layers that will read the result.
+        metadata: The step's metadata, or what another wrapper made of it.
+
+    Raises:
+        WrapperError: The step has something that the wrapper rejects (``rejected_field``, ``rejected_extension``) or
+            does not know (``unknown_field``, ``unknown_extension``), or it lost an extension that it was to hand on
+            (``lost_extension``).
+    """
+    for field, default, code in _guarded_fields(type(wrapper)):
+        if getattr(metadata, field) != default:
+            raise WrapperError(
+                f"wrapper {wrapper.name!r} cannot take a step with {field} = {getattr(metadata, field)!r}: "
+                + ("it rejects it" if code == "rejected_field" else "it does not know this field"),
+                code=code,
+            )
+    if not metadata.extensions:
+        return wrapper(metadata)
+    for name in metadata.extensions:
+        use = wrapper.extensions.get(name)
+        if use is None or use is FieldUse.REJECT:
+            known = ", ".join(sorted(name for name, use in wrapper.extensions.items() if use is not FieldUse.REJECT))
+            raise WrapperError(
+                f"wrapper {wrapper.name!r} "
+                + ("does not know" if use is None else "rejects")
+                + f" the extension {name!r}; it takes {known or 'none'}",
+                code="unknown_extension" if use is None else "rejected_extension",
+            )
+    wrapped = wrapper(metadata)
+    for name in metadata.extensions:
+        if wrapper.extensions[name] is not FieldUse.RESET and name not in wrapped.extensions:
+            raise WrapperError(
+                f"wrapper {wrapper.name!r} lost the extension {name!r}, which it declares to hand on; this is a "
+                "mistake in the wrapper",
+                code="lost_extension",
+            )
+    return wrapped
+
+
 def apply_chain(chain: Sequence[MetadataWrapper], metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
-    """Apply the wrappers of ``chain`` in order."""
+    """Apply the wrappers of ``chain`` in order; raises what ``apply_wrapper`` raises."""
     for wrapper in chain:
-        metadata = wrapper(metadata)
+        metadata = apply_wrapper(wrapper, metadata)
     return metadata
+
+
+def bind_chain(wrappers: Sequence[MetadataWrapper], layer: LayerSpec) -> tuple[WrapperChain, LayerSpec, frozenset[str]]:
+    """Make a chain for a layer.
+
+    Args:
+        wrappers: The chain as the stack gives it.
+        layer: The layer.
+
+    Returns:
+        The chain with the parameters that the layer decides; the layer as a backend behind the chain sees it; the
+        extensions that such a backend has to honour.
+
+    Raises:
+        WrapperError: A wrapper cannot serve the layer.
+    """
+    bound = []
+    required: set[str] = set()
+    for wrapper in wrappers:
+        made = wrapper.for_layer(layer)
+        required |= made.added_extensions(layer)
+        layer = made.wrapped_layer(layer)
+        bound.append(made)
+    return tuple(bound), layer, frozenset(required)
+
+
+def chain_capture(chain: Sequence[MetadataWrapper]) -> GraphCapture:
+    """Return for which batches a whole chain can be captured: the least of its parts; always, if it is empty."""
+    return min((wrapper.capture for wrapper in chain), default=GraphCapture.ALWAYS)
+
+
+def check_order(chain: Sequence[type[MetadataWrapper]]) -> None:
+    """Refuse a chain whose wrappers may not stand in this order.
+
+    Args:
+        chain: The wrappers' classes, in order.
+
+    Raises:
+        WrapperError: With the code ``chain_order``; the message names the legal order, if there is one.
+    """
+    problem = _misplaced(chain)
+    if problem is None:
+        return
+    legal = next((order for order in itertools.permutations(chain) if _misplaced(order) is None), None)
+    advice = (
+        "these wrappers cannot be combined in any order"
+        if legal is None
+        else f"the legal order is [{', '.join(repr(wrapper.name) for wrapper in legal)}]"
+    )
+    raise WrapperError(f"{problem}; {advice}", code="chain_order")
+
+
+def _misplaced(chain: Sequence[type[MetadataWrapper]]) -> str | None:
+    """Return what is wrong with the order of a chain; None if nothing is."""
+    for first, second in itertools.combinations(chain, 2):
+        for reason in sorted(({first.name} | first.effects) & second.not_after):
+            return f"wrapper {second.name!r} cannot stand behind {_because(first, reason)}"
+        for reason in sorted(({second.name} | second.effects) & first.not_before):
+            return f"wrapper {first.name!r} cannot stand before {_because(second, reason)}"
+    return None
+
+
+def _because(wrapper: type[MetadataWrapper], reason: str) -> str:
+    return repr(wrapper.name) if reason == wrapper.name else f"{wrapper.name!r} ({reason})"
+
+
+@cache
+def _guarded_fields(wrapper_class: type[MetadataWrapper]) -> tuple[tuple[str, Any, str], ...]:
+    """Return the fields that a step must leave at their default for such a wrapper, with the code if it does not."""
+    guarded = []
+    for field in attrs.fields(CommonAttentionMetadata):
+        use = wrapper_class.fields.get(field.name)
+        if field.name == "extensions" or use not in (None, FieldUse.REJECT):
+            continue
+        if field.default is attrs.NOTHING:
+            raise WrapperError(
+                f"wrapper {wrapper_class.name!r} does not say what it does with the field {field.name!r}, which every "
+                "step has",
+                code="unknown_field",
+            )
+        guarded.append((field.name, field.default, "unknown_field" if use is None else "rejected_field"))
+    return tuple(guarded)

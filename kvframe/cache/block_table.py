@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import overload
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
@@ -19,16 +21,10 @@ class BlockTable:
         ids: ``[max_num_seqs, max_blocks], int32, host``.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
-        """Start with every row empty.
-
-        Args:
-            max_num_seqs: Rows.
-            max_model_len: The longest request, in tokens.
-            block_size: Tokens per block.
-        """
+    def __init__(self, block_size: int, ids: npt.NDArray[np.int32]) -> None:
+        """Take the array that the table lies in, zeroed."""
         self.block_size = block_size
-        self.ids: npt.NDArray[np.int32] = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
+        self.ids = ids
 
     def write(self, row: int, start: int, block_ids: Sequence[int]) -> None:
         """Set the columns from ``start`` on."""
@@ -37,3 +33,66 @@ class BlockTable:
     def clear(self, row: int, start: int, stop: int) -> None:
         """Point the columns ``[start, stop)`` at the null page."""
         self.ids[row, start:stop] = 0
+
+
+@attrs.frozen(eq=False)
+class TableStack:
+    """The block tables of all groups with one block size, as one array.
+
+    Attributes:
+        block_size: Tokens per block.
+        groups: The groups' indices, in the array's order.
+        ids: ``[num_groups, max_num_seqs, max_blocks], int32, host``; each group's ``BlockTable.ids`` is a view of it.
+    """
+
+    block_size: int
+    groups: tuple[int, ...]
+    ids: npt.NDArray[np.int32]
+
+
+class BlockTables(Sequence[BlockTable]):
+    """The block tables of all groups, by group index.
+
+    Invariant: the tables of equal block size lie in one array, so that a step reads all of them at once.
+
+    Attributes:
+        stacks: The arrays, one for each block size.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_sizes: Sequence[int]) -> None:
+        """Start with every row of every table empty.
+
+        Args:
+            max_num_seqs: Rows.
+            max_model_len: The longest request, in tokens.
+            block_sizes: Tokens per block of each group.
+        """
+        groups_of: dict[int, list[int]] = {}
+        for group, block_size in enumerate(block_sizes):
+            groups_of.setdefault(block_size, []).append(group)
+        self.stacks = tuple(
+            TableStack(
+                block_size,
+                tuple(groups),
+                np.zeros((len(groups), max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32),
+            )
+            for block_size, groups in groups_of.items()
+        )
+        tables = {
+            group: BlockTable(stack.block_size, stack.ids[place])
+            for stack in self.stacks
+            for place, group in enumerate(stack.groups)
+        }
+        self._tables = tuple(tables[group] for group in range(len(block_sizes)))
+
+    @overload
+    def __getitem__(self, index: int) -> BlockTable: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[BlockTable, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> BlockTable | tuple[BlockTable, ...]:
+        return self._tables[index]
+
+    def __len__(self) -> int:
+        return len(self._tables)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from kvframe.cache.block_table import BlockTable
+from kvframe.cache.block_table import BlockTables
 from kvframe.cache.coordinator import KVCacheCoordinator, PrefixHit, RequestBlocks
 from kvframe.cache.pool import BlockPool
 from kvframe.cache.prefix import PrefixKeys
@@ -63,7 +63,7 @@ class KVCacheManager:
         """
         self.plan = plan
         self.prefix_caching = prefix_caching and bool(plan.groups)
-        self.tables = tuple(BlockTable(max_num_seqs, plan.max_model_len, group.block_size) for group in plan.groups)
+        self.tables = BlockTables(max_num_seqs, plan.max_model_len, [group.block_size for group in plan.groups])
         reserve = plan.num_slabs_for(group.peak_blocks for group in plan.groups)
         self._pool = BlockPool(plan, reserve_slabs=min(reserve, plan.num_slabs))
         self._coordinator = KVCacheCoordinator(plan, self._pool, self.tables)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvframe.attention.layer import AttentionLayers
 from kvframe.attention.step import StepBatch, build_metadata
-from kvframe.cache.block_table import BlockTable
+from kvframe.cache.block_table import BlockTables
 from kvframe.engine.sampling import sample
 from kvframe.engine.scheduler import ScheduledStep
 from kvframe.model.adapter import LoadedModel
@@ -31,7 +29,7 @@ class ModelRunner:
         self,
         model: LoadedModel,
         layers: AttentionLayers,
-        tables: Sequence[BlockTable],
+        tables: BlockTables,
         device: torch.device,
         *,
         max_num_seqs: int,
@@ -50,7 +48,7 @@ class ModelRunner:
         self.tokens: IntArray = np.empty((max_num_seqs, max_model_len), dtype=np.int64)
         self._model = model
         self._layers = layers
-        self._tables = tuple(tables)
+        self._tables = tables
         self._device = device
 
     def run(self, step: ScheduledStep) -> list[int]:
@@ -96,7 +94,9 @@ class ModelRunner:
         Returns:
             Logits ``[num_generating, vocab_size], device``.
         """
-        batch = StepBatch(rows=rows, num_computed=num_computed, query_lens=query_lens, logits_indices=logits_indices)
+        batch = StepBatch(
+            rows=rows, num_computed=num_computed, query_lens=query_lens, generating_indices=logits_indices
+        )
         requests, positions = batch.token_positions
         metadata = build_metadata(batch, self._tables, self._device)
         input_ids = torch.from_numpy(self.tokens[rows[requests], positions])

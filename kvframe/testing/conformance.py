@@ -183,7 +183,7 @@ def _make_metadata(
         rows=np.array(rows),
         num_computed=np.array([request.num_computed for request in case.requests]),
         query_lens=np.array([request.num_new for request in case.requests]),
-        logits_indices=np.array([0]),
+        generating_indices=np.array([0]),
     )
     (metadata,) = build_metadata(batch, manager.tables, device)
     end = torch.full((case.num_padding,), metadata.num_actual_tokens, dtype=torch.int32)

@@ -15,6 +15,8 @@ class ConformanceError(KVFrameError):
 def masked_tokens(mask: AttentionMask, position: int) -> set[int]:
     """Return the positions before ``position`` that a query there sees, by the mask's definition."""
     first = 0 if mask.window is None else position - mask.window + 1
+    if mask.chunk is not None:
+        first = position - position % mask.chunk
     return {token for token in range(position) if token >= first or token < mask.num_sink_tokens}
 
 

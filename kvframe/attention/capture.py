@@ -1,0 +1,22 @@
+"""Graph capture: for which batches a part of the metadata's path can be captured once and replayed."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class GraphCapture(IntEnum):
+    """For which batches a part keeps to shapes that are known beforehand. A chain can do what all its parts can.
+
+    A part that is replayed sees ``CommonAttentionMetadata.static_shapes`` set, and makes tensors whose shapes follow
+    from those of its input and from ``max_query_len`` alone. It is called for capture and for replay alike.
+    """
+
+    NEVER = 0
+    """Its shapes depend on the batch's values."""
+    DECODE = 1
+    """Batches of one token per request."""
+    UNIFORM = 2
+    """Batches with the same number of tokens for each request."""
+    ALWAYS = 3
+    """Any batch."""
