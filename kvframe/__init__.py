@@ -14,9 +14,13 @@ if TYPE_CHECKING:
     from kvframe.attention.backend import Capabilities as Capabilities
     from kvframe.attention.backend import KVCache as KVCache
     from kvframe.attention.backend import Refusal as Refusal
-    from kvframe.attention.layer import AttentionGroup as AttentionGroup
+    from kvframe.attention.capture import GraphCapture as GraphCapture
+    from kvframe.attention.group import AttentionGroup as AttentionGroup
     from kvframe.attention.layer import AttentionLayers as AttentionLayers
     from kvframe.attention.metadata import CommonAttentionMetadata as CommonAttentionMetadata
+    from kvframe.attention.metadata import Extension as Extension
+    from kvframe.attention.order import BatchOrder as BatchOrder
+    from kvframe.attention.wrapper import FieldUse as FieldUse
     from kvframe.attention.wrapper import MetadataWrapper as MetadataWrapper
     from kvframe.builtin.full_attention import FullAttentionSpec as FullAttentionSpec
     from kvframe.cache.block_table import BlockTable as BlockTable
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     from kvframe.groups import KVCacheGroup as KVCacheGroup
     from kvframe.groups import group_layers as group_layers
     from kvframe.groups import make_layer_specs as make_layer_specs
+    from kvframe.groups import share_caches as share_caches
     from kvframe.hookspecs import API_VERSION as API_VERSION
     from kvframe.hookspecs import hookimpl as hookimpl
     from kvframe.model.adapter import LoadedModel as LoadedModel
@@ -52,17 +57,21 @@ if TYPE_CHECKING:
 _HOME = {
     "API_VERSION": "hookspecs",
     "AttentionBackend": "attention.backend",
-    "AttentionGroup": "attention.layer",
+    "AttentionGroup": "attention.group",
     "AttentionLayers": "attention.layer",
     "AttentionMask": "specs",
     "AttentionMetadataBuilder": "attention.backend",
     "AttentionSpec": "specs",
+    "BatchOrder": "attention.order",
     "BlockPool": "cache.pool",
     "BlockTable": "cache.block_table",
     "Capabilities": "attention.backend",
     "CommonAttentionMetadata": "attention.metadata",
     "Engine": "engine.engine",
+    "Extension": "attention.metadata",
+    "FieldUse": "attention.wrapper",
     "FullAttentionSpec": "builtin.full_attention",
+    "GraphCapture": "attention.capture",
     "KVCache": "attention.backend",
     "KVCacheCoordinator": "cache.coordinator",
     "KVCacheGroup": "groups",
@@ -89,6 +98,7 @@ _HOME = {
     "load_plugins": "plugins",
     "make_layer_specs": "groups",
     "plan_cache": "plan",
+    "share_caches": "groups",
 }
 
 __all__ = list(_HOME)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -108,6 +108,28 @@ def _layer_spec(layer: LayerDescription, registry: Registry, stack: Stack, dtype
         raise SpecError(f"layer {layer.name!r} ({layer.kind}): {error}") from error
 
 
+def share_caches(layers: Sequence[LayerSpec], targets: Mapping[str, str]) -> tuple[LayerSpec, ...]:
+    """Let layers read other layers' caches instead of keeping their own.
+
+    All of it is done, or none. A target may itself read another layer's cache. Doing it again changes nothing.
+
+    Args:
+        layers: The model's layers, in the order they run.
+        targets: For each layer that is to keep nothing, the layer whose cache it reads.
+
+    Raises:
+        SpecError: A target does not keep what the layer needs, or they read each other's caches in a circle.
+        UnknownNameError: There is no such layer.
+    """
+    names = {layer.name for layer in layers}
+    for name in targets:
+        if name not in names:
+            raise UnknownNameError("layer", name, names, "it was to share a cache")
+    shared = tuple(attrs.evolve(layer, shares_with=targets.get(layer.name, layer.shares_with)) for layer in layers)
+    _find_owners(shared)
+    return shared
+
+
 def group_layers(layers: Sequence[LayerSpec], *, hybrid: bool = True) -> Grouping:
     """Group layers whose specs differ in their layout at most.
 
@@ -118,16 +140,10 @@ def group_layers(layers: Sequence[LayerSpec], *, hybrid: bool = True) -> Groupin
     Raises:
         SpecError: Two layers have one name, or a shared cache is not there to be read.
     """
-    by_name = {layer.name: layer for layer in layers}
-    if len(by_name) != len(layers):
-        names = [layer.name for layer in layers]
-        raise SpecError(f"two layers are named {next(name for name in names if names.count(name) > 1)!r}")
+    follows = _find_owners(layers)
     members: dict[tuple[object, ...], list[tuple[str, KVCacheSpec]]] = {}
-    follows: dict[str, str] = {}
     for layer in layers:
-        if layer.shares_with is not None:
-            follows[layer.name] = _cache_owner(layer, by_name)
-        elif layer.spec is not None:
+        if layer.shares_with is None and layer.spec is not None:
             stored = layer.spec if hybrid else layer.spec.retain_all()
             members.setdefault(stored.group_key, []).append((layer.name, stored))
     groups = tuple(
@@ -142,7 +158,26 @@ def group_layers(layers: Sequence[LayerSpec], *, hybrid: bool = True) -> Groupin
     return Grouping(groups=groups, follows=follows)
 
 
-def _cache_owner(layer: LayerSpec, by_name: Mapping[str, LayerSpec]) -> str:
+def _find_owners(layers: Sequence[LayerSpec]) -> dict[str, str]:
+    """Return for each layer that shares a cache the one that keeps it, having checked that it can be read."""
+    by_name = {layer.name: layer for layer in layers}
+    if len(by_name) != len(layers):
+        names = [layer.name for layer in layers]
+        raise SpecError(f"two layers are named {next(name for name in names if names.count(name) > 1)!r}")
+    places = {layer.name: index for index, layer in enumerate(layers)}
+    owners: dict[str, str] = {}
+    for layer in layers:
+        if layer.shares_with is None:
+            continue
+        owner = _cache_owner(layer, by_name)
+        if places[owner.name] > places[layer.name]:
+            raise SpecError(f"layer {layer.name!r} shares the cache of {owner.name!r}, which runs after it")
+        _check_readable(layer, owner)
+        owners[layer.name] = owner.name
+    return owners
+
+
+def _cache_owner(layer: LayerSpec, by_name: Mapping[str, LayerSpec]) -> LayerSpec:
     """Follow a chain of sharing layers to the one that keeps the cache."""
     seen = [layer.name]
     while layer.shares_with is not None:
@@ -155,4 +190,39 @@ def _cache_owner(layer: LayerSpec, by_name: Mapping[str, LayerSpec]) -> str:
         layer = target
     if layer.spec is None:
         raise SpecError(f"layer {seen[0]!r} shares the cache of {layer.name!r}, which keeps none")
-    return layer.name
+    return layer
+
+
+def _check_readable(layer: LayerSpec, owner: LayerSpec) -> None:
+    """Refuse a layer that needs what the owner of the cache does not store, or no longer keeps."""
+    assert layer.spec is not None
+    assert owner.spec is not None
+    if layer.spec == owner.spec:
+        return
+    if layer.spec.block_size != owner.spec.block_size:
+        raise SpecError(
+            f"layer {layer.name!r} has blocks of {layer.spec.block_size} tokens and shares the cache of "
+            f"{owner.name!r}, whose blocks have {owner.spec.block_size}"
+        )
+    if dict(layer.spec.state_tensors()) != dict(owner.spec.state_tensors()):
+        raise SpecError(f"layer {layer.name!r} shares the cache of {owner.name!r}, which stores other tensors")
+    for n in _PROBED_POSITIONS:
+        kept = owner.spec.live_ranges(n)
+        for start, stop in layer.spec.live_ranges(n):
+            if not _is_within(start, stop, kept):
+                raise SpecError(
+                    f"layer {layer.name!r} shares the cache of {owner.name!r}, which no longer keeps all of the tokens "
+                    f"{start} to {stop - 1} that {layer.name!r} needs at position {n}"
+                )
+
+
+_PROBED_POSITIONS = sorted({(1 << power) + offset for power in range(21) for offset in (-1, 0, 1)} - {0})
+"""Where two types' live ranges are compared: sizes of windows and chunks are near powers of two, or the next one shows
+the difference."""
+
+
+def _is_within(start: int, stop: int, ranges: Iterable[tuple[int, int]]) -> bool:
+    for first, last in ranges:
+        if first <= start < last:
+            start = last
+    return start >= stop

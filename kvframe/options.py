@@ -29,6 +29,27 @@ def _as_bytes(memory: int | str) -> Any:
     return parse_bytes(memory) if memory != "auto" and MEMORY.accepts(memory) else memory
 
 
+def _as_use(value: Any) -> Any:
+    return Use(value) if isinstance(value, str) else value
+
+
+@attrs.frozen
+class Use:
+    """A registered name and the options it is used with: in a file a string, or a table with ``name`` and the options.
+
+    Attributes:
+        name: The registered name.
+        options: The parameters.
+    """
+
+    name: str = attrs.field(validator=TEXT)
+    options: Mapping[str, Any] = attrs.field(factory=dict, validator=TABLE)
+
+
+AUTO = Use("auto")
+"""Leaves the choice of a backend to kvframe."""
+
+
 @attrs.frozen(kw_only=True)
 class CacheOptions:
     """The ``[cache]`` table.
@@ -59,6 +80,8 @@ class EngineOptions:
         device: Where the model runs (``"cpu"``, ``"cuda:0"``).
         dtype: The model's element type.
         self_check: Whether a model's packed run is compared with its plain one before it serves.
+        prefill_skipping: The wrapper that keeps only a step's generating tokens, for the layers at the model's end that
+            keep no cache of their own: they do not compute the rest of a prompt. None computes everything.
     """
 
     max_num_seqs: int = attrs.field(default=64, validator=WHOLE)
@@ -67,19 +90,7 @@ class EngineOptions:
     device: str = attrs.field(default="cpu", validator=DEVICE)
     dtype: str = attrs.field(default="float32", validator=one_of("float64", "float32", "float16", "bfloat16"))
     self_check: bool = attrs.field(default=True, validator=SWITCH)
-
-
-@attrs.frozen
-class WrapperUse:
-    """One link of a wrapper chain: a string, or a table with ``name`` and the wrapper's options.
-
-    Attributes:
-        name: The wrapper's registered name.
-        options: Its parameters.
-    """
-
-    name: str = attrs.field(validator=TEXT)
-    options: Mapping[str, Any] = attrs.field(factory=dict, validator=TABLE)
+    prefill_skipping: Use | None = attrs.field(default=None, converter=_as_use)
 
 
 @attrs.frozen(kw_only=True)
@@ -90,15 +101,15 @@ class Rule:
         kind: Layers whose cache spec has this registered name; None for any.
         layers: Layers whose name matches this pattern (``"model.layers.*"``); None for any.
         spec: Options that override those of the layers' cache specs.
-        wrappers: Their wrapper chain; None leaves it to other rules.
+        wrappers: Their wrapper chain; None leaves it to other rules, and to the layers' cache spec.
         backend: Their backend, ``"auto"`` to choose; None leaves it to other rules.
     """
 
     kind: str | None = attrs.field(default=None, validator=TEXT_OR_NONE)
     layers: str | None = attrs.field(default=None, validator=TEXT_OR_NONE)
     spec: Mapping[str, Any] = attrs.field(factory=dict, validator=TABLE)
-    wrappers: tuple[WrapperUse, ...] | None = None
-    backend: str | None = attrs.field(default=None, validator=TEXT_OR_NONE)
+    wrappers: tuple[Use, ...] | None = None
+    backend: Use | None = attrs.field(default=None, converter=_as_use)
 
     def __attrs_post_init__(self) -> None:
         """Refuse a rule that names no layers: it would silently hold for all."""
@@ -116,10 +127,10 @@ class ResolvedRule:
 
     Attributes:
         spec: Options that override those of its cache spec.
-        wrappers: Its wrapper chain.
-        backend: Its backend; ``"auto"`` to choose.
+        wrappers: Its wrapper chain; None for the one that its cache spec has by default.
+        backend: Its backend; ``AUTO`` to choose.
     """
 
     spec: Mapping[str, Any]
-    wrappers: tuple[WrapperUse, ...]
-    backend: str
+    wrappers: tuple[Use, ...] | None
+    backend: Use

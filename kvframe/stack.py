@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -12,13 +12,14 @@ import attrs
 import cattrs
 from cattrs.gen import make_dict_structure_fn, override
 
+from kvframe.attention.wrapper import check_order
 from kvframe.checks import TABLE, TABLE_OF_TEXTS, TABLES, TEXT, TEXTS, Check, describe, parse_bytes
-from kvframe.errors import ContestedNameError, StackError, UnknownNameError
-from kvframe.options import CacheOptions, EngineOptions, ResolvedRule, Rule, WrapperUse
+from kvframe.errors import ContestedNameError, StackError, UnknownNameError, WrapperError
+from kvframe.options import AUTO, CacheOptions, EngineOptions, ResolvedRule, Rule, Use
 from kvframe.plugins import PluginPolicy
 from kvframe.registry import Catalogue, Registry, canonical
 
-__all__ = ["CacheOptions", "EngineOptions", "ResolvedRule", "Rule", "Stack", "WrapperUse", "parse_bytes"]
+__all__ = ["CacheOptions", "EngineOptions", "ResolvedRule", "Rule", "Stack", "Use", "parse_bytes"]
 
 
 @attrs.frozen(kw_only=True)
@@ -82,14 +83,37 @@ class Stack:
             kind: The registered name of its cache spec.
         """
         spec: dict[str, Any] = {}
-        wrappers: tuple[WrapperUse, ...] = ()
-        backend = "auto"
+        wrappers: tuple[Use, ...] | None = None
+        backend = AUTO
         for rule in self.rules:
             if rule.matches(layer_name, kind):
                 spec |= rule.spec
                 wrappers = wrappers if rule.wrappers is None else rule.wrappers
                 backend = backend if rule.backend is None else rule.backend
         return ResolvedRule(spec, wrappers, backend)
+
+    def check(self, registry: Registry) -> None:
+        """Check the stack against what the plugins registered: its names, then the order of its wrapper chains.
+
+        A chain of several wrappers imports them; nothing else is imported.
+
+        Args:
+            registry: The registry of ``load_plugins(stack.plugins)``.
+
+        Raises:
+            StackError: One, naming every key that is wrong.
+            PluginError: A wrapper of a chain cannot be imported.
+        """
+        self.check_names(registry)
+        problems = []
+        for index, rule in enumerate(self.rules):
+            if rule.wrappers is not None and len(rule.wrappers) > 1:
+                try:
+                    check_order([registry.wrappers.load(wrapper.name) for wrapper in rule.wrappers])
+                except WrapperError as error:
+                    problems.append(f"rules[{index}].wrappers: {error}")
+        if problems:
+            raise _stack_error(self.source, problems)
 
     def check_names(self, registry: Registry) -> None:
         """Check every name against what the plugins registered; imports nothing.
@@ -103,17 +127,25 @@ class Stack:
         problems = list(_owner_problems(self.plugins, registry))
         for index, rule in enumerate(self.rules):
             named: list[tuple[str, Catalogue, str | None]] = [("kind", registry.specs, rule.kind)]
-            named.append(("backend", registry.backends, None if rule.backend == "auto" else rule.backend))
+            if rule.backend not in (None, AUTO):
+                named.append(("backend", registry.backends, rule.backend.name))
             for place, wrapper in enumerate(rule.wrappers or ()):
                 named.append((f"wrappers[{place}]", registry.wrappers, wrapper.name))
-            for key, catalogue, name in named:
-                try:
-                    if name is not None:
-                        catalogue.get(name)
-                except (UnknownNameError, ContestedNameError) as error:
-                    problems.append(f"rules[{index}].{key}: {error}")
+            problems += [f"rules[{index}].{problem}" for problem in _unknown(named)]
+        if self.engine.prefill_skipping is not None:
+            name = self.engine.prefill_skipping.name
+            problems += _unknown([("engine.prefill_skipping", registry.wrappers, name)])
         if problems:
             raise _stack_error(self.source, problems)
+
+
+def _unknown(named: Sequence[tuple[str, Catalogue, str | None]]) -> Iterator[str]:
+    for key, catalogue, name in named:
+        try:
+            if name is not None:
+                catalogue.get(name)
+        except (UnknownNameError, ContestedNameError) as error:
+            yield f"{key}: {error}"
 
 
 def _owner_problems(policy: PluginPolicy, registry: Registry) -> Iterator[str]:
@@ -184,19 +216,19 @@ def _structure_tuple(value: Any, kind: Any) -> tuple[Any, ...]:
     return tuple(_converter.structure(value, items))
 
 
-def _structure_wrapper(value: Any, _: Any) -> WrapperUse:
+def _structure_use(value: Any, _: Any) -> Use:
     if isinstance(value, Mapping):
         if not isinstance(value.get("name"), str):
-            raise ValueError('needs the wrapper\'s name: name = "..."')
-        return WrapperUse(value["name"], {key: option for key, option in value.items() if key != "name"})
-    return WrapperUse(_WRAPPER.checked(value))
+            raise ValueError('needs a name beside its options: name = "..."')
+        return Use(value["name"], {key: option for key, option in value.items() if key != "name"})
+    return Use(_NAME.checked(value))
 
 
-_WRAPPER = Check("a wrapper's name, or a table of its name and options", TEXT.accepts)
+_NAME = Check("a name, or a table of a name and options", TEXT.accepts)
 _converter = cattrs.Converter()
 _converter.register_structure_hook_factory(attrs.has, _make_table_hook)
 _converter.register_structure_hook_func(_is_tuple, _structure_tuple)
-_converter.register_structure_hook(WrapperUse, _structure_wrapper)
+_converter.register_structure_hook(Use, _structure_use)
 
 
 def _problems(error: Exception, path: str = "") -> Iterator[str]:

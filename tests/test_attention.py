@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -14,10 +15,10 @@ import torch
 import kvframe
 from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
 from kvframe.attention.layer import AttentionLayers
-from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.attention.metadata import Axis, CommonAttentionMetadata, Extension
 from kvframe.attention.selection import select_backends
 from kvframe.attention.step import StepBatch, build_metadata
-from kvframe.attention.wrapper import MetadataWrapper
+from kvframe.attention.wrapper import FieldUse, MetadataWrapper
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.storage import KVCacheStorage
 from kvframe.errors import BackendError, PlanError, SpecError, StackError, UnknownNameError
@@ -37,11 +38,13 @@ class Halve(MetadataWrapper):
     """Marks the metadata it has seen."""
 
     name = "halve"
+    fields = dict.fromkeys(attrs.fields_dict(CommonAttentionMetadata), FieldUse.CARRY)
+    extensions = MappingProxyType({"seen": FieldUse.CARRY})
     by: int = 2
 
     def __call__(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        seen = (*metadata.extensions.get("seen", ()), self.by)
-        return attrs.evolve(metadata, extensions={"seen": seen})
+        seen = metadata.extensions["seen"].values.sum() if "seen" in metadata.extensions else torch.zeros(())
+        return attrs.evolve(metadata, extensions={"seen": Extension(seen + self.by, Axis.STEP)})
 
 
 class Recorder(AttentionBackend):
@@ -54,7 +57,8 @@ class Recorder(AttentionBackend):
     def forward(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        return torch.full_like(query, float(sum(metadata.extensions.get("seen", ()))))
+        seen = metadata.extensions.get("seen")
+        return torch.zeros_like(query) if seen is None else torch.zeros_like(query) + seen.values
 
 
 def registering() -> types.ModuleType:

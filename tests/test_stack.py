@@ -9,7 +9,7 @@ import pytest
 
 from kvframe.errors import StackError
 from kvframe.plugins import PluginPolicy, load_plugins
-from kvframe.stack import CacheOptions, EngineOptions, ResolvedRule, Rule, Stack, WrapperUse, parse_bytes
+from kvframe.stack import CacheOptions, EngineOptions, ResolvedRule, Rule, Stack, Use, parse_bytes
 from tests.fake_distributions import FakeSite, registers
 
 EVERYTHING = """
@@ -37,6 +37,7 @@ max_model_len = 4096
 device = "cuda:0"
 dtype = "bfloat16"
 self_check = false
+prefill_skipping = "decode_only"
 
 [[rules]]
 kind = "sliding_window"
@@ -46,7 +47,7 @@ backend = "kvframe-fast:fast"
 
 [[rules]]
 layers = "model.layers.0.*"
-backend = "torch"
+backend = { name = "torch", tile = 32 }
 """
 
 
@@ -82,15 +83,16 @@ def test_file_is_read_in_full(tmp_path: Path) -> None:
             device="cuda:0",
             dtype="bfloat16",
             self_check=False,
+            prefill_skipping=Use("decode_only"),
         ),
         rules=(
             Rule(
                 kind="sliding_window",
                 spec={"window": 128},
-                wrappers=(WrapperUse("decode_only"), WrapperUse("chunked_local", {"chunk": 64})),
-                backend="kvframe-fast:fast",
+                wrappers=(Use("decode_only"), Use("chunked_local", {"chunk": 64})),
+                backend=Use("kvframe-fast:fast"),
             ),
-            Rule(layers="model.layers.0.*", backend="torch"),
+            Rule(layers="model.layers.0.*", backend=Use("torch", {"tile": 32})),
         ),
         source=str(path),
     )
@@ -177,8 +179,14 @@ def test_unknown_key_anywhere_has_its_path_and_nearest(data: dict[str, Any], pat
         ({"rules": [{"kind": 3}]}, "rules[0].kind must be a string that is not empty, not 3 (a whole number)"),
         ({"rules": [{"backend": "torch"}]}, "rules[0] needs kind or layers, to say which layers it is for"),
         ({"rules": [{"kind": "a", "wrappers": "b"}]}, "rules[0].wrappers must be an array, not 'b' (a string)"),
-        ({"rules": [{"kind": "a", "wrappers": ["b", 3]}]}, "rules[0].wrappers[1] must be a wrapper's name, or a table"),
-        ({"rules": [{"kind": "a", "wrappers": [{"k": 1}]}]}, "rules[0].wrappers[0] needs the wrapper's name: name ="),
+        (
+            {"rules": [{"kind": "a", "wrappers": ["b", 3]}]},
+            "rules[0].wrappers[1] must be a name, or a table of a name",
+        ),
+        (
+            {"rules": [{"kind": "a", "wrappers": [{"k": 1}]}]},
+            "rules[0].wrappers[0] needs a name beside its options: name =",
+        ),
     ],
 )
 def test_wrong_value_says_what_was_expected(data: dict[str, Any], sentence: str) -> None:
@@ -238,13 +246,13 @@ def test_what_is_no_size_is_refused(size: Any) -> None:
 
 
 def test_layer_that_no_rule_names_gets_the_defaults() -> None:
-    assert Stack().rule_for("model.layers.0", "full_attention") == ResolvedRule({}, (), "auto")
+    assert Stack().rule_for("model.layers.0", "full_attention") == ResolvedRule({}, None, Use("auto"))
 
 
 def test_rule_by_kind_holds_for_that_kind_only() -> None:
     stack = rules({"kind": "sliding_window", "backend": "torch"})
-    assert stack.rule_for("any", "sliding_window").backend == "torch"
-    assert stack.rule_for("any", "full_attention").backend == "auto"
+    assert stack.rule_for("any", "sliding_window").backend == Use("torch")
+    assert stack.rule_for("any", "full_attention").backend == Use("auto")
 
 
 @pytest.mark.parametrize(
@@ -258,12 +266,12 @@ def test_rule_by_kind_holds_for_that_kind_only() -> None:
     ],
 )
 def test_rule_by_name_is_a_pattern(pattern: str, layer: str, matches: bool) -> None:
-    assert matches == (rules({"layers": pattern, "backend": "torch"}).rule_for(layer, "a").backend == "torch")
+    assert matches == (rules({"layers": pattern, "backend": "torch"}).rule_for(layer, "a").backend == Use("torch"))
 
 
 def test_kind_and_name_must_both_match() -> None:
     stack = rules({"kind": "a", "layers": "x.*", "backend": "torch"})
-    assert [stack.rule_for(*layer).backend for layer in (("x.1", "a"), ("x.1", "b"), ("y.1", "a"))] == [
+    assert [stack.rule_for(*layer).backend.name for layer in (("x.1", "a"), ("x.1", "b"), ("y.1", "a"))] == [
         "torch",
         "auto",
         "auto",
@@ -276,7 +284,7 @@ def test_later_rule_wins_key_by_key() -> None:
         {"kind": "k", "spec": {"window": 16}},
         {"kind": "k", "wrappers": []},
     )
-    assert stack.rule_for("x", "k") == ResolvedRule({"window": 16, "sinks": 4}, (), "torch")
+    assert stack.rule_for("x", "k") == ResolvedRule({"window": 16, "sinks": 4}, (), Use("torch"))
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -312,6 +320,64 @@ def test_unknown_names_are_one_error_with_path_and_nearest(site: FakeSite) -> No
         "  rules[0].backend: there is no backend named 'torhc'; known: torch, torch_reference; did you mean 'torch'?",
         "  rules[0].wrappers[0]: there is no wrapper named 'local'; none is known",
     ]
+
+
+def test_an_unknown_wrapper_for_prefill_skipping_is_named(site: FakeSite) -> None:
+    stack = Stack.from_mapping({"engine": {"prefill_skipping": "decode_only"}}, "my.toml")
+    with pytest.raises(StackError, match=r"my.toml: engine.prefill_skipping: there is no wrapper named 'decode_only'"):
+        stack.check(load_plugins().registry)
+
+
+WRAPPERS = """
+import attrs
+from kvframe import MetadataWrapper
+
+@attrs.frozen(kw_only=True)
+class Cut(MetadataWrapper):
+    name = "cut"
+    effects = frozenset({"pieces"})
+    def __call__(self, metadata):
+        return metadata
+
+@attrs.frozen(kw_only=True)
+class Pick(MetadataWrapper):
+    name = "pick"
+    not_after = frozenset({"pieces"})
+    not_before = frozenset({"pick"})
+    def __call__(self, metadata):
+        return metadata
+"""
+
+
+def chain(site: FakeSite, *names: str) -> Stack:
+    site.add(
+        "kvframe-cut",
+        "cut",
+        registers("wrappers", ("cut", "kvframe_cut.wrappers:Cut"), ("pick", "kvframe_cut.wrappers:Pick")),
+        files={"wrappers": WRAPPERS},
+    )
+    return Stack.from_mapping({"rules": [{"layers": "*", "wrappers": list(names)}]}, "my.toml")
+
+
+def test_an_illegal_order_of_wrappers_is_refused_with_the_legal_one(site: FakeSite) -> None:
+    stack = chain(site, "cut", "pick")
+    with pytest.raises(StackError) as caught:
+        stack.check(load_plugins(stack.plugins).registry)
+    assert str(caught.value) == (
+        "my.toml: rules[0].wrappers: wrapper 'pick' cannot stand behind 'cut' (pieces); "
+        "the legal order is ['pick', 'cut']"
+    )
+
+
+def test_wrappers_that_fit_in_no_order_are_refused(site: FakeSite) -> None:
+    stack = chain(site, "pick", "pick")
+    with pytest.raises(StackError, match="'pick' cannot stand before 'pick'; these wrappers cannot be combined in any"):
+        stack.check(load_plugins(stack.plugins).registry)
+
+
+def test_a_legal_order_of_wrappers_passes(site: FakeSite) -> None:
+    stack = chain(site, "pick", "cut")
+    stack.check(load_plugins(stack.plugins).registry)
 
 
 def test_contested_name_in_a_rule_is_refused(site: FakeSite) -> None:

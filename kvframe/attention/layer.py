@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from kvframe.attention.backend import AttentionBackend, KVCache
+from kvframe.attention.backend import KVCache
+from kvframe.attention.build import BuiltMetadata, MetadataPlan
+from kvframe.attention.capture import GraphCapture
+from kvframe.attention.group import AttentionGroup, form_groups
 from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.attention.order import find_order
 from kvframe.attention.selection import Choice
-from kvframe.attention.wrapper import WrapperChain, apply_chain
+from kvframe.attention.sub_batch import split_requests
 from kvframe.errors import BackendError
 from kvframe.groups import Grouping
 from kvframe.specs import LayerSpec
 
-
-@attrs.frozen(kw_only=True, eq=False)
-class AttentionGroup:
-    """The layers of one cache group that have the same spec, query side, wrapper chain and backend.
-
-    Their metadata is built once a step.
-
-    Attributes:
-        cache_group: Index of the cache group.
-        layers: The layers, in the model's order.
-        wrappers: Their wrapper chain.
-        backend_name: The registered name of their backend.
-        backend: The backend's instance for this group.
-    """
-
-    cache_group: int
-    layers: tuple[LayerSpec, ...]
-    wrappers: WrapperChain
-    backend_name: str
-    backend: AttentionBackend
+IntArray = npt.NDArray[np.int64]
+Slots = tuple[torch.Tensor, torch.Tensor]
 
 
 class _GroupStep:
@@ -43,16 +30,20 @@ class _GroupStep:
 
     def __init__(self, group: AttentionGroup) -> None:
         self.group = group
-        self.builder = group.backend.make_builder()
-        self.metadata: Any = None
-        self.slots: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.built = BuiltMetadata(None, 0, None)
+        self.slots: Slots | None = None
 
 
 class AttentionLayer:
-    """One layer, as the model calls it."""
+    """One layer, as the model calls it.
+
+    Attributes:
+        spec: The layer.
+    """
 
     def __init__(self, spec: LayerSpec, kv_cache: KVCache, step: _GroupStep) -> None:
         self.spec = spec
+        self._wrapped = attrs.evolve(step.group.wrapped, name=spec.name, shares_with=spec.shares_with)
         self._kv_cache = kv_cache
         self._step = step
         self._backend = step.group.backend
@@ -68,30 +59,57 @@ class AttentionLayer:
         """Store the step's keys and values, and attend.
 
         Args:
-            query: ``[num_tokens, num_heads, head_size], device``.
+            query: ``[num_rows, num_heads, head_size], device``: the step's tokens; of a skipped layer, the kept ones.
             key: ``[num_tokens, num_kv_heads, head_size], device``; ignored by a layer that shares a cache.
             value: ``[num_tokens, num_kv_heads, head_size_v], device``; likewise.
             sinks: ``[num_heads], device``: learned sink logits; None unless the layer has them.
 
         Returns:
-            ``[num_tokens, num_heads, head_size_v], device``.
+            ``[num_rows, num_heads, head_size_v], device``.
+
+        Raises:
+            BackendError: The query has another number of rows than the layer's wrapper chain leaves.
         """
-        step = self._step
+        built = self._step.built
+        if query.shape[0] != built.num_rows:
+            raise BackendError(
+                f"layer {self.spec.name!r} was called with {query.shape[0]} query rows, and its wrapper chain leaves "
+                f"{built.num_rows} in this step; a model that skips rows takes them from kept_rows"
+            )
         if self._writes:
             assert key is not None
             assert value is not None
-            assert step.slots is not None
-            self._backend.write_kv(key, value, self._kv_cache, step.slots)
-        return self._backend.forward(self.spec, query, self._kv_cache, step.metadata, sinks)
+            assert self._step.slots is not None
+            self._backend.write_kv(key, value, self._kv_cache, self._step.slots)
+        order = built.permutation
+        if order is None:
+            return self._backend.forward(self._wrapped, query, self._kv_cache, built.metadata, sinks)
+        query = query.index_select(0, order.tokens)
+        output = self._backend.forward(self._wrapped, query, self._kv_cache, built.metadata, sinks)
+        return output.index_select(0, order.inverse)
+
+
+@attrs.frozen(eq=False)
+class _SubBatch:
+    """What all groups hold for one sub-batch."""
+
+    built: list[BuiltMetadata]
+    slots: list[Slots | None]
+    kept_rows: torch.Tensor | None
 
 
 class AttentionLayers(Mapping[str, AttentionLayer]):
     """All attention layers of a model, by name.
 
-    Invariant: between ``begin_step`` and the next, every layer of a group reads the same metadata.
+    Invariant: between ``begin_step`` and the next, every layer of a group reads the same metadata, that of the
+    sub-batch that was selected last.
 
     Attributes:
         groups: The attention groups, in the order of their first layers.
+        skipped: The layers that compute only the generating tokens of a step, in the order they run.
+        kept_rows: ``[num_generating + padding], int64, device``: the rows of the packed batch that the skipped layers
+            compute in this step; None for all. The model cuts its hidden states to them before the first of these
+            layers, and gives logits for exactly these rows.
     """
 
     def __init__(
@@ -101,6 +119,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         grouping: Grouping,
         views: Mapping[str, KVCache],
         device: torch.device,
+        skipped: Sequence[str] = (),
     ) -> None:
         """Group the layers and make one backend instance per group.
 
@@ -110,66 +129,100 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
             grouping: The cache groups.
             views: Each layer's state tensors.
             device: Where the backends run.
+            skipped: The layers that were chosen to be skipped.
 
         Raises:
             BackendError: A backend could not be set up.
         """
-        members: dict[Any, list[tuple[LayerSpec, Choice]]] = {}
-        for layer, choice in zip(layers, choices, strict=True):
-            cache_group = grouping.group_of(layer.name).index
-            key = (cache_group, choice.wrappers, choice.backend, layer.spec, layer.query)
-            members.setdefault(key, []).append((layer, choice))
-        steps = []
-        self._layers: dict[str, AttentionLayer] = {}
-        for (cache_group, wrappers, backend_name, *_), group in members.items():
-            specs = tuple(layer for layer, _ in group)
-            step = _GroupStep(
-                AttentionGroup(
-                    cache_group=cache_group,
-                    layers=specs,
-                    wrappers=wrappers,
-                    backend_name=backend_name,
-                    backend=_make_backend(group[0][1], specs, device),
-                )
-            )
-            steps.append(step)
-            for layer in specs:
-                self._layers[layer.name] = AttentionLayer(layer, views[layer.name], step)
-        self._steps = tuple(steps)
-        self.groups = tuple(step.group for step in steps)
+        self.groups = form_groups(layers, choices, grouping, device)
+        self.skipped = tuple(skipped)
+        self.kept_rows: torch.Tensor | None = None
+        self._steps = tuple(_GroupStep(group) for group in self.groups)
+        self._layers: dict[str, AttentionLayer] = {
+            layer.name: AttentionLayer(layer, views[layer.name], step)
+            for step in self._steps
+            for layer in step.group.layers
+        }
+        self._order = {layer.name: index for index, layer in enumerate(layers)}
+        self._plan = MetadataPlan(self.groups, len(grouping.groups))
+        self._written = {group.cache_group for group in self.groups if group.writes}
+        by_size = sorted(self.groups, key=lambda group: -len(group.layers))
+        wishes = [group.builder.batch_order for group in by_size]
+        self._wishes = tuple(dict.fromkeys(wish for wish in wishes if wish is not None))
+        self._sub_batches: list[_SubBatch] = []
 
-    def begin_step(self, metadata: Sequence[CommonAttentionMetadata]) -> None:
+    @property
+    def capture(self) -> GraphCapture:
+        """For which batches the metadata of all groups can be captured as part of a graph."""
+        return min((group.capture for group in self.groups), default=GraphCapture.ALWAYS)
+
+    def order_for(self, num_computed: IntArray, query_lens: IntArray) -> IntArray | None:
+        """Return the order in which to pack a step's requests, so that the backends need not reorder them.
+
+        Where what they ask for cannot be had together, the wishes of more layers go first, and the other groups see
+        the batch in an order of their own.
+
+        Args:
+            num_computed: ``[num_reqs]``: tokens of each request that were computed before.
+            query_lens: ``[num_reqs]``: tokens that the step computes.
+
+        Returns:
+            ``[num_reqs]``: the requests in order; None if they may stay as they are.
+        """
+        return find_order(self._wishes, num_computed, query_lens) if self._wishes else None
+
+    def begin_step(
+        self, metadata: Sequence[CommonAttentionMetadata], sub_batches: Sequence[tuple[int, int]] | None = None
+    ) -> None:
         """Build every attention group's metadata of a step.
 
         Args:
             metadata: The batch, one value per cache group.
+            sub_batches: Ranges ``[start, stop)`` of requests that the model runs on one after the other, each after
+                ``select_sub_batch``; None for the whole batch at once.
+
+        Raises:
+            WrapperError: A wrapper cannot take the step.
         """
-        slots = [
+        if sub_batches is None:
+            self._sub_batches = [self._build(metadata)]
+        else:
+            parts = zip(*(split_requests(common, sub_batches) for common in metadata), strict=True)
+            self._sub_batches = [self._build(part) for part in parts]
+        self.select_sub_batch(0)
+
+    def select_sub_batch(self, index: int) -> None:
+        """Let the layers read the metadata of one sub-batch of the step.
+
+        Args:
+            index: Its place in the ``sub_batches`` of ``begin_step``.
+        """
+        part = self._sub_batches[index]
+        for step, built in zip(self._steps, part.built, strict=True):
+            step.built = built
+            step.slots = part.slots[step.group.cache_group]
+        self.kept_rows = part.kept_rows
+
+    def _build(self, metadata: Sequence[CommonAttentionMetadata]) -> _SubBatch:
+        slots: list[Slots | None] = [
             (
                 torch.div(common.slot_mapping, common.block_size, rounding_mode="floor"),
                 common.slot_mapping % common.block_size,
             )
-            for common in metadata
+            if index in self._written
+            else None
+            for index, common in enumerate(metadata)
         ]
-        for step in self._steps:
-            group = step.group
-            step.slots = slots[group.cache_group]
-            step.metadata = step.builder.build(apply_chain(group.wrappers, metadata[group.cache_group]))
+        kept_rows = None
+        if self.skipped and not metadata[0].all_generate:
+            kept_rows = metadata[0].generating_indices
+        return _SubBatch(self._plan.build(metadata), slots, kept_rows)
 
     def __getitem__(self, name: str) -> AttentionLayer:
         return self._layers[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._layers)
+        return iter(self._order)
 
     def __len__(self) -> int:
         return len(self._layers)
-
-
-def _make_backend(choice: Choice, layers: tuple[LayerSpec, ...], device: torch.device) -> AttentionBackend:
-    try:
-        return choice.backend_class(layers, device)
-    except Exception as error:
-        raise BackendError(
-            f"backend {choice.backend!r} could not be set up for {layers[0].name!r}: {type(error).__name__}: {error}"
-        ) from error

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import attrs
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Axis(StrEnum):
@@ -100,3 +103,10 @@ class CommonAttentionMetadata:
     causal: bool = True
     static_shapes: bool = False
     extensions: Mapping[str, Extension] = NO_EXTENSIONS
+
+    @property
+    def all_generate(self) -> bool:
+        """Whether every token generates, so that dropping the others would change nothing, padding included."""
+        if self.num_generating < self.num_actual_tokens:
+            return False
+        return not self.static_shapes or self.generating_indices.shape[0] == self.slot_mapping.shape[0]

@@ -1,22 +1,23 @@
-"""Choosing each layer's backend, with the reason for every candidate that was passed over."""
+"""Choosing each layer's wrapper chain and backend, with the reason for every candidate that was passed over."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from kvframe.attention.backend import AttentionBackend, Refusal
-from kvframe.attention.wrapper import MetadataWrapper, WrapperChain
-from kvframe.errors import BackendError, KVFrameError, StackError
+from kvframe.attention.identity import Identity
+from kvframe.attention.skipping import why_not_skipped
+from kvframe.attention.wrapper import DROPS_TOKENS, MetadataWrapper, WrapperChain, bind_chain, check_order
+from kvframe.errors import BackendError, KVFrameError, StackError, WrapperError
+from kvframe.options import AUTO, Use
 from kvframe.specs import LayerSpec
 
 if TYPE_CHECKING:
     from kvframe.registry import Registry
-    from kvframe.stack import Stack, WrapperUse
-
-AUTO = "auto"
+    from kvframe.stack import Stack
 
 
 @attrs.frozen(kw_only=True)
@@ -40,16 +41,24 @@ class Choice:
 
     Attributes:
         layer: The layer's name.
-        wrappers: Its wrapper chain.
+        wrappers: Its wrapper chain, made for the layer.
+        wrapper_ids: What each of its wrappers is, with its parameters.
+        wrapped: The layer as the backend behind the chain sees it.
         backend: The chosen backend, with its distribution.
         backend_class: Its class.
+        backend_options: An instance of the class's ``options_class``; None if it has none.
+        backend_id: What the backend is, with its parameters.
         candidates: Every backend that was looked at, the chosen one first.
     """
 
     layer: str
     wrappers: WrapperChain
+    wrapper_ids: tuple[Identity, ...]
+    wrapped: LayerSpec
     backend: str
     backend_class: type[AttentionBackend]
+    backend_options: Any
+    backend_id: Identity
     candidates: tuple[Candidate, ...]
 
     def why_not(self, candidate: Candidate) -> str:
@@ -61,54 +70,89 @@ class Choice:
         return f"can serve this layer; {self.backend} is preferred"
 
 
-def select_backends(layers: Sequence[LayerSpec], stack: Stack, registry: Registry, device: str) -> tuple[Choice, ...]:
+def select_backends(
+    layers: Sequence[LayerSpec], stack: Stack, registry: Registry, device: str, skipped: Collection[str] = ()
+) -> tuple[Choice, ...]:
     """Choose a wrapper chain and a backend for each layer.
 
-    A backend that the stack names is taken or refused, never replaced. ``"auto"`` takes, of the backends whose
-    declared capabilities cover the layer, the one with the highest preference, then the first by name.
+    The chain is the stack's, or else the one that the layer's cache spec has by default. A backend that the stack
+    names is taken or refused, never replaced. ``"auto"`` takes, of the backends whose declared capabilities cover the
+    layer as its chain leaves it, the one with the highest preference, then the first by name.
 
     Args:
         layers: The model's attention layers.
         stack: Its rules.
         registry: Where names are looked up.
         device: The device type that the model runs on (``"cpu"``).
+        skipped: The layers that compute only a step's generating tokens (``find_skipped_layers``).
 
     Raises:
         BackendError: No backend can serve a layer, or the named one cannot; says why for each.
-        StackError: A wrapper's options do not fit it.
+        WrapperError: A wrapper cannot serve a layer, or may not stand where it does.
+        StackError: Options do not fit the wrapper or backend that they are for.
     """
-    chosen = []
-    for layer in layers:
-        assert layer.spec is not None
-        rule = stack.rule_for(layer.name, layer.spec.kind)
-        wrappers = tuple(_make_wrapper(use, registry) for use in rule.wrappers)
-        names = registry.backends.names() if rule.backend == AUTO else (rule.backend,)
-        classes: dict[str, type[AttentionBackend]] = {}
-        candidates = []
-        for name in names:
-            candidate, backend_class = _consider(name, layer, registry, device)
-            candidates.append(candidate)
-            if backend_class is not None:
-                classes[candidate.name] = backend_class
-        able = [candidate for candidate in candidates if not candidate.refusals]
-        if not able:
-            raise BackendError(_nobody(layer, rule.backend, candidates))
-        best = min(able, key=lambda candidate: (-candidate.preference, candidate.name))
-        rest = [candidate for candidate in candidates if candidate is not best]
-        chosen.append(
-            Choice(
-                layer=layer.name,
-                wrappers=wrappers,
-                backend=best.name,
-                backend_class=classes[best.name],
-                candidates=(best, *rest),
+    return tuple(_choose(layer, layers, stack, registry, device, skipped) for layer in layers)
+
+
+def _choose(
+    layer: LayerSpec,
+    layers: Sequence[LayerSpec],
+    stack: Stack,
+    registry: Registry,
+    device: str,
+    skipped: Collection[str],
+) -> Choice:
+    assert layer.spec is not None
+    rule = stack.rule_for(layer.name, layer.spec.kind)
+    uses = tuple(map(Use, layer.spec.default_wrappers)) if rule.wrappers is None else rule.wrappers
+    made = [_make_wrapper(use, registry) for use in uses]
+    drops_tokens = any(DROPS_TOKENS in wrapper.effects for wrapper, _ in made)
+    if layer.name in skipped and not drops_tokens:
+        assert stack.engine.prefill_skipping is not None
+        made.insert(0, _make_wrapper(stack.engine.prefill_skipping, registry))
+    try:
+        if drops_tokens and layer.name not in skipped:
+            raise WrapperError(
+                f"its wrapper chain drops tokens, and the layer computes all of them: "
+                f"{why_not_skipped(layers, layer.name)}",
+                code="not_skipped",
             )
-        )
-    return tuple(chosen)
+        check_order([type(wrapper) for wrapper, _ in made])
+        wrappers, wrapped, extensions = bind_chain([wrapper for wrapper, _ in made], layer)
+    except WrapperError as error:
+        raise WrapperError(f"layer {layer.name!r}: {error}", code=error.code) from error
+    names = registry.backends.names() if rule.backend == AUTO else (rule.backend.name,)
+    classes: dict[str, type[AttentionBackend]] = {}
+    candidates = []
+    for name in names:
+        candidate, backend_class = _consider(name, wrapped, extensions, registry, device)
+        candidates.append(candidate)
+        if backend_class is not None:
+            classes[candidate.name] = backend_class
+    able = [candidate for candidate in candidates if not candidate.refusals]
+    if not able:
+        raise BackendError(_nobody(layer, rule.backend, candidates))
+    best = min(able, key=lambda candidate: (-candidate.preference, candidate.name))
+    rest = [candidate for candidate in candidates if candidate is not best]
+    backend_class = classes[best.name]
+    return Choice(
+        layer=layer.name,
+        wrappers=wrappers,
+        wrapper_ids=tuple(
+            Identity.of(owner, type(wrapper), attrs.asdict(wrapper, recurse=False))
+            for wrapper, (_, owner) in zip(wrappers, made, strict=True)
+        ),
+        wrapped=wrapped,
+        backend=best.name,
+        backend_class=backend_class,
+        backend_options=_make_options(rule.backend, backend_class),
+        backend_id=Identity.of(best.name.rpartition(":")[0], backend_class, rule.backend.options),
+        candidates=(best, *rest),
+    )
 
 
 def _consider(
-    name: str, layer: LayerSpec, registry: Registry, device: str
+    name: str, layer: LayerSpec, extensions: Collection[str], registry: Registry, device: str
 ) -> tuple[Candidate, type[AttentionBackend] | None]:
     entry = registry.backends.get(name)
     try:
@@ -117,23 +161,40 @@ def _consider(
     except KVFrameError as error:
         return Candidate(name=entry.id, refusals=(Refusal("import", str(error)),)), None
     capabilities = backend_class.capabilities
-    refusals = [Refusal("environment", reason)] if reason else capabilities.refusals(layer, device)
+    refusals = [Refusal("environment", reason)] if reason else capabilities.refusals(layer, device, extensions)
     return Candidate(name=entry.id, refusals=tuple(refusals), preference=capabilities.preference), backend_class
 
 
-def _nobody(layer: LayerSpec, asked: str, candidates: Sequence[Candidate]) -> str:
+def _nobody(layer: LayerSpec, asked: Use, candidates: Sequence[Candidate]) -> str:
     reasons = "; ".join(
         f"{candidate.name}: {', '.join(refusal.reason for refusal in candidate.refusals)}" for candidate in candidates
     )
     if asked == AUTO:
         return f"no backend can serve layer {layer.name!r}: {reasons or 'none is installed'}"
-    return f"the stack gives layer {layer.name!r} to backend {asked!r}, which cannot serve it: {reasons}"
+    return f"the stack gives layer {layer.name!r} to backend {asked.name!r}, which cannot serve it: {reasons}"
 
 
-def _make_wrapper(use: WrapperUse, registry: Registry) -> MetadataWrapper:
-    wrapper_class: type[MetadataWrapper] = registry.wrappers.load(use.name)
+def _make_wrapper(use: Use, registry: Registry) -> tuple[MetadataWrapper, str]:
+    """Return a wrapper, not yet made for a layer, and the distribution that provides it."""
+    entry = registry.wrappers.get(use.name)
+    wrapper_class: type[MetadataWrapper] = entry.load()
     try:
-        return wrapper_class(**use.options)
+        return wrapper_class(**use.options), entry.owner
     except TypeError as error:
-        options = ", ".join(field.name for field in attrs.fields(wrapper_class)) or "none"
-        raise StackError(f"wrapper {use.name!r}: {error}; its options: {options}") from error
+        raise StackError(f"wrapper {use.name!r}: {error}; its options: {_option_names(wrapper_class)}") from error
+
+
+def _make_options(use: Use, backend_class: type[AttentionBackend]) -> Any:
+    options_class = backend_class.options_class
+    if options_class is None:
+        if use.options:
+            raise StackError(f"backend {use.name!r} has no options, and is given {', '.join(sorted(use.options))}")
+        return None
+    try:
+        return options_class(**use.options)
+    except TypeError as error:
+        raise StackError(f"backend {use.name!r}: {error}; its options: {_option_names(options_class)}") from error
+
+
+def _option_names(options_class: type[Any]) -> str:
+    return ", ".join(field.name for field in attrs.fields(options_class)) or "none"

@@ -8,15 +8,23 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from functools import cache
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import attrs
-import torch
 
 from kvframe.attention.capture import GraphCapture
 from kvframe.attention.metadata import NO_EXTENSIONS, Axis, CommonAttentionMetadata, Extension
 from kvframe.errors import WrapperError
 from kvframe.specs import LayerSpec
+
+if TYPE_CHECKING:
+    import torch
+
+DROPS_TOKENS = "drops_tokens"
+"""The effect of a wrapper out of which fewer tokens come than go in."""
+
+VIRTUAL_REQUESTS = "virtual_requests"
+"""The effect of a wrapper that makes several rows of one request."""
 
 
 class FieldUse(StrEnum):
@@ -49,8 +57,8 @@ class MetadataWrapper(ABC):
     extensions: ClassVar[Mapping[str, FieldUse]] = MappingProxyType({})
     """What happens to each extension; one that is not listed is refused."""
     effects: ClassVar[frozenset[str]] = frozenset()
-    """What it does to a batch that others of a chain may care about: ``drops_tokens`` (fewer tokens come out than go
-    in), ``virtual_requests`` (a request becomes several), or words of its own."""
+    """What it does to a batch that others of a chain may care about: ``DROPS_TOKENS``, ``VIRTUAL_REQUESTS``, or words
+    of its own."""
     not_after: ClassVar[frozenset[str]] = frozenset()
     """Wrappers, or effects, that may not stand before it in a chain."""
     not_before: ClassVar[frozenset[str]] = frozenset()

@@ -85,5 +85,5 @@ def load_checked_plugins(stack: Stack) -> PluginHost:
     from kvframe.plugins import load_plugins
 
     host = load_plugins(stack.plugins)
-    stack.check_names(host.registry)
+    stack.check(host.registry)
     return host

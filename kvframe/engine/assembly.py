@@ -11,6 +11,7 @@ import torch
 
 from kvframe.attention.layer import AttentionLayers
 from kvframe.attention.selection import Choice, select_backends
+from kvframe.attention.skipping import find_skippable_layers
 from kvframe.cache.storage import KVCacheStorage
 from kvframe.errors import StackError
 from kvframe.groups import Grouping, group_layers, make_layer_specs
@@ -61,15 +62,17 @@ def assemble(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, regi
         registry: Where backends and wrappers are looked up.
 
     Raises:
-        StackError: The stack asks for longer requests than the model takes.
+        StackError: The stack asks for longer requests than the model takes, or for what its adapter cannot do.
         PlanError: The memory is too small.
         BackendError: No backend serves a layer, or the one that was named cannot.
+        WrapperError: A wrapper cannot serve a layer.
     """
     device = torch.device(stack.engine.device)
     max_model_len = choose_max_model_len(model.description, stack)
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
     plan = plan_for_stack(grouping, stack, max_model_len)
-    choices = select_backends(layers, stack, registry, device.type)
+    skipped = _skipped_layers(model, layers, stack)
+    choices = select_backends(layers, stack, registry, device.type, skipped)
     storage = KVCacheStorage(plan, grouping, device)
     return Assembly(
         model=model,
@@ -80,8 +83,19 @@ def assemble(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, regi
         plan=plan,
         choices=choices,
         storage=storage,
-        layers=AttentionLayers(layers, choices, grouping, storage.views, device),
+        layers=AttentionLayers(layers, choices, grouping, storage.views, device, skipped),
     )
+
+
+def _skipped_layers(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack) -> tuple[str, ...]:
+    skipped = () if stack.engine.prefill_skipping is None else find_skippable_layers(layers)
+    if skipped and not model.can_skip(skipped):
+        raise StackError(
+            f"{stack.source}: engine.prefill_skipping is on, and {model.description.name} could skip the layers "
+            f"{skipped[0]!r} to {skipped[-1]!r}, but its model adapter cannot leave rows out of its forward; leave "
+            "the key out"
+        )
+    return skipped
 
 
 def load_model(
@@ -98,7 +112,7 @@ def load_model(
         KVFrameError: What is wrong with the stack, a plugin it names, or the model.
     """
     registry = load_plugins(stack.plugins, plugins).registry
-    stack.check_names(registry)
+    stack.check(registry)
     _check_device(stack)
     model = find_adapter(path, registry).load(path, device=stack.engine.device, dtype=stack.engine.dtype)
     return model, make_layer_specs(model.description, registry, stack, stack.engine.dtype), registry

@@ -1,0 +1,110 @@
+"""Attention groups: the layers of a cache group whose metadata is built once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder
+from kvframe.attention.capture import GraphCapture
+from kvframe.attention.identity import Identity
+from kvframe.attention.selection import Choice
+from kvframe.attention.wrapper import WrapperChain, chain_capture
+from kvframe.errors import BackendError
+from kvframe.groups import Grouping
+from kvframe.specs import LayerSpec
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class AttentionGroup:
+    """The layers of one cache group that have the same spec, query side, wrapper chain and backend.
+
+    Attributes:
+        cache_group: Index of the cache group.
+        layers: The layers: those that keep a cache, then those that read another layer's, each in the model's order.
+        wrapped: Any of the layers, as the backend behind the chain sees it.
+        wrappers: Their wrapper chain.
+        wrapper_ids: What each of the wrappers is, with its parameters.
+        backend_name: The registered name of their backend.
+        backend_id: What the backend is, with its parameters.
+        backend: The backend's instance for this group.
+        builder: Its metadata builder.
+    """
+
+    cache_group: int
+    layers: tuple[LayerSpec, ...]
+    wrapped: LayerSpec
+    wrappers: WrapperChain
+    wrapper_ids: tuple[Identity, ...]
+    backend_name: str
+    backend_id: Identity
+    backend: AttentionBackend
+    builder: AttentionMetadataBuilder
+
+    @property
+    def writes(self) -> bool:
+        """Whether a layer of the group keeps a cache."""
+        return any(layer.shares_with is None for layer in self.layers)
+
+    @property
+    def capture(self) -> GraphCapture:
+        """For which batches the group's whole path, chain and builder, can be captured."""
+        return min(chain_capture(self.wrappers), self.builder.capture)
+
+    @property
+    def reuse_key(self) -> Hashable:
+        """What groups have in common that can read the same metadata, if theirs is wrapped to the same."""
+        key = self.builder.reuse_key
+        return self.backend_id, (self.wrapped.spec, self.wrapped.query) if key is None else key
+
+
+def form_groups(
+    layers: Sequence[LayerSpec], choices: Sequence[Choice], grouping: Grouping, device: torch.device
+) -> tuple[AttentionGroup, ...]:
+    """Return the attention groups, in the order of their first layers, with one backend instance each.
+
+    Args:
+        layers: The model's attention layers, in the order they run.
+        choices: Each layer's wrapper chain and backend, in the same order.
+        grouping: The cache groups.
+        device: Where the backends run.
+
+    Raises:
+        BackendError: A backend could not be set up.
+    """
+    members: dict[Any, list[tuple[LayerSpec, Choice]]] = {}
+    for layer, choice in zip(layers, choices, strict=True):
+        cache_group = grouping.group_of(layer.name).index
+        key = (cache_group, choice.wrapper_ids, choice.backend_id, layer.spec, layer.query)
+        members.setdefault(key, []).append((layer, choice))
+    formed = []
+    for (cache_group, *_), group in members.items():
+        choice = group[0][1]
+        backend = _make_backend(choice, [each.wrapped for _, each in group], device)
+        formed.append(
+            AttentionGroup(
+                cache_group=cache_group,
+                layers=tuple(sorted((layer for layer, _ in group), key=lambda layer: layer.shares_with is not None)),
+                wrapped=choice.wrapped,
+                wrappers=choice.wrappers,
+                wrapper_ids=choice.wrapper_ids,
+                backend_name=choice.backend,
+                backend_id=choice.backend_id,
+                backend=backend,
+                builder=backend.make_builder(),
+            )
+        )
+    return tuple(formed)
+
+
+def _make_backend(choice: Choice, layers: Sequence[LayerSpec], device: torch.device) -> AttentionBackend:
+    options = () if choice.backend_options is None else (choice.backend_options,)
+    try:
+        return choice.backend_class(layers, device, *options)
+    except Exception as error:
+        raise BackendError(
+            f"backend {choice.backend!r} could not be set up for {layers[0].name!r}: {type(error).__name__}: {error}"
+        ) from error
