@@ -271,7 +271,7 @@ def test_a_model_that_raises_fails_the_step_and_leaks_nothing() -> None:
         with pytest.raises(ValueError, match="out of luck"):
             engine.step()
         (output,) = engine.step()
-        assert ("a", "error", "the model failed: ValueError: out of luck") == (
+        assert ("a", "error", "the step failed: ValueError: out of luck") == (
             output.request_id,
             output.finish_reason,
             output.error,

@@ -14,7 +14,7 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.engine.admission import Admission, refused_output
 from kvframe.engine.assembly import assemble, load_model
 from kvframe.engine.request import Request, RequestOutput, SamplingParams
-from kvframe.engine.runner import ModelRunner
+from kvframe.engine.runner import ModelRunner, SkipPolicy
 from kvframe.engine.scheduler import Scheduler
 from kvframe.engine.self_check import run_packed
 from kvframe.engine.stats import EngineStats
@@ -35,6 +35,11 @@ class Engine:
     requests of that step (``finish_reason="error"``), gives their blocks back, and goes on to the caller; the engine
     can go on with the other requests. Not safe to use from several threads at once.
 
+    Where the stack's ``prefill_skipping`` is on, a ``skip_policy`` says of each step (a ``StepBatch``) in which tokens
+    could be skipped whether they are. Its exceptions end the step as the model's do. To skip in long steps only::
+
+        Engine.from_pretrained(path, stack=stack, skip_policy=lambda batch: batch.query_lens.sum() >= 256)
+
     Attributes:
         model: The model.
         stack: The stack that was asked for.
@@ -51,6 +56,7 @@ class Engine:
         registry: Registry,
         stack: Stack | None = None,
         poison_freed: bool = False,
+        skip_policy: SkipPolicy | None = None,
     ) -> None:
         """Plan and allocate the cache, choose backends, and attach the model.
 
@@ -61,6 +67,7 @@ class Engine:
             stack: Memory, limits and rules; the defaults unless given.
             poison_freed: Fill pages with NaN at first and when their content ends, so that a read of state that is
                 not there shows. For tests.
+            skip_policy: Whether layers that can skip tokens of a step do so; always unless given.
 
         Raises:
             StackError: The stack asks for longer requests than the model takes.
@@ -97,6 +104,7 @@ class Engine:
             assembly.device,
             max_num_seqs=max_num_seqs,
             max_model_len=self._max_model_len,
+            skip_policy=skip_policy,
         )
         self._requests: dict[str, Request] = {}
         self._unreported: dict[str, Request] = {}
@@ -117,6 +125,7 @@ class Engine:
         stack: Stack | None = None,
         plugins: Sequence[ModuleType] = (),
         poison_freed: bool = False,
+        skip_policy: SkipPolicy | None = None,
     ) -> Engine:
         """Load a model from disk and make an engine for it: the whole flow.
 
@@ -125,13 +134,14 @@ class Engine:
             stack: What to use; the defaults unless given.
             plugins: Manifest modules to use beside the installed plugins.
             poison_freed: As for the constructor.
+            skip_policy: As for the constructor.
 
         Raises:
             KVFrameError: What is wrong with the stack, a plugin it names, the model or the memory.
         """
         stack = Stack() if stack is None else stack
         model, layers, registry = load_model(Path(path), stack, plugins)
-        return cls(model, layers, registry=registry, stack=stack, poison_freed=poison_freed)
+        return cls(model, layers, registry=registry, stack=stack, poison_freed=poison_freed, skip_policy=skip_policy)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -258,21 +268,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return what the engine did so far."""
-        scheduled, cached = self._scheduler.stats, self._manager.stats
-        return EngineStats(
-            prompt_tokens=scheduled.prompt_tokens,
-            cached_prompt_tokens=scheduled.cached_prompt_tokens,
-            prefix_hit_rate=scheduled.cached_prompt_tokens / max(1, scheduled.prompt_tokens),
-            computed_tokens=scheduled.computed_tokens,
-            generated_tokens=scheduled.generated_tokens,
-            preemptions=scheduled.preemptions,
-            steps=scheduled.steps,
-            blocks_held=tuple(cached.blocks_held),
-            peak_blocks_held=tuple(cached.peak_blocks_held),
-            peak_bytes_held=cached.peak_bytes_held,
-            evictions=cached.num_evictions,
-            cache_bytes=self._storage.pool.numel(),
-        )
+        return EngineStats.of(self._scheduler.stats, self._manager.stats, self._storage.pool.numel())
 
     def reset_prefix_cache(self) -> None:
         """Give up every cached prefix; running requests are not touched."""
@@ -302,7 +298,7 @@ class Engine:
         try:
             token_ids = self._runner.run(step)
         except BaseException as error:
-            failed = self._scheduler.fail(step, f"the model failed: {type(error).__name__}: {error}")
+            failed = self._scheduler.fail(step, f"the step failed: {type(error).__name__}: {error}")
             self._unreported.update((request.request_id, request) for request in failed)
             raise
         for request in self._scheduler.complete(step, token_ids):

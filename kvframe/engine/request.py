@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -13,7 +13,7 @@ from kvframe.engine.text import TextStream
 from kvframe.errors import RequestError
 
 FinishReason = Literal["stop", "length", "aborted", "refused", "error"]
-"""Why a request ended: a stop token or string; a limit; its owner; never admitted; the model failed on it."""
+"""Why a request ended: a stop token or string; a limit; its owner; never admitted; its step or its logits failed."""
 
 
 def _bad_params(message: str) -> RequestError:
@@ -58,6 +58,11 @@ def _check_stop_ids(instance: object, attribute: attrs.Attribute[frozenset[int]]
             raise _bad_params(f"stop_token_ids must hold whole numbers, not {token!r}")
 
 
+def _check_flag(instance: object, attribute: attrs.Attribute[bool], value: bool) -> None:
+    if not isinstance(value, bool):
+        raise _bad_params(f"{attribute.name} must be True or False, not {value!r}")
+
+
 @attrs.frozen(kw_only=True)
 class SamplingParams:
     """How a request's tokens are chosen and when it ends. A wrong value raises ``RequestError``.
@@ -71,6 +76,8 @@ class SamplingParams:
         stop: Strings that end the request; the text is cut before the first of them.
         stop_token_ids: Token ids that end the request, beside the model's own; the token is part of the output.
         ignore_eos: Whether to go on after the model's own end tokens.
+        prompt_logprobs: Whether to report how likely the model finds each token of the prompt. The whole prompt is
+            then computed, without a cached prefix, and a step holds logits for each of its tokens.
     """
 
     max_new_tokens: int = attrs.field(default=64, validator=_int_at_least(1))
@@ -80,7 +87,8 @@ class SamplingParams:
     seed: int | None = attrs.field(default=None, validator=attrs.validators.optional(_int_at_least(0)))
     stop: tuple[str, ...] = attrs.field(default=(), converter=_as_strings, validator=_check_stop)
     stop_token_ids: frozenset[int] = attrs.field(default=frozenset(), converter=frozenset, validator=_check_stop_ids)
-    ignore_eos: bool = False
+    ignore_eos: bool = attrs.field(default=False, validator=_check_flag)
+    prompt_logprobs: bool = attrs.field(default=False, validator=_check_flag)
 
 
 @attrs.frozen(kw_only=True)
@@ -97,6 +105,9 @@ class RequestOutput:
             the pieces of a request add up to its text.
         finish_reason: Why it ended; None while it goes on.
         error: One sentence where the reason is ``refused`` or ``error``.
+        prompt_logprobs: For each prompt token, the logarithm of its probability after those before it, by the model's
+            logits as they are, without temperature; None for the first, NaN where the logits are not numbers. None
+            altogether unless the params ask for it, and until the whole prompt is computed.
     """
 
     request_id: str
@@ -107,13 +118,15 @@ class RequestOutput:
     new_text: str = ""
     finish_reason: FinishReason | None = None
     error: str | None = None
+    prompt_logprobs: tuple[float | None, ...] | None = None
 
 
 @attrs.define(eq=False, kw_only=True)
 class Request:
     """A request in the engine: the one owner of its tokens and its progress.
 
-    Invariant: ``num_computed < len(token_ids)`` until it ends, so that there is always a token to compute.
+    Invariant: ``num_computed < len(token_ids)`` until it ends, so that there is always a token to compute; and
+    ``known_logprobs`` holds those of the first tokens of the prompt, none twice, however often they are computed.
 
     Attributes:
         request_id: Unique among the requests in the engine.
@@ -125,6 +138,8 @@ class Request:
         text_stream: Turns its tokens into text; None if the model has no tokenizer.
         random: Its own source of uniform numbers, one per sampled token.
         prompt_token_ids: The prompt, as every output has it: copied once, however many steps report.
+        known_logprobs: The prompt's log-probabilities so far; empty unless the params ask for them.
+        prompt_logprobs: The same, as every output has them, once all are known.
         num_computed: Tokens whose state is in the cache (as far as layers still need it).
         num_scheduled: Tokens that the running step computes.
         row: Its row in the block tables while it runs; -1 otherwise.
@@ -146,6 +161,8 @@ class Request:
     text_stream: TextStream | None = None
     random: random.Random = attrs.field(init=False)
     prompt_token_ids: tuple[int, ...] = attrs.field(init=False)
+    known_logprobs: list[float | None] = attrs.field(init=False, factory=list)
+    prompt_logprobs: tuple[float | None, ...] | None = attrs.field(init=False, default=None)
     num_computed: int = 0
     num_scheduled: int = 0
     row: int = -1
@@ -191,6 +208,29 @@ class Request:
         """Seed the request's own random source, and keep the prompt."""
         self.random = random.Random(self.params.seed)
         self.prompt_token_ids = tuple(self.token_ids[: self.num_prompt_tokens])
+        if self.params.prompt_logprobs:
+            self.add_prompt_logprobs([None])
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be computed."""
+        return self.params.prompt_logprobs and self.prompt_logprobs is None
+
+    @property
+    def first_wanted(self) -> int:
+        """The first token whose logits are wanted; those of all later ones are wanted too."""
+        return (len(self.known_logprobs) if self.wants_prompt_logprobs else len(self.token_ids)) - 1
+
+    @property
+    def uses_prefix(self) -> bool:
+        """Whether it may start on a cached prefix, whose logits nobody has."""
+        return not self.runs_alone and not self.wants_prompt_logprobs
+
+    def add_prompt_logprobs(self, values: Sequence[float | None]) -> None:
+        """Take the log-probabilities of the prompt tokens after those that are known."""
+        self.known_logprobs.extend(values)
+        if len(self.known_logprobs) == self.num_prompt_tokens:
+            self.prompt_logprobs = tuple(self.known_logprobs)
 
     def append(self, token_id: int) -> None:
         """Take the next generated token; sets ``finish_reason`` if it is the last."""
@@ -220,6 +260,7 @@ class Request:
             new_text=text[self.num_reported_chars :],
             finish_reason=self.finish_reason,
             error=self.error,
+            prompt_logprobs=self.prompt_logprobs,
         )
         self.num_reported, self.num_reported_chars = len(generated), len(text)
         return output

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
+
+import attrs
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.metadata import NO_EXTENSIONS, Extension
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.cache.block_table import BlockTables
-from kvframe.engine.sampling import sample
+from kvframe.engine.packing import IntArray, PackedStep
+from kvframe.engine.request import Request
+from kvframe.engine.sampling import sample, token_logprobs
 from kvframe.engine.scheduler import ScheduledStep
 from kvframe.model.adapter import LoadedModel
 
-IntArray = npt.NDArray[np.int64]
+SkipPolicy = Callable[[StepBatch], bool]
+"""Says of a step whether the layers that can skip its prompt tokens do so."""
 
 
 class ModelRunner:
@@ -34,6 +41,7 @@ class ModelRunner:
         *,
         max_num_seqs: int,
         max_model_len: int,
+        skip_policy: SkipPolicy | None = None,
     ) -> None:
         """Take what a step needs.
 
@@ -44,15 +52,19 @@ class ModelRunner:
             device: Where the model runs.
             max_num_seqs: The most requests at a time.
             max_model_len: The most tokens of a request.
+            skip_policy: Whether layers that can skip tokens of a step do so; always unless given.
         """
         self.tokens: IntArray = np.empty((max_num_seqs, max_model_len), dtype=np.int64)
         self._model = model
         self._layers = layers
         self._tables = tables
         self._device = device
+        self._skip_policy = skip_policy
 
     def run(self, step: ScheduledStep) -> list[int]:
         """Compute a step and return one token for each request whose last known token it computes.
+
+        Requests that want their prompt's log-probabilities get those that this step computes.
 
         Args:
             step: The step; every request has a row and room for its tokens.
@@ -60,50 +72,88 @@ class ModelRunner:
         Returns:
             Token ids in the step's order; ``sampling.FAILED`` where the logits are not numbers.
         """
-        requests = step.requests
         for request in step.admitted:
             self.tokens[request.row, : len(request.token_ids)] = request.token_ids
-        rows = np.array([request.row for request in requests], dtype=np.int64)
-        num_computed = np.array([request.num_computed for request in requests], dtype=np.int64)
-        query_lens = np.array([request.num_scheduled for request in requests], dtype=np.int64)
-        num_known = np.array([len(request.token_ids) for request in requests], dtype=np.int64)
-        num_after = num_computed + query_lens
-        is_generating = num_after == num_known
-        logits_indices = (np.cumsum(query_lens) - 1)[is_generating]
-        logits = self.forward(rows, num_computed, query_lens, logits_indices)
-        if not len(logits_indices):
+        packed = PackedStep.of(step.requests, getattr(self._layers, "order_for", lambda *_: None))
+        logits = self.forward(packed.rows, packed.num_computed, packed.query_lens, packed.logits_indices)
+        if len(packed.prompt_rows):
+            self._add_prompt_logprobs(packed, logits)
+            logits = logits[self._to_device(packed.sampled)]
+        if not len(packed.sampled):
             return []
-        if len(logits_indices) < len(requests):
-            requests = [request for request, generates in zip(requests, is_generating, strict=True) if generates]
-            rows, num_after = rows[is_generating], num_after[is_generating]
+        requests: Sequence[Request] = packed.requests
+        rows, num_after = packed.rows, packed.num_computed + packed.query_lens
+        if len(packed.sampled) < len(requests):
+            requests = list(compress(requests, packed.is_generating))
+            rows, num_after = rows[packed.is_generating], num_after[packed.is_generating]
         token_ids = sample(logits, requests)
         self.tokens[rows, num_after] = token_ids
-        return token_ids
+        return [token_ids[place] for place in packed.places]
 
     def forward(
-        self, rows: IntArray, num_computed: IntArray, query_lens: IntArray, logits_indices: IntArray
+        self,
+        rows: IntArray,
+        num_computed: IntArray,
+        query_lens: IntArray,
+        logits_indices: IntArray,
+        extensions: Mapping[str, Extension] = NO_EXTENSIONS,
     ) -> torch.Tensor:
         """Run the model over one packed batch whose tokens are in ``tokens``.
+
+        Where the layers skip tokens, they compute those whose logits are wanted. They compute all if the policy says
+        so, and also if the wanted tokens of a request are not its last ones: only what nobody asks for later is
+        skipped.
 
         Args:
             rows: ``[num_reqs]``: each request's row.
             num_computed: ``[num_reqs]``: tokens that were computed before.
             query_lens: ``[num_reqs]``: tokens to compute.
-            logits_indices: ``[num_generating]``: the packed tokens whose logits are wanted.
+            logits_indices: ``[num_generating]``: the packed tokens whose logits are wanted, in order.
+            extensions: Further inputs of the step, by name.
 
         Returns:
             Logits ``[num_generating, vocab_size], device``.
         """
         batch = StepBatch(
-            rows=rows, num_computed=num_computed, query_lens=query_lens, generating_indices=logits_indices
+            rows=rows,
+            num_computed=num_computed,
+            query_lens=query_lens,
+            generating_indices=logits_indices,
+            extensions=extensions,
         )
         requests, positions = batch.token_positions
+        if getattr(self._layers, "skipped", ()) and len(logits_indices) < len(positions) and not self._may_skip(batch):
+            batch = attrs.evolve(batch, generating_indices=np.arange(len(positions)))
         metadata = build_metadata(batch, self._tables, self._device)
-        input_ids = torch.from_numpy(self.tokens[rows[requests], positions])
+        wanted = self._to_device(logits_indices)
         with torch.inference_mode():
             self._layers.begin_step(metadata)
-            return self._model.forward(
-                input_ids.to(self._device, non_blocking=True),
-                torch.from_numpy(positions).to(self._device, non_blocking=True),
-                torch.from_numpy(logits_indices).to(self._device, non_blocking=True),
+            logits = self._model.forward(
+                self._to_device(self.tokens[rows[requests], positions]), self._to_device(positions), wanted
             )
+            if getattr(self._layers, "kept_rows", None) is None:
+                return logits
+            # What the layers computed, then padding.
+            return logits[: len(wanted)] if batch.generating_indices is logits_indices else logits[wanted]
+
+    def _may_skip(self, batch: StepBatch) -> bool:
+        return are_last_tokens(batch) and (self._skip_policy is None or self._skip_policy(batch))
+
+    def _add_prompt_logprobs(self, packed: PackedStep, logits: torch.Tensor) -> None:
+        following = self.tokens[packed.rows[packed.prompt_requests], packed.prompt_positions + 1]
+        values = token_logprobs(logits, self._to_device(packed.prompt_rows), self._to_device(following))
+        stop = 0
+        for index, count in zip(*np.unique(packed.prompt_requests, return_counts=True), strict=True):
+            start, stop = stop, stop + count
+            packed.requests[index].add_prompt_logprobs(values[start:stop])
+
+    def _to_device(self, values: IntArray) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device, non_blocking=True)
+
+
+def are_last_tokens(batch: StepBatch) -> bool:
+    """Return whether the generating tokens of every request are its last ones."""
+    requests, _ = batch.token_positions
+    counts = np.bincount(requests[batch.generating_indices], minlength=len(batch.rows))
+    to_ends = np.repeat(np.cumsum(batch.query_lens) - np.cumsum(counts), counts)
+    return np.array_equal(batch.generating_indices, np.arange(len(to_ends)) + to_ends)

@@ -1,4 +1,4 @@
-"""Choosing the next tokens, for all generating requests at once.
+"""What is read off the logits, for all requests at once: the next tokens, and how likely the prompts' tokens were.
 
 A request's token depends on its own logits, parameters and random source only, never on what else is in the batch:
 one uniform number per token, taken from the request's own source, is looked up in the cumulative distribution.
@@ -43,6 +43,19 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
             for row, token_id in zip(rows, drawn, strict=True):
                 token_ids[row] = token_id
     return token_ids
+
+
+def token_logprobs(logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor) -> list[float]:
+    """Return how likely some tokens are: the logarithms of their probabilities, in float32.
+
+    Args:
+        logits: ``[num_rows, vocab_size], device``.
+        rows: ``[num_tokens], int64, device``: for each token, the row that it follows.
+        token_ids: ``[num_tokens], int64, device``.
+    """
+    # All rows first: picking some of the logits would copy about as much again.
+    found: list[float] = logits.log_softmax(dim=-1, dtype=torch.float32)[rows, token_ids].tolist()
+    return found
 
 
 def _draw(logits: torch.Tensor, requests: list[Request], truncate: bool) -> list[int]:

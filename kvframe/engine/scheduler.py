@@ -232,7 +232,7 @@ class Scheduler:
     def _admit(self, request: Request, budget: int) -> bool:
         """Start a waiting request on as many tokens as the budget allows; False, and nothing changed, if no room."""
         while True:
-            hit = self._cache.start(request.request_id, request.token_ids, use_prefix=not request.runs_alone)
+            hit = self._cache.start(request.request_id, request.token_ids, use_prefix=request.uses_prefix)
             num_scheduled = min(len(request.token_ids) - hit, budget)
             if self._cache.extend(request.request_id, hit + num_scheduled):
                 break
@@ -252,7 +252,7 @@ class Scheduler:
     def _is_being_computed(self, request: Request, admitted: Sequence[Request]) -> bool:
         """Return whether a request admitted in this step computes a block that ``request`` can take in the next one."""
         size = self._shared_block_size
-        if not size or request.runs_alone:
+        if not size or not request.uses_prefix:
             return False
         most = len(request.token_ids) - 1
         for other in admitted:

@@ -6,6 +6,9 @@ from typing import Any
 
 import attrs
 
+from kvframe.cache.manager import KVCacheStats
+from kvframe.engine.scheduler import SchedulerStats
+
 
 @attrs.frozen(kw_only=True)
 class EngineStats:
@@ -38,6 +41,30 @@ class EngineStats:
     peak_bytes_held: int
     evictions: int
     cache_bytes: int
+
+    @classmethod
+    def of(cls, scheduled: SchedulerStats, cached: KVCacheStats, cache_bytes: int) -> EngineStats:
+        """Return an engine's numbers as they are now.
+
+        Args:
+            scheduled: What its scheduler counts.
+            cached: What its cache manager counts.
+            cache_bytes: Bytes allocated for the cache.
+        """
+        return cls(
+            prompt_tokens=scheduled.prompt_tokens,
+            cached_prompt_tokens=scheduled.cached_prompt_tokens,
+            prefix_hit_rate=scheduled.cached_prompt_tokens / max(1, scheduled.prompt_tokens),
+            computed_tokens=scheduled.computed_tokens,
+            generated_tokens=scheduled.generated_tokens,
+            preemptions=scheduled.preemptions,
+            steps=scheduled.steps,
+            blocks_held=tuple(cached.blocks_held),
+            peak_blocks_held=tuple(cached.peak_blocks_held),
+            peak_bytes_held=cached.peak_bytes_held,
+            evictions=cached.num_evictions,
+            cache_bytes=cache_bytes,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers as plain values, ready for JSON."""

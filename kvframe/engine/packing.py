@@ -1,0 +1,91 @@
+"""How a step's requests lie in its packed batch, and what becomes of each row of its logits. Pure host logic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvframe.engine.request import Request
+
+IntArray = npt.NDArray[np.int64]
+FindOrder = Callable[[IntArray, IntArray], IntArray | None]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class PackedStep:
+    """A step's requests in the order in which their tokens are packed.
+
+    The logits that are wanted of a request are those of its last tokens: of its last known token, which the next one
+    is sampled from, and of prompt tokens that tell how likely the one after them is.
+
+    Attributes:
+        requests: The requests.
+        rows: ``[num_reqs]``: each request's row in the block tables.
+        num_computed: ``[num_reqs]``: tokens that were computed before.
+        query_lens: ``[num_reqs]``: tokens to compute.
+        logits_indices: ``[num_wanted]``: the packed tokens whose logits are wanted, in order.
+        is_generating: ``[num_reqs], bool``: whether the last known token of a request is among its tokens.
+        sampled: ``[num_generating]``: the rows of the logits that tokens are sampled from, in the order of requests.
+        places: ``[num_generating]``: for the requests of the step in its own order, where their tokens are among these.
+        prompt_rows: ``[num_prompt_rows]``: the other rows of the logits.
+        prompt_positions: ``[num_prompt_rows]``: the positions of their tokens.
+        prompt_requests: ``[num_prompt_rows]``: the indices of their requests, in order.
+    """
+
+    requests: Sequence[Request]
+    rows: IntArray
+    num_computed: IntArray
+    query_lens: IntArray
+    logits_indices: IntArray
+    is_generating: npt.NDArray[np.bool_]
+    sampled: IntArray
+    places: IntArray
+    prompt_rows: IntArray
+    prompt_positions: IntArray
+    prompt_requests: IntArray
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], order_for: FindOrder) -> PackedStep:
+        """Pack scheduled requests.
+
+        Args:
+            requests: At least one request, each with a row and at least one scheduled token.
+            order_for: Gives the order to pack them in, for ``num_computed`` and ``query_lens``; None for this one.
+        """
+        table = np.array(
+            [
+                (each.row, each.num_computed, each.num_scheduled, len(each.token_ids), each.first_wanted)
+                for each in requests
+            ],
+            dtype=np.int64,
+        ).T.copy()
+        order = order_for(table[1], table[2])
+        if order is None:
+            order = np.arange(len(requests))
+        else:
+            requests, table = [requests[index] for index in order], table[:, order]
+        rows, num_computed, query_lens, num_known, first_wanted = table
+        num_after = num_computed + query_lens
+        num_wanted = np.maximum(num_after - np.maximum(num_computed, first_wanted), 0)
+        ends = np.cumsum(num_wanted)
+        logits_rows = np.arange(ends[-1])
+        is_generating = num_after == num_known
+        sampled = (ends - 1)[is_generating]
+        prompt_rows = np.delete(logits_rows, sampled)
+        prompt_requests = np.repeat(np.arange(len(requests)), num_wanted)[prompt_rows]
+        return cls(
+            requests=requests,
+            rows=rows,
+            num_computed=num_computed,
+            query_lens=query_lens,
+            logits_indices=logits_rows + np.repeat(np.cumsum(query_lens) - ends, num_wanted),
+            is_generating=is_generating,
+            sampled=sampled,
+            places=np.argsort(order[is_generating]),
+            prompt_rows=prompt_rows,
+            prompt_positions=prompt_rows + (num_after - ends)[prompt_requests],
+            prompt_requests=prompt_requests,
+        )
