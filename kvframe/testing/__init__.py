@@ -1,5 +1,6 @@
 """The conformance kit: whether a cache spec keeps the laws, and whether a backend computes attention.
 
-``laws`` checks a spec, ``grid`` makes a backend's cases from what it declares, ``conformance`` runs one of them and
-holds it against ``reference``. The kit needs no test framework: what breaks the contract raises ``ConformanceError``.
+``laws`` checks a spec, ``grid`` makes a backend's cases from what it declares, alone and behind wrapper chains,
+``conformance`` runs one of them and holds it against ``reference``, ``composition`` does so for everything that is
+installed. The kit needs no test framework: what breaks the contract raises ``ConformanceError``.
 """

@@ -1,19 +1,25 @@
 """The cases that a backend must compute, made from what it declares.
 
 Each feature is crossed with every kind of batch, at the block sizes and lengths where paged kernels go wrong: a length
-one below, at and one above a block's end. What a backend refuses is left out.
+one below, at and one above a block's end. Wrapper chains are crossed with the main masks, on a layer that keeps a cache
+and on one that shares it. What a backend or a chain refuses is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import attrs
 import torch
 
-from kvframe.attention.backend import Capabilities
-from kvframe.specs import AttentionMask, AttentionSpec, LayerSpec, QuerySpec, TokenRange, align_up
+from kvframe.attention.backend import Capabilities, Refusal
+from kvframe.attention.capture import GraphCapture
+from kvframe.attention.metadata import SEQ_STARTS
+from kvframe.attention.wrapper import FieldUse, WrapperChain, bind_chain, chain_capture, check_order
+from kvframe.errors import WrapperError
+from kvframe.specs import LayerSpec, QuerySpec, align_up
+from kvframe.testing.case import Case, GridSpec, Request
 
 SCALE = 0.4
 """Not the inverse root of any head size, so that a backend that assumes that one is found."""
@@ -31,107 +37,39 @@ MAIN_MASKS: Mapping[str, Mapping[str, Any]] = {
 }
 """The masks that each further feature and dtype is crossed with."""
 
+CACHE_OWNER = "owner"
+"""The name of the layer whose cache a sharing layer reads."""
 
-@attrs.frozen(kw_only=True)
-class GridSpec(AttentionSpec):
-    """Any mask that kernels have a name for, and one that they have none for.
+NUM_PADDING = 3
 
-    Attributes:
-        window: As in ``AttentionMask``.
-        num_sink_tokens: As in ``AttentionMask``.
-        causal: As in ``AttentionMask``.
-        chunk: Tokens of a chunk that its queries stay within, which only live ranges say; None for none.
+
+def make_cases(
+    capabilities: Capabilities, device: str = "cpu", chains: Sequence[WrapperChain] = ()
+) -> tuple[Case, ...]:
+    """Return every case that a backend with these capabilities must compute.
+
+    Args:
+        capabilities: What the backend declares.
+        device: Where it runs.
+        chains: Wrapper chains, as a stack gives them, that it has to work behind; it has to work without any too.
     """
-
-    kind: ClassVar[str] = "conformance_grid"
-
-    window: int | None = None
-    num_sink_tokens: int = 0
-    causal: bool = True
-    chunk: int | None = None
-
-    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
-        """Return the chunk's tokens, or the sinks and the window."""
-        if self.chunk is not None:
-            start, sinks = n - n % self.chunk, 0
-        else:
-            start = 0 if self.window is None else max(0, n - self.window + 1)
-            sinks = min(self.num_sink_tokens, start)
-        return tuple(part for part in ((0, sinks), (start, n)) if part[0] < part[1])
-
-    @property
-    def mask(self) -> AttentionMask | None:
-        """The mask; None for a chunk."""
-        if self.chunk is not None:
-            return None
-        return AttentionMask(causal=self.causal, window=self.window, num_sink_tokens=self.num_sink_tokens)
-
-
-@attrs.frozen
-class Request:
-    """One request's part in a step.
-
-    Attributes:
-        num_computed: Tokens whose state is in the cache.
-        num_new: Tokens that the step computes.
-    """
-
-    num_computed: int
-    num_new: int
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens after the step."""
-        return self.num_computed + self.num_new
-
-
-@attrs.frozen(kw_only=True)
-class Case:
-    """One step of one layer.
-
-    Attributes:
-        name: What it is about (``"window=5-block=16-decode"``).
-        layer: The layer; its spec is an attention spec.
-        requests: The batch.
-        causal: The batch's ``causal``.
-        num_padding: Padded rows and padded tokens behind the batch.
-    """
-
-    name: str
-    layer: LayerSpec
-    requests: tuple[Request, ...]
-    causal: bool = True
-    num_padding: int = 0
-
-    @property
-    def spec(self) -> AttentionSpec:
-        """The layer's cache spec."""
-        assert isinstance(self.layer.spec, AttentionSpec)
-        return self.layer.spec
-
-    @property
-    def query(self) -> QuerySpec:
-        """The layer's query side."""
-        assert self.layer.query is not None
-        return self.layer.query
-
-    @property
-    def query_dtype(self) -> torch.dtype:
-        """The cache's dtype where models compute in it, else bfloat16."""
-        dtype: torch.dtype = getattr(torch, self.spec.dtype)
-        return dtype if dtype.itemsize > 1 else torch.bfloat16
-
-
-def make_cases(capabilities: Capabilities, device: str = "cpu") -> tuple[Case, ...]:
-    """Return every case that a backend with these capabilities must compute on ``device``."""
     found: list[Case] = []
     for name, layer in make_layers(capabilities):
         if not capabilities.refusals(layer, device):
-            cases = list(_cases(name, layer))
+            assert layer.spec is not None
+            batches = make_batches(layer.spec.block_size)
+            if SEQ_STARTS in capabilities.extensions:
+                batches |= HIDDEN_STARTS
+            cases = [*_cases(name, layer, batches)]
             found += cases
             if name.startswith("full-block") and "bidirectional" in capabilities.masks:
-                found += [attrs.evolve(case, name=f"{case.name}-not_causal", causal=False) for case in cases]
+                found += _not_causal(cases)
+    for chain in chains:
+        found += _chain_cases(chain, capabilities, device)
     return tuple(found)
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
 
 
 def make_layers(capabilities: Capabilities) -> Iterator[tuple[str, LayerSpec]]:
@@ -139,24 +77,82 @@ def make_layers(capabilities: Capabilities) -> Iterator[tuple[str, LayerSpec]]:
 
     Sizes and dtypes are some that the capabilities allow; masks and features are all that there are.
     """
-    dtypes = [name for name in MAIN_DTYPES if name in capabilities.dtypes]
-    dtypes += sorted(name for name in capabilities.dtypes.difference(dtypes) if getattr(torch, name).is_floating_point)
-    block_sizes = sorted({align_up(size, capabilities.block_size_multiple) for size in (1, 16, 17)})
-    medium = align_up(16, capabilities.block_size_multiple)
     head_size = min(capabilities.head_sizes or {8})
-    for block_size in block_sizes:
-        for mask, options in _masks(block_size).items():
-            yield f"{mask}-block={block_size}", _layer(dtypes[0], block_size, head_size, options)
+    for block_size in sorted({align_up(size, capabilities.block_size_multiple) for size in (1, 16, 17)}):
+        for mask, options in make_masks(block_size).items():
+            yield f"{mask}-block={block_size}", make_layer(capabilities, block_size=block_size, **options)
     for mask, options in MAIN_MASKS.items():
         for feature, changes in _features(head_size).items():
-            yield f"{mask}-{feature}", _layer(dtypes[0], medium, head_size, {**options, **changes})
+            yield f"{mask}-{feature}", make_layer(capabilities, **{**options, **changes})
     for size in sorted(capabilities.head_sizes or {40}):
-        yield f"full-head_size={size}", _layer(dtypes[0], medium, size, {})
-    for dtype in dtypes[1:]:
+        yield f"full-head_size={size}", make_layer(capabilities, head_size=size)
+    for dtype in _dtypes(capabilities)[1:]:
         for mask, options in MAIN_MASKS.items():
-            yield f"{mask}-{dtype}", _layer(dtype, medium, head_size, options)
-        scored = {"soft_cap": SOFT_CAP, "has_sinks": True}
-        yield f"full-{dtype}-soft_cap-learned_sinks", _layer(dtype, medium, head_size, scored)
+            yield f"{mask}-{dtype}", make_layer(capabilities, dtype=dtype, **options)
+        scored = make_layer(capabilities, dtype=dtype, soft_cap=SOFT_CAP, has_sinks=True)
+        yield f"full-{dtype}-soft_cap-learned_sinks", scored
+
+
+def make_layer(capabilities: Capabilities, **options: Any) -> LayerSpec:
+    """Return a layer of usual sizes that the capabilities allow.
+
+    Args:
+        capabilities: What a backend declares.
+        options: Fields of ``GridSpec`` and ``QuerySpec`` that are to differ from the usual; ``head_size`` is both's.
+    """
+    head_size = options.pop("head_size", min(capabilities.head_sizes or {8}))
+    stored: dict[str, Any] = {
+        "num_kv_heads": 2,
+        "head_size": head_size,
+        "dtype": _dtypes(capabilities)[0],
+        "block_size": align_up(16, capabilities.block_size_multiple),
+    }
+    query: dict[str, Any] = {"num_heads": 4, "head_size": head_size, "scale": SCALE}
+    of_query = {field.name for field in attrs.fields(QuerySpec)}
+    for name, value in options.items():
+        (query if name in of_query else stored)[name] = value
+    return LayerSpec(name="layer", spec=GridSpec(**stored), query=QuerySpec(**query))
+
+
+def share_cache(layer: LayerSpec) -> LayerSpec:
+    """Return the layer without a cache of its own."""
+    return attrs.evolve(layer, shares_with=CACHE_OWNER)
+
+
+def make_masks(block_size: int) -> dict[str, Mapping[str, Any]]:
+    """Return every kind of mask by name, with sizes around that of a block."""
+    windows = sorted({1, 5, block_size, block_size + 1})
+    chunks = sorted({6, block_size, block_size + 1, 2 * block_size})
+    return {
+        **MAIN_MASKS,
+        **{f"window={window}": {"window": window} for window in windows},
+        "window=1-sink_tokens=2": {"window": 1, "num_sink_tokens": 2},
+        f"window=6-sink_tokens={block_size + 1}": {"window": 6, "num_sink_tokens": block_size + 1},
+        **{f"chunk={chunk}": {"chunk": chunk} for chunk in chunks},
+        "stride=6": {"stride": 6},
+    }
+
+
+def _dtypes(capabilities: Capabilities) -> list[str]:
+    """Return the dtypes of floats that the capabilities allow, the main one first."""
+    main = [name for name in MAIN_DTYPES if name in capabilities.dtypes]
+    return main + sorted(
+        name for name in capabilities.dtypes.difference(main) if getattr(torch, name).is_floating_point
+    )
+
+
+def _features(head_size: int) -> dict[str, Mapping[str, Any]]:
+    return {
+        "multi_head": {"num_kv_heads": 4},
+        "multi_query": {"num_kv_heads": 1},
+        "soft_cap": {"soft_cap": SOFT_CAP},
+        "learned_sinks": {"has_sinks": True},
+        "short_values": {"head_size_v": head_size // 2},
+        "everything": {"head_size_v": head_size + 8, "soft_cap": SOFT_CAP, "has_sinks": True, "num_heads": 6},
+    }
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
 
 
 def make_batches(block_size: int) -> dict[str, tuple[Request, ...]]:
@@ -171,41 +167,70 @@ def make_batches(block_size: int) -> dict[str, tuple[Request, ...]]:
     }
 
 
-def _cases(name: str, layer: LayerSpec) -> Iterator[Case]:
-    assert layer.spec is not None
-    for batch, requests in make_batches(layer.spec.block_size).items():
+HIDDEN_STARTS: Mapping[str, tuple[Request, ...]] = {
+    "hidden_starts": (
+        Request(41, 1, num_hidden=5),
+        Request(23, 7, num_hidden=23),
+        Request(0, 4),
+        Request(18, 2, num_hidden=17),
+    )
+}
+"""Batches whose first tokens are hidden, for backends that honour such an extension."""
+
+PARTLY_GENERATING: Mapping[str, tuple[Request, ...]] = {
+    "draft_tokens": (Request(41, 4, 4), Request(0, 5, 1), Request(16, 2, 2), Request(9, 1), Request(0, 6, 6)),
+    "unfinished": (Request(41, 1), Request(0, 19, 0), Request(23, 7, 0), Request(16, 18)),
+    "all_unfinished": (Request(0, 19, 0), Request(16, 5, 0)),
+}
+"""Batches in which other tokens generate than the last one of each request, for chains that drop tokens."""
+
+
+def _cases(name: str, layer: LayerSpec, batches: Mapping[str, tuple[Request, ...]]) -> Iterator[Case]:
+    for batch, requests in batches.items():
         yield Case(name=f"{name}-{batch}", layer=layer, requests=requests)
         if batch in ("decode", "mixed"):
-            yield Case(name=f"{name}-{batch}-padded", layer=layer, requests=requests, num_padding=3)
+            yield Case(name=f"{name}-{batch}-padded", layer=layer, requests=requests, num_padding=NUM_PADDING)
 
 
-def _layer(dtype: str, block_size: int, head_size: int, options: Mapping[str, Any]) -> LayerSpec:
-    """Return a layer of usual sizes, changed by options of its spec and its query side."""
-    of_query = {field.name for field in attrs.fields(QuerySpec)}
-    stored: dict[str, Any] = {"num_kv_heads": 2, "head_size": head_size, "dtype": dtype, "block_size": block_size}
-    query: dict[str, Any] = {"num_heads": 4, "head_size": head_size, "scale": SCALE}
-    for name, value in options.items():
-        (query if name in of_query else stored)[name] = value
-    return LayerSpec(name="layer", spec=GridSpec(**stored), query=QuerySpec(**query))
+def _not_causal(cases: Sequence[Case]) -> list[Case]:
+    return [attrs.evolve(case, name=f"{case.name}-not_causal", causal=False) for case in cases]
 
 
-def _masks(block_size: int) -> dict[str, Mapping[str, Any]]:
-    windows = sorted({1, 5, block_size, block_size + 1})
-    return {
-        **MAIN_MASKS,
-        **{f"window={window}": {"window": window} for window in windows},
-        "window=1-sink_tokens=2": {"window": 1, "num_sink_tokens": 2},
-        f"window=6-sink_tokens={block_size + 1}": {"window": 6, "num_sink_tokens": block_size + 1},
-        "chunk=6": {"chunk": 6},
-    }
+# --- chains -----------------------------------------------------------------------------------------------------------
 
 
-def _features(head_size: int) -> dict[str, Mapping[str, Any]]:
-    return {
-        "multi_head": {"num_kv_heads": 4},
-        "multi_query": {"num_kv_heads": 1},
-        "soft_cap": {"soft_cap": SOFT_CAP},
-        "learned_sinks": {"has_sinks": True},
-        "short_values": {"head_size_v": head_size // 2},
-        "everything": {"head_size_v": head_size + 8, "soft_cap": SOFT_CAP, "has_sinks": True, "num_heads": 6},
-    }
+def chain_refusals(chain: WrapperChain, layer: LayerSpec, capabilities: Capabilities, device: str) -> list[Refusal]:
+    """Return every reason why a layer cannot have this chain and such a backend; empty if it can."""
+    try:
+        check_order([type(wrapper) for wrapper in chain])
+        _, seen, required = bind_chain(chain, layer)
+    except WrapperError as error:
+        return [Refusal(error.code, str(error))]
+    return capabilities.refusals(seen, device, required)
+
+
+def _chain_cases(chain: WrapperChain, capabilities: Capabilities, device: str) -> Iterator[Case]:
+    label = "+".join(wrapper.name for wrapper in chain)
+    any_causality = all(wrapper.fields.get("causal") is FieldUse.CARRY for wrapper in chain)
+    for block_size in sorted({align_up(size, capabilities.block_size_multiple) for size in (1, 16)}):
+        for mask, options in make_masks(block_size).items():
+            if mask not in MAIN_MASKS and "chunk" not in options:
+                continue
+            owner = make_layer(capabilities, block_size=block_size, **options)
+            for suffix, layer in (("", owner), ("-shared", share_cache(owner))):
+                if chain_refusals(chain, layer, capabilities, device):
+                    continue
+                name = f"{label}-{mask}-block={block_size}{suffix}"
+                cases = [*_cases(name, layer, {**make_batches(block_size), **PARTLY_GENERATING})]
+                if chain_capture(chain) is GraphCapture.ALWAYS:
+                    cases += [
+                        attrs.evolve(
+                            case, name=f"{case.name}-padded-static", num_padding=NUM_PADDING, static_shapes=True
+                        )
+                        for case in cases
+                        if not case.num_padding
+                    ]
+                cases = [attrs.evolve(case, wrappers=chain) for case in cases]
+                yield from cases
+                if mask == "full" and any_causality and "bidirectional" in capabilities.masks:
+                    yield from _not_causal(cases)

@@ -1,0 +1,277 @@
+"""A case's step, in a real paged cache that is NaN wherever a backend may not look.
+
+That is: other layers' parts of a page, tokens that are not live, the null page, free pages, the ends of blocks. One
+read of those shows in the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import attrs
+import numpy as np
+import torch
+
+from kvframe.attention.backend import AttentionBackend
+from kvframe.attention.metadata import NO_EXTENSIONS, SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
+from kvframe.attention.step import StepBatch, build_metadata
+from kvframe.attention.wrapper import DROPS_TOKENS, WrapperChain, apply_chain, bind_chain
+from kvframe.cache.block_table import BlockTable
+from kvframe.cache.manager import KVCacheManager
+from kvframe.cache.storage import KVCacheStorage
+from kvframe.errors import KVFrameError
+from kvframe.groups import Grouping, group_layers
+from kvframe.plan import KVCachePlan, plan_cache
+from kvframe.specs import LayerSpec
+from kvframe.testing.case import Case
+
+_SPREAD = 1.5
+
+
+class ContractError(KVFrameError):
+    """A backend or a wrapper does what the contract forbids, whatever it computes."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Inputs:
+    """One request's tensors on the host, in the dtype that a model computes in.
+
+    Attributes:
+        query: ``[num_new, num_heads, head_size]``.
+        key: ``[seq_len, num_kv_heads, head_size]``.
+        value: ``[seq_len, num_kv_heads, head_size_v]``.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Output:
+    """What a backend made of a step.
+
+    Attributes:
+        values: ``[num_tokens, num_heads, head_size_v], device``: what it returned, for the tokens that its chain keeps.
+        rows: ``[num_actual_tokens], int64, host``: which of the packed tokens these are, without padding.
+        num_tokens: Tokens that it was given, padding included.
+    """
+
+    values: torch.Tensor
+    rows: torch.Tensor
+    num_tokens: int
+
+
+def draw_inputs(case: Case, generator: torch.Generator) -> list[Inputs]:
+    """Return each request's tensors, drawn at random; what the cache stores in fewer bits is rounded to them."""
+    spec, query = case.spec, case.query
+    stored: torch.dtype = getattr(torch, spec.dtype)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return _SPREAD * torch.randn(*shape, generator=generator)
+
+    return [
+        Inputs(
+            query=draw(request.num_new, query.num_heads, query.head_size).to(case.query_dtype),
+            key=draw(request.seq_len, spec.num_kv_heads, spec.head_size).to(stored).to(case.query_dtype),
+            value=draw(request.seq_len, spec.num_kv_heads, spec.head_size_v).to(stored).to(case.query_dtype),
+        )
+        for request in case.requests
+    ]
+
+
+def run_step(
+    backend_class: type[AttentionBackend],
+    case: Case,
+    inputs: Sequence[Inputs],
+    sinks: torch.Tensor | None,
+    device: torch.device,
+    poison: float,
+) -> Output:
+    """Run a backend behind the case's chain.
+
+    Args:
+        backend_class: The backend.
+        case: What to run.
+        inputs: Each request's tensors.
+        sinks: ``[num_heads]``: learned sink logits; None for none.
+        device: Where.
+        poison: What lies where no live state is.
+
+    Raises:
+        ContractError: The chain keeps other tokens than those that generate, or somebody wrote where nobody may.
+        WrapperError: The chain refuses the layer or the step.
+    """
+    chain, seen, _ = bind_chain(case.wrappers, case.layer)
+    owner, grouping, plan = _plan(case)
+    storage = KVCacheStorage(plan, grouping, device)
+    kv_cache = storage.views[case.layer.name]
+    storage.pool.view(kv_cache["k"].dtype).fill_(poison)
+    manager = KVCacheManager(plan, max_num_seqs=len(inputs) + 1, prefix_caching=False)
+    _give_pages(manager, case)
+    rows = [manager.row(str(index)) for index in range(len(inputs))]
+
+    backend = _make_backend(backend_class, seen, device)
+    writer = backend
+    if case.layer.shares_with is not None:
+        writer = _make_backend(backend_class, attrs.evolve(seen, name=owner, shares_with=None), device)
+    for row, request, tensors in zip(rows, case.requests, inputs, strict=True):
+        ranges = case.spec.live_ranges(request.num_computed)
+        positions = [token for start, stop in ranges for token in range(max(start, request.num_hidden), stop)]
+        live = torch.tensor(positions, dtype=torch.int64)
+        block, offset = _slots(manager.tables[0], row, live)
+        slots = block.to(device), offset.to(device)
+        writer.write_kv(tensors.key[live].to(device), tensors.value[live].to(device), kv_cache, slots)
+
+    metadata = _make_metadata(case, manager, rows, device)
+
+    def packed(part: Callable[[Inputs], torch.Tensor]) -> torch.Tensor:
+        new = [part(each)[-request.num_new :] for request, each in zip(case.requests, inputs, strict=True)]
+        padding = new[0].new_full((case.num_padding, *new[0].shape[1:]), poison)
+        return torch.cat([*new, padding]).to(device)
+
+    slots = metadata.slot_mapping // metadata.block_size, metadata.slot_mapping % metadata.block_size
+    writer.write_kv(packed(lambda each: each.key), packed(lambda each: each.value), kv_cache, slots)
+    guard = _WriteGuard([storage.pool, *_tensors(metadata)])
+    wrapped = apply_chain(chain, metadata)
+    guard.check("a wrapper wrote to the batch metadata")
+    kept = _kept_rows(chain, metadata, wrapped)
+    query = packed(lambda each: each.query).index_select(0, kept.to(device))
+    guard = _WriteGuard([storage.pool, query, *_tensors(metadata), *_tensors(wrapped)])
+    built = backend.make_builder().build(wrapped)
+    values = backend.forward(seen, query, kv_cache, built, None if sinks is None else sinks.to(device))
+    guard.check("it wrote to the cache, the query or the batch metadata")
+    return Output(values=values, rows=kept[: wrapped.num_actual_tokens], num_tokens=len(kept))
+
+
+def _make_backend(backend_class: type[AttentionBackend], layer: LayerSpec, device: torch.device) -> AttentionBackend:
+    options = backend_class.options_class
+    return backend_class([layer], device) if options is None else backend_class([layer], device, options())
+
+
+def _kept_rows(
+    chain: WrapperChain, metadata: CommonAttentionMetadata, wrapped: CommonAttentionMetadata
+) -> torch.Tensor:
+    """Return which rows of the packed batch a chain keeps: all of them, or those that generate."""
+    drops = any(DROPS_TOKENS in wrapper.effects for wrapper in chain) and not metadata.all_generate
+    kept = metadata.generating_indices_cpu if drops else torch.arange(metadata.slot_mapping.shape[0])
+    expected = metadata.num_generating if drops else metadata.num_actual_tokens, len(kept)
+    found = wrapped.num_actual_tokens, wrapped.slot_mapping.shape[0]
+    if found != expected:
+        raise ContractError(
+            f"the chain keeps {found[0]} tokens, {found[1]} with padding, of {metadata.num_actual_tokens}, of which "
+            f"{metadata.num_generating} generate"
+        )
+    return kept
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+def _plan(case: Case) -> tuple[str, Grouping, KVCachePlan]:
+    """Plan a pool with room for the case twice over; the first item names the layer that keeps the cache."""
+    layers = [case.layer]
+    if case.layer.shares_with is not None:
+        layers = [attrs.evolve(case.layer, name=case.layer.shares_with, shares_with=None), case.layer]
+    # A neighbour in the same group takes a part of each page, so that the layer's own parts do not touch.
+    grouping = group_layers([attrs.evolve(layers[0], name="neighbour"), *layers])
+    longest = max(request.seq_len for request in case.requests)
+    num_blocks = sum(-(-request.seq_len // case.spec.block_size) for request in case.requests)
+    spare = 2 + -(-longest // case.spec.block_size)
+    memory_bytes = grouping.groups[0].page_bytes * 2 * (num_blocks + spare)
+    plan = plan_cache(grouping, memory_bytes=memory_bytes, max_model_len=longest, max_num_batched_tokens=longest)
+    return layers[0].name, grouping, plan
+
+
+def _give_pages(manager: KVCacheManager, case: Case) -> None:
+    """Give each request its pages as an engine would: scattered over the pool, and without those that are dead."""
+    # Requests grow by turns, block by block, beside one that leaves: nobody's pages follow one another, and the rows
+    # of the block table are not in the batch's order.
+    size, longest = case.spec.block_size, max(request.seq_len for request in case.requests)
+    requests = {str(index): request for index, request in reversed([*enumerate(case.requests)])}
+    for name in (*requests, "leaves"):
+        manager.start(name, [0] * longest)
+    for length in range(size, longest + size, size):
+        for name, request in requests.items():
+            _extend(manager, name, min(length, request.num_computed))
+        _extend(manager, "leaves", min(length, longest))
+    manager.free("leaves")
+    for name, request in requests.items():
+        manager.commit(name, [0] * longest, request.num_computed)
+        _extend(manager, name, request.seq_len)
+
+
+def _extend(manager: KVCacheManager, name: str, num_tokens: int) -> None:
+    has_room = manager.extend(name, num_tokens)
+    assert has_room
+
+
+def _slots(table: BlockTable, row: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.from_numpy(table.ids[row])[tokens // table.block_size].long(), tokens % table.block_size
+
+
+class _WriteGuard:
+    """Tensors that nobody may write to, with a copy of each."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._copies = [tensor.clone() for tensor in tensors]
+
+    def check(self, message: str) -> None:
+        # As bytes: NaN is then the same as itself.
+        pairs = zip(self._tensors, self._copies, strict=True)
+        if not all(torch.equal(tensor.view(torch.uint8), copy.view(torch.uint8)) for tensor, copy in pairs):
+            raise ContractError(message)
+
+
+# --- the batch metadata -----------------------------------------------------------------------------------------------
+
+
+def _make_metadata(
+    case: Case, manager: KVCacheManager, rows: Sequence[int], device: torch.device
+) -> CommonAttentionMetadata:
+    ends = np.cumsum([request.num_new for request in case.requests])
+    generating = [
+        np.arange(end - request.num_generating, end) for request, end in zip(case.requests, ends, strict=True)
+    ]
+    hidden = torch.tensor([request.num_hidden for request in case.requests], dtype=torch.int32)
+    extensions = {SEQ_STARTS: Extension(hidden.to(device), Axis.REQUEST, hidden)} if hidden.any() else NO_EXTENSIONS
+    batch = StepBatch(
+        rows=np.array(rows),
+        num_computed=np.array([request.num_computed for request in case.requests]),
+        query_lens=np.array([request.num_new for request in case.requests]),
+        generating_indices=np.concatenate(generating),
+        extensions=extensions,
+    )
+    (metadata,) = build_metadata(batch, manager.tables, device)
+    metadata = attrs.evolve(metadata, causal=case.causal)
+    if case.num_padding:
+        metadata = _pad(metadata, case.num_padding)
+    return attrs.evolve(metadata, static_shapes=case.static_shapes)
+
+
+def _pad(metadata: CommonAttentionMetadata, num: int) -> CommonAttentionMetadata:
+    end = torch.full((num,), metadata.num_actual_tokens, dtype=torch.int32)
+    none = torch.zeros(num, dtype=torch.int32)
+    device = metadata.seq_lens.device
+    table, slot_mapping = metadata.block_table, metadata.slot_mapping
+    last = metadata.generating_indices_cpu[-1:].repeat(num)
+    return attrs.evolve(
+        metadata,
+        query_start_loc=torch.cat([metadata.query_start_loc, end.to(device)]),
+        query_start_loc_cpu=torch.cat([metadata.query_start_loc_cpu, end]),
+        seq_lens=torch.cat([metadata.seq_lens, none.to(device)]),
+        seq_lens_cpu=torch.cat([metadata.seq_lens_cpu, none]),
+        num_reqs=metadata.num_reqs + num,
+        block_table=torch.cat([table, table.new_zeros(num, table.shape[1])]),
+        slot_mapping=torch.cat([slot_mapping, slot_mapping.new_zeros(num)]),
+        generating_indices=torch.cat([metadata.generating_indices, last.to(device)]),
+        generating_indices_cpu=torch.cat([metadata.generating_indices_cpu, last]),
+    )
+
+
+def _tensors(metadata: CommonAttentionMetadata) -> list[torch.Tensor]:
+    values = [*attrs.asdict(metadata, recurse=False).values()]
+    for extension in metadata.extensions.values():
+        values += [extension.values, extension.values_cpu]
+    return [value for value in values if isinstance(value, torch.Tensor)]
