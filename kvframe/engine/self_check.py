@@ -13,7 +13,7 @@ from kvframe.engine.runner import ModelRunner
 from kvframe.errors import PlanError
 
 
-def run_packed(assembly: Assembly, prompts: list[list[int]]) -> list[torch.Tensor]:
+def run_packed(assembly: Assembly, prompts: list[list[int]], last_only: bool = False) -> list[torch.Tensor]:
     """Return the logits ``[len(prompt), vocab_size]`` of each prompt, as many in one batch as the pool holds.
 
     Uses a request table of its own, so that it leaves no trace in an engine's.
@@ -21,6 +21,7 @@ def run_packed(assembly: Assembly, prompts: list[list[int]]) -> list[torch.Tenso
     Args:
         assembly: The set-up; its model is attached to its layers, and nothing is running.
         prompts: Token ids; what exceeds the longest request is cut off.
+        last_only: Let only the last token of each prompt generate, and return its logits ``[1, vocab_size]``.
 
     Raises:
         PlanError: The pool does not even hold one of them.
@@ -54,10 +55,9 @@ def run_packed(assembly: Assembly, prompts: list[list[int]]) -> list[torch.Tenso
                 f"{assembly.plan.total_bytes} bytes of cache do not hold the {len(waiting[0])} tokens of the "
                 "self-check; give more memory, or set self_check = false in the stack's [engine]"
             )
-        packed = runner.forward(
-            np.array(rows), np.zeros(len(rows), dtype=np.int64), np.array(lens), np.arange(sum(lens))
-        )
-        logits.extend(packed.split(lens))
+        wanted = np.cumsum(lens) - 1 if last_only else np.arange(sum(lens))
+        packed = runner.forward(np.array(rows), np.zeros(len(rows), dtype=np.int64), np.array(lens), wanted)
+        logits.extend(packed.split([1] * len(rows) if last_only else lens))
         for index in range(len(rows)):
             manager.free(str(index))
     return logits

@@ -20,6 +20,18 @@ class LoadedModel(ABC):
 
     description: ModelDescription
 
+    def can_skip(self, layers: Sequence[str]) -> bool:
+        """Return whether ``forward`` can leave rows out from the first of these layers on (prefill skipping).
+
+        Called at set-up, before ``attach``, and only where the stack asks for prefill skipping. A model that says so
+        looks at ``kept_rows`` of the attached layers in each ``forward``.
+
+        Args:
+            layers: The names of the model's last attention layers, none of which keeps a cache of its own, in the order
+                they run.
+        """
+        return False
+
     @abstractmethod
     def attach(self, layers: AttentionLayers) -> None:
         """Route the model's attention through ``layers``; raises ``ModelError`` if a layer was not reached.
@@ -33,8 +45,10 @@ class LoadedModel(ABC):
         """Compare a packed run with the model's own plain forward; raises ``ModelError`` where logits differ.
 
         Args:
-            run_packed: ``run_packed(prompts: list[list[int]]) -> list[torch.Tensor]``: logits
-                ``[len(prompt), vocab_size]`` of each prompt, computed through the attached layers in one batch.
+            run_packed: ``run_packed(prompts: list[list[int]], last_only: bool = False) -> list[torch.Tensor]``: logits
+                ``[len(prompt), vocab_size]`` of each prompt, computed through the attached layers in one batch. With
+                ``last_only``, only the last token of each prompt generates, and its logits ``[1, vocab_size]`` come
+                back: what a model that can skip compares too, where its layers skip something.
         """
 
     @abstractmethod
@@ -45,13 +59,18 @@ class LoadedModel(ABC):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
         """Run one packed step; the attention layers already hold the step's metadata.
 
+        In a step whose ``AttentionLayers.kept_rows`` is not None, the layers in ``AttentionLayers.skipped`` are called
+        with the queries of these rows alone, in their order, and what the model computes before the first of them it
+        computes for all rows. A model whose ``can_skip`` returned False never sees such a step.
+
         Args:
             input_ids: ``[num_tokens], int64, device``.
             positions: ``[num_tokens], int64, device``.
             logits_indices: ``[num_generating], int64, device``: rows of the packed batch.
 
         Returns:
-            Logits ``[num_generating, vocab_size], device``.
+            Logits ``[num_generating, vocab_size], device``, of ``logits_indices``; in a step with ``kept_rows``, logits
+            ``[num_kept, vocab_size]`` of exactly these rows, padding included.
         """
 
     def encode(self, text: str) -> list[int]:

@@ -39,6 +39,8 @@ class DenseLayer:
             seen = past <= positions
             if "window" in self.description.options:
                 seen &= past > positions - self.description.options["window"]
+            if "chunk" in self.description.options:
+                seen &= past >= positions - positions % self.description.options["chunk"]
             scores = scores.masked_fill(~seen, float("-inf"))
             if sinks is not None:
                 scores = torch.cat((scores, sinks[:, None, None].expand(-1, count, 1)), -1)
@@ -52,6 +54,8 @@ class DenseLayers(Mapping[str, DenseLayer]):
 
     def __init__(self, descriptions: Sequence[LayerDescription]) -> None:
         self.batch: list[tuple[int, int]] = []
+        self.skipped: tuple[str, ...] = ()
+        self.kept_rows: torch.Tensor | None = None
         self._layers = {description.name: DenseLayer(description, self) for description in descriptions}
         self._lengths: dict[int, int] = {}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,18 +14,21 @@ from transformers import PreTrainedModel
 from kvframe.errors import ModelError
 from kvframe.model.adapter import LoadedModel
 from kvframe.model.description import LayerDescription, ModelDescription
-from kvframe_transformers.checkpoint import quiet
-from kvframe_transformers.routing import RUN_TIME, Route, Routes, RunLayer, routed
-from kvframe_transformers.self_check import compare_runs
+from kvframe_transformers.checkpoint import one_sentence, quiet
+from kvframe_transformers.routing import RUN_TIME, Route, Routes, RunLayer, RunLayers, RunningStep, running
+from kvframe_transformers.self_check import RunPacked, compare_runs
+from kvframe_transformers.skipping import RowCutter, blocks_from
+from kvframe_transformers.temperature import Temperatures
 
-RunPacked = Callable[[list[list[int]]], list[torch.Tensor]]
+_NO_TEMPERATURES = Temperatures(())
 
 
 class TransformersModel(LoadedModel):
     """Runs a transformers model on packed batches, through transformers' attention interface.
 
     Invariant: outside of ``attach`` … ``detach`` the model is exactly as transformers loaded it, and while it is
-    attached nothing but the name of its attention implementation differs.
+    attached nothing differs but the name of its attention implementation, the switches of temperatures that are taken
+    over, and hooks on the layers that leave rows out.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, description: ModelDescription) -> None:
@@ -40,17 +43,28 @@ class TransformersModel(LoadedModel):
         self.model: Any = model
         self.tokenizer = tokenizer
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._layers: RunLayers | None = None
         self._routes: Routes = {}
         self._original: list[tuple[Any, str | None]] = []
+        self._temperatures = _NO_TEMPERATURES
+        self._cutter: RowCutter | None = None
 
-    def attach(self, layers: Mapping[str, RunLayer]) -> None:
+    def can_skip(self, layers: Sequence[str]) -> bool:
+        """Return whether the blocks from the first of these layers on can be given only some rows.
+
+        Args:
+            layers: The names of attention layers, in the order they run.
+        """
+        return self._blocks_from(layers) is not None
+
+    def attach(self, layers: RunLayers) -> None:
         """Route the model's attention through ``layers``.
 
         Args:
             layers: The run-time layers, by the names of the description.
 
         Raises:
-            ModelError: A layer was not reached, or the model is attached already.
+            ModelError: A layer was not reached, or cannot leave rows out, or the model is attached already.
         """
         if self._original:
             raise ModelError(f"{self.description.name} serves another engine already; close that engine first")
@@ -59,10 +73,21 @@ class TransformersModel(LoadedModel):
             with quiet():
                 self.model.set_attn_implementation(RUN_TIME)
             modules = self._modules()
+            self._temperatures = Temperatures(modules.values())
+            self._temperatures.switch_off()
             self._check_reached(modules)
+            if layers.skipped:
+                self._cut_rows(modules, layers.skipped)
             self._routes = {
-                modules[layer.name]: Route.of(layer, layers[layer.name]) for layer in self.description.layers
+                modules[layer.name]: Route.of(
+                    layer,
+                    layers[layer.name],
+                    self._temperatures.of.get(modules[layer.name]),
+                    layer.name in layers.skipped,
+                )
+                for layer in self.description.layers
             }
+            self._layers = layers
         except BaseException:
             self.detach()
             raise
@@ -71,8 +96,14 @@ class TransformersModel(LoadedModel):
         """Give the model its own attention back. Safe to call twice."""
         for config, implementation in self._original:
             config._attn_implementation_internal = implementation
+        self._temperatures.switch_on()
+        if self._cutter is not None:
+            self._cutter.remove()
+        self._cutter = None
+        self._temperatures = _NO_TEMPERATURES
         self._original = []
         self._routes = {}
+        self._layers = None
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
         """Run one packed step; the attention layers already hold the step's metadata.
@@ -83,22 +114,27 @@ class TransformersModel(LoadedModel):
             logits_indices: ``[num_generating], int64, device``: rows of the packed batch.
 
         Returns:
-            Logits ``[num_generating, vocab_size], device``.
+            Logits ``[num_generating, vocab_size], device``; of the kept rows, in a step whose layers keep only some.
         """
-        with torch.inference_mode(), routed(self._routes):
+        kept_rows = None if self._layers is None else self._layers.kept_rows
+        with torch.inference_mode(), running(RunningStep(self._routes, positions, kept_rows)):
+            if kept_rows is not None:
+                return self._run(input_ids, positions)
             if self._keeps_logits:
-                logits: torch.Tensor = self._run(input_ids, positions, logits_to_keep=logits_indices)
-                return logits
+                return self._run(input_ids, positions, logits_to_keep=logits_indices)
             return self._run(input_ids, positions)[logits_indices]
 
     def self_check(self, run_packed: RunPacked) -> None:
         """Compare a packed run with the model's own plain forward; raises ``ModelError`` where logits differ.
 
         Args:
-            run_packed: ``run_packed(prompts) -> list[torch.Tensor]``: logits ``[len(prompt), vocab_size]`` of each
-                prompt, computed through the attached layers in one batch.
+            run_packed: ``run_packed(prompts)`` returns the logits ``[len(prompt), vocab_size]`` of each prompt,
+                computed through the attached layers in one batch; ``run_packed(prompts, last_only=True)`` those of its
+                last token, ``[1, vocab_size]``.
         """
-        compare_runs(self.description, self.model, list(self._modules().items()), run_packed, self._run_plain)
+        skipped = () if self._layers is None else self._layers.skipped
+        modules = list(self._modules().items())
+        compare_runs(self.description, self.model, modules, run_packed, self._run_plain, skipped)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``, with the special tokens that the tokenizer adds by itself."""
@@ -128,11 +164,13 @@ class TransformersModel(LoadedModel):
     def _own_attention(self) -> Iterator[None]:
         for config, implementation in self._original:
             config._attn_implementation_internal = implementation
+        self._temperatures.switch_on()
         try:
             yield
         finally:
             for config, _ in self._original:
                 config._attn_implementation_internal = RUN_TIME
+            self._temperatures.switch_off()
 
     def _modules(self) -> dict[str, nn.Module]:
         wanted = {layer.name for layer in self.description.layers}
@@ -140,21 +178,52 @@ class TransformersModel(LoadedModel):
 
     def _check_reached(self, modules: Mapping[str, nn.Module]) -> None:
         """Run two tokens through layers that only note that they were called."""
-        reached: set[str] = set()
-        routes = {}
         for layer in self.description.layers:
             if layer.name not in modules:
                 raise ModelError(f"{self.description.name} has no module {layer.name!r}, which its config describes")
-            routes[modules[layer.name]] = Route.of(layer, _noting_layer(layer, reached))
-        ids = torch.zeros(2, dtype=torch.int64, device=self.model.device)
-        with torch.inference_mode(), routed(routes):
-            self._run(ids, torch.arange(2, device=self.model.device))
+        num_rows, _ = self._note_rows(modules, 2, None)
         for layer in self.description.layers:
-            if layer.name not in reached:
+            if layer.name not in num_rows:
                 raise ModelError(
                     f"layer {layer.name!r} of {self.description.name} ({type(modules[layer.name]).__name__}) does not "
                     "run through transformers' attention interface, so kvframe cannot serve it"
                 )
+
+    def _cut_rows(self, modules: Mapping[str, nn.Module], skipped: Sequence[str]) -> None:
+        """Hook the blocks that leave rows out, and see in a step of three tokens that they do."""
+        blocks = self._blocks_from(skipped)
+        refusal = (
+            f"{self.description.name} ({type(self.model).__name__}) cannot leave rows out from layer {skipped[0]!r} on"
+        )
+        if blocks is None:
+            raise ModelError(f"{refusal}; turn prefill skipping off for it")
+        self._cutter = RowCutter(blocks)
+        kept_rows = torch.tensor([1], device=self.model.device)
+        try:
+            num_rows, logits = self._note_rows(modules, 3, kept_rows)
+        except (RuntimeError, IndexError, ValueError) as error:  # whatever a model does with rows that do not fit
+            raise ModelError(f"{refusal} ({one_sentence(error)}); turn prefill skipping off for it") from error
+        wrong = [name for name, rows in num_rows.items() if rows != (1 if name in skipped else 3)]
+        if wrong or len(logits) != 1:
+            what = f"layer {wrong[0]!r} got {num_rows[wrong[0]]} rows" if wrong else f"it gave {len(logits)} logits"
+            raise ModelError(
+                f"{refusal} ({what} of a step with three that keeps one); turn prefill skipping off for it"
+            )
+
+    def _note_rows(
+        self, modules: Mapping[str, nn.Module], num_tokens: int, kept_rows: torch.Tensor | None
+    ) -> tuple[dict[str, int], torch.Tensor]:
+        """Run tokens through layers that only note how many queries they got; return those numbers and the logits."""
+        num_rows: dict[str, int] = {}
+        routes = {
+            modules[layer.name]: Route.of(layer, _noting_layer(layer, num_rows)) for layer in self.description.layers
+        }
+        positions = torch.arange(num_tokens, device=self.model.device)
+        with torch.inference_mode(), running(RunningStep(routes, positions, kept_rows)):
+            return num_rows, self._run(torch.zeros_like(positions), positions)
+
+    def _blocks_from(self, skipped: Sequence[str]) -> tuple[nn.Module, ...] | None:
+        return blocks_from(self.model, [layer.name for layer in self.description.layers], skipped)
 
 
 def _configs(model: nn.Module) -> list[Any]:
@@ -169,14 +238,14 @@ def _configs(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def _noting_layer(layer: LayerDescription, reached: set[str]) -> RunLayer:
+def _noting_layer(layer: LayerDescription, num_rows: dict[str, int]) -> RunLayer:
     def run(
         query: torch.Tensor,
         key: torch.Tensor | None,
         value: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        reached.add(layer.name)
+        num_rows[layer.name] = len(query)
         size = layer.options.get("head_size_v", layer.options["head_size"])
         return query.new_zeros(*query.shape[:2], size)
 

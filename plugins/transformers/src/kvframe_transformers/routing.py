@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 from kvframe.errors import ModelError
 from kvframe.model.description import LayerDescription
 from kvframe_transformers.discovery import scale_of
+from kvframe_transformers.temperature import Temperature
 
 RUN_TIME = "kvframe"
 """The attention implementation of an attached model. It has no mask implementation, so that no mask is built."""
@@ -33,6 +34,21 @@ class RunLayer(Protocol):
         """Attend: ``[num_tokens, num_heads, head_size]`` to ``[num_tokens, num_heads, head_size_v]``, device."""
 
 
+class RunLayers(Protocol):
+    """All attention layers of an engine: ``AttentionLayers``, as far as a model looks at it."""
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """The layers that compute only some rows of a step, in the order they run."""
+
+    @property
+    def kept_rows(self) -> torch.Tensor | None:
+        """``[num_kept], int64, device``: the rows that they compute in this step; None for all."""
+
+    def __getitem__(self, name: str, /) -> RunLayer:
+        """Return the layer with a name of the description."""
+
+
 @attrs.frozen(eq=False)
 class Route:
     """Where one attention module's calls go, and what every call must agree with.
@@ -43,6 +59,8 @@ class Route:
         scale: The factor on the query-key products that it was planned with.
         soft_cap: Likewise, its soft cap.
         shares: Whether it reads another layer's cache and stores nothing itself.
+        temperature: What its queries are scaled with by their positions, if anything.
+        skipped: Whether it computes only the rows that a step keeps.
     """
 
     layer: RunLayer
@@ -50,9 +68,17 @@ class Route:
     scale: float
     soft_cap: float | None
     shares: bool
+    temperature: Temperature | None = None
+    skipped: bool = False
 
     @classmethod
-    def of(cls, description: LayerDescription, layer: RunLayer) -> Route:
+    def of(
+        cls,
+        description: LayerDescription,
+        layer: RunLayer,
+        temperature: Temperature | None = None,
+        skipped: bool = False,
+    ) -> Route:
         """Return the route from the layer that ``description`` planned to ``layer``."""
         return cls(
             layer=layer,
@@ -60,23 +86,46 @@ class Route:
             scale=description.query["scale"],
             soft_cap=description.query["soft_cap"],
             shares=description.shares_with is not None,
+            temperature=temperature,
+            skipped=skipped,
         )
 
 
 Routes = Mapping[nn.Module, Route]
 """The routes of one loaded model, by the attention module itself."""
 
-_ROUTES: ContextVar[Routes] = ContextVar("kvframe_transformers_routes")
+
+@attrs.frozen(eq=False)
+class RunningStep:
+    """What the attention and the hooks of a model need to know of the step that runs.
+
+    Attributes:
+        routes: Where its attention goes.
+        positions: ``[num_tokens], int64, device``: of the packed tokens.
+        kept_rows: ``[num_kept], int64, device``: the packed tokens that the skipped layers compute; None for all.
+    """
+
+    routes: Routes
+    positions: torch.Tensor
+    kept_rows: torch.Tensor | None = None
+
+
+_STEP: ContextVar[RunningStep | None] = ContextVar("kvframe_transformers_step", default=None)
+
+
+def running_step() -> RunningStep | None:
+    """Return the step that runs; None where a model runs outside of its engine."""
+    return _STEP.get()
 
 
 @contextmanager
-def routed(routes: Routes) -> Iterator[None]:
-    """Send the attention of the model that runs inside the block along ``routes``."""
-    token = _ROUTES.set(routes)
+def running(step: RunningStep) -> Iterator[None]:
+    """Run the model inside the block as ``step`` says."""
+    token = _STEP.set(step)
     try:
         yield
     finally:
-        _ROUTES.reset(token)
+        _STEP.reset(token)
 
 
 def _run_attention(
@@ -105,22 +154,26 @@ def _run_attention(
     Returns:
         ``[1, num_tokens, num_heads, head_size_v], device``, and no attention weights.
     """
-    try:
-        route = _ROUTES.get()[module]
-    except LookupError:
+    step = _STEP.get()
+    route = None if step is None else step.routes.get(module)
+    if step is None or route is None:
         raise ModelError(
             f"{type(module).__name__} ran outside of the engine that it is attached to; close the engine (or detach "
             "the model) before calling the model directly"
-        ) from None
+        )
     if scale_of(scaling, query.shape[-1]) != route.scale or softcap != route.soft_cap:
         raise ModelError(
             f"layer {route.name!r} asks for scale {scaling} and soft cap {softcap}, but was planned with "
             f"{route.scale} and {route.soft_cap}; its checkpoint and its config do not belong together"
         )
+    queries = query[0].transpose(0, 1)
+    if route.temperature is not None:
+        cut = route.skipped and step.kept_rows is not None
+        queries = route.temperature.scale(queries, step.positions[step.kept_rows] if cut else step.positions)
     out = (
-        route.layer(query[0].transpose(0, 1), None, None, s_aux)
+        route.layer(queries, None, None, s_aux)
         if route.shares
-        else route.layer(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), s_aux)
+        else route.layer(queries, key[0].transpose(0, 1), value[0].transpose(0, 1), s_aux)
     )
     return out.unsqueeze(0), None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,12 +17,20 @@ _MAX_LOCAL = 64
 """Windows and chunks up to this are crossed by the longer prompt."""
 
 
+class RunPacked(Protocol):
+    """Runs prompts through the attached layers, as many in one batch as the pool holds."""
+
+    def __call__(self, prompts: list[list[int]], last_only: bool = False) -> list[torch.Tensor]:
+        """Return each prompt's logits ``[len(prompt), vocab_size]``; if ``last_only``, its last row's alone."""
+
+
 def compare_runs(
     description: ModelDescription,
     model: Any,
     modules: Sequence[tuple[str, nn.Module]],
-    run_packed: Callable[[list[list[int]]], list[torch.Tensor]],
+    run_packed: RunPacked,
     run_plain: Callable[[list[int]], torch.Tensor],
+    skipped: Sequence[str] = (),
 ) -> None:
     """Raise ``ModelError`` where the two runs' logits differ by more than the dtype explains.
 
@@ -30,23 +38,38 @@ def compare_runs(
         description: The model's layers.
         model: The transformers model.
         modules: Its attention modules, by layer name.
-        run_packed: Logits ``[len(prompt), vocab_size]`` of each prompt, computed in one batch through the engine.
+        run_packed: Runs prompts through the engine.
         run_plain: Logits ``[len(prompt), vocab_size]`` of one prompt by the model's own attention.
+        skipped: The attention layers that compute only the generating tokens of a step.
     """
     prompts = check_prompts(description, model.config)
-    plain = [run_plain(prompt) for prompt in prompts]
     packed = run_packed(prompts)
+    # The engine may take shorter requests only.
+    prompts = [prompt[: len(logits)] for prompt, logits in zip(prompts, packed, strict=True)]
+    plain = [run_plain(prompt) for prompt in prompts]
     tolerance = tolerance_of(plain[0].dtype)
-    worst = max(relative_difference(ours, theirs) for ours, theirs in zip(packed, plain, strict=True))
-    if worst <= tolerance:
+    worst = _worst_difference(packed, plain)
+    if worst > tolerance:
+        layer = _first_different_layer(modules, prompts, run_packed, run_plain, tolerance)
+        where = f"from layer {layer!r} on" if layer else "though every attention layer's output agrees"
+        raise ModelError(
+            f"{description.name} ({type(model).__name__}) gives other logits in a packed batch than alone, {where} "
+            f"(relative difference {worst:.1e}, allowed {tolerance:.1e}): it attends in a way that its masks do not "
+            "show, and serving it takes a plugin that provides a cache spec, and a model adapter, for that"
+        )
+    if not skipped:
         return
-    layer = _first_different_layer(modules, prompts, run_packed, run_plain, tolerance)
-    where = f"from layer {layer!r} on" if layer else "though every attention layer's output agrees"
-    raise ModelError(
-        f"{description.name} ({type(model).__name__}) gives other logits in a packed batch than alone, {where} "
-        f"(relative difference {worst:.1e}, allowed {tolerance:.1e}): it attends in a way that its masks do not show, "
-        "and serving it takes a plugin that provides a cache spec, and a model adapter, for that"
-    )
+    worst = _worst_difference(run_packed(prompts, last_only=True), [logits[-1:] for logits in plain])
+    if worst > tolerance:
+        raise ModelError(
+            f"{description.name} ({type(model).__name__}) gives other logits where its layers from {skipped[0]!r} on "
+            f"compute only the last tokens (relative difference {worst:.1e}, allowed {tolerance:.1e}): these layers do "
+            "more with the other tokens than their attention shows; turn prefill skipping off for it"
+        )
+
+
+def _worst_difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
+    return max(relative_difference(*pair) for pair in zip(ours, theirs, strict=True))
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
@@ -85,7 +108,7 @@ def _ordinary_ids(config: dict[str, Any], vocab_size: int) -> torch.Tensor:
 def _first_different_layer(
     modules: Sequence[tuple[str, nn.Module]],
     prompts: list[list[int]],
-    run_packed: Callable[[list[list[int]]], list[torch.Tensor]],
+    run_packed: RunPacked,
     run_plain: Callable[[list[int]], torch.Tensor],
     tolerance: float,
 ) -> str | None:

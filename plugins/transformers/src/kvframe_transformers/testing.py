@@ -27,6 +27,7 @@ _SHARED: Mapping[str, Any] = {
     "pad_token_id": None,
 }
 _WINDOW = 8
+_CHUNK = 8
 _EXPERTS: Mapping[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 _CONFIGS: Mapping[str, Mapping[str, Any]] = {
@@ -78,11 +79,36 @@ _CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "hidden_size_per_layer_input": 8,
         "laurel_rank": 4,
     },
+    "gemma4_text": {
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "sliding_window": _WINDOW,
+        "vocab_size_per_layer_input": 128,
+        "hidden_size_per_layer_input": 8,
+    },
     "glm4": {},
     "gpt2": {"n_layer": 3},
     "gpt_bigcode": {},
     "gpt_neox": {},
     "granite": {"attention_multiplier": 0.3},
+    # Its temperature rises within a short prompt.
+    "llama4_text": {
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "no_rope_layers": [1, 0, 1, 0],
+        "attention_chunk_size": _CHUNK,
+        "attn_temperature_tuning": True,
+        "floor_scale": 6,
+        "attn_scale": 0.5,
+        "use_qk_norm": True,
+        "intermediate_size_mlp": 96,
+        "interleave_moe_layer_step": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+    },
     "mixtral": dict(_EXPERTS),
     "olmo2": {},
     "olmo3": {"num_hidden_layers": 4, "sliding_window": _WINDOW},

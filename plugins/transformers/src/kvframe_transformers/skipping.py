@@ -1,0 +1,127 @@
+"""Leaves rows out of a model's last layers, by hooks that cut what these layers are given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from kvframe.errors import ModelError
+from kvframe_transformers.routing import RunningStep, running_step
+
+
+def blocks_from(model: nn.Module, attention: Sequence[str], skipped: Sequence[str]) -> tuple[nn.Module, ...] | None:
+    """Return the blocks of a model from the first skipped attention layer on.
+
+    A block is an element of a ``ModuleList``: what comes before the list's first skipped layer computes all rows, what
+    comes behind it computes the kept ones.
+
+    Args:
+        model: The model.
+        attention: Paths of all its attention layers, in the order they run.
+        skipped: Those that are to compute only some rows.
+
+    Returns:
+        The blocks; None if rows cannot be left out there: an attention layer that computes all of them runs later or in
+        one of these blocks, or a skipped one is in no such block.
+    """
+    if not skipped or tuple(attention[-len(skipped) :]) != tuple(skipped):
+        return None
+    lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    places = {path: _place(path, lists) for path in attention}
+    wanted = [places[path] for path in skipped]
+    within = wanted[0]
+    if within is None or any(place is None or place[0] != within[0] for place in wanted):
+        return None
+    list_path, first = within[0], min(place[1] for place in wanted if place is not None)
+    for path in attention[: -len(skipped)]:
+        place = places[path]
+        if place is not None and place[0] == list_path and place[1] >= first:
+            return None
+    return tuple(lists[list_path])[first:]
+
+
+def _place(path: str, lists: Mapping[str, nn.ModuleList]) -> tuple[str, int] | None:
+    """Return the path of the innermost list with a module that holds ``path``, and the module's index in it."""
+    parts = path.split(".")
+    for length in range(len(parts) - 1, 1, -1):
+        list_path = ".".join(parts[: length - 1])
+        if list_path in lists:
+            return list_path, int(parts[length - 1])
+    return None
+
+
+class RowCutter:
+    """Hooks on blocks: in a step that keeps only some rows, whatever has a row per token is cut before a block runs.
+
+    Invariant: without a running step, or in one that keeps all rows, the hooks change nothing.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        """Hook ``blocks``, in the order they run."""
+        self._first = blocks[0]
+        self._cut_already: tuple[torch.Tensor, ...] = ()
+        self._handles: list[RemovableHandle] = []
+        for block in blocks:
+            self._handles += [
+                block.register_forward_pre_hook(self._cut_inputs, with_kwargs=True),
+                block.register_forward_hook(self._note_output),
+            ]
+
+    def remove(self) -> None:
+        """Take every hook away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _cut_inputs(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        step = running_step()
+        if step is None or step.kept_rows is None:
+            return None
+        if block is self._first:
+            self._cut_already = ()
+        elif _is_ambiguous(step) and not self._has_output(args, kwargs):
+            raise ModelError(
+                f"{type(block).__name__} is not given what the block before it returned, so nothing tells the rows "
+                "that were cut from those that were not; turn prefill skipping off for this model"
+            )
+        rows, num_tokens = step.kept_rows, len(step.positions)
+        return self._cut(args, rows, num_tokens), {
+            name: self._cut(value, rows, num_tokens) for name, value in kwargs.items()
+        }
+
+    def _note_output(self, block: nn.Module, args: Any, output: Any) -> None:
+        step = running_step()
+        if step is not None and _is_ambiguous(step):
+            self._cut_already = tuple(_tensors(output))
+
+    def _has_output(self, args: Any, kwargs: Mapping[str, Any]) -> bool:
+        return any(tensor is cut for tensor in _tensors((*args, *kwargs.values())) for cut in self._cut_already)
+
+    def _cut(self, value: Any, rows: torch.Tensor, num_tokens: int) -> Any:
+        """Return the kept rows of a tensor with a row per packed token, or of those in a tuple or list.
+
+        Rows are the last dimension but one of numbers, and the last one of indices.
+        """
+        if type(value) in (tuple, list):
+            return type(value)(self._cut(item, rows, num_tokens) for item in value)
+        if not isinstance(value, torch.Tensor) or any(value is cut for cut in self._cut_already):
+            return value
+        dim = 2 if value.is_floating_point() or value.is_complex() else 1
+        if value.dim() < dim or value.shape[-dim] != num_tokens:
+            return value
+        return value.index_select(value.dim() - dim, rows)
+
+
+def _is_ambiguous(step: RunningStep) -> bool:
+    """Return whether padding makes the kept rows as many as the tokens, so that no shape says what was cut."""
+    return step.kept_rows is not None and len(step.kept_rows) == len(step.positions)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (tuple, list)) else []
