@@ -29,7 +29,8 @@ class PackedStep:
         logits_indices: ``[num_wanted]``: the packed tokens whose logits are wanted, in order.
         is_generating: ``[num_reqs], bool``: whether the last known token of a request is among its tokens.
         sampled: ``[num_generating]``: the rows of the logits that tokens are sampled from, in the order of requests.
-        places: ``[num_generating]``: for the requests of the step in its own order, where their tokens are among these.
+        places: ``[num_generating]``: for the generating requests as they were given, where their tokens are among
+            these; None if that is the same.
         prompt_rows: ``[num_prompt_rows]``: the other rows of the logits.
         prompt_positions: ``[num_prompt_rows]``: the positions of their tokens.
         prompt_requests: ``[num_prompt_rows]``: the indices of their requests, in order.
@@ -42,7 +43,7 @@ class PackedStep:
     logits_indices: IntArray
     is_generating: npt.NDArray[np.bool_]
     sampled: IntArray
-    places: IntArray
+    places: IntArray | None
     prompt_rows: IntArray
     prompt_positions: IntArray
     prompt_requests: IntArray
@@ -55,36 +56,35 @@ class PackedStep:
             requests: At least one request, each with a row and at least one scheduled token.
             order_for: Gives the order to pack them in, for ``num_computed`` and ``query_lens``; None for this one.
         """
-        table = np.array(
-            [
-                (each.row, each.num_computed, each.num_scheduled, len(each.token_ids), each.first_wanted)
-                for each in requests
-            ],
-            dtype=np.int64,
-        ).T.copy()
-        order = order_for(table[1], table[2])
-        if order is None:
-            order = np.arange(len(requests))
-        else:
-            requests, table = [requests[index] for index in order], table[:, order]
-        rows, num_computed, query_lens, num_known, first_wanted = table
+        num_computed = np.array([each.num_computed for each in requests], dtype=np.int64)
+        query_lens = np.array([each.num_scheduled for each in requests], dtype=np.int64)
+        order = order_for(num_computed, query_lens)
+        if order is not None:
+            requests, num_computed, query_lens = [requests[i] for i in order], num_computed[order], query_lens[order]
+        num_known = np.array([len(each.token_ids) for each in requests], dtype=np.int64)
+        first_wanted = num_known - 1
+        for index, request in enumerate(requests):
+            if request.wants_prompt_logprobs:
+                first_wanted[index] = len(request.known_logprobs) - 1
         num_after = num_computed + query_lens
         num_wanted = np.maximum(num_after - np.maximum(num_computed, first_wanted), 0)
         ends = np.cumsum(num_wanted)
         logits_rows = np.arange(ends[-1])
         is_generating = num_after == num_known
         sampled = (ends - 1)[is_generating]
-        prompt_rows = np.delete(logits_rows, sampled)
-        prompt_requests = np.repeat(np.arange(len(requests)), num_wanted)[prompt_rows]
+        prompt_rows = prompt_requests = logits_rows[:0]
+        if len(sampled) < len(logits_rows):
+            prompt_rows = np.delete(logits_rows, sampled)
+            prompt_requests = np.repeat(np.arange(len(requests)), num_wanted)[prompt_rows]
         return cls(
             requests=requests,
-            rows=rows,
+            rows=np.array([each.row for each in requests], dtype=np.int64),
             num_computed=num_computed,
             query_lens=query_lens,
             logits_indices=logits_rows + np.repeat(np.cumsum(query_lens) - ends, num_wanted),
             is_generating=is_generating,
             sampled=sampled,
-            places=np.argsort(order[is_generating]),
+            places=None if order is None else np.argsort(order[is_generating]),
             prompt_rows=prompt_rows,
             prompt_positions=prompt_rows + (num_after - ends)[prompt_requests],
             prompt_requests=prompt_requests,

@@ -138,6 +138,7 @@ class Request:
         text_stream: Turns its tokens into text; None if the model has no tokenizer.
         random: Its own source of uniform numbers, one per sampled token.
         prompt_token_ids: The prompt, as every output has it: copied once, however many steps report.
+        wants_prompt_logprobs: Whether log-probabilities of its prompt are still to be computed.
         known_logprobs: The prompt's log-probabilities so far; empty unless the params ask for them.
         prompt_logprobs: The same, as every output has them, once all are known.
         num_computed: Tokens whose state is in the cache (as far as layers still need it).
@@ -161,6 +162,7 @@ class Request:
     text_stream: TextStream | None = None
     random: random.Random = attrs.field(init=False)
     prompt_token_ids: tuple[int, ...] = attrs.field(init=False)
+    wants_prompt_logprobs: bool = attrs.field(init=False)
     known_logprobs: list[float | None] = attrs.field(init=False, factory=list)
     prompt_logprobs: tuple[float | None, ...] | None = attrs.field(init=False, default=None)
     num_computed: int = 0
@@ -208,18 +210,9 @@ class Request:
         """Seed the request's own random source, and keep the prompt."""
         self.random = random.Random(self.params.seed)
         self.prompt_token_ids = tuple(self.token_ids[: self.num_prompt_tokens])
-        if self.params.prompt_logprobs:
+        self.wants_prompt_logprobs = self.params.prompt_logprobs
+        if self.wants_prompt_logprobs:
             self.add_prompt_logprobs([None])
-
-    @property
-    def wants_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of its prompt are still to be computed."""
-        return self.params.prompt_logprobs and self.prompt_logprobs is None
-
-    @property
-    def first_wanted(self) -> int:
-        """The first token whose logits are wanted; those of all later ones are wanted too."""
-        return (len(self.known_logprobs) if self.wants_prompt_logprobs else len(self.token_ids)) - 1
 
     @property
     def uses_prefix(self) -> bool:
@@ -231,6 +224,7 @@ class Request:
         self.known_logprobs.extend(values)
         if len(self.known_logprobs) == self.num_prompt_tokens:
             self.prompt_logprobs = tuple(self.known_logprobs)
+            self.wants_prompt_logprobs = False
 
     def append(self, token_id: int) -> None:
         """Take the next generated token; sets ``finish_reason`` if it is the last."""

@@ -74,7 +74,7 @@ class ModelRunner:
         """
         for request in step.admitted:
             self.tokens[request.row, : len(request.token_ids)] = request.token_ids
-        packed = PackedStep.of(step.requests, getattr(self._layers, "order_for", lambda *_: None))
+        packed = PackedStep.of(step.requests, self._layers.order_for)
         logits = self.forward(packed.rows, packed.num_computed, packed.query_lens, packed.logits_indices)
         if len(packed.prompt_rows):
             self._add_prompt_logprobs(packed, logits)
@@ -88,7 +88,7 @@ class ModelRunner:
             rows, num_after = rows[packed.is_generating], num_after[packed.is_generating]
         token_ids = sample(logits, requests)
         self.tokens[rows, num_after] = token_ids
-        return [token_ids[place] for place in packed.places]
+        return token_ids if packed.places is None else [token_ids[place] for place in packed.places]
 
     def forward(
         self,
@@ -122,7 +122,7 @@ class ModelRunner:
             extensions=extensions,
         )
         requests, positions = batch.token_positions
-        if getattr(self._layers, "skipped", ()) and len(logits_indices) < len(positions) and not self._may_skip(batch):
+        if self._layers.skipped and len(logits_indices) < len(positions) and not self._may_skip(batch):
             batch = attrs.evolve(batch, generating_indices=np.arange(len(positions)))
         metadata = build_metadata(batch, self._tables, self._device)
         wanted = self._to_device(logits_indices)
@@ -131,7 +131,7 @@ class ModelRunner:
             logits = self._model.forward(
                 self._to_device(self.tokens[rows[requests], positions]), self._to_device(positions), wanted
             )
-            if getattr(self._layers, "kept_rows", None) is None:
+            if self._layers.kept_rows is None:
                 return logits
             # What the layers computed, then padding.
             return logits[: len(wanted)] if batch.generating_indices is logits_indices else logits[wanted]
