@@ -75,6 +75,10 @@ class WrapperError(KVFrameError):
         self.code = code
 
 
+class BatchError(KVFrameError):
+    """A step's batch cannot be cut as asked."""
+
+
 class ModelError(KVFrameError):
     """A model cannot be read, understood or served."""
 
