@@ -21,7 +21,7 @@ from yoco_model import YocoConfig, generate_densely, make_random
 from kvframe import Engine, SamplingParams, Stack
 
 PARAMS = SamplingParams(max_new_tokens=16)
-SKIPPING = {"off": {}, "on": {"prefill_skipping": "decode_only"}}
+SKIPPING: dict[str, dict[str, Any]] = {"off": {}, "on": {"prefill_skipping": "decode_only"}}
 
 
 @attrs.frozen

@@ -114,17 +114,21 @@ class YocoModel(LoadedModel):
             return self._run(input_ids, positions, cross_rows=kept)
         return self._run(input_ids, positions, logits_rows=logits_indices)
 
-    def self_check(self, run_packed: Callable[[list[list[int]]], list[torch.Tensor]]) -> None:
-        """Compare a packed run with the dense forward of each prompt."""
+    def self_check(self, run_packed: Callable[..., list[torch.Tensor]]) -> None:
+        """Compare packed runs with the dense forward of each prompt: every token, then the last ones as in serving."""
         generator = torch.Generator().manual_seed(0)
-        longest = self.description.max_model_len
-        prompts = [
-            torch.randint(self.model.config.vocab_size, (min(length, longest),), generator=generator).tolist()
-            for length in _SELF_CHECK_LENS
+        vocab_size = self.model.config.vocab_size
+        prompts = [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in _SELF_CHECK_LENS]
+        packed = run_packed(prompts)
+        alone = [  # of as many tokens as the engine takes
+            self._logits_alone(prompt[: len(logits)]) for prompt, logits in zip(prompts, packed, strict=True)
         ]
-        for ours, prompt in zip(run_packed(prompts), prompts, strict=True):
-            theirs = self._logits_alone(prompt)
-            if not torch.allclose(ours, theirs, rtol=0.0, atol=float(torch.finfo(theirs.dtype).eps ** 0.5)):
+        self._check_equal(packed, alone)
+        self._check_equal(run_packed(prompts, last_only=True), [logits[-1:] for logits in alone])
+
+    def _check_equal(self, packed: list[torch.Tensor], alone: list[torch.Tensor]) -> None:
+        for ours, theirs in zip(packed, alone, strict=True):
+            if not torch.allclose(ours, theirs, rtol=0.0, atol=torch.finfo(theirs.dtype).eps ** 0.5):
                 raise ModelError(f"{self.description.name} gives other logits in a packed batch than alone")
 
     def _logits_alone(self, token_ids: Sequence[int]) -> torch.Tensor:
