@@ -1,0 +1,54 @@
+"""Runs of block ids, cut out of a block table."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvframe_chunked_local.pieces import IntArray
+
+
+class BlockRuns:
+    """All runs of consecutive block ids of a block table, by where in the table's memory they start.
+
+    Every run lies in the table as it is. Seen with a stride of one element from row to row, the table is the array of
+    all its runs, and one ``index_select`` copies those that are asked for.
+    """
+
+    def __init__(self, table: torch.Tensor) -> None:
+        """Take a block table, ``[num_reqs, max_blocks], int32, device``."""
+        num_reqs, max_blocks = table.shape
+        self._table = table if table.stride(1) == 1 and table.stride(0) >= max_blocks else table.contiguous()
+        self._row_stride = self._table.stride(0) if num_reqs > 1 else max_blocks
+
+    def starts(self, requests: IntArray, first_blocks: IntArray) -> IntArray:
+        """Return where the runs start that begin at these blocks of these requests."""
+        return requests * self._row_stride + first_blocks
+
+    def requests(self, starts: torch.Tensor) -> torch.Tensor:
+        """Return the requests whose runs start there."""
+        return starts.div(self._row_stride, rounding_mode="floor")
+
+    def select(self, starts: torch.Tensor, starts_cpu: IntArray, num_columns: int) -> torch.Tensor:
+        """Return runs; one that reaches past the end of its row goes on with whatever ids.
+
+        Args:
+            starts: ``[num_runs], int32, device``: growing; behind those, any number of zeros.
+            starts_cpu: The same on the host.
+            num_columns: Blocks of a run, at most ``max_blocks``.
+
+        Returns:
+            ``[num_runs, num_columns], int32, device``.
+        """
+        num_reqs, max_blocks = self._table.shape
+        last = (num_reqs - 1) * self._row_stride + max_blocks - num_columns
+        runs = self._table.as_strided((last + 1, num_columns), (1, 1))
+        late = np.flatnonzero(starts_cpu > last)
+        if len(late) == 0:
+            return runs.index_select(0, starts)
+        # Runs that reach past the end of the whole table: the last run of all, moved to the left.
+        found = runs.index_select(0, starts.clamp(max=last))
+        first, stop = int(late[0]), int(late[-1]) + 1
+        columns = torch.arange(num_columns, device=starts.device) + (starts[first:stop, None] - last)
+        moved = found[first:stop].gather(1, columns.clamp(max=num_columns - 1))
+        return torch.cat([found[:first], moved, found[stop:]])

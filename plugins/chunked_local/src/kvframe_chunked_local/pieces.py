@@ -1,0 +1,88 @@
+"""Where chunks cut the requests of a step: index arithmetic on the host, without a loop over requests."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+
+
+@attrs.frozen(eq=False)
+class Pieces:
+    """The new tokens of one chunk of one request each, in the order of the packed batch.
+
+    Attributes:
+        requests: ``[num_pieces]``: the row of the batch.
+        chunk_starts: ``[num_pieces]``: the position of the chunk's first token.
+        seq_ends: ``[num_pieces]``: the position behind the piece's last token.
+        query_start_loc: ``[num_pieces + 1]``: where each piece's tokens start in the packed batch.
+        one_each: Whether the pieces are the batch's requests, uncut.
+    """
+
+    requests: IntArray
+    chunk_starts: IntArray
+    seq_ends: IntArray
+    query_start_loc: IntArray
+    one_each: bool
+
+    @property
+    def max_query_len(self) -> int:
+        """The most tokens of a piece."""
+        return int((self.query_start_loc[1:] - self.query_start_loc[:-1]).max())
+
+    def padded(self, num_pieces: int) -> Pieces:
+        """Return as many pieces; those behind the others are of the first request and have no tokens."""
+        padding = np.zeros(num_pieces - len(self.requests), dtype=np.int32)
+        if len(padding) == 0:
+            return self
+        return Pieces(
+            np.concatenate([self.requests, padding]),
+            np.concatenate([self.chunk_starts, padding]),
+            np.concatenate([self.seq_ends, padding]),
+            np.concatenate([self.query_start_loc, padding + self.query_start_loc[-1]]),
+            one_each=False,
+        )
+
+
+def cut_requests(query_start_loc: IntArray, seq_lens: IntArray, chunk: int) -> Pieces:
+    """Return the pieces of a step; a request without a new token has none.
+
+    Args:
+        query_start_loc: ``[num_reqs + 1]``: where each request's new tokens start.
+        seq_lens: ``[num_reqs]``: tokens of each request after the step.
+        chunk: Tokens of a chunk.
+    """
+    num_new = query_start_loc[1:] - query_start_loc[:-1]
+    first_chunks = (seq_lens - num_new) // chunk
+    counts = ((seq_lens - 1) // chunk + 1 - first_chunks) * (num_new > 0)
+    requests = np.arange(len(seq_lens), dtype=np.int32)
+    if (counts == 1).all():
+        return Pieces(requests, first_chunks * chunk, seq_lens, query_start_loc, one_each=True)
+    stops = counts.cumsum(dtype=np.int32)
+    num_pieces = stops[-1]
+    chunks = np.arange(num_pieces, dtype=np.int32) + (first_chunks - stops + counts).repeat(counts)
+    chunk_starts = chunks * chunk
+    seq_ends = np.minimum(chunk_starts + chunk, seq_lens.repeat(counts))
+    piece_start_loc = np.zeros(num_pieces + 1, dtype=np.int32)
+    # All tokens of a request are equally far from their positions in the packed batch.
+    np.add(seq_ends, (query_start_loc[1:] - seq_lens).repeat(counts), out=piece_start_loc[1:])
+    return Pieces(requests.repeat(counts), chunk_starts, seq_ends, piece_start_loc, one_each=False)
+
+
+def most_pieces(num_reqs: int, num_tokens: int, max_query_len: int, chunk: int) -> int:
+    """Return the most pieces that a batch of these sizes can have, at least one.
+
+    Two tokens are enough to cut a request once, and each further cut takes a whole chunk: ``q`` tokens lie in at most
+    ``2 + (q - 2) // chunk`` chunks.
+
+    Args:
+        num_reqs: Requests, padded ones included.
+        num_tokens: Packed tokens, padded ones included.
+        max_query_len: The most new tokens of a request.
+        chunk: Tokens of a chunk.
+    """
+    per_request = min(max_query_len, 2) + max(0, max_query_len - 2) // chunk
+    of_tokens = min(num_tokens, 2 * num_reqs) + max(0, num_tokens - 2 * num_reqs) // chunk
+    return max(1, min(num_reqs * per_request, of_tokens))

@@ -1,0 +1,160 @@
+"""The wrapper: attention within chunks, as full attention of one virtual request for each chunk of a request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar, Self
+
+import attrs
+import numpy as np
+import torch
+
+from kvframe.attention.capture import GraphCapture
+from kvframe.attention.metadata import (
+    ENCODER_SEQ_LENS,
+    NUM_ACCEPTED_TOKENS,
+    SEQ_STARTS,
+    Axis,
+    CommonAttentionMetadata,
+    Extension,
+)
+from kvframe.attention.wrapper import VIRTUAL_REQUESTS, FieldUse, MetadataWrapper
+from kvframe.errors import WrapperError
+from kvframe.specs import AttentionMask, LayerSpec
+from kvframe_chunked_local.block_runs import BlockRuns
+from kvframe_chunked_local.pieces import IntArray, cut_requests, most_pieces
+
+
+@attrs.frozen(kw_only=True)
+class ChunkedLocal(MetadataWrapper):
+    """Makes each chunk that a step's tokens lie in a request of its own, whose tokens are those of the chunk.
+
+    A virtual request's block table starts with the block that holds the chunk's first token, and its positions count
+    from that block's first token. Where chunks begin inside of a block, ``SEQ_STARTS`` hides the tokens before. A
+    request without a new token makes no virtual one; a batch without any token makes one, without tokens. With
+    ``static_shapes`` the batch is padded to the most virtual requests that a batch of its sizes can make.
+
+    A step in which nobody has left the first chunk comes back as it is.
+
+    Attributes:
+        chunk: Tokens of a chunk; taken from the layer's mask.
+    """
+
+    name: ClassVar[str] = "chunked_local"
+    fields: ClassVar[Mapping[str, FieldUse]] = MappingProxyType(
+        {
+            "query_start_loc": FieldUse.RESET,
+            "query_start_loc_cpu": FieldUse.RESET,
+            "seq_lens": FieldUse.RESET,
+            "seq_lens_cpu": FieldUse.RESET,
+            "num_reqs": FieldUse.RESET,
+            "num_actual_tokens": FieldUse.CARRY,
+            "max_query_len": FieldUse.RESET,
+            "max_seq_len": FieldUse.RESET,
+            "block_table": FieldUse.SLICE,
+            "slot_mapping": FieldUse.CARRY,
+            "block_size": FieldUse.CARRY,
+            "num_generating": FieldUse.CARRY,
+            "generating_indices": FieldUse.CARRY,
+            "generating_indices_cpu": FieldUse.CARRY,
+            "causal": FieldUse.REJECT,
+            "static_shapes": FieldUse.CARRY,
+        }
+    )
+    # Both tell something of the request that a virtual one is cut from, so each of its virtual requests is told.
+    extensions: ClassVar[Mapping[str, FieldUse]] = MappingProxyType(
+        {NUM_ACCEPTED_TOKENS: FieldUse.SLICE, ENCODER_SEQ_LENS: FieldUse.SLICE, SEQ_STARTS: FieldUse.REJECT}
+    )
+    effects: ClassVar[frozenset[str]] = frozenset({VIRTUAL_REQUESTS})
+    # A virtual request's positions are not those of the chunks.
+    not_after: ClassVar[frozenset[str]] = frozenset({VIRTUAL_REQUESTS})
+    capture: ClassVar[GraphCapture] = GraphCapture.ALWAYS
+
+    chunk: int | None = None
+
+    def for_layer(self, layer: LayerSpec) -> Self:
+        """Return the wrapper with the chunk of the layer's mask."""
+        mask = None if layer.spec is None else layer.spec.mask
+        if layer.spec is None or mask is None or mask.chunk is None:
+            raise WrapperError(f"layer {layer.name!r} has no chunks for wrapper {self.name!r} to cut", code="no_chunk")
+        if self.chunk not in (None, mask.chunk):
+            raise WrapperError(
+                f"wrapper {self.name!r} is to cut chunks of {self.chunk!r} tokens, and layer {layer.name!r} has chunks "
+                f"of {mask.chunk}: set the chunk of its spec",
+                code="other_chunk",
+            )
+        if layer.spec.retain_all().mask != AttentionMask():
+            raise WrapperError(
+                f"the cache spec of layer {layer.name!r} has no form as full attention that its chunks could run as",
+                code="no_full_form",
+            )
+        return attrs.evolve(self, chunk=mask.chunk)
+
+    def wrapped_layer(self, layer: LayerSpec) -> LayerSpec:
+        """Return the layer as full attention over the same keys and values."""
+        assert layer.spec is not None
+        return attrs.evolve(layer, spec=layer.spec.retain_all())
+
+    def added_extensions(self, layer: LayerSpec) -> frozenset[str]:
+        """Return ``SEQ_STARTS`` where chunks begin inside of a block."""
+        assert layer.spec is not None
+        assert self.chunk is not None
+        return frozenset({SEQ_STARTS}) if self.chunk % layer.spec.block_size else frozenset()
+
+    def __call__(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """Return the batch of virtual requests: one copy to the device, one gather of block ids."""
+        assert self.chunk is not None
+        chunk, block_size, is_static = self.chunk, metadata.block_size, metadata.static_shapes
+        max_blocks = metadata.block_table.shape[1]
+        if (max_blocks * block_size if is_static else metadata.max_seq_len) <= chunk:
+            return metadata
+        pieces = cut_requests(metadata.query_start_loc_cpu.numpy(), metadata.seq_lens_cpu.numpy(), chunk)
+        num_reqs = max(1, len(pieces.requests))
+        if is_static:
+            num_reqs = most_pieces(metadata.num_reqs, len(metadata.slot_mapping), metadata.max_query_len, chunk)
+        pieces = pieces.padded(num_reqs)
+        first_blocks, num_hidden = np.divmod(pieces.chunk_starts, block_size)
+        seq_lens = pieces.seq_ends - first_blocks * block_size
+        longest = chunk + block_size - math.gcd(chunk, block_size) if is_static else int(seq_lens.max())
+        num_blocks = min(max_blocks, max(1, -(-longest // block_size)))
+
+        runs = BlockRuns(metadata.block_table)
+        starts = runs.starts(pieces.requests, first_blocks)
+        arrays = {"starts": starts, "seq_lens": seq_lens}
+        if not pieces.one_each:
+            arrays["query_start_loc"] = pieces.query_start_loc
+        if chunk % block_size:
+            arrays[SEQ_STARTS] = num_hidden
+        host, device = _upload(arrays, metadata.block_table.device)
+
+        cut = not pieces.one_each and len(metadata.extensions) > 0
+        extensions = self.pass_extensions(metadata, requests=runs.requests(device["starts"]) if cut else None)
+        if chunk % block_size:
+            starts_seen = Extension(device[SEQ_STARTS], Axis.REQUEST, host[SEQ_STARTS])
+            extensions = MappingProxyType({**extensions, SEQ_STARTS: starts_seen})
+        return attrs.evolve(
+            metadata,
+            query_start_loc=device.get("query_start_loc", metadata.query_start_loc),
+            query_start_loc_cpu=host.get("query_start_loc", metadata.query_start_loc_cpu),
+            seq_lens=device["seq_lens"],
+            seq_lens_cpu=host["seq_lens"],
+            num_reqs=num_reqs,
+            max_query_len=min(metadata.max_query_len, chunk) if is_static else pieces.max_query_len,
+            max_seq_len=min(metadata.max_seq_len, longest),
+            block_table=runs.select(device["starts"], starts, num_blocks),
+            extensions=extensions,
+        )
+
+
+def _upload(
+    arrays: Mapping[str, IntArray], device: torch.device
+) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
+    """Return arrays as tensors on the host and on the device, with one copy for all."""
+    packed = torch.from_numpy(np.concatenate([*arrays.values()]))
+    lengths = [len(array) for array in arrays.values()]
+    on_host = dict(zip(arrays, packed.split(lengths), strict=True))
+    if device.type == "cpu":
+        return on_host, on_host
+    return on_host, dict(zip(arrays, packed.to(device, non_blocking=True).split(lengths), strict=True))
