@@ -1,0 +1,201 @@
+"""Attention layers over a real paged cache, two steps of random requests, and what a dense computation gives."""
+
+from __future__ import annotations
+
+import types
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+import kvframe
+from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.selection import select_backends
+from kvframe.attention.skipping import find_skippable_layers
+from kvframe.attention.step import StepBatch, build_metadata
+from kvframe.builtin.full_attention import FullAttentionSpec
+from kvframe.cache.manager import KVCacheManager
+from kvframe.cache.storage import KVCacheStorage
+from kvframe.groups import group_layers
+from kvframe.plan import plan_cache
+from kvframe.plugins import load_plugins
+from kvframe.specs import AttentionMask, AttentionSpec, KVCacheSpec, LayerSpec, QuerySpec, TokenRange
+from kvframe.stack import Stack
+from kvframe.testing.reference import dense_attention, visible_tokens
+
+CPU = torch.device("cpu")
+QUERY = QuerySpec(num_heads=2, head_size=4, scale=0.5)
+Outputs = dict[str, torch.Tensor]
+
+
+@attrs.frozen(kw_only=True)
+class LocalSpec(AttentionSpec):
+    """A window, with a mask that kernels know and a full form."""
+
+    kind = "local"
+
+    window: int = 3
+
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
+        start = max(0, n - self.window + 1)
+        return ((start, n),) if start < n else ()
+
+    @property
+    def mask(self) -> AttentionMask:
+        return AttentionMask(window=self.window)
+
+    def retain_all(self) -> FullAttentionSpec:
+        return full()
+
+
+def full() -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4)
+
+
+def local(window: int = 3) -> LocalSpec:
+    return LocalSpec(block_size=4, num_kv_heads=1, head_size=4, window=window)
+
+
+def layer(name: str, spec: KVCacheSpec, shares_with: str | None = None) -> LayerSpec:
+    return LayerSpec(name=name, spec=spec, query=QUERY, shares_with=shares_with)
+
+
+def plugin(name: str, **registered: Mapping[str, type]) -> types.ModuleType:
+    """Return a plugin module that registers classes: ``plugin("mine", backends={"fast": Fast})``."""
+    module = types.ModuleType(name)
+    for kind, classes in registered.items():
+
+        def register_all(register: Any, classes: Mapping[str, type] = classes) -> None:
+            for key, each in classes.items():
+                register(key, each)
+
+        register_all.__name__ = f"kvframe_register_{kind}"
+        setattr(module, register_all.__name__, kvframe.hookimpl(register_all))
+    return module
+
+
+class Bench:
+    """Layers that are set up as an engine sets them up.
+
+    Attributes:
+        layers: The layers.
+        attention: The run-time layers.
+        manager: The cache.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        stack: Stack | None = None,
+        plugins: Sequence[types.ModuleType] = (),
+        *,
+        hybrid: bool = True,
+    ) -> None:
+        stack = Stack() if stack is None else stack
+        self.layers = tuple(layers)
+        self.grouping = group_layers(layers, hybrid=hybrid)
+        plan = plan_cache(self.grouping, memory_bytes=200_000, max_model_len=64, max_num_batched_tokens=64)
+        storage = KVCacheStorage(plan, self.grouping, CPU)
+        storage.poison()
+        self.manager = KVCacheManager(plan, max_num_seqs=8, prefix_caching=False)
+        skipped = () if stack.engine.prefill_skipping is None else find_skippable_layers(layers)
+        choices = select_backends(layers, stack, load_plugins(stack.plugins, plugins).registry, "cpu", skipped)
+        self.attention = AttentionLayers(layers, choices, self.grouping, storage.views, CPU, skipped)
+
+    def groups(self) -> list[tuple[str, ...]]:
+        """Return the names of each attention group's layers."""
+        return [tuple(layer.name for layer in group.layers) for group in self.attention.groups]
+
+    def run(
+        self,
+        requests: Sequence[tuple[int, int]],
+        generating: Sequence[int] | None = None,
+        sub_batches: Sequence[tuple[int, int]] | None = None,
+    ) -> Outputs:
+        """Compute each request's first tokens in one step and its next ones in another; return the latter's outputs.
+
+        Args:
+            requests: For each request, the tokens of the first step (may be 0) and of the second one.
+            generating: The packed tokens of the second step that generate; each request's last one unless given.
+            sub_batches: Ranges of requests that the second step is run on, one after the other.
+        """
+        fresh = [index for index, (num_computed, _) in enumerate(requests) if num_computed]
+        for index in range(len(requests)):
+            self.manager.start(str(index), [0] * 64)
+        if fresh:
+            self._step(fresh, [0] * len(fresh), [requests[index][0] for index in fresh], None, None)
+        for index in fresh:
+            self.manager.commit(str(index), [0] * 64, requests[index][0])
+        computed, new = zip(*requests, strict=True)
+        outputs = self._step(range(len(requests)), computed, new, generating, sub_batches)
+        for index in range(len(requests)):
+            self.manager.free(str(index))
+        return outputs
+
+    def _step(
+        self,
+        requests: Sequence[int],
+        num_computed: Sequence[int],
+        num_new: Sequence[int],
+        generating: Sequence[int] | None,
+        sub_batches: Sequence[tuple[int, int]] | None,
+    ) -> Outputs:
+        for request, computed, new in zip(requests, num_computed, num_new, strict=True):
+            assert self.manager.extend(str(request), computed + new)
+        batch = StepBatch(
+            rows=np.array([self.manager.row(str(request)) for request in requests]),
+            num_computed=np.array(num_computed),
+            query_lens=np.array(num_new),
+            generating_indices=np.cumsum(num_new) - 1 if generating is None else np.array(generating),
+        )
+        self.attention.begin_step(build_metadata(batch, self.manager.tables, CPU), sub_batches)
+        bounds = np.concatenate([[0], np.cumsum(num_new)])
+        parts = []
+        for index, (start, stop) in enumerate(sub_batches or [(0, len(requests))]):
+            self.attention.select_sub_batch(index)
+            parts.append(self._run_layers(requests, num_computed, num_new, slice(bounds[start], bounds[stop])))
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _run_layers(
+        self, requests: Sequence[int], num_computed: Sequence[int], num_new: Sequence[int], tokens: slice
+    ) -> Outputs:
+        outputs = {}
+        for spec in self.layers:
+            query, key, value = (
+                torch.cat(
+                    [
+                        draw(spec.name if part == "q" else self.owner(spec), part, request)[start : start + count]
+                        for request, start, count in zip(requests, num_computed, num_new, strict=True)
+                    ]
+                )[tokens]
+                for part in "qkv"
+            )
+            if spec.name in self.attention.skipped and self.attention.kept_rows is not None:
+                query = query[self.attention.kept_rows]
+            outputs[spec.name] = self.attention[spec.name](query, key, value)
+        return outputs
+
+    def owner(self, spec: LayerSpec) -> str:
+        """Return the layer whose cache a layer reads."""
+        return self.grouping.follows.get(spec.name, spec.name)
+
+    def dense(self, spec: LayerSpec, requests: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Return what a layer's second step gives by definition."""
+        assert spec.spec is not None
+        outputs = []
+        for request, (computed, new) in enumerate(requests):
+            total = computed + new
+            query = draw(spec.name, "q", request)[computed:total]
+            key, value = (draw(self.owner(spec), part, request)[:total] for part in "kv")
+            visible = visible_tokens(spec.spec, computed, total)
+            outputs.append(dense_attention(QUERY, query, key, value, visible))
+        return torch.cat(outputs)
+
+
+def draw(name: str, part: str, request: int) -> torch.Tensor:
+    """Return a layer's queries, keys or values of a request: ``[64, num_heads, 4]``."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {part} {request}".encode()))
+    return torch.randn(64, 2 if part == "q" else 1, 4, generator=generator)

@@ -1,0 +1,407 @@
+"""Attention groups: which layers share metadata, what makes two backends the same, and what a step pays for."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import subprocess
+import sys
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvframe.attention.backend import AttentionMetadataBuilder
+from kvframe.attention.capture import GraphCapture
+from kvframe.attention.identity import Identity
+from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.attention.order import BatchOrder, split_batch
+from kvframe.attention.skipping import find_skippable_layers, why_not_skipped
+from kvframe.builtin.torch_reference import TorchReferenceBackend
+from kvframe.errors import BackendError, SpecError, StackError, UnknownNameError, WrapperError
+from kvframe.groups import group_layers, share_caches
+from kvframe.specs import LayerSpec
+from kvframe.stack import Stack
+from tests.attending import Bench, full, layer, local, plugin
+
+MIXED = [(9, 1), (0, 7), (5, 3), (13, 1), (0, 2), (21, 6)]
+SKIPPING = Stack.from_mapping({"engine": {"prefill_skipping": "decode_only"}})
+
+
+def eight_layers() -> tuple[LayerSpec, ...]:
+    """Return the worked example: four layers with caches, four that read them, of which two end the model."""
+    layers = [layer(f"L{index}", local() if index % 2 else full()) for index in range(8)]
+    return share_caches(layers, {"L2": "L0", "L3": "L1", "L6": "L4", "L7": "L5"})
+
+
+def close(expected: torch.Tensor, found: torch.Tensor) -> bool:
+    return torch.allclose(expected, found, rtol=1e-4, atol=1e-5)
+
+
+# --- the worked example -----------------------------------------------------------------------------------------------
+
+
+def test_layers_form_attention_groups_within_one_cache_group() -> None:
+    bench = Bench(eight_layers(), hybrid=False)
+    assert [("L0", "L1", "L4", "L5")] == [group.layers for group in bench.grouping.groups]
+    assert [("L0", "L4", "L2", "L6"), ("L1", "L5", "L3", "L7")] == bench.groups()
+
+
+def test_with_prefill_skipping_the_last_layers_form_groups_of_their_own() -> None:
+    bench = Bench(eight_layers(), SKIPPING, hybrid=False)
+    assert [("L0", "L1", "L4", "L5")] == [group.layers for group in bench.grouping.groups]
+    assert [("L0", "L4", "L2"), ("L1", "L5", "L3"), ("L6",), ("L7",)] == bench.groups()
+    chains = [[wrapper.name for wrapper in group.wrappers] for group in bench.attention.groups]
+    assert [[], [], ["decode_only"], ["decode_only"]] == chains
+    assert ("L6", "L7") == bench.attention.skipped
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+@pytest.mark.parametrize("stack", [Stack(), SKIPPING], ids=["all", "skipping"])
+def test_every_layer_of_the_example_computes_its_own_mask(stack: Stack, hybrid: bool) -> None:
+    bench = Bench(eight_layers(), stack, hybrid=hybrid)
+    outputs = bench.run(MIXED)
+    ends = torch.tensor([new for _, new in MIXED]).cumsum(0) - 1
+    for spec in bench.layers:
+        expected = bench.dense(spec, MIXED)
+        assert close(expected[ends] if spec.name in bench.attention.skipped else expected, outputs[spec.name])
+
+
+def test_layers_before_one_that_writes_are_not_skipped() -> None:
+    layers = eight_layers()
+    assert ("L6", "L7") == find_skippable_layers(layers)
+    assert "'L4' runs after 'L2' and keeps a cache of its own, for which it needs every token" == why_not_skipped(
+        layers, "L2"
+    )
+    assert "'L4' runs after 'L3'" in why_not_skipped(layers, "L3")
+    assert "'L5' keeps a cache of its own, which must hold every token" == why_not_skipped(layers, "L5")
+
+
+def test_a_recurrent_layer_at_the_end_leaves_nothing_to_skip() -> None:
+    # Of any kind of state, without a query side: it reads every token.
+    state = LayerSpec(name="state", spec=full(), query=None)
+    assert () == find_skippable_layers([*eight_layers(), state])
+
+
+def test_dropping_tokens_where_all_are_needed_is_refused() -> None:
+    stack = Stack.from_mapping({"rules": [{"layers": "L3", "wrappers": ["decode_only"]}]})
+    with pytest.raises(WrapperError, match=r"layer 'L3': .* 'L4' runs after 'L3'") as caught:
+        Bench(eight_layers(), stack)
+    assert "not_skipped" == caught.value.code
+
+
+def test_a_chain_that_drops_tokens_itself_is_left_as_it_is() -> None:
+    rules = [{"layers": "L7", "wrappers": ["decode_only"]}]
+    stack = Stack.from_mapping({"engine": {"prefill_skipping": "decode_only"}, "rules": rules})
+    assert [1, 1] == [len(group.wrappers) for group in Bench(eight_layers(), stack).attention.groups[2:]]
+
+
+def test_a_layer_that_gets_rows_it_should_have_left_out_says_so() -> None:
+    bench = Bench(eight_layers(), SKIPPING)
+    bench.run([(0, 5)])
+    with pytest.raises(BackendError, match=r"'L6' was called with 5 query rows, and its wrapper chain leaves 1"):
+        bench.attention["L6"](torch.zeros(5, 2, 4), None, None)
+
+
+# --- sharing caches ---------------------------------------------------------------------------------------------------
+
+
+def test_sharing_is_transitive_and_allocates_once() -> None:
+    layers = share_caches([layer(name, full()) for name in "abc"], {"b": "a", "c": "b"})
+    grouping = group_layers(layers)
+    assert {"b": "a", "c": "a"} == grouping.follows
+    assert [("a",)] == [group.layers for group in grouping.groups]
+
+
+def test_sharing_again_changes_nothing() -> None:
+    once = eight_layers()
+    assert once == share_caches(once, {"L2": "L0", "L7": "L5"})
+
+
+@pytest.mark.parametrize(
+    ("targets", "error", "sentence"),
+    [
+        ({"L2": "L0", "L3": "L9"}, UnknownNameError, "no layer named 'L9'"),
+        ({"L2": "L0", "L9": "L1"}, UnknownNameError, "no layer named 'L9'"),
+        ({"L2": "L4"}, SpecError, "'L2' shares the cache of 'L4', which runs after it"),
+        ({"L2": "L0", "L0": "L2"}, SpecError, "in a circle"),
+        ({"L2": "L0", "L4": "L3"}, SpecError, "'L3', which no longer keeps all of the tokens 0 to 3 .* at position 4"),
+    ],
+)
+def test_a_bad_target_is_one_error_and_changes_nothing(
+    targets: Mapping[str, str], error: type[Exception], sentence: str
+) -> None:
+    layers = tuple(layer(f"L{index}", local(4) if index % 2 else full()) for index in range(8))
+    before = list(layers)
+    with pytest.raises(error, match=sentence):
+        share_caches(layers, targets)
+    assert before == list(layers)
+    assert all(each.shares_with is None for each in layers)
+
+
+def test_a_narrower_window_may_read_a_wider_one() -> None:
+    layers = share_caches([layer("a", local(9)), layer("b", local(4))], {"b": "a"})
+    with pytest.raises(SpecError, match="no longer keeps"):
+        share_caches([layer("a", local(4)), layer("b", local(9))], {"b": "a"})
+    bench = Bench(layers)
+    outputs = bench.run(MIXED)
+    assert all(close(bench.dense(spec, MIXED), outputs[spec.name]) for spec in layers)
+
+
+# --- hybrid off -------------------------------------------------------------------------------------------------------
+
+
+def test_stored_as_full_and_computed_as_their_own_windows() -> None:
+    layers = [layer("a", full()), layer("b", local(3)), layer("c", local(8)), layer("d", local(3))]
+    bench = Bench(layers, hybrid=False)
+    assert 1 == len(bench.grouping.groups)
+    assert [("a",), ("b", "d"), ("c",)] == bench.groups()
+    off, on = bench.run(MIXED), Bench(layers).run(MIXED)
+    for spec in layers:
+        assert close(bench.dense(spec, MIXED), off[spec.name])
+        assert close(on[spec.name], off[spec.name])
+
+
+# --- identity ---------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class Options:
+    splits: int = 1
+    tiles: tuple[int, ...] = ()
+
+
+def make_backend() -> type[TorchReferenceBackend]:
+    """Return a class of its own, named as any other that this returns."""
+
+    class MyBackend(TorchReferenceBackend):
+        options_class = Options
+
+    return MyBackend
+
+
+def test_two_plugins_classes_of_one_name_never_merge() -> None:
+    first, second = (plugin(name, backends={"mine": make_backend()}) for name in ("first", "second"))
+    rules = [{"layers": name, "backend": f"{owner}:mine"} for name, owner in (("a", "first"), ("b", "second"))]
+    bench = Bench([layer("a", full()), layer("b", full())], Stack.from_mapping({"rules": rules}), [first, second])
+    assert [("a",), ("b",)] == bench.groups()
+
+
+def test_equal_things_always_merge() -> None:
+    mine = plugin("mine", backends={"mine": make_backend()})
+    backends = ({"name": "mine", "splits": 2, "tiles": [4, 8]}, {"tiles": (4, 8), "name": "mine:mine", "splits": 2})
+    rules = [{"layers": name, "backend": backend} for name, backend in zip("ab", backends, strict=True)]
+    bench = Bench([layer("a", full()), layer("b", full())], Stack.from_mapping({"rules": rules}), [mine])
+    assert [("a", "b")] == bench.groups()
+    assert Options(splits=2, tiles=[4, 8]) == bench.attention.groups[0].backend.options  # type: ignore[arg-type]
+
+
+def test_other_parameters_make_another_backend() -> None:
+    mine = plugin("mine", backends={"mine": make_backend()})
+    rules = [{"layers": name, "backend": {"name": "mine", "splits": splits}} for name, splits in (("a", 1), ("b", 2))]
+    bench = Bench([layer("a", full()), layer("b", full())], Stack.from_mapping({"rules": rules}), [mine])
+    assert [("a",), ("b",)] == bench.groups()
+
+
+def test_wrong_options_of_a_backend_name_those_it_has() -> None:
+    mine = plugin("mine", backends={"mine": make_backend()})
+    for backend, sentence in (
+        ({"name": "mine", "split": 2}, "backend 'mine': .*its options: splits, tiles"),
+        ({"name": "torch", "split": 2}, "backend 'torch' has no options, and is given split"),
+    ):
+        stack = Stack.from_mapping({"rules": [{"layers": "*", "backend": backend}]})
+        with pytest.raises(StackError, match=sentence):
+            Bench([layer("a", full())], stack, [mine])
+
+
+def test_an_identity_survives_pickling_and_means_the_same_in_another_process() -> None:
+    identity = Identity.of("kvframe-mine", Options, {"tiles": [1, 2], "deep": {"b": 1, "a": {3, 2}}})
+    copy = pickle.loads(pickle.dumps(identity))
+    assert (identity, hash(identity)) == (copy, hash(copy))
+    assert identity == Identity.of("kvframe-mine", Options, {"deep": {"a": {2, 3}, "b": 1}, "tiles": (1, 2)})
+    code = "import pickle, sys; print(pickle.loads(sys.stdin.buffer.read()))"
+    done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(identity), capture_output=True, check=True)
+    assert str(identity) == done.stdout.decode().strip()
+
+
+# --- what a step pays for ---------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class Counted:
+    common: CommonAttentionMetadata
+    table: torch.Tensor
+
+
+class Counting(TorchReferenceBackend):
+    """The reference, with metadata that can be refreshed and notes of what was asked for."""
+
+    log: list[str] = []  # noqa: RUF012 - the test's
+
+    class Builder(AttentionMetadataBuilder):
+        table_fields = frozenset({"common", "table"})
+
+        def __init__(self, log: list[str], key: Hashable) -> None:
+            self._log = log
+            self._key = key
+
+        @property
+        def reuse_key(self) -> Hashable:
+            return self._key
+
+        def build(self, metadata: CommonAttentionMetadata) -> Counted:
+            self._log.append("build")
+            return Counted(metadata, metadata.block_table)
+
+        def refreshed_fields(self, built: Counted, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
+            self._log.append("refresh")
+            return {"common": metadata, "table": metadata.block_table}
+
+    def make_builder(self) -> AttentionMetadataBuilder:
+        return self.Builder(self.log, None)
+
+    def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> torch.Tensor:
+        assert metadata.table is metadata.common.block_table
+        return super().forward(layer, query, kv_cache, metadata.common, sinks)
+
+
+def counted(layers: list[LayerSpec], requests: list[tuple[int, int]], stack: Any = None, **options: Any) -> list[str]:
+    """Return what one step of fresh requests asked of the builders, having compared its outputs."""
+
+    class Fresh(Counting):
+        log: list[str] = []  # noqa: RUF012 - the test's
+
+    tables = {"rules": [{"layers": "*", "backend": "counting"}], **(stack or {})}
+    bench = Bench(layers, Stack.from_mapping(tables), [plugin("mine", backends={"counting": Fresh})], **options)
+    outputs = bench.run(requests)
+    if not bench.attention.skipped:
+        assert all(close(bench.dense(spec, requests), outputs[spec.name]) for spec in layers)
+    return Fresh.log
+
+
+SINGLE_TOKENS = [(0, 1), (0, 1), (0, 1)]
+
+
+def test_a_group_of_many_layers_is_built_once_a_step() -> None:
+    assert ["build"] == counted([layer(name, full()) for name in "abcdef"], SINGLE_TOKENS)
+
+
+def test_groups_with_another_mask_are_built_each() -> None:
+    assert ["build", "build"] == counted([layer("a", full()), layer("b", local())], SINGLE_TOKENS)
+
+
+def test_another_cache_groups_metadata_is_refreshed_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two groups with equal specs: as where the layers of two models are served together.
+    layers = [layer(name, full()) for name in "abc"]
+
+    def apart(layers: Any, *, hybrid: bool = True) -> Any:
+        whole = group_layers(layers, hybrid=hybrid)
+        groups = tuple(
+            attrs.evolve(whole.groups[0], index=index, layers=(each.name,), stored=(each.spec,))
+            for index, each in enumerate(layers)
+        )
+        return attrs.evolve(whole, groups=groups)
+
+    monkeypatch.setattr("tests.attending.group_layers", apart)
+    assert ["build", "refresh", "refresh"] == counted(layers, SINGLE_TOKENS)
+
+
+def test_a_chain_that_changes_nothing_costs_no_metadata() -> None:
+    layers = list(share_caches([layer(name, full()) for name in "abc"], {"b": "a", "c": "a"}))
+    skipping = {"engine": {"prefill_skipping": "decode_only"}}
+    assert ["build"] == counted(layers, SINGLE_TOKENS, skipping)
+    assert ["build", "build"] == counted(layers, [(0, 1), (0, 3)], skipping)
+
+
+# --- order, capture, sub-batches --------------------------------------------------------------------------------------
+
+
+class Decodes(TorchReferenceBackend):
+    """Asks for decodes first, and relies on it."""
+
+    order = BatchOrder(decode_threshold=1, extends_first=True)
+
+    def make_builder(self) -> AttentionMetadataBuilder:
+        order = self.order
+
+        class Builder(AttentionMetadataBuilder):
+            capture = GraphCapture.UNIFORM
+            batch_order = order
+
+            def build(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
+                split = split_batch(metadata, order)
+                assert metadata.num_actual_tokens == (
+                    split.num_decode_tokens + split.num_extend_tokens + split.num_prefill_tokens
+                )
+                return metadata
+
+        return Builder()
+
+
+class ShortOnes(Decodes):
+    order = BatchOrder(decode_threshold=4)
+
+
+ORDERED = plugin("mine", backends={"decodes": Decodes, "short_ones": ShortOnes})
+
+
+def ordered(**backends: str) -> Bench:
+    rules = [{"layers": name, "backend": backend} for name, backend in backends.items()]
+    return Bench([layer(name, full()) for name in backends], Stack.from_mapping({"rules": rules}), [ORDERED])
+
+
+def test_backends_with_conflicting_orders_each_see_their_own() -> None:
+    # An extend of 6 tokens comes before the fresh prefill of 2 for one, behind it for the other.
+    bench = ordered(a="decodes", b="short_ones", c="torch", d="decodes")
+    outputs = bench.run(MIXED)
+    assert all(close(bench.dense(spec, MIXED), outputs[spec.name]) for spec in bench.layers)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), min_size=1, max_size=6))
+def test_any_batch_comes_out_in_the_batchs_own_order(requests: list[tuple[int, int]]) -> None:
+    bench = ordered(a="decodes", b="short_ones")
+    outputs = bench.run(requests)
+    assert all(close(bench.dense(spec, requests), outputs[spec.name]) for spec in bench.layers)
+
+
+def test_a_batch_packed_in_the_wished_order_is_permuted_for_nobody() -> None:
+    bench = ordered(a="decodes", b="torch")
+    computed, new = (torch.tensor(column).numpy() for column in zip(*MIXED, strict=True))
+    order = bench.attention.order_for(computed, new)
+    assert order is not None
+    bench.run([MIXED[index] for index in order])
+    assert all(step.built.permutation is None for step in bench.attention._steps)
+    assert ordered(a="torch").attention.order_for(computed, new) is None
+
+
+def test_the_capture_level_is_the_least_of_all_parts() -> None:
+    levels = {name: ordered(a=backend).attention.capture for name, backend in (("mine", "decodes"), ("torch", "torch"))}
+    assert {"mine": GraphCapture.UNIFORM, "torch": GraphCapture.NEVER} == levels
+
+
+@pytest.mark.parametrize("stack", [Stack(), SKIPPING], ids=["all", "skipping"])
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), min_size=2, max_size=6),
+    st.integers(1, 5),
+    st.integers(1, 5),
+)
+def test_sub_batches_together_equal_the_whole(
+    stack: Stack, requests: list[tuple[int, int]], first: int, second: int
+) -> None:
+    cuts = sorted({0, min(first, len(requests)), min(second, len(requests)), len(requests)})
+    layers = eight_layers()
+    whole = Bench(layers, stack).run(requests)
+    parts = Bench(layers, stack).run(requests, sub_batches=list(itertools.pairwise(cuts)))
+    assert all(close(whole[spec.name], parts[spec.name]) for spec in layers)
+
+
+def test_layers_are_listed_in_the_models_order() -> None:
+    attention: AttentionLayers = Bench(eight_layers(), hybrid=False).attention
+    assert [f"L{index}" for index in range(8)] == list(attention)
