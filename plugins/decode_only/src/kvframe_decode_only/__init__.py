@@ -1,0 +1,1 @@
+"""Prefill skipping for kvframe: layers that share another layer's cache compute generating tokens only."""
