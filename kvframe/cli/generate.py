@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -61,6 +62,7 @@ REFUSED_EXIT_CODE = 1
 )
 @click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Make sampling repeatable.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeat for several.")
+@click.option("--prompt-logprobs", is_flag=True, help="Report how likely each prompt token is; needs --json.")
 @stack_option
 @memory_option
 @block_size_option
@@ -78,6 +80,7 @@ def generate(
     top_p: float,
     seed: int | None,
     stop: tuple[str, ...],
+    prompt_logprobs: bool,
     stack_file: Path | None,
     memory: str | None,
     block_size: int | None,
@@ -92,9 +95,17 @@ def generate(
     """
     from kvframe.engine.request import SamplingParams
 
+    if prompt_logprobs and not as_json:
+        raise click.UsageError("--prompt-logprobs reports in JSON only; add --json")
     prompts = _read_prompts(texts, prompts_file, token_ids_file)
     params = SamplingParams(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop=stop,
+        prompt_logprobs=prompt_logprobs,
     )
     stack = read_stack(
         stack_file,
@@ -146,7 +157,13 @@ def _to_dict(prompt: str | list[int], output: RequestOutput) -> dict[str, Any]:
         "text": output.text,
         "finish_reason": output.finish_reason,
         "error": output.error,
+        "prompt_logprobs": None if output.prompt_logprobs is None else list(map(_finite, output.prompt_logprobs)),
     }
+
+
+def _finite(value: float | None) -> float | None:
+    # JSON has no infinities and no NaN.
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _print(prompts: Sequence[str | list[int]], outputs: Sequence[RequestOutput], stats: dict[str, Any]) -> None:
