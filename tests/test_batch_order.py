@@ -149,13 +149,13 @@ def test_a_permuted_batch_has_the_same_tokens_in_order(
     owners = metadata.extensions["owners"].values.tolist()
     assert [owners[request] for request in permutation.requests] == permuted.extensions["owners"].values.tolist()
     assert metadata.extensions["seed"] is permuted.extensions["seed"]
-    copies = [
+    copies: list[tuple[torch.Tensor, torch.Tensor | None]] = [
         (permuted.query_start_loc, permuted.query_start_loc_cpu),
         (permuted.seq_lens, permuted.seq_lens_cpu),
         (permuted.generating_indices, permuted.generating_indices_cpu),
         (permuted.extensions["owners"].values, permuted.extensions["owners"].values_cpu),
     ]
-    assert all(torch.equal(there, here) for there, here in copies)
+    assert all(here is not None and torch.equal(there, here) for there, here in copies)
     assert [tensor.dtype for tensor in device_tensors(metadata).values()] == [
         tensor.dtype for tensor in device_tensors(permuted).values()
     ]
@@ -173,6 +173,15 @@ def test_permuting_is_what_building_in_that_order_is(requests: Rows, order: Batc
     assert_equal(built, kept)
 
 
+def test_requests_of_one_kind_stay_in_their_order_in_a_batch_of_any_size() -> None:
+    requests = [EXTEND_OF_9, DECODE] * 20
+    expected = [*range(1, 40, 2), *range(0, 40, 2)]
+    order = find_order([FULL], *lengths(requests))
+    assert order is not None
+    assert expected == order.tolist()
+    assert expected == permute(metadata_of(requests), FULL)[1].requests.tolist()
+
+
 def test_a_row_without_tokens_goes_behind_the_others() -> None:
     metadata = metadata_of([DECODE, DECODE, DECODE])
     starts = torch.tensor([0, 1, 1, 3], dtype=torch.int32)
@@ -184,13 +193,13 @@ def test_a_row_without_tokens_goes_behind_the_others() -> None:
 
 
 def test_generating_rows_stay_in_order_and_padding_repeats_the_last() -> None:
-    requests = [Row(0, 3, generating=1), Row(4, 2, generating=2), Row(8, 1, generating=1)]
+    requests = [Row(0, 3, generating=0), Row(4, 2, generating=2), Row(8, 1, generating=1)]
     metadata = padded(metadata_of(requests), num_rows=0, num_tokens=2)
-    assert [2, 3, 4, 5, 5] == metadata.generating_indices.tolist()
+    assert [3, 4, 5, 5] == metadata.generating_indices.tolist()
     permuted, permutation = permute(metadata, FULL)
     assert [2, 1, 0] == permutation.requests.tolist()
     assert [5, 3, 4, 0, 1, 2, 6, 7] == permutation.tokens.tolist()
-    assert [0, 1, 2, 5, 5] == permuted.generating_indices.tolist()
+    assert [0, 1, 2, 2] == permuted.generating_indices.tolist()
 
 
 def test_the_padded_row_of_a_step_without_generating_tokens_stays_the_last_token() -> None:

@@ -85,9 +85,10 @@ def find_order(wishes: Sequence[BatchOrder], num_computed: IntArray, query_lens:
     for wish in dict.fromkeys(wishes):
         ranks = wish.ranks(num_computed, query_lens)
         if not _never_falls(ranks if order is None else ranks[order]):
-            # Wishes contradict each other just where some pair of requests is ordered one way by one of them and the
-            # other way by another; so sorting by all of them, one after the other, finds an order if there is one.
-            candidate = np.lexsort([ranks, *reversed(satisfied)])
+            # Wishes contradict each other just where one of them puts some pair of requests one way and another the
+            # other way. So sorting by all of them finds an order if there is one; the last key is the first sorted
+            # by, and which of those that agree comes first makes no difference.
+            candidate = np.lexsort([ranks, *satisfied])
             if not _never_falls(ranks[candidate]):
                 continue
             order = candidate
