@@ -143,9 +143,41 @@ class Chunked(AttentionSpec):
         return ((n - n % 100, n),) if n % 100 else ()
 
 
-def test_a_live_range_that_neither_stays_nor_slides_is_said_by_example() -> None:
+class Halves(AttentionSpec):
+    """Sees the later half of the past."""
+
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
+        return ((n // 2, n),) if n else ()
+
+
+@pytest.mark.parametrize("max_model_len", [102, 150, 201, 4096])
+def test_a_chunk_is_said_in_words(max_model_len: int) -> None:
     spec = Chunked(block_size=16, num_kv_heads=1, head_size=8)
-    assert "at token 149: 100 to 148" == describe_live_range(spec, 150)
+    assert "its own chunk of 100" == describe_live_range(spec, max_model_len)
+
+
+def test_a_model_as_long_as_a_chunk_sees_every_token() -> None:
+    spec = Chunked(block_size=16, num_kv_heads=1, head_size=8)
+    assert "every past token" == describe_live_range(spec, 101) == describe_live_range(spec, 100)
+
+
+def test_a_live_range_that_neither_stays_nor_slides_is_said_by_example() -> None:
+    spec = Halves(block_size=16, num_kv_heads=1, head_size=8)
+    assert "at token 149: 74 to 148" == describe_live_range(spec, 150)
+
+
+def test_layers_with_different_windows_in_one_group_are_told_so(tmp_path: Path) -> None:
+    path = tmp_path / "windows.json"
+    wide = {"name": "wide", **WINDOW, "window": 512}
+    path.write_text(json.dumps({**LAYERS, "layers": [*LAYERS["layers"], wide]}))  # type: ignore[misc]
+    plan = run_json("plan", path, "--no-hybrid")
+    assert [5] == [len(group["layers"]) for group in plan["groups"]]
+    assert [
+        {"group": 0, "kind": "sliding_window", "needs": "the last 127", "layers": ["l.0", "l.1", "l.2"]},
+        {"group": 0, "kind": "sliding_window", "needs": "the last 511", "layers": ["wide"]},
+    ] == plan["computed_otherwise"]
+    assert "Layers that see less than their group stores" in run("plan", path, "--no-hybrid").stdout
+    assert [] == run_json("plan", path)["computed_otherwise"]
 
 
 # --- generate ---------------------------------------------------------------------------------------------------------
@@ -269,6 +301,17 @@ def test_explain_needs_no_weights(tmp_path: Path) -> None:
     tiny_config("gemma3_text").save_pretrained(tmp_path)
     explained = run_json("explain", tmp_path)["layers"]
     assert [0, 0, 0, 1] == [layer["group"] for layer in explained]
+
+
+def test_explain_shows_the_chain_that_a_spec_or_prefill_skipping_brings(tmp_path: Path) -> None:
+    path, stack = tmp_path / "chunks.json", tmp_path / "stack.toml"
+    chunk = {"name": "chunk", **FULL, "kind": "chunked_local", "chunk": 64}
+    reader = {"name": "reader", **FULL, "shares_with": "full"}
+    path.write_text(json.dumps({"max_model_len": 64, "layers": [chunk, {"name": "full", **FULL}, reader]}))
+    stack.write_text('[engine]\nprefill_skipping = "decode_only"\n')
+    wrappers = [layer["wrappers"] for layer in run_json("explain", path, "--stack", stack)["layers"]]
+    assert [["chunked_local (chunk = 64)"], [], ["decode_only"]] == wrappers
+    assert [] == run_json("explain", path)["layers"][2]["wrappers"]
 
 
 def test_explain_folds_layers_that_are_alike(layers: Path) -> None:

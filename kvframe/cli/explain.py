@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import click
 
 from kvframe.cli.options import dtype_option, json_option, load_checked_plugins, read_stack, stack_option
@@ -13,6 +14,7 @@ from kvframe.cli.render import compact_names, print_json, print_table
 
 if TYPE_CHECKING:
     from kvframe.attention.selection import Choice
+    from kvframe.attention.wrapper import MetadataWrapper
     from kvframe.groups import Grouping
     from kvframe.specs import LayerSpec
 
@@ -29,6 +31,7 @@ def explain(model: Path, stack_file: Path | None, device: str | None, dtype: str
     MODEL_OR_CONFIG is what `kvframe plan` takes; no weights are read.
     """
     from kvframe.attention.selection import select_backends
+    from kvframe.attention.skipping import find_skippable_layers
     from kvframe.groups import group_layers, make_layer_specs
     from kvframe.model.recognise import describe_model
 
@@ -38,7 +41,8 @@ def explain(model: Path, stack_file: Path | None, device: str | None, dtype: str
     layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
     attending = [layer for layer in layers if layer.query is not None]
-    choices = select_backends(attending, stack, registry, stack.engine.device.partition(":")[0])
+    skipped = () if stack.engine.prefill_skipping is None else find_skippable_layers(layers)
+    choices = select_backends(attending, stack, registry, stack.engine.device.partition(":")[0], skipped)
     backends = [registry.backends.get(name).id for name in registry.backends.names()]
     explained = [_explain(layer, grouping, choice, backends) for layer, choice in zip(attending, choices, strict=True)]
     if as_json:
@@ -67,10 +71,16 @@ def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice, backends: Seq
         "kind": layer.spec.kind,
         "group": grouping.group_of(layer.name).index,
         "shares_with": grouping.follows.get(layer.name),
-        "wrappers": [str(wrapper) for wrapper in choice.wrappers],
+        "wrappers": [_in_words(wrapper) for wrapper in choice.wrappers],
         "backend": choice.backend,
         "others": others,
     }
+
+
+def _in_words(wrapper: MetadataWrapper) -> str:
+    """Return a wrapper's name, with its parameters if it has any."""
+    parameters = ", ".join(f"{name} = {value}" for name, value in attrs.asdict(wrapper, recurse=False).items())
+    return f"{wrapper.name} ({parameters})" if parameters else wrapper.name
 
 
 def _print(model: str, explained: list[dict[str, Any]]) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvframe.groups import Grouping
     from kvframe.model.description import ModelDescription
     from kvframe.plan import KVCachePlan
-    from kvframe.specs import KVCacheSpec
+    from kvframe.specs import KVCacheSpec, LayerSpec
 
 _SHORTEST_LISTED_LEN = 1024
 
@@ -86,10 +86,11 @@ def plan(
     if max(num_tokens, default=0) > planned.max_model_len:
         raise click.UsageError(f"--num-tokens: a request has at most {planned.max_model_len} tokens")
     lengths = sorted(set(num_tokens)) or _listed_lens(planned.max_model_len)
+    computed = _computed_otherwise(layers, grouping, planned.max_model_len)
     if as_json:
-        print_json(_to_dict(description, grouping, planned, lengths))
+        print_json(_to_dict(description, grouping, planned, lengths, computed))
     else:
-        _print(description, grouping, planned, lengths)
+        _print(description, grouping, planned, lengths, computed)
 
 
 def _listed_lens(max_model_len: int) -> list[int]:
@@ -98,8 +99,26 @@ def _listed_lens(max_model_len: int) -> list[int]:
     return [*(length for length in lengths if length < max_model_len), max_model_len]
 
 
+def _computed_otherwise(layers: Sequence[LayerSpec], grouping: Grouping, max_model_len: int) -> list[dict[str, Any]]:
+    """Return the layers that see fewer tokens than their group stores, those with equal specs together."""
+    alike: dict[tuple[int, KVCacheSpec], list[str]] = {}
+    for layer in layers:
+        if layer.spec is not None:
+            group = grouping.group_of(layer.name)
+            if layer.spec.group_key != group.spec.group_key:
+                alike.setdefault((group.index, layer.spec), []).append(layer.name)
+    return [
+        {"group": index, "kind": spec.kind, "needs": describe_live_range(spec, max_model_len), "layers": names}
+        for (index, spec), names in alike.items()
+    ]
+
+
 def _to_dict(
-    description: ModelDescription, grouping: Grouping, planned: KVCachePlan, lengths: Sequence[int]
+    description: ModelDescription,
+    grouping: Grouping,
+    planned: KVCachePlan,
+    lengths: Sequence[int],
+    computed: list[dict[str, Any]],
 ) -> dict[str, Any]:
     plain = planned.to_dict()
     for group, entry in zip(planned.groups, plain["groups"], strict=True):
@@ -114,11 +133,18 @@ def _to_dict(
         "model": description.name,
         **plain,
         "follows": dict(grouping.follows),
+        "computed_otherwise": computed,
         "concurrency": [{"num_tokens": n, "max_requests": planned.max_concurrency(n)} for n in lengths],
     }
 
 
-def _print(description: ModelDescription, grouping: Grouping, planned: KVCachePlan, lengths: Sequence[int]) -> None:
+def _print(
+    description: ModelDescription,
+    grouping: Grouping,
+    planned: KVCachePlan,
+    lengths: Sequence[int],
+    computed: list[dict[str, Any]],
+) -> None:
     num_following = len(grouping.follows)
     sharing = f", {num_following} of them read another layer's cache" if num_following else ""
     if not planned.groups:
@@ -142,6 +168,20 @@ def _print(description: ModelDescription, grouping: Grouping, planned: KVCachePl
             for group in planned.groups
         ],
     )
+    if computed:
+        print_table(
+            "Layers that see less than their group stores",
+            ("group", "computed as", "layers", "sees of the past"),
+            [
+                (
+                    str(each["group"]),
+                    each["kind"],
+                    f"{len(each['layers'])}: {compact_names(each['layers'])}",
+                    each["needs"],
+                )
+                for each in computed
+            ],
+        )
     print_facts(
         "Memory",
         [
@@ -166,11 +206,27 @@ def _example_positions(max_model_len: int) -> list[int]:
 def describe_live_range(spec: KVCacheSpec, max_model_len: int) -> str:
     """Say in words which past tokens a spec needs, from its live ranges at the end of the longest request alone."""
     n = max_model_len - 1
+    if n and not spec.live_ranges(n):
+        n -= 1  # the first token of a chunk has no past, the last one of the chunk before has most of it
     now, before = spec.live_ranges(n), spec.live_ranges(n - 1) if n else ()
+    chunk = _chunk_len(spec, n)
+    if chunk is not None:
+        return f"its own chunk of {chunk}"
     words = [_range_in_words(index, n, now, before) for index in range(len(now))]
     if None in words:
         return f"at token {n}: " + " and ".join(f"{start} to {stop - 1}" for start, stop in now)
     return " and ".join(word for word in words if word is not None) or "nothing"
+
+
+def _chunk_len(spec: KVCacheSpec, n: int) -> int | None:
+    """Return the tokens of a chunk if the past of ``n`` starts with the chunk that ``n`` is in; None if it does not."""
+    starts = [ranges[0][0] for ranges in (spec.live_ranges(n),) if ranges]
+    before = spec.live_ranges(starts[0] - 1) if starts and starts[0] else ()
+    if len(before) != 1 or spec.live_ranges(starts[0]):
+        return None
+    chunk = starts[0] - before[0][0]
+    expected = [((at - at % chunk, at),) if at % chunk else () for at in (n, n - 1, starts[0], chunk, 1)]
+    return chunk if expected == [spec.live_ranges(at) for at in (n, n - 1, starts[0], chunk, 1)] else None
 
 
 def _range_in_words(
