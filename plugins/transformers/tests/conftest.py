@@ -23,8 +23,10 @@ class DenseLayer:
         query_spec, shares_with = self.description.query, self.description.shares_with
         assert (sinks is not None) == query_spec["has_sinks"]
         outs, start = [], 0
+        rows = self.layers.rows_of(self.description.name)
+        assert len(rows) == len(query)
         for request, count in self.layers.batch:
-            new = slice(start, start + count)
+            new, is_own = slice(start, start + count), (rows >= start) & (rows < start + count)
             start += count
             if shares_with is None:
                 old = self.cache.get(request, (key[:0], value[:0]))
@@ -32,10 +34,12 @@ class DenseLayer:
             cache = self.cache if shares_with is None else self.layers[shares_with].cache
             keys, values = cache[request]
             total, repeat = len(keys), query_spec["num_heads"] // self.description.options["num_kv_heads"]
-            scores = torch.einsum("thd,shd->hts", query[new], keys.repeat_interleave(repeat, 1)) * query_spec["scale"]
+            scores = (
+                torch.einsum("thd,shd->hts", query[is_own], keys.repeat_interleave(repeat, 1)) * query_spec["scale"]
+            )
             if query_spec["soft_cap"] is not None:
                 scores = query_spec["soft_cap"] * torch.tanh(scores / query_spec["soft_cap"])
-            positions, past = torch.arange(total - count, total)[:, None], torch.arange(total)[None]
+            positions, past = (rows[is_own] + total - start)[:, None], torch.arange(total)[None]
             seen = past <= positions
             if "window" in self.description.options:
                 seen &= past > positions - self.description.options["window"]
@@ -43,7 +47,7 @@ class DenseLayer:
                 seen &= past >= positions - positions % self.description.options["chunk"]
             scores = scores.masked_fill(~seen, float("-inf"))
             if sinks is not None:
-                scores = torch.cat((scores, sinks[:, None, None].expand(-1, count, 1)), -1)
+                scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(positions), 1)), -1)
             weights = scores.softmax(-1)[..., :total]
             outs.append(torch.einsum("hts,shd->thd", weights, values.repeat_interleave(repeat, 1)))
         return torch.cat(outs)
@@ -68,8 +72,22 @@ class DenseLayers(Mapping[str, DenseLayer]):
     def __len__(self) -> int:
         return len(self._layers)
 
+    def rows_of(self, name: str) -> torch.Tensor:
+        """Return the rows of the packed batch that a layer computes."""
+        if name in self.skipped and self.kept_rows is not None:
+            return self.kept_rows
+        return torch.arange(sum(count for _, count in self.batch))
+
     def step(self, model: LoadedModel, new_tokens: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
         """Run the new tokens of each request in one packed batch; return each request's logits of all of them."""
+        logits = self.run_batch(model, new_tokens)
+        return dict(zip(new_tokens, logits.split([count for _, count in self.batch]), strict=True))
+
+    def run_batch(
+        self, model: LoadedModel, new_tokens: Mapping[int, Sequence[int]], kept_rows: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Run the new tokens of each request in one packed batch; return the logits of the kept rows."""
+        self.kept_rows = None if kept_rows is None else torch.tensor(kept_rows)
         self.batch = [(request, len(tokens)) for request, tokens in new_tokens.items()]
         ids = torch.tensor([token for tokens in new_tokens.values() for token in tokens])
         starts = {request: self._lengths.get(request, 0) for request in new_tokens}
@@ -79,14 +97,20 @@ class DenseLayers(Mapping[str, DenseLayer]):
         logits = model.forward(ids, positions, torch.arange(len(ids)))
         for request, tokens in new_tokens.items():
             self._lengths[request] = starts[request] + len(tokens)
-        return dict(zip(new_tokens, logits.split([count for _, count in self.batch]), strict=True))
+        return logits
 
-    def run_packed(self, model: LoadedModel, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Run whole prompts in one batch, as new requests; return the logits of each."""
+    def run_packed(
+        self, model: LoadedModel, prompts: Sequence[Sequence[int]], last_only: bool = False
+    ) -> list[torch.Tensor]:
+        """Run whole prompts in one batch, as new requests; return the logits of each, or of its last row."""
         for layer in self.values():
             layer.cache.clear()
         self._lengths.clear()
-        return list(self.step(model, dict(enumerate(prompts))).values())
+        new_tokens = dict(enumerate(prompts))
+        if not last_only:
+            return list(self.step(model, new_tokens).values())
+        ends = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1
+        return list(self.run_batch(model, new_tokens, ends.tolist()).split(1))
 
 
 @pytest.fixture(autouse=True, scope="session")

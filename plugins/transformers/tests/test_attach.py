@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def test_detaching_gives_back_the_very_logits(family: str, tmp_path: Path, dense
     before, implementation = plain_logits(model), model.model.config._attn_implementation
     layers = dense_layers(model.description.layers)
     model.attach(layers)
-    model.self_check(lambda prompts: layers.run_packed(model, prompts))
+    model.self_check(partial(layers.run_packed, model))
     model.detach()
     assert implementation == model.model.config._attn_implementation
     assert torch.equal(before, plain_logits(model))
@@ -67,7 +68,7 @@ def test_a_detached_model_can_be_attached_again(tmp_path: Path, dense_layers: An
     for _ in range(2):
         layers = dense_layers(model.description.layers)
         model.attach(layers)
-        model.self_check(lambda prompts, layers=layers: layers.run_packed(model, prompts))
+        model.self_check(partial(layers.run_packed, model))
         model.detach()
 
 
@@ -144,15 +145,19 @@ def test_the_self_check_names_the_first_layer_that_differs(tmp_path: Path, dense
     with pytest.raises(
         ModelError, match=r"gives other logits in a packed batch than alone, from layer 'model.layers.1\."
     ):
-        model.self_check(lambda prompts: layers.run_packed(model, prompts))
+        model.self_check(partial(layers.run_packed, model))
 
 
 def test_the_self_check_refuses_what_is_not_finite(tmp_path: Path, dense_layers: Any) -> None:
     model = load(tmp_path, "llama")
     layers = dense_layers(model.description.layers)
     model.attach(layers)
+
+    def run_packed(prompts: list[list[int]], last_only: bool = False) -> list[torch.Tensor]:
+        return [logits * float("nan") for logits in layers.run_packed(model, prompts)]
+
     with pytest.raises(ModelError, match="though every attention layer's output agrees"):
-        model.self_check(lambda prompts: [logits * float("nan") for logits in layers.run_packed(model, prompts)])
+        model.self_check(run_packed)
 
 
 def test_the_self_check_accepts_bfloat16(tmp_path: Path, dense_layers: Any) -> None:
@@ -160,4 +165,4 @@ def test_the_self_check_accepts_bfloat16(tmp_path: Path, dense_layers: Any) -> N
     model = TransformersAdapter().load(tmp_path, device="cpu", dtype="bfloat16")
     layers = dense_layers(model.description.layers)
     model.attach(layers)
-    model.self_check(lambda prompts: layers.run_packed(model, prompts))
+    model.self_check(partial(layers.run_packed, model))

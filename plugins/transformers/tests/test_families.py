@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def test_the_self_check_accepts_it(family: str, tmp_path: Path, dense_layers: An
     model = TransformersAdapter().load(tmp_path, device="cpu", dtype="float32")
     layers = dense_layers(model.description.layers)
     model.attach(layers)
-    model.self_check(lambda prompts: layers.run_packed(model, prompts))
+    model.self_check(partial(layers.run_packed, model))
 
 
 def test_the_text_part_of_a_composite_model_runs(tmp_path: Path, dense_layers: Any) -> None:

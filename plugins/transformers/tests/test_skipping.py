@@ -1,0 +1,244 @@
+"""A model's last layers compute only the kept rows; which layers can, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from kvframe_transformers.adapter import TransformersAdapter
+from kvframe_transformers.model import TransformersModel
+from kvframe_transformers.skipping import blocks_from
+from kvframe_transformers.testing import save_tiny
+from torch import nn
+
+from kvframe.errors import ModelError
+
+FAMILIES = ("gemma3n_text", "gemma4_text")
+SKIPPED = ("model.layers.4.self_attn", "model.layers.5.self_attn")
+BATCH = {0: list(range(9)), 1: list(range(40, 64)), 2: [7]}
+NUM_ROWS = 34
+
+
+def load(path: Path, family: str, **overrides: Any) -> TransformersModel:
+    save_tiny(path, family, **overrides)
+    model = TransformersAdapter().load(path, device="cpu", dtype="float32")
+    assert isinstance(model, TransformersModel)
+    return model
+
+
+def attached(model: TransformersModel, dense_layers: Any, skipped: Sequence[str] = SKIPPED) -> Any:
+    layers = dense_layers(model.description.layers)
+    layers.skipped = tuple(skipped)
+    model.attach(layers)
+    return layers
+
+
+# --- what the kept rows give ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kept_rows",
+    [
+        [8, 32, 33],
+        [33],
+        [0],
+        [5, 6, 7, 8, 33],
+        [8, 32, 33, 33, 33, 33],
+        [*range(20), *[33] * 14],  # as many as the tokens
+        [*range(NUM_ROWS)],
+        [*range(NUM_ROWS), 33, 33],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kept_rows_have_the_logits_of_a_step_with_all(
+    family: str, kept_rows: list[int], tmp_path: Path, dense_layers: Any
+) -> None:
+    model = load(tmp_path, family)
+    expected = attached(model, dense_layers).run_batch(model, BATCH)[kept_rows]
+    model.detach()
+    got = attached(model, dense_layers).run_batch(model, BATCH, kept_rows)
+    torch.testing.assert_close(got, expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_later_steps_read_what_skipped_layers_never_computed(family: str, tmp_path: Path, dense_layers: Any) -> None:
+    model = load(tmp_path, family)
+    layers = attached(model, dense_layers)
+    layers.run_batch(model, BATCH)
+    expected = layers.run_batch(model, {0: [3], 1: [4, 5, 6], 2: [8]})
+    model.detach()
+    layers = attached(model, dense_layers)
+    layers.run_batch(model, BATCH, [33])
+    got = layers.run_batch(model, {0: [3], 1: [4, 5, 6], 2: [8]}, [0, 3, 4])
+    torch.testing.assert_close(got, expected[[0, 3, 4]], rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_everything_in_the_skipped_blocks_sees_only_kept_rows(family: str, tmp_path: Path, dense_layers: Any) -> None:
+    model = load(tmp_path, family)
+    layers = attached(model, dense_layers)
+    seen: set[torch.Size] = set()
+    for block in model.model.model.layers[4:]:
+        for module in block.modules():
+            module.register_forward_hook(
+                lambda module, args, out: seen.update(x.shape for x in args if isinstance(x, torch.Tensor))
+            )
+    layers.run_batch(model, BATCH, [8, 32, 33])
+    assert any(3 in shape for shape in seen)
+    assert set() == {shape for shape in seen if NUM_ROWS in shape}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_skipped_layers_have_no_projection_of_keys_or_values(family: str, tmp_path: Path) -> None:
+    """Whoever reads another layer's cache has none in these families, so none can run."""
+    paths = [path for path, _ in load(tmp_path, family).model.named_modules() if path.startswith(SKIPPED)]
+    assert f"{SKIPPED[0]}.q_proj" in paths
+    assert not [path for path in paths if path.endswith(("k_proj", "v_proj", "k_norm", "v_norm"))]
+
+
+# --- attaching and detaching ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_detaching_leaves_no_hook_and_the_very_logits(family: str, tmp_path: Path, dense_layers: Any) -> None:
+    model = load(tmp_path, family)
+    tokens = torch.arange(12)[None]
+    with torch.inference_mode():
+        before = model.model(tokens).logits
+    layers = attached(model, dense_layers)
+    layers.run_batch(model, BATCH, [8, 32, 33])
+    model.detach()
+    assert [] == [m for m in model.model.modules() if m._forward_hooks or m._forward_pre_hooks]
+    with torch.inference_mode():
+        assert torch.equal(before, model.model(tokens).logits)
+
+
+def test_a_model_whose_layers_skip_nothing_gets_no_hook(tmp_path: Path, dense_layers: Any) -> None:
+    model = load(tmp_path, "gemma3n_text")
+    attached(model, dense_layers, ())
+    assert [] == [m for m in model.model.modules() if m._forward_hooks or m._forward_pre_hooks]
+
+
+def test_layers_that_cannot_be_skipped_are_refused(tmp_path: Path, dense_layers: Any) -> None:
+    model = load(tmp_path, "gemma3n_text")
+    with pytest.raises(ModelError, match=r"cannot leave rows out from layer 'model.layers.4.self_attn' on"):
+        attached(model, dense_layers, SKIPPED[:1])
+    assert [] == [m for m in model.model.modules() if m._forward_hooks or m._forward_pre_hooks]
+
+
+def test_a_model_that_needs_all_rows_behind_its_layers_is_refused(tmp_path: Path, dense_layers: Any) -> None:
+    model = load(tmp_path, "gemma4_text")
+    seen: list[torch.Tensor] = []
+    model.model.model.embed_tokens.register_forward_hook(lambda module, args, out: seen.append(out))
+    model.model.model.norm.register_forward_pre_hook(lambda module, args: (args[0] + seen[-1],))
+    with pytest.raises(ModelError, match="it gave 3 logits of a step with three that keeps one"):
+        attached(model, dense_layers)
+
+
+def test_blocks_that_are_not_chained_are_refused_where_padding_makes_rows_as_many_as_tokens(
+    tmp_path: Path, dense_layers: Any
+) -> None:
+    model = load(tmp_path, "gemma4_text")
+    model.model.model.layers[4].register_forward_hook(lambda module, args, out: out.clone())
+    layers = attached(model, dense_layers)
+    layers.run_batch(model, {0: [1, 2, 3]}, [2])
+    model.model.model.layers[4].register_forward_hook(lambda module, args, out: out.clone())
+    with pytest.raises(ModelError, match="Gemma4TextDecoderLayer is not given what the block before it returned"):
+        layers.run_batch(model, {1: [1, 2, 3]}, [1, 2, 2])
+
+
+# --- the self-check ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_self_check_accepts_it(family: str, tmp_path: Path, dense_layers: Any) -> None:
+    model = load(tmp_path, family)
+    model.self_check(partial(attached(model, dense_layers).run_packed, model))
+
+
+def test_the_self_check_refuses_a_block_that_looks_at_other_tokens(tmp_path: Path, dense_layers: Any) -> None:
+    model = load(tmp_path, "gemma3n_text")
+    # Of the two last tokens' rows it makes something else than of all rows.
+    model.model.model.layers[5].mlp.register_forward_hook(lambda module, args, out: -out if out.shape[1] == 2 else out)
+    with pytest.raises(ModelError, match=r"its layers from 'model.layers.4.self_attn' on compute only the last tokens"):
+        model.self_check(partial(attached(model, dense_layers).run_packed, model))
+
+
+# --- which layers can be skipped --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_trailing_layers_can_be_skipped(family: str, tmp_path: Path) -> None:
+    model = load(tmp_path, family)
+    assert [True, True] == [model.can_skip(SKIPPED), model.can_skip(SKIPPED[1:])]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_before_one_that_computes_all_rows_cannot(family: str, tmp_path: Path) -> None:
+    model = load(tmp_path, family)
+    assert [False, False, False] == [
+        model.can_skip(names) for names in (SKIPPED[:1], ("model.layers.3.self_attn", SKIPPED[1]), ())
+    ]
+
+
+class Block(nn.Module):
+    """A block with one attention, or with two as a decoder over an encoder has them."""
+
+    def __init__(self, num_attentions: int = 1) -> None:
+        super().__init__()
+        self.attention = nn.Identity() if num_attentions == 1 else nn.ModuleList([nn.Identity(), nn.Identity()])
+
+
+class Stack(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.last = Block()
+
+
+def test_blocks_behind_the_first_skipped_one_are_cut_with_or_without_attention() -> None:
+    model = Stack(Block(), Block(), nn.Linear(2, 2), Block())
+    attention = ["blocks.0.attention", "blocks.1.attention", "blocks.3.attention"]
+    assert tuple(model.blocks)[1:] == blocks_from(model, attention, attention[1:])
+
+
+def test_an_attention_layer_outside_of_a_list_of_blocks_cannot_be_skipped() -> None:
+    model = Stack(Block(), Block())
+    attention = ["blocks.0.attention", "blocks.1.attention", "last.attention"]
+    assert blocks_from(model, attention, attention[2:]) is None
+    assert blocks_from(model, attention, attention[1:]) is None
+
+
+def test_a_block_that_also_holds_a_layer_of_all_rows_cannot_be_skipped() -> None:
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own, self.cross = nn.Identity(), nn.Identity()
+
+    model = Stack(Decoder(), Decoder())
+    attention = ["blocks.0.own", "blocks.0.cross", "blocks.1.own", "blocks.1.cross"]
+    assert blocks_from(model, attention, attention[3:]) is None
+    assert tuple(model.blocks)[1:] == blocks_from(model, attention, attention[2:])
+
+
+def test_layers_of_different_lists_cannot_be_skipped_together() -> None:
+    model = nn.ModuleDict({"a": Stack(Block()), "b": Stack(Block())})
+    attention = ["a.blocks.0.attention", "b.blocks.0.attention"]
+    assert blocks_from(model, attention, attention) is None
+
+
+def test_a_temperature_of_a_skipped_layer_is_that_of_its_kept_rows(tmp_path: Path, dense_layers: Any) -> None:
+    """No family has both yet; here Llama 4's last layer reads the cache of the full layer before it."""
+    model = load(tmp_path, "llama4_text")
+    last = attrs.evolve(model.description.layers[3], shares_with="model.layers.1.self_attn")
+    model.description = attrs.evolve(model.description, layers=(*model.description.layers[:3], last))
+    expected = attached(model, dense_layers, ()).run_batch(model, BATCH)
+    model.detach()
+    got = attached(model, dense_layers, [last.name]).run_batch(model, BATCH, [8, 32, 33])
+    torch.testing.assert_close(got, expected[[8, 32, 33]], rtol=0, atol=2e-4)
