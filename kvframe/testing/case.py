@@ -90,8 +90,7 @@ class Case:
         layer: The layer, as the model has it; its spec is an attention spec.
         requests: The batch.
         causal: The batch's ``causal``.
-        num_padding: Padded requests, tokens and generating rows behind the batch.
-        static_shapes: The batch's ``static_shapes``.
+        num_padding: Padded requests, tokens and generating rows behind the batch, which then has ``static_shapes``.
         wrappers: The layer's wrapper chain, as a stack gives it.
     """
 
@@ -100,7 +99,6 @@ class Case:
     requests: tuple[Request, ...]
     causal: bool = True
     num_padding: int = 0
-    static_shapes: bool = False
     wrappers: WrapperChain = ()
 
     @property

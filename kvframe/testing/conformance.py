@@ -14,7 +14,7 @@ from kvframe.attention.backend import AttentionBackend
 from kvframe.testing.case import Case
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.reference import dense_attention, visible_tokens
-from kvframe.testing.step import ContractError, Inputs, Output, draw_inputs, run_step
+from kvframe.testing.step import Inputs, Output, draw_inputs, run_step
 
 ERROR_FACTOR = 2
 """A backend may err by this factor more than the reference does in the same dtype."""
@@ -47,7 +47,7 @@ def check_backend(
         sinks = torch.randn(case.query.num_heads, generator=generator).to(case.query_dtype)
     try:
         output = run_step(backend_class, case, inputs, sinks, torch.device(device), poison)
-    except ContractError as error:
+    except ConformanceError as error:
         raise _failure(backend_class, case, str(error)) from error
     expected = (output.num_tokens, case.query.num_heads, case.spec.head_size_v), case.query_dtype
     found = tuple(output.values.shape), output.values.dtype

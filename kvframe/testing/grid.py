@@ -188,7 +188,7 @@ PARTLY_GENERATING: Mapping[str, tuple[Request, ...]] = {
 def _cases(name: str, layer: LayerSpec, batches: Mapping[str, tuple[Request, ...]]) -> Iterator[Case]:
     for batch, requests in batches.items():
         yield Case(name=f"{name}-{batch}", layer=layer, requests=requests)
-        if batch in ("decode", "mixed"):
+        if batch in ("decode", "mixed", *PARTLY_GENERATING):
             yield Case(name=f"{name}-{batch}-padded", layer=layer, requests=requests, num_padding=NUM_PADDING)
 
 
@@ -221,16 +221,10 @@ def _chain_cases(chain: WrapperChain, capabilities: Capabilities, device: str) -
                 if chain_refusals(chain, layer, capabilities, device):
                     continue
                 name = f"{label}-{mask}-block={block_size}{suffix}"
-                cases = [*_cases(name, layer, {**make_batches(block_size), **PARTLY_GENERATING})]
-                if chain_capture(chain) is GraphCapture.ALWAYS:
-                    cases += [
-                        attrs.evolve(
-                            case, name=f"{case.name}-padded-static", num_padding=NUM_PADDING, static_shapes=True
-                        )
-                        for case in cases
-                        if not case.num_padding
-                    ]
-                cases = [attrs.evolve(case, wrappers=chain) for case in cases]
+                batches = {**make_batches(block_size), **PARTLY_GENERATING}
+                cases = [attrs.evolve(case, wrappers=chain) for case in _cases(name, layer, batches)]
+                if chain_capture(chain) is not GraphCapture.ALWAYS:
+                    cases = [case for case in cases if not case.num_padding]
                 yield from cases
                 if mask == "full" and any_causality and "bidirectional" in capabilities.masks:
                     yield from _not_causal(cases)

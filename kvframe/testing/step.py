@@ -14,22 +14,19 @@ import torch
 
 from kvframe.attention.backend import AttentionBackend
 from kvframe.attention.metadata import NO_EXTENSIONS, SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
+from kvframe.attention.padding import pad_metadata
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.attention.wrapper import DROPS_TOKENS, WrapperChain, apply_chain, bind_chain
 from kvframe.cache.block_table import BlockTable
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.storage import KVCacheStorage
-from kvframe.errors import KVFrameError
 from kvframe.groups import Grouping, group_layers
 from kvframe.plan import KVCachePlan, plan_cache
 from kvframe.specs import LayerSpec
 from kvframe.testing.case import Case
+from kvframe.testing.laws import ConformanceError
 
 _SPREAD = 1.5
-
-
-class ContractError(KVFrameError):
-    """A backend or a wrapper does what the contract forbids, whatever it computes."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -99,7 +96,7 @@ def run_step(
         poison: What lies where no live state is.
 
     Raises:
-        ContractError: The chain keeps other tokens than those that generate, or somebody wrote where nobody may.
+        ConformanceError: The chain keeps other tokens than those that generate, or somebody wrote where nobody may.
         WrapperError: The chain refuses the layer or the step.
     """
     chain, seen, _ = bind_chain(case.wrappers, case.layer)
@@ -158,7 +155,7 @@ def _kept_rows(
     expected = metadata.num_generating if drops else metadata.num_actual_tokens, len(kept)
     found = wrapped.num_actual_tokens, wrapped.slot_mapping.shape[0]
     if found != expected:
-        raise ContractError(
+        raise ConformanceError(
             f"the chain keeps {found[0]} tokens, {found[1]} with padding, of {metadata.num_actual_tokens}, of which "
             f"{metadata.num_generating} generate"
         )
@@ -221,7 +218,7 @@ class _WriteGuard:
         # As bytes: NaN is then the same as itself.
         pairs = zip(self._tensors, self._copies, strict=True)
         if not all(torch.equal(tensor.view(torch.uint8), copy.view(torch.uint8)) for tensor, copy in pairs):
-            raise ContractError(message)
+            raise ConformanceError(message)
 
 
 # --- the batch metadata -----------------------------------------------------------------------------------------------
@@ -245,28 +242,16 @@ def _make_metadata(
     )
     (metadata,) = build_metadata(batch, manager.tables, device)
     metadata = attrs.evolve(metadata, causal=case.causal)
-    if case.num_padding:
-        metadata = _pad(metadata, case.num_padding)
-    return attrs.evolve(metadata, static_shapes=case.static_shapes)
-
-
-def _pad(metadata: CommonAttentionMetadata, num: int) -> CommonAttentionMetadata:
-    end = torch.full((num,), metadata.num_actual_tokens, dtype=torch.int32)
-    none = torch.zeros(num, dtype=torch.int32)
-    device = metadata.seq_lens.device
-    table, slot_mapping = metadata.block_table, metadata.slot_mapping
-    last = metadata.generating_indices_cpu[-1:].repeat(num)
-    return attrs.evolve(
+    if not case.num_padding:
+        return metadata
+    return pad_metadata(
         metadata,
-        query_start_loc=torch.cat([metadata.query_start_loc, end.to(device)]),
-        query_start_loc_cpu=torch.cat([metadata.query_start_loc_cpu, end]),
-        seq_lens=torch.cat([metadata.seq_lens, none.to(device)]),
-        seq_lens_cpu=torch.cat([metadata.seq_lens_cpu, none]),
-        num_reqs=metadata.num_reqs + num,
-        block_table=torch.cat([table, table.new_zeros(num, table.shape[1])]),
-        slot_mapping=torch.cat([slot_mapping, slot_mapping.new_zeros(num)]),
-        generating_indices=torch.cat([metadata.generating_indices, last.to(device)]),
-        generating_indices_cpu=torch.cat([metadata.generating_indices_cpu, last]),
+        num_reqs=metadata.num_reqs + case.num_padding,
+        num_tokens=metadata.num_actual_tokens + case.num_padding,
+        num_generating=len(metadata.generating_indices) + case.num_padding,
+        # A graph that is not of decodes alone is made for longer requests than any in the batch.
+        max_query_len=metadata.max_query_len + (metadata.max_query_len > 1),
+        max_seq_len=metadata.max_seq_len + metadata.block_size,
     )
 
 

@@ -1,0 +1,232 @@
+"""Which wrapper chains and backends compose: of all that are installed, each pair is computed or refused with a code.
+
+``python -m kvframe.testing.composition plugins/COMPOSITION.md`` writes the matrix; with ``--check`` it says whether the
+file is up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvframe.attention.backend import AttentionBackend, Capabilities
+from kvframe.attention.capture import GraphCapture
+from kvframe.attention.wrapper import WrapperChain, chain_capture
+from kvframe.errors import PluginError, WrapperError
+from kvframe.plugins import load_plugins
+from kvframe.registry import Registry
+from kvframe.specs import LayerSpec, align_up
+from kvframe.testing.case import Case, Request
+from kvframe.testing.conformance import check_backend
+from kvframe.testing.grid import SOFT_CAP, chain_refusals, make_layer, share_cache
+from kvframe.testing.laws import ConformanceError
+
+EQUAL = "equal"
+WRONG = "WRONG"
+
+MAX_CHAIN = 2
+"""Wrappers of a chain at most: every pair is in the matrix, one with itself too."""
+
+NOT_CAUSAL = ", batch not causal"
+SHARING = ", sharing a cache"
+
+LAYERS: Mapping[str, Callable[[int], Mapping[str, Any]]] = {
+    "full": lambda block_size: {},
+    f"full{NOT_CAUSAL}": lambda block_size: {},
+    "window": lambda block_size: {"window": 5},
+    "window and sink tokens": lambda block_size: {"window": 5, "num_sink_tokens": 3},
+    "chunks of whole blocks": lambda block_size: {"chunk": 2 * block_size},
+    "chunks that end within a block": lambda block_size: {"chunk": block_size + 3},
+    "bidirectional": lambda block_size: {"causal": False},
+    "soft cap and learned sinks": lambda block_size: {"soft_cap": SOFT_CAP, "has_sinks": True},
+    "chunks of whole blocks, soft cap and learned sinks": lambda block_size: {
+        "chunk": 2 * block_size,
+        "soft_cap": SOFT_CAP,
+        "has_sinks": True,
+    },
+}
+"""Every kind of layer by name, as options of the grid's layers by block size."""
+
+STEPS: Mapping[str, tuple[Request, ...]] = {
+    "mixed": (Request(13, 1), Request(0, 9), Request(0, 6, 0), Request(11, 4, 4), Request(5, 9, 0), Request(3, 8)),
+    "decodes": (Request(13, 1), Request(0, 1), Request(8, 3, 3), Request(7, 1)),
+    "unfinished": (Request(0, 9, 0), Request(7, 6, 0)),
+}
+"""A step with some of everything, one in which all tokens generate, one in which none does."""
+
+NUM_PADDING = 2
+
+INTRODUCTION = """\
+# Which wrappers and backends compose
+
+Every chain of up to two wrappers, before every backend, on every kind of layer. A layer that shares another's cache has
+a row of its own where it fares differently. A cell says one of two things:
+
+- equal: mixed batches, decodes with draft tokens and unfinished prefills, also padded to the sizes of a graph, gave
+  what dense attention under the layer's own mask gives, within the error of the dtype;
+- a `code`: refused, by a wrapper or by what the backend declares. Whoever asks for it reads the sentence that goes
+  with the code.
+
+It was made from what is installed, with `python -m kvframe.testing.composition plugins/COMPOSITION.md`.
+"""
+
+
+@attrs.frozen(kw_only=True)
+class Cell:
+    """One chain before one backend, on one kind of layer.
+
+    Attributes:
+        chain: The wrappers' names, in order.
+        layer: The kind of layer.
+        backend: The backend's name.
+        verdict: ``EQUAL``, ``WRONG``, or the codes with which it was refused.
+        detail: What is wrong, for a person; empty where nothing is.
+    """
+
+    chain: tuple[str, ...]
+    layer: str
+    backend: str
+    verdict: str
+    detail: str = ""
+
+
+def compose(registry: Registry, device: str = "cpu") -> tuple[Cell, ...]:
+    """Return every cell.
+
+    Args:
+        registry: The wrappers and backends. Wrappers are made without options: the layers decide their parameters.
+        device: Where the backends run.
+    """
+    return tuple(
+        Cell(chain=names, layer=layer, backend=backend, verdict=verdict, detail=detail)
+        for length in range(MAX_CHAIN + 1)
+        for names in itertools.product(registry.wrappers.names(), repeat=length)
+        for backend in registry.backends.names()
+        for layer, verdict, detail in _judge_layers(registry, names, backend, device)
+    )
+
+
+def _judge_layers(
+    registry: Registry, names: Sequence[str], backend: str, device: str
+) -> Iterator[tuple[str, str, str]]:
+    """Yield each kind of layer with its verdict and detail."""
+    labels = [label + sharing for label in LAYERS for sharing in ("", SHARING)]
+    try:
+        backend_class: type[AttentionBackend] = registry.backends.load(backend)
+        chain: WrapperChain = tuple(registry.wrappers.load(name)() for name in names)
+        unusable = "environment" if backend_class.unusable_reason() else ""
+    except (PluginError, TypeError) as error:
+        unusable = "import" if isinstance(error, PluginError) else "options"
+    if unusable:
+        yield from ((label, unusable, "") for label in labels)
+        return
+    for label in labels:
+        layer = _make_layer(label, backend_class.capabilities)
+        yield label, *_judge(backend_class, chain, label, layer, device)
+
+
+def _make_layer(label: str, capabilities: Capabilities) -> LayerSpec:
+    block_size = align_up(4, capabilities.block_size_multiple)
+    layer = make_layer(capabilities, block_size=block_size, **LAYERS[label.removesuffix(SHARING)](block_size))
+    return share_cache(layer) if label.endswith(SHARING) else layer
+
+
+def _judge(
+    backend_class: type[AttentionBackend], chain: WrapperChain, label: str, layer: LayerSpec, device: str
+) -> tuple[str, str]:
+    capabilities = backend_class.capabilities
+    codes = [refusal.code for refusal in chain_refusals(chain, layer, capabilities, device)]
+    causal = NOT_CAUSAL not in label
+    if not codes and not causal and not capabilities.masks & {"bidirectional", "live_range"}:
+        codes = ["mask_bidirectional"]
+    if codes:
+        return " ".join(codes), ""
+    try:
+        for case in _cases(chain, label, layer, causal):
+            check_backend(backend_class, case, device)
+    except WrapperError as error:
+        return error.code, ""
+    except ConformanceError as error:
+        return WRONG, str(error)
+    return EQUAL, ""
+
+
+def _cases(chain: WrapperChain, label: str, layer: LayerSpec, causal: bool) -> Iterator[Case]:
+    for step, requests in STEPS.items():
+        name = f"{label}: {step}"
+        case = Case(name=name, layer=layer, requests=requests, causal=causal, wrappers=chain)
+        yield case
+        if chain_capture(chain) is GraphCapture.ALWAYS:
+            yield attrs.evolve(case, name=f"{name}, padded", num_padding=NUM_PADDING)
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def render(cells: Sequence[Cell]) -> str:
+    """Return the matrix as Markdown: a table per chain, with a row per kind of layer and a column per backend."""
+    parts = [INTRODUCTION]
+    tables = []
+    refused = []
+    for chain, group in itertools.groupby(cells, key=lambda cell: cell.chain):
+        members = [*group]
+        title = " → ".join(f"`{name}`" for name in chain) or "No wrapper"
+        verdicts = {cell.verdict for cell in members}
+        if len(verdicts) == 1 and EQUAL not in verdicts and WRONG not in verdicts:
+            refused.append(f"- {title}: {_shown(verdicts.pop())}\n")
+        else:
+            tables.append(f"## {title}\n\n{_table(members)}")
+    parts += tables
+    if refused:
+        parts.append(f"## Refused on every layer\n\n{''.join(refused)}")
+    return "\n".join(parts)
+
+
+def _table(cells: Sequence[Cell]) -> str:
+    backends = [*dict.fromkeys(cell.backend for cell in cells)]
+    found: dict[str, list[str]] = {}
+    for cell in cells:
+        found.setdefault(cell.layer, []).append(_shown(cell.verdict))
+    rows = [["layer", *(f"`{backend}`" for backend in backends)]]
+    for layer, verdicts in found.items():
+        if not layer.endswith(SHARING) or verdicts != found[layer.removesuffix(SHARING)]:
+            rows.append([layer, *verdicts])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    return "".join(
+        f"| {' | '.join(text.ljust(width) for text, width in zip(row, widths, strict=True))} |\n" for row in rows
+    )
+
+
+def _shown(verdict: str) -> str:
+    if verdict in (EQUAL, WRONG):
+        return verdict
+    return ", ".join(f"`{code}`" for code in verdict.split())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the matrix of what is installed, or check a file; return 1 if something is wrong or out of date."""
+    parser = argparse.ArgumentParser(prog="python -m kvframe.testing.composition", description=compose.__doc__)
+    parser.add_argument("file", type=Path, help="where the matrix is, as Markdown")
+    parser.add_argument("--check", action="store_true", help="write nothing, say whether the file is up to date")
+    options = parser.parse_args(arguments)
+    cells = compose(load_plugins().registry)
+    text = render(cells)
+    wrong = [cell.detail for cell in cells if cell.verdict == WRONG]
+    if not options.check:
+        options.file.write_text(text)
+    elif not options.file.exists() or options.file.read_text() != text:
+        wrong.append(f"{options.file} is not what is installed: run this without --check")
+    for sentence in wrong:
+        print(sentence, file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Every pair of wrappers and backends computes what the layer's mask says or is refused with a code: the matrix."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from kvframe import hookimpl, load_plugins
+from kvframe.attention.backend import Capabilities
+from kvframe.builtin.torch_reference import TorchReferenceBackend
+from kvframe.hookspecs import Register
+from kvframe.registry import Registry
+from kvframe.testing import composition
+from kvframe.testing.composition import EQUAL, WRONG, Cell, compose, main, render
+
+FILE = Path(__file__).resolve().parents[1] / "plugins" / "COMPOSITION.md"
+CODE = re.compile(r"[a-z][a-z0-9_]*( [a-z][a-z0-9_]*)*")
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return load_plugins().registry
+
+
+@pytest.fixture(scope="module")
+def cells(registry: Registry) -> tuple[Cell, ...]:
+    torch.set_num_threads(1)
+    return compose(registry)
+
+
+def test_the_file_is_what_is_installed(cells: tuple[Cell, ...]) -> None:
+    assert FILE.read_text() == render(cells), "run python -m kvframe.testing.composition plugins/COMPOSITION.md"
+
+
+def test_every_chain_before_every_backend_is_equal_or_refused_with_a_code(cells: tuple[Cell, ...]) -> None:
+    assert [] == [cell for cell in cells if cell.verdict == WRONG]
+    assert [] == [cell for cell in cells if not CODE.fullmatch(cell.verdict)]
+
+
+def test_every_chain_of_up_to_two_wrappers_stands_before_every_backend(
+    registry: Registry, cells: tuple[Cell, ...]
+) -> None:
+    wrappers = registry.wrappers.names()
+    chains = {(), *((name,) for name in wrappers), *itertools.product(wrappers, repeat=2)}
+    expected = {(chain, backend) for chain in chains for backend in registry.backends.names()}
+    assert expected == {(cell.chain, cell.backend) for cell in cells}
+
+
+def test_every_wrapper_and_every_backend_computes_something(registry: Registry, cells: tuple[Cell, ...]) -> None:
+    equal = [cell for cell in cells if cell.verdict == EQUAL]
+    assert {*registry.wrappers.names()} == {name for cell in equal for name in cell.chain}
+    assert {*registry.backends.names()} == {cell.backend for cell in equal if cell.chain}
+
+
+@pytest.mark.parametrize(
+    ("verdict", "chain", "layer"),
+    [
+        (EQUAL, ("decode_only",), "window and sink tokens, sharing a cache"),
+        ("keeps_cache", ("decode_only",), "window and sink tokens"),
+        (EQUAL, ("chunked_local",), "chunks of whole blocks"),
+        ("no_chunk", ("chunked_local",), "full"),
+        (EQUAL, ("decode_only", "chunked_local"), "chunks of whole blocks, sharing a cache"),
+        (EQUAL, ("decode_only", "chunked_local"), "chunks that end within a block, sharing a cache"),
+        ("chain_order", ("chunked_local", "decode_only"), "chunks of whole blocks, sharing a cache"),
+    ],
+)
+def test_the_two_wrappers_compose_before_both_torch_backends(
+    verdict: str, chain: tuple[str, ...], layer: str, cells: tuple[Cell, ...]
+) -> None:
+    found = {cell.backend: cell.verdict for cell in cells if (cell.chain, cell.layer) == (chain, layer)}
+    assert {"torch": verdict, "torch_reference": verdict} == {
+        name: found[name] for name in ("torch", "torch_reference")
+    }
+
+
+# --- what is not composed yet -----------------------------------------------------------------------------------------
+
+
+class SlightlyWrong(TorchReferenceBackend):
+    capabilities = Capabilities(devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), masks=frozenset({"causal"}))
+
+    def forward(self, *args: object) -> torch.Tensor:
+        return super().forward(*args) + 0.01  # type: ignore[arg-type]
+
+
+class Elsewhere(TorchReferenceBackend):
+    @classmethod
+    def unusable_reason(cls) -> str | None:
+        return "it runs elsewhere"
+
+
+def plugin_with(**backends: type | str) -> ModuleType:
+    @hookimpl
+    def kvframe_register_backends(register: Register) -> None:
+        for name, target in backends.items():
+            register(name, target)
+
+    module = ModuleType("another_plugin")
+    vars(module)["kvframe_register_backends"] = kvframe_register_backends
+    return module
+
+
+def test_another_plugin_changes_the_matrix_and_its_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(composition, "MAX_CHAIN", 0)
+    plugin = plugin_with(slightly_wrong=SlightlyWrong, elsewhere=Elsewhere, gone="not_a_module:Backend")
+    cells = compose(load_plugins(plugins=[plugin]).registry)
+    full = {cell.backend: cell.verdict for cell in cells if cell.layer == "full"}
+    assert {
+        "elsewhere": "environment",
+        "gone": "import",
+        "slightly_wrong": WRONG,
+        "torch": EQUAL,
+        "torch_reference": EQUAL,
+    } == full
+    wrong = {cell.layer: cell.detail for cell in cells if cell.verdict == WRONG}
+    assert {"full", "full, sharing a cache"} == set(wrong)
+    assert "SlightlyWrong on full: mixed: 37 of 37 queries are wrong" in wrong["full"]
+    window = next(line for line in render(cells).splitlines() if line.startswith("| window  "))
+    assert ["`environment`", "`import`", "`mask_window`", "equal", "equal"] == [
+        cell.strip() for cell in window.split("|")[2:-1]
+    ]
+
+
+def test_the_command_writes_the_file_and_checks_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(composition, "MAX_CHAIN", 0)
+    monkeypatch.setattr(composition, "LAYERS", {"full": lambda block_size: {}})
+    file = tmp_path / "matrix.md"
+    assert main([str(file), "--check"]) == 1
+    assert f"{file} is not what is installed: run this without --check\n" == capsys.readouterr().err
+    assert not file.exists()
+    assert main([str(file)]) == 0
+    assert main([str(file), "--check"]) == 0
+    file.write_text(file.read_text().replace("equal", "wrong", 1))
+    assert main([str(file), "--check"]) == 1
