@@ -380,9 +380,21 @@ def test_a_batch_packed_in_the_wished_order_is_permuted_for_nobody() -> None:
     assert ordered(a="torch").attention.order_for(computed, new) is None
 
 
+def test_cache_groups_that_are_permuted_alike_keep_their_own_tables() -> None:
+    rules = [{"layers": "*", "backend": "short_ones"}]
+    layers = [layer("a", full()), layer("b", local(3)), layer("c", local(7))]
+    bench = Bench(layers, Stack.from_mapping({"rules": rules}), [ORDERED])
+    outputs = bench.run(MIXED)
+    assert 3 == len(bench.grouping.groups)
+    (permutation,) = {step.built.permutation for step in bench.attention._steps}
+    assert permutation is not None
+    assert all(close(bench.dense(spec, MIXED), outputs[spec.name]) for spec in layers)
+
+
 def test_the_capture_level_is_the_least_of_all_parts() -> None:
-    levels = {name: ordered(a=backend).attention.capture for name, backend in (("mine", "decodes"), ("torch", "torch"))}
-    assert {"mine": GraphCapture.UNIFORM, "torch": GraphCapture.NEVER} == levels
+    backends = {"mine": "decodes", "short": "short_ones", "torch": "torch"}
+    levels = {name: ordered(a=backend).attention.capture for name, backend in backends.items()}
+    assert {"mine": GraphCapture.DECODE, "short": GraphCapture.UNIFORM, "torch": GraphCapture.NEVER} == levels
 
 
 @pytest.mark.parametrize("stack", [Stack(), SKIPPING], ids=["all", "skipping"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import attrs
@@ -10,7 +10,7 @@ import attrs
 from kvframe.attention.group import AttentionGroup
 from kvframe.attention.identity import Identity
 from kvframe.attention.metadata import CommonAttentionMetadata
-from kvframe.attention.order import Permutation, is_ordered, permute
+from kvframe.attention.order import BatchOrder, Permutation, is_ordered, permute
 from kvframe.attention.wrapper import MetadataWrapper, apply_wrapper
 
 
@@ -29,6 +29,23 @@ class BuiltMetadata:
     permutation: Permutation | None
 
 
+@attrs.frozen(eq=False)
+class _Recipe:
+    """How one group's metadata comes about, with small numbers for what it has in common with other groups'.
+
+    Attributes:
+        group: The group.
+        place: Where the end of its chain stands in the step's list of metadata.
+        reuse: Equal for groups that read the same metadata if theirs is wrapped to the same.
+        chain: Equal for groups with equal chains, of any cache group.
+    """
+
+    group: AttentionGroup
+    place: int
+    reuse: int
+    chain: int
+
+
 class MetadataPlan:
     """What has to be worked out in a step, found once at set-up.
 
@@ -44,15 +61,12 @@ class MetadataPlan:
             groups: All attention groups.
             num_cache_groups: All cache groups.
         """
-        self._groups = tuple(groups)
         # Of each wrapper call: the metadata that it takes, by its place in the step's list, which starts with one per
         # cache group.
         self._calls: list[tuple[int, MetadataWrapper]] = []
-        self._ends: list[int] = []
+        self._recipes: list[_Recipe] = []
         places: dict[tuple[int, tuple[Identity, ...]], int] = {}
-        keys: dict[Any, int] = {}
-        self._reuse: list[int] = []
-        self._across: list[int] = []
+        numbers: dict[Hashable, int] = {}
         for group in groups:
             place = group.cache_group
             for length, wrapper in enumerate(group.wrappers, start=1):
@@ -61,9 +75,9 @@ class MetadataPlan:
                     places[beginning] = num_cache_groups + len(self._calls)
                     self._calls.append((place, wrapper))
                 place = places[beginning]
-            self._ends.append(place)
-            self._reuse.append(keys.setdefault(group.reuse_key, len(keys)))
-            self._across.append(keys.setdefault((group.reuse_key, group.wrapper_ids), len(keys)))
+            reuse = numbers.setdefault(group.reuse_key, len(numbers))
+            chain = numbers.setdefault(group.wrapper_ids, len(numbers))
+            self._recipes.append(_Recipe(group, place, reuse, chain))
 
     def build(self, metadata: Sequence[CommonAttentionMetadata]) -> list[BuiltMetadata]:
         """Return what each attention group reads, for a step or a sub-batch of one.
@@ -77,32 +91,54 @@ class MetadataPlan:
         wrapped = list(metadata)
         for place, wrapper in self._calls:
             wrapped.append(apply_wrapper(wrapper, wrapped[place]))
-        shared: dict[tuple[int, int], BuiltMetadata] = {}
-        found = []
-        for index, group in enumerate(self._groups):
-            common = wrapped[self._ends[index]]
-            same = (self._reuse[index], id(common))
-            if same not in shared:
-                shared[same] = self._build(group, self._across[index], common, shared)
-            found.append(shared[same])
-        return found
+        step = _Step()
+        return [step.build(recipe, wrapped[recipe.place]) for recipe in self._recipes]
 
-    def _build(
-        self,
-        group: AttentionGroup,
-        across: int,
-        common: CommonAttentionMetadata,
-        shared: dict[tuple[int, int], BuiltMetadata],
-    ) -> BuiltMetadata:
-        builder, permutation, num_rows = group.builder, None, common.slot_mapping.shape[0]
-        if builder.batch_order is not None and not is_ordered(builder.batch_order, common):
-            common, permutation = permute(common, builder.batch_order)
+
+class _Step:
+    """What one step, or sub-batch, has built so far."""
+
+    def __init__(self) -> None:
+        self._same: dict[tuple[int, int], BuiltMetadata] = {}
+        self._alike: dict[tuple[int, int, int], Any] = {}
+        self._ordered: dict[tuple[BatchOrder, int, int], tuple[CommonAttentionMetadata, Permutation]] = {}
+
+    def build(self, recipe: _Recipe, common: CommonAttentionMetadata) -> BuiltMetadata:
+        """Return a group's metadata, from what there is as far as possible."""
+        key = (recipe.reuse, id(common))
+        built = self._same.get(key)
+        if built is None:
+            num_rows, permutation = common.slot_mapping.shape[0], None
+            order = recipe.group.builder.batch_order
+            if order is not None and not is_ordered(order, common):
+                common, permutation = self._permute(order, recipe.chain, common)
+            built = self._same[key] = BuiltMetadata(self._build(recipe, common), num_rows, permutation)
+        return built
+
+    def _build(self, recipe: _Recipe, common: CommonAttentionMetadata) -> Any:
+        builder = recipe.group.builder
         if builder.table_fields is None:
-            return BuiltMetadata(builder.build(common), num_rows, permutation)
-        # Cache groups of one block size see the same step but for their tables.
-        alike = (across, -common.block_size)
-        if alike in shared:
-            fields = builder.refreshed_fields(shared[alike].metadata, common)
-            return BuiltMetadata(attrs.evolve(shared[alike].metadata, **fields), num_rows, permutation)
-        shared[alike] = BuiltMetadata(builder.build(common), num_rows, permutation)
-        return shared[alike]
+            return builder.build(common)
+        # Behind equal chains, cache groups of one block size see the same step but for their tables.
+        key = (recipe.reuse, recipe.chain, common.block_size)
+        first = self._alike.get(key)
+        if first is not None:
+            return attrs.evolve(first, **builder.refreshed_fields(first, common))
+        built = self._alike[key] = builder.build(common)
+        return built
+
+    def _permute(
+        self, order: BatchOrder, chain: int, common: CommonAttentionMetadata
+    ) -> tuple[CommonAttentionMetadata, Permutation]:
+        key = (order, chain, common.block_size)
+        first = self._ordered.get(key)
+        if first is None:
+            first = self._ordered[key] = permute(common, order)
+            return first
+        permuted, permutation = first
+        tables = attrs.evolve(
+            permuted,
+            block_table=common.block_table.index_select(0, permutation.requests),
+            slot_mapping=common.slot_mapping.index_select(0, permutation.tokens),
+        )
+        return tables, permutation

@@ -51,8 +51,15 @@ class AttentionGroup:
 
     @property
     def capture(self) -> GraphCapture:
-        """For which batches the group's whole path, chain and builder, can be captured."""
-        return min(chain_capture(self.wrappers), self.builder.capture)
+        """For which batches the group's whole path, chain and builder, can be captured.
+
+        A builder that asks for an order may get a permutation of its own in one step and none in the next: not so
+        where all requests are of one kind.
+        """
+        order, limit = self.builder.batch_order, GraphCapture.ALWAYS
+        if order is not None:
+            limit = GraphCapture.DECODE if order.extends_first else GraphCapture.UNIFORM
+        return min(chain_capture(self.wrappers), self.builder.capture, limit)
 
     @property
     def reuse_key(self) -> Hashable:
