@@ -43,30 +43,30 @@ class ChunkedLocal(MetadataWrapper):
     """
 
     name: ClassVar[str] = "chunked_local"
-    fields: ClassVar[Mapping[str, FieldUse]] = MappingProxyType(
-        {
-            "query_start_loc": FieldUse.RESET,
-            "query_start_loc_cpu": FieldUse.RESET,
-            "seq_lens": FieldUse.RESET,
-            "seq_lens_cpu": FieldUse.RESET,
-            "num_reqs": FieldUse.RESET,
-            "num_actual_tokens": FieldUse.CARRY,
-            "max_query_len": FieldUse.RESET,
-            "max_seq_len": FieldUse.RESET,
-            "block_table": FieldUse.SLICE,
-            "slot_mapping": FieldUse.CARRY,
-            "block_size": FieldUse.CARRY,
-            "num_generating": FieldUse.CARRY,
-            "generating_indices": FieldUse.CARRY,
-            "generating_indices_cpu": FieldUse.CARRY,
-            "causal": FieldUse.REJECT,
-            "static_shapes": FieldUse.CARRY,
-        }
-    )
+    fields: ClassVar[Mapping[str, FieldUse]] = {
+        "query_start_loc": FieldUse.RESET,
+        "query_start_loc_cpu": FieldUse.RESET,
+        "seq_lens": FieldUse.RESET,
+        "seq_lens_cpu": FieldUse.RESET,
+        "num_reqs": FieldUse.RESET,
+        "num_actual_tokens": FieldUse.CARRY,
+        "max_query_len": FieldUse.RESET,
+        "max_seq_len": FieldUse.RESET,
+        "block_table": FieldUse.SLICE,
+        "slot_mapping": FieldUse.CARRY,
+        "block_size": FieldUse.CARRY,
+        "num_generating": FieldUse.CARRY,
+        "generating_indices": FieldUse.CARRY,
+        "generating_indices_cpu": FieldUse.CARRY,
+        "causal": FieldUse.REJECT,
+        "static_shapes": FieldUse.CARRY,
+    }
     # Both tell something of the request that a virtual one is cut from, so each of its virtual requests is told.
-    extensions: ClassVar[Mapping[str, FieldUse]] = MappingProxyType(
-        {NUM_ACCEPTED_TOKENS: FieldUse.SLICE, ENCODER_SEQ_LENS: FieldUse.SLICE, SEQ_STARTS: FieldUse.REJECT}
-    )
+    extensions: ClassVar[Mapping[str, FieldUse]] = {
+        NUM_ACCEPTED_TOKENS: FieldUse.SLICE,
+        ENCODER_SEQ_LENS: FieldUse.SLICE,
+        SEQ_STARTS: FieldUse.REJECT,
+    }
     effects: ClassVar[frozenset[str]] = frozenset({VIRTUAL_REQUESTS})
     # A virtual request's positions are not those of the chunks.
     not_after: ClassVar[frozenset[str]] = frozenset({VIRTUAL_REQUESTS})

@@ -1,0 +1,110 @@
+"""The chunks' live ranges in plain numbers, and the fast derivations against the general ones."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvframe_chunked_local import ChunkedLocalSpec
+
+import kvframe
+from kvframe.builtin.full_attention import FullAttentionSpec
+from kvframe.errors import SpecError
+from kvframe.specs import AttentionMask, KVCacheSpec
+from kvframe.testing.laws import check_spec
+
+
+def chunked(chunk: int, block_size: int = 4) -> ChunkedLocalSpec:
+    return ChunkedLocalSpec(block_size=block_size, num_kv_heads=1, head_size=8, chunk=chunk)
+
+
+@pytest.mark.parametrize(
+    ("n", "expected"), [(0, ()), (1, ((0, 1),)), (3, ((0, 3),)), (4, ()), (5, ((4, 5),)), (103, ((100, 103),))]
+)
+def test_a_chunk_of_4_keeps_the_tokens_since_it_began(n: int, expected: tuple[tuple[int, int], ...]) -> None:
+    assert expected == chunked(4).live_ranges(n)
+
+
+def test_the_mask_says_the_same() -> None:
+    assert AttentionMask(chunk=6) == chunked(6).mask
+
+
+def test_the_wrapper_of_the_same_name_runs_it_unless_a_stack_gives_another() -> None:
+    assert ("chunked_local",) == chunked(4).default_wrappers
+
+
+def test_retaining_all_is_full_attention_over_the_same_state() -> None:
+    spec = attrs.evolve(chunked(4), num_kv_heads=3, head_size_v=5, dtype="bfloat16")
+    expected = FullAttentionSpec(block_size=4, num_kv_heads=3, head_size=8, head_size_v=5, dtype="bfloat16")
+    assert expected == spec.retain_all()
+    assert expected.state_tensors() == spec.state_tensors()
+
+
+def test_a_long_request_holds_a_chunk_and_a_step() -> None:
+    assert 2 == chunked(8).peak_blocks(1000, 1)
+    assert 2 + 2 == chunked(8).peak_blocks(1000, 9)
+
+
+def test_a_chunk_that_begins_inside_of_a_block_holds_one_more() -> None:
+    assert 3 == chunked(6).peak_blocks(1000, 5)
+    assert 4 == chunked(7).peak_blocks(1000, 5)
+
+
+def test_chunks_of_different_lengths_share_no_group() -> None:
+    assert chunked(4).group_key != chunked(5).group_key
+
+
+@pytest.mark.parametrize("chunk", [0, -1, 1.5, True])
+def test_a_chunk_holds_at_least_one_token(chunk: Any) -> None:
+    with pytest.raises(SpecError, match=r"ChunkedLocalSpec\.chunk must be a whole number of at least 1"):
+        attrs.evolve(chunked(4), chunk=chunk)
+
+
+SPECS = st.builds(chunked, st.integers(1, 30), st.integers(1, 9))
+
+
+@given(spec=SPECS, num_tokens=st.integers(0, 120), max_new=st.integers(1, 50))
+def test_the_fast_peak_equals_the_general_one(spec: ChunkedLocalSpec, num_tokens: int, max_new: int) -> None:
+    assert KVCacheSpec.peak_blocks(spec, num_tokens, max_new) == spec.peak_blocks(num_tokens, max_new)
+
+
+@given(spec=SPECS, n=st.integers(0, 120), num_new=st.integers(1, 50))
+def test_the_fast_residency_equals_the_general_one(spec: ChunkedLocalSpec, n: int, num_new: int) -> None:
+    assert KVCacheSpec.num_resident_blocks(spec, n, num_new) == spec.num_resident_blocks(n, num_new)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 5, 16])
+@pytest.mark.parametrize("chunk", [1, 2, 4, 5, 6, 8, 15, 50])
+def test_it_keeps_the_laws(chunk: int, block_size: int) -> None:
+    check_spec(chunked(chunk, block_size), max_tokens=40)
+
+
+# --- the distribution -------------------------------------------------------------------------------------------------
+
+
+def test_it_is_found_by_its_entry_points() -> None:
+    (manifest,) = entry_points(group="kvframe.v1", name="chunked_local")
+    (written_for,) = entry_points(group="kvframe.v1.api", name="chunked_local")
+    assert ("kvframe_chunked_local.plugin", "v1_0") == (manifest.value, written_for.value)
+
+
+def test_it_loads_and_its_types_are_what_the_registry_gives() -> None:
+    from kvframe_chunked_local.wrapper import ChunkedLocal
+
+    host = kvframe.load_plugins()
+    statuses = {record.name: record.status for record in host.records}
+    assert "loaded" == statuses["chunked_local"]
+    assert ChunkedLocalSpec is host.registry.specs.load("chunked_local")
+    assert ChunkedLocal is host.registry.wrappers.load("chunked_local")
+
+
+def test_its_spec_needs_no_torch() -> None:
+    code = "import sys, kvframe_chunked_local.plugin, kvframe_chunked_local.spec; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "False" == done.stdout.strip()
