@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvframe import Engine, Stack, hookimpl, load_plugins
+from kvframe.attention.order import BatchOrder
 from kvframe.attention.step import StepBatch
+from kvframe.builtin.torch_backend import TorchBackend, TorchMetadataBuilder
 from kvframe.engine.packing import PackedStep
 from kvframe.engine.request import Request, SamplingParams
 from kvframe.engine.runner import are_last_tokens
+from kvframe.groups import make_layer_specs
+from tests.scripted_model import ScriptedModel
 
 
 @st.composite
@@ -97,3 +104,51 @@ def test_last_tokens_are_told_from_others(query_lens: list[int], data: st.DataOb
 def test_last_tokens_out_of_order_or_twice_are_none() -> None:
     assert not are_last_tokens(step_batch([3], [2, 1]))
     assert not are_last_tokens(step_batch([3], [2, 2]))
+
+
+# --- the order of the batch -------------------------------------------------------------------------------------------
+
+
+class DecodesFirst(TorchBackend):
+    """Asks for requests of one token before all others."""
+
+    def make_builder(self) -> TorchMetadataBuilder:
+        builder = super().make_builder()
+        builder.batch_order = BatchOrder()
+        return builder
+
+
+class NotingModel(ScriptedModel):
+    """Notes the positions of every packed batch."""
+
+    def __init__(self, script: str) -> None:
+        super().__init__(script)
+        self.packed: list[list[int]] = []
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
+        self.packed.append(positions.tolist())
+        return super().forward(input_ids, positions, logits_indices)
+
+
+def test_a_batch_is_packed_as_a_backend_asks_and_its_tokens_find_their_requests() -> None:
+    plugin = ModuleType("my_plugin")
+    plugin.kvframe_register_backends = hookimpl(  # type: ignore[attr-defined]
+        lambda register: register("decodes_first", DecodesFirst), specname="kvframe_register_backends"
+    )
+    registry = load_plugins(plugins=[plugin]).registry
+    model = NotingModel("the quick")
+    stack = Stack.from_mapping(
+        {
+            "cache": {"memory": "64KiB"},
+            "rules": [{"layers": "*", "backend": "decodes_first"}],
+            "engine": {"max_num_batched_tokens": 9},
+        }
+    )
+    layers = make_layer_specs(model.description, registry, stack, "float32")
+    params = [SamplingParams(max_new_tokens=2, prompt_logprobs=wanted) for wanted in (False, False, True, False)]
+    with Engine(model, layers, registry=registry, stack=stack) as engine:
+        model.packed.clear()
+        outputs = engine.generate(["the", "t", "the", "the qu"], params)
+    assert [" q", "he", " q", "ic"] == [output.text for output in outputs]
+    assert [None, None, 3, None] == [output.prompt_logprobs and len(output.prompt_logprobs) for output in outputs]
+    assert [[0, 0, 1, 2, 0, 1, 2, 0, 1]] == model.packed[:1]

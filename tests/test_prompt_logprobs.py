@@ -79,6 +79,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "in chunks": {"max_num_batched_tokens": 7, "block_size": 4},
     "hybrid off": {"max_num_batched_tokens": 24, "hybrid": False},
     "few at a time": {"max_num_seqs": 2},
+    "skipping": {"max_num_batched_tokens": 24, "prefill_skipping": "decode_only"},
 }
 
 
