@@ -88,6 +88,11 @@ def test_a_recurrent_layer_at_the_end_leaves_nothing_to_skip() -> None:
     assert () == find_skippable_layers([*eight_layers(), state])
 
 
+def test_a_layer_that_neither_keeps_nor_attends_is_in_nobodys_way() -> None:
+    nothing = LayerSpec(name="nothing", spec=None, query=None)
+    assert ("L6", "L7") == find_skippable_layers([*eight_layers(), nothing])
+
+
 def test_dropping_tokens_where_all_are_needed_is_refused() -> None:
     stack = Stack.from_mapping({"rules": [{"layers": "L3", "wrappers": ["decode_only"]}]})
     with pytest.raises(WrapperError, match=r"layer 'L3': .* 'L4' runs after 'L3'") as caught:

@@ -20,9 +20,10 @@ def find_skippable_layers(layers: Sequence[LayerSpec]) -> tuple[str, ...]:
     """
     found: list[str] = []
     for layer in reversed(layers):
-        if layer.shares_with is None:
+        if _needs_every_token(layer):
             break
-        found.append(layer.name)
+        if layer.shares_with is not None:
+            found.append(layer.name)
     return tuple(reversed(found))
 
 
@@ -34,9 +35,14 @@ def why_not_skipped(layers: Sequence[LayerSpec], name: str) -> str:
         name: The layer.
     """
     place = next(index for index, layer in enumerate(layers) if layer.name == name)
-    if layers[place].shares_with is None:
+    if _needs_every_token(layers[place]):
         return f"{name!r} keeps a cache of its own, which must hold every token"
-    writers = [layer.name for layer in layers[place:] if layer.shares_with is None]
-    if writers:
-        return f"{writers[0]!r} runs after {name!r} and keeps a cache of its own, for which it needs every token"
+    later = [layer.name for layer in layers[place:] if _needs_every_token(layer)]
+    if later:
+        return f"{later[0]!r} runs after {name!r} and keeps a cache of its own, for which it needs every token"
     return f"prefill skipping is off; {name!r} could be skipped: name the wrapper in prefill_skipping of [engine]"
+
+
+def _needs_every_token(layer: LayerSpec) -> bool:
+    """Return whether a layer keeps state of its own, or attends to tokens of the step itself."""
+    return layer.shares_with is None and (layer.spec is not None or layer.query is not None)
