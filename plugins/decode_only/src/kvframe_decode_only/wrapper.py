@@ -87,9 +87,8 @@ class DecodeOnly(MetadataWrapper):
         kept, num_kept = metadata.generating_indices, metadata.num_generating
         num_rows, device = kept.shape[0], kept.device
         # A request's new start is the number of kept tokens before its old one.
-        starts = np.searchsorted(
-            metadata.generating_indices_cpu.numpy()[:num_kept], metadata.query_start_loc_cpu.numpy()
-        ).astype(np.int32)
+        starts = metadata.generating_indices_cpu.numpy()[:num_kept].searchsorted(metadata.query_start_loc_cpu.numpy())
+        starts = starts.astype(np.int32)
         starts_cpu = torch.from_numpy(starts)
         generating_cpu = torch.arange(num_rows)
         slot_mapping = metadata.slot_mapping.index_select(0, kept)

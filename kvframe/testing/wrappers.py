@@ -1,0 +1,246 @@
+"""Whether a wrapper keeps the contract: run on batches of every kind, and held to what it declares.
+
+What ``apply_wrapper`` refuses of every wrapper by itself, as an extension that it does not know, is not checked again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import attrs
+import torch
+
+from kvframe.attention.capture import GraphCapture
+from kvframe.attention.metadata import (
+    ENCODER_SEQ_LENS,
+    NUM_ACCEPTED_TOKENS,
+    SEQ_STARTS,
+    Axis,
+    CommonAttentionMetadata,
+    Extension,
+)
+from kvframe.attention.padding import pad_metadata
+from kvframe.attention.wrapper import FieldUse, MetadataWrapper, apply_wrapper
+from kvframe.errors import WrapperError
+from kvframe.specs import LayerSpec
+from kvframe.testing.batches import find_problem, make_batches, make_metadata
+from kvframe.testing.case import Request
+from kvframe.testing.guard import ScalarGuard, guard, unguard
+from kvframe.testing.laws import ConformanceError
+
+_AXES = {SEQ_STARTS: Axis.REQUEST, NUM_ACCEPTED_TOKENS: Axis.REQUEST, ENCODER_SEQ_LENS: Axis.REQUEST}
+_FIELDS = tuple(field.name for field in attrs.fields(CommonAttentionMetadata) if field.name != "extensions")
+_LOOP_SIZES = (8, 256)
+
+
+def check_wrapper(wrapper: MetadataWrapper, layer: LayerSpec) -> None:
+    """Check a wrapper's declarations, and what it does, against the contract.
+
+    Args:
+        wrapper: The wrapper, as a stack gives it.
+        layer: A layer that it can serve; choose small sizes, so that windows and chunks end within a few tokens.
+
+    Raises:
+        ConformanceError: The first thing that does not hold, and for which batch.
+    """
+    _check_declaration(wrapper)
+    bound = wrapper.for_layer(layer)
+    assert layer.spec is not None
+    batches = make_batches(layer.spec.block_size)
+    taken = 0
+    for name, requests in batches.items():
+        for batch, metadata in _variants(name, make_metadata(requests, layer.spec.block_size)):
+            for axis in Axis:
+                taken += _check_batch(bound, layer, batch, _extend(bound, metadata, axis))
+    if not taken:
+        raise _failure(wrapper, "any batch", "it refuses all of them")
+    _check_loops(bound, batches["mixed"], layer.spec.block_size)
+    for level, names in _uniform_families(batches).items():
+        if bound.capture >= level:
+            _check_static_shapes(bound, {name: batches[name] for name in names}, layer.spec.block_size)
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def _variants(name: str, metadata: CommonAttentionMetadata) -> Iterator[tuple[str, CommonAttentionMetadata]]:
+    yield name, metadata
+    padded = pad_metadata(
+        metadata,
+        num_reqs=metadata.num_reqs + 3,
+        num_tokens=metadata.num_actual_tokens + 5,
+        num_generating=len(metadata.generating_indices) + 2,
+        max_query_len=metadata.max_query_len,
+    )
+    yield f"{name}, padded", attrs.evolve(padded, static_shapes=False)
+    yield f"{name}, padded, with static shapes", padded
+
+
+def _extend(wrapper: MetadataWrapper, metadata: CommonAttentionMetadata, axis: Axis) -> CommonAttentionMetadata:
+    """Return the batch with every extension that the wrapper takes, along ``axis`` where its name does not say."""
+    sizes = {Axis.REQUEST: metadata.num_reqs, Axis.TOKEN: metadata.slot_mapping.shape[0], Axis.STEP: 2}
+
+    def extension(name: str) -> Extension:
+        along = _AXES.get(name, axis)
+        host = torch.arange(sizes[along], dtype=torch.int32) % 2
+        return Extension(host.clone(), along, host)
+
+    taken = [name for name, use in wrapper.extensions.items() if use is not FieldUse.REJECT]
+    return attrs.evolve(metadata, extensions={name: extension(name) for name in taken})
+
+
+# --- the checks -------------------------------------------------------------------------------------------------------
+
+
+def _check_declaration(wrapper: MetadataWrapper) -> None:
+    undeclared = [name for name in _FIELDS if name not in wrapper.fields]
+    unknown = sorted(set(wrapper.fields) - set(_FIELDS))
+    if undeclared or unknown:
+        problem = f"does not declare {undeclared}" if undeclared else f"declares {unknown}, which the metadata has not"
+        raise _failure(wrapper, "its class", f"it {problem}")
+
+
+def _check_batch(wrapper: MetadataWrapper, layer: LayerSpec, batch: str, metadata: CommonAttentionMetadata) -> bool:
+    """Check one batch; return whether the wrapper takes it."""
+    before = _values(metadata, copy=True)
+    try:
+        first = apply_wrapper(wrapper, metadata)
+        second = apply_wrapper(wrapper, metadata)
+    except WrapperError as error:
+        if error.code == "lost_extension":
+            raise _failure(wrapper, batch, str(error)) from error
+        return False
+    _require_equal(wrapper, batch, "it writes to its input", before, _values(metadata))
+    _require_equal(wrapper, batch, "it makes two things of one input", _values(first), _values(second))
+    for name in _FIELDS:
+        given, found = getattr(metadata, name), getattr(first, name)
+        same = found is given if isinstance(given, torch.Tensor) else found == given
+        if wrapper.fields[name] is FieldUse.CARRY and not same:
+            raise _failure(wrapper, batch, f"it declares to carry {name} and hands on something else")
+    _check_extensions(wrapper, layer, batch, metadata, first)
+    problem = find_problem(first)
+    if problem:
+        raise _failure(wrapper, batch, problem)
+    try:
+        with ScalarGuard():
+            guarded = unguard(apply_wrapper(wrapper, guard(metadata)))
+    except ConformanceError as error:
+        raise _failure(wrapper, batch, str(error)) from error
+    _require_equal(wrapper, batch, "it makes two things of one input", _values(first), _values(guarded))
+    return True
+
+
+def _check_extensions(
+    wrapper: MetadataWrapper,
+    layer: LayerSpec,
+    batch: str,
+    metadata: CommonAttentionMetadata,
+    wrapped: CommonAttentionMetadata,
+) -> None:
+    for name, given in metadata.extensions.items():
+        use, found = wrapper.extensions[name], wrapped.extensions.get(name)
+        if use is FieldUse.CARRY and (found is None or found.values is not given.values):
+            raise _failure(wrapper, batch, f"it declares to carry the extension {name!r} and hands on something else")
+        if use is FieldUse.RESET and found is given and wrapped is not metadata:
+            raise _failure(wrapper, batch, f"it declares to reset the extension {name!r} and hands it on")
+    added = set(wrapped.extensions) - set(metadata.extensions) - wrapper.added_extensions(layer)
+    if added:
+        raise _failure(wrapper, batch, f"it adds the extensions {sorted(added)} and does not say so")
+
+
+def _check_loops(wrapper: MetadataWrapper, requests: Sequence[Request], block_size: int) -> None:
+    """Count the interpreter's instructions: with a loop over requests they grow."""
+    for variant in range(3):
+        counts = []
+        for size in _LOOP_SIZES:
+            same_shape = [requests[index % len(requests)] for index in range(size)]
+            batch, metadata = list(_variants("", make_metadata(same_shape, block_size)))[variant]
+            counts.append(_count_instructions(wrapper, metadata))
+        if counts[-1] > counts[0]:
+            raise _failure(
+                wrapper,
+                f"{_LOOP_SIZES[-1]} requests{batch}",
+                f"it loops over requests in Python: {counts[0]} instructions for {_LOOP_SIZES[0]} requests, "
+                f"{counts[-1]} for {_LOOP_SIZES[-1]}",
+            )
+
+
+def _count_instructions(wrapper: MetadataWrapper, metadata: CommonAttentionMetadata) -> int:
+    wrapper(metadata)
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        wrapper(metadata)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def _uniform_families(batches: Mapping[str, Sequence[Request]]) -> dict[GraphCapture, tuple[str, ...]]:
+    """Return for each level of capture batches that one graph may serve."""
+    return {
+        GraphCapture.DECODE: ("decode", "later_decode"),
+        GraphCapture.UNIFORM: ("drafts", "later_drafts"),
+        GraphCapture.ALWAYS: tuple(batches),
+    }
+
+
+def _check_static_shapes(wrapper: MetadataWrapper, batches: Mapping[str, Sequence[Request]], block_size: int) -> None:
+    steps = {name: make_metadata(requests, block_size) for name, requests in batches.items()}
+    sizes = {
+        "num_reqs": max(step.num_reqs for step in steps.values()),
+        "num_tokens": max(step.num_actual_tokens for step in steps.values()),
+        "num_generating": max(len(step.generating_indices) for step in steps.values()),
+        "max_query_len": max(step.max_query_len for step in steps.values()),
+        "max_seq_len": max(step.max_seq_len for step in steps.values()),
+    }
+    shapes = {name: _shapes(apply_wrapper(wrapper, pad_metadata(step, **sizes))) for name, step in steps.items()}
+    (first, expected), *others = shapes.items()
+    for name, found in others:
+        _require_equal(wrapper, f"{name} at a graph's sizes", f"shapes differ from those of {first}", expected, found)
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+def _values(metadata: CommonAttentionMetadata, *, copy: bool = False) -> dict[str, Any]:
+    """Return everything in the metadata by name; ``copy`` keeps it as it is now."""
+    found = {name: getattr(metadata, name) for name in _FIELDS}
+    for name, extension in metadata.extensions.items():
+        found[f"extensions[{name!r}]"] = extension.values
+        found[f"extensions[{name!r}].values_cpu"] = extension.values_cpu
+    return {name: value.clone() if copy and isinstance(value, torch.Tensor) else value for name, value in found.items()}
+
+
+def _shapes(metadata: CommonAttentionMetadata) -> dict[str, Any]:
+    """Return what a graph is captured for."""
+    tensors = {name: value.shape for name, value in _values(metadata).items() if isinstance(value, torch.Tensor)}
+    return {**tensors, "num_reqs": metadata.num_reqs, "max_query_len": metadata.max_query_len}
+
+
+def _require_equal(
+    wrapper: MetadataWrapper, batch: str, message: str, expected: Mapping[str, Any], found: Mapping[str, Any]
+) -> None:
+    different = sorted(expected.keys() ^ found.keys())
+    for name in expected.keys() & found.keys():
+        one, other = expected[name], found[name]
+        tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        if not (torch.equal(one, other) if tensors else one == other):
+            different.append(name)
+    if different:
+        raise _failure(wrapper, batch, f"{message}: {', '.join(sorted(different))}")
+
+
+def _failure(wrapper: MetadataWrapper, batch: str, problem: str) -> ConformanceError:
+    return ConformanceError(f"wrapper {wrapper.name!r}, {batch}: {problem}")
