@@ -17,6 +17,8 @@ from kvframe.hookspecs import Register
 from kvframe.registry import Registry
 from kvframe.testing import composition
 from kvframe.testing.composition import EQUAL, WRONG, Cell, compose, main, render
+from kvframe.testing.conformance import check_backend
+from kvframe.testing.grid import make_cases
 
 FILE = Path(__file__).resolve().parents[1] / "plugins" / "COMPOSITION.md"
 CODE = re.compile(r"[a-z][a-z0-9_]*( [a-z][a-z0-9_]*)*")
@@ -78,7 +80,28 @@ def test_the_two_wrappers_compose_before_both_torch_backends(
     }
 
 
-# --- what is not composed yet -----------------------------------------------------------------------------------------
+MAIN = {"full", "window=5-sink_tokens=3", "bidirectional"}
+CHUNKS = {"chunk=1", "chunk=2", "chunk=6", "chunk=16", "chunk=17", "chunk=32"}
+
+
+@pytest.mark.parametrize("backend", ["torch", "torch_reference"])
+@pytest.mark.parametrize(
+    ("names", "masks"),
+    [(("decode_only",), MAIN), (("chunked_local",), CHUNKS), (("decode_only", "chunked_local"), CHUNKS)],
+)
+def test_the_two_wrappers_compute_the_whole_grid(
+    names: tuple[str, ...], masks: set[str], backend: str, registry: Registry
+) -> None:
+    backend_class = registry.backends.load(backend)
+    chain = tuple(registry.wrappers.load(name)() for name in names)
+    cases = [case for case in make_cases(backend_class.capabilities, chains=[chain]) if case.wrappers]
+    found = {case.name.removeprefix("+".join(names) + "-").split("-block=")[0] for case in cases}
+    assert masks <= found
+    for case in cases:
+        check_backend(backend_class, case)
+
+
+# --- plugins of others ------------------------------------------------------------------------------------------------
 
 
 class SlightlyWrong(TorchReferenceBackend):
