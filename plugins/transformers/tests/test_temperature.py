@@ -1,0 +1,69 @@
+"""A module's temperature is taken over while the model is attached, by the true positions of a packed batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kvframe_transformers.adapter import TransformersAdapter
+from kvframe_transformers.model import TransformersModel
+from kvframe_transformers.temperature import Temperature, temperature_of
+from kvframe_transformers.testing import save_tiny
+from torch import nn
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> TransformersModel:
+    save_tiny(tmp_path, "llama4_text")
+    loaded = TransformersAdapter().load(tmp_path, device="cpu", dtype="float32")
+    assert isinstance(loaded, TransformersModel)
+    return loaded
+
+
+def attentions(model: TransformersModel) -> list[Any]:
+    return [layer.self_attn for layer in model.model.model.layers]
+
+
+def test_the_factor_grows_by_the_logarithm_of_the_steps() -> None:
+    query = torch.ones(5, 1, 1)
+    scaled = Temperature(floor_scale=4, attn_scale=0.5).scale(query, torch.tensor([0, 2, 3, 6, 7]))
+    # 1 + log(1 + 0) / 2, 1 + log(1 + 1) / 2, 1 + log(1 + 2) / 2
+    expected = torch.tensor([1.0, 1.0, 1.34657359, 1.34657359, 1.54930614])
+    torch.testing.assert_close(scaled.flatten(), expected)
+
+
+def test_a_scaled_query_keeps_its_dtype() -> None:
+    query = torch.ones(1, 2, 4, dtype=torch.bfloat16)
+    assert torch.bfloat16 == Temperature(floor_scale=4, attn_scale=0.5).scale(query, torch.tensor([9])).dtype
+
+
+def test_only_layers_without_rotary_positions_have_a_temperature(model: TransformersModel) -> None:
+    found = Temperature(floor_scale=6, attn_scale=0.5)
+    assert [None, found, None, found] == [temperature_of(attention) for attention in attentions(model)]
+
+
+def test_a_module_without_the_switch_has_no_temperature() -> None:
+    assert temperature_of(nn.Linear(2, 2)) is None
+
+
+def test_the_switch_is_off_while_attached_and_then_what_it_was(model: TransformersModel, dense_layers: Any) -> None:
+    attentions(model)[3].attn_temperature_tuning = 4  # as older configs have it
+    model.attach(dense_layers(model.description.layers))
+    assert [True, False, True, False] == [attention.attn_temperature_tuning for attention in attentions(model)]
+    model.detach()
+    assert [True, True, True, 4] == [attention.attn_temperature_tuning for attention in attentions(model)]
+
+
+def test_one_token_is_scaled_by_its_position_not_by_its_place_in_the_batch(
+    model: TransformersModel, dense_layers: Any
+) -> None:
+    tokens = list(range(30))
+    with torch.inference_mode():
+        expected = model.model(torch.tensor([tokens])).logits[0]
+    layers = dense_layers(model.description.layers)
+    model.attach(layers)
+    layers.step(model, {0: tokens[:29], 1: tokens[:12]})
+    got = layers.step(model, {1: tokens[12:13], 0: tokens[29:]})
+    torch.testing.assert_close(torch.cat([got[1], got[0]]), expected[[12, 29]], rtol=0, atol=2e-4)
