@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from kvframe import Engine, RequestOutput
-from kvframe.attention.metadata import NO_EXTENSIONS, NUM_ACCEPTED_TOKENS, Axis, Extension
+from kvframe.attention.metadata import NO_EXTENSIONS, NUM_ACCEPTED_TOKENS, Axis, CommonAttentionMetadata, Extension
 from kvframe.attention.step import StepBatch
+from kvframe.engine.request import SamplingParams
 from kvframe.groups import make_layer_specs
+from tests.scripted_model import ScriptedModel
 from tests.serving import GREEDY, PROMPTS, TinyModel, held_pages, make_stack
 
 SKIPPING: dict[str, Any] = {"prefill_skipping": "decode_only", "max_num_batched_tokens": 24}
@@ -239,3 +241,44 @@ def test_tokens_before_others_of_their_request_are_no_reason_for_other_logits(mo
 def test_a_step_whose_logits_nobody_wants_has_none(model: TinyModel) -> None:
     with Rows.serve(model) as rows:
         rows.run([(3, 0, 10), (2, 0, 5)], [])
+
+
+# --- padding ----------------------------------------------------------------------------------------------------------
+
+
+class PaddedLayers:
+    """Stands for layers of which the last ones run at a size that is always two rows too large."""
+
+    skipped = ("layer",)
+    kept_rows: torch.Tensor
+
+    def order_for(self, num_computed: Any, query_lens: Any) -> None:
+        return None
+
+    def begin_step(self, metadata: Sequence[CommonAttentionMetadata]) -> None:
+        rows = metadata[0].generating_indices
+        self.kept_rows = torch.cat([rows, rows[-1:], rows[-1:]])
+
+
+class PaddedModel(ScriptedModel):
+    """Gives logits for what such layers compute."""
+
+    def __init__(self, layers: PaddedLayers, script: str) -> None:
+        super().__init__(script)
+        self.layers = layers
+
+    def self_check(self, run_packed: Any) -> None:
+        return
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids, positions, self.layers.kept_rows)
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_padded_rows_are_nobodys_logits(skips: bool) -> None:
+    layers: Any = PaddedLayers()
+    with PaddedModel(layers, "the quick brown").engine(max_num_batched_tokens=5) as engine:
+        engine._runner._layers = layers
+        engine._runner._skip_policy = lambda _: skips
+        outputs = engine.generate(["the", "the quick"], SamplingParams(max_new_tokens=4))
+    assert [" qui", " bro"] == [output.text for output in outputs]
