@@ -227,7 +227,7 @@ def describe_machine(threads: int) -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: version(name) for name in packages},
         "commit": commit.stdout.strip(),
-        "command": " ".join(["python", "benchmarks/generate.py", *sys.argv[1:]]),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
 
