@@ -17,7 +17,7 @@ def make_batches(block_size: int) -> dict[str, tuple[Request, ...]]:
     ends = sorted({max(1, block_size - 1), block_size, block_size + 1, 3 * block_size + 2})
     return {
         "decode": tuple(Request(end, 1) for end in (0, *ends)),
-        "later_decode": tuple(Request(end + 1, 1) for end in ends),
+        "later_decode": tuple(Request(2 * end + 1, 1) for end in ends),
         "drafts": tuple(Request(end, 3, 3) for end in ends),
         "later_drafts": tuple(Request(end + 2, 3, 3) for end in ends[:2]),
         "prefill": tuple(Request(0, end) for end in ends),
