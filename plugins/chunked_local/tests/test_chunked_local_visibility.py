@@ -66,7 +66,9 @@ def batches(draw: st.DrawFn, make_batch: MakeBatch, sizes: Sizes, is_static: boo
     )
     table = batch.block_table
     layouts = [table, torch.cat([table, -table], 1)[:, : sizes.max_blocks], table.t().contiguous().t()]
-    return attrs.evolve(batch, block_table=draw(st.sampled_from(layouts)))
+    # What a static batch says of its longest request may be more than is true, and shapes do not follow from it.
+    longest = draw(st.integers(max(seq_lens), sizes.block_size * sizes.max_blocks)) if is_static else max(seq_lens)
+    return attrs.evolve(batch, block_table=draw(st.sampled_from(layouts)), max_seq_len=longest)
 
 
 def visible(metadata: CommonAttentionMetadata) -> list[set[Token]]:

@@ -26,6 +26,7 @@ from kvframe.attention.wrapper import apply_wrapper, bind_chain, check_order
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.errors import WrapperError
 from kvframe.specs import LayerSpec, QuerySpec
+from kvframe.testing.wrappers import check_wrapper
 
 MakeBatch = Callable[..., CommonAttentionMetadata]
 
@@ -192,6 +193,12 @@ def test_runs_past_the_end_of_the_table_need_nothing_of_the_device(make_batch: M
         virtual = apply_wrapper(ChunkedLocal(chunk=4), batch)
     assert 1 == len(copies.num_bytes)
     assert (virtual.num_reqs,) == virtual.extensions[NUM_ACCEPTED_TOKENS].values.shape
+
+
+@pytest.mark.parametrize("block_size", [2, 3, 4])
+@pytest.mark.parametrize("chunk", [1, 3, 4, 8, 100])
+def test_it_keeps_the_contract_of_wrappers(chunk: int, block_size: int) -> None:
+    check_wrapper(ChunkedLocal(), layer(chunk, block_size))
 
 
 # --- extensions and fields --------------------------------------------------------------------------------------------
