@@ -1,0 +1,238 @@
+"""Generating tokens only: the worked example, what stays, and every token's request and position."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kvframe_decode_only.wrapper import DecodeOnly
+
+import kvframe
+from kvframe.attention.metadata import (
+    ENCODER_SEQ_LENS,
+    NUM_ACCEPTED_TOKENS,
+    SEQ_STARTS,
+    Axis,
+    CommonAttentionMetadata,
+    Extension,
+)
+from kvframe.attention.padding import pad_metadata
+from kvframe.attention.wrapper import MetadataWrapper, apply_wrapper, check_order
+from kvframe.builtin.full_attention import FullAttentionSpec
+from kvframe.errors import WrapperError
+from kvframe.specs import LayerSpec
+from kvframe.testing.batches import find_problem, make_metadata
+from kvframe.testing.case import Request
+from kvframe.testing.wrappers import check_wrapper
+
+SPEC = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8)
+SHARING = LayerSpec(name="layer.1", spec=SPEC, shares_with="layer.0")
+
+
+def step(*requests: Request) -> CommonAttentionMetadata:
+    return make_metadata(requests, block_size=4)
+
+
+def worked_example() -> CommonAttentionMetadata:
+    """Three requests: the end of a prompt, a prompt's end with one more row wanted, and the end of a prompt."""
+    metadata = step(Request(26, 15), Request(26, 5, 2), Request(32, 8))
+    indices = torch.tensor([14, 18, 19, 27])
+    assert [0, 15, 20, 28] == metadata.query_start_loc.tolist()
+    assert indices.tolist() == metadata.generating_indices.tolist()
+    return metadata
+
+
+def pad_to(metadata: CommonAttentionMetadata, num_generating: int, num_tokens: int = 40) -> CommonAttentionMetadata:
+    return pad_metadata(
+        metadata,
+        num_reqs=metadata.num_reqs + 2,
+        num_tokens=num_tokens,
+        num_generating=num_generating,
+        max_query_len=metadata.max_query_len,
+    )
+
+
+def test_the_worked_example() -> None:
+    kept = DecodeOnly()(worked_example())
+    assert [0, 1, 3, 4] == kept.query_start_loc.tolist() == kept.query_start_loc_cpu.tolist()
+    assert [1, 2, 1] == kept.query_start_loc.diff().tolist()
+    assert [41, 31, 40] == kept.seq_lens.tolist() == kept.seq_lens_cpu.tolist()
+    assert (3, 4, 4, 2, 41) == (
+        kept.num_reqs,
+        kept.num_actual_tokens,
+        kept.num_generating,
+        kept.max_query_len,
+        kept.max_seq_len,
+    )
+
+
+def test_kept_tokens_keep_their_slots_and_are_numbered_anew() -> None:
+    metadata = worked_example()
+    kept = DecodeOnly()(metadata)
+    assert metadata.slot_mapping[[14, 18, 19, 27]].tolist() == kept.slot_mapping.tolist()
+    assert [0, 1, 2, 3] == kept.generating_indices.tolist() == kept.generating_indices_cpu.tolist()
+
+
+def test_starts_keep_their_dtype() -> None:
+    kept = DecodeOnly()(worked_example())
+    assert {torch.int32} == {kept.query_start_loc.dtype, kept.query_start_loc_cpu.dtype}
+
+
+@pytest.mark.parametrize(
+    "requests", [(Request(5, 1), Request(9, 1)), (Request(5, 3, 3), Request(9, 1)), (Request(0, 7, 7),)]
+)
+def test_a_step_where_all_tokens_generate_comes_back_itself(requests: tuple[Request, ...]) -> None:
+    metadata = step(*requests)
+    assert metadata is DecodeOnly()(metadata)
+
+
+def test_a_prompt_that_goes_on_keeps_its_row_and_no_token() -> None:
+    kept = DecodeOnly()(step(Request(4, 1), Request(0, 8, 0), Request(9, 1)))
+    assert [1, 0, 1] == kept.query_start_loc.diff().tolist()
+    assert [5, 8, 10] == kept.seq_lens.tolist()
+
+
+def test_where_nothing_generates_one_padded_token_is_left() -> None:
+    kept = DecodeOnly()(step(Request(4, 4, 0), Request(0, 8, 0)))
+    assert [0, 0, 0] == kept.query_start_loc.tolist()
+    assert (0, [0], [0], 1) == (
+        kept.num_actual_tokens,
+        kept.slot_mapping.tolist(),
+        kept.generating_indices.tolist(),
+        kept.max_query_len,
+    )
+
+
+def test_queries_that_see_later_keys_still_do() -> None:
+    metadata = attrs.evolve(worked_example(), causal=False)
+    assert not apply_wrapper(DecodeOnly(), metadata).causal
+
+
+# --- padding ----------------------------------------------------------------------------------------------------------
+
+
+def test_padding_to_a_graphs_size_leaves_real_rows_unchanged() -> None:
+    kept, padded = DecodeOnly()(worked_example()), DecodeOnly()(pad_to(worked_example(), 7))
+    assert [0, 1, 3, 4, 4, 4] == padded.query_start_loc.tolist()
+    assert kept.slot_mapping.tolist() == padded.slot_mapping[:4].tolist()
+    assert (4, 7) == (padded.num_actual_tokens, len(padded.slot_mapping))
+
+
+def test_padded_tokens_lie_in_the_null_page_and_repeat_the_last_index() -> None:
+    padded = DecodeOnly()(pad_to(worked_example(), 7))
+    assert [0, 0, 0] == padded.slot_mapping[4:].tolist()
+    assert [0, 1, 2, 3, 3, 3, 3] == padded.generating_indices.tolist() == padded.generating_indices_cpu.tolist()
+
+
+@pytest.mark.parametrize(("num_tokens", "same"), [(6, True), (8, False)])
+def test_a_padded_step_comes_back_itself_where_as_many_rows_are_padded(num_tokens: int, same: bool) -> None:
+    metadata = pad_to(step(Request(5, 1), Request(9, 1)), 6, num_tokens)
+    kept = DecodeOnly()(metadata)
+    assert same is (kept is metadata)
+    assert ([0, 1, 2, 2, 2], 6) == (kept.query_start_loc.tolist(), len(kept.slot_mapping))
+
+
+def test_in_a_graph_no_request_is_taken_to_have_more_tokens_than_there_are_rows() -> None:
+    assert 15 == DecodeOnly()(pad_to(worked_example(), 20)).max_query_len
+    assert 7 == DecodeOnly()(pad_to(worked_example(), 7)).max_query_len
+
+
+# --- extensions, layers, chains ---------------------------------------------------------------------------------------
+
+
+def test_what_counts_requests_is_handed_on() -> None:
+    names = (ENCODER_SEQ_LENS, NUM_ACCEPTED_TOKENS, SEQ_STARTS)
+    extensions = {name: Extension(torch.tensor([1, 2, 3]), Axis.REQUEST) for name in names}
+    kept = apply_wrapper(DecodeOnly(), attrs.evolve(worked_example(), extensions=extensions))
+    assert extensions == kept.extensions
+
+
+def test_an_extension_that_it_does_not_know_is_refused() -> None:
+    extensions = {"tree_mask": Extension(torch.zeros(28), Axis.TOKEN)}
+    with pytest.raises(WrapperError, match="does not know the extension 'tree_mask'") as refused:
+        apply_wrapper(DecodeOnly(), attrs.evolve(worked_example(), extensions=extensions))
+    assert "unknown_extension" == refused.value.code
+
+
+def test_a_layer_that_keeps_a_cache_is_refused() -> None:
+    with pytest.raises(WrapperError, match=r"'layer\.1': the layer keeps a cache of its own") as refused:
+        DecodeOnly().for_layer(attrs.evolve(SHARING, shares_with=None))
+    assert "keeps_cache" == refused.value.code
+
+
+@pytest.mark.parametrize("effect", ["drops_tokens", "virtual_requests"])
+def test_it_stands_before_what_drops_tokens_or_makes_rows_of_a_request(effect: str) -> None:
+    other = type("Other", (MetadataWrapper,), {"name": "other", "effects": frozenset({effect})})
+    with pytest.raises(WrapperError, match=f"'decode_only' cannot stand behind 'other' .{effect}") as refused:
+        check_order([other, DecodeOnly])
+    assert "chain_order" == refused.value.code
+
+
+def test_it_keeps_the_contract_of_wrappers() -> None:
+    check_wrapper(DecodeOnly(), SHARING)
+
+
+# --- every token ------------------------------------------------------------------------------------------------------
+
+REQUESTS = st.builds(
+    lambda computed, new, share: Request(computed, new, round(share * new)),
+    st.integers(0, 30),
+    st.integers(1, 20),
+    st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+)
+
+
+def positions_by_request(metadata: CommonAttentionMetadata) -> list[tuple[int, int]]:
+    """Return each real token's request and position, one by one, by the definition in the contract."""
+    starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+    found = []
+    for request in range(metadata.num_reqs):
+        query_len = starts[request + 1] - starts[request]
+        found += [(request, seq_lens[request] - query_len + i) for i in range(query_len)]
+    return found
+
+
+@given(requests=st.lists(REQUESTS, min_size=1, max_size=8), padding=st.none() | st.integers(0, 4))
+def test_every_generating_token_keeps_its_request_its_position_and_its_slot(
+    requests: Sequence[Request], padding: int | None
+) -> None:
+    metadata = step(*requests)
+    if padding is not None:
+        metadata = pad_to(metadata, len(metadata.generating_indices) + padding, metadata.num_actual_tokens + padding)
+    generating = metadata.generating_indices_cpu[: metadata.num_generating].tolist()
+    tokens = positions_by_request(metadata)
+    kept = DecodeOnly()(metadata)
+    assert "" == find_problem(kept)
+    assert [tokens[index] for index in generating] == positions_by_request(kept)
+    slots = metadata.slot_mapping.tolist()
+    assert [slots[index] for index in generating] == kept.slot_mapping[: kept.num_actual_tokens].tolist()
+    assert len(metadata.generating_indices) == len(kept.generating_indices)
+
+
+# --- the distribution -------------------------------------------------------------------------------------------------
+
+
+def test_it_is_found_by_its_entry_points() -> None:
+    (manifest,) = entry_points(group="kvframe.v1", name="decode_only")
+    (written_for,) = entry_points(group="kvframe.v1.api", name="decode_only")
+    assert ("kvframe_decode_only.plugin", "v1_0") == (manifest.value, written_for.value)
+
+
+def test_it_loads_and_its_wrapper_is_what_the_registry_gives() -> None:
+    host = kvframe.load_plugins()
+    statuses = {record.name: record.status for record in host.records}
+    assert "loaded" == statuses["decode_only"]
+    assert DecodeOnly is host.registry.wrappers.load("decode_only")
+
+
+def test_its_manifest_needs_no_torch() -> None:
+    code = "import sys, kvframe_decode_only.plugin; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "False" == done.stdout.strip()
