@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvframe.attention.metadata import CommonAttentionMetadata as CommonAttentionMetadata
     from kvframe.attention.metadata import Extension as Extension
     from kvframe.attention.order import BatchOrder as BatchOrder
+    from kvframe.attention.step import StepBatch as StepBatch
     from kvframe.attention.wrapper import FieldUse as FieldUse
     from kvframe.attention.wrapper import MetadataWrapper as MetadataWrapper
     from kvframe.builtin.full_attention import FullAttentionSpec as FullAttentionSpec
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from kvframe.engine.engine import Engine as Engine
     from kvframe.engine.request import RequestOutput as RequestOutput
     from kvframe.engine.request import SamplingParams as SamplingParams
+    from kvframe.engine.runner import SkipPolicy as SkipPolicy
     from kvframe.errors import KVFrameError as KVFrameError
     from kvframe.groups import KVCacheGroup as KVCacheGroup
     from kvframe.groups import group_layers as group_layers
@@ -91,8 +93,10 @@ _HOME = {
     "Registry": "registry",
     "RequestOutput": "engine.request",
     "SamplingParams": "engine.request",
+    "SkipPolicy": "engine.runner",
     "Stack": "stack",
     "StateTensor": "specs",
+    "StepBatch": "attention.step",
     "group_layers": "groups",
     "hookimpl": "hookspecs",
     "load_plugins": "plugins",
