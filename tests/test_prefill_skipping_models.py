@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from kvframe_transformers.checkpoint import quiet
+from kvframe_transformers.testing import tiny_config
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvframe import Engine
+from kvframe import Engine, load_plugins
 from kvframe.attention.step import StepBatch
 from kvframe.engine.request import SamplingParams
 from kvframe.errors import ModelError, StackError
 from kvframe.groups import make_layer_specs
+from kvframe.model.recognise import find_adapter
 from tests.serving import GREEDY, PROMPTS, TinyModel, held_pages, make_stack
 
 SKIPPING = "decode_only"
@@ -144,6 +148,27 @@ def test_a_prompts_log_probabilities_are_the_same(models: Any, variant: str) -> 
         assert (plain.prompt_logprobs is None) == (skipped.prompt_logprobs is None)
         if plain.prompt_logprobs is not None:
             assert pytest.approx(plain.prompt_logprobs[1:], abs=1e-4) == skipped.prompt_logprobs[1:]
+
+
+def test_the_text_part_of_a_composite_model_skips(tmp_path: Path) -> None:
+    special = ("image", "boi", "eoi", "audio", "boa", "eoa", "video")
+    ids = {f"{name}_token_id": 127 - index for index, name in enumerate(special)}
+    text = tiny_config("gemma4_text", pad_token_id=120).to_dict()
+    config = AutoConfig.for_model("gemma4", text_config=text, vision_config=None, audio_config=None, **ids)
+    torch.manual_seed(0)
+    with quiet():
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    registry = load_plugins().registry
+    model = TinyModel(
+        tmp_path, find_adapter(tmp_path, registry).load(tmp_path, device="cpu", dtype="float32"), registry
+    )
+    prompts = [[token % 100 for token in prompt] for prompt in PROMPTS]
+    expected = [model.reference(prompt) for prompt in prompts]
+    with model.engine(prefill_skipping=SKIPPING, max_num_batched_tokens=24, self_check=True) as engine:
+        assert ("model.language_model.layers.4.self_attn", "model.language_model.layers.5.self_attn") == (
+            engine._runner._layers.skipped
+        )
+        assert expected == [output.token_ids for output in engine.generate(prompts, GREEDY)]
 
 
 # --- fewer rows -------------------------------------------------------------------------------------------------------
