@@ -134,7 +134,8 @@ class TransformersModel(LoadedModel):
         """
         skipped = () if self._layers is None else self._layers.skipped
         modules = list(self._modules().items())
-        compare_runs(self.description, self.model, modules, run_packed, self._run_plain, skipped)
+        with self._temperatures.in_short_steps():
+            compare_runs(self.description, self.model, modules, run_packed, self._run_plain, skipped)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``, with the special tokens that the tokenizer adds by itself."""

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
 import torch
 from torch import nn
 
-_SWITCH = "attn_temperature_tuning"
+_SWITCH, _STEP = "attn_temperature_tuning", "floor_scale"
+_SHORT_STEP = 4
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
 class Temperature:
-    """A factor on each query, by its position: ``1 + attn_scale * log(1 + floor((position + 1) / floor_scale))``.
+    """A module's factor on each query: ``1 + attn_scale * log(1 + floor((position + 1) / floor_scale))``.
 
     Source: Llama 4, after https://huggingface.co/papers/2501.19399.
 
     Attributes:
-        floor_scale: Tokens from one value to the next.
-        attn_scale: How much it grows.
+        module: The module that has ``floor_scale`` and ``attn_scale``.
     """
 
-    floor_scale: float
-    attn_scale: float
+    module: Any
 
     def scale(self, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the queries times their factors.
@@ -33,17 +33,16 @@ class Temperature:
             query: ``[num_tokens, num_heads, head_size], device``.
             positions: ``[num_tokens], int64, device``.
         """
-        steps = torch.floor((positions.float() + 1.0) / self.floor_scale)
-        factors = torch.log1p(steps) * self.attn_scale + 1.0
+        steps = torch.floor((positions.float() + 1.0) / self.module.floor_scale)
+        factors: torch.Tensor = torch.log1p(steps) * self.module.attn_scale + 1.0
         return (query * factors[:, None, None]).to(query.dtype)
 
 
 def temperature_of(module: nn.Module) -> Temperature | None:
     """Return the temperature that a module would apply by the length of its cache; None if it applies none."""
-    attributes: Any = module
     if not getattr(module, _SWITCH, False) or getattr(module, "use_rope", False):
         return None
-    return Temperature(floor_scale=attributes.floor_scale, attn_scale=attributes.attn_scale)
+    return Temperature(module)
 
 
 class Temperatures:
@@ -69,3 +68,18 @@ class Temperatures:
         """Give every module its temperature back."""
         for module, value in self._original.items():
             setattr(module, _SWITCH, value)
+
+    @contextmanager
+    def in_short_steps(self) -> Iterator[None]:
+        """Let the factors change every few tokens inside the block, those of the modules and of ``of`` alike.
+
+        Published models have steps of thousands of tokens, within which a short prompt shows nothing of the formula.
+        """
+        original = {module: getattr(module, _STEP) for module in self.of}
+        try:
+            for module in original:
+                setattr(module, _STEP, _SHORT_STEP)
+            yield
+        finally:
+            for module, value in original.items():
+                setattr(module, _STEP, value)
