@@ -43,12 +43,13 @@ class BlockRuns:
         num_reqs, max_blocks = self._table.shape
         last = (num_reqs - 1) * self._row_stride + max_blocks - num_columns
         runs = self._table.as_strided((last + 1, num_columns), (1, 1))
-        late = np.flatnonzero(starts_cpu > last)
+        late = starts_cpu[starts_cpu > last]
         if len(late) == 0:
             return runs.index_select(0, starts)
-        # Runs that reach past the end of the whole table: the last run of all, moved to the left.
         found = runs.index_select(0, starts.clamp(max=last))
-        first, stop = int(late[0]), int(late[-1]) + 1
-        columns = torch.arange(num_columns, device=starts.device) + (starts[first:stop, None] - last)
-        moved = found[first:stop].gather(1, columns.clamp(max=num_columns - 1))
-        return torch.cat([found[:first], moved, found[stop:]])
+        # Runs past the end of the whole table, where nothing follows: one copy for all that start at one block.
+        for start in {*late.tolist()}:
+            rows = np.flatnonzero(starts_cpu == start)
+            shift = start - last
+            found[rows[0] : rows[-1] + 1, :-shift] = runs[last, shift:]
+        return found

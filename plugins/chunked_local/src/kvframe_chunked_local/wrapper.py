@@ -108,6 +108,7 @@ class ChunkedLocal(MetadataWrapper):
         assert self.chunk is not None
         chunk, block_size, is_static = self.chunk, metadata.block_size, metadata.static_shapes
         max_blocks = metadata.block_table.shape[1]
+        # Static shapes do not follow from how long the requests are, only from how long they can be.
         if (max_blocks * block_size if is_static else metadata.max_seq_len) <= chunk:
             return metadata
         pieces = cut_requests(metadata.query_start_loc_cpu.numpy(), metadata.seq_lens_cpu.numpy(), chunk)
@@ -154,7 +155,7 @@ def _upload(
     """Return arrays as tensors on the host and on the device, with one copy for all."""
     packed = torch.from_numpy(np.concatenate([*arrays.values()]))
     lengths = [len(array) for array in arrays.values()]
-    on_host = dict(zip(arrays, packed.split(lengths), strict=True))
+    on_host = dict(zip(arrays, packed.split_with_sizes(lengths), strict=True))
     if device.type == "cpu":
         return on_host, on_host
-    return on_host, dict(zip(arrays, packed.to(device, non_blocking=True).split(lengths), strict=True))
+    return on_host, dict(zip(arrays, packed.to(device, non_blocking=True).split_with_sizes(lengths), strict=True))
