@@ -76,7 +76,7 @@ class WrapperError(KVFrameError):
 
 
 class BatchError(KVFrameError):
-    """A step's batch cannot be cut as asked."""
+    """A step's batch cannot be cut or padded as asked."""
 
 
 class ModelError(KVFrameError):
