@@ -49,7 +49,7 @@ def attached(model: TransformersModel, dense_layers: Any, skipped: Sequence[str]
         [0],
         [5, 6, 7, 8, 33],
         [8, 32, 33, 33, 33, 33],
-        [*range(20), *[33] * 14],  # as many as the tokens
+        [8, 32, *[33] * 32],  # as many as the tokens
         [*range(NUM_ROWS)],
         [*range(NUM_ROWS), 33, 33],
     ],
@@ -87,7 +87,10 @@ def test_everything_in_the_skipped_blocks_sees_only_kept_rows(family: str, tmp_p
     for block in model.model.model.layers[4:]:
         for module in block.modules():
             module.register_forward_hook(
-                lambda module, args, out: seen.update(x.shape for x in args if isinstance(x, torch.Tensor))
+                lambda module, args, kwargs, out: seen.update(
+                    x.shape for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)
+                ),
+                with_kwargs=True,
             )
     layers.run_batch(model, BATCH, [8, 32, 33])
     assert any(3 in shape for shape in seen)
@@ -233,12 +236,14 @@ def test_layers_of_different_lists_cannot_be_skipped_together() -> None:
     assert blocks_from(model, attention, attention) is None
 
 
-def test_a_temperature_of_a_skipped_layer_is_that_of_its_kept_rows(tmp_path: Path, dense_layers: Any) -> None:
-    """No family has both yet; here Llama 4's last layer reads the cache of the full layer before it."""
+def test_temperatures_and_complex_rotations_are_those_of_the_kept_rows(tmp_path: Path, dense_layers: Any) -> None:
+    """No family shares caches and has these; here Llama 4's last two layers read the caches of its first two."""
     model = load(tmp_path, "llama4_text")
-    last = attrs.evolve(model.description.layers[3], shares_with="model.layers.1.self_attn")
-    model.description = attrs.evolve(model.description, layers=(*model.description.layers[:3], last))
+    own, (chunked, full) = model.description.layers[:2], model.description.layers[2:]
+    sharing = (attrs.evolve(chunked, shares_with=own[0].name), attrs.evolve(full, shares_with=own[1].name))
+    model.description = attrs.evolve(model.description, layers=(*own, *sharing))
     expected = attached(model, dense_layers, ()).run_batch(model, BATCH)
     model.detach()
-    got = attached(model, dense_layers, [last.name]).run_batch(model, BATCH, [8, 32, 33])
+    layers = attached(model, dense_layers, [layer.name for layer in sharing])
+    got = layers.run_batch(model, BATCH, [8, 32, 33])
     torch.testing.assert_close(got, expected[[8, 32, 33]], rtol=0, atol=2e-4)
