@@ -17,20 +17,19 @@ class BlockRuns:
 
     def __init__(self, table: torch.Tensor) -> None:
         """Take a block table, ``[num_reqs, max_blocks], int32, device``."""
-        num_reqs, max_blocks = table.shape
-        self._table = table if table.stride(1) == 1 and table.stride(0) >= max_blocks else table.contiguous()
-        self._row_stride = self._table.stride(0) if num_reqs > 1 else max_blocks
+        # Rows side by side, so that what follows a row is an id too, which a backend may look up in vain.
+        self._table = table.contiguous()
 
     def starts(self, requests: IntArray, first_blocks: IntArray) -> IntArray:
         """Return where the runs start that begin at these blocks of these requests."""
-        return requests * self._row_stride + first_blocks
+        return requests * self._table.shape[1] + first_blocks
 
     def requests(self, starts: torch.Tensor) -> torch.Tensor:
         """Return the requests whose runs start there."""
-        return starts.div(self._row_stride, rounding_mode="floor")
+        return starts.div(self._table.shape[1], rounding_mode="floor")
 
     def select(self, starts: torch.Tensor, starts_cpu: IntArray, num_columns: int) -> torch.Tensor:
-        """Return runs; one that reaches past the end of its row goes on with whatever ids.
+        """Return runs; one that reaches past the end of its row goes on with other ids of the table.
 
         Args:
             starts: ``[num_runs], int32, device``: growing; behind those, any number of zeros.
@@ -40,8 +39,7 @@ class BlockRuns:
         Returns:
             ``[num_runs, num_columns], int32, device``.
         """
-        num_reqs, max_blocks = self._table.shape
-        last = (num_reqs - 1) * self._row_stride + max_blocks - num_columns
+        last = self._table.numel() - num_columns
         runs = self._table.as_strided((last + 1, num_columns), (1, 1))
         late = starts_cpu[starts_cpu > last]
         if len(late) == 0:
