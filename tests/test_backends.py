@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import attrs
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
-from kvframe.builtin import torch_backend
+from kvframe.builtin import torch_backend, torch_builder, torch_tiles
 from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.errors import SpecError
@@ -52,15 +53,21 @@ def test_finite_values_where_nothing_is_live_change_nothing(backend: type[Attent
 
 
 @pytest.mark.parametrize(
-    "limit", ["MAX_PIECE_KEYS", "MAX_FOLDED_QUERIES", "MAX_SCRATCH_ELEMENTS", "FREE_PADDING_ELEMENTS"]
+    ("module", "limit"),
+    [
+        (torch_tiles, "MAX_PIECE_KEYS"),
+        (torch_builder, "MAX_FOLDED_QUERIES"),
+        (torch_backend, "MAX_SCRATCH_ELEMENTS"),
+        (torch_builder, "FREE_PADDING_ELEMENTS"),
+    ],
 )
 @pytest.mark.parametrize(
     "name", ["full-block=16-uneven", "full-everything-extend", "full-block=17-decode", "window=5-block=1-mixed"]
 )
 def test_the_practical_backends_limits_bound_memory_and_change_no_result(
-    limit: str, name: str, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, limit: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_backend, limit, 3)
+    monkeypatch.setattr(module, limit, 3)
     check_backend(TorchBackend, case_of(TorchBackend, name))
 
 

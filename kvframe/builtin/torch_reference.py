@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
-from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.attention.metadata import SEQ_STARTS, CommonAttentionMetadata
 from kvframe.specs import KVCacheSpec, LayerSpec
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
-def attended_tokens(spec: KVCacheSpec, position: int, seq_len: int, causal: bool) -> list[int]:
+def attended_tokens(spec: KVCacheSpec, position: int, seq_len: int, causal: bool, seq_start: int = 0) -> list[int]:
     """Return the positions that the query at ``position`` attends to: what is live there, and itself.
 
     Args:
@@ -26,10 +26,12 @@ def attended_tokens(spec: KVCacheSpec, position: int, seq_len: int, causal: bool
         position: Where the query stands.
         seq_len: Tokens of its request after the step.
         causal: The batch's; False where a query sees every token of its request.
+        seq_start: Tokens before this one are hidden, whatever the mask.
     """
     if not causal or (spec.mask is not None and not spec.mask.causal):
-        return list(range(seq_len))
-    return [token for start, stop in spec.live_ranges(position) for token in range(start, stop)] + [position]
+        return list(range(seq_start, seq_len))
+    seen = [token for start, stop in spec.live_ranges(position) for token in range(start, stop)] + [position]
+    return [token for token in seen if token >= seq_start]
 
 
 def attend(
@@ -69,7 +71,8 @@ class TorchReferenceBackend(AttentionBackend):
     capabilities = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({"float64", "float32", "float16", "bfloat16"}),
-        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "live_range"}),
+        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk", "live_range"}),
+        extensions=frozenset({SEQ_STARTS}),
         soft_cap=True,
         sinks=True,
         separate_value_size=True,
@@ -85,11 +88,18 @@ class TorchReferenceBackend(AttentionBackend):
         compute_dtype = torch.float32 if query.dtype in LOW_PRECISION else query.dtype
         output = query.new_zeros(query.shape[0], query.shape[1], kv_cache["v"].shape[-1])
         starts = metadata.query_start_loc_cpu.tolist()
+        seq_starts = [0] * metadata.num_reqs
+        if SEQ_STARTS in metadata.extensions:
+            values_cpu = metadata.extensions[SEQ_STARTS].values_cpu
+            assert values_cpu is not None
+            seq_starts = values_cpu.tolist()
         for request in range(metadata.num_reqs):
             seq_len = int(metadata.seq_lens_cpu[request])
             num_new = starts[request + 1] - starts[request]
             for i in range(num_new):
-                tokens = attended_tokens(layer.spec, seq_len - num_new + i, seq_len, metadata.causal)
+                tokens = attended_tokens(
+                    layer.spec, seq_len - num_new + i, seq_len, metadata.causal, seq_starts[request]
+                )
                 positions = torch.tensor(tokens, device=query.device)
                 blocks = metadata.block_table[request, positions // metadata.block_size].long()
                 offsets = positions % metadata.block_size
