@@ -1,0 +1,254 @@
+"""The practical backend's metadata: refreshed, shared and cut without a change in what layers compute."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvframe.attention.backend import AttentionBackend
+from kvframe.attention.metadata import SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
+from kvframe.builtin.torch_backend import TorchBackend
+from kvframe.builtin.torch_builder import TorchMetadata
+from kvframe.builtin.torch_reference import TorchReferenceBackend
+from kvframe.builtin.torch_tiles import cut_batches, ranges
+from kvframe.specs import LayerSpec, QuerySpec
+from kvframe.testing.case import GridSpec
+
+CPU = torch.device("cpu")
+any_time = settings(deadline=None)
+MASKS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"window": 3},
+    {"window": 9, "num_sink_tokens": 2},
+    {"window": 5, "num_sink_tokens": 7},
+    {"causal": False},
+)
+
+
+def layer_of(**options: Any) -> LayerSpec:
+    spec = GridSpec(**{"block_size": 4, "num_kv_heads": 1, "head_size": 4, **options})
+    return LayerSpec(name="layer", spec=spec, query=QuerySpec(num_heads=2, head_size=4, scale=0.5))
+
+
+@attrs.frozen
+class Row:
+    """One request of a step."""
+
+    num_computed: int
+    num_new: int
+    num_hidden: int = 0
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> list[Row]:
+    """Return requests, some of which have no token in the step, but not all."""
+    lengths = st.tuples(st.integers(0, 40), st.integers(0, 6), st.floats(0, 1))
+    drawn = draw(st.lists(lengths, max_size=6))
+    first = (draw(st.integers(0, 40)), draw(st.integers(1, 6)), 0.0)
+    return [Row(computed, new, int(hidden * computed)) for computed, new, hidden in (first, *drawn)]
+
+
+def metadata_of(
+    requests: list[Row], seed: int = 0, *, padding: int = 0, starts: bool = True
+) -> CommonAttentionMetadata:
+    """Return a step in which the blocks of all requests are drawn at random, each block for one request only."""
+    num_new = torch.tensor([row.num_new for row in requests], dtype=torch.int32)
+    seq_lens = torch.tensor([row.num_computed + row.num_new for row in requests], dtype=torch.int32)
+    start_loc = torch.cat([torch.zeros(1, dtype=torch.int32), num_new.cumsum(0, dtype=torch.int32)])
+    max_blocks, num_tokens = -(-int(seq_lens.max()) // 4), int(start_loc[-1])
+    ids = torch.from_numpy(np.random.default_rng(seed).permutation(len(requests) * max_blocks) + 1)
+    hidden = torch.tensor([row.num_hidden for row in requests], dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=start_loc,
+        query_start_loc_cpu=start_loc,
+        seq_lens=seq_lens,
+        seq_lens_cpu=seq_lens,
+        num_reqs=len(requests),
+        num_actual_tokens=num_tokens,
+        max_query_len=int(num_new.max()),
+        max_seq_len=int(seq_lens.max()),
+        block_table=ids.int().view(len(requests), max_blocks),
+        slot_mapping=torch.zeros(num_tokens + padding, dtype=torch.int64),
+        block_size=4,
+        num_generating=num_tokens,
+        generating_indices=torch.arange(num_tokens),
+        generating_indices_cpu=torch.arange(num_tokens),
+        extensions={SEQ_STARTS: Extension(hidden, Axis.REQUEST, hidden)} if starts else {},
+    )
+
+
+def attend(backend_class: type[AttentionBackend], layer: LayerSpec, metadata: CommonAttentionMetadata) -> torch.Tensor:
+    """Return what a backend computes over a cache in which all that no query sees is NaN."""
+    assert isinstance(layer.spec, GridSpec)
+    shape = (1 + metadata.block_table.numel(), 4, 1, 4)
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn(len(metadata.slot_mapping), 2, 4, generator=generator)
+    cache = {name: torch.randn(shape, generator=generator) for name in "kv"}
+    seen = torch.zeros(shape[:2], dtype=torch.bool)
+    starts = metadata.query_start_loc_cpu.tolist()
+    for request, seq_len in enumerate(metadata.seq_lens_cpu.tolist()):
+        hidden = int(metadata.extensions[SEQ_STARTS].values[request]) if metadata.extensions else 0
+        for position in range(seq_len - starts[request + 1] + starts[request], seq_len):
+            causal = layer.spec.causal and metadata.causal
+            live = (*layer.spec.live_ranges(position), (position, position + 1)) if causal else ((0, seq_len),)
+            for token in (token for start, stop in live for token in range(max(start, hidden), stop)):
+                seen[metadata.block_table[request, token // 4], token % 4] = True
+    for state in cache.values():
+        state[~seen] = float("nan")
+    backend = backend_class([layer], CPU)
+    return backend.forward(layer, query, cache, backend.make_builder().build(metadata), None)
+
+
+def assert_same(expected: Any, found: Any) -> None:
+    """Hold two values equal, bit for bit."""
+    if attrs.has(type(expected)):
+        for field in attrs.fields(type(expected)):
+            assert_same(getattr(expected, field.name), getattr(found, field.name))
+    elif isinstance(expected, tuple):
+        assert len(expected) == len(found)
+        for one, other in zip(expected, found, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, torch.Tensor):
+        assert (expected.dtype, expected.shape) == (found.dtype, found.shape)
+        assert torch.equal(expected, found)
+    else:
+        assert expected == found
+
+
+# --- refresh and reuse ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@any_time
+@given(requests=rows(), seeds=st.tuples(st.integers(0, 99), st.integers(0, 99)))
+def test_a_refresh_equals_a_rebuild(mask: Mapping[str, Any], requests: list[Row], seeds: tuple[int, int]) -> None:
+    one, other = (metadata_of(requests, seed) for seed in seeds)
+    builder = TorchBackend([layer_of(**mask)], CPU).make_builder()
+    built = builder.build(one)
+    fields = builder.refreshed_fields(built, other)
+    assert builder.table_fields == set(fields)
+    assert_same(builder.build(other), attrs.evolve(built, **fields))
+
+
+def test_a_refresh_from_a_wider_table_reads_the_same_pages() -> None:
+    builder = TorchBackend([layer_of()], CPU).make_builder()
+    common = metadata_of([Row(9, 1), Row(30, 2)])
+    wider = attrs.evolve(common, block_table=torch.nn.functional.pad(common.block_table, (0, 3)))
+    built = builder.build(common)
+    assert_same(built.pages, builder.refreshed_fields(built, wider)["pages"])
+
+
+@any_time
+@given(requests=rows())
+def test_layers_with_equal_reuse_keys_get_equal_metadata(requests: list[Row]) -> None:
+    layers = (
+        layer_of(window=5),
+        attrs.evolve(layer_of(window=5), query=QuerySpec(num_heads=2, head_size=4, scale=9.0)),
+    )
+    one, other = (TorchBackend([layer], CPU).make_builder() for layer in layers)
+    assert one.reuse_key == other.reuse_key
+    common = metadata_of(requests)
+    assert_same(one.build(common), other.build(common))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        layer_of(window=6),
+        layer_of(window=5, num_sink_tokens=1),
+        layer_of(window=5, dtype="float16"),
+        attrs.evolve(layer_of(window=5), query=QuerySpec(num_heads=4, head_size=4, scale=0.5)),
+        attrs.evolve(layer_of(window=5), query=QuerySpec(num_heads=2, head_size=4, scale=0.5, soft_cap=1.0)),
+        attrs.evolve(layer_of(window=5), query=QuerySpec(num_heads=2, head_size=4, scale=0.5, has_sinks=True)),
+    ],
+)
+def test_what_changes_the_pieces_changes_the_reuse_key(other: LayerSpec) -> None:
+    keys = {TorchBackend([layer], CPU).make_builder().reuse_key for layer in (layer_of(window=5), other)}
+    assert 2 == len(keys)
+
+
+# --- what is hidden ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@any_time
+@given(requests=rows(), starts=st.booleans(), padding=st.integers(0, 2))
+def test_any_batch_equals_the_reference(
+    mask: Mapping[str, Any], requests: list[Row], starts: bool, padding: int
+) -> None:
+    common = metadata_of(requests, padding=padding, starts=starts)
+    expected = attend(TorchReferenceBackend, layer_of(**mask), common)
+    torch.testing.assert_close(attend(TorchBackend, layer_of(**mask), common), expected)
+
+
+@pytest.mark.parametrize("backend", [TorchBackend, TorchReferenceBackend])
+def test_tokens_before_a_requests_start_are_not_seen(backend: type[AttentionBackend]) -> None:
+    hidden = attend(backend, layer_of(), metadata_of([Row(5, 1, num_hidden=5)]))
+    alone = attend(backend, layer_of(), metadata_of([Row(5, 1, num_hidden=0)]))
+    assert not torch.equal(alone, hidden)
+    assert bool((hidden[0, 0] == hidden[0, 1]).all())
+
+
+def test_pages_before_a_requests_start_are_not_gathered() -> None:
+    common = metadata_of([Row(20, 1, num_hidden=17)])
+    built = TorchBackend([layer_of()], CPU).make_builder().build(common)
+    assert [common.block_table[0, [5, 4]].tolist()] == [pages.tolist() for pages in built.pages]
+
+
+@pytest.mark.parametrize("backend", [TorchBackend, TorchReferenceBackend])
+def test_padded_tokens_get_zeros(backend: type[AttentionBackend]) -> None:
+    output = attend(backend, layer_of(), metadata_of([Row(5, 2), Row(7, 0)], padding=3))
+    assert [True, True, False, False, False] == [bool(row.any()) for row in output]
+
+
+@pytest.mark.parametrize("backend", [TorchBackend, TorchReferenceBackend])
+def test_a_step_without_a_token_for_any_request_gives_zeros(backend: type[AttentionBackend]) -> None:
+    output = attend(backend, layer_of(), metadata_of([Row(5, 0), Row(7, 0)], padding=2))
+    assert [False, False] == [bool(row.any()) for row in output]
+
+
+# --- how tiles are cut ------------------------------------------------------------------------------------------------
+
+
+@any_time
+@given(
+    tiles=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 9000)), min_size=1, max_size=40),
+    free_padding=st.sampled_from([0, 10_000]),
+)
+def test_padding_is_less_than_half_of_a_batch_or_little(tiles: list[tuple[int, int]], free_padding: int) -> None:
+    num_queries, num_keys = (np.array(column) for column in zip(*tiles, strict=True))
+    order, bounds = cut_batches(num_queries, num_keys, free_padding)
+    order = np.arange(len(tiles)) if order is None else order
+    assert list(range(len(tiles))) == sorted(order.tolist())
+    for start, stop in itertools.pairwise(bounds):
+        queries, keys = num_queries[order[start:stop]], num_keys[order[start:stop]]
+        assert stop == start + 1 or len(keys) * keys.max() <= 1 << 16
+        free = queries.max() == 1 and len(tiles) * keys.max() - keys.sum() <= free_padding
+        assert free or (2 * keys.min() > keys.max() and 2 * queries.min() > queries.max())
+
+
+def test_lengths_within_a_factor_of_two_are_one_batch() -> None:
+    assert (None, [0, 3]) == cut_batches(np.array([1, 1, 1]), np.array([16, 31, 20]), 0)
+
+
+def test_other_lengths_are_cut_from_the_longest_down() -> None:
+    order, bounds = cut_batches(np.array([1, 1, 1, 1]), np.array([100, 640, 700, 90]), 0)
+    assert order is not None
+    assert ([2, 1, 0, 3], [0, 2, 4]) == (order.tolist(), bounds)
+
+
+def test_ranges_follow_one_another() -> None:
+    assert [5, 6, 9, 10, 11] == ranges(np.array([5, 7, 9]), np.array([2, 0, 3])).tolist()
+
+
+def test_what_is_built_says_what_depends_on_the_block_table() -> None:
+    assert {"pages"} == TorchBackend([layer_of()], CPU).make_builder().table_fields
+    assert "pages" in {field.name for field in attrs.fields(TorchMetadata)}
