@@ -118,7 +118,8 @@ class RowCutter:
 
 def _is_ambiguous(step: RunningStep) -> bool:
     """Return whether padding makes the kept rows as many as the tokens, so that no shape says what was cut."""
-    return step.kept_rows is not None and len(step.kept_rows) == len(step.positions)
+    # The row of a single token is kept however often it is cut.
+    return step.kept_rows is not None and len(step.kept_rows) == len(step.positions) > 1
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
