@@ -22,6 +22,7 @@ from kvframe.attention.metadata import (
     CommonAttentionMetadata,
     Extension,
 )
+from kvframe.attention.padding import pad_metadata
 from kvframe.attention.wrapper import apply_wrapper, bind_chain, check_order
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.errors import WrapperError
@@ -184,6 +185,17 @@ def test_256_decodes_are_one_copy_of_at_most_4_kb(make_batch: MakeBatch, seq_len
     assert 1 == len(copies.num_bytes)
     assert 4096 >= copies.num_bytes[0]
     assert "meta" == virtual.block_table.device.type == virtual.seq_lens.device.type
+
+
+def test_256_requests_with_prompts_at_a_graphs_sizes_are_one_copy_of_at_most_4_kb(make_batch: MakeBatch) -> None:
+    num_new = [1] * 224 + [8] * 32
+    sizes = {"num_reqs": 256, "num_tokens": 512, "num_generating": 256, "max_query_len": 64}
+    batch = pad_metadata(make_batch(num_new, list(range(600, 856)), block_size=16), **sizes)
+    with CopiesToDevice() as copies:
+        virtual = apply_wrapper(ChunkedLocal(chunk=512), on_meta(batch))
+    assert most_pieces(256, 512, 64, 512) == virtual.num_reqs == virtual.block_table.shape[0]
+    assert 1 == len(copies.num_bytes)
+    assert 4096 >= copies.num_bytes[0]
 
 
 def test_runs_past_the_end_of_the_table_need_nothing_of_the_device(make_batch: MakeBatch) -> None:

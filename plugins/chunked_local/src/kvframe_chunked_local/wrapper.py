@@ -10,6 +10,7 @@ from typing import ClassVar, Self
 import attrs
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from kvframe.attention.capture import GraphCapture
 from kvframe.attention.metadata import (
@@ -112,10 +113,11 @@ class ChunkedLocal(MetadataWrapper):
         if (max_blocks * block_size if is_static else metadata.max_seq_len) <= chunk:
             return metadata
         pieces = cut_requests(metadata.query_start_loc_cpu.numpy(), metadata.seq_lens_cpu.numpy(), chunk)
-        num_reqs = max(1, len(pieces.requests))
+        if len(pieces.requests) == 0:
+            pieces = pieces.padded(1)
+        num_reqs = len(pieces.requests)
         if is_static:
             num_reqs = most_pieces(metadata.num_reqs, len(metadata.slot_mapping), metadata.max_query_len, chunk)
-        pieces = pieces.padded(num_reqs)
         first_blocks, num_hidden = np.divmod(pieces.chunk_starts, block_size)
         seq_lens = pieces.seq_ends - first_blocks * block_size
         longest = chunk + block_size - math.gcd(chunk, block_size) if is_static else int(seq_lens.max())
@@ -123,14 +125,15 @@ class ChunkedLocal(MetadataWrapper):
 
         runs = BlockRuns(metadata.block_table)
         starts = runs.starts(pieces.requests, first_blocks)
+        is_cut = not pieces.one_each or num_reqs > metadata.num_reqs
         arrays = {"starts": starts, "seq_lens": seq_lens}
-        if not pieces.one_each:
+        if is_cut:
             arrays["query_start_loc"] = pieces.query_start_loc
         if chunk % block_size:
             arrays[SEQ_STARTS] = num_hidden
-        host, device = _upload(arrays, metadata.block_table.device)
+        host, device = _upload(arrays, metadata.block_table.device, num_reqs - len(starts))
 
-        cut = not pieces.one_each and len(metadata.extensions) > 0
+        cut = is_cut and len(metadata.extensions) > 0
         extensions = self.pass_extensions(metadata, requests=runs.requests(device["starts"]) if cut else None)
         if chunk % block_size:
             starts_seen = Extension(device[SEQ_STARTS], Axis.REQUEST, host[SEQ_STARTS])
@@ -150,12 +153,21 @@ class ChunkedLocal(MetadataWrapper):
 
 
 def _upload(
-    arrays: Mapping[str, IntArray], device: torch.device
+    arrays: Mapping[str, IntArray], device: torch.device, num_padding: int
 ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
-    """Return arrays as tensors on the host and on the device, with one copy for all."""
+    """Return arrays as tensors on the host and on the device, with one copy for all.
+
+    Padding is added behind the copy: zeros, where ``query_start_loc`` has its last element again.
+    """
     packed = torch.from_numpy(np.concatenate([*arrays.values()]))
     lengths = [len(array) for array in arrays.values()]
-    on_host = dict(zip(arrays, packed.split_with_sizes(lengths), strict=True))
-    if device.type == "cpu":
-        return on_host, on_host
-    return on_host, dict(zip(arrays, packed.to(device, non_blocking=True).split_with_sizes(lengths), strict=True))
+
+    def unpack(packed: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        parts = dict(zip(arrays, packed.split_with_sizes(lengths), strict=True))
+        if num_padding == 0:
+            return parts
+        ends = {name: int(array[-1]) if name == "query_start_loc" else 0 for name, array in arrays.items()}
+        return {name: pad(part, (0, num_padding), value=ends[name]) for name, part in parts.items()}
+
+    on_host = unpack(packed)
+    return on_host, on_host if device.type == "cpu" else unpack(packed.to(device, non_blocking=True))
