@@ -190,9 +190,9 @@ def test_256_decodes_are_one_copy_of_at_most_4_kb(make_batch: MakeBatch, seq_len
 def test_256_requests_with_prompts_at_a_graphs_sizes_are_one_copy_of_at_most_4_kb(make_batch: MakeBatch) -> None:
     num_new = [1] * 224 + [8] * 32
     sizes = {"num_reqs": 256, "num_tokens": 512, "num_generating": 256, "max_query_len": 64}
-    batch = pad_metadata(make_batch(num_new, list(range(600, 856)), block_size=16), **sizes)
+    batch = on_meta(pad_metadata(make_batch(num_new, list(range(600, 856)), block_size=16), **sizes))
     with CopiesToDevice() as copies:
-        virtual = apply_wrapper(ChunkedLocal(chunk=512), on_meta(batch))
+        virtual = apply_wrapper(ChunkedLocal(chunk=512), batch)
     assert most_pieces(256, 512, 64, 512) == virtual.num_reqs == virtual.block_table.shape[0]
     assert 1 == len(copies.num_bytes)
     assert 4096 >= copies.num_bytes[0]
