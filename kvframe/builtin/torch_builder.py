@@ -177,7 +177,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         if order is not None:
             tiles, spans = tiles.take(order), spans.take(order)
         gathers = Gathers.of(spans, bounds, block_size)
-        hidden, bias = self._upload(gathers.hidden), None
+        hidden, bias = self._upload(gathers.batch_hidden(block_size)), None
         if not is_causal and np.maximum.reduce(tiles.num_queries) == 1:
             bias = self._row_bias(gathers, block_size)
         page_index = np.empty(gathers.cuts[-1], dtype=np.int32)
@@ -202,7 +202,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
                     num_queries,
                     num_keys,
                     *self._rows(part, num_queries, metadata.num_actual_tokens),
-                    hidden_slots if cut == 0 else hidden_slots - cut * block_size,
+                    hidden_slots,
                     piece_bias,
                     is_causal,
                 )

@@ -5,6 +5,7 @@ Everything is NumPy over all tiles at once; a step's cost must not grow with a P
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from typing import Any
 
@@ -179,23 +180,23 @@ class Spans:
         return attrs.evolve(self, hidden=hidden)
 
     def hidden_slots(self, first_page: IntArray, block_size: int) -> IntArray:
-        """Return the hidden tokens, tile by tile.
+        """Return the hidden tokens.
 
         Args:
-            first_page: Where each tile's pages start among all that are gathered.
+            first_page: ``[num_tiles], int64``: where each tile's pages start among all that are gathered.
             block_size: Tokens per block.
 
         Returns:
-            ``[num_hidden], int64``: places among all tokens that are gathered.
+            ``[num_hidden], int64``: places among all tokens that are gathered, in no order.
         """
         pages, begins, ends = self.hidden
-        offset = np.arange(block_size, dtype=np.int32)
-        is_hidden = offset < ends[:, :, None]
-        is_hidden &= offset >= begins[:, :, None]
-        index = np.flatnonzero(is_hidden)
-        moved = (pages + first_page[:, None]).ravel() - np.arange(pages.size)
-        slots: IntArray = index + moved[index // block_size] * block_size
-        return slots
+        # Offsets come first: NumPy is fast along the other dimension, which is long.
+        offset = np.arange(block_size)[:, None]
+        is_hidden = offset < ends.ravel()
+        is_hidden &= offset >= begins.ravel()
+        slots: IntArray = ((pages + first_page[:, None]) * block_size).ravel() + offset
+        # Rows of it at random: taking them by index is faster than by the mask itself.
+        return slots.take(is_hidden.ravel().nonzero()[0])
 
     def repeats_hidden(self) -> npt.NDArray[np.bool_]:
         """Return for each tile whether the page that it repeats for padding has hidden tokens."""
@@ -233,28 +234,40 @@ class Gathers:
             bounds: Where each batch starts, and the end.
             block_size: Tokens per block.
         """
-        num_pages, starts = spans.num_pages, np.array(bounds[:-1])
+        num_pages, starts = spans.num_pages, bounds[:-1]
         widths = np.maximum.reduceat(num_pages, starts)
-        counts = np.array(bounds[1:]) - starts
+        counts = [stop - start for start, stop in itertools.pairwise(bounds)]
         width = widths.repeat(counts)
         first_page = width.cumsum() - width
-        cuts = np.zeros(len(bounds), dtype=np.int64)
-        np.cumsum(widths * counts, out=cuts[1:])
+        cuts = np.array([*first_page[starts].tolist(), first_page[-1] + width[-1]])
         hidden = spans.hidden_slots(first_page, block_size)
         missing = width - num_pages
-        padded = np.flatnonzero(missing)
-        padding = padded
-        has_padding: Any = np.zeros(len(counts), dtype=np.bool_)
+        padded = missing.nonzero()[0]
+        padding, has_padding = padded, [False] * len(counts)
         if len(padded):
-            first_missing, missing = (first_page + num_pages)[padded], missing[padded]
-            padding = ranges(first_missing, missing)
-            has_padding = np.add.reduceat(width - num_pages, starts) > 0
-            unclean = spans.take(padded).repeats_hidden()
-            repeated = ranges(first_missing[unclean] * block_size, missing[unclean] * block_size)
-            hidden = np.sort(np.concatenate([hidden, repeated]))
-        hidden_cuts = np.searchsorted(hidden, cuts * block_size)
-        has_unseen = has_padding | (hidden_cuts[1:] > hidden_cuts[:-1])
-        return cls(widths.tolist(), cuts.tolist(), padding, hidden, hidden_cuts.tolist(), has_unseen.tolist())
+            has_padding = np.logical_or.reduceat(missing > 0, starts).tolist()
+            missing = missing[padded]
+            padding = ranges((first_page + num_pages)[padded], missing)
+            unclean = padding[spans.take(padded).repeats_hidden().repeat(missing)]
+            repeated = unclean[:, None] * block_size + np.arange(block_size)
+            hidden = np.concatenate([hidden, repeated.ravel()])
+        hidden_cuts = [0, len(hidden)]
+        if len(counts) > 1:
+            hidden.sort()
+            hidden_cuts = np.searchsorted(hidden, cuts * block_size).tolist()
+        has_unseen = [
+            has_any or first < last
+            for has_any, (first, last) in zip(has_padding, itertools.pairwise(hidden_cuts), strict=True)
+        ]
+        return cls(widths.tolist(), cuts.tolist(), padding, hidden, hidden_cuts, has_unseen)
+
+    def batch_hidden(self, block_size: int) -> IntArray:
+        """Return ``hidden`` as places among the tokens of each batch."""
+        if len(self.widths) == 1:
+            return self.hidden
+        counts = [stop - start for start, stop in itertools.pairwise(self.hidden_cuts)]
+        hidden: IntArray = self.hidden - np.multiply(self.cuts[:-1], block_size).repeat(counts)
+        return hidden
 
 
 def cut_batches(num_queries: IntArray, num_keys: IntArray, free_padding: int) -> tuple[IntArray | None, list[int]]:
