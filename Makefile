@@ -38,6 +38,7 @@ demo: $(READY) ## train a small hybrid model (once) and serve 32 prompts that sh
 bench: $(READY) ## measure against transformers and record the results
 	$(BIN)/python benchmarks/generate.py
 	$(BIN)/python benchmarks/skipping.py
+	$(BIN)/python benchmarks/metadata.py
 
 clean: ## remove .venv, caches and the trained demo model
 	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build

@@ -194,9 +194,10 @@ class Spans:
         offset = np.arange(block_size)[:, None]
         is_hidden = offset < ends.ravel()
         is_hidden &= offset >= begins.ravel()
-        slots: IntArray = ((pages + first_page[:, None]) * block_size).ravel() + offset
-        # Rows of it at random: taking them by index is faster than by the mask itself.
-        return slots.take(is_hidden.ravel().nonzero()[0])
+        places = ((pages + first_page[:, None]) * block_size).ravel() + offset
+        # They are scattered: taking them by index is faster than by the mask itself.
+        slots: IntArray = places.take(is_hidden.ravel().nonzero()[0])
+        return slots
 
     def repeats_hidden(self) -> npt.NDArray[np.bool_]:
         """Return for each tile whether the page that it repeats for padding has hidden tokens."""

@@ -1,0 +1,234 @@
+"""Measure what a step's attention metadata costs on the host, and record the results.
+
+    python benchmarks/metadata.py [--repeats N] [--threads N] [--results FOLDER]
+
+benchmarks/README.md says how, and what the figures mean.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+import numpy as np
+import torch
+from generate import SEED, describe_machine
+from kvframe_chunked_local.spec import ChunkedLocalSpec
+from kvframe_chunked_local.wrapper import ChunkedLocal
+from kvframe_decode_only.wrapper import DecodeOnly
+from kvframe_sliding_window.spec import SlidingWindowSpec
+from metadata_report import write_report
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvframe import Stack
+from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.attention.selection import select_backends
+from kvframe.attention.step import StepBatch, build_metadata
+from kvframe.attention.wrapper import bind_chain
+from kvframe.builtin.full_attention import FullAttentionSpec
+from kvframe.cache.block_table import BlockTables
+from kvframe.cli.render import progress
+from kvframe.groups import group_layers
+from kvframe.plugins import load_plugins
+from kvframe.specs import KVCacheSpec, LayerSpec, QuerySpec
+
+CPU = torch.device("cpu")
+SHORTEST, LONGEST = 100, 2000
+SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64}
+QUERY = QuerySpec(num_heads=8, head_size=64, scale=0.125)
+CHUNK = 512
+WINDOWS = {"windows 32 to 288": range(32, 289, 32), "windows 16 to 4,096": [16 << i for i in range(9)]}
+CALLS = 20
+"""Calls that are timed together: one alone is near what the clock can tell."""
+
+
+@attrs.frozen(kw_only=True)
+class Part:
+    """One part of a step's host work.
+
+    Attributes:
+        name: For the results.
+        run: Does it.
+        num_elements: Block ids or slots that it reads: the size of the dense operation beside it.
+        limit: Microseconds that it is to stay within on the machine of the recorded run; None for no limit.
+        upload: Bytes that it copies to the device; None where this is not measured.
+    """
+
+    name: str
+    run: Callable[[], Any]
+    num_elements: int
+    limit: float | None = None
+    upload: int | None = None
+
+
+def decode_batch(num_reqs: int) -> StepBatch:
+    """Return a step of decodes."""
+    lengths = np.random.default_rng(SEED).integers(SHORTEST, LONGEST + 1, num_reqs)
+    return _batch(lengths, np.ones_like(lengths))
+
+
+def mixed_batch(num_reqs: int) -> StepBatch:
+    """Return a step of decodes and, for each 32 of them, one chunk of a prompt; every second one is the first."""
+    source = np.random.default_rng(SEED)
+    lengths = source.integers(SHORTEST, LONGEST + 1, num_reqs)
+    new = np.ones_like(lengths)
+    new[31::32] = np.minimum(source.integers(64, 257, num_reqs // 32), lengths[31::32])
+    lengths[63::64] = new[63::64]
+    return _batch(lengths, new)
+
+
+def _batch(lengths: Any, new: Any) -> StepBatch:
+    return StepBatch(
+        rows=np.arange(len(lengths)),
+        num_computed=lengths - new,
+        query_lens=new,
+        generating_indices=np.cumsum(new) - 1,
+    )
+
+
+def tables_of(num_groups: int, num_reqs: int) -> BlockTables:
+    """Return block tables in which every block is some page."""
+    tables = BlockTables(num_reqs, LONGEST, [SIZES["block_size"]] * num_groups)
+    for stack in tables.stacks:
+        stack.ids[:] = np.random.default_rng(SEED).integers(1, 1 << 16, stack.ids.shape)
+    return tables
+
+
+def layers_of(specs: Sequence[KVCacheSpec]) -> AttentionLayers:
+    """Return layers, one for each spec, set up as an engine sets them up, without memory for their caches."""
+    layers = [LayerSpec(name=f"layer{index}", spec=spec, query=QUERY) for index, spec in enumerate(specs)]
+    choices = select_backends(layers, Stack(), load_plugins().registry, "cpu")
+    return AttentionLayers(layers, choices, group_layers(layers), {layer.name: {} for layer in layers}, CPU)
+
+
+def chunked_parts() -> Iterator[Part]:
+    """Yield the transform to virtual requests."""
+    layer = LayerSpec(name="local", spec=ChunkedLocalSpec(chunk=CHUNK, **SIZES), query=QUERY)
+    ((wrapper,), _, _) = bind_chain([ChunkedLocal()], layer)
+    for num_reqs, limit in ((64, 60.0), (256, 120.0)):
+        for kind, make in (("decodes", decode_batch), ("mixed", mixed_batch)):
+            (metadata,) = build_metadata(make(num_reqs), tables_of(1, num_reqs), CPU)
+            yield Part(
+                name=f"chunked_local, {num_reqs} requests, {kind}",
+                run=lambda metadata=metadata: wrapper(metadata),  # type: ignore[misc]
+                num_elements=metadata.block_table.numel(),
+                limit=limit,
+                upload=uploaded_bytes(wrapper, metadata),
+            )
+
+
+def decode_only_parts() -> Iterator[Part]:
+    """Yield the selection of generating tokens, where all generate and where not."""
+    wrapper = DecodeOnly()
+    for state, make, limit in (("idle", decode_batch, None), ("armed", mixed_batch, 15.0)):
+        (metadata,) = build_metadata(make(256), tables_of(1, 256), CPU)
+        yield Part(
+            name=f"decode_only, 256 requests, {state}",
+            run=lambda metadata=metadata: wrapper(metadata),  # type: ignore[misc]
+            num_elements=metadata.slot_mapping.numel(),
+            limit=limit,
+            upload=uploaded_bytes(wrapper, metadata),
+        )
+
+
+def model_parts() -> Iterator[Part]:
+    """Yield all metadata of a model of ten cache groups, from the batch to what the layers read."""
+    for windows, sizes in WINDOWS.items():
+        specs = [FullAttentionSpec(**SIZES), *(SlidingWindowSpec(window=size, **SIZES) for size in sizes)]
+        layers = layers_of(specs)
+        assert len(layers.groups) == 10
+        tables = tables_of(10, 256)
+        for kind, make in (("decodes", decode_batch), ("mixed", mixed_batch)):
+            batch = make(256)
+
+            def run(batch: StepBatch = batch, layers: AttentionLayers = layers, tables: BlockTables = tables) -> None:
+                # A step's batch is made anew in each step; what it caches is part of the work.
+                layers.begin_step(build_metadata(attrs.evolve(batch), tables, CPU))
+
+            yield Part(
+                name=f"ten groups, {windows}, 256 requests, {kind}",
+                run=run,
+                num_elements=10 * 256 * -(-LONGEST // SIZES["block_size"]),
+                limit=1000.0 if kind == "decodes" else None,
+            )
+
+
+class _Uploads(TorchDispatchMode):
+    """Counts the bytes that are copied from one device to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("device", args[0].device) != args[0].device:
+            self.num_bytes += args[0].nbytes
+        return func(*args, **kwargs)
+
+
+def uploaded_bytes(wrapper: Callable[[CommonAttentionMetadata], Any], metadata: CommonAttentionMetadata) -> int:
+    """Return the bytes that a wrapper copies to the device, with torch's device without memory as the device."""
+    fields = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "generating_indices")
+    on_device = attrs.evolve(metadata, **{name: getattr(metadata, name).to("meta") for name in fields})
+    with _Uploads() as uploads:
+        wrapper(on_device)
+    return uploads.num_bytes
+
+
+def microseconds(run: Callable[[], Any]) -> float:
+    """Return what one of ``CALLS`` calls takes."""
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        run()
+    return 1e6 * (time.perf_counter() - start) / CALLS
+
+
+def measure(part: Part, repeats: int) -> dict[str, Any]:
+    """Time a part and one dense operation of its size by turns; the first repeat warms up and is not counted."""
+    values = torch.zeros(part.num_elements, dtype=torch.int32)
+    own, dense = [], []
+    for repeat in range(-1, repeats):
+        times = microseconds(part.run), microseconds(lambda: values + 1)
+        if repeat >= 0:
+            own.append(times[0])
+            dense.append(times[1])
+    return {
+        "microseconds": own,
+        "dense_microseconds": dense,
+        "dense_elements": part.num_elements,
+        "times_dense": statistics.median(one / other for one, other in zip(own, dense, strict=True)),
+        "limit": part.limit,
+        "uploaded_bytes": part.upload,
+    }
+
+
+@click.command()
+@click.option("--repeats", type=click.IntRange(min=1), default=11, show_default=True)
+@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of torch.")
+@click.option("--results", type=click.Path(path_type=Path), default=Path(__file__).parent / "results")
+def main(repeats: int, threads: int, results: Path) -> None:
+    """Measure the parts and write one JSON file and one page of results."""
+    torch.set_num_threads(threads)
+    parts = [*chunked_parts(), *decode_only_parts(), *model_parts()]
+    record: dict[str, Any] = {"machine": describe_machine(threads), "repeats": repeats, "parts": {}}
+    with progress("measuring", len(parts)) as advance, torch.inference_mode():
+        for part in parts:
+            record["parts"][part.name] = measure(part, repeats)
+            advance(1)
+    results.mkdir(parents=True, exist_ok=True)
+    (results / "metadata.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    page = write_report(record)
+    (results / "metadata.md").write_text(page, encoding="utf-8")
+    click.echo(page)
+
+
+if __name__ == "__main__":
+    main()
