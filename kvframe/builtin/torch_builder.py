@@ -73,13 +73,13 @@ class TorchMetadata:
         pieces: The dense batches.
         pages: For each piece ``[num_tiles * num_pages], int32, device``: block ids to gather.
         page_index: ``[num_pages], int32, device``: where those of all pieces stand in the block table, row after row.
-        table_width: Columns of that block table.
+        row_stride: From one row of that block table to the next.
     """
 
     pieces: tuple[Piece, ...]
     pages: tuple[torch.Tensor, ...]
     page_index: torch.Tensor
-    table_width: int
+    row_stride: int
 
 
 class TorchMetadataBuilder(AttentionMetadataBuilder):
@@ -135,20 +135,25 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         pieces = tuple(piece for part in parts for piece in part[0])
         page_index = self._upload(index)
         pages = self._take_pages(pieces, page_index, metadata)
-        return TorchMetadata(pieces, pages, page_index, metadata.block_table.shape[1])
+        return TorchMetadata(pieces, pages, page_index, _row_stride(metadata.block_table))
 
     def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
         """Return the pages of all pieces."""
-        width, index = metadata.block_table.shape[1], built.page_index
-        if width != built.table_width:
-            row = torch.div(index, built.table_width, rounding_mode="floor")
-            index = index + row * (width - built.table_width)
+        row_stride, index = _row_stride(metadata.block_table), built.page_index
+        if row_stride != built.row_stride:
+            row = torch.div(index, built.row_stride, rounding_mode="floor")
+            index = index + row * (row_stride - built.row_stride)
         return {"pages": self._take_pages(built.pieces, index, metadata)}
 
     def _take_pages(
         self, pieces: tuple[Piece, ...], page_index: torch.Tensor, metadata: CommonAttentionMetadata
     ) -> tuple[torch.Tensor, ...]:
-        pages = metadata.block_table.reshape(-1).index_select(0, page_index)
+        table = metadata.block_table
+        if not table.is_contiguous():
+            # The tables of all groups are read together, so that one group's rows do not lie side by side.
+            table = table if _lies_in_rows(table) else table.contiguous()
+            table = table.as_strided(((table.shape[0] - 1) * table.stride(0) + table.shape[1],), (1,))
+        pages = table.view(-1).index_select(0, page_index)
         if len(pieces) == 1:
             return (pages,)
         counts = [piece.num_tiles * piece.num_keys // metadata.block_size for piece in pieces]
@@ -169,7 +174,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         self, metadata: CommonAttentionMetadata, tiles: Tiles, causal: bool, is_causal: bool = False
     ) -> tuple[list[Piece], IntArray]:
         """Return the pieces of tiles of one kind, and where their pages stand in the block table."""
-        block_size = metadata.block_size
+        block_size, row_stride = metadata.block_size, _row_stride(metadata.block_table)
         spans = Spans.of(tiles, AttentionMask() if is_causal else self._mask, causal, block_size)
         if is_causal:
             spans = spans.upwards()
@@ -195,7 +200,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
                 piece_bias = bias[cut * block_size : next_cut * block_size].view(stop - start, 1, 1, num_keys)
             elif not is_causal and num_queries > 1:
                 piece_bias = self._query_bias(part, blocks, spans.num_pages[start:stop], causal, block_size)
-            blocks += (part.request * metadata.block_table.shape[1])[:, None]
+            blocks += (part.request * row_stride)[:, None]
             pieces.append(
                 Piece(
                     stop - start,
@@ -269,6 +274,15 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
     def _upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
+
+
+def _lies_in_rows(table: torch.Tensor) -> bool:
+    """Return whether a block table can be read where it lies, row after row."""
+    return table.stride(1) == 1 and table.stride(0) >= table.shape[1]
+
+
+def _row_stride(table: torch.Tensor) -> int:
+    return table.stride(0) if _lies_in_rows(table) else table.shape[1]
 
 
 def _queries(tiles: Tiles) -> IntArray:
