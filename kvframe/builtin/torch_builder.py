@@ -30,6 +30,9 @@ FREE_PADDING_ELEMENTS = 3 << 17
 UNSEEN = 1 << 30
 """Stands for the position of a token that is gathered for padding: behind every query."""
 
+Rows = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Of a piece: ``query_rows``, ``output_rows`` and ``output_index``."""
+
 NO_PAGES = np.empty(0, dtype=np.int32)
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -182,37 +185,37 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         if order is not None:
             tiles, spans = tiles.take(order), spans.take(order)
         gathers = Gathers.of(spans, bounds, block_size)
-        hidden, bias = self._upload(gathers.batch_hidden(block_size)), None
-        if not is_causal and np.maximum.reduce(tiles.num_queries) == 1:
-            bias = self._row_bias(gathers, block_size)
+        hidden = self._upload(gathers.batch_hidden(block_size))
+        is_single = not is_causal and np.maximum.reduce(tiles.num_queries) == 1
+        row_bias = self._row_bias(gathers, block_size) if is_single else None
+        single_rows = self._single_rows(tiles, order is None, metadata) if is_single else None
         page_index = np.empty(gathers.cuts[-1], dtype=np.int32)
+        first_index = tiles.request * row_stride
         pieces = []
         for index, (start, stop) in enumerate(itertools.pairwise(bounds)):
-            part = tiles if len(bounds) == 2 else tiles.take(slice(start, stop))
             width, cut, next_cut = gathers.widths[index], gathers.cuts[index], gathers.cuts[index + 1]
-            blocks = page_index[cut:next_cut].reshape(stop - start, width)
-            spans.write_blocks(slice(start, stop), blocks, upwards=is_causal)
-            hidden_slots = hidden[gathers.hidden_cuts[index] : gathers.hidden_cuts[index + 1]]
-            num_queries = int(np.maximum.reduce(part.num_queries))
-            num_keys = width * block_size
-            piece_bias = None
-            if bias is not None and gathers.has_unseen[index]:
-                piece_bias = bias[cut * block_size : next_cut * block_size].view(stop - start, 1, 1, num_keys)
-            elif not is_causal and num_queries > 1:
-                piece_bias = self._query_bias(part, blocks, spans.num_pages[start:stop], causal, block_size)
-            blocks += (part.request * row_stride)[:, None]
-            pieces.append(
-                Piece(
-                    stop - start,
-                    num_queries,
-                    num_keys,
-                    *self._rows(part, num_queries, metadata.num_actual_tokens),
-                    hidden_slots,
-                    piece_bias,
-                    is_causal,
-                )
-            )
+            table_places = page_index[cut:next_cut].reshape(stop - start, width)
+            spans.write_blocks(slice(start, stop), first_index[start:stop], table_places, upwards=is_causal)
+            num_queries, bias = 1, None
+            rows: Rows = (None if single_rows is None else single_rows[start:stop], None, None)
+            if row_bias is not None and gathers.has_unseen[index]:
+                bias = row_bias[cut * block_size : next_cut * block_size].view(stop - start, 1, 1, width * block_size)
+            if not is_single:
+                part = tiles.take(slice(start, stop))
+                num_queries = int(np.maximum.reduce(part.num_queries))
+                rows = self._rows(part, num_queries, metadata.num_actual_tokens)
+                if not is_causal:
+                    blocks = table_places - first_index[start:stop, None]
+                    bias = self._query_bias(part, blocks, spans.num_pages[start:stop], causal, block_size)
+            slots = hidden[gathers.hidden_cuts[index] : gathers.hidden_cuts[index + 1]]
+            pieces.append(Piece(stop - start, num_queries, width * block_size, *rows, slots, bias, is_causal))
         return pieces, page_index
+
+    def _single_rows(self, tiles: Tiles, in_order: bool, metadata: CommonAttentionMetadata) -> torch.Tensor | None:
+        """Return the packed rows of single queries; None where they are all there are, in order."""
+        if in_order and len(tiles) == metadata.num_actual_tokens:
+            return None
+        return self._upload(tiles.first_row.astype(np.int64))
 
     def _row_bias(self, gathers: Gathers, block_size: int) -> torch.Tensor | None:
         """Return the bias of single queries, all that are gathered in one row."""
@@ -257,13 +260,8 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         bias = bias.masked_fill_(visible.logical_not_(), -math.inf)[:, None]
         return bias.repeat(1, 1, self._group_size, 1) if self._group_size > 1 else bias
 
-    def _rows(
-        self, tiles: Tiles, num_queries: int, num_tokens: int
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    def _rows(self, tiles: Tiles, num_queries: int, num_tokens: int) -> Rows:
         """Return the packed rows that a piece reads and writes; None where they are simply all in order."""
-        if num_queries == 1:
-            in_order = len(tiles) == num_tokens and bool((tiles.first_row == np.arange(num_tokens)).all())
-            return None if in_order else self._upload(tiles.first_row.astype(np.int64)), None, None
         rows = (tiles.first_row[:, None] + _queries(tiles)).ravel().astype(np.int64)
         if (tiles.num_queries == num_queries).all():
             in_order = len(rows) == num_tokens and bool((rows == np.arange(num_tokens)).all())

@@ -157,20 +157,25 @@ class Spans:
             self.hidden[:, index],
         )
 
-    def write_blocks(self, part: slice, blocks: IntArray, upwards: bool) -> None:
-        """Write which blocks tiles read, the last one repeated for padding.
+    def write_blocks(self, part: slice, first_index: IntArray, places: IntArray, upwards: bool) -> None:
+        """Write where in a block table the blocks stand that tiles read, the last one repeated for padding.
 
         Args:
             part: The tiles.
-            blocks: ``[num_tiles, num_pages], int32``; written to.
+            first_index: ``[num_tiles]``: where each tile's row starts in the table.
+            places: ``[num_tiles, num_pages], int32``; written to.
             upwards: Whether they read them upwards.
         """
-        np.minimum(np.arange(blocks.shape[1], dtype=np.int32), (self.num_pages[part] - 1)[:, None], out=blocks)
+        num_pages = self.num_pages[part]
+        columns: Any = np.arange(places.shape[1], dtype=np.int32)
+        if np.minimum.reduce(num_pages) < places.shape[1]:
+            columns = np.minimum(columns, (num_pages - 1)[:, None], out=places)
         if upwards:
+            np.add(columns, first_index[:, None], out=places)
             return
         if self.sink_gap is not None:
-            blocks += (blocks >= self.num_top[part][:, None]) * self.sink_gap[part][:, None]
-        np.subtract((self.top[part] - 1)[:, None], blocks, out=blocks)
+            columns = columns + (columns >= self.num_top[part][:, None]) * self.sink_gap[part][:, None]
+        np.subtract((self.top[part] + (first_index - 1))[:, None], columns, out=places)
 
     def upwards(self) -> Spans:
         """Return the same without sinks, for reading upwards: the last page is then repeated for padding."""
@@ -199,10 +204,10 @@ class Spans:
         slots: IntArray = places.take(is_hidden.ravel().nonzero()[0])
         return slots
 
-    def repeats_hidden(self) -> npt.NDArray[np.bool_]:
-        """Return for each tile whether the page that it repeats for padding has hidden tokens."""
-        pages, begins, ends = self.hidden
-        repeated: npt.NDArray[np.bool_] = ((pages == (self.num_pages - 1)[:, None]) & (begins < ends)).any(1)
+    def repeats_hidden(self, index: IntArray) -> npt.NDArray[np.bool_]:
+        """Return for the tiles at ``index`` whether the page that each repeats for padding has hidden tokens."""
+        pages, begins, ends = self.hidden[:, index]
+        repeated: npt.NDArray[np.bool_] = ((pages == self.num_pages[index, None] - 1) & (begins < ends)).any(1)
         return repeated
 
 
@@ -249,7 +254,7 @@ class Gathers:
             has_padding = np.logical_or.reduceat(missing > 0, starts).tolist()
             missing = missing[padded]
             padding = ranges((first_page + num_pages)[padded], missing)
-            unclean = padding[spans.take(padded).repeats_hidden().repeat(missing)]
+            unclean = padding[spans.repeats_hidden(padded).repeat(missing)]
             repeated = unclean[:, None] * block_size + np.arange(block_size)
             hidden = np.concatenate([hidden, repeated.ravel()])
         hidden_cuts = [0, len(hidden)]
