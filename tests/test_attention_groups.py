@@ -267,6 +267,11 @@ class Counting(TorchReferenceBackend):
             self._log.append("refresh")
             return {"common": metadata, "table": metadata.block_table}
 
+        @classmethod
+        def build_together(cls, builds: Any) -> list[Any]:
+            builds[0][0]._log.append(f"{len(builds)} together")
+            return super().build_together(builds)
+
     def make_builder(self) -> AttentionMetadataBuilder:
         return self.Builder(self.log, None)
 
@@ -293,11 +298,11 @@ SINGLE_TOKENS = [(0, 1), (0, 1), (0, 1)]
 
 
 def test_a_group_of_many_layers_is_built_once_a_step() -> None:
-    assert ["build"] == counted([layer(name, full()) for name in "abcdef"], SINGLE_TOKENS)
+    assert ["1 together", "build"] == counted([layer(name, full()) for name in "abcdef"], SINGLE_TOKENS)
 
 
-def test_groups_with_another_mask_are_built_each() -> None:
-    assert ["build", "build"] == counted([layer("a", full()), layer("b", local())], SINGLE_TOKENS)
+def test_groups_with_another_mask_are_built_each_and_together() -> None:
+    assert ["2 together", "build", "build"] == counted([layer("a", full()), layer("b", local())], SINGLE_TOKENS)
 
 
 def test_another_cache_groups_metadata_is_refreshed_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,14 +318,14 @@ def test_another_cache_groups_metadata_is_refreshed_not_built(monkeypatch: pytes
         return attrs.evolve(whole, groups=groups)
 
     monkeypatch.setattr("tests.attending.group_layers", apart)
-    assert ["build", "refresh", "refresh"] == counted(layers, SINGLE_TOKENS)
+    assert ["1 together", "build", "refresh", "refresh"] == counted(layers, SINGLE_TOKENS)
 
 
 def test_a_chain_that_changes_nothing_costs_no_metadata() -> None:
     layers = list(share_caches([layer(name, full()) for name in "abc"], {"b": "a", "c": "a"}))
     skipping = {"engine": {"prefill_skipping": "decode_only"}}
-    assert ["build"] == counted(layers, SINGLE_TOKENS, skipping)
-    assert ["build", "build"] == counted(layers, [(0, 1), (0, 3)], skipping)
+    assert ["1 together", "build"] == counted(layers, SINGLE_TOKENS, skipping)
+    assert ["2 together", "build", "build"] == counted(layers, [(0, 1), (0, 3)], skipping)
 
 
 # --- order, capture, sub-batches --------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import attrs
 import torch
@@ -141,6 +141,19 @@ class AttentionMetadataBuilder(ABC):
         Args:
             metadata: The step's metadata after the group's wrapper chain. Never written to.
         """
+
+    @classmethod
+    def build_together(cls, builds: Sequence[tuple[Self, CommonAttentionMetadata]]) -> list[Any]:
+        """Return what each builder's ``build`` returns for its metadata.
+
+        Called by the framework once a step for all builders of a class that have to build. The default calls one
+        after the other; a builder whose work is many small operations, or one copy to the device for each group, does
+        them for all groups at once.
+
+        Args:
+            builds: Builders, and the metadata that each is to build for: of one step, or one sub-batch of it.
+        """
+        return [builder.build(metadata) for builder, metadata in builds]
 
     def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
         """Return the ``table_fields`` of what ``build`` would return for ``metadata``.

@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from kvframe.attention.backend import AttentionMetadataBuilder
 from kvframe.attention.group import AttentionGroup
 from kvframe.attention.identity import Identity
 from kvframe.attention.metadata import CommonAttentionMetadata
@@ -92,40 +93,76 @@ class MetadataPlan:
         for place, wrapper in self._calls:
             wrapped.append(apply_wrapper(wrapper, wrapped[place]))
         step = _Step()
-        return [step.build(recipe, wrapped[recipe.place]) for recipe in self._recipes]
+        keys = [step.ask(recipe, wrapped[recipe.place]) for recipe in self._recipes]
+        step.build()
+        return [step.built[key] for key in keys]
+
+
+@attrs.frozen(eq=False)
+class _Need:
+    """What is to be built for one or more groups.
+
+    Attributes:
+        builder: Any of their builders.
+        common: Their wrapped metadata, in the order of requests that the builder asked for.
+        num_rows: Query rows that their layers have to give.
+        permutation: How it came into that order; None if it was.
+    """
+
+    builder: AttentionMetadataBuilder
+    common: CommonAttentionMetadata
+    num_rows: int
+    permutation: Permutation | None
+
+
+Key = tuple[int, int]
 
 
 class _Step:
-    """What one step, or sub-batch, has built so far."""
+    """What one step, or sub-batch, needs and has.
+
+    Attributes:
+        built: By key, once ``build`` was called.
+    """
 
     def __init__(self) -> None:
-        self._same: dict[tuple[int, int], BuiltMetadata] = {}
-        self._alike: dict[tuple[int, int, int], Any] = {}
+        self.built: dict[Key, BuiltMetadata] = {}
+        self._needs: dict[Key, _Need] = {}
+        self._first: dict[tuple[int, int, int], Key] = {}
+        self._refreshed: dict[Key, Key] = {}
         self._ordered: dict[tuple[BatchOrder, int, int], tuple[CommonAttentionMetadata, Permutation]] = {}
 
-    def build(self, recipe: _Recipe, common: CommonAttentionMetadata) -> BuiltMetadata:
-        """Return a group's metadata, from what there is as far as possible."""
+    def ask(self, recipe: _Recipe, common: CommonAttentionMetadata) -> Key:
+        """Note what a group needs, unless another group needs the same; return its key."""
         key = (recipe.reuse, id(common))
-        built = self._same.get(key)
-        if built is None:
-            num_rows, permutation = common.slot_mapping.shape[0], None
-            order = recipe.group.builder.batch_order
-            if order is not None and not is_ordered(order, common):
-                common, permutation = self._permute(order, recipe.chain, common)
-            built = self._same[key] = BuiltMetadata(self._build(recipe, common), num_rows, permutation)
-        return built
+        if key in self._needs:
+            return key
+        builder, num_rows, permutation = recipe.group.builder, common.slot_mapping.shape[0], None
+        if builder.batch_order is not None and not is_ordered(builder.batch_order, common):
+            common, permutation = self._permute(builder.batch_order, recipe.chain, common)
+        self._needs[key] = _Need(builder, common, num_rows, permutation)
+        if builder.table_fields is not None:
+            # Behind equal chains, cache groups of one block size see the same step but for their tables.
+            first = self._first.setdefault((recipe.reuse, recipe.chain, common.block_size), key)
+            if first != key:
+                self._refreshed[key] = first
+        return key
 
-    def _build(self, recipe: _Recipe, common: CommonAttentionMetadata) -> Any:
-        builder = recipe.group.builder
-        if builder.table_fields is None:
-            return builder.build(common)
-        # Behind equal chains, cache groups of one block size see the same step but for their tables.
-        key = (recipe.reuse, recipe.chain, common.block_size)
-        first = self._alike.get(key)
-        if first is not None:
-            return attrs.evolve(first, **builder.refreshed_fields(first, common))
-        built = self._alike[key] = builder.build(common)
-        return built
+    def build(self) -> None:
+        """Build what was asked for: the builders of a class together, then what only needs other tables."""
+        together: dict[type[AttentionMetadataBuilder], list[Key]] = {}
+        for key, need in self._needs.items():
+            if key not in self._refreshed:
+                together.setdefault(type(need.builder), []).append(key)
+        for builder_class, keys in together.items():
+            needs = [self._needs[key] for key in keys]
+            results = builder_class.build_together([(need.builder, need.common) for need in needs])
+            for key, need, result in zip(keys, needs, results, strict=True):
+                self.built[key] = BuiltMetadata(result, need.num_rows, need.permutation)
+        for key, first in self._refreshed.items():
+            need, built = self._needs[key], self.built[first].metadata
+            refreshed = attrs.evolve(built, **need.builder.refreshed_fields(built, need.common))
+            self.built[key] = BuiltMetadata(refreshed, need.num_rows, need.permutation)
 
     def _permute(
         self, order: BatchOrder, chain: int, common: CommonAttentionMetadata
