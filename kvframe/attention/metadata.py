@@ -43,7 +43,8 @@ NO_EXTENSIONS: Mapping[str, Extension] = MappingProxyType({})
 
 SEQ_STARTS = "seq_starts"
 """Extension ``[num_reqs], int32``, with a host copy: tokens of a request before this one are not seen by its queries,
-whatever the mask. A backend that honours it declares so; one that does not cannot be given it."""
+whatever the mask. It is at most the position of the request's first new token. A backend that honours it declares so;
+one that does not cannot be given it."""
 
 NUM_ACCEPTED_TOKENS = "num_accepted_tokens"
 """Extension ``[num_reqs], int32``: draft tokens of the last step that were accepted."""

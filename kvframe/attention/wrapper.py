@@ -116,24 +116,35 @@ class MetadataWrapper(ABC):
         metadata: CommonAttentionMetadata,
         requests: torch.Tensor | None = None,
         tokens: torch.Tensor | None = None,
+        *,
+        requests_cpu: torch.Tensor | None = None,
+        tokens_cpu: torch.Tensor | None = None,
     ) -> Mapping[str, Extension]:
         """Return the extensions of ``metadata`` as ``extensions`` of the class says.
 
+        A sliced extension keeps its host copy if the index is there on the host too.
+
         Args:
             metadata: The wrapper's input.
-            requests: ``[num_new_reqs], int64, device``: the request that each new row comes from; None if they are
-                the same.
-            tokens: ``[num_new_tokens], int64, device``: likewise for tokens.
+            requests: ``[num_new_reqs], int64 or int32, device``: the request that each new row comes from; None if
+                they are the same.
+            tokens: ``[num_new_tokens], int64 or int32, device``: likewise for tokens.
+            requests_cpu: ``requests`` on the host; None if it is not there.
+            tokens_cpu: ``tokens`` on the host; None if it is not there.
         """
         if not metadata.extensions:
             return NO_EXTENSIONS
         index_of = {Axis.REQUEST: requests, Axis.TOKEN: tokens, Axis.STEP: None}
+        index_cpu_of = {Axis.REQUEST: requests_cpu, Axis.TOKEN: tokens_cpu}
         passed = {}
         for name, extension in metadata.extensions.items():
             use = self.extensions[name]
             index = index_of[extension.axis]
             if use is FieldUse.SLICE and index is not None:
-                passed[name] = Extension(extension.values.index_select(0, index), extension.axis)
+                values_cpu, index_cpu = extension.values_cpu, index_cpu_of[extension.axis]
+                if values_cpu is not None:
+                    values_cpu = None if index_cpu is None else values_cpu.index_select(0, index_cpu)
+                passed[name] = Extension(extension.values.index_select(0, index), extension.axis, values_cpu)
             elif use in (FieldUse.CARRY, FieldUse.SLICE):
                 passed[name] = extension
         return passed

@@ -218,9 +218,12 @@ def test_it_keeps_the_contract_of_wrappers(chunk: int, block_size: int) -> None:
 
 @pytest.mark.parametrize("name", [NUM_ACCEPTED_TOKENS, ENCODER_SEQ_LENS])
 def test_each_virtual_request_is_told_what_its_request_is_told(reference: CommonAttentionMetadata, name: str) -> None:
-    told = Extension(torch.tensor([7, 8, 9], dtype=torch.int32), Axis.REQUEST)
-    virtual = apply_wrapper(ChunkedLocal(chunk=4), attrs.evolve(reference, extensions={name: told}))
-    assert [7, 7, 8, 8, 8, 8, 9, 9] == virtual.extensions[name].values.tolist()
+    host = torch.tensor([7, 8, 9], dtype=torch.int32)
+    batch = attrs.evolve(reference, extensions={name: Extension(host.clone(), Axis.REQUEST, host)})
+    virtual = apply_wrapper(ChunkedLocal(chunk=4), batch).extensions[name]
+    assert [7, 7, 8, 8, 8, 8, 9, 9] == virtual.values.tolist()
+    assert virtual.values_cpu is not None
+    assert virtual.values.tolist() == virtual.values_cpu.tolist()
 
 
 def test_extensions_pass_beside_the_one_that_it_adds(make_batch: MakeBatch) -> None:

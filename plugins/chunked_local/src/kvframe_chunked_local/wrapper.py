@@ -133,8 +133,10 @@ class ChunkedLocal(MetadataWrapper):
             arrays[SEQ_STARTS] = num_hidden
         host, device = _upload(arrays, metadata.block_table.device, num_reqs - len(starts))
 
-        cut = is_cut and len(metadata.extensions) > 0
-        extensions = self.pass_extensions(metadata, requests=runs.requests(device["starts"]) if cut else None)
+        requests = requests_cpu = None
+        if is_cut and metadata.extensions:
+            requests, requests_cpu = runs.requests(device["starts"]), runs.requests(host["starts"])
+        extensions = self.pass_extensions(metadata, requests=requests, requests_cpu=requests_cpu)
         if chunk % block_size:
             starts_seen = Extension(device[SEQ_STARTS], Axis.REQUEST, host[SEQ_STARTS])
             extensions = MappingProxyType({**extensions, SEQ_STARTS: starts_seen})

@@ -118,5 +118,5 @@ class DecodeOnly(MetadataWrapper):
             generating_indices_cpu=generating_cpu,
             causal=metadata.causal,
             static_shapes=metadata.static_shapes,
-            extensions=self.pass_extensions(metadata, tokens=kept),
+            extensions=self.pass_extensions(metadata, tokens=kept, tokens_cpu=metadata.generating_indices_cpu),
         )
