@@ -13,6 +13,7 @@ import torch
 
 import kvframe
 from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.selection import select_backends
 from kvframe.attention.skipping import find_skippable_layers
 from kvframe.attention.step import StepBatch, build_metadata
@@ -131,9 +132,22 @@ class Bench:
             self.manager.commit(str(index), [0] * 64, requests[index][0])
         computed, new = zip(*requests, strict=True)
         outputs = self._step(range(len(requests)), computed, new, generating, sub_batches)
+        self._free(requests)
+        return outputs
+
+    def metadata(self, requests: Sequence[tuple[int, int]]) -> tuple[CommonAttentionMetadata, ...]:
+        """Return the metadata of a step, without running it; each request is as for ``run``."""
+        for index, (computed, new) in enumerate(requests):
+            self.manager.start(str(index), [0] * 64)
+            assert self.manager.extend(str(index), computed + new)
+        computed, new = zip(*requests, strict=True)
+        metadata = self._build(range(len(requests)), computed, new, None)
+        self._free(requests)
+        return metadata
+
+    def _free(self, requests: Sequence[tuple[int, int]]) -> None:
         for index in range(len(requests)):
             self.manager.free(str(index))
-        return outputs
 
     def _step(
         self,
@@ -145,19 +159,28 @@ class Bench:
     ) -> Outputs:
         for request, computed, new in zip(requests, num_computed, num_new, strict=True):
             assert self.manager.extend(str(request), computed + new)
-        batch = StepBatch(
-            rows=np.array([self.manager.row(str(request)) for request in requests]),
-            num_computed=np.array(num_computed),
-            query_lens=np.array(num_new),
-            generating_indices=np.cumsum(num_new) - 1 if generating is None else np.array(generating),
-        )
-        self.attention.begin_step(build_metadata(batch, self.manager.tables, CPU), sub_batches)
+        self.attention.begin_step(self._build(requests, num_computed, num_new, generating), sub_batches)
         bounds = np.concatenate([[0], np.cumsum(num_new)])
         parts = []
         for index, (start, stop) in enumerate(sub_batches or [(0, len(requests))]):
             self.attention.select_sub_batch(index)
             parts.append(self._run_layers(requests, num_computed, num_new, slice(bounds[start], bounds[stop])))
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _build(
+        self,
+        requests: Sequence[int],
+        num_computed: Sequence[int],
+        num_new: Sequence[int],
+        generating: Sequence[int] | None,
+    ) -> tuple[CommonAttentionMetadata, ...]:
+        batch = StepBatch(
+            rows=np.array([self.manager.row(str(request)) for request in requests]),
+            num_computed=np.array(num_computed),
+            query_lens=np.array(num_new),
+            generating_indices=np.cumsum(num_new) - 1 if generating is None else np.array(generating),
+        )
+        return build_metadata(batch, self.manager.tables, CPU)
 
     def _run_layers(
         self, requests: Sequence[int], num_computed: Sequence[int], num_new: Sequence[int], tokens: slice

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvframe_chunked_local import ChunkedLocalSpec
 
 from kvframe.attention.backend import AttentionMetadataBuilder
 from kvframe.attention.capture import GraphCapture
@@ -21,12 +22,14 @@ from kvframe.attention.identity import Identity
 from kvframe.attention.layer import AttentionLayers
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.order import BatchOrder, split_batch
+from kvframe.attention.padding import pad_metadata
 from kvframe.attention.skipping import find_skippable_layers, why_not_skipped
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.errors import BackendError, SpecError, StackError, UnknownNameError, WrapperError
 from kvframe.groups import group_layers, share_caches
 from kvframe.specs import LayerSpec
 from kvframe.stack import Stack
+from kvframe.testing.guard import ScalarGuard, guard
 from tests.attending import Bench, full, layer, local, plugin
 
 MIXED = [(9, 1), (0, 7), (5, 3), (13, 1), (0, 2), (21, 6)]
@@ -422,6 +425,58 @@ def test_sub_batches_together_equal_the_whole(
     whole = Bench(layers, stack).run(requests)
     parts = Bench(layers, stack).run(requests, sub_batches=list(itertools.pairwise(cuts)))
     assert all(close(whole[spec.name], parts[spec.name]) for spec in layers)
+
+
+def chunk_layers(chunk: int) -> tuple[LayerSpec, ...]:
+    """Return a chunked layer, a full one, and two that read them and end the model."""
+    chunks = ChunkedLocalSpec(block_size=4, num_kv_heads=1, head_size=4, chunk=chunk)
+    layers = [layer("a", chunks), layer("b", full()), layer("c", chunks), layer("d", full())]
+    return share_caches(layers, {"c": "a", "d": "b"})
+
+
+def skipping(backend: str) -> Stack:
+    """Return a stack with prefill skipping, and one backend for all layers."""
+    rules = [{"layers": "*", "backend": backend}]
+    return Stack.from_mapping({"engine": {"prefill_skipping": "decode_only"}, "rules": rules})
+
+
+@pytest.mark.parametrize("backend", ["torch", "torch_reference", "decodes"])
+@pytest.mark.parametrize("chunk", [8, 6])
+def test_a_step_asks_the_device_for_nothing_and_writes_to_no_metadata(backend: str, chunk: int) -> None:
+    bench = Bench(chunk_layers(chunk), skipping(backend), [ORDERED])
+    assert [["chunked_local"], [], ["decode_only", "chunked_local"], ["decode_only"]] == [
+        [wrapper.name for wrapper in group.wrappers] for group in bench.attention.groups
+    ]
+    for requests in (MIXED, [(5, 1), (9, 1)]):
+        with ScalarGuard():
+            bench.attention.begin_step([guard(common) for common in bench.metadata(requests)])
+
+
+SIZES: dict[str, int] = {"num_reqs": 6, "num_tokens": 30, "num_generating": 8, "max_query_len": 8, "max_seq_len": 40}
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5)), min_size=1, max_size=6), st.sampled_from([8, 6]))
+def test_every_batch_of_a_graphs_sizes_has_metadata_of_the_same_shapes(
+    requests: list[tuple[int, int]], chunk: int
+) -> None:
+    bench = Bench(chunk_layers(chunk), skipping("torch_reference"))
+
+    def shapes(requests: list[tuple[int, int]]) -> list[Any]:
+        bench.attention.begin_step([pad_metadata(common, **SIZES) for common in bench.metadata(requests)])
+        kept = bench.attention.kept_rows
+        assert kept is not None
+        found: list[Any] = [kept.shape]
+        for step in bench.attention._steps:
+            common = step.built.metadata
+            tensors = {
+                name: value for name, value in attrs.asdict(common, recurse=False).items() if name[-4:] != "_cpu"
+            }
+            found.append({name: v.shape for name, v in tensors.items() if isinstance(v, torch.Tensor)})
+            found.append((common.num_reqs, common.max_query_len, common.max_seq_len, step.built.num_rows))
+        return found
+
+    assert shapes([(0, 1)]) == shapes(requests)
 
 
 def test_layers_are_listed_in_the_models_order() -> None:
