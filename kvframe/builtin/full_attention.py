@@ -15,6 +15,11 @@ class FullAttentionSpec(AttentionSpec):
 
     kind: ClassVar[str] = "full_attention"
 
+    @classmethod
+    def over(cls, spec: AttentionSpec) -> FullAttentionSpec:
+        """Return full attention over the keys and values of another type: what its ``retain_all`` returns."""
+        return cls(**{field.name: getattr(spec, field.name) for field in attrs.fields(AttentionSpec)})
+
     def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
         """Return ``[0, n)``, as one range."""
         return ((0, n),) if n else ()

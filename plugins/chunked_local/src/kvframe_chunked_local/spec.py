@@ -37,13 +37,7 @@ class ChunkedLocalSpec(AttentionSpec):
 
     def retain_all(self) -> FullAttentionSpec:
         """Return full attention over the same keys and values."""
-        return FullAttentionSpec(
-            block_size=self.block_size,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_size,
-            head_size_v=self.head_size_v,
-            dtype=self.dtype,
-        )
+        return FullAttentionSpec.over(self)
 
     def num_resident_blocks(self, n: int, num_new_tokens: int) -> int:
         """Return the blocks from the chunk's first to the last new one."""

@@ -50,13 +50,7 @@ class SlidingWindowSpec(AttentionSpec):
 
     def retain_all(self) -> FullAttentionSpec:
         """Return full attention over the same keys and values."""
-        return FullAttentionSpec(
-            block_size=self.block_size,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_size,
-            head_size_v=self.head_size_v,
-            dtype=self.dtype,
-        )
+        return FullAttentionSpec.over(self)
 
     def num_resident_blocks(self, n: int, num_new_tokens: int) -> int:
         """Return the blocks from the window's first to the last new one, and the sinks' before those."""
