@@ -58,7 +58,7 @@ class PlanError(KVFrameError):
 
 
 class BackendError(KVFrameError):
-    """No backend can serve a layer, or the one that was named cannot."""
+    """No backend can serve a layer, the one that was named cannot, or one is called otherwise than was agreed."""
 
 
 class WrapperError(KVFrameError):

@@ -72,7 +72,7 @@ def test_each_wanted_row_is_sampled_from_or_tells_of_the_next_prompt_token(
     assert prompt_rows == list(found_rows)
     generating = [request for request in in_order if request.request_id in sampled]
     assert [sampled[request.request_id] for request in generating] == packed.sampled.tolist()
-    assert [request.request_id in sampled for request in in_order] == packed.is_generating.tolist()
+    assert [request.request_id in sampled for request in in_order] == packed.is_sampled.tolist()
     as_given = [request for request in requests if request.request_id in sampled]
     places = range(len(generating)) if packed.places is None else packed.places
     assert as_given == [generating[place] for place in places]

@@ -178,6 +178,7 @@ class AttentionBackend(ABC):
     """
 
     capabilities: ClassVar[Capabilities]
+    """What it can do. A layer that they do not cover is never given to it."""
     options_class: ClassVar[type[Any] | None] = None
     """A frozen attrs class of the options that a stack may give the backend; None for none."""
 

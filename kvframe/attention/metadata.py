@@ -79,7 +79,7 @@ class CommonAttentionMetadata:
             decodes and draft tokens, and all tokens of a request that wants its prompt's log-probabilities. Those of
             one request are its last ones.
         generating_indices: ``[num_generating + padding], int64, device``: which of the packed tokens these are, in
-            order; padding repeats the last.
+            order; padding repeats the last. Where no token generates, one padded row, the last token.
         generating_indices_cpu: The same on the host.
         causal: Whether queries see only their own and earlier positions.
         static_shapes: Whether shapes may follow from this value's shapes and ``max_query_len`` only, as for a step

@@ -84,12 +84,14 @@ def select_backends(
         stack: Its rules.
         registry: Where names are looked up.
         device: The device type that the model runs on (``"cpu"``).
-        skipped: The layers that compute only a step's generating tokens (``find_skipped_layers``).
+        skipped: The layers that compute only a step's generating tokens (``find_skippable_layers``).
 
     Raises:
         BackendError: No backend can serve a layer, or the named one cannot; says why for each.
         WrapperError: A wrapper cannot serve a layer, or may not stand where it does.
         StackError: Options do not fit the wrapper or backend that they are for.
+        UnknownNameError: A cache spec's default chain names a wrapper that no plugin registers.
+        PluginError: A wrapper cannot be imported.
     """
     return tuple(_choose(layer, layers, stack, registry, device, skipped) for layer in layers)
 

@@ -36,7 +36,7 @@ class Assembly:
         max_model_len: The most tokens of a request.
         grouping: The cache groups.
         plan: What is allocated.
-        choices: For each layer, the backend that was chosen and why the others were not.
+        choices: For each layer, its wrapper chain, the backend that was chosen, and why the others were not.
         storage: The pool.
         layers: The attention layers over the pool, for the model to be attached to.
     """
@@ -53,7 +53,7 @@ class Assembly:
 
 
 def assemble(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, registry: Registry) -> Assembly:
-    """Plan and allocate the cache, and choose a backend for every layer. The model is not touched.
+    """Plan and allocate the cache, and choose a wrapper chain and a backend for every layer. The model is not touched.
 
     Args:
         model: A loaded model.
@@ -62,10 +62,11 @@ def assemble(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, regi
         registry: Where backends and wrappers are looked up.
 
     Raises:
-        StackError: The stack asks for longer requests than the model takes, or for what its adapter cannot do.
+        StackError: The stack asks for longer requests than the model takes, for prefill skipping of a model that
+            cannot leave rows out, or gives a wrapper or backend options that it does not have.
         PlanError: The memory is too small.
-        BackendError: No backend serves a layer, or the one that was named cannot.
-        WrapperError: A wrapper cannot serve a layer.
+        WrapperError: A wrapper cannot serve a layer, or may not stand where it does in its chain.
+        BackendError: No backend serves a layer, the one that was named cannot, or one could not be set up.
     """
     device = torch.device(stack.engine.device)
     max_model_len = choose_max_model_len(model.description, stack)

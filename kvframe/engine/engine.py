@@ -45,7 +45,7 @@ class Engine:
         stack: The stack that was asked for.
         grouping: The cache groups.
         plan: What is allocated.
-        choices: For each layer, the backend that was chosen and why the others were not.
+        choices: For each layer, its wrapper chain, the backend that was chosen, and why the others were not.
     """
 
     def __init__(
@@ -70,9 +70,11 @@ class Engine:
             skip_policy: Whether layers that can skip tokens of a step do so; always unless given.
 
         Raises:
-            StackError: The stack asks for longer requests than the model takes.
+            StackError: The stack asks for longer requests than the model takes, for prefill skipping of a model that
+                cannot leave rows out, or gives a wrapper or backend options that it does not have.
             PlanError: The memory is too small.
-            BackendError: No backend serves a layer, or the one that was named cannot.
+            WrapperError: A wrapper cannot serve a layer, or may not stand where it does in its chain.
+            BackendError: No backend serves a layer, the one that was named cannot, or one could not be set up.
             ModelError: The model cannot be attached, or computes something else than it does by itself.
         """
         self.model = model

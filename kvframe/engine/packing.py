@@ -27,10 +27,10 @@ class PackedStep:
         num_computed: ``[num_reqs]``: tokens that were computed before.
         query_lens: ``[num_reqs]``: tokens to compute.
         logits_indices: ``[num_wanted]``: the packed tokens whose logits are wanted, in order.
-        is_generating: ``[num_reqs], bool``: whether the last known token of a request is among its tokens.
-        sampled: ``[num_generating]``: the rows of the logits that tokens are sampled from, in the order of requests.
-        places: ``[num_generating]``: for the generating requests as they were given, where their tokens are among
-            these; None if that is the same.
+        is_sampled: ``[num_reqs], bool``: whether a request gets a token: its last known one is among those computed.
+        sampled: ``[num_sampled]``: the rows of the logits that tokens are sampled from, in the order of requests.
+        places: ``[num_sampled]``: for the requests that get a token, as they were given, where it is among these; None
+            if that is the same.
         prompt_rows: ``[num_prompt_rows]``: the other rows of the logits.
         prompt_positions: ``[num_prompt_rows]``: the positions of their tokens.
         prompt_requests: ``[num_prompt_rows]``: the indices of their requests, in order.
@@ -41,7 +41,7 @@ class PackedStep:
     num_computed: IntArray
     query_lens: IntArray
     logits_indices: IntArray
-    is_generating: npt.NDArray[np.bool_]
+    is_sampled: npt.NDArray[np.bool_]
     sampled: IntArray
     places: IntArray | None
     prompt_rows: IntArray
@@ -70,8 +70,8 @@ class PackedStep:
         num_wanted = np.maximum(num_after - np.maximum(num_computed, first_wanted), 0)
         ends = np.cumsum(num_wanted)
         logits_rows = np.arange(ends[-1])
-        is_generating = num_after == num_known
-        sampled = (ends - 1)[is_generating]
+        is_sampled = num_after == num_known
+        sampled = (ends - 1)[is_sampled]
         prompt_rows = prompt_requests = logits_rows[:0]
         if len(sampled) < len(logits_rows):
             prompt_rows = np.delete(logits_rows, sampled)
@@ -82,9 +82,9 @@ class PackedStep:
             num_computed=num_computed,
             query_lens=query_lens,
             logits_indices=logits_rows + np.repeat(np.cumsum(query_lens) - ends, num_wanted),
-            is_generating=is_generating,
+            is_sampled=is_sampled,
             sampled=sampled,
-            places=None if order is None else np.argsort(order[is_generating]),
+            places=None if order is None else np.argsort(order[is_sampled]),
             prompt_rows=prompt_rows,
             prompt_positions=prompt_rows + (num_after - ends)[prompt_requests],
             prompt_requests=prompt_requests,

@@ -84,8 +84,8 @@ class ModelRunner:
         requests: Sequence[Request] = packed.requests
         rows, num_after = packed.rows, packed.num_computed + packed.query_lens
         if len(packed.sampled) < len(requests):
-            requests = list(compress(requests, packed.is_generating))
-            rows, num_after = rows[packed.is_generating], num_after[packed.is_generating]
+            requests = list(compress(requests, packed.is_sampled))
+            rows, num_after = rows[packed.is_sampled], num_after[packed.is_sampled]
         token_ids = sample(logits, requests)
         self.tokens[rows, num_after] = token_ids
         return token_ids if packed.places is None else [token_ids[place] for place in packed.places]
@@ -108,11 +108,14 @@ class ModelRunner:
             rows: ``[num_reqs]``: each request's row.
             num_computed: ``[num_reqs]``: tokens that were computed before.
             query_lens: ``[num_reqs]``: tokens to compute.
-            logits_indices: ``[num_generating]``: the packed tokens whose logits are wanted, in order.
+            logits_indices: ``[num_wanted]``: the packed tokens whose logits are wanted, in order.
             extensions: Further inputs of the step, by name.
 
         Returns:
-            Logits ``[num_generating, vocab_size], device``.
+            Logits ``[num_wanted, vocab_size], device``.
+
+        Raises:
+            WrapperError: A wrapper cannot take the step.
         """
         batch = StepBatch(
             rows=rows,

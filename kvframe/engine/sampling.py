@@ -21,8 +21,8 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
     """Return the next token of each request; ``FAILED`` where its logits hold NaN or no finite maximum.
 
     Args:
-        logits: ``[num_generating, vocab_size], device``.
-        requests: The generating requests, in the logits' order.
+        logits: ``[num_reqs, vocab_size], device``.
+        requests: The requests that get a token, in the logits' order.
     """
     # The maximum is NaN if any logit is: one pass over the logits finds the greedy tokens and the broken rows.
     maxima, greedy = logits.max(dim=-1)

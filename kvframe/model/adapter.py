@@ -27,8 +27,8 @@ class LoadedModel(ABC):
         looks at ``kept_rows`` of the attached layers in each ``forward``.
 
         Args:
-            layers: The names of the model's last attention layers, none of which keeps a cache of its own, in the order
-                they run.
+            layers: The names of the model's last attention layers, none of which keeps a cache of its own, in the
+                order they run; at least one.
         """
         return False
 
@@ -66,10 +66,10 @@ class LoadedModel(ABC):
         Args:
             input_ids: ``[num_tokens], int64, device``.
             positions: ``[num_tokens], int64, device``.
-            logits_indices: ``[num_generating], int64, device``: rows of the packed batch.
+            logits_indices: ``[num_wanted], int64, device``: the rows of the packed batch whose logits are wanted.
 
         Returns:
-            Logits ``[num_generating, vocab_size], device``, of ``logits_indices``; in a step with ``kept_rows``, logits
+            Logits ``[num_wanted, vocab_size], device``, of ``logits_indices``; in a step with ``kept_rows``, logits
             ``[num_kept, vocab_size]`` of exactly these rows, padding included.
         """
 

@@ -111,10 +111,10 @@ class TransformersModel(LoadedModel):
         Args:
             input_ids: ``[num_tokens], int64, device``.
             positions: ``[num_tokens], int64, device``.
-            logits_indices: ``[num_generating], int64, device``: rows of the packed batch.
+            logits_indices: ``[num_wanted], int64, device``: the rows of the packed batch whose logits are wanted.
 
         Returns:
-            Logits ``[num_generating, vocab_size], device``; of the kept rows, in a step whose layers keep only some.
+            Logits ``[num_wanted, vocab_size], device``; of the kept rows, in a step whose layers keep only some.
         """
         kept_rows = None if self._layers is None else self._layers.kept_rows
         with torch.inference_mode(), running(RunningStep(self._routes, positions, kept_rows)):
