@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -14,6 +13,7 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.engine.admission import Admission, refused_output
 from kvframe.engine.assembly import assemble, load_model
 from kvframe.engine.request import Request, RequestOutput, SamplingParams
+from kvframe.engine.request_table import RequestTable
 from kvframe.engine.runner import ModelRunner, SkipPolicy
 from kvframe.engine.scheduler import Scheduler
 from kvframe.engine.self_check import run_packed
@@ -108,9 +108,7 @@ class Engine:
             max_model_len=self._max_model_len,
             skip_policy=skip_policy,
         )
-        self._requests: dict[str, Request] = {}
-        self._unreported: dict[str, Request] = {}
-        self._next_id = itertools.count()
+        self._requests = RequestTable()
         model.attach(assembly.layers)
         try:
             if stack.engine.self_check:
@@ -164,7 +162,7 @@ class Engine:
         """
         params = SamplingParams() if params is None else params
         if request_id is None:
-            request_id = next(name for name in map("req-{}".format, self._next_id) if name not in self._requests)
+            request_id = self._requests.fresh_id()
         elif request_id in self._requests:
             raise RequestError(f"a request {request_id!r} is in the engine already", code="duplicate_id")
         token_ids = self._admission.token_ids(prompt, params)
@@ -177,7 +175,7 @@ class Engine:
             max_model_len=self._max_model_len,
             text_stream=stream,
         )
-        self._requests[request_id] = request
+        self._requests.add(request)
         self._scheduler.add(request)
         return request_id
 
@@ -190,12 +188,12 @@ class Engine:
         request = self._requests.get(request_id)
         if request is not None and request.finish_reason is None:
             self._scheduler.end(request, "aborted")
-            self._unreported[request_id] = request
+            self._requests.note([request])
 
     @property
     def has_unfinished(self) -> bool:
         """Whether ``step`` has something to do or to report."""
-        return self._scheduler.has_work or bool(self._unreported)
+        return self._scheduler.has_work or bool(self._requests.with_news)
 
     def step(self) -> list[RequestOutput]:
         """Compute one batch.
@@ -205,8 +203,7 @@ class Engine:
             prompts, or if there is nothing to do.
         """
         self._advance()
-        reported = list(self._unreported)
-        return [self._report(request_id) for request_id in reported]
+        return [self._requests.report(request_id) for request_id in self._requests.with_news]
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Serve one request and yield its outputs as they come; the last one has a ``finish_reason``.
@@ -261,10 +258,10 @@ class Engine:
                     on_progress(len(prompts) - len(pending))
             for index, request_id in enumerate(request_ids):
                 if request_id is not None:
-                    outputs[index] = self._report(request_id)
+                    outputs[index] = self._requests.report(request_id)
         finally:
             # Only where an exception cut it short is anything left.
-            for request_id in request_ids:
+            for request_id in filter(None, request_ids):
                 self._forget(request_id)
         return [outputs[index] for index in range(len(prompts))]
 
@@ -301,34 +298,25 @@ class Engine:
             token_ids = self._runner.run(step)
         except BaseException as error:
             failed = self._scheduler.fail(step, f"the step failed: {type(error).__name__}: {error}")
-            self._unreported.update((request.request_id, request) for request in failed)
+            self._requests.note(failed)
             raise
-        for request in self._scheduler.complete(step, token_ids):
-            self._unreported[request.request_id] = request
-
-    def _report(self, request_id: str) -> RequestOutput:
-        self._unreported.pop(request_id, None)
-        output = self._requests[request_id].report()
-        if output.finish_reason is not None:
-            del self._requests[request_id]
-        return output
+        self._requests.note(self._scheduler.complete(step, token_ids))
 
     def _stream(self, request_id: str) -> Iterator[RequestOutput]:
         try:
             while request_id in self._requests:
-                if request_id not in self._unreported:
+                if request_id not in self._requests.with_news:
                     self._advance()
-                if request_id in self._unreported:
-                    yield self._report(request_id)
+                if request_id in self._requests.with_news:
+                    yield self._requests.report(request_id)
         finally:
             self._forget(request_id)
 
-    def _forget(self, request_id: str | None) -> None:
+    def _forget(self, request_id: str) -> None:
         """End a request that its owner gave up, without a report."""
-        request = self._requests.pop(request_id, None) if request_id is not None else None
+        request = self._requests.remove(request_id)
         if request is not None:
             self._scheduler.end(request, "aborted")
-            self._unreported.pop(request.request_id, None)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self.model.decode(token_ids) or ""

@@ -1,0 +1,61 @@
+"""The requests in an engine, and which of them have something that their owners have not seen."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+
+from kvframe.engine.request import Request, RequestOutput
+
+
+class RequestTable(Mapping[str, Request]):
+    """An engine's requests by id.
+
+    Invariant: a request is in the table until its end is reported, or its owner gives it up; all with news are in it.
+    """
+
+    def __init__(self) -> None:
+        """Start without requests."""
+        self._requests: dict[str, Request] = {}
+        # A dict for its order: who has had news for longest is reported first.
+        self._with_news: dict[str, None] = {}
+        self._next_number = itertools.count()
+
+    @property
+    def with_news(self) -> list[str]:
+        """The requests with something to report, those that have had it for longest first."""
+        return list(self._with_news)
+
+    def fresh_id(self) -> str:
+        """Return an id that no request in the table has."""
+        return next(name for name in map("req-{}".format, self._next_number) if name not in self._requests)
+
+    def add(self, request: Request) -> None:
+        """Take a request whose id no other one has."""
+        self._requests[request.request_id] = request
+
+    def note(self, requests: Iterable[Request]) -> None:
+        """Note that requests of the table have something to report."""
+        self._with_news.update((request.request_id, None) for request in requests)
+
+    def report(self, request_id: str) -> RequestOutput:
+        """Return what a request has produced; if it has ended, it leaves the table."""
+        self._with_news.pop(request_id, None)
+        output = self._requests[request_id].report()
+        if output.finish_reason is not None:
+            del self._requests[request_id]
+        return output
+
+    def remove(self, request_id: str) -> Request | None:
+        """Take a request out without a report; None if it is not in the table."""
+        self._with_news.pop(request_id, None)
+        return self._requests.pop(request_id, None)
+
+    def __getitem__(self, request_id: str) -> Request:
+        return self._requests[request_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._requests)
+
+    def __len__(self) -> int:
+        return len(self._requests)

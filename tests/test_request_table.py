@@ -1,0 +1,66 @@
+"""The requests in an engine: how long they stay, and who is reported."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvframe.engine.request import Request, SamplingParams
+from kvframe.engine.request_table import RequestTable
+
+
+def request(request_id: str) -> Request:
+    return Request.create(request_id, [1, 2], SamplingParams(), eos_token_ids=frozenset(), max_model_len=8)
+
+
+def table_of(*request_ids: str) -> RequestTable:
+    table = RequestTable()
+    for request_id in request_ids:
+        table.add(request(request_id))
+    return table
+
+
+def test_a_fresh_id_is_one_that_no_request_has() -> None:
+    table = table_of("req-0", "req-2")
+    assert ["req-1", "req-3"] == [table.fresh_id(), table.fresh_id()]
+
+
+def test_who_has_had_news_for_longest_is_reported_first() -> None:
+    table = table_of("a", "b")
+    table.note([table["b"], table["a"]])
+    table.note([table["b"]])
+    assert ["b", "a"] == table.with_news
+
+
+def test_a_request_stays_until_its_end_is_reported() -> None:
+    table = table_of("a")
+    table["a"].append(5)
+    assert (5,) == table.report("a").new_token_ids
+    assert ["a"] == list(table)
+    table["a"].finish_reason = "aborted"
+    assert "aborted" == table.report("a").finish_reason
+    assert [] == list(table)
+
+
+def test_a_request_that_was_given_up_is_not_reported() -> None:
+    table = table_of("a")
+    table.note([table["a"]])
+    assert table.remove("a") is not None
+    assert [] == table.with_news
+    assert table.remove("a") is None
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["add", "end", "report", "remove"]))))
+def test_all_with_news_are_in_the_table(actions: list[tuple[str, str]]) -> None:
+    table = RequestTable()
+    for request_id, action in actions:
+        if action == "remove":
+            table.remove(request_id)
+        elif request_id not in table:
+            table.add(request(request_id))
+        elif action == "report":
+            table.report(request_id)
+        else:
+            table[request_id].finish_reason = "stop" if action == "end" else None
+            table.note([table[request_id]])
+        assert set(table.with_news) <= set(table)
