@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from kvframe.attention.metadata import NUM_ACCEPTED_TOKENS, Axis, CommonAttentionMetadata, Extension
 from kvframe.attention.padding import pad_metadata
 from kvframe.errors import BatchError
-from kvframe.testing.batches import find_problem, make_batches, make_metadata
+from kvframe.testing.batches import wrapper_batches
 from kvframe.testing.case import Request
+from kvframe.testing.metadata import find_problem, make_metadata
 
 SIZES = {"num_reqs": 4, "num_tokens": 8, "num_generating": 3, "max_query_len": 6}
 
@@ -81,7 +82,7 @@ def test_a_graph_that_is_too_small_is_refused(name: str, size: int, least: int) 
         pad_metadata(step(), **{**SIZES, name: size})
 
 
-BATCHES = make_batches(4)
+BATCHES = wrapper_batches(4)
 
 
 @given(name=st.sampled_from(sorted(BATCHES)), more=st.tuples(*[st.integers(0, 5)] * 5))

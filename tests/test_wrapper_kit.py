@@ -21,10 +21,11 @@ from kvframe.attention.metadata import (
 from kvframe.attention.wrapper import FieldUse, MetadataWrapper
 from kvframe.errors import WrapperError
 from kvframe.specs import LayerSpec
-from kvframe.testing.batches import find_problem, make_batches, make_metadata
+from kvframe.testing.batches import wrapper_batches
 from kvframe.testing.case import Request
 from kvframe.testing.guard import ScalarGuard, guard, unguard
 from kvframe.testing.laws import ConformanceError
+from kvframe.testing.metadata import find_problem, make_metadata
 from kvframe.testing.wrappers import check_wrapper
 from tests.plans import full
 
@@ -217,10 +218,10 @@ def test_where_nothing_generates_one_row_is_padding() -> None:
     assert (0, [2]) == (metadata.num_generating, metadata.generating_indices.tolist())
 
 
-@pytest.mark.parametrize("name", make_batches(4))
+@pytest.mark.parametrize("name", wrapper_batches(4))
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_no_batch_contradicts_itself(name: str, block_size: int) -> None:
-    assert "" == find_problem(make_metadata(make_batches(block_size)[name], block_size))
+    assert "" == find_problem(make_metadata(wrapper_batches(block_size)[name], block_size))
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,26 @@
-"""Batches of every kind as a step's metadata on the host, and what such metadata must not contradict."""
+"""Batches of every kind, with lengths around the ends of blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
 
-import numpy as np
-import torch
-
-from kvframe.attention.metadata import Axis, CommonAttentionMetadata
 from kvframe.testing.case import Request
 
 
-def make_batches(block_size: int) -> dict[str, tuple[Request, ...]]:
-    """Return batches of every kind by name, with lengths around the ends of blocks."""
+def backend_batches(block_size: int) -> dict[str, tuple[Request, ...]]:
+    """Return every kind of batch that attention has to be computed for, by name."""
+    ends = sorted({max(1, block_size - 1), block_size, block_size + 1, 41})
+    return {
+        "prefill": tuple(Request(0, length) for length in ends),
+        "extend": tuple(Request(length, new) for length in ends for new in (2, block_size + 1)),
+        "decode": tuple(Request(length, 1) for length in (0, *ends)),
+        "mixed": (Request(41, 1), Request(0, 19), Request(23, 7), Request(block_size, 1), Request(0, 1)),
+        "uneven": (Request(300, 1), Request(9, 140), Request(2, 1), Request(0, 3)),
+    }
+
+
+def wrapper_batches(block_size: int) -> dict[str, tuple[Request, ...]]:
+    """Return every kind of batch that a wrapper has to transform, by name; a request may have no new tokens."""
     ends = sorted({max(1, block_size - 1), block_size, block_size + 1, 3 * block_size + 2})
     return {
         "decode": tuple(Request(end, 1) for end in (0, *ends)),
@@ -34,78 +41,19 @@ def make_batches(block_size: int) -> dict[str, tuple[Request, ...]]:
     }
 
 
-def make_metadata(requests: Sequence[Request], block_size: int) -> CommonAttentionMetadata:
-    """Return a step's metadata on the host, each request in blocks of its own; a request may have no new tokens."""
-    lens = np.array([(request.num_computed, request.num_new, request.num_generating) for request in requests])
-    num_computed, query_lens, num_generating = lens.T
-    seq_lens, ends = num_computed + query_lens, np.cumsum(query_lens)
-    num_tokens = int(ends[-1])
-    max_blocks = -(-int(seq_lens.max()) // block_size)
-    block_table = 1 + np.arange(len(requests) * max_blocks, dtype=np.int32).reshape(-1, max_blocks)
-    rows = np.repeat(np.arange(len(requests)), query_lens)
-    positions = np.arange(num_tokens) + (seq_lens - ends)[rows]
-    slots = block_table[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    generating = np.flatnonzero(np.arange(num_tokens) >= (ends - num_generating)[rows])
-
-    def both(values: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        host = torch.tensor(values, dtype=dtype)
-        return host.clone(), host
-
-    starts, starts_cpu = both([0, *ends], torch.int32)
-    lens_device, lens_cpu = both(seq_lens, torch.int32)
-    indices, indices_cpu = both(generating if len(generating) else [num_tokens - 1], torch.int64)
-    return CommonAttentionMetadata(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts_cpu,
-        seq_lens=lens_device,
-        seq_lens_cpu=lens_cpu,
-        num_reqs=len(requests),
-        num_actual_tokens=num_tokens,
-        max_query_len=int(query_lens.max()),
-        max_seq_len=int(seq_lens.max()),
-        block_table=torch.from_numpy(block_table),
-        slot_mapping=torch.from_numpy(slots),
-        block_size=block_size,
-        num_generating=len(generating),
-        generating_indices=indices,
-        generating_indices_cpu=indices_cpu,
+HIDDEN_STARTS: Mapping[str, tuple[Request, ...]] = {
+    "hidden_starts": (
+        Request(41, 1, num_hidden=5),
+        Request(23, 7, num_hidden=23),
+        Request(0, 4),
+        Request(18, 2, num_hidden=17),
     )
+}
+"""Batches whose first tokens are hidden, for backends that honour such an extension."""
 
-
-def find_problem(metadata: CommonAttentionMetadata) -> str:
-    """Return in one sentence how metadata contradicts itself; empty if it does not."""
-    starts, seq_lens = metadata.query_start_loc_cpu, metadata.seq_lens_cpu
-    query_lens = starts.diff()
-    num_tokens, num_rows = metadata.slot_mapping.shape[0], metadata.generating_indices.shape[0]
-    rows = {Axis.REQUEST: metadata.num_reqs, Axis.TOKEN: num_tokens}
-    with_queries = seq_lens[query_lens > 0]
-    claims = {
-        "query_start_loc has not one entry more than requests": len(starts) == metadata.num_reqs + 1,
-        "query_start_loc does not start at 0": int(starts[0]) == 0,
-        "query_start_loc falls": bool((query_lens >= 0).all()),
-        "num_actual_tokens is not where query_start_loc ends": int(starts[-1]) == metadata.num_actual_tokens,
-        "seq_lens has not one entry a request": len(seq_lens) == metadata.num_reqs,
-        "a request has more new tokens than tokens": bool((seq_lens >= query_lens).all()),
-        "block_table has not one row a request": metadata.block_table.shape[0] == metadata.num_reqs,
-        "max_query_len is too small": metadata.max_query_len >= int(query_lens.max()),
-        "max_seq_len is too small": metadata.max_seq_len >= int(with_queries.max() if len(with_queries) else 0),
-        "block_table has no room for the longest request": len(with_queries) == 0
-        or metadata.block_table.shape[1] * metadata.block_size >= int(with_queries.max()),
-        "slot_mapping has fewer tokens than the batch": num_tokens >= metadata.num_actual_tokens,
-        "a padded token has a slot": not metadata.slot_mapping[metadata.num_actual_tokens :].any(),
-        "generating_indices is empty, or shorter than it says": num_rows >= max(1, metadata.num_generating),
-        "a generating token is none of the batch": int(metadata.generating_indices_cpu.max()) < num_tokens,
-        **{
-            f"{name} is not what it is on the host": torch.equal(
-                getattr(metadata, name), getattr(metadata, f"{name}_cpu")
-            )
-            for name in ("query_start_loc", "seq_lens", "generating_indices")
-        },
-    }
-    for name, extension in metadata.extensions.items():
-        values, host = extension.values, extension.values_cpu
-        claims[f"the extension {name!r} has not one row a {extension.axis}"] = (
-            extension.axis is Axis.STEP or values.shape[0] == rows[extension.axis]
-        )
-        claims[f"the extension {name!r} is not what it is on the host"] = host is None or torch.equal(values, host)
-    return next((problem for problem, holds in claims.items() if not holds), "")
+PARTLY_GENERATING: Mapping[str, tuple[Request, ...]] = {
+    "draft_tokens": (Request(41, 4, 4), Request(0, 5, 1), Request(16, 2, 2), Request(9, 1), Request(0, 6, 6)),
+    "unfinished": (Request(41, 1), Request(0, 19, 0), Request(23, 7, 0), Request(16, 18)),
+    "all_unfinished": (Request(0, 19, 0), Request(16, 5, 0)),
+}
+"""Batches in which other tokens generate than the last one of each request, for chains that drop tokens."""

@@ -19,6 +19,7 @@ from kvframe.attention.metadata import SEQ_STARTS
 from kvframe.attention.wrapper import FieldUse, WrapperChain, bind_chain, chain_capture, check_order
 from kvframe.errors import WrapperError
 from kvframe.specs import LayerSpec, QuerySpec, align_up
+from kvframe.testing.batches import HIDDEN_STARTS, PARTLY_GENERATING, backend_batches
 from kvframe.testing.case import Case, GridSpec, Request
 
 SCALE = 0.4
@@ -57,7 +58,7 @@ def make_cases(
     for name, layer in make_layers(capabilities):
         if not capabilities.refusals(layer, device):
             assert layer.spec is not None
-            batches = make_batches(layer.spec.block_size)
+            batches = backend_batches(layer.spec.block_size)
             if SEQ_STARTS in capabilities.extensions:
                 batches |= HIDDEN_STARTS
             cases = [*_cases(name, layer, batches)]
@@ -152,37 +153,7 @@ def _features(head_size: int) -> dict[str, Mapping[str, Any]]:
     }
 
 
-# --- batches ----------------------------------------------------------------------------------------------------------
-
-
-def make_batches(block_size: int) -> dict[str, tuple[Request, ...]]:
-    """Return every kind of batch by name, with lengths around the ends of blocks."""
-    ends = sorted({max(1, block_size - 1), block_size, block_size + 1, 41})
-    return {
-        "prefill": tuple(Request(0, length) for length in ends),
-        "extend": tuple(Request(length, new) for length in ends for new in (2, block_size + 1)),
-        "decode": tuple(Request(length, 1) for length in (0, *ends)),
-        "mixed": (Request(41, 1), Request(0, 19), Request(23, 7), Request(block_size, 1), Request(0, 1)),
-        "uneven": (Request(300, 1), Request(9, 140), Request(2, 1), Request(0, 3)),
-    }
-
-
-HIDDEN_STARTS: Mapping[str, tuple[Request, ...]] = {
-    "hidden_starts": (
-        Request(41, 1, num_hidden=5),
-        Request(23, 7, num_hidden=23),
-        Request(0, 4),
-        Request(18, 2, num_hidden=17),
-    )
-}
-"""Batches whose first tokens are hidden, for backends that honour such an extension."""
-
-PARTLY_GENERATING: Mapping[str, tuple[Request, ...]] = {
-    "draft_tokens": (Request(41, 4, 4), Request(0, 5, 1), Request(16, 2, 2), Request(9, 1), Request(0, 6, 6)),
-    "unfinished": (Request(41, 1), Request(0, 19, 0), Request(23, 7, 0), Request(16, 18)),
-    "all_unfinished": (Request(0, 19, 0), Request(16, 5, 0)),
-}
-"""Batches in which other tokens generate than the last one of each request, for chains that drop tokens."""
+# --- cases ------------------------------------------------------------------------------------------------------------
 
 
 def _cases(name: str, layer: LayerSpec, batches: Mapping[str, tuple[Request, ...]]) -> Iterator[Case]:
@@ -221,7 +192,7 @@ def _chain_cases(chain: WrapperChain, capabilities: Capabilities, device: str) -
                 if chain_refusals(chain, layer, capabilities, device):
                     continue
                 name = f"{label}-{mask}-block={block_size}{suffix}"
-                batches = {**make_batches(block_size), **PARTLY_GENERATING}
+                batches = {**backend_batches(block_size), **PARTLY_GENERATING}
                 cases = [attrs.evolve(case, wrappers=chain) for case in _cases(name, layer, batches)]
                 if chain_capture(chain) is not GraphCapture.ALWAYS:
                     cases = [case for case in cases if not case.num_padding]

@@ -26,10 +26,11 @@ from kvframe.attention.padding import pad_metadata
 from kvframe.attention.wrapper import FieldUse, MetadataWrapper, apply_wrapper
 from kvframe.errors import WrapperError
 from kvframe.specs import LayerSpec
-from kvframe.testing.batches import find_problem, make_batches, make_metadata
+from kvframe.testing.batches import wrapper_batches
 from kvframe.testing.case import Request
 from kvframe.testing.guard import ScalarGuard, guard, unguard
 from kvframe.testing.laws import ConformanceError
+from kvframe.testing.metadata import find_problem, make_metadata
 
 _AXES = {SEQ_STARTS: Axis.REQUEST, NUM_ACCEPTED_TOKENS: Axis.REQUEST, ENCODER_SEQ_LENS: Axis.REQUEST}
 _FIELDS = tuple(field.name for field in attrs.fields(CommonAttentionMetadata) if field.name != "extensions")
@@ -49,7 +50,7 @@ def check_wrapper(wrapper: MetadataWrapper, layer: LayerSpec) -> None:
     _check_declaration(wrapper)
     bound = wrapper.for_layer(layer)
     assert layer.spec is not None
-    batches = make_batches(layer.spec.block_size)
+    batches = wrapper_batches(layer.spec.block_size)
     taken = 0
     for name, requests in batches.items():
         for batch, metadata in _variants(name, make_metadata(requests, layer.spec.block_size)):

@@ -28,8 +28,8 @@ from kvframe.attention.wrapper import MetadataWrapper, apply_wrapper, check_orde
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.errors import WrapperError
 from kvframe.specs import LayerSpec
-from kvframe.testing.batches import find_problem, make_metadata
 from kvframe.testing.case import Request
+from kvframe.testing.metadata import find_problem, make_metadata
 from kvframe.testing.wrappers import check_wrapper
 
 SPEC = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8)
