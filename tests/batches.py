@@ -10,44 +10,37 @@ import torch
 from hypothesis import strategies as st
 
 from kvframe.attention.metadata import Axis, CommonAttentionMetadata, Extension
+from kvframe.attention.padding import pad_metadata
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.cache.block_table import BlockTables
+from kvframe.testing.case import Request
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 32
 
 
-@attrs.frozen
-class Row:
-    """One request of a step; its last ``generating`` new tokens generate."""
-
-    num_computed: int
-    query_len: int
-    generating: int = 1
-
-
-Rows = Sequence[Row]
+Requests = Sequence[Request]
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> Row:
-    query_len = draw(st.integers(1, 6))
-    return Row(draw(st.integers(0, 2)) * draw(st.integers(1, 9)), query_len, draw(st.integers(0, query_len)))
+def any_request(draw: st.DrawFn) -> Request:
+    num_new = draw(st.integers(1, 6))
+    return Request(draw(st.integers(0, 2)) * draw(st.integers(1, 9)), num_new, draw(st.integers(0, num_new)))
 
 
-def step(requests: Rows, table_rows: Sequence[int] | None = None) -> StepBatch:
+def step(requests: Requests, table_rows: Sequence[int] | None = None) -> StepBatch:
     """Return a step of these requests; they have extensions that name each request and each of its tokens."""
     table_rows = range(len(requests)) if table_rows is None else table_rows
-    query_lens = np.array([row.query_len for row in requests])
+    query_lens = np.array([request.num_new for request in requests])
     ends = np.cumsum(query_lens)
-    generating = [np.arange(end - row.generating, end) for row, end in zip(requests, ends, strict=True)]
+    generating = [np.arange(end - request.num_generating, end) for request, end in zip(requests, ends, strict=True)]
     owners = torch.tensor(table_rows, dtype=torch.int32)
     tokens = torch.tensor(
-        [100 * owner + i for owner, row in zip(table_rows, requests, strict=True) for i in range(row.query_len)]
+        [100 * row + i for row, request in zip(table_rows, requests, strict=True) for i in range(request.num_new)]
     )
     return StepBatch(
         rows=np.array(table_rows),
-        num_computed=np.array([row.num_computed for row in requests]),
+        num_computed=np.array([request.num_computed for request in requests]),
         query_lens=query_lens,
         generating_indices=np.concatenate(generating),
         extensions={
@@ -67,41 +60,21 @@ def block_tables(num_rows: int) -> BlockTables:
     return tables
 
 
-def metadata_of(requests: Rows, *, device: str = "cpu") -> CommonAttentionMetadata:
+def metadata_of(requests: Requests, *, device: str = "cpu") -> CommonAttentionMetadata:
     (metadata,) = build_metadata(step(requests), block_tables(len(requests)), torch.device(device))
     return metadata
 
 
-def padded(metadata: CommonAttentionMetadata, *, num_rows: int, num_tokens: int) -> CommonAttentionMetadata:
-    """Add padded rows and tokens, and one padded generating row."""
-
-    def more(values: torch.Tensor, count: int, value: int) -> torch.Tensor:
-        return torch.cat([values, torch.full((count, *values.shape[1:]), value, dtype=values.dtype)])
-
-    starts, generating = metadata.query_start_loc_cpu, metadata.generating_indices_cpu
-    starts, seq_lens = more(starts, num_rows, int(starts[-1])), more(metadata.seq_lens_cpu, num_rows, 0)
-    generating = more(generating, 1, int(generating[-1]))
-    count = {Axis.REQUEST: num_rows, Axis.TOKEN: num_tokens, Axis.STEP: 0}
-    return attrs.evolve(
+def padded(metadata: CommonAttentionMetadata, *, num_reqs: int, num_tokens: int) -> CommonAttentionMetadata:
+    """Add padded requests and tokens, and one padded generating row, to a step whose shapes are its own."""
+    static = pad_metadata(
         metadata,
-        query_start_loc=starts.clone(),
-        query_start_loc_cpu=starts,
-        seq_lens=seq_lens.clone(),
-        seq_lens_cpu=seq_lens,
-        num_reqs=metadata.num_reqs + num_rows,
-        block_table=more(metadata.block_table, num_rows, 0),
-        slot_mapping=more(metadata.slot_mapping, num_tokens, 0),
-        generating_indices=generating.clone(),
-        generating_indices_cpu=generating,
-        extensions={
-            name: Extension(
-                more(extension.values, count[extension.axis], -1),
-                extension.axis,
-                None if extension.values_cpu is None else more(extension.values_cpu, count[extension.axis], -1),
-            )
-            for name, extension in metadata.extensions.items()
-        },
+        num_reqs=metadata.num_reqs + num_reqs,
+        num_tokens=metadata.num_actual_tokens + num_tokens,
+        num_generating=len(metadata.generating_indices) + 1,
+        max_query_len=metadata.max_query_len,
     )
+    return attrs.evolve(static, static_shapes=False)
 
 
 def device_tensors(metadata: CommonAttentionMetadata) -> dict[str, torch.Tensor]:

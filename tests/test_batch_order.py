@@ -15,29 +15,30 @@ from hypothesis import strategies as st
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.order import BatchOrder, BatchSplit, find_order, is_ordered, permute, split_batch
 from kvframe.errors import BackendError
-from tests.batches import Row, Rows, assert_equal, device_tensors, metadata_of, padded, rows
+from kvframe.testing.case import Request
+from tests.batches import Requests, any_request, assert_equal, device_tensors, metadata_of, padded
 
 FULL = BatchOrder(extends_first=True)
 LATENT = BatchOrder(decode_threshold=4)
 
 ORDERS = st.builds(BatchOrder, decode_threshold=st.integers(0, 4), extends_first=st.booleans())
-BATCHES = st.lists(rows(), min_size=1, max_size=6)
+BATCHES = st.lists(any_request(), min_size=1, max_size=6)
 
-FRESH_OF_3 = Row(num_computed=0, query_len=3)
-EXTEND_OF_9 = Row(num_computed=5, query_len=9)
-DECODE = Row(num_computed=7, query_len=1)
-
-
-def lengths(requests: Rows) -> tuple[np.ndarray, np.ndarray]:
-    return np.array([row.num_computed for row in requests]), np.array([row.query_len for row in requests])
+FRESH_OF_3 = Request(num_computed=0, num_new=3)
+EXTEND_OF_9 = Request(num_computed=5, num_new=9)
+DECODE = Request(num_computed=7, num_new=1)
 
 
-def is_satisfied(wish: BatchOrder, requests: Rows) -> bool:
+def lengths(requests: Requests) -> tuple[np.ndarray, np.ndarray]:
+    return np.array([each.num_computed for each in requests]), np.array([each.num_new for each in requests])
+
+
+def is_satisfied(wish: BatchOrder, requests: Requests) -> bool:
     ranks = wish.ranks(*lengths(requests)).tolist()
     return bool(ranks == sorted(ranks))
 
 
-def arranged(requests: Rows, order: np.ndarray | None) -> Rows:
+def arranged(requests: Requests, order: np.ndarray | None) -> Requests:
     return requests if order is None else [requests[index] for index in order]
 
 
@@ -113,7 +114,7 @@ def test_of_wishes_that_contradict_each_other_the_first_is_satisfied(
 
 @settings(max_examples=100, deadline=None)
 @given(requests=BATCHES, wishes=st.lists(ORDERS, min_size=1, max_size=3))
-def test_no_order_satisfies_more_with_the_first_wishes_first(requests: Rows, wishes: Sequence[BatchOrder]) -> None:
+def test_no_order_satisfies_more_with_the_first_wishes_first(requests: Requests, wishes: Sequence[BatchOrder]) -> None:
     def satisfied(order: Sequence[int]) -> list[bool]:
         return [all(ranks[order[i]] <= ranks[order[i + 1]] for i in range(len(order) - 1)) for ranks in all_ranks]
 
@@ -130,13 +131,13 @@ def test_no_order_satisfies_more_with_the_first_wishes_first(requests: Rows, wis
 
 
 @settings(max_examples=100, deadline=None)
-@given(requests=BATCHES, order=ORDERS, num_rows=st.integers(0, 2), num_tokens=st.integers(0, 3))
+@given(requests=BATCHES, order=ORDERS, num_reqs=st.integers(0, 2), num_tokens=st.integers(0, 3))
 def test_a_permuted_batch_has_the_same_tokens_in_order(
-    requests: Rows, order: BatchOrder, num_rows: int, num_tokens: int
+    requests: Requests, order: BatchOrder, num_reqs: int, num_tokens: int
 ) -> None:
     metadata = metadata_of(requests)
-    if num_rows + num_tokens:
-        metadata = padded(metadata, num_rows=num_rows, num_tokens=num_tokens)
+    if num_reqs + num_tokens:
+        metadata = padded(metadata, num_reqs=num_reqs, num_tokens=num_tokens)
     permuted, permutation = permute(metadata, order)
     assert is_ordered(order, permuted)
     total = metadata.slot_mapping.shape[0]
@@ -163,7 +164,7 @@ def test_a_permuted_batch_has_the_same_tokens_in_order(
 
 @settings(max_examples=50, deadline=None)
 @given(requests=BATCHES, order=ORDERS)
-def test_permuting_is_what_building_in_that_order_is(requests: Rows, order: BatchOrder) -> None:
+def test_permuting_is_what_building_in_that_order_is(requests: Requests, order: BatchOrder) -> None:
     metadata = metadata_of(requests)
     permuted, permutation = permute(metadata, order)
     built = metadata_of(arranged(requests, permutation.requests.numpy()))
@@ -193,8 +194,8 @@ def test_a_row_without_tokens_goes_behind_the_others() -> None:
 
 
 def test_generating_rows_stay_in_order_and_padding_repeats_the_last() -> None:
-    requests = [Row(0, 3, generating=0), Row(4, 2, generating=2), Row(8, 1, generating=1)]
-    metadata = padded(metadata_of(requests), num_rows=0, num_tokens=2)
+    requests = [Request(0, 3, num_generating=0), Request(4, 2, num_generating=2), Request(8, 1, num_generating=1)]
+    metadata = padded(metadata_of(requests), num_reqs=0, num_tokens=2)
     assert [3, 4, 5, 5] == metadata.generating_indices.tolist()
     permuted, permutation = permute(metadata, FULL)
     assert [2, 1, 0] == permutation.requests.tolist()
@@ -203,7 +204,7 @@ def test_generating_rows_stay_in_order_and_padding_repeats_the_last() -> None:
 
 
 def test_the_padded_row_of_a_step_without_generating_tokens_stays_the_last_token() -> None:
-    permuted, _ = permute(metadata_of([Row(0, 3, generating=0), Row(4, 2, generating=0)]), FULL)
+    permuted, _ = permute(metadata_of([Request(0, 3, num_generating=0), Request(4, 2, num_generating=0)]), FULL)
     assert (0, [4]) == (permuted.num_generating, permuted.generating_indices.tolist())
 
 
@@ -240,8 +241,8 @@ def test_a_group_whose_wish_is_not_met_gets_an_order_of_its_own() -> None:
 
 
 def test_a_split_counts_each_kind_and_leaves_padding_out() -> None:
-    requests = [DECODE, DECODE, EXTEND_OF_9, FRESH_OF_3, Row(0, 5)]
-    metadata = padded(metadata_of(requests), num_rows=2, num_tokens=4)
+    requests = [DECODE, DECODE, EXTEND_OF_9, FRESH_OF_3, Request(0, 5)]
+    metadata = padded(metadata_of(requests), num_reqs=2, num_tokens=4)
     assert BatchSplit(
         num_decodes=2,
         num_decode_tokens=2,
@@ -271,7 +272,7 @@ def test_a_batch_that_is_not_in_order_is_not_split() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(requests=BATCHES, order=ORDERS)
-def test_the_kinds_of_a_split_are_the_whole_batch_each_in_its_slice(requests: Rows, order: BatchOrder) -> None:
+def test_the_kinds_of_a_split_are_the_whole_batch_each_in_its_slice(requests: Requests, order: BatchOrder) -> None:
     metadata, _ = permute(metadata_of(requests), order)
     split = split_batch(metadata, order)
     counts = [split.num_decodes, split.num_extends, split.num_prefills]

@@ -14,22 +14,23 @@ from hypothesis import strategies as st
 from kvframe.attention.step import build_metadata
 from kvframe.attention.sub_batch import split_requests
 from kvframe.errors import BatchError
-from tests.batches import Row, Rows, assert_equal, block_tables, metadata_of, padded, rows, step
+from kvframe.testing.case import Request
+from tests.batches import Requests, any_request, assert_equal, block_tables, metadata_of, padded, step
 
-THREE = (Row(4, 1), Row(0, 6), Row(3, 2))
+THREE = (Request(4, 1), Request(0, 6), Request(3, 2))
 
 
 @st.composite
-def cut_batches(draw: st.DrawFn) -> tuple[Rows, Sequence[tuple[int, int]]]:
+def cut_batches(draw: st.DrawFn) -> tuple[Requests, Sequence[tuple[int, int]]]:
     """Draw requests, and ranges that cut them."""
-    requests = draw(st.lists(rows(), min_size=1, max_size=6))
+    requests = draw(st.lists(any_request(), min_size=1, max_size=6))
     cuts = sorted(draw(st.sets(st.integers(1, len(requests)))) - {len(requests)})
     return requests, list(itertools.pairwise([0, *cuts, len(requests)]))
 
 
 @settings(max_examples=150, deadline=None)
 @given(cut_batches())
-def test_each_sub_batch_is_what_its_requests_alone_are(drawn: tuple[Rows, Sequence[tuple[int, int]]]) -> None:
+def test_each_sub_batch_is_what_its_requests_alone_are(drawn: tuple[Requests, Sequence[tuple[int, int]]]) -> None:
     requests, ranges = drawn
     tables = block_tables(len(requests))
     (metadata,) = build_metadata(step(requests), tables, torch.device("cpu"))
@@ -47,7 +48,7 @@ def test_one_sub_batch_is_the_step_itself() -> None:
 
 
 def test_generating_tokens_are_counted_from_the_sub_batch_on() -> None:
-    metadata = metadata_of([Row(4, 1), Row(0, 6, generating=0), Row(3, 2, generating=2)])
+    metadata = metadata_of([Request(4, 1), Request(0, 6, num_generating=0), Request(3, 2, num_generating=2)])
     assert [0, 7, 8] == metadata.generating_indices.tolist()
     parts = split_requests(metadata, [(0, 1), (1, 2), (2, 3)])
     assert [[0], [5], [0, 1]] == [part.generating_indices.tolist() for part in parts]
@@ -55,7 +56,7 @@ def test_generating_tokens_are_counted_from_the_sub_batch_on() -> None:
 
 
 def test_a_sub_batch_without_generating_tokens_has_one_padded_row() -> None:
-    first, second = split_requests(metadata_of([Row(0, 4, generating=0), Row(0, 2)]), [(0, 1), (1, 2)])
+    first, second = split_requests(metadata_of([Request(0, 4, num_generating=0), Request(0, 2)]), [(0, 1), (1, 2)])
     assert (0, [3], [3]) == (
         first.num_generating,
         first.generating_indices.tolist(),
@@ -70,7 +71,7 @@ def test_the_longest_request_is_the_sub_batchs_own() -> None:
 
 
 def test_padded_tokens_go_to_the_last_sub_batch() -> None:
-    first, second = split_requests(padded(metadata_of(THREE), num_rows=2, num_tokens=3), [(0, 2), (2, 5)])
+    first, second = split_requests(padded(metadata_of(THREE), num_reqs=2, num_tokens=3), [(0, 2), (2, 5)])
     assert (7, 7) == (first.num_actual_tokens, first.slot_mapping.shape[0])
     assert (2, 5) == (second.num_actual_tokens, second.slot_mapping.shape[0])
     assert [0, 2, 2, 2] == second.query_start_loc.tolist()
@@ -79,7 +80,9 @@ def test_padded_tokens_go_to_the_last_sub_batch() -> None:
 
 def test_nothing_is_read_from_the_device() -> None:
     # Tensors of the meta device hold no values: reading one raises.
-    parts = split_requests(metadata_of([Row(4, 1), Row(0, 6, generating=0)], device="meta"), [(0, 1), (1, 2)])
+    parts = split_requests(
+        metadata_of([Request(4, 1), Request(0, 6, num_generating=0)], device="meta"), [(0, 1), (1, 2)]
+    )
     assert [1, 6] == [part.num_actual_tokens for part in parts]
 
 
@@ -107,7 +110,7 @@ def test_ranges_that_are_not_all_requests_in_order_are_refused(ranges: Sequence[
 
 def test_a_sub_batch_of_padding_alone_is_refused() -> None:
     with pytest.raises(BatchError, match=r"the requests \[3, 5\) has no token; join it with another"):
-        split_requests(padded(metadata_of(THREE), num_rows=2, num_tokens=3), [(0, 3), (3, 5)])
+        split_requests(padded(metadata_of(THREE), num_reqs=2, num_tokens=3), [(0, 3), (3, 5)])
 
 
 def test_a_step_with_static_shapes_is_not_cut() -> None:
