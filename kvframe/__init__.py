@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from kvframe.attention.capture import GraphCapture as GraphCapture
     from kvframe.attention.group import AttentionGroup as AttentionGroup
     from kvframe.attention.layer import AttentionLayers as AttentionLayers
+    from kvframe.attention.metadata import Axis as Axis
     from kvframe.attention.metadata import CommonAttentionMetadata as CommonAttentionMetadata
     from kvframe.attention.metadata import Extension as Extension
     from kvframe.attention.order import BatchOrder as BatchOrder
+    from kvframe.attention.order import split_batch as split_batch
     from kvframe.attention.step import StepBatch as StepBatch
     from kvframe.attention.wrapper import FieldUse as FieldUse
     from kvframe.attention.wrapper import MetadataWrapper as MetadataWrapper
@@ -64,6 +66,7 @@ _HOME = {
     "AttentionMask": "specs",
     "AttentionMetadataBuilder": "attention.backend",
     "AttentionSpec": "specs",
+    "Axis": "attention.metadata",
     "BatchOrder": "attention.order",
     "BlockPool": "cache.pool",
     "BlockTable": "cache.block_table",
@@ -103,6 +106,7 @@ _HOME = {
     "make_layer_specs": "groups",
     "plan_cache": "plan",
     "share_caches": "groups",
+    "split_batch": "attention.order",
 }
 
 __all__ = list(_HOME)

@@ -9,6 +9,7 @@ import inspect
 import itertools
 import json
 import pkgutil
+import re
 import subprocess
 import sys
 import tomllib
@@ -95,6 +96,13 @@ PUBLIC_MODULES = (
     "kvframe.model.adapter",
     "kvframe.model.description",
     "kvframe.specs",
+)
+# What a plugin's tests may import beside these.
+TEST_MODULES = (
+    "kvframe.testing.conformance",
+    "kvframe.testing.grid",
+    "kvframe.testing.laws",
+    "kvframe.testing.wrappers",
 )
 PLUGIN_FILES = sorted((ROOT / "plugins").glob("*/src/**/*.py"))
 
@@ -229,8 +237,16 @@ def test_a_manifest_imports_nothing_but_kvframe_and_the_standard_library(plugin:
 
 
 def test_the_public_modules_are_documented() -> None:
-    undocumented = [name for name in PUBLIC_MODULES if not importlib.import_module(name).__doc__]
+    undocumented = [name for name in PUBLIC_MODULES + TEST_MODULES if not importlib.import_module(name).__doc__]
     assert undocumented == []
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_the_documents_show_public_modules_only(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    shown = set(re.findall(r"^from (kvframe(?:\.\w+)*) import ", text, flags=re.MULTILINE))
+    assert shown
+    assert shown <= {*PUBLIC_MODULES, *TEST_MODULES}
 
 
 # --- what the core must not know --------------------------------------------------------------------------------------
