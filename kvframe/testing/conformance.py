@@ -14,7 +14,7 @@ from kvframe.attention.backend import AttentionBackend
 from kvframe.testing.case import Case
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.reference import dense_attention, visible_tokens
-from kvframe.testing.step import Inputs, Output, draw_inputs, run_step
+from kvframe.testing.step import Inputs, draw_inputs, run_step
 
 ERROR_FACTOR = 2
 """A backend may err by this factor more than the reference does in the same dtype."""
@@ -29,6 +29,9 @@ def check_backend(
     backend_class: type[AttentionBackend], case: Case, device: str = "cpu", poison: float = float("nan")
 ) -> None:
     """Check that a backend computes a case within the error that its dtype allows, and writes nowhere it may not.
+
+    Its metadata is built as the framework does it: of requests in the order that the builder asks for, and once more
+    for other tables and then refreshed, if the builder declares which fields depend on them.
 
     Args:
         backend_class: The backend.
@@ -50,39 +53,39 @@ def check_backend(
     except ConformanceError as error:
         raise _failure(backend_class, case, str(error)) from error
     expected = (output.num_tokens, case.query.num_heads, case.spec.head_size_v), case.query_dtype
-    found = tuple(output.values.shape), output.values.dtype
-    if found != expected:
-        raise _failure(backend_class, case, f"the output is {found[0]}, {found[1]}, not {expected}")
-    if len(output.rows):
-        _check_errors(backend_class, case, inputs, sinks, output)
+    for values, whose in ((output.values, ""), (output.refreshed, "with refreshed metadata, ")):
+        if values is None:
+            continue
+        found = tuple(values.shape), values.dtype
+        if found != expected:
+            raise _failure(backend_class, case, f"{whose}the output is {found[0]}, {found[1]}, not {expected}")
+        problem = _find_error(case, inputs, sinks, values, output.rows) if len(output.rows) else ""
+        if problem:
+            raise _failure(backend_class, case, whose + problem)
 
 
-def _check_errors(
-    backend_class: type[AttentionBackend],
-    case: Case,
-    inputs: Sequence[Inputs],
-    sinks: torch.Tensor | None,
-    output: Output,
-) -> None:
+def _find_error(
+    case: Case, inputs: Sequence[Inputs], sinks: torch.Tensor | None, values: torch.Tensor, rows: torch.Tensor
+) -> str:
+    """Return which queries' values are wrong, and by how much; empty if none are."""
     dtype = _LOWER_DTYPE.get(case.query_dtype, case.query_dtype)
-    exact = torch.cat([*_reference(case, inputs, sinks, torch.float64)])[output.rows]
-    rounded = torch.cat([*_reference(case, inputs, sinks, dtype)])[output.rows]
+    exact = torch.cat([*_reference(case, inputs, sinks, torch.float64)])[rows]
+    rounded = torch.cat([*_reference(case, inputs, sinks, dtype)])[rows]
     unit = torch.finfo(case.query_dtype).eps
     # Nothing is more exact than float64 to measure its error by: it errs by as many of its units as float32 does.
     own_error = float((rounded - exact).abs().max()) * unit / torch.finfo(dtype).eps
     allowed = ERROR_FACTOR * own_error + ROUNDING_UNITS * unit * float(exact.abs().max())
-    errors = (output.values.cpu()[: len(exact)].double() - exact).abs().flatten(1).amax(1)
+    errors = (values.cpu()[: len(exact)].double() - exact).abs().flatten(1).amax(1)
     # NaN is never within, as it compares false with everything.
     wrong = (~(errors <= allowed)).nonzero().flatten().tolist()
-    if wrong:
-        index, position = [*_places(case)][int(output.rows[wrong[0]])]
-        hint = "; NaN is state that is not live" if bool(errors[wrong].isnan().any()) else ""
-        raise _failure(
-            backend_class,
-            case,
-            f"{len(wrong)} of {len(errors)} queries are wrong, the first at position {position} of request {index} "
-            f"({case.requests[index]}), by {float(errors[wrong[0]]):.3g} where {allowed:.3g} is allowed{hint}",
-        )
+    if not wrong:
+        return ""
+    index, position = [*_places(case)][int(rows[wrong[0]])]
+    hint = "; NaN is state that is not live" if bool(errors[wrong].isnan().any()) else ""
+    return (
+        f"{len(wrong)} of {len(errors)} queries are wrong, the first at position {position} of request {index} "
+        f"({case.requests[index]}), by {float(errors[wrong[0]]):.3g} where {allowed:.3g} is allowed{hint}"
+    )
 
 
 def _reference(

@@ -7,13 +7,15 @@ read of those shows in the output.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 import numpy as np
 import torch
 
-from kvframe.attention.backend import AttentionBackend
+from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.attention.metadata import NO_EXTENSIONS, SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
+from kvframe.attention.order import is_ordered, permute
 from kvframe.attention.padding import pad_metadata
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.attention.wrapper import DROPS_TOKENS, WrapperChain, apply_chain, bind_chain
@@ -50,11 +52,14 @@ class Output:
 
     Attributes:
         values: ``[num_tokens, num_heads, head_size_v], device``: what it returned, for the tokens that its chain keeps.
+        refreshed: The same from metadata that was built for other tables and then refreshed; None if its builder
+            declares no ``table_fields``.
         rows: ``[num_actual_tokens], int64, host``: which of the packed tokens these are, without padding.
         num_tokens: Tokens that it was given, padding included.
     """
 
     values: torch.Tensor
+    refreshed: torch.Tensor | None
     rows: torch.Tensor
     num_tokens: int
 
@@ -85,7 +90,7 @@ def run_step(
     device: torch.device,
     poison: float,
 ) -> Output:
-    """Run a backend behind the case's chain.
+    """Run a backend behind the case's chain, on requests in the order that its builder asks for.
 
     Args:
         backend_class: The backend.
@@ -134,11 +139,36 @@ def run_step(
     guard.check("a wrapper wrote to the batch metadata")
     kept = _kept_rows(chain, metadata, wrapped)
     query = packed(lambda each: each.query).index_select(0, kept.to(device))
-    guard = _WriteGuard([storage.pool, query, *_tensors(metadata), *_tensors(wrapped)])
-    built = backend.make_builder().build(wrapped)
-    values = backend.forward(seen, query, kv_cache, built, None if sinks is None else sinks.to(device))
+    builder = backend.make_builder()
+    common, back = wrapped, None
+    if builder.batch_order is not None and not is_ordered(builder.batch_order, wrapped):
+        common, permutation = permute(wrapped, builder.batch_order)
+        query, back = query.index_select(0, permutation.tokens), permutation.inverse
+    guard = _WriteGuard([storage.pool, query, *_tensors(metadata), *_tensors(common)])
+
+    def attend(built: Any) -> torch.Tensor:
+        values = backend.forward(seen, query, kv_cache, built, None if sinks is None else sinks.to(device))
+        return values if back is None or len(values) != len(back) else values.index_select(0, back)
+
+    (built,) = builder.build_together([(builder, common)])
+    values = attend(built)
+    refreshed = None if builder.table_fields is None else attend(_build_and_refresh(builder, common))
     guard.check("it wrote to the cache, the query or the batch metadata")
-    return Output(values=values, rows=kept[: wrapped.num_actual_tokens], num_tokens=len(kept))
+    return Output(values=values, refreshed=refreshed, rows=kept[: wrapped.num_actual_tokens], num_tokens=len(kept))
+
+
+def _build_and_refresh(builder: AttentionMetadataBuilder, common: CommonAttentionMetadata) -> Any:
+    """Return what a builder builds for a group without a page, brought to this one's tables as the framework does."""
+    without_pages = attrs.evolve(
+        common,
+        block_table=torch.zeros_like(common.block_table),
+        slot_mapping=torch.zeros_like(common.slot_mapping),
+    )
+    built = builder.build(without_pages)
+    fields, declared = builder.refreshed_fields(built, common), builder.table_fields or frozenset()
+    if set(fields) != declared:
+        raise ConformanceError(f"its builder refreshes {sorted(fields)}, and declares {sorted(declared)}")
+    return attrs.evolve(built, **fields)
 
 
 def _make_backend(backend_class: type[AttentionBackend], layer: LayerSpec, device: torch.device) -> AttentionBackend:

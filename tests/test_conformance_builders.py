@@ -1,0 +1,91 @@
+"""The conformance kit on what metadata builders declare: it is held to, and each mistake is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import attrs
+import pytest
+import torch
+
+from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
+from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.attention.order import BatchOrder, split_batch
+from kvframe.builtin.torch_reference import TorchReferenceBackend
+from kvframe.specs import LayerSpec
+from kvframe.testing.case import Case, Request
+from kvframe.testing.conformance import check_backend
+from kvframe.testing.grid import make_layer
+from kvframe.testing.laws import ConformanceError
+
+LAYER = make_layer(TorchReferenceBackend.capabilities, block_size=4)
+MIXED = Case(name="mixed", layer=LAYER, requests=(Request(0, 9), Request(13, 1), Request(6, 5), Request(7, 1)))
+
+
+@attrs.frozen(eq=False)
+class Built:
+    common: CommonAttentionMetadata
+    block_table: torch.Tensor
+
+
+class Builder(AttentionMetadataBuilder):
+    """Splits its batches, and tells which of its fields depend on the block table."""
+
+    batch_order = BatchOrder(extends_first=True)
+    table_fields = frozenset({"block_table"})
+
+    def build(self, metadata: CommonAttentionMetadata) -> Built:
+        split = split_batch(metadata, self.batch_order)
+        assert (2, 1, 1) == (split.num_decodes, split.num_extends, split.num_prefills)
+        return Built(metadata, metadata.block_table)
+
+    def refreshed_fields(self, built: Built, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
+        return {"block_table": metadata.block_table}
+
+
+class RefreshesAnotherField(Builder):
+    def refreshed_fields(self, built: Built, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
+        return {"common": metadata}
+
+
+class RefreshesNothing(Builder):
+    def refreshed_fields(self, built: Built, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
+        return {"block_table": built.block_table}
+
+
+class BuildsTogetherOtherwise(Builder):
+    @classmethod
+    def build_together(cls, builds: Sequence[tuple[Self, CommonAttentionMetadata]]) -> list[Any]:
+        return [attrs.evolve(built, block_table=built.block_table.flip(0)) for built in super().build_together(builds)]
+
+
+def backend_with(builder: Callable[[], AttentionMetadataBuilder]) -> type[AttentionBackend]:
+    class Backend(TorchReferenceBackend):
+        def make_builder(self) -> AttentionMetadataBuilder:
+            return builder()
+
+        def forward(
+            self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+        ) -> torch.Tensor:
+            common = attrs.evolve(metadata.common, block_table=metadata.block_table)
+            return super().forward(layer, query, kv_cache, common, sinks)
+
+    return Backend
+
+
+def test_a_builder_gets_the_order_that_it_asks_for_and_outputs_come_back_in_the_batchs() -> None:
+    check_backend(backend_with(Builder), MIXED)
+
+
+@pytest.mark.parametrize(
+    ("builder", "message"),
+    [
+        (RefreshesAnotherField, r"its builder refreshes \['common'\], and declares \['block_table'\]"),
+        (RefreshesNothing, "with refreshed metadata, .* queries are wrong"),
+        (BuildsTogetherOtherwise, r"mixed: \d+ of 16 queries are wrong"),
+    ],
+)
+def test_the_kit_says_what_a_wrong_builder_got_wrong(builder: type[Builder], message: str) -> None:
+    with pytest.raises(ConformanceError, match=message):
+        check_backend(backend_with(builder), MIXED)
