@@ -220,8 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = render(cells)
     wrong = [cell.detail for cell in cells if cell.verdict == WRONG]
     if not options.check:
-        options.file.write_text(text)
-    elif not options.file.exists() or options.file.read_text() != text:
+        options.file.write_text(text, encoding="utf-8")
+    elif not options.file.exists() or options.file.read_text(encoding="utf-8") != text:
         wrong.append(f"{options.file} is not what is installed: run this without --check")
     for sentence in wrong:
         print(sentence, file=sys.stderr)

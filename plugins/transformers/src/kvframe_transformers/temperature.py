@@ -50,6 +50,9 @@ class Temperatures:
 
     A packed batch has no cache whose length would be a position, so while the model is attached the modules' own
     temperatures are off and the queries are scaled by ``of``.
+
+    Attributes:
+        of: The temperature of each module that applies one.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
