@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -51,6 +51,31 @@ NUM_ACCEPTED_TOKENS = "num_accepted_tokens"
 
 ENCODER_SEQ_LENS = "encoder_seq_lens"
 """Extension ``[num_reqs], int32``: tokens of each request's encoder sequence; 0 for none."""
+
+
+def change_extensions(
+    extensions: Mapping[str, Extension],
+    change: Mapping[Axis, Callable[[torch.Tensor], torch.Tensor]],
+    change_cpu: Mapping[Axis, Callable[[torch.Tensor], torch.Tensor]] | None = None,
+) -> Mapping[str, Extension]:
+    """Return extensions for other requests or tokens, as whoever changes those of a step needs them.
+
+    Args:
+        extensions: A step's extensions.
+        change: By axis, what to do with values on the device; extensions along another axis stay as they are.
+        change_cpu: The same for host copies; ``change`` unless given.
+    """
+    if not extensions:
+        return extensions
+    change_cpu = change if change_cpu is None else change_cpu
+    changed = {}
+    for name, extension in extensions.items():
+        axis, values_cpu = extension.axis, extension.values_cpu
+        if axis in change:
+            values_cpu = None if values_cpu is None else change_cpu[axis](values_cpu)
+            extension = Extension(change[axis](extension.values), axis, values_cpu)
+        changed[name] = extension
+    return changed
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -5,7 +5,7 @@ Everything here is decided on the host, from the metadata's host copies; the dev
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvframe.attention.metadata import Axis, CommonAttentionMetadata, Extension
+from kvframe.attention.metadata import Axis, CommonAttentionMetadata, change_extensions
 from kvframe.errors import BackendError
 
 IntArray = npt.NDArray[np.int64]
@@ -158,12 +158,10 @@ def permute(metadata: CommonAttentionMetadata, order: BatchOrder) -> tuple[Commo
         slot_mapping=metadata.slot_mapping.index_select(0, tokens_there),
         generating_indices=generating_there,
         generating_indices_cpu=torch.from_numpy(generating),
-        extensions=_permuted_extensions(
+        extensions=change_extensions(
             metadata.extensions,
-            {
-                Axis.REQUEST: (requests_there, requests_here),
-                Axis.TOKEN: (tokens_there, torch.from_numpy(tokens)),
-            },
+            _rows_of(requests_there, tokens_there),
+            _rows_of(requests_here, torch.from_numpy(tokens)),
         ),
     )
     return permuted, Permutation(requests=requests_there, tokens=tokens_there, inverse=inverse_there)
@@ -243,17 +241,8 @@ def _upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[to
     ]
 
 
-def _permuted_extensions(
-    extensions: Mapping[str, Extension], index_of: Mapping[Axis, tuple[torch.Tensor, torch.Tensor]]
-) -> Mapping[str, Extension]:
-    if not extensions:
-        return extensions
-    permuted = {}
-    for name, extension in extensions.items():
-        if extension.axis not in index_of:
-            permuted[name] = extension
-            continue
-        there, here = index_of[extension.axis]
-        values_cpu = None if extension.values_cpu is None else extension.values_cpu.index_select(0, here)
-        permuted[name] = Extension(extension.values.index_select(0, there), extension.axis, values_cpu)
-    return permuted
+def _rows_of(requests: torch.Tensor, tokens: torch.Tensor) -> Mapping[Axis, Callable[[torch.Tensor], torch.Tensor]]:
+    return {
+        Axis.REQUEST: lambda values: values.index_select(0, requests),
+        Axis.TOKEN: lambda values: values.index_select(0, tokens),
+    }

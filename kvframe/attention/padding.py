@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import torch
 
-from kvframe.attention.metadata import Axis, CommonAttentionMetadata, Extension
+from kvframe.attention.metadata import Axis, CommonAttentionMetadata, change_extensions
 from kvframe.errors import BatchError
 
 
@@ -45,15 +45,6 @@ def pad_metadata(
     for name, (given, least) in sizes.items():
         if given < least:
             raise BatchError(f"a graph with {name} = {given} is too small for this step, which needs at least {least}")
-    rows = {Axis.REQUEST: num_reqs, Axis.TOKEN: num_tokens}
-
-    def pad_extension(extension: Extension) -> Extension:
-        size = rows.get(extension.axis)
-        if size is None:
-            return extension
-        values_cpu = None if extension.values_cpu is None else _pad(extension.values_cpu, size)
-        return Extension(_pad(extension.values, size), extension.axis, values_cpu)
-
     block_table = _pad(metadata.block_table, num_reqs)
     num_blocks = max(block_table.shape[1], -(-max_seq_len // metadata.block_size))
     return attrs.evolve(
@@ -70,7 +61,10 @@ def pad_metadata(
         generating_indices=_repeat_last(metadata.generating_indices, num_generating),
         generating_indices_cpu=_repeat_last(metadata.generating_indices_cpu, num_generating),
         static_shapes=True,
-        extensions={name: pad_extension(extension) for name, extension in metadata.extensions.items()},
+        extensions=change_extensions(
+            metadata.extensions,
+            {Axis.REQUEST: lambda values: _pad(values, num_reqs), Axis.TOKEN: lambda values: _pad(values, num_tokens)},
+        ),
     )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import attrs
 import numpy as np
 import torch
 
-from kvframe.attention.metadata import Axis, CommonAttentionMetadata, Extension
+from kvframe.attention.metadata import Axis, CommonAttentionMetadata, change_extensions
 from kvframe.errors import BatchError
 
 
@@ -95,18 +95,8 @@ def _sub_batch(metadata: CommonAttentionMetadata, start: int, stop: int) -> Comm
         num_generating=high - low,
         generating_indices=generating_indices,
         generating_indices_cpu=generating_indices_cpu,
-        extensions=_cut_extensions(metadata.extensions, {Axis.REQUEST: requests, Axis.TOKEN: tokens}),
+        extensions=change_extensions(
+            metadata.extensions,
+            {Axis.REQUEST: lambda values: values[requests], Axis.TOKEN: lambda values: values[tokens]},
+        ),
     )
-
-
-def _cut_extensions(extensions: Mapping[str, Extension], slices: Mapping[Axis, slice]) -> Mapping[str, Extension]:
-    if not extensions:
-        return extensions
-    cut = {}
-    for name, extension in extensions.items():
-        if extension.axis in slices:
-            rows = slices[extension.axis]
-            values_cpu = None if extension.values_cpu is None else extension.values_cpu[rows]
-            extension = Extension(extension.values[rows], extension.axis, values_cpu)
-        cut[name] = extension
-    return cut
