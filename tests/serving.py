@@ -10,7 +10,7 @@ import attrs
 import torch
 from kvframe_transformers.testing import save_tiny
 
-from kvframe import Engine, Registry, Stack, load_plugins
+from kvframe import Engine, Registry, SkipPolicy, Stack, load_plugins
 from kvframe.engine.request import SamplingParams
 from kvframe.errors import PlanError
 from kvframe.groups import group_layers, make_layer_specs
@@ -58,11 +58,18 @@ class TinyModel:
         registry = load_plugins().registry
         return cls(path, find_adapter(path, registry).load(path, device="cpu", dtype="float32"), registry)
 
-    def engine(self, *, poison_freed: bool = True, **options: Any) -> Engine:
+    def engine(self, *, poison_freed: bool = True, skip_policy: SkipPolicy | None = None, **options: Any) -> Engine:
         """Return an engine; ``options`` go to the stack's table that has them."""
         stack = make_stack(**options)
         layers = make_layer_specs(self.loaded.description, self.registry, stack, "float32")
-        return Engine(self.loaded, layers, registry=self.registry, stack=stack, poison_freed=poison_freed)
+        return Engine(
+            self.loaded,
+            layers,
+            registry=self.registry,
+            stack=stack,
+            poison_freed=poison_freed,
+            skip_policy=skip_policy,
+        )
 
     def tight_memory(self, num_tokens: int, **options: Any) -> int:
         """Return bytes that hold one request of ``num_tokens`` tokens and hardly more."""

@@ -15,9 +15,8 @@ from kvframe import Engine, RequestOutput
 from kvframe.attention.metadata import NO_EXTENSIONS, NUM_ACCEPTED_TOKENS, Axis, CommonAttentionMetadata, Extension
 from kvframe.attention.step import StepBatch
 from kvframe.engine.request import SamplingParams
-from kvframe.groups import make_layer_specs
 from tests.scripted_model import ScriptedModel
-from tests.serving import GREEDY, PROMPTS, TinyModel, held_pages, make_stack
+from tests.serving import GREEDY, PROMPTS, TinyModel, held_pages
 
 SKIPPING: dict[str, Any] = {"prefill_skipping": "decode_only", "max_num_batched_tokens": 24}
 LONG = 3  # of PROMPTS: 64 tokens, so steps of 24, 24 and 16
@@ -40,9 +39,7 @@ def reference(model: TinyModel) -> list[tuple[int, ...]]:
 
 
 def serve(model: TinyModel, policy: Callable[[StepBatch], bool] | None = None, **options: Any) -> Engine:
-    stack = make_stack(**{**SKIPPING, **options})
-    layers = make_layer_specs(model.loaded.description, model.registry, stack, "float32")
-    return Engine(model.loaded, layers, registry=model.registry, stack=stack, poison_freed=True, skip_policy=policy)
+    return model.engine(skip_policy=policy, **{**SKIPPING, **options})
 
 
 @contextmanager

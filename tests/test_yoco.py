@@ -18,15 +18,12 @@ from hypothesis import strategies as st
 
 from kvframe import Engine, SamplingParams, Stack
 from kvframe.errors import ModelError
+from tests.serving import ids
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "yoco"
 NUM_NEW_TOKENS = 8
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW_TOKENS)
 SKIPPING = pytest.mark.parametrize("skipping", [None, "decode_only"], ids=["off", "on"])
-
-
-def ids(start: int, count: int) -> list[int]:
-    return [(start * 31 + index * index * 7 + index * 13) % 128 for index in range(count)]
 
 
 # Around the window of 16 and the block size of 8; the last three begin with the same 40 tokens.
