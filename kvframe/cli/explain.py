@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvframe.specs import LayerSpec
 
 
-@click.command(short_help="Say which backend each layer gets, and why.")
+@click.command(short_help="Say which wrappers and backend each layer gets, and why.")
 @click.argument("model", type=click.Path(path_type=Path), metavar="MODEL_OR_CONFIG")
 @stack_option
 @click.option("--device", metavar="DEVICE", help="Where it would run; as the stack says unless given.")
