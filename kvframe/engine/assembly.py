@@ -66,6 +66,8 @@ def assemble(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, regi
             cannot leave rows out, or gives a wrapper or backend options that it does not have.
         PlanError: The memory is too small.
         WrapperError: A wrapper cannot serve a layer, or may not stand where it does in its chain.
+        UnknownNameError: A cache spec's default chain names a wrapper that no plugin registers.
+        PluginError: A wrapper cannot be imported.
         BackendError: No backend serves a layer, the one that was named cannot, or one could not be set up.
     """
     device = torch.device(stack.engine.device)

@@ -35,8 +35,9 @@ class Engine:
     requests of that step (``finish_reason="error"``), gives their blocks back, and goes on to the caller; the engine
     can go on with the other requests. Not safe to use from several threads at once.
 
-    Where the stack's ``prefill_skipping`` is on, a ``skip_policy`` says of each step (a ``StepBatch``) in which tokens
-    could be skipped whether they are. Its exceptions end the step as the model's do. To skip in long steps only::
+    Where the stack's ``prefill_skipping`` is on, a ``skip_policy`` is asked in each step in which tokens could be
+    skipped, and says of it (a ``StepBatch``) whether they are. Its exceptions end the step as the model's do. To skip
+    in long steps only::
 
         Engine.from_pretrained(path, stack=stack, skip_policy=lambda batch: batch.query_lens.sum() >= 256)
 
@@ -74,6 +75,8 @@ class Engine:
                 cannot leave rows out, or gives a wrapper or backend options that it does not have.
             PlanError: The memory is too small.
             WrapperError: A wrapper cannot serve a layer, or may not stand where it does in its chain.
+            UnknownNameError: A cache spec's default chain names a wrapper that no plugin registers.
+            PluginError: A wrapper cannot be imported.
             BackendError: No backend serves a layer, the one that was named cannot, or one could not be set up.
             ModelError: The model cannot be attached, or computes something else than it does by itself.
         """

@@ -20,7 +20,7 @@ from kvframe.engine.scheduler import ScheduledStep
 from kvframe.model.adapter import LoadedModel
 
 SkipPolicy = Callable[[StepBatch], bool]
-"""Says of a step whether the layers that can skip its prompt tokens do so."""
+"""Says of a step whether the layers that can skip tokens do so: all but those that generate."""
 
 
 class ModelRunner:
