@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
-from kvframe.builtin import torch_backend, torch_builder, torch_tiles
+from kvframe.builtin import torch_backend, torch_builder, torch_cut
 from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.errors import SpecError
@@ -55,7 +55,7 @@ def test_finite_values_where_nothing_is_live_change_nothing(backend: type[Attent
 @pytest.mark.parametrize(
     ("module", "limit"),
     [
-        (torch_tiles, "MAX_PIECE_KEYS"),
+        (torch_cut, "MAX_PIECE_KEYS"),
         (torch_builder, "MAX_FOLDED_QUERIES"),
         (torch_backend, "MAX_SCRATCH_ELEMENTS"),
         (torch_builder, "FREE_PADDING_ELEMENTS"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -15,10 +16,12 @@ from hypothesis import strategies as st
 
 from kvframe.attention.backend import AttentionBackend
 from kvframe.attention.metadata import SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
+from kvframe.builtin import torch_builder, torch_cut
 from kvframe.builtin.torch_backend import TorchBackend
-from kvframe.builtin.torch_builder import TorchMetadata
+from kvframe.builtin.torch_builder import TorchMetadata, TorchMetadataBuilder
+from kvframe.builtin.torch_cut import cut_batches
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.builtin.torch_tiles import cut_batches, ranges
+from kvframe.builtin.torch_tiles import IntArray, ranges
 from kvframe.specs import LayerSpec, QuerySpec
 from kvframe.testing.case import GridSpec
 
@@ -57,13 +60,13 @@ def rows(draw: st.DrawFn) -> list[Row]:
 
 
 def metadata_of(
-    requests: list[Row], seed: int = 0, *, padding: int = 0, starts: bool = True
+    requests: list[Row], seed: int = 0, *, padding: int = 0, starts: bool = True, block_size: int = 4
 ) -> CommonAttentionMetadata:
     """Return a step in which the blocks of all requests are drawn at random, each block for one request only."""
     num_new = torch.tensor([row.num_new for row in requests], dtype=torch.int32)
     seq_lens = torch.tensor([row.num_computed + row.num_new for row in requests], dtype=torch.int32)
     start_loc = torch.cat([torch.zeros(1, dtype=torch.int32), num_new.cumsum(0, dtype=torch.int32)])
-    max_blocks, num_tokens = -(-int(seq_lens.max()) // 4), int(start_loc[-1])
+    max_blocks, num_tokens = -(-int(seq_lens.max()) // block_size), int(start_loc[-1])
     ids = torch.from_numpy(np.random.default_rng(seed).permutation(len(requests) * max_blocks) + 1)
     hidden = torch.tensor([row.num_hidden for row in requests], dtype=torch.int32)
     return CommonAttentionMetadata(
@@ -77,7 +80,7 @@ def metadata_of(
         max_seq_len=int(seq_lens.max()),
         block_table=ids.int().view(len(requests), max_blocks),
         slot_mapping=torch.zeros(num_tokens + padding, dtype=torch.int64),
-        block_size=4,
+        block_size=block_size,
         num_generating=num_tokens,
         generating_indices=torch.arange(num_tokens),
         generating_indices_cpu=torch.arange(num_tokens),
@@ -105,6 +108,17 @@ def attend(backend_class: type[AttentionBackend], layer: LayerSpec, metadata: Co
         state[~seen] = float("nan")
     backend = backend_class([layer], CPU)
     return backend.forward(layer, query, cache, backend.make_builder().build(metadata), None)
+
+
+@contextlib.contextmanager
+def limits(small: bool) -> Iterator[None]:
+    """Cut into many pieces where ``small``."""
+    with pytest.MonkeyPatch.context() as patch:
+        if small:
+            patch.setattr(torch_cut, "MAX_PIECE_KEYS", 48)
+            patch.setattr(torch_builder, "MAX_FOLDED_QUERIES", 6)
+            patch.setattr(torch_builder, "FREE_PADDING_ELEMENTS", 0)
+        yield
 
 
 def assert_same(expected: Any, found: Any) -> None:
@@ -175,18 +189,106 @@ def test_what_changes_the_pieces_changes_the_reuse_key(other: LayerSpec) -> None
     assert 2 == len(keys)
 
 
+# --- all groups at once -----------------------------------------------------------------------------------------------
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> list[tuple[LayerSpec, int]]:
+    """Return layers of several groups, some of them alike, each with the number of the chain that it stands behind."""
+    options = st.fixed_dictionaries(
+        {"block_size": st.sampled_from([2, 4, 16]), "dtype": st.sampled_from(["float32", "bfloat16"])}
+    )
+    queries = st.builds(QuerySpec, num_heads=st.sampled_from([1, 2]), head_size=st.just(4), scale=st.just(0.5))
+    layers = st.builds(
+        lambda mask, sizes, query: attrs.evolve(layer_of(**mask, **sizes), query=query),
+        st.sampled_from(MASKS),
+        options,
+        queries,
+    )
+    kinds = draw(st.lists(st.tuples(layers, st.integers(0, 1)), min_size=1, max_size=4))
+    return draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=8))
+
+
+def lay_tables(steps: list[CommonAttentionMetadata], layout: str) -> list[CommonAttentionMetadata]:
+    """Return the steps with block tables that lie as ``layout`` says."""
+    if layout == "columns":
+        return [attrs.evolve(step, block_table=step.block_table.T.contiguous().T) for step in steps]
+    if layout == "together":
+        tables: dict[int, torch.Tensor] = {}
+        for size in {step.block_size for step in steps}:
+            alike = [step.block_table for step in steps if step.block_size == size]
+            most = [max(dims) for dims in zip(*(table.shape for table in alike), strict=True)]
+            tables[size] = torch.zeros(len(steps), *most, dtype=torch.int32)
+        for number, step in enumerate(steps):
+            place = tables[step.block_size][number, : step.block_table.shape[0], : step.block_table.shape[1]]
+            place.copy_(step.block_table)
+            steps[number] = attrs.evolve(step, block_table=place)
+    return steps
+
+
+@any_time
+@given(
+    members=groups(),
+    requests=st.tuples(rows(), rows()),
+    layout=st.sampled_from(["apart", "together", "columns"]),
+    starts=st.booleans(),
+    padding=st.integers(0, 2),
+    causal=st.tuples(st.booleans(), st.booleans()),
+    small=st.booleans(),
+)
+def test_groups_that_are_built_together_equal_groups_that_are_built_one_by_one(
+    members: list[tuple[LayerSpec, int]],
+    requests: tuple[list[Row], list[Row]],
+    layout: str,
+    starts: bool,
+    padding: int,
+    causal: tuple[bool, bool],
+    small: bool,
+) -> None:
+    behind = [metadata_of(each, padding=padding, starts=starts) for each in requests]
+    steps = []
+    for seed, (layer, chain) in enumerate(members):
+        assert layer.spec is not None
+        own = metadata_of(requests[chain], seed, block_size=layer.spec.block_size)
+        steps.append(
+            attrs.evolve(behind[chain], block_table=own.block_table, block_size=own.block_size, causal=causal[chain])
+        )
+    with limits(small):
+        builders = [TorchBackend([layer], CPU).make_builder() for layer, _ in members]
+        builds = list(zip(builders, lay_tables(steps, layout), strict=True))
+        together = TorchMetadataBuilder.build_together(builds)
+        for (builder, step), found in zip(builds, together, strict=True):
+            assert_same(builder.build(step), found)
+            assert_same(found.pages, builder.refreshed_fields(found, step)["pages"])
+
+
+def test_groups_without_a_token_are_built_beside_others() -> None:
+    builder = TorchBackend([layer_of()], CPU).make_builder()
+    steps = [metadata_of([Row(5, 0)]), metadata_of([Row(5, 1)])]
+    found = TorchMetadataBuilder.build_together([(builder, step) for step in steps])
+    assert [0, 1] == [len(built.pieces) for built in found]
+
+
+def test_a_window_as_long_as_all_requests_costs_no_layout_of_its_own() -> None:
+    builders = [TorchBackend([layer], CPU).make_builder() for layer in (layer_of(), layer_of(window=10))]
+    common = metadata_of([Row(9, 1), Row(4, 2)])
+    one, other = TorchMetadataBuilder.build_together([(builder, common) for builder in builders])
+    assert one.pieces is other.pieces
+
+
 # --- what is hidden ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mask", MASKS)
 @any_time
-@given(requests=rows(), starts=st.booleans(), padding=st.integers(0, 2))
+@given(requests=rows(), starts=st.booleans(), padding=st.integers(0, 2), small=st.booleans())
 def test_any_batch_equals_the_reference(
-    mask: Mapping[str, Any], requests: list[Row], starts: bool, padding: int
+    mask: Mapping[str, Any], requests: list[Row], starts: bool, padding: int, small: bool
 ) -> None:
     common = metadata_of(requests, padding=padding, starts=starts)
     expected = attend(TorchReferenceBackend, layer_of(**mask), common)
-    torch.testing.assert_close(attend(TorchBackend, layer_of(**mask), common), expected)
+    with limits(small):
+        torch.testing.assert_close(attend(TorchBackend, layer_of(**mask), common), expected)
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, TorchReferenceBackend])
@@ -200,7 +302,7 @@ def test_tokens_before_a_requests_start_are_not_seen(backend: type[AttentionBack
 def test_pages_before_a_requests_start_are_not_gathered() -> None:
     common = metadata_of([Row(20, 1, num_hidden=17)])
     built = TorchBackend([layer_of()], CPU).make_builder().build(common)
-    assert [common.block_table[0, [5, 4]].tolist()] == [pages.tolist() for pages in built.pages]
+    assert [common.block_table[0, [4, 5]].tolist()] == [pages.tolist() for pages in built.pages]
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, TorchReferenceBackend])
@@ -218,6 +320,11 @@ def test_a_step_without_a_token_for_any_request_gives_zeros(backend: type[Attent
 # --- how tiles are cut ------------------------------------------------------------------------------------------------
 
 
+def cut(num_queries: IntArray, num_keys: IntArray, free_padding: int) -> tuple[IntArray | None, IntArray]:
+    """Return how tiles of one segment are cut."""
+    return cut_batches(np.zeros_like(num_keys), num_queries, num_keys, np.full_like(num_keys, free_padding))
+
+
 @any_time
 @given(
     tiles=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 9000)), min_size=1, max_size=40),
@@ -225,10 +332,10 @@ def test_a_step_without_a_token_for_any_request_gives_zeros(backend: type[Attent
 )
 def test_padding_is_less_than_half_of_a_batch_or_little(tiles: list[tuple[int, int]], free_padding: int) -> None:
     num_queries, num_keys = (np.array(column) for column in zip(*tiles, strict=True))
-    order, bounds = cut_batches(num_queries, num_keys, free_padding)
+    order, bounds = cut(num_queries, num_keys, free_padding)
     order = np.arange(len(tiles)) if order is None else order
     assert list(range(len(tiles))) == sorted(order.tolist())
-    for start, stop in itertools.pairwise(bounds):
+    for start, stop in itertools.pairwise(bounds.tolist()):
         queries, keys = num_queries[order[start:stop]], num_keys[order[start:stop]]
         assert stop == start + 1 or len(keys) * keys.max() <= 1 << 16
         free = queries.max() == 1 and len(tiles) * keys.max() - keys.sum() <= free_padding
@@ -236,13 +343,22 @@ def test_padding_is_less_than_half_of_a_batch_or_little(tiles: list[tuple[int, i
 
 
 def test_lengths_within_a_factor_of_two_are_one_batch() -> None:
-    assert (None, [0, 3]) == cut_batches(np.array([1, 1, 1]), np.array([16, 31, 20]), 0)
+    order, bounds = cut(np.array([1, 1, 1]), np.array([16, 31, 20]), 0)
+    assert (None, [0, 3]) == (order, bounds.tolist())
 
 
 def test_other_lengths_are_cut_from_the_longest_down() -> None:
-    order, bounds = cut_batches(np.array([1, 1, 1, 1]), np.array([100, 640, 700, 90]), 0)
+    order, bounds = cut(np.array([1, 1, 1, 1]), np.array([100, 640, 700, 90]), 0)
     assert order is not None
-    assert ([2, 1, 0, 3], [0, 2, 4]) == (order.tolist(), bounds)
+    assert ([2, 1, 0, 3], [0, 2, 4]) == (order.tolist(), bounds.tolist())
+
+
+def test_tiles_of_different_segments_are_not_mixed() -> None:
+    order, bounds = cut_batches(
+        np.array([0, 0, 2, 2, 2]), np.array([1, 1, 1, 1, 1]), np.array([100, 90, 10, 95, 90]), np.zeros(5, dtype=int)
+    )
+    assert order is not None
+    assert ([0, 1, 3, 4, 2], [0, 2, 4, 5]) == (order.tolist(), bounds.tolist())
 
 
 def test_ranges_follow_one_another() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -204,15 +204,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         self.kept_rows = part.kept_rows
 
     def _build(self, metadata: Sequence[CommonAttentionMetadata]) -> _SubBatch:
-        slots: list[Slots | None] = [
-            (
-                torch.div(common.slot_mapping, common.block_size, rounding_mode="floor"),
-                common.slot_mapping % common.block_size,
-            )
-            if index in self._written
-            else None
-            for index, common in enumerate(metadata)
-        ]
+        slots = _split_slots(metadata, self._written)
         kept_rows = None
         if self.skipped and not metadata[0].all_generate:
             kept_rows = metadata[0].generating_indices
@@ -226,3 +218,19 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
 
     def __len__(self) -> int:
         return len(self._layers)
+
+
+def _split_slots(metadata: Sequence[CommonAttentionMetadata], written: Collection[int]) -> list[Slots | None]:
+    """Return block id and offset of each new token, for the cache groups that are written; None for the others."""
+    alike: dict[tuple[int, int], list[int]] = {}
+    for index, common in enumerate(metadata):
+        if index in written:
+            alike.setdefault((common.block_size, common.slot_mapping.shape[0]), []).append(index)
+    slots: list[Slots | None] = [None] * len(metadata)
+    for (block_size, _), indices in alike.items():
+        # All groups of a block size together: the operations are small, and there may be many groups.
+        mapping = torch.stack([metadata[index].slot_mapping for index in indices])
+        blocks, offsets = torch.div(mapping, block_size, rounding_mode="floor"), mapping % block_size
+        for index, block, offset in zip(indices, blocks.unbind(), offsets.unbind(), strict=True):
+            slots[index] = block, offset
+    return slots

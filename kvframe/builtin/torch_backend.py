@@ -11,7 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
 from kvframe.attention.metadata import SEQ_STARTS
-from kvframe.builtin.torch_builder import Piece, TorchMetadata, TorchMetadataBuilder
+from kvframe.builtin.torch_builder import TorchMetadata, TorchMetadataBuilder
+from kvframe.builtin.torch_pieces import Piece
 from kvframe.specs import LayerSpec
 
 MAX_SCRATCH_ELEMENTS = 1 << 23

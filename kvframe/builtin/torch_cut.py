@@ -1,0 +1,66 @@
+"""How the practical torch backend cuts tiles into dense batches: little padding, few batches."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from kvframe.builtin.torch_tiles import IntArray
+
+MAX_PIECE_KEYS = 1 << 16
+"""Gathered tokens of a piece of more than one tile: bounds the gathered copy's memory."""
+
+MAX_KINDS = 1 << 6
+"""More than there are powers of two that lengths, or numbers of queries, differ by."""
+
+
+def cut_batches(
+    segment: IntArray, num_queries: IntArray, num_keys: IntArray, free_padding: IntArray
+) -> tuple[IntArray | None, IntArray]:
+    """Cut tiles into dense batches, in which padding is less than half of the keys and the queries, or little.
+
+    Args:
+        segment: ``[num_tiles]``: ascending; tiles of different ones are not mixed.
+        num_queries: ``[num_tiles]``: queries of each tile.
+        num_keys: ``[num_tiles]``: tokens that each reads.
+        free_padding: ``[num_tiles]``: tokens that a batch of single queries may read in vain, alike in a segment.
+
+    Returns:
+        The order of tiles, None where they stay as they are; where each batch starts in it, and the end.
+    """
+    num_tiles = len(segment)
+    starts = np.concatenate([[0], np.flatnonzero(segment[1:] != segment[:-1]) + 1])
+    counts = np.diff(starts, append=num_tiles)
+    longest, widest = np.maximum.reduceat(num_keys, starts), np.maximum.reduceat(num_queries, starts)
+    waste = counts * longest - np.add.reduceat(num_keys, starts)
+    uniform = 2 * np.minimum.reduceat(num_keys, starts) > longest
+    uniform &= 2 * np.minimum.reduceat(num_queries, starts) > widest
+    uniform |= (widest == 1) & (waste <= free_padding[starts])
+    uniform &= counts * longest <= MAX_PIECE_KEYS
+    uniform |= counts == 1
+    if uniform.all():
+        return None, np.append(starts, num_tiles)
+    keeps = uniform.repeat(counts)
+    rest = (~keeps).nonzero()[0]
+    keys = num_keys[rest]
+    # Lengths within (longest / 2, longest], (longest / 4, longest / 2], … are not mixed; nor such numbers of queries.
+    kind = np.frexp(longest.repeat(counts)[rest] // keys)[1]
+    if widest.max() > 1:
+        kind += MAX_KINDS * np.frexp(widest.repeat(counts)[rest] // num_queries[rest])[1]
+    run = segment.astype(np.int64) * MAX_KINDS**2
+    run[rest] += kind
+    most = int(longest.max())
+    by_length = (run[rest] * (most + 1) + (most - keys)).argsort(kind="stable")
+    order = np.arange(num_tiles)
+    order[rest] = rest[by_length]
+    run[rest] = run[rest][by_length]
+    cuts = [0, *(np.flatnonzero(run[1:] != run[:-1]) + 1).tolist(), num_tiles]
+    bounds = [0]
+    for start, stop in itertools.pairwise(cuts):
+        if keeps[start]:
+            bounds.append(stop)
+        while bounds[-1] < stop:
+            count = max(1, MAX_PIECE_KEYS // int(num_keys[order[bounds[-1]]]))
+            bounds.append(min(stop, bounds[-1] + count))
+    return order, np.array(bounds)
