@@ -20,7 +20,7 @@ from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.storage import KVCacheStorage
-from kvframe.groups import group_layers
+from kvframe.groups import group_layers, share_caches
 from kvframe.plan import plan_cache
 from kvframe.plugins import load_plugins
 from kvframe.specs import AttentionMask, AttentionSpec, KVCacheSpec, LayerSpec, QuerySpec, TokenRange
@@ -30,6 +30,8 @@ from kvframe.testing.reference import dense_attention, visible_tokens
 CPU = torch.device("cpu")
 QUERY = QuerySpec(num_heads=2, head_size=4, scale=0.5)
 Outputs = dict[str, torch.Tensor]
+MIXED = [(9, 1), (0, 7), (5, 3), (13, 1), (0, 2), (21, 6)]
+SKIPPING = Stack.from_mapping({"engine": {"prefill_skipping": "decode_only"}})
 
 
 @attrs.frozen(kw_only=True)
@@ -62,6 +64,16 @@ def local(window: int = 3) -> LocalSpec:
 
 def layer(name: str, spec: KVCacheSpec, shares_with: str | None = None) -> LayerSpec:
     return LayerSpec(name=name, spec=spec, query=QUERY, shares_with=shares_with)
+
+
+def eight_layers() -> tuple[LayerSpec, ...]:
+    """Return the worked example: four layers with caches, four that read them, of which two end the model."""
+    layers = [layer(f"L{index}", local() if index % 2 else full()) for index in range(8)]
+    return share_caches(layers, {"L2": "L0", "L3": "L1", "L6": "L4", "L7": "L5"})
+
+
+def close(expected: torch.Tensor, found: torch.Tensor) -> bool:
+    return torch.allclose(expected, found, rtol=1e-4, atol=1e-5)
 
 
 def plugin(name: str, **registered: Mapping[str, type]) -> types.ModuleType:
@@ -137,9 +149,9 @@ class Bench:
 
     def metadata(self, requests: Sequence[tuple[int, int]]) -> tuple[CommonAttentionMetadata, ...]:
         """Return the metadata of a step, without running it; each request is as for ``run``."""
-        for index, (computed, new) in enumerate(requests):
+        for index, lengths in enumerate(requests):
             self.manager.start(str(index), [0] * 64)
-            assert self.manager.extend(str(index), computed + new)
+            assert self.manager.extend(str(index), sum(lengths))
         computed, new = zip(*requests, strict=True)
         metadata = self._build(range(len(requests)), computed, new, None)
         self._free(requests)
