@@ -205,7 +205,7 @@ def _build_alike(jobs: Sequence[_Job], dtype: torch.dtype, device: torch.device)
 def _take_pages(tables: Sequence[_Table], index: IntArray, group_pages: Sequence[int]) -> torch.Tensor:
     """Return the block ids of all groups, for where they stand in each group's table; one gather for each memory."""
     device = tables[0].rows.device
-    starts = np.array([table.start for table in tables])
+    starts = np.array([table.start for table in tables], dtype=np.int32)
     places = upload(index + starts.repeat(group_pages), device)
     found, first = [], 0
     for _, run in itertools.groupby(zip(tables, group_pages, strict=True), lambda pair: pair[0].place):

@@ -29,9 +29,8 @@ def cut_batches(
     Returns:
         The order of tiles, None where they stay as they are; where each batch starts in it, and the end.
     """
-    num_tiles = len(segment)
-    starts = np.concatenate([[0], np.flatnonzero(segment[1:] != segment[:-1]) + 1])
-    counts = np.diff(starts, append=num_tiles)
+    edges = _edges(segment)
+    starts, counts = edges[:-1], edges[1:] - edges[:-1]
     longest, widest = np.maximum.reduceat(num_keys, starts), np.maximum.reduceat(num_queries, starts)
     waste = counts * longest - np.add.reduceat(num_keys, starts)
     uniform = 2 * np.minimum.reduceat(num_keys, starts) > longest
@@ -40,7 +39,7 @@ def cut_batches(
     uniform &= counts * longest <= MAX_PIECE_KEYS
     uniform |= counts == 1
     if uniform.all():
-        return None, np.append(starts, num_tiles)
+        return None, edges
     keeps = uniform.repeat(counts)
     rest = (~keeps).nonzero()[0]
     keys = num_keys[rest]
@@ -52,15 +51,21 @@ def cut_batches(
     run[rest] += kind
     most = int(longest.max())
     by_length = (run[rest] * (most + 1) + (most - keys)).argsort(kind="stable")
-    order = np.arange(num_tiles)
+    order = np.arange(len(segment))
     order[rest] = rest[by_length]
     run[rest] = run[rest][by_length]
-    cuts = [0, *(np.flatnonzero(run[1:] != run[:-1]) + 1).tolist(), num_tiles]
     bounds = [0]
-    for start, stop in itertools.pairwise(cuts):
+    for start, stop in itertools.pairwise(_edges(run).tolist()):
         if keeps[start]:
             bounds.append(stop)
         while bounds[-1] < stop:
             count = max(1, MAX_PIECE_KEYS // int(num_keys[order[bounds[-1]]]))
             bounds.append(min(stop, bounds[-1] + count))
     return order, np.array(bounds)
+
+
+def _edges(run: IntArray) -> IntArray:
+    """Return where each run of equal values starts, and the end."""
+    is_edge = np.ones(len(run) + 1, dtype=np.bool_)
+    np.not_equal(run[1:], run[:-1], out=is_edge[1:-1])
+    return is_edge.nonzero()[0]

@@ -68,15 +68,15 @@ class Layout:
         if not len(tiles):
             return None
         spans = Spans.of(tiles, rules, causal, block_size)
+        segment = NUM_KINDS * tiles.group + tiles.kind
         free_padding = np.array([each.free_padding for each in rules])[tiles.group]
-        order, bounds = cut_batches(tiles.segment, tiles.num_queries, spans.num_pages * block_size, free_padding)
+        order, bounds = cut_batches(segment, tiles.num_queries, spans.num_pages * block_size, free_padding)
         if order is not None:
             tiles, spans = tiles.take(order), spans.take(order)
-        starts, counts = bounds[:-1], np.diff(bounds)
+        starts, counts = bounds[:-1], bounds[1:] - bounds[:-1]
         widths = np.maximum.reduceat(spans.num_pages, starts)
         width = widths.repeat(counts)
-        segment = tiles.segment[starts]
-        is_fresh = segment % NUM_KINDS == FRESH
+        is_fresh = tiles.kind[starts] == FRESH
         padding = width - spans.num_pages
         return cls(
             tiles=tiles,
@@ -87,7 +87,7 @@ class Layout:
             counts=counts,
             widths=widths,
             queries=np.maximum.reduceat(tiles.num_queries, starts),
-            groups=(segment // NUM_KINDS).tolist(),
+            groups=tiles.group[starts].tolist(),
             is_fresh=is_fresh.tolist(),
             first_page=width.cumsum() - width,
             padding=padding,

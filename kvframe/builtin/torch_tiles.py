@@ -51,10 +51,12 @@ class Rules:
 
 @attrs.frozen(eq=False)
 class Tiles:
-    """Consecutive queries of one request each, ``[num_tiles], int32`` throughout.
+    """Consecutive queries of one request each.
 
     Attributes:
-        segment: ``NUM_KINDS * group + kind``, where groups count from 0.
+        columns: ``[num_columns, num_tiles], int32``: the other attributes, which are views of its rows.
+        group: The group, counted from 0; ascending.
+        kind: ``DECODE``, ``FRESH`` or ``OTHER``; ascending in a group.
         request: The row of the batch.
         first_row: Where the tile's queries start in the packed batch.
         position: The first query's position in its request.
@@ -63,7 +65,9 @@ class Tiles:
         seq_start: The request's first token that is not hidden.
     """
 
-    segment: IntArray
+    columns: IntArray
+    group: IntArray
+    kind: IntArray
     request: IntArray
     first_row: IntArray
     position: IntArray
@@ -73,24 +77,24 @@ class Tiles:
 
     @classmethod
     def of(cls, steps: Sequence[CommonAttentionMetadata], rules: Sequence[Rules], causal: bool) -> Tiles:
-        """Return the tiles of all groups, by segment.
+        """Return the tiles of all groups.
 
         Args:
             steps: Each group's metadata.
             rules: Each group's rules.
             causal: Whether queries see only their own and earlier positions.
         """
-        found: dict[tuple[int, ...], list[IntArray]] = {}
+        found: dict[tuple[int, ...], IntArray] = {}
         parts = []
         for step in steps:
             # Groups without a wrapper chain of their own see the very same requests.
-            starts = step.extensions.get(SEQ_STARTS)
-            key = (id(step.query_start_loc_cpu), id(step.seq_lens_cpu), id(starts))
+            key = (id(step.query_start_loc_cpu), id(step.seq_lens_cpu), id(step.extensions.get(SEQ_STARTS)))
             if key not in found:
                 found[key] = _requests(step)
             parts.append(found[key])
-        group = np.arange(len(parts), dtype=np.int32).repeat([len(part[0]) for part in parts])
-        tiles = cls(NUM_KINDS * group, *(np.concatenate(column) for column in zip(*parts, strict=True)))
+        columns = np.concatenate(parts, axis=1)
+        tiles = cls(columns, *columns)
+        tiles.group[:] = np.arange(len(parts)).repeat([part.shape[1] for part in parts])
         if not len(tiles) or np.maximum.reduce(tiles.num_queries) == 1:
             return tiles
         return tiles._by_kind(rules, causal)._split([each.max_queries for each in rules])
@@ -98,56 +102,46 @@ class Tiles:
     def __len__(self) -> int:
         return len(self.request)
 
-    @property
-    def group(self) -> IntArray:
-        """The number of the group: ``[num_tiles], int32``."""
-        return self.segment // NUM_KINDS
-
     def take(self, index: IntArray) -> Tiles:
         """Return the tiles at ``index``."""
-        return Tiles(*(getattr(self, field.name).take(index) for field in attrs.fields(Tiles)))
+        columns = self.columns.take(index, axis=1)
+        return Tiles(columns, *columns)
 
     def _by_kind(self, rules: Sequence[Rules], causal: bool) -> Tiles:
         window = np.array([each.window for each in rules])[self.group]
         takes_causal = np.array([causal and each.takes_causal for each in rules])[self.group]
         # Nothing was computed before, and nothing is hidden or out of a window.
         fresh = (self.position == 0) & (self.seq_len <= window) & (self.seq_start <= 0) & takes_causal
-        kind = np.where(self.num_queries == 1, DECODE, np.where(fresh, FRESH, OTHER)).astype(np.int32)
-        tiles = attrs.evolve(self, segment=self.segment + kind)
-        return tiles.take(tiles.segment.argsort(kind="stable"))
+        self.kind[:] = np.where(self.num_queries == 1, DECODE, np.where(fresh, FRESH, OTHER))
+        return self.take((NUM_KINDS * self.group + self.kind).argsort(kind="stable"))
 
     def _split(self, max_queries: Sequence[int]) -> Tiles:
         """Return the tiles, other than fresh ones, cut into such of at most so many queries as their group takes."""
-        is_other = self.segment % NUM_KINDS == OTHER
-        limit = np.where(is_other, np.array(max_queries)[self.group], NO_LIMIT).astype(np.int32)
+        limit = np.where(self.kind == OTHER, np.array(max_queries, dtype=np.int32)[self.group], np.int32(NO_LIMIT))
         counts = -(-self.num_queries // limit)
         index = np.arange(len(self)).repeat(counts)
-        first = counts.cumsum() - counts
         cut, limit = self.take(index), limit[index]
-        skipped = (np.arange(len(index)) - first[index]).astype(np.int32) * limit
-        return attrs.evolve(
-            cut,
-            first_row=cut.first_row + skipped,
-            position=cut.position + skipped,
-            num_queries=np.minimum(cut.num_queries - skipped, limit),
-        )
+        skipped = (np.arange(len(index), dtype=np.int32) - (counts.cumsum(dtype=np.int32) - counts)[index]) * limit
+        cut.first_row[:] += skipped
+        cut.position[:] += skipped
+        np.minimum(cut.num_queries - skipped, limit, out=cut.num_queries)
+        return cut
 
 
-def _requests(step: CommonAttentionMetadata) -> list[IntArray]:
-    """Return the columns of ``Tiles``, from ``request`` on, for each request with a new token."""
+def _requests(step: CommonAttentionMetadata) -> IntArray:
+    """Return the columns of tiles, one for each request with a new token, all decodes of the first group."""
     starts, seq_len = step.query_start_loc_cpu.numpy(), step.seq_lens_cpu.numpy()
-    first_row = starts[:-1]
-    num_new = starts[1:] - first_row
-    seq_start = np.zeros(len(seq_len), dtype=np.int32)
+    columns = np.zeros((len(attrs.fields(Tiles)) - 1, len(seq_len)), dtype=np.int32)
+    _, _, request, first_row, position, num_queries, seq_lens, seq_start = columns
+    request[:] = np.arange(len(seq_len))
+    first_row[:], seq_lens[:] = starts[:-1], seq_len
+    np.subtract(starts[1:], starts[:-1], out=num_queries)
+    np.subtract(seq_len, num_queries, out=position)
     if SEQ_STARTS in step.extensions:
         values_cpu = step.extensions[SEQ_STARTS].values_cpu
         assert values_cpu is not None
-        seq_start = values_cpu.numpy()
-    columns = [np.arange(len(seq_len), dtype=np.int32), first_row, seq_len - num_new, num_new, seq_len, seq_start]
-    if num_new.all():
-        return columns
-    index = num_new.nonzero()[0]
-    return [column[index] for column in columns]
+        seq_start[:] = values_cpu.numpy()
+    return columns if num_queries.all() else columns[:, num_queries > 0]
 
 
 @attrs.frozen(eq=False)
