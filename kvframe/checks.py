@@ -136,4 +136,7 @@ TABLES = Check("a table of tables", lambda value: _is_table(value) and all(map(_
 TABLE_OF_TEXTS = Check("a table of strings", _is_table_of_texts)
 OWNERS = Check(f'a table with the keys {", ".join(KINDS)}, each a table of name = "distribution"', _is_owners)
 MEMORY = Check("'auto', a number of bytes, or a size like '2GiB'", _is_size)
+SIZE_OR_NONE = Check(
+    "a number of bytes, or a size like '2GiB'", lambda value: value is None or (value != "auto" and _is_size(value))
+)
 DEVICE = Check("a device like 'cpu' or 'cuda:0'", _is_device)

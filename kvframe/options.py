@@ -11,6 +11,7 @@ import attrs
 from kvframe.checks import (
     DEVICE,
     MEMORY,
+    SIZE_OR_NONE,
     SWITCH,
     TABLE,
     TEXT,
@@ -24,9 +25,9 @@ from kvframe.errors import StackError
 from kvframe.specs import ITEM_BYTES
 
 
-def _as_bytes(memory: int | str) -> Any:
+def _as_bytes(memory: int | str | None) -> Any:
     # A wrong value goes on to the validator, which knows its key.
-    return parse_bytes(memory) if memory != "auto" and MEMORY.accepts(memory) else memory
+    return parse_bytes(memory) if memory not in ("auto", None) and MEMORY.accepts(memory) else memory
 
 
 def _as_use(value: Any) -> Any:
@@ -60,6 +61,10 @@ class CacheOptions:
         hybrid: Whether each type keeps only what it needs; if not, every layer keeps every token.
         dtype: Element type of stored keys and values; ``"auto"`` is the model's.
         prefix_caching: Whether requests reuse the blocks of a common prefix.
+        preemption: What becomes of a request that has to give its blocks back before it ends: ``"recompute"`` computes
+            its tokens again, ``"swap"`` keeps its blocks in host memory, as long as there is room.
+        swap_memory: Bytes of host memory for them; may be given like ``"2GiB"``. Must be given for ``"swap"``, and is
+            not used otherwise.
     """
 
     memory: int | Literal["auto"] = attrs.field(default="auto", converter=_as_bytes, validator=MEMORY)
@@ -67,6 +72,13 @@ class CacheOptions:
     hybrid: bool = attrs.field(default=True, validator=SWITCH)
     dtype: str = attrs.field(default="auto", validator=one_of("auto", *ITEM_BYTES))
     prefix_caching: bool = attrs.field(default=True, validator=SWITCH)
+    preemption: Literal["recompute", "swap"] = attrs.field(default="recompute", validator=one_of("recompute", "swap"))
+    swap_memory: int | None = attrs.field(default=None, converter=_as_bytes, validator=SIZE_OR_NONE)
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse to swap to nowhere."""
+        if self.preemption == "swap" and self.swap_memory is None:
+            raise StackError('needs swap_memory where preemption is "swap": bytes of host memory, like "4GiB"')
 
 
 @attrs.frozen(kw_only=True)

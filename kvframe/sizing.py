@@ -64,6 +64,28 @@ def plan_for_stack(grouping: Grouping, stack: Stack, max_model_len: int) -> KVCa
     return plan(largest.null_bytes + wanted * largest.slab_bytes)
 
 
+def num_host_slabs(plan: KVCachePlan, stack: Stack) -> int:
+    """Return how many slabs of preempted requests the host keeps; 0 if requests are not swapped.
+
+    Args:
+        plan: What the slabs are copies of.
+        stack: Its ``[cache] preemption`` and ``swap_memory``.
+
+    Raises:
+        PlanError: The memory does not even hold one slab for each group, so that no request would ever be swapped.
+    """
+    if stack.cache.swap_memory is None or stack.cache.preemption != "swap" or not plan.groups:
+        return 0
+    num_slabs = stack.cache.swap_memory // plan.slab_bytes
+    if num_slabs < len(plan.groups):
+        raise PlanError(
+            f"swap_memory of {stack.cache.swap_memory} bytes holds {num_slabs} slabs of {plan.slab_bytes} bytes, but "
+            f"each of the {len(plan.groups)} groups needs one; give at least {len(plan.groups) * plan.slab_bytes} "
+            'bytes, or preemption = "recompute"'
+        )
+    return num_slabs
+
+
 def _available_bytes(device: str) -> int:
     try:
         if device.partition(":")[0] == "cuda":

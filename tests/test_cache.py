@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.pool import BlockPool
 from kvframe.cache.prefix import PrefixKeys
+from kvframe.plan import KVCachePlan
 from kvframe.specs import KVCacheSpec
 from tests.plans import full, make_plan, ranged
 
@@ -28,6 +29,27 @@ def live_tokens(spec: KVCacheSpec, n: int) -> set[int]:
     return {token for start, stop in spec.live_ranges(n) for token in range(start, stop)}
 
 
+def check_pool(pool: BlockPool, plan: KVCachePlan, references: dict[int, int]) -> None:
+    """Check that a pool's pages are held as ``references`` says, cached or free, and nothing else."""
+    assert references == pool._references
+    assert pool.held_bytes == sum(n * g.page_bytes for n, g in zip(pool.num_held, plan.groups, strict=True))
+    held = set(references)
+    cached = {block_id for group in pool._cached for block_id in group}
+    free = {block_id for pages in pool._slab_free_pages for block_id in pages}
+    assert len(held) + len(cached) + len(free) == len(held | cached | free)
+    in_slabs = sum(plan.groups[group].pages_per_slab for group in pool._slab_group if group != -1)
+    assert in_slabs == len(held | cached | free)
+    idle = [slab for slab, num_held in enumerate(pool._slab_held) if not num_held]
+    assert len(idle) == pool.num_idle_slabs
+    for group, available in zip(plan.groups, pool._available, strict=True):
+        mine = [slab for slab, owner in enumerate(pool._slab_group) if owner == group.index and pool._slab_held[slab]]
+        assert available == sum(group.pages_per_slab - pool._slab_held[slab] for slab in mine)
+    for group_index, index in enumerate(pool._index):
+        for key, block_id in index.items():
+            assert pool._key_of[block_id] == key
+            assert block_id in references or block_id in pool._cached[group_index]
+
+
 class CacheMachine(RuleBasedStateMachine):
     """Lives of requests; every page is stamped with what was written, and every live token must still be there."""
 
@@ -38,12 +60,15 @@ class CacheMachine(RuleBasedStateMachine):
     )
     def build(self, specs: list[KVCacheSpec], num_slabs: int, prefix_caching: bool) -> None:
         self.plan = make_plan(*specs, num_slabs=num_slabs, max_model_len=MAX_LEN, max_num_batched_tokens=CHUNK)
-        self.manager = KVCacheManager(self.plan, max_num_seqs=4, prefix_caching=prefix_caching)
+        self.manager = self.make_manager(prefix_caching)
         self.tokens: dict[str, list[int]] = {}
         self.computed: dict[str, int] = {}
         self.written: dict[tuple[int, int, int], tuple[int, ...]] = {}
         self.manager.on_pages_freed = self.pages_freed
         self.count = 0
+
+    def make_manager(self, prefix_caching: bool) -> KVCacheManager:
+        return KVCacheManager(self.plan, max_num_seqs=4, prefix_caching=prefix_caching)
 
     def pages_freed(self, group: int, block_ids: list[int]) -> None:
         for key in [key for key in self.written if key[0] == group and key[1] in block_ids]:
@@ -103,7 +128,6 @@ class CacheMachine(RuleBasedStateMachine):
     def pages_are_conserved(self) -> None:
         if not hasattr(self, "manager"):
             return
-        pool = self.manager._pool
         references: dict[int, int] = {}
         for name in self.tokens:
             row = self.manager.row(name)
@@ -112,25 +136,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert [*ids, *[0] * (len(table) - len(ids))] == table.tolist()
                 for block_id in filter(None, ids):
                     references[block_id] = references.get(block_id, 0) + 1
-        assert references == pool._references
-        assert pool.held_bytes == sum(n * g.page_bytes for n, g in zip(pool.num_held, self.plan.groups, strict=True))
-        held = set(references)
-        cached = {block_id for group in pool._cached for block_id in group}
-        free = {block_id for pages in pool._slab_free_pages for block_id in pages}
-        assert len(held) + len(cached) + len(free) == len(held | cached | free)
-        in_slabs = sum(self.plan.groups[group].pages_per_slab for group in pool._slab_group if group != -1)
-        assert in_slabs == len(held | cached | free)
-        idle = [slab for slab in range(self.plan.num_slabs) if not pool._slab_held[slab]]
-        assert len(idle) == pool.num_idle_slabs
-        for group, available in zip(self.plan.groups, pool._available, strict=True):
-            mine = [
-                slab for slab, owner in enumerate(pool._slab_group) if owner == group.index and pool._slab_held[slab]
-            ]
-            assert available == sum(group.pages_per_slab - pool._slab_held[slab] for slab in mine)
-        for group_index, index in enumerate(pool._index):
-            for key, block_id in index.items():
-                assert pool._key_of[block_id] == key
-                assert block_id in references or block_id in pool._cached[group_index]
+        check_pool(self.manager._pool, self.plan, references)
 
     def teardown(self) -> None:
         if hasattr(self, "manager"):

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvframe.cache.manager import KVCacheManager
+from kvframe.cache.swap import HostPages
 from kvframe.engine.request import Request, SamplingParams
-from kvframe.engine.scheduler import Scheduler
+from kvframe.engine.scheduler import Scheduler, SchedulerStats
 from kvframe.specs import KVCacheSpec
 from tests.plans import make_plan
 from tests.test_cache import SPECS
@@ -16,12 +17,18 @@ from tests.test_cache import SPECS
 MAX_LEN, CHUNK = 24, 8
 
 
-def serve(specs: list[KVCacheSpec], lengths: list[tuple[int, int]], spare_slabs: int, prefix_caching: bool) -> int:
-    """Serve requests whose generated token is always their length; returns the preemptions."""
+def serve(
+    specs: list[KVCacheSpec],
+    lengths: list[tuple[int, int]],
+    spare_slabs: int,
+    prefix_caching: bool,
+    host_pages: HostPages | None = None,
+) -> SchedulerStats:
+    """Serve requests whose generated token is always their length."""
     plan = make_plan(*specs, max_model_len=MAX_LEN, max_num_batched_tokens=CHUNK)
     needed = max(plan.num_slabs_for(plan.peak_blocks(min(MAX_LEN, prompt + new))) for prompt, new in lengths)
     plan = attrs.evolve(plan, num_slabs=needed + spare_slabs)
-    manager = KVCacheManager(plan, max_num_seqs=4, prefix_caching=prefix_caching)
+    manager = KVCacheManager(plan, max_num_seqs=4, prefix_caching=prefix_caching, host_pages=host_pages)
     scheduler = Scheduler(manager, max_num_seqs=4, max_num_batched_tokens=CHUNK, shared_block_size=4)
     requests = [
         Request.create(
@@ -48,7 +55,8 @@ def serve(specs: list[KVCacheSpec], lengths: list[tuple[int, int]], spare_slabs:
     assert all(request.finish_reason == "length" for request in requests)
     assert all(request.token_ids == list(range(len(request.token_ids))) for request in requests)
     assert manager.num_held_pages == 0
-    return scheduler.stats.preemptions
+    assert manager.stats.host_bytes_held == 0
+    return scheduler.stats
 
 
 @settings(max_examples=150, deadline=None)

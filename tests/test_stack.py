@@ -29,6 +29,8 @@ block_size = 32
 hybrid = false
 dtype = "bfloat16"
 prefix_caching = false
+preemption = "swap"
+swap_memory = "4GiB"
 
 [engine]
 max_num_seqs = 8
@@ -75,7 +77,15 @@ def test_file_is_read_in_full(tmp_path: Path) -> None:
             settings={"fast": {"tile": 64, "deep": {"autotune": False}}},
             source=str(path),
         ),
-        cache=CacheOptions(memory=2147483648, block_size=32, hybrid=False, dtype="bfloat16", prefix_caching=False),
+        cache=CacheOptions(
+            memory=2147483648,
+            block_size=32,
+            hybrid=False,
+            dtype="bfloat16",
+            prefix_caching=False,
+            preemption="swap",
+            swap_memory=4294967296,
+        ),
         engine=EngineOptions(
             max_num_seqs=8,
             max_num_batched_tokens=512,
@@ -130,7 +140,7 @@ def test_file_that_is_no_toml_says_where(tmp_path: Path, content: bytes, reason:
 def test_unknown_key_names_file_path_keys_and_nearest() -> None:
     assert message({"cache": {"block_sise": 8}}) == (
         "my.toml: cache.block_sise: there is no key named 'block_sise'; known: block_size, dtype, hybrid, memory, "
-        "prefix_caching; did you mean 'block_size'?"
+        "preemption, prefix_caching, swap_memory; did you mean 'block_size'?"
     )
 
 
@@ -202,9 +212,18 @@ def test_all_problems_are_in_one_error() -> None:
         "my.toml: 3 problems",
         "  cache.hybrid must be true or false, not 'no' (a string)",
         "  cache.block_sise: there is no key named 'block_sise'; known: block_size, dtype, hybrid, memory, "
-        "prefix_caching; did you mean 'block_size'?",
+        "preemption, prefix_caching, swap_memory; did you mean 'block_size'?",
         "  engin: there is no key named 'engin'; known: cache, engine, plugin, plugins, rules; did you mean 'engine'?",
     ]
+
+
+def test_swapping_needs_memory_to_swap_to() -> None:
+    assert message({"cache": {"preemption": "swap"}}) == (
+        'my.toml: cache needs swap_memory where preemption is "swap": bytes of host memory, like "4GiB"'
+    )
+    assert message({"cache": {"swap_memory": "auto"}}) == (
+        "my.toml: cache.swap_memory must be a number of bytes, or a size like '2GiB', not 'auto' (a string)"
+    )
 
 
 def test_options_given_in_python_are_checked_alike() -> None:

@@ -110,6 +110,52 @@ class KVCacheCoordinator:
             table.write(row, 0, ids)
         return blocks
 
+    def resume(
+        self, row: int, swapped: RequestBlocks, num_tokens: int, keys: Mapping[int, Sequence[PrefixKey]]
+    ) -> tuple[RequestBlocks, list[list[int]]] | None:
+        """Begin a request again where it was swapped out, with room for its tokens ``[0, num_tokens)``.
+
+        A block that was published and can still be found is referenced, so that what requests share stays shared; every
+        other one that was resident gets a page to be filled.
+
+        Args:
+            row: Its row.
+            swapped: Its blocks as they were; each id is that of a copy, 0 where nothing was resident.
+            num_tokens: The tokens to make room for.
+            keys: The prefix keys of its full blocks, by block size; empty to take every page anew.
+
+        Returns:
+            Its blocks and, per group, the ids of those to be filled, 0 elsewhere; None, and nothing changed, if there
+            are not enough pages.
+        """
+        found: list[list[int]] = []
+        wanted: list[int] = []
+        for group, copies in zip(self._groups, swapped.block_ids, strict=True):
+            known = keys.get(group.block_size, ())[: swapped.num_published[group.index]]
+            ids = [self._pool.find(group.index, key) if copy else 0 for copy, key in zip(copies, known, strict=False)]
+            ids.extend([0] * (len(copies) - len(ids)))
+            found.append(ids)
+            missing = sum(1 for copy, block_id in zip(copies, ids, strict=True) if copy and not block_id)
+            wanted.append(missing + max(0, -(-num_tokens // group.block_size) - len(copies)))
+        # First of all, so that nothing of it is evicted to make room.
+        for index, ids in enumerate(found):
+            for block_id in filter(None, ids):
+                self._pool.reference(index, block_id)
+        taken = self._pool.allocate(wanted)
+        if taken is None:
+            for index, ids in enumerate(found):
+                self._pool.release(index, [block_id for block_id in reversed(ids) if block_id])
+            return None
+        blocks = attrs.evolve(swapped, row=row, block_ids=[])
+        to_fill: list[list[int]] = []
+        for table, copies, ids, pages in zip(self._tables, swapped.block_ids, found, taken, strict=True):
+            page = iter(pages)
+            fill = [next(page) if copy and not block_id else 0 for copy, block_id in zip(copies, ids, strict=True)]
+            to_fill.append(fill)
+            blocks.block_ids.append([*map(max, ids, fill), *page])
+            table.write(row, 0, blocks.block_ids[-1])
+        return blocks, to_fill
+
     def extend(self, blocks: RequestBlocks, num_tokens: int) -> bool:
         """Give a request room for its tokens ``[0, num_tokens)``; False, and nothing changed, if there is none."""
         wanted = [

@@ -10,6 +10,7 @@ from kvframe.cache.block_table import BlockTables
 from kvframe.cache.coordinator import KVCacheCoordinator, PrefixHit, RequestBlocks
 from kvframe.cache.pool import BlockPool
 from kvframe.cache.prefix import PrefixKeys
+from kvframe.cache.swap import HostPages, HostStore
 from kvframe.plan import KVCachePlan
 
 
@@ -24,6 +25,8 @@ class KVCacheStats:
         peak_blocks_held: Per group, the most pages held at once.
         peak_bytes_held: The most bytes of held pages of all groups at once.
         num_evictions: Cached pages whose content was given up.
+        host_bytes_held: Bytes of pages of requests that are swapped out now.
+        peak_host_bytes_held: The most of them at once.
     """
 
     queried_tokens: int = 0
@@ -32,6 +35,8 @@ class KVCacheStats:
     peak_blocks_held: list[int] = attrs.field(factory=list)
     peak_bytes_held: int = 0
     num_evictions: int = 0
+    host_bytes_held: int = 0
+    peak_host_bytes_held: int = 0
 
 
 @attrs.define
@@ -40,12 +45,15 @@ class _Entry:
     keys: dict[int, PrefixKeys]
     next_full: int = 0
     """Computed tokens from which on a block may be full that was not offered to the prefix index."""
+    num_resets: int = 0
+    """Resets of the prefix cache before it started."""
 
 
 class KVCacheManager:
     """The request table of the cache.
 
-    Invariant: the pages that requests in the table reference are exactly the held pages of the pool.
+    Invariant: the pages that requests in the table reference are exactly the held pages of the pool, and those of
+    requests that are swapped out are exactly the held pages of the host store. A request is never both.
 
     Attributes:
         plan: The plan that it manages.
@@ -53,13 +61,21 @@ class KVCacheManager:
         prefix_caching: Whether computed blocks become findable; off where there is nothing to cache.
     """
 
-    def __init__(self, plan: KVCachePlan, *, max_num_seqs: int, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        plan: KVCachePlan,
+        *,
+        max_num_seqs: int,
+        prefix_caching: bool = True,
+        host_pages: HostPages | None = None,
+    ) -> None:
         """Start with an empty pool.
 
         Args:
             plan: What was allocated.
             max_num_seqs: The most requests at a time.
             prefix_caching: Whether computed blocks become findable by later requests.
+            host_pages: Where requests are swapped to; None if they cannot be.
         """
         self.plan = plan
         self.prefix_caching = prefix_caching and bool(plan.groups)
@@ -68,8 +84,11 @@ class KVCacheManager:
         self._pool = BlockPool(plan, reserve_slabs=min(reserve, plan.num_slabs))
         self._coordinator = KVCacheCoordinator(plan, self._pool, self.tables)
         self._block_sizes = sorted({group.block_size for group in plan.groups})
+        self._host = None if host_pages is None else HostStore(plan, host_pages)
         self._entries: dict[str, _Entry] = {}
+        self._swapped: dict[str, _Entry] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._num_resets = 0
         self._queried_tokens = 0
         self._hit_tokens = 0
 
@@ -90,6 +109,7 @@ class KVCacheManager:
             The number of tokens that need not be computed.
         """
         assert request_id not in self._entries
+        assert request_id not in self._swapped
         assert self._free_rows
         keys = {size: PrefixKeys(size, salt) for size in self._block_sizes} if self.prefix_caching else {}
         hit = PrefixHit(0, tuple([] for _ in self.plan.groups))
@@ -100,7 +120,8 @@ class KVCacheManager:
             )
             self._queried_tokens += len(token_ids)
             self._hit_tokens += hit.num_tokens
-        self._entries[request_id] = _Entry(self._coordinator.start(self._free_rows.pop(), hit), keys)
+        blocks = self._coordinator.start(self._free_rows.pop(), hit)
+        self._entries[request_id] = _Entry(blocks, keys, num_resets=self._num_resets)
         return hit.num_tokens
 
     def extend(self, request_id: str, num_tokens: int) -> bool:
@@ -128,8 +149,76 @@ class KVCacheManager:
             entry.next_full = min(num_computed - num_computed % size + size for size in keys)
         self._coordinator.release_dead(entry.blocks, num_computed)
 
+    def swap_out(self, request_id: str) -> bool:
+        """Move a request's resident pages, of all groups, to host memory and take it out of the table.
+
+        Its findable blocks stay cached until they are evicted.
+
+        Returns:
+            False, and nothing changed, if the host has no room for all of them.
+
+        Raises:
+            RuntimeError: A copy failed; nothing changed.
+        """
+        entry = self._entries[request_id]
+        copies = None if self._host is None else self._host.put(entry.blocks.block_ids)
+        if copies is None:
+            return False
+        swapped = attrs.evolve(entry.blocks, row=-1, block_ids=copies)
+        self.free(request_id)
+        self._swapped[request_id] = attrs.evolve(entry, blocks=swapped)
+        return True
+
+    def swap_in(self, request_id: str, num_tokens: int, *, use_prefix: bool = True) -> bool:
+        """Take a request that is swapped out into the table again, as it was, with room for tokens ``[0, num_tokens)``.
+
+        Its pages come back to where the pool has room for them; their bytes are equal.
+
+        Args:
+            request_id: A request that is swapped out.
+            num_tokens: The tokens to make room for, those that it has room for included.
+            use_prefix: Whether to reference its own published blocks where they, or equal ones, can be found.
+
+        Returns:
+            False, and nothing changed, if the pool cannot give the pages now.
+
+        Raises:
+            RuntimeError: A copy failed; the request is still swapped out, and holds nothing of the pool.
+        """
+        assert self._free_rows
+        assert self._host is not None
+        entry = self._swapped[request_id]
+        keys = {size: chain.upto((), 0) for size, chain in entry.keys.items()} if use_prefix else {}
+        resumed = self._coordinator.resume(self._free_rows[-1], entry.blocks, num_tokens, keys)
+        if resumed is None:
+            return False
+        blocks, to_fill = resumed
+        copies = entry.blocks.block_ids
+        try:
+            self._host.fetch(copies, to_fill)
+        except BaseException:
+            self._coordinator.free(blocks)
+            raise
+        self._free_rows.pop()
+        self._host.free(copies)
+        del self._swapped[request_id]
+        self._entries[request_id] = resumed_entry = attrs.evolve(entry, blocks=blocks)
+        if entry.num_resets == self._num_resets:
+            # Its next commit offers all its blocks again: what was found by their keys may have been evicted.
+            blocks.num_published = [0] * len(self.plan.groups)
+            resumed_entry.next_full = 0
+        return True
+
     def free(self, request_id: str) -> None:
-        """Take a request out of the table; its findable blocks stay cached until they are evicted."""
+        """Take a request out of the table, or give up its copy in host memory.
+
+        The findable blocks of one in the table stay cached until they are evicted.
+        """
+        swapped = self._swapped.pop(request_id, None)
+        if swapped is not None:
+            assert self._host is not None
+            self._host.free(swapped.blocks.block_ids)
+            return
         blocks = self._entries.pop(request_id).blocks
         self._coordinator.free(blocks)
         self._free_rows.append(blocks.row)
@@ -137,6 +226,7 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> None:
         """Give up every cached page and make held ones unfindable."""
         self._pool.forget_cached()
+        self._num_resets += 1
 
     # --- what is there ------------------------------------------------------------------------------------------------
 
@@ -173,6 +263,8 @@ class KVCacheManager:
             peak_blocks_held=list(self._pool.peak_held),
             peak_bytes_held=self._pool.peak_held_bytes,
             num_evictions=self._pool.num_evictions,
+            host_bytes_held=0 if self._host is None else self._host.held_bytes,
+            peak_host_bytes_held=0 if self._host is None else self._host.peak_held_bytes,
         )
 
     @property

@@ -1,9 +1,9 @@
-"""The pool's bytes: one allocation, seen by each layer as strided tensors."""
+"""The pool's bytes: one allocation, seen by each layer as strided tensors; and those of the host store."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -77,3 +77,74 @@ class KVCacheStorage:
     def poison(self) -> None:
         """Make everything but the null page read as NaN, in every dtype of floats."""
         self.pool[self._plan.null_bytes :] = 255
+
+
+class HostStorage:
+    """Owns the bytes of a host store, and copies pages between it and the pool.
+
+    A page is contiguous in both, so that it is one copy, and pages that lie side by side in both are one together. The
+    memory is pinned where the pool is on a GPU. Copies are then queued behind the step before and in front of the next
+    one, on the stream that computes them: nobody waits for them.
+
+    Attributes:
+        bytes: ``[num_slabs * slab_bytes], uint8, host``.
+        num_slabs: Slabs of the plan's size.
+    """
+
+    def __init__(self, plan: KVCachePlan, pool: torch.Tensor, num_slabs: int) -> None:
+        """Allocate the bytes.
+
+        Args:
+            plan: How the pool is cut.
+            pool: ``[total_bytes], uint8, device``: the pool.
+            num_slabs: How many slabs to allocate.
+
+        Raises:
+            PlanError: The host has not that much memory.
+        """
+        self._plan = plan
+        self._pool = pool
+        self.num_slabs = num_slabs
+        num_bytes = num_slabs * plan.slab_bytes
+        self._is_pinned = pool.device.type == "cuda"
+        try:
+            self.bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+        except RuntimeError as error:
+            raise PlanError(f"the host has no {num_bytes} bytes to swap to; ask for less swap_memory") from error
+
+    def copy_out(self, group: int, block_ids: Sequence[int], host_ids: Sequence[int]) -> None:
+        """Copy pages of a group from the pool to the host store.
+
+        Args:
+            group: The pages' group.
+            block_ids: The pages in the pool.
+            host_ids: As many pages of the host store; ids count as in the pool, of which it is a copy in shape.
+        """
+        for start, host_start, num_bytes in self._runs(group, block_ids, host_ids):
+            target = self.bytes.narrow(0, host_start - self._plan.null_bytes, num_bytes)
+            target.copy_(self._pool.narrow(0, start, num_bytes), non_blocking=self._is_pinned)
+
+    def copy_in(self, group: int, host_ids: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Copy pages of a group from the host store to the pool.
+
+        Args:
+            group: The pages' group.
+            host_ids: The pages in the host store.
+            block_ids: As many pages of the pool.
+        """
+        for start, host_start, num_bytes in self._runs(group, block_ids, host_ids):
+            source = self.bytes.narrow(0, host_start - self._plan.null_bytes, num_bytes)
+            self._pool.narrow(0, start, num_bytes).copy_(source, non_blocking=self._is_pinned)
+
+    def _runs(self, group: int, block_ids: Sequence[int], host_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """Yield ``(byte in the pool, byte in the host store, bytes)`` of pages that follow each other in both."""
+        unit, page_bytes = self._plan.block_id_bytes, self._plan.groups[group].page_bytes
+        size = page_bytes // unit
+        first = 0
+        for index in range(1, len(block_ids) + 1):
+            if index < len(block_ids):
+                step, host_step = block_ids[index] - block_ids[index - 1], host_ids[index] - host_ids[index - 1]
+                if step == host_step == size:
+                    continue
+            yield block_ids[first] * unit, host_ids[first] * unit, (index - first) * page_bytes
+            first = index

@@ -12,7 +12,7 @@ import torch
 from kvframe.attention.layer import AttentionLayers
 from kvframe.attention.selection import Choice, select_backends
 from kvframe.attention.skipping import find_skippable_layers
-from kvframe.cache.storage import KVCacheStorage
+from kvframe.cache.storage import HostStorage, KVCacheStorage
 from kvframe.errors import StackError
 from kvframe.groups import Grouping, group_layers, make_layer_specs
 from kvframe.model.adapter import LoadedModel
@@ -20,14 +20,14 @@ from kvframe.model.recognise import find_adapter
 from kvframe.plan import KVCachePlan
 from kvframe.plugins import load_plugins
 from kvframe.registry import Registry
-from kvframe.sizing import choose_max_model_len, plan_for_stack
+from kvframe.sizing import choose_max_model_len, num_host_slabs, plan_for_stack
 from kvframe.specs import LayerSpec
 from kvframe.stack import Stack
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Assembly:
-    """What set-up made of a model and a stack. Nothing in it changes while requests come and go, but the pool's bytes.
+    """What set-up made of a model and a stack. While requests come and go, nothing in it changes but bytes of pages.
 
     Attributes:
         model: The model.
@@ -38,6 +38,7 @@ class Assembly:
         plan: What is allocated.
         choices: For each layer, its wrapper chain, the backend that was chosen, and why the others were not.
         storage: The pool.
+        host: Host memory for the pages of preempted requests; None where they are computed again.
         layers: The attention layers over the pool, for the model to be attached to.
     """
 
@@ -49,6 +50,7 @@ class Assembly:
     plan: KVCachePlan
     choices: tuple[Choice, ...]
     storage: KVCacheStorage
+    host: HostStorage | None
     layers: AttentionLayers
 
 
@@ -76,6 +78,7 @@ def assemble(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, regi
     plan = plan_for_stack(grouping, stack, max_model_len)
     skipped = _skipped_layers(model, layers, stack)
     choices = select_backends(layers, stack, registry, device.type, skipped)
+    host_slabs = num_host_slabs(plan, stack)
     storage = KVCacheStorage(plan, grouping, device)
     return Assembly(
         model=model,
@@ -86,6 +89,7 @@ def assemble(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, regi
         plan=plan,
         choices=choices,
         storage=storage,
+        host=HostStorage(plan, storage.pool, host_slabs) if host_slabs else None,
         layers=AttentionLayers(layers, choices, grouping, storage.views, device, skipped),
     )
 

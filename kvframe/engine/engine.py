@@ -90,7 +90,12 @@ class Engine:
         self._max_model_len = assembly.max_model_len
         self._admission = Admission(model, self.plan, self._max_model_len)
         max_num_seqs = stack.engine.max_num_seqs
-        self._manager = KVCacheManager(self.plan, max_num_seqs=max_num_seqs, prefix_caching=stack.cache.prefix_caching)
+        self._manager = KVCacheManager(
+            self.plan,
+            max_num_seqs=max_num_seqs,
+            prefix_caching=stack.cache.prefix_caching,
+            host_pages=assembly.host,
+        )
         if poison_freed:
             self._storage.poison()
             self._manager.on_pages_freed = lambda group, block_ids: self._storage.fill(group, block_ids, math.nan)

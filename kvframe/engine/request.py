@@ -144,6 +144,7 @@ class Request:
         num_computed: Tokens whose state is in the cache (as far as layers still need it).
         num_scheduled: Tokens that the running step computes.
         row: Its row in the block tables while it runs; -1 otherwise.
+        is_swapped: Whether its state waits in host memory for it to run again.
         runs_alone: Whether it starts from nothing and shares the pool with nobody until it ends: set when it found
             no room though it was the only one, so that it surely comes to its end.
         was_started: Whether it was ever admitted.
@@ -169,6 +170,7 @@ class Request:
     num_scheduled: int = 0
     row: int = -1
     runs_alone: bool = False
+    is_swapped: bool = False
     was_started: bool = False
     finish_reason: FinishReason | None = None
     error: str | None = None

@@ -2,8 +2,9 @@
 
 Each step has a token budget. Running requests come first, in the order of their admission, then waiting ones, first
 come, first served; a prompt that exceeds the budget is computed in chunks over several steps. When the cache has no
-room for a running request, the request admitted last gives its blocks back and waits at the head of the queue: its
-tokens are computed again later (preemption by recompute).
+room for a running request, the request admitted last gives its blocks back and waits at the head of the queue
+(preemption). Its state is kept in host memory until it runs again, if the cache has room for it there; else its tokens
+are computed again.
 """
 
 from __future__ import annotations
@@ -29,8 +30,18 @@ class RequestCache(Protocol):
     def commit(self, request_id: str, token_ids: Sequence[int], num_computed: int) -> None:
         """Take note that tokens ``[0, num_computed)`` are computed."""
 
+    def swap_out(self, request_id: str) -> bool:
+        """Move what a request holds to host memory; False, and nothing changed, if that has no room; may raise."""
+
+    def swap_in(self, request_id: str, num_tokens: int, *, use_prefix: bool = True) -> bool:
+        """Take it back, with room for tokens ``[0, num_tokens)``; False, and nothing changed, if there is none.
+
+        Raises:
+            RuntimeError: It cannot be copied; it is still in host memory.
+        """
+
     def free(self, request_id: str) -> None:
-        """Give back everything that a request holds."""
+        """Give back everything that a request holds, in host memory too."""
 
     def row(self, request_id: str) -> int:
         """Return a started request's row."""
@@ -61,6 +72,8 @@ class SchedulerStats:
         computed_tokens: Tokens computed, again after a preemption included.
         generated_tokens: Tokens generated.
         preemptions: Times that a running request gave its blocks back.
+        swaps: Of these, the times that host memory kept its state.
+        failed_swaps: Times that copying to host memory, or back, failed, so that a request is computed again.
         steps: Steps completed.
     """
 
@@ -69,13 +82,16 @@ class SchedulerStats:
     computed_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    swaps: int = 0
+    failed_swaps: int = 0
     steps: int = 0
 
 
 class Scheduler:
     """Owns the queue of waiting requests and the list of running ones.
 
-    Invariant: a request is either waiting (no row, no blocks), running (a row, blocks), or not here.
+    Invariant: a request is either waiting (no row, no blocks but perhaps swapped ones), running (a row, blocks), or not
+    here.
     """
 
     def __init__(
@@ -201,6 +217,8 @@ class Scheduler:
             self._give_back(request)
             self.running.remove(request)
         else:
+            if request.is_swapped:
+                self._give_back(request)
             self.waiting.remove(request)
 
     # --- room ---------------------------------------------------------------------------------------------------------
@@ -219,18 +237,55 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        self._give_back(request)
+        if self._swap_out(request):
+            self.stats.swaps += 1
+            request.is_swapped = True
+            request.row = -1
+            request.num_scheduled = 0
+        else:
+            self._give_back(request)
         self.running.remove(request)
         self.waiting.appendleft(request)
         self.stats.preemptions += 1
 
+    def _swap_out(self, request: Request) -> bool:
+        try:
+            return self._cache.swap_out(request.request_id)
+        except RuntimeError:
+            self.stats.failed_swaps += 1
+            return False
+
     def _give_back(self, request: Request) -> None:
         self._cache.free(request.request_id)
         request.row = -1
+        request.is_swapped = False
         request.num_computed = request.num_scheduled = 0
 
     def _admit(self, request: Request, budget: int) -> bool:
-        """Start a waiting request on as many tokens as the budget allows; False, and nothing changed, if no room."""
+        """Let a waiting request run, on as many tokens as the budget allows; False, and nothing changed, if no room."""
+        if request.is_swapped:
+            try:
+                return self._resume(request, budget)
+            except RuntimeError:
+                self.stats.failed_swaps += 1
+                self._give_back(request)
+        return self._start(request, budget)
+
+    def _resume(self, request: Request, budget: int) -> bool:
+        num_scheduled = min(len(request.token_ids) - request.num_computed, budget)
+        num_tokens = request.num_computed + num_scheduled
+        if not self._cache.swap_in(request.request_id, num_tokens, use_prefix=not request.runs_alone):
+            # Blocks that it found may lie scattered over slabs; taken anew, all of them fit where nothing else runs.
+            if self.running:
+                return False
+            fits = self._cache.swap_in(request.request_id, num_tokens, use_prefix=False)
+            assert fits, "the plan promised room for a lone request"
+        request.is_swapped = False
+        request.row = self._cache.row(request.request_id)
+        request.num_scheduled = num_scheduled
+        return True
+
+    def _start(self, request: Request, budget: int) -> bool:
         while True:
             hit = self._cache.start(request.request_id, request.token_ids, use_prefix=request.uses_prefix)
             num_scheduled = min(len(request.token_ids) - hit, budget)
@@ -252,7 +307,7 @@ class Scheduler:
     def _is_being_computed(self, request: Request, admitted: Sequence[Request]) -> bool:
         """Return whether a request admitted in this step computes a block that ``request`` can take in the next one."""
         size = self._shared_block_size
-        if not size or not request.uses_prefix:
+        if not size or not request.uses_prefix or request.is_swapped:
             return False
         most = len(request.token_ids) - 1
         for other in admitted:

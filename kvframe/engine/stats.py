@@ -21,11 +21,14 @@ class EngineStats:
         computed_tokens: Tokens computed, again after a preemption included.
         generated_tokens: Tokens generated.
         preemptions: Times that a running request gave its blocks back.
+        swaps: Of these, the times that host memory kept its state.
+        failed_swaps: Times that copying to host memory, or back, failed, so that a request is computed again.
         steps: Steps completed.
         blocks_held: Per group, the blocks that requests hold now.
         peak_blocks_held: Per group, the most blocks held at once.
         peak_bytes_held: The most bytes of blocks of all groups held at once.
         evictions: Cached blocks whose content was given up.
+        peak_host_bytes: The most bytes of host memory that kept requests' state at once.
         cache_bytes: Bytes allocated for the cache.
     """
 
@@ -35,11 +38,14 @@ class EngineStats:
     computed_tokens: int
     generated_tokens: int
     preemptions: int
+    swaps: int
+    failed_swaps: int
     steps: int
     blocks_held: tuple[int, ...]
     peak_blocks_held: tuple[int, ...]
     peak_bytes_held: int
     evictions: int
+    peak_host_bytes: int
     cache_bytes: int
 
     @classmethod
@@ -58,11 +64,14 @@ class EngineStats:
             computed_tokens=scheduled.computed_tokens,
             generated_tokens=scheduled.generated_tokens,
             preemptions=scheduled.preemptions,
+            swaps=scheduled.swaps,
+            failed_swaps=scheduled.failed_swaps,
             steps=scheduled.steps,
             blocks_held=tuple(cached.blocks_held),
             peak_blocks_held=tuple(cached.peak_blocks_held),
             peak_bytes_held=cached.peak_bytes_held,
             evictions=cached.num_evictions,
+            peak_host_bytes=cached.peak_host_bytes_held,
             cache_bytes=cache_bytes,
         )
 

@@ -1,0 +1,99 @@
+"""The host store: pages of requests that wait, in a fixed number of bytes of host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import attrs
+
+from kvframe.cache.pool import BlockPool
+from kvframe.plan import KVCachePlan
+
+
+class HostPages(Protocol):
+    """The bytes of a host store, and the copies between them and the pool (``storage.HostStorage``)."""
+
+    num_slabs: int
+    """Slabs of the plan's size that there are bytes for."""
+
+    def copy_out(self, group: int, block_ids: Sequence[int], host_ids: Sequence[int]) -> None:
+        """Copy a group's pages from the pool to the host store, byte by byte; may raise."""
+
+    def copy_in(self, group: int, host_ids: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Copy a group's pages from the host store to the pool, byte by byte; may raise."""
+
+
+class HostStore:
+    """Who owns which bytes of host memory: cut into slabs and pages as the pool is.
+
+    Ids are given as requests have their blocks: one list per group, by block index, 0 where nothing is resident.
+
+    Invariant: a page of the store is held by exactly one request that is swapped out, or free.
+    """
+
+    def __init__(self, plan: KVCachePlan, pages: HostPages) -> None:
+        """Start empty.
+
+        Args:
+            plan: How the pool is cut.
+            pages: The bytes.
+        """
+        self._pages = pages
+        self._pool = BlockPool(attrs.evolve(plan, num_slabs=pages.num_slabs))
+
+    def put(self, block_ids: Sequence[Sequence[int]]) -> list[list[int]] | None:
+        """Copy a request's resident pages to the store.
+
+        Args:
+            block_ids: Where they lie in the pool.
+
+        Returns:
+            Where their copies lie; None, and nothing changed, if there is no room for all of them.
+
+        Raises:
+            RuntimeError: A copy failed; nothing is held.
+        """
+        resident = [[block_id for block_id in ids if block_id] for ids in block_ids]
+        taken = self._pool.allocate([len(ids) for ids in resident])
+        if taken is None:
+            return None
+        try:
+            for group, (ids, copies) in enumerate(zip(resident, taken, strict=True)):
+                self._pages.copy_out(group, ids, copies)
+        except BaseException:
+            self.free(taken)
+            raise
+        places = [iter(copies) for copies in taken]
+        return [
+            [next(place) if block_id else 0 for block_id in ids] for ids, place in zip(block_ids, places, strict=True)
+        ]
+
+    def fetch(self, host_ids: Sequence[Sequence[int]], block_ids: Sequence[Sequence[int]]) -> None:
+        """Copy a request's pages to the pool; their copies stay.
+
+        Args:
+            host_ids: Where its copies lie.
+            block_ids: Where to, at least as many; 0 for a page that is not wanted.
+
+        Raises:
+            RuntimeError: A copy failed; what the pages hold is undefined.
+        """
+        for group, (copies, ids) in enumerate(zip(host_ids, block_ids, strict=True)):
+            wanted = [(copy, block_id) for copy, block_id in zip(copies, ids, strict=False) if copy and block_id]
+            self._pages.copy_in(group, [copy for copy, _ in wanted], [block_id for _, block_id in wanted])
+
+    def free(self, host_ids: Sequence[Sequence[int]]) -> None:
+        """Give up a request's copies."""
+        for group, copies in enumerate(host_ids):
+            self._pool.release(group, [copy for copy in copies if copy])
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of pages in the store: 0 when no request is swapped out."""
+        return self._pool.held_bytes
+
+    @property
+    def peak_held_bytes(self) -> int:
+        """The most of them at once."""
+        return self._pool.peak_held_bytes

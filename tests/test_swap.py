@@ -1,0 +1,443 @@
+"""Swapping: a request's pages go to host memory and come back into other pages, and nothing is lost on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+from kvframe_transformers.testing import FAMILIES
+
+from kvframe import Engine
+from kvframe.cache.manager import KVCacheManager
+from kvframe.cache.storage import HostStorage
+from kvframe.engine.request import RequestOutput, SamplingParams
+from kvframe.engine.stats import EngineStats
+from kvframe.errors import PlanError
+from kvframe.specs import KVCacheSpec
+from tests.plans import full, make_plan, ranged
+from tests.serving import GREEDY, PROMPTS, TinyModel, held_pages, ids
+from tests.test_cache import CHUNK, SPECS, CacheMachine, check_pool, live_tokens
+from tests.test_scheduler_under_pressure import MAX_LEN, serve
+
+# --- the cache against a model of it ----------------------------------------------------------------------------------
+
+
+class StampedPages:
+    """Host pages that keep the stamps of ``CacheMachine``; a copy of group ``broken`` stops half-way."""
+
+    def __init__(self, num_slabs: int, written: Callable[[], dict[tuple[int, int, int], Any]]) -> None:
+        self.num_slabs = num_slabs
+        self.stamps: dict[tuple[int, int, int], Any] = {}
+        self.written = written
+        self.broken = -1
+
+    def copy_out(self, group: int, block_ids: Sequence[int], host_ids: Sequence[int]) -> None:
+        self.copy(group, self.written(), block_ids, self.stamps, host_ids)
+
+    def copy_in(self, group: int, host_ids: Sequence[int], block_ids: Sequence[int]) -> None:
+        self.copy(group, self.stamps, host_ids, self.written(), block_ids)
+
+    def copy(self, group: int, source: Any, source_ids: Sequence[int], target: Any, target_ids: Sequence[int]) -> None:
+        if group == self.broken:
+            source_ids = source_ids[: len(source_ids) // 2]
+        moved = dict(zip(source_ids, target_ids, strict=False))
+        for key in [key for key in target if key[0] == group and key[1] in moved.values()]:
+            del target[key]
+        for (owner, page, offset), stamp in source.items():
+            if owner == group and page in moved:
+                target[group, moved[page], offset] = stamp
+        if group == self.broken:
+            raise RuntimeError("the copy failed")
+
+    def pages_freed(self, group: int, host_ids: list[int]) -> None:
+        for key in [key for key in self.stamps if key[0] == group and key[1] in host_ids]:
+            del self.stamps[key]
+
+
+class SwapMachine(CacheMachine):
+    """The lives of ``CacheMachine`` with swaps at any point of them: whatever is live is still there afterwards."""
+
+    def make_manager(self, prefix_caching: bool) -> KVCacheManager:
+        self.host = StampedPages(self.plan.num_slabs // 2, lambda: self.written)
+        self.swapped: dict[str, tuple[list[int], int, list[list[bool]]]] = {}
+        manager = KVCacheManager(self.plan, max_num_seqs=4, prefix_caching=prefix_caching, host_pages=self.host)
+        assert manager._host is not None
+        manager._host._pool.on_pages_freed = self.host.pages_freed
+        return manager
+
+    def resident(self, name: str) -> list[list[bool]]:
+        return [[block_id != 0 for block_id in ids] for ids in self.manager.block_ids(name)]
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), broken=st.integers(-1, 3))
+    def swap_out(self, data: st.DataObject, broken: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.tokens)))
+        before, resident = self.manager.block_ids(name), self.resident(name)
+        self.host.broken = broken
+        try:
+            is_out = self.manager.swap_out(name)
+        except RuntimeError:
+            assert 0 <= broken < len(self.plan.groups)
+            is_out = False
+        if is_out:
+            self.swapped[name] = (self.tokens.pop(name), self.computed.pop(name), resident)
+        else:
+            assert before == self.manager.block_ids(name)
+
+    @precondition(lambda self: self.swapped and len(self.tokens) < 4)
+    @rule(data=st.data(), broken=st.integers(-1, 3), use_prefix=st.booleans())
+    def swap_in(self, data: st.DataObject, broken: int, use_prefix: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.swapped)))
+        tokens, done, resident = self.swapped[name]
+        num_tokens = min(len(tokens), done + data.draw(st.integers(1, CHUNK)))
+        self.host.broken = broken
+        try:
+            is_in = self.manager.swap_in(name, num_tokens, use_prefix=use_prefix)
+        except RuntimeError:
+            assert 0 <= broken < len(self.plan.groups)
+            return
+        if is_in:
+            del self.swapped[name]
+            self.tokens[name], self.computed[name] = tokens, done
+            for group, was, now in zip(self.plan.groups, resident, self.resident(name), strict=True):
+                assert was + [True] * max(0, -(-num_tokens // group.block_size) - len(was)) == now
+            for group, block_ids in zip(self.plan.groups, self.manager.block_ids(name), strict=True):
+                size = group.block_size
+                for token in live_tokens(group.spec, done):
+                    assert (
+                        tuple(tokens[: token + 1]) == self.written[group.index, block_ids[token // size], token % size]
+                    )
+
+    @precondition(lambda self: self.swapped)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.swapped)))
+        self.manager.free(name)
+        del self.swapped[name]
+
+    @invariant()
+    def host_pages_are_conserved(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        assert self.manager._host is not None
+        copies = {name: entry.blocks.block_ids for name, entry in self.manager._swapped.items()}
+        assert set(self.swapped) == set(copies)
+        for name, (_, _, resident) in self.swapped.items():
+            assert resident == [[host_id != 0 for host_id in ids] for ids in copies[name]]
+        references = {host_id: 1 for groups in copies.values() for ids in groups for host_id in ids if host_id}
+        check_pool(self.manager._host._pool, self.plan, references)
+
+    def teardown(self) -> None:
+        if hasattr(self, "manager"):
+            for name in list(self.swapped):
+                self.manager.free(name)
+            assert 0 == self.manager.stats.host_bytes_held
+        super().teardown()
+
+
+TestSwap = SwapMachine.TestCase
+TestSwap.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class FailingPages:
+    """Host pages without bytes, whose ``n``-th copies fail for ``n`` in ``failing``."""
+
+    def __init__(self, num_slabs: int, failing: set[int]) -> None:
+        self.num_slabs = num_slabs
+        self.failing = failing
+        self.num_copies = 0
+
+    def copy_out(self, group: int, block_ids: Sequence[int], host_ids: Sequence[int]) -> None:
+        self.num_copies += 1
+        if self.num_copies in self.failing:
+            raise RuntimeError("the copy failed")
+
+    def copy_in(self, group: int, host_ids: Sequence[int], block_ids: Sequence[int]) -> None:
+        self.copy_out(group, block_ids, host_ids)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    specs=st.lists(SPECS, min_size=1, max_size=4),
+    lengths=st.lists(st.tuples(st.integers(1, MAX_LEN - 1), st.integers(1, MAX_LEN)), min_size=1, max_size=6),
+    spare_slabs=st.integers(0, 2),
+    prefix_caching=st.booleans(),
+    host_slabs=st.integers(0, 12),
+    failing=st.sets(st.integers(1, 30)),
+)
+def test_every_request_ends_however_small_the_pool_and_the_host_and_whatever_fails(
+    specs: list[KVCacheSpec],
+    lengths: list[tuple[int, int]],
+    spare_slabs: int,
+    prefix_caching: bool,
+    host_slabs: int,
+    failing: set[int],
+) -> None:
+    pages = FailingPages(host_slabs, failing)
+    stats = serve(specs, lengths, spare_slabs, prefix_caching, pages)
+    assert stats.swaps <= stats.preemptions
+    assert len({copy for copy in failing if copy <= pages.num_copies}) == stats.failed_swaps
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+MIXES: dict[str, list[KVCacheSpec]] = {
+    "full": [full()],
+    "window": [ranged(window=6)],
+    "sinks": [ranged(window=6, num_sink_tokens=5)],
+    "chunked": [ranged(chunk=7)],
+    "every kind, pages of several sizes": [
+        full(block_size=8, num_kv_heads=2),
+        ranged(window=6),
+        ranged(block_size=2, num_kv_heads=3, window=9, num_sink_tokens=5),
+        ranged(chunk=7),
+    ],
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_bytes_are_equal_after_a_round_trip_into_other_pages(mix: str) -> None:
+    plan = make_plan(*MIXES[mix], num_slabs=40)
+    pool = torch.randint(0, 256, (plan.total_bytes,), dtype=torch.uint8)
+    manager = KVCacheManager(plan, max_num_seqs=2, host_pages=HostStorage(plan, pool, 20))
+    tokens = list(range(60))
+
+    def pages(name: str) -> list[list[torch.Tensor | None]]:
+        return [
+            [pool[block_id * plan.block_id_bytes :][: group.page_bytes] if block_id else None for block_id in block_ids]
+            for group, block_ids in zip(plan.groups, manager.block_ids(name), strict=True)
+        ]
+
+    manager.start("a", tokens)
+    for num_computed in range(10, 31, 10):
+        assert manager.extend("a", num_computed)
+        manager.commit("a", tokens, num_computed)
+    before = [[None if page is None else page.clone() for page in group] for group in pages("a")]
+    places = manager.block_ids("a")
+    num_bytes = sum(page.numel() for group in before for page in group if page is not None)
+    assert manager.swap_out("a")
+    assert (0, num_bytes) == (manager.num_held_pages, manager.stats.host_bytes_held)
+    # Somebody takes pages, and all that there are change.
+    manager.reset_prefix_cache()
+    manager.start("b", [99])
+    assert manager.extend("b", 64)
+    pool.fill_(255)
+    assert manager.swap_in("a", 31)
+    assert 0 == manager.stats.host_bytes_held
+    for was_at, is_at in zip(places, manager.block_ids("a"), strict=True):
+        assert all(one != other or not one for one, other in zip(was_at, is_at, strict=False))
+    for was, now in zip(before, pages("a"), strict=True):
+        assert [page is None for page in was] == [page is None for page in now[: len(was)]]
+        for one, other in zip(was, now, strict=False):
+            assert one is None or (other is not None and torch.equal(one, other))
+    # And nothing else was written.
+    copied = {
+        group_pages[index].data_ptr()  # type: ignore[union-attr]
+        for group_pages, was in zip(pages("a"), before, strict=True)
+        for index, page in enumerate(was)
+        if page is not None
+    }
+    others = pool.clone()
+    for group, group_pages in zip(plan.groups, pages("a"), strict=True):
+        for page in group_pages:
+            if page is not None and page.data_ptr() in copied:
+                others[page.storage_offset() : page.storage_offset() + group.page_bytes] = 255
+    assert bool((others == 255).all())
+
+
+def test_pages_side_by_side_are_one_copy() -> None:
+    plan = make_plan(full(), num_slabs=8)
+    host = HostStorage(plan, torch.zeros(plan.total_bytes, dtype=torch.uint8), 8)
+    size = plan.groups[0].page_bytes // plan.block_id_bytes
+    first = plan.null_bytes // plan.block_id_bytes
+    block_ids = [first + size * index for index in (0, 1, 2, 5, 6)]
+    host_ids = [first + size * index for index in (3, 4, 5, 6, 0)]
+    page = plan.groups[0].page_bytes
+    assert [3 * page, page, page] == [num_bytes for _, _, num_bytes in host._runs(0, block_ids, host_ids)]
+    assert [] == list(host._runs(0, [], []))
+
+
+def test_what_requests_share_is_shared_again() -> None:
+    plan = make_plan(full(), num_slabs=16)
+    pool = torch.randint(0, 256, (plan.total_bytes,), dtype=torch.uint8)
+    manager = KVCacheManager(plan, max_num_seqs=2, host_pages=HostStorage(plan, pool, 8))
+    for name, prompt in (("a", list(range(10))), ("b", [*range(8), 50, 51])):
+        manager.start(name, prompt)
+        assert manager.extend(name, 10)
+        manager.commit(name, prompt, 10)
+    assert 4 == manager.num_held_pages
+    assert manager.swap_out("b")
+    assert 3 == manager.num_held_pages
+    assert manager.swap_in("b", 11)
+    assert 4 == manager.num_held_pages
+    assert manager.block_ids("a")[0][:2] == manager.block_ids("b")[0][:2]
+
+
+def test_a_block_that_is_not_full_is_never_shared() -> None:
+    plan = make_plan(full(), num_slabs=16)
+    pool = torch.randint(0, 256, (plan.total_bytes,), dtype=torch.uint8)
+    manager = KVCacheManager(plan, max_num_seqs=2, host_pages=HostStorage(plan, pool, 8))
+    for name, num_computed in (("a", 6), ("b", 9)):
+        manager.start(name, list(range(10)))
+        assert manager.extend(name, num_computed)
+        manager.commit(name, list(range(10)), num_computed)
+    assert manager.swap_out("a")
+    assert manager.swap_in("a", 7)
+    (mine,), (others,) = manager.block_ids("a"), manager.block_ids("b")
+    assert mine[0] == others[0]
+    assert mine[1] != others[1]
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_prefix_that_comes_back_is_found_again_unless_the_cache_was_reset(is_reset: bool) -> None:
+    plan = make_plan(full(), num_slabs=16)
+    pool = torch.randint(0, 256, (plan.total_bytes,), dtype=torch.uint8)
+    manager = KVCacheManager(plan, max_num_seqs=2, host_pages=HostStorage(plan, pool, 8))
+    tokens = list(range(12))
+    manager.start("a", tokens)
+    assert manager.extend("a", 10)
+    manager.commit("a", tokens, 10)
+    assert manager.swap_out("a")
+    # Either way its pages are given up; where the others did it, what it brings back is still good.
+    if is_reset:
+        manager.reset_prefix_cache()
+    else:
+        manager._pool.forget_cached()
+    assert manager.swap_in("a", 11)
+    manager.commit("a", tokens, 11)
+    assert (0 if is_reset else 8) == manager.start("b", tokens)
+
+
+def test_without_room_for_all_of_its_pages_a_request_stays_as_it_was() -> None:
+    plan = make_plan(full(), num_slabs=16)
+    pool = torch.zeros(plan.total_bytes, dtype=torch.uint8)
+    manager = KVCacheManager(plan, max_num_seqs=1, host_pages=HostStorage(plan, pool, 1))
+    num_tokens = 4 * plan.groups[0].pages_per_slab
+    manager.start("a", list(range(60)))
+    assert manager.extend("a", num_tokens + 1)
+    before = manager.block_ids("a")
+    assert not manager.swap_out("a")
+    assert (before, 0) == (manager.block_ids("a"), manager.stats.host_bytes_held)
+    manager.free("a")
+    manager.start("b", list(range(60)))
+    assert manager.extend("b", num_tokens)
+    assert manager.swap_out("b")
+
+
+def test_without_a_host_store_nothing_is_swapped() -> None:
+    manager = KVCacheManager(make_plan(full()), max_num_seqs=1)
+    manager.start("a", [1, 2])
+    assert manager.extend("a", 2)
+    assert not manager.swap_out("a")
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+Tokens = list[tuple[int, ...]]
+TIGHT = {"max_model_len": 96, "max_num_batched_tokens": 12, "block_size": 5, "max_num_seqs": 8}
+SWAP = {"preemption": "swap", "swap_memory": "1MiB"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    folder = tmp_path_factory.mktemp("models")
+    return cache(lambda family: TinyModel.save(folder / family, family))
+
+
+@pytest.fixture(scope="module")
+def references(models: Callable[[str], TinyModel]) -> Callable[[str], Tokens]:
+    return cache(lambda family: [models(family).reference(prompt) for prompt in PROMPTS])
+
+
+def tight_engine(model: TinyModel, **options: Any) -> Engine:
+    options = {**TIGHT, "memory": model.tight_memory(75, **TIGHT), **options}
+    return model.engine(**options)
+
+
+def served(engine: Engine, expected: Tokens) -> EngineStats:
+    """Serve the prompts to their ends, check the tokens and that nothing is left behind."""
+    with engine:
+        assert expected == [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
+        assert (0, 0) == (held_pages(engine), engine._manager.stats.host_bytes_held)
+        return engine.stats()
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix", "no-prefix"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_swapped_requests_give_the_same_tokens_and_are_not_computed_again(
+    models: Any, references: Any, family: str, prefix_caching: bool
+) -> None:
+    model, expected = models(family), references(family)
+    swapped = served(tight_engine(model, prefix_caching=prefix_caching, **SWAP), expected)
+    assert swapped.preemptions == swapped.swaps > 0
+    assert swapped.peak_host_bytes > 0
+    recomputed = served(tight_engine(model, prefix_caching=prefix_caching), expected)
+    assert (0, 0) == (recomputed.swaps, recomputed.peak_host_bytes)
+    # Each token once, but the last generated one, whose state nobody needs.
+    once = sum(map(len, PROMPTS)) + sum(len(tokens) - 1 for tokens in expected)
+    assert once == swapped.computed_tokens + swapped.cached_prompt_tokens
+    assert once < recomputed.computed_tokens + recomputed.cached_prompt_tokens
+
+
+def test_swapping_where_every_layer_keeps_every_token(models: Any, references: Any) -> None:
+    expected = references("gemma3_text")
+    stats = served(tight_engine(models("gemma3_text"), hybrid=False, memory="128KiB", **SWAP), expected)
+    assert stats.swaps > 0
+
+
+def test_what_the_host_has_no_room_for_is_computed_again(models: Any, references: Any) -> None:
+    expected, model = references("gemma3_text"), models("gemma3_text")
+    with tight_engine(model) as engine:
+        slabs = len(engine.plan.groups)
+        memory = slabs * engine.plan.slab_bytes
+    options = {"preemption": "swap", "prefix_caching": False}
+    stats = served(tight_engine(model, swap_memory=memory, **options), expected)
+    assert 0 < stats.swaps < stats.preemptions
+    assert stats.peak_host_bytes <= memory
+    with pytest.raises(PlanError, match=f"each of the {slabs} groups needs one; give at least {memory} bytes"):
+        tight_engine(model, swap_memory=memory - 1, **options)
+
+
+@pytest.mark.parametrize("direction", ["copy_out", "copy_in"])
+def test_a_request_whose_copy_fails_is_computed_again(
+    models: Any, references: Any, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = references("gemma3_text")
+    copy, count = getattr(HostStorage, direction), iter(range(10**6))
+
+    def fail_often(self: HostStorage, *arguments: Any) -> None:
+        copy(self, *arguments)
+        if next(count) % 3 == 1:
+            raise RuntimeError("the device does not answer")
+
+    monkeypatch.setattr(HostStorage, direction, fail_often)
+    stats = served(tight_engine(models("gemma3_text"), **SWAP), expected)
+    assert stats.failed_swaps > 0
+
+
+def test_aborting_a_swapped_request_gives_its_host_memory_back(models: Any) -> None:
+    with tight_engine(models("gemma3_text"), **SWAP) as engine:
+        for start in range(3):
+            engine.add_request(ids(start, 30), SamplingParams(max_new_tokens=40))
+        while not any(request.is_swapped for request in engine._scheduler.waiting):
+            engine.step()
+        assert engine._manager.stats.host_bytes_held > 0
+        for request in [request for request in engine._scheduler.waiting if request.is_swapped]:
+            engine.abort(request.request_id)
+        assert 0 == engine._manager.stats.host_bytes_held
+        outputs: dict[str, RequestOutput] = {}
+        while engine.has_unfinished:
+            outputs |= {output.request_id: output for output in engine.step()}
+        assert {"aborted", "length"} == {output.finish_reason for output in outputs.values()}
+        assert 0 == held_pages(engine)
