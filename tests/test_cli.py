@@ -130,6 +130,17 @@ def test_plan_says_what_a_run_allocates(model: Path, memory: str) -> None:
         assert planned["total_bytes"] == engine.stats().cache_bytes
 
 
+def test_plan_says_what_host_memory_a_run_takes(model: Path, tmp_path: Path) -> None:
+    stack = tmp_path / "stack.toml"
+    stack.write_text('[cache]\nmemory = "8MiB"\npreemption = "swap"\nswap_memory = "3MB"\n')
+    planned = run_json("plan", model, "--stack", stack)
+    assert 3_000_000 - planned["slab_bytes"] < planned["host_bytes"] <= 3_000_000
+    with Engine.from_pretrained(model, stack=Stack.from_file(stack)) as engine:
+        assert planned["host_bytes"] == engine._manager._host._pages.bytes.numel()  # type: ignore[union-attr]
+    assert "for preempted requests" in run("plan", model, "--stack", stack).stdout
+    assert 0 == run_json("plan", model, "--memory", "8MiB")["host_bytes"]
+
+
 def test_plan_reads_a_config_alone(tmp_path: Path) -> None:
     tiny_config("gemma3_text").save_pretrained(tmp_path)
     plan = run_json("plan", tmp_path / "config.json", "--memory", "8MiB")

@@ -71,7 +71,7 @@ def plan(
     """
     from kvframe.groups import group_layers, make_layer_specs
     from kvframe.model.recognise import describe_model
-    from kvframe.sizing import choose_max_model_len, plan_for_stack
+    from kvframe.sizing import choose_max_model_len, num_host_slabs, plan_for_stack
 
     stack = read_stack(
         stack_file,
@@ -83,14 +83,15 @@ def plan(
     layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
     planned = plan_for_stack(grouping, stack, choose_max_model_len(description, stack))
+    host_bytes = num_host_slabs(planned, stack) * planned.slab_bytes
     if max(num_tokens, default=0) > planned.max_model_len:
         raise click.UsageError(f"--num-tokens: a request has at most {planned.max_model_len} tokens")
     lengths = sorted(set(num_tokens)) or _listed_lens(planned.max_model_len)
     computed = _computed_otherwise(layers, grouping, planned.max_model_len)
     if as_json:
-        print_json(_to_dict(description, grouping, planned, lengths, computed))
+        print_json(_to_dict(description, grouping, planned, host_bytes, lengths, computed))
     else:
-        _print(description, grouping, planned, lengths, computed)
+        _print(description, grouping, planned, host_bytes, lengths, computed)
 
 
 def _listed_lens(max_model_len: int) -> list[int]:
@@ -117,6 +118,7 @@ def _to_dict(
     description: ModelDescription,
     grouping: Grouping,
     planned: KVCachePlan,
+    host_bytes: int,
     lengths: Sequence[int],
     computed: list[dict[str, Any]],
 ) -> dict[str, Any]:
@@ -132,6 +134,7 @@ def _to_dict(
     return {
         "model": description.name,
         **plain,
+        "host_bytes": host_bytes,
         "follows": dict(grouping.follows),
         "computed_otherwise": computed,
         "concurrency": [{"num_tokens": n, "max_requests": planned.max_concurrency(n)} for n in lengths],
@@ -142,6 +145,7 @@ def _print(
     description: ModelDescription,
     grouping: Grouping,
     planned: KVCachePlan,
+    host_bytes: int,
     lengths: Sequence[int],
     computed: list[dict[str, Any]],
 ) -> None:
@@ -182,6 +186,7 @@ def _print(
                 for each in computed
             ],
         )
+    swapping = [("host memory", f"{format_bytes(host_bytes)} for preempted requests")] if host_bytes else []
     print_facts(
         "Memory",
         [
@@ -189,6 +194,7 @@ def _print(
             ("slabs", f"{planned.num_slabs:,} of {format_bytes(planned.slab_bytes)}"),
             ("one more token", f"{format_bytes(planned.bytes_per_token)} while every group keeps it"),
             ("wasted", f"{planned.waste_fraction:.2%} of full slabs"),
+            *swapping,
         ],
     )
     print_table(
