@@ -116,8 +116,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         if table.row_stride != built.row_stride:
             row = torch.div(index, built.row_stride, rounding_mode="floor")
             index = index + row * (table.row_stride - built.row_stride)
-        pages = table.ids().index_select(0, index + table.start if table.start else index)
-        return {"pages": pages.split([len(each) for each in built.pages])}
+        return {"pages": table.ids(table.start).index_select(0, index).split([len(each) for each in built.pages])}
 
 
 @attrs.frozen(eq=False)
@@ -145,10 +144,10 @@ class _Table:
             row_stride = table.stride(0)
         return cls(table, int(table.storage_offset()), row_stride, table.untyped_storage().data_ptr())
 
-    def ids(self) -> torch.Tensor:
-        """Return all of the memory that it lies in: ``[num_ids], int32, device``."""
+    def ids(self, start: int = 0) -> torch.Tensor:
+        """Return the memory that it lies in, from ``start`` on: ``[num_ids], int32, device``."""
         num_ids = self.rows.untyped_storage().nbytes() // self.rows.element_size()
-        return self.rows.as_strided((num_ids,), (1,), 0)
+        return self.rows.as_strided((num_ids - start,), (1,), start)
 
 
 @attrs.frozen(eq=False)

@@ -89,9 +89,9 @@ class Layout:
             queries=np.maximum.reduceat(tiles.num_queries, starts),
             groups=tiles.group[starts].tolist(),
             is_fresh=is_fresh.tolist(),
-            first_page=width.cumsum() - width,
+            first_page=width.cumsum(dtype=np.int32) - width,
             padding=padding,
-            lead=padding if not is_fresh.any() else np.where(is_fresh.repeat(counts), 0, padding),
+            lead=np.where(is_fresh.repeat(counts), np.int32(0), padding) if is_fresh.any() else padding,
         )
 
     def group_pages(self) -> list[int]:
@@ -104,8 +104,8 @@ class Layout:
     def padded_pages(self) -> IntArray:
         """Return the pages that repeat the one before them: ``[num_padded]``."""
         padded = self.padding.nonzero()[0]
-        num_read = np.where(self.lead > 0, 1, self.spans.num_pages)
-        return ranges((self.first_page + num_read)[padded], self.padding[padded])
+        num_read = np.where(self.lead[padded] > 0, 1, self.spans.num_pages[padded])
+        return ranges(self.first_page[padded] + num_read, self.padding[padded])
 
     def page_index(self, row_strides: Sequence[int], padded_pages: IntArray) -> IntArray:
         """Return where in its group's block table each page's id stands: ``[num_pages], int32``.
@@ -143,7 +143,7 @@ class Layout:
         before = end - spans.top * size  # Where the request's first token would stand, were all its blocks read.
         stop, low = before + spans.stop, before + spans.low
         num_ranges = 2 if spans.first_sink is None else 3
-        begins, ends = np.empty((2, len(start), num_ranges), dtype=np.int64)
+        begins, ends = np.empty((2, len(start), num_ranges), dtype=np.int32)
         begins[:, -1], ends[:, -1] = stop, end + (self.padding - self.lead) * size
         ends[:, -2] = low
         sees_first_page = (low <= real) & (stop >= real + size)
@@ -167,7 +167,7 @@ class Layout:
     def _behind_sinks(self, real: IntArray) -> IntArray:
         """Return the place behind each tile's sinks, for ``real``, where its own pages start."""
         assert self.spans.first_sink is not None
-        num_tokens = np.array([each.num_sink_tokens for each in self.rules])[self.tiles.group]
+        num_tokens = np.array([each.num_sink_tokens for each in self.rules], dtype=np.int32)[self.tiles.group]
         behind: IntArray = real + num_tokens - self.spans.first_sink * self.block_size
         return behind
 

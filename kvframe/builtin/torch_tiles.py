@@ -203,7 +203,7 @@ class Spans:
 
 
 def ranges(starts: IntArray, lengths: IntArray) -> IntArray:
-    """Return ``[start, start + length)`` of each pair, one after the other."""
+    """Return ``[start, start + length)`` of each pair, one after the other, ``int64``."""
     ends = lengths.cumsum()
     places: IntArray = (starts - ends + lengths).repeat(lengths)
     places += np.arange(len(places))
