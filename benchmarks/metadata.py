@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from kvframe.attention.wrapper import bind_chain
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.block_table import BlockTables
 from kvframe.cli.render import progress
-from kvframe.groups import group_layers
+from kvframe.groups import Grouping, KVCacheGroup
 from kvframe.plugins import load_plugins
 from kvframe.specs import KVCacheSpec, LayerSpec, QuerySpec
 
@@ -44,7 +44,10 @@ SHORTEST, LONGEST = 100, 2000
 SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64}
 QUERY = QuerySpec(num_heads=8, head_size=64, scale=0.125)
 CHUNK = 512
-WINDOWS = {"windows 32 to 288": range(32, 289, 32), "windows 16 to 4,096": [16 << i for i in range(9)]}
+WINDOWS: dict[str, Sequence[int]] = {
+    "windows 32 to 288": range(32, 289, 32),
+    "windows 16 to 4,096": [16 << i for i in range(9)],
+}
 CALLS = 20
 """Calls that are timed together: one alone is near what the clock can tell."""
 
@@ -101,11 +104,17 @@ def tables_of(num_groups: int, num_reqs: int) -> BlockTables:
     return tables
 
 
-def layers_of(specs: Sequence[KVCacheSpec]) -> AttentionLayers:
-    """Return layers, one for each spec, set up as an engine sets them up, without memory for their caches."""
+def layers_of(specs: Sequence[KVCacheSpec], backend: str = "auto") -> AttentionLayers:
+    """Return layers, one for each spec and each with a cache group of its own, without memory for their caches."""
     layers = [LayerSpec(name=f"layer{index}", spec=spec, query=QUERY) for index, spec in enumerate(specs)]
-    choices = select_backends(layers, Stack(), load_plugins().registry, "cpu")
-    return AttentionLayers(layers, choices, group_layers(layers), {layer.name: {} for layer in layers}, CPU)
+    stack = Stack.from_mapping({"rules": [{"layers": "*", "backend": backend}]})
+    choices = select_backends(layers, stack, load_plugins().registry, "cpu")
+    groups = tuple(
+        KVCacheGroup(index=index, spec=spec, layers=(layer.name,), stored=(spec,))
+        for index, (layer, spec) in enumerate(zip(layers, specs, strict=True))
+    )
+    views: dict[str, Any] = {layer.name: {} for layer in layers}
+    return AttentionLayers(layers, choices, Grouping(groups=groups, follows={}), views, CPU)
 
 
 def chunked_parts() -> Iterator[Part]:
@@ -141,23 +150,35 @@ def decode_only_parts() -> Iterator[Part]:
 def model_parts() -> Iterator[Part]:
     """Yield all metadata of a model of ten cache groups, from the batch to what the layers read."""
     for windows, sizes in WINDOWS.items():
-        specs = [FullAttentionSpec(**SIZES), *(SlidingWindowSpec(window=size, **SIZES) for size in sizes)]
-        layers = layers_of(specs)
-        assert len(layers.groups) == 10
-        tables = tables_of(10, 256)
+        layers = windowed_layers(sizes)
         for kind, make in (("decodes", decode_batch), ("mixed", mixed_batch)):
-            batch = make(256)
+            limit = 1000.0 if kind == "decodes" else None
+            yield model_part(f"ten groups, {windows}, 256 requests, {kind}", layers, make(256), limit)
+    # Nine groups take over what was built for the first; or there is nothing to build.
+    equal = layers_of([SlidingWindowSpec(window=256, **SIZES)] * 10)
+    yield model_part("ten groups, all windows of 256, 256 requests, decodes", equal, decode_batch(256))
+    passing = windowed_layers(WINDOWS["windows 32 to 288"], "torch_reference")
+    for kind, make in (("decodes", decode_batch), ("mixed", mixed_batch)):
+        yield model_part(f"ten groups, nothing built, 256 requests, {kind}", passing, make(256))
 
-            def run(batch: StepBatch = batch, layers: AttentionLayers = layers, tables: BlockTables = tables) -> None:
-                # A step's batch is made anew in each step; what it caches is part of the work.
-                layers.begin_step(build_metadata(attrs.evolve(batch), tables, CPU))
 
-            yield Part(
-                name=f"ten groups, {windows}, 256 requests, {kind}",
-                run=run,
-                num_elements=10 * 256 * -(-LONGEST // SIZES["block_size"]),
-                limit=1000.0 if kind == "decodes" else None,
-            )
+def windowed_layers(windows: Iterable[int], backend: str = "auto") -> AttentionLayers:
+    """Return a layer of full attention and nine with windows."""
+    specs = [FullAttentionSpec(**SIZES), *(SlidingWindowSpec(window=size, **SIZES) for size in windows)]
+    assert len(specs) == 10
+    return layers_of(specs, backend)
+
+
+def model_part(name: str, layers: AttentionLayers, batch: StepBatch, limit: float | None = None) -> Part:
+    """Return all metadata of one step of a model of ten cache groups."""
+    tables = tables_of(10, len(batch.rows))
+
+    def run() -> None:
+        # A step's batch is made anew in each step; what it caches is part of the work.
+        layers.begin_step(build_metadata(attrs.evolve(batch), tables, CPU))
+
+    num_elements = 10 * len(batch.rows) * -(-LONGEST // SIZES["block_size"])
+    return Part(name=name, run=run, num_elements=num_elements, limit=limit)
 
 
 class _Uploads(TorchDispatchMode):
@@ -220,6 +241,10 @@ def main(repeats: int, threads: int, results: Path) -> None:
     parts = [*chunked_parts(), *decode_only_parts(), *model_parts()]
     record: dict[str, Any] = {"machine": describe_machine(threads), "repeats": repeats, "parts": {}}
     with progress("measuring", len(parts)) as advance, torch.inference_mode():
+        for part in parts:
+            # The C library keeps memory for a process that has freed large tensors, as one that runs a model has: all
+            # parts are to find it so.
+            part.run()
         for part in parts:
             record["parts"][part.name] = measure(part, repeats)
             advance(1)
