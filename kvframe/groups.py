@@ -104,7 +104,7 @@ def _layer_spec(layer: LayerDescription, registry: Registry, stack: Stack, dtype
     try:
         query = QuerySpec(**layer.query) if layer.query else None
         return LayerSpec(name=layer.name, spec=spec_class(**options), query=query, shares_with=layer.shares_with)
-    except (SpecError, TypeError) as error:
+    except (SpecError, TypeError, ValueError) as error:
         raise SpecError(f"layer {layer.name!r} ({layer.kind}): {error}") from error
 
 
@@ -206,7 +206,7 @@ def _check_readable(layer: LayerSpec, owner: LayerSpec) -> None:
         )
     if dict(layer.spec.state_tensors()) != dict(owner.spec.state_tensors()):
         raise SpecError(f"layer {layer.name!r} shares the cache of {owner.name!r}, which stores other tensors")
-    for n in _PROBED_POSITIONS:
+    for n in _probed_positions(layer.spec, owner.spec):
         kept = owner.spec.live_ranges(n)
         for start, stop in layer.spec.live_ranges(n):
             if not _is_within(start, stop, kept):
@@ -216,9 +216,15 @@ def _check_readable(layer: LayerSpec, owner: LayerSpec) -> None:
                 )
 
 
-_PROBED_POSITIONS = sorted({(1 << power) + offset for power in range(21) for offset in (-1, 0, 1)} - {0})
-"""Where two types' live ranges are compared: sizes of windows and chunks are near powers of two, or the next one shows
-the difference."""
+_FARTHEST_PROBE = 1 << 20
+
+
+def _probed_positions(*specs: KVCacheSpec) -> list[int]:
+    """Return where types' live ranges are compared: around their own sizes, at which they drop tokens, and far out."""
+    sizes = {1 << power for power in range(_FARTHEST_PROBE.bit_length())}
+    sizes |= {size for spec in specs for size in attrs.astuple(spec, recurse=False) if type(size) is int}
+    positions = {size + offset for size in sizes if size <= _FARTHEST_PROBE for offset in (-1, 0, 1)}
+    return sorted(position for position in positions if position > 0)
 
 
 def _is_within(start: int, stop: int, ranges: Iterable[tuple[int, int]]) -> bool:
