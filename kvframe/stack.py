@@ -127,8 +127,10 @@ class Stack:
         problems = list(_owner_problems(self.plugins, registry))
         for index, rule in enumerate(self.rules):
             named: list[tuple[str, Catalogue, str | None]] = [("kind", registry.specs, rule.kind)]
-            if rule.backend not in (None, AUTO):
+            if rule.backend is not None and rule.backend.name != AUTO.name:
                 named.append(("backend", registry.backends, rule.backend.name))
+            elif rule.backend not in (None, AUTO):
+                problems.append(f'rules[{index}].backend: "{AUTO.name}" has no options; name the backend they are for')
             for place, wrapper in enumerate(rule.wrappers or ()):
                 named.append((f"wrappers[{place}]", registry.wrappers, wrapper.name))
             problems += [f"rules[{index}].{problem}" for problem in _unknown(named)]

@@ -10,15 +10,23 @@ from collections.abc import Mapping
 import attrs
 import pytest
 import torch
+from attrs.validators import ge, instance_of
+from kvframe_chunked_local import ChunkedLocalSpec
 
 from kvframe.attention.identity import Identity
 from kvframe.attention.skipping import find_skippable_layers, why_not_skipped
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.errors import BackendError, SpecError, StackError, UnknownNameError, WrapperError
+from kvframe.errors import BackendError, PluginError, SpecError, StackError, UnknownNameError, WrapperError
 from kvframe.groups import group_layers, share_caches
-from kvframe.specs import LayerSpec
+from kvframe.plugins import load_plugins
+from kvframe.specs import KVCacheSpec, LayerSpec
 from kvframe.stack import Stack
 from tests.attending import MIXED, SKIPPING, Bench, close, eight_layers, full, layer, local, plugin
+
+
+def chunked(chunk: int) -> ChunkedLocalSpec:
+    return ChunkedLocalSpec(block_size=4, num_kv_heads=1, head_size=4, chunk=chunk)
+
 
 # --- the worked example -----------------------------------------------------------------------------------------------
 
@@ -90,6 +98,13 @@ def test_a_layer_that_gets_rows_it_should_have_left_out_says_so() -> None:
         bench.attention["L6"](torch.zeros(5, 2, 4), None, None)
 
 
+@pytest.mark.parametrize("layers", [eight_layers(), (layer("a", full()),)], ids=["sharing", "none shares"])
+def test_a_wrapper_that_leaves_every_token_in_cannot_skip_prompts(layers: tuple[LayerSpec, ...]) -> None:
+    stack = Stack.from_mapping({"engine": {"prefill_skipping": "chunked_local"}})
+    with pytest.raises(StackError, match="prefill_skipping is 'chunked_local', a wrapper that drops no tokens"):
+        Bench(layers, stack)
+
+
 # --- sharing caches ---------------------------------------------------------------------------------------------------
 
 
@@ -135,6 +150,16 @@ def test_a_narrower_window_may_read_a_wider_one() -> None:
     assert all(close(bench.dense(spec, MIXED), outputs[spec.name]) for spec in layers)
 
 
+@pytest.mark.parametrize(
+    ("owner", "reader", "position"), [(1000, local(2), 1000), (1500, chunked(1000), 1500), (6, chunked(4), 6)]
+)
+def test_a_reader_of_chunks_keeps_within_them(owner: int, reader: KVCacheSpec, position: int) -> None:
+    with pytest.raises(SpecError, match=f"no longer keeps .* at position {position}"):
+        share_caches([layer("a", chunked(owner)), layer("b", reader)], {"b": "a"})
+    layers = share_caches([layer("a", chunked(owner)), layer("b", chunked(owner // 2))], {"b": "a"})
+    assert "a" == layers[1].shares_with
+
+
 # --- hybrid off -------------------------------------------------------------------------------------------------------
 
 
@@ -154,7 +179,7 @@ def test_stored_as_full_and_computed_as_their_own_windows() -> None:
 
 @attrs.frozen(kw_only=True)
 class Options:
-    splits: int = 1
+    splits: int = attrs.field(default=1, validator=[instance_of(int), ge(1)])
     tiles: tuple[int, ...] = ()
 
 
@@ -183,6 +208,13 @@ def test_equal_things_always_merge() -> None:
     assert Options(splits=2, tiles=[4, 8]) == bench.attention.groups[0].backend.options  # type: ignore[arg-type]
 
 
+def test_an_option_at_its_default_is_the_option_left_out() -> None:
+    mine = plugin("mine", backends={"mine": make_backend()})
+    rules = [{"layers": "a", "backend": "mine"}, {"layers": "b", "backend": {"name": "mine", "splits": 1}}]
+    bench = Bench([layer("a", full()), layer("b", full())], Stack.from_mapping({"rules": rules}), [mine])
+    assert [("a", "b")] == bench.groups()
+
+
 def test_other_parameters_make_another_backend() -> None:
     mine = plugin("mine", backends={"mine": make_backend()})
     rules = [{"layers": name, "backend": {"name": "mine", "splits": splits}} for name, splits in (("a", 1), ("b", 2))]
@@ -194,11 +226,26 @@ def test_wrong_options_of_a_backend_name_those_it_has() -> None:
     mine = plugin("mine", backends={"mine": make_backend()})
     for backend, sentence in (
         ({"name": "mine", "split": 2}, "backend 'mine': .*its options: splits, tiles"),
+        ({"name": "mine", "splits": 0}, "backend 'mine': 'splits' must be >= 1: 0; its options: splits, tiles"),
+        ({"name": "mine", "splits": "a"}, r"backend 'mine': 'splits' must be .* \(got 'a' .*\)\.; its options: splits"),
         ({"name": "torch", "split": 2}, "backend 'torch' has no options, and is given split"),
     ):
         stack = Stack.from_mapping({"rules": [{"layers": "*", "backend": backend}]})
         with pytest.raises(StackError, match=sentence):
             Bench([layer("a", full())], stack, [mine])
+
+
+def test_options_beside_auto_are_refused() -> None:
+    stack = Stack.from_mapping({"rules": [{"layers": "*", "backend": {"name": "auto", "splits": 2}}]})
+    with pytest.raises(StackError, match=r'rules\[0\].backend: "auto" has no options'):
+        stack.check_names(load_plugins().registry)
+
+
+def test_parameters_of_any_kind_are_frozen_and_others_refused() -> None:
+    mixed = Identity.of("kvframe-mine", Options, {"tiles": {2: [1], "b": {"c", 3}}})
+    assert mixed == Identity.of("kvframe-mine", Options, {"tiles": {"b": {3, "c"}, 2: (1,)}})
+    with pytest.raises(PluginError, match=r"Options of kvframe-mine holds bytearray.* as its 'tiles'"):
+        Identity.of("kvframe-mine", Options, {"tiles": bytearray(1)})
 
 
 def test_an_identity_survives_pickling_and_means_the_same_in_another_process() -> None:

@@ -7,15 +7,17 @@ from typing import Any
 
 import attrs
 
+from kvframe.errors import PluginError
+
 
 def freeze(value: Any) -> Any:
     """Return ``value`` with its lists, sets and mappings made hashable; equal values give equal results."""
     if isinstance(value, Mapping):
-        return tuple(sorted((key, freeze(item)) for key, item in value.items()))
+        return tuple(sorted(((key, freeze(item)) for key, item in value.items()), key=repr))
     if isinstance(value, list | tuple):
         return tuple(freeze(item) for item in value)
     if isinstance(value, set | frozenset):
-        return tuple(sorted(freeze(item) for item in value))
+        return tuple(sorted((freeze(item) for item in value), key=repr))
     return value
 
 
@@ -38,8 +40,21 @@ class Identity:
 
     @classmethod
     def of(cls, distribution: str, used_class: type, parameters: Mapping[str, Any] | None = None) -> Identity:
-        """Return the identity of a class of ``distribution`` with ``parameters``."""
-        return cls(distribution, f"{used_class.__module__}:{used_class.__qualname__}", freeze(parameters or {}))
+        """Return the identity of a class of ``distribution`` with ``parameters``.
+
+        Raises:
+            PluginError: A parameter cannot be hashed.
+        """
+        qualified_name, frozen = f"{used_class.__module__}:{used_class.__qualname__}", freeze(parameters or {})
+        for name, value in frozen:
+            try:
+                hash(value)
+            except TypeError as error:
+                raise PluginError(
+                    f"{qualified_name} of {distribution} holds {value!r} as its {name!r}, and parameters are frozen "
+                    f"values ({error})"
+                ) from error
+        return cls(distribution, qualified_name, frozen)
 
     def __str__(self) -> str:
         parameters = ", ".join(f"{name}={value!r}" for name, value in self.parameters)

@@ -89,11 +89,24 @@ def select_backends(
     Raises:
         BackendError: No backend can serve a layer, or the named one cannot; says why for each.
         WrapperError: A wrapper cannot serve a layer, or may not stand where it does.
-        StackError: Options do not fit the wrapper or backend that they are for.
+        StackError: Options do not fit the wrapper or backend that they are for, or ``prefill_skipping`` is a wrapper
+            that drops nothing.
+        PluginError: A wrapper cannot be imported, or a parameter of a wrapper or backend cannot be hashed.
         UnknownNameError: A cache spec's default chain names a wrapper that no plugin registers.
         PluginError: A wrapper cannot be imported.
     """
+    _check_skipping(stack, registry)
     return tuple(_choose(layer, layers, stack, registry, device, skipped) for layer in layers)
+
+
+def _check_skipping(stack: Stack, registry: Registry) -> None:
+    """Refuse a wrapper that would leave every row in, whether or not the model has layers that skip any."""
+    use = stack.engine.prefill_skipping
+    if use is not None and DROPS_TOKENS not in _make_wrapper(use, registry)[0].effects:
+        raise StackError(
+            f"{stack.source}: engine.prefill_skipping is {use.name!r}, a wrapper that drops no tokens; name one that "
+            "keeps the generating ones only"
+        )
 
 
 def _choose(
@@ -137,20 +150,26 @@ def _choose(
     best = min(able, key=lambda candidate: (-candidate.preference, candidate.name))
     rest = [candidate for candidate in candidates if candidate is not best]
     backend_class = classes[best.name]
+    backend_options = _make_options(rule.backend, backend_class)
     return Choice(
         layer=layer.name,
         wrappers=wrappers,
         wrapper_ids=tuple(
-            Identity.of(owner, type(wrapper), attrs.asdict(wrapper, recurse=False))
+            Identity.of(owner, type(wrapper), _parameters(wrapper))
             for wrapper, (_, owner) in zip(wrappers, made, strict=True)
         ),
         wrapped=wrapped,
         backend=best.name,
         backend_class=backend_class,
-        backend_options=_make_options(rule.backend, backend_class),
-        backend_id=Identity.of(best.name.rpartition(":")[0], backend_class, rule.backend.options),
+        backend_options=backend_options,
+        backend_id=Identity.of(best.name.rpartition(":")[0], backend_class, _parameters(backend_options)),
         candidates=(best, *rest),
     )
+
+
+def _parameters(options: Any) -> dict[str, Any]:
+    """Return all parameters, those that the stack leaves at their defaults among them."""
+    return {} if options is None else attrs.asdict(options, recurse=False)
 
 
 def _consider(
@@ -180,10 +199,7 @@ def _make_wrapper(use: Use, registry: Registry) -> tuple[MetadataWrapper, str]:
     """Return a wrapper, not yet made for a layer, and the distribution that provides it."""
     entry = registry.wrappers.get(use.name)
     wrapper_class: type[MetadataWrapper] = entry.load()
-    try:
-        return wrapper_class(**use.options), entry.owner
-    except TypeError as error:
-        raise StackError(f"wrapper {use.name!r}: {error}; its options: {_option_names(wrapper_class)}") from error
+    return _with_options(wrapper_class, use, f"wrapper {use.name!r}"), entry.owner
 
 
 def _make_options(use: Use, backend_class: type[AttentionBackend]) -> Any:
@@ -192,11 +208,13 @@ def _make_options(use: Use, backend_class: type[AttentionBackend]) -> Any:
         if use.options:
             raise StackError(f"backend {use.name!r} has no options, and is given {', '.join(sorted(use.options))}")
         return None
+    return _with_options(options_class, use, f"backend {use.name!r}")
+
+
+def _with_options(options_class: type[Any], use: Use, user: str) -> Any:
     try:
         return options_class(**use.options)
-    except TypeError as error:
-        raise StackError(f"backend {use.name!r}: {error}; its options: {_option_names(options_class)}") from error
-
-
-def _option_names(options_class: type[Any]) -> str:
-    return ", ".join(field.name for field in attrs.fields(options_class)) or "none"
+    except (TypeError, ValueError) as error:  # what a constructor and the validators of attrs raise
+        names = ", ".join(field.name for field in attrs.fields(options_class)) or "none"
+        reason = error.args[0] if error.args else type(error).__name__
+        raise StackError(f"{user}: {reason}; its options: {names}") from error
