@@ -35,6 +35,7 @@ class UnknownNameError(KVFrameError):
             parts.append(hint)
         super().__init__("; ".join(parts))
         self.name = name
+        self.hint = hint
 
 
 class ContestedNameError(KVFrameError):

@@ -81,7 +81,7 @@ def _layer_spec(layer: LayerDescription, registry: Registry, stack: Stack, dtype
         raise SpecError(
             f"layer {layer.name!r} needs the cache spec {layer.kind!r}, which no plugin provides "
             f"({', '.join(registry.specs.names())} are there); install a plugin that registers it, "
-            f"such as kvframe-{layer.kind.replace('_', '-')}"
+            f"such as kvframe-{layer.kind.replace('_', '-')}" + (f"; {error.hint}" if error.hint else "")
         ) from error
     options = {
         "block_size": stack.cache.block_size,

@@ -19,6 +19,7 @@ from kvframe.attention.metadata import Axis, CommonAttentionMetadata, Extension
 from kvframe.attention.selection import select_backends
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.attention.wrapper import FieldUse, MetadataWrapper
+from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.storage import KVCacheStorage
 from kvframe.errors import BackendError, PlanError, SpecError, StackError, UnknownNameError
@@ -28,6 +29,7 @@ from kvframe.plan import plan_cache
 from kvframe.plugins import load_plugins
 from kvframe.specs import LayerSpec, QuerySpec
 from kvframe.stack import Stack
+from tests.attending import plugin
 from tests.plans import full, make_plan, ranged
 
 CPU = torch.device("cpu")
@@ -254,6 +256,25 @@ def test_layer_specs_take_the_stacks_block_size_dtype_and_rules() -> None:
 def test_a_kind_that_no_plugin_provides_says_what_to_install() -> None:
     with pytest.raises(SpecError, match=r"'layer.0' needs the cache spec 'dilated', .* such as kvframe-dilated"):
         make_layer_specs(description("dilated"), load_plugins().registry, Stack(), "float32")
+
+
+def test_a_kind_whose_plugin_is_disabled_says_so() -> None:
+    stack = Stack.from_mapping({"plugins": {"disabled": ["chunked_local"]}})
+    with pytest.raises(SpecError, match=r"plugins set aside: kvframe-chunked-local:chunked_local \(disabled"):
+        make_layer_specs(description("chunked_local", chunk=4), load_plugins(stack.plugins).registry, stack, "float32")
+
+
+@attrs.frozen(kw_only=True)
+class EvenSpec(FullAttentionSpec):
+    kind = "even"
+
+    width: int = attrs.field(validator=attrs.validators.ge(2))
+
+
+def test_a_value_that_a_specs_own_validator_refuses_is_the_layers_mistake() -> None:
+    registry = load_plugins(plugins=[plugin("mine", specs={"even": EvenSpec})]).registry
+    with pytest.raises(SpecError, match=r"layer 'layer.0' \(even\): 'width' must be >= 2: 1"):
+        make_layer_specs(description("even", width=1), registry, Stack(), "float32")
 
 
 def test_an_option_that_a_spec_does_not_have_names_those_it_has() -> None:
