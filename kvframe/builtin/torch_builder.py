@@ -116,7 +116,9 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         if table.row_stride != built.row_stride:
             row = torch.div(index, built.row_stride, rounding_mode="floor")
             index = index + row * (table.row_stride - built.row_stride)
-        return {"pages": table.ids(table.start).index_select(0, index).split([len(each) for each in built.pages])}
+        return {
+            "pages": table.ids(table.start).index_select(0, index).split_with_sizes([len(each) for each in built.pages])
+        }
 
 
 @attrs.frozen(eq=False)
@@ -192,8 +194,8 @@ def _build_alike(jobs: Sequence[_Job], dtype: torch.dtype, device: torch.device)
     pieces = maker.make([step.num_actual_tokens for step in steps], padded_pages)
     index = layout.page_index([table.row_stride for table in tables], padded_pages)
     group_pages = layout.group_pages()
-    pages = _take_pages(tables, index, group_pages).split((layout.counts * layout.widths).tolist())
-    page_index = upload(index, device).split(group_pages)
+    pages = _take_pages(tables, index, group_pages).split_with_sizes((layout.counts * layout.widths).tolist())
+    page_index = upload(index, device).split_with_sizes(group_pages)
     found, start = [], 0
     for group, num_pieces in enumerate(np.bincount(layout.groups, minlength=len(steps)).tolist()):
         part = slice(start, start := start + num_pieces)

@@ -85,7 +85,7 @@ class PieceMaker:
             layout.queries.tolist(),
             (layout.widths * layout.block_size).tolist(),
             self._rows(read, num_actual_tokens),
-            slots.split(num_hidden.tolist()),
+            slots.split_with_sizes(num_hidden.tolist()),
             biases,
             layout.is_fresh,
             strict=True,
@@ -95,11 +95,11 @@ class PieceMaker:
     def _rows(self, read: QueryRows, num_actual_tokens: list[int]) -> list[Rows]:
         layout = self._layout
         sizes = read.sizes.tolist()
-        found: list[Rows] = [(rows, None, None) for rows in upload(read.rows, self._device).split(sizes)]
+        found: list[Rows] = [(rows, None, None) for rows in upload(read.rows, self._device).split_with_sizes(sizes)]
         if read.uneven is not None:
             written = read.uneven.sizes.tolist()
-            rows = upload(read.uneven.rows, self._device).split(written)
-            index = upload(read.uneven.index, self._device).split(written)
+            rows = upload(read.uneven.rows, self._device).split_with_sizes(written)
+            index = upload(read.uneven.index, self._device).split_with_sizes(written)
             for piece, (size, num_new) in enumerate(zip(sizes, written, strict=True)):
                 if num_new < size:
                     found[piece] = (found[piece][0], rows[piece], index[piece])
@@ -117,14 +117,14 @@ class PieceMaker:
         has_rows = (layout.queries > 1).tolist()
         found: list[torch.Tensor | None] = [None] * len(num_keys)
         if any(has_unseen) or (self._causal and any(has_rows)):
-            bias = torch.zeros(sum(num_keys), dtype=self._dtype, device=self._device)
+            bias = _zeros(sum(num_keys), self._dtype, self._device)
             bias.index_fill_(0, upload(hidden, self._device), -math.inf)
             if len(padded_pages):
                 # Pages that repeat one stand behind it in a causal square, and otherwise before it.
                 pages = upload(padded_pages - 1, self._device)
                 bias.view(-1, layout.block_size).index_fill_(0, pages, -math.inf)
             add_queries = _QueryBias(layout, rows, self._device) if self._causal and any(has_rows) else None
-            shares = bias.split(num_keys)
+            shares = bias.split_with_sizes(num_keys)
             for piece, tiles in enumerate(layout.counts.tolist()):
                 if layout.is_fresh[piece]:
                     continue
@@ -142,12 +142,12 @@ class _QueryBias:
         self._layout = layout
         # Half a token is added, so that no distance between places is 0 and infinitely many of it have a sign.
         own = upload(layout.query_columns(rows).astype(np.float32) + np.float32(0.5), device)
-        self._own = own.split((layout.counts * layout.queries).tolist())
+        self._own = own.split_with_sizes((layout.counts * layout.queries).tolist())
         self._sinks: Sequence[torch.Tensor] | None = None
         behind_sinks = layout.sink_columns()
         if behind_sinks is not None:
             ends = upload(behind_sinks.astype(np.float32) - np.float32(0.5), device)
-            self._sinks = ends.split(layout.counts.tolist())
+            self._sinks = ends.split_with_sizes(layout.counts.tolist())
         self._column = torch.arange(int(layout.widths.max()) * layout.block_size, dtype=torch.float32, device=device)
 
     def __call__(self, piece: int, row: torch.Tensor) -> torch.Tensor:
@@ -174,6 +174,13 @@ class _QueryBias:
                 behind = torch.maximum(behind, self._sinks[piece][:, None, None] - self._column[start:stop])
             _hide(bias[:, :, start:stop], behind)
         return bias[:, None] if rules.group_size == 1 else bias[:, None].repeat(1, 1, rules.group_size, 1)
+
+
+def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    # NumPy asks for memory that is zeroed, and the system has such at hand; torch writes the zeros.
+    return torch.from_numpy(np.zeros(size * dtype.itemsize, dtype=np.uint8)).view(dtype)
 
 
 def _hide(bias: torch.Tensor, distance: torch.Tensor) -> None:
