@@ -23,6 +23,9 @@ PARTS = (
     "ten groups, windows 32 to 288, 256 requests, mixed",
     "ten groups, windows 16 to 4,096, 256 requests, decodes",
     "ten groups, windows 16 to 4,096, 256 requests, mixed",
+    "ten groups, all windows of 256, 256 requests, decodes",
+    "ten groups, nothing built, 256 requests, decodes",
+    "ten groups, nothing built, 256 requests, mixed",
 )
 
 
