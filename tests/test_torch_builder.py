@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvframe.attention.backend import AttentionBackend
 from kvframe.attention.metadata import SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
@@ -260,6 +261,27 @@ def test_groups_that_are_built_together_equal_groups_that_are_built_one_by_one(
         for (builder, step), found in zip(builds, together, strict=True):
             assert_same(builder.build(step), found)
             assert_same(found.pages, builder.refreshed_fields(found, step)["pages"])
+
+
+class Gathers(TorchDispatchMode):
+    """Counts the gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_gathers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self.num_gathers += func is torch.ops.aten.index_select.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("layout", "expected"), [("together", 1), ("apart", 3)])
+def test_block_tables_in_one_tensor_are_gathered_from_at_once(layout: str, expected: int) -> None:
+    builders = [TorchBackend([layer_of(window=window)], CPU).make_builder() for window in (3, 5, 9)]
+    steps = lay_tables([metadata_of([Row(9, 1), Row(30, 2)], seed) for seed in range(3)], layout)
+    with Gathers() as gathers:
+        TorchMetadataBuilder.build_together(list(zip(builders, steps, strict=True)))
+    assert expected == gathers.num_gathers
 
 
 def test_groups_without_a_token_are_built_beside_others() -> None:

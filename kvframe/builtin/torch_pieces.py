@@ -115,24 +115,30 @@ class PieceMaker:
     ) -> list[torch.Tensor | None]:
         layout = self._layout
         has_rows = (layout.queries > 1).tolist()
+        adds_queries = self._causal and any(has_rows)
         found: list[torch.Tensor | None] = [None] * len(num_keys)
-        if any(has_unseen) or (self._causal and any(has_rows)):
-            bias = _zeros(sum(num_keys), self._dtype, self._device)
-            bias.index_fill_(0, upload(hidden, self._device), -math.inf)
-            if len(padded_pages):
-                # Pages that repeat one stand behind it in a causal square, and otherwise before it.
-                pages = upload(padded_pages - 1, self._device)
-                bias.view(-1, layout.block_size).index_fill_(0, pages, -math.inf)
-            add_queries = _QueryBias(layout, rows, self._device) if self._causal and any(has_rows) else None
-            shares = bias.split_with_sizes(num_keys)
-            for piece, tiles in enumerate(layout.counts.tolist()):
-                if layout.is_fresh[piece]:
-                    continue
-                if add_queries is not None and has_rows[piece]:
-                    found[piece] = add_queries(piece, shares[piece].view(tiles, 1, -1))
-                elif has_unseen[piece]:
-                    found[piece] = shares[piece].view(tiles, 1, 1, -1)
+        if not any(has_unseen) and not adds_queries:
+            return found
+        add_queries = _QueryBias(layout, rows, self._device) if adds_queries else None
+        shares = self._tile_bias(hidden, padded_pages, sum(num_keys)).split_with_sizes(num_keys)
+        for piece, tiles in enumerate(layout.counts.tolist()):
+            if layout.is_fresh[piece]:
+                continue
+            if add_queries is not None and has_rows[piece]:
+                found[piece] = add_queries(piece, shares[piece].view(tiles, 1, -1))
+            elif has_unseen[piece]:
+                found[piece] = shares[piece].view(tiles, 1, 1, -1)
         return found
+
+    def _tile_bias(self, hidden: IntArray, padded_pages: IntArray, num_keys: int) -> torch.Tensor:
+        """Return what holds for all queries of a tile, for the tokens of all pieces: ``[num_keys], device``."""
+        bias = _zeros(num_keys, self._dtype, self._device)
+        bias.index_fill_(0, upload(hidden, self._device), -math.inf)
+        if len(padded_pages):
+            # Padding stands before the page that it repeats, and a causal square, where it is behind, has no bias.
+            pages = upload(padded_pages - 1, self._device)
+            bias.view(-1, self._layout.block_size).index_fill_(0, pages, -math.inf)
+        return bias
 
 
 class _QueryBias:
