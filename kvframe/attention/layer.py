@@ -183,6 +183,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
 
         Raises:
             WrapperError: A wrapper cannot take the step.
+            BatchError: ``sub_batches`` do not cut the step into ranges of requests with tokens.
         """
         if sub_batches is None:
             self._sub_batches = [self._build(metadata)]

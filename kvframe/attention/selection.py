@@ -93,7 +93,6 @@ def select_backends(
             that drops nothing.
         PluginError: A wrapper cannot be imported, or a parameter of a wrapper or backend cannot be hashed.
         UnknownNameError: A cache spec's default chain names a wrapper that no plugin registers.
-        PluginError: A wrapper cannot be imported.
     """
     _check_skipping(stack, registry)
     return tuple(_choose(layer, layers, stack, registry, device, skipped) for layer in layers)
