@@ -1,13 +1,35 @@
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from importlib.metadata import Distribution, DistributionFinder, MetadataPathFinder
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.fake_distributions import FakeSite
+from tests.serving import PROMPTS, TinyModel, Tokens
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    # Small tensors: more threads only fight over the cores.
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    """Make a tiny model of a family, once for all tests."""
+    folder = tmp_path_factory.mktemp("models")
+    return cache(lambda family: TinyModel.save(folder / family, family))
+
+
+@pytest.fixture(scope="session")
+def references(models: Callable[[str], TinyModel]) -> Callable[[str], Tokens]:
+    """Return what transformers generates after each prompt with the tiny model of a family."""
+    return cache(lambda family: [models(family).reference(prompt) for prompt in PROMPTS])
 
 
 @pytest.fixture

@@ -106,6 +106,18 @@ def make_stack(**options: Any) -> Stack:
     return Stack.from_mapping({**tables, "rules": rules})
 
 
+Tokens = list[tuple[int, ...]]
+"""The generated tokens of each of ``PROMPTS``."""
+
+
+def served(engine: Engine) -> Tokens:
+    """Serve the prompts to their ends, and check that nothing is left behind."""
+    outputs = engine.generate(PROMPTS, GREEDY)
+    assert {"length"} == {output.finish_reason for output in outputs}
+    assert 0 == held_pages(engine)
+    return [output.token_ids for output in outputs]
+
+
 def held_pages(engine: Engine) -> int:
     """Return the pages that requests hold in an engine's cache."""
     return engine._manager.num_held_pages

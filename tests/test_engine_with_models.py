@@ -23,11 +23,6 @@ TEXT = "Ein Größenvergleich: 1 € ≈ 1,1 $; naïve cafés, 𝄞 and 東京. 
 VOCAB_SIZE = 320
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return TinyModel.save(tmp_path_factory.mktemp("gemma3"), "gemma3_text")

@@ -3,47 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner
 from kvframe_transformers.testing import FAMILIES, MORE_FAMILIES
 
-from kvframe import Engine
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.cli import main
 from kvframe.engine.request import SamplingParams
-from tests.serving import GREEDY, PROMPTS, TinyModel, held_pages, ids
-
-Tokens = list[tuple[int, ...]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
-    folder = tmp_path_factory.mktemp("models")
-    return cache(lambda family: TinyModel.save(folder / family, family))
-
-
-@pytest.fixture(scope="module")
-def references(models: Callable[[str], TinyModel]) -> Callable[[str], Tokens]:
-    return cache(lambda family: [models(family).reference(prompt) for prompt in PROMPTS])
-
-
-def served(engine: Engine) -> Tokens:
-    """Serve the prompts to their ends, and check that nothing is left behind."""
-    outputs = engine.generate(PROMPTS, GREEDY)
-    assert {"length"} == {output.finish_reason for output in outputs}
-    assert 0 == held_pages(engine)
-    return [output.token_ids for output in outputs]
-
+from tests.serving import PROMPTS, ids, served
 
 # --- equal to generate() ----------------------------------------------------------------------------------------------
 

@@ -5,19 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from kvframe import Engine
 from kvframe.engine.request import SamplingParams
-from tests.serving import GREEDY, PROMPTS, TinyModel, held_pages, ids
+from tests.serving import PROMPTS, TinyModel, Tokens, ids, served
 
 BACKENDS = ("torch", "torch_reference")
-Tokens = list[tuple[int, ...]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +20,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 @pytest.fixture(scope="module")
 def reference(model: TinyModel) -> Tokens:
     return [model.reference(prompt) for prompt in PROMPTS]
-
-
-def served(engine: Engine) -> Tokens:
-    """Serve the prompts to their ends, and check that nothing is left behind."""
-    outputs = engine.generate(PROMPTS, GREEDY)
-    assert {"length"} == {output.finish_reason for output in outputs}
-    assert 0 == held_pages(engine)
-    return [output.token_ids for output in outputs]
 
 
 def test_chunked_layers_alternate_with_full_ones(model: TinyModel) -> None:

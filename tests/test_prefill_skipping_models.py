@@ -20,11 +20,10 @@ from kvframe.engine.request import SamplingParams
 from kvframe.errors import ModelError, StackError
 from kvframe.groups import make_layer_specs
 from kvframe.model.recognise import find_adapter
-from tests.serving import GREEDY, PROMPTS, TinyModel, held_pages, make_stack
+from tests.serving import GREEDY, PROMPTS, TinyModel, Tokens, make_stack, served
 
 SKIPPING = "decode_only"
 BACKENDS = ("torch", "torch_reference")
-Tokens = list[tuple[int, ...]]
 
 _ALTERNATING = ["sliding_attention", "full_attention"]
 # Each with the number of its last layers that share a cache.
@@ -45,11 +44,6 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any], int]] = {
 MAIN = ("gemma3n", "gemma4")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
     folder = tmp_path_factory.mktemp("models")
@@ -65,14 +59,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyMode
 @pytest.fixture(scope="module")
 def references(models: Callable[[str], TinyModel]) -> Callable[[str], Tokens]:
     return cache(lambda variant: [models(variant).reference(prompt) for prompt in PROMPTS])
-
-
-def served(engine: Engine) -> Tokens:
-    """Serve the prompts to their ends, and check that nothing is left behind."""
-    outputs = engine.generate(PROMPTS, GREEDY)
-    assert {"length"} == {output.finish_reason for output in outputs}
-    assert 0 == held_pages(engine)
-    return [output.token_ids for output in outputs]
 
 
 # --- the same tokens --------------------------------------------------------------------------------------------------

@@ -25,11 +25,6 @@ WITH_LOGPROBS = attrs.evolve(GREEDY, prompt_logprobs=True)
 LONGEST = max(len(prompt) for prompt in PROMPTS) + GREEDY.max_new_tokens
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def plain_logprobs(model: Any, prompt: Sequence[int]) -> torch.Tensor:
     """Return what the model by itself says of each prompt token but the first, in its own precision."""
     with torch.inference_mode():

@@ -22,11 +22,6 @@ SKIPPING: dict[str, Any] = {"prefill_skipping": "decode_only", "max_num_batched_
 LONG = 3  # of PROMPTS: 64 tokens, so steps of 24, 24 and 16
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """Six layers, of which the last two keep no cache of their own."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from kvframe.engine.stats import EngineStats
 from kvframe.errors import PlanError
 from kvframe.specs import KVCacheSpec
 from tests.plans import full, make_plan, ranged
-from tests.serving import GREEDY, PROMPTS, TinyModel, held_pages, ids
+from tests.serving import GREEDY, PROMPTS, TinyModel, Tokens, held_pages, ids
 from tests.test_cache import CHUNK, SPECS, CacheMachine, check_pool, live_tokens
 from tests.test_scheduler_under_pressure import MAX_LEN, serve
 
@@ -339,25 +338,8 @@ def test_without_a_host_store_nothing_is_swapped() -> None:
 
 # --- the engine -------------------------------------------------------------------------------------------------------
 
-Tokens = list[tuple[int, ...]]
 TIGHT = {"max_model_len": 96, "max_num_batched_tokens": 12, "block_size": 5, "max_num_seqs": 8}
 SWAP = {"preemption": "swap", "swap_memory": "1MiB"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
-    folder = tmp_path_factory.mktemp("models")
-    return cache(lambda family: TinyModel.save(folder / family, family))
-
-
-@pytest.fixture(scope="module")
-def references(models: Callable[[str], TinyModel]) -> Callable[[str], Tokens]:
-    return cache(lambda family: [models(family).reference(prompt) for prompt in PROMPTS])
 
 
 def tight_engine(model: TinyModel, **options: Any) -> Engine:
