@@ -24,7 +24,8 @@ from kvframe.builtin.torch_cut import cut_batches
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.builtin.torch_tiles import IntArray, ranges
 from kvframe.specs import LayerSpec, QuerySpec
-from kvframe.testing.case import GridSpec
+from kvframe.testing.case import GridSpec, Request
+from kvframe.testing.metadata import make_metadata
 
 CPU = torch.device("cpu")
 any_time = settings(deadline=None)
@@ -42,49 +43,27 @@ def layer_of(**options: Any) -> LayerSpec:
     return LayerSpec(name="layer", spec=spec, query=QuerySpec(num_heads=2, head_size=4, scale=0.5))
 
 
-@attrs.frozen
-class Row:
-    """One request of a step."""
-
-    num_computed: int
-    num_new: int
-    num_hidden: int = 0
-
-
 @st.composite
-def rows(draw: st.DrawFn) -> list[Row]:
+def rows(draw: st.DrawFn) -> list[Request]:
     """Return requests, some of which have no token in the step, but not all."""
     lengths = st.tuples(st.integers(0, 40), st.integers(0, 6), st.floats(0, 1))
     drawn = draw(st.lists(lengths, max_size=6))
     first = (draw(st.integers(0, 40)), draw(st.integers(1, 6)), 0.0)
-    return [Row(computed, new, int(hidden * computed)) for computed, new, hidden in (first, *drawn)]
+    return [Request(computed, new, num_hidden=int(hidden * computed)) for computed, new, hidden in (first, *drawn)]
 
 
 def metadata_of(
-    requests: list[Row], seed: int = 0, *, padding: int = 0, starts: bool = True, block_size: int = 4
+    requests: list[Request], seed: int = 0, *, padding: int = 0, starts: bool = True, block_size: int = 4
 ) -> CommonAttentionMetadata:
     """Return a step in which the blocks of all requests are drawn at random, each block for one request only."""
-    num_new = torch.tensor([row.num_new for row in requests], dtype=torch.int32)
-    seq_lens = torch.tensor([row.num_computed + row.num_new for row in requests], dtype=torch.int32)
-    start_loc = torch.cat([torch.zeros(1, dtype=torch.int32), num_new.cumsum(0, dtype=torch.int32)])
-    max_blocks, num_tokens = -(-int(seq_lens.max()) // block_size), int(start_loc[-1])
-    ids = torch.from_numpy(np.random.default_rng(seed).permutation(len(requests) * max_blocks) + 1)
-    hidden = torch.tensor([row.num_hidden for row in requests], dtype=torch.int32)
-    return CommonAttentionMetadata(
-        query_start_loc=start_loc,
-        query_start_loc_cpu=start_loc,
-        seq_lens=seq_lens,
-        seq_lens_cpu=seq_lens,
-        num_reqs=len(requests),
-        num_actual_tokens=num_tokens,
-        max_query_len=int(num_new.max()),
-        max_seq_len=int(seq_lens.max()),
-        block_table=ids.int().view(len(requests), max_blocks),
-        slot_mapping=torch.zeros(num_tokens + padding, dtype=torch.int64),
-        block_size=block_size,
-        num_generating=num_tokens,
-        generating_indices=torch.arange(num_tokens),
-        generating_indices_cpu=torch.arange(num_tokens),
+    metadata = make_metadata(requests, block_size)
+    table = metadata.block_table
+    ids = torch.from_numpy(np.random.default_rng(seed).permutation(table.numel()) + 1)
+    hidden = torch.tensor([request.num_hidden for request in requests], dtype=torch.int32)
+    return attrs.evolve(
+        metadata,
+        block_table=ids.int().view(table.shape),
+        slot_mapping=torch.zeros(metadata.num_actual_tokens + padding, dtype=torch.int64),
         extensions={SEQ_STARTS: Extension(hidden, Axis.REQUEST, hidden)} if starts else {},
     )
 
@@ -144,7 +123,7 @@ def assert_same(expected: Any, found: Any) -> None:
 @pytest.mark.parametrize("mask", MASKS)
 @any_time
 @given(requests=rows(), seeds=st.tuples(st.integers(0, 99), st.integers(0, 99)))
-def test_a_refresh_equals_a_rebuild(mask: Mapping[str, Any], requests: list[Row], seeds: tuple[int, int]) -> None:
+def test_a_refresh_equals_a_rebuild(mask: Mapping[str, Any], requests: list[Request], seeds: tuple[int, int]) -> None:
     one, other = (metadata_of(requests, seed) for seed in seeds)
     builder = TorchBackend([layer_of(**mask)], CPU).make_builder()
     built = builder.build(one)
@@ -155,7 +134,7 @@ def test_a_refresh_equals_a_rebuild(mask: Mapping[str, Any], requests: list[Row]
 
 def test_a_refresh_from_a_wider_table_reads_the_same_pages() -> None:
     builder = TorchBackend([layer_of()], CPU).make_builder()
-    common = metadata_of([Row(9, 1), Row(30, 2)])
+    common = metadata_of([Request(9, 1), Request(30, 2)])
     wider = attrs.evolve(common, block_table=torch.nn.functional.pad(common.block_table, (0, 3)))
     built = builder.build(common)
     assert_same(built.pages, builder.refreshed_fields(built, wider)["pages"])
@@ -163,7 +142,7 @@ def test_a_refresh_from_a_wider_table_reads_the_same_pages() -> None:
 
 @any_time
 @given(requests=rows())
-def test_layers_with_equal_reuse_keys_get_equal_metadata(requests: list[Row]) -> None:
+def test_layers_with_equal_reuse_keys_get_equal_metadata(requests: list[Request]) -> None:
     layers = (
         layer_of(window=5),
         attrs.evolve(layer_of(window=5), query=QuerySpec(num_heads=2, head_size=4, scale=9.0)),
@@ -239,7 +218,7 @@ def lay_tables(steps: list[CommonAttentionMetadata], layout: str) -> list[Common
 )
 def test_groups_that_are_built_together_equal_groups_that_are_built_one_by_one(
     members: list[tuple[LayerSpec, int]],
-    requests: tuple[list[Row], list[Row]],
+    requests: tuple[list[Request], list[Request]],
     layout: str,
     starts: bool,
     padding: int,
@@ -278,7 +257,7 @@ class Gathers(TorchDispatchMode):
 @pytest.mark.parametrize(("layout", "expected"), [("together", 1), ("apart", 3)])
 def test_block_tables_in_one_tensor_are_gathered_from_at_once(layout: str, expected: int) -> None:
     builders = [TorchBackend([layer_of(window=window)], CPU).make_builder() for window in (3, 5, 9)]
-    steps = lay_tables([metadata_of([Row(9, 1), Row(30, 2)], seed) for seed in range(3)], layout)
+    steps = lay_tables([metadata_of([Request(9, 1), Request(30, 2)], seed) for seed in range(3)], layout)
     with Gathers() as gathers:
         TorchMetadataBuilder.build_together(list(zip(builders, steps, strict=True)))
     assert expected == gathers.num_gathers
@@ -286,14 +265,14 @@ def test_block_tables_in_one_tensor_are_gathered_from_at_once(layout: str, expec
 
 def test_groups_without_a_token_are_built_beside_others() -> None:
     builder = TorchBackend([layer_of()], CPU).make_builder()
-    steps = [metadata_of([Row(5, 0)]), metadata_of([Row(5, 1)])]
+    steps = [metadata_of([Request(5, 0)]), metadata_of([Request(5, 1)])]
     found = TorchMetadataBuilder.build_together([(builder, step) for step in steps])
     assert [0, 1] == [len(built.pieces) for built in found]
 
 
 def test_a_window_as_long_as_all_requests_costs_no_layout_of_its_own() -> None:
     builders = [TorchBackend([layer], CPU).make_builder() for layer in (layer_of(), layer_of(window=10))]
-    common = metadata_of([Row(9, 1), Row(4, 2)])
+    common = metadata_of([Request(9, 1), Request(4, 2)])
     one, other = TorchMetadataBuilder.build_together([(builder, common) for builder in builders])
     assert one.pieces is other.pieces
 
@@ -305,7 +284,7 @@ def test_a_window_as_long_as_all_requests_costs_no_layout_of_its_own() -> None:
 @any_time
 @given(requests=rows(), starts=st.booleans(), padding=st.integers(0, 2), small=st.booleans())
 def test_any_batch_equals_the_reference(
-    mask: Mapping[str, Any], requests: list[Row], starts: bool, padding: int, small: bool
+    mask: Mapping[str, Any], requests: list[Request], starts: bool, padding: int, small: bool
 ) -> None:
     common = metadata_of(requests, padding=padding, starts=starts)
     expected = attend(TorchReferenceBackend, layer_of(**mask), common)
@@ -315,27 +294,27 @@ def test_any_batch_equals_the_reference(
 
 @pytest.mark.parametrize("backend", [TorchBackend, TorchReferenceBackend])
 def test_tokens_before_a_requests_start_are_not_seen(backend: type[AttentionBackend]) -> None:
-    hidden = attend(backend, layer_of(), metadata_of([Row(5, 1, num_hidden=5)]))
-    alone = attend(backend, layer_of(), metadata_of([Row(5, 1, num_hidden=0)]))
+    hidden = attend(backend, layer_of(), metadata_of([Request(5, 1, num_hidden=5)]))
+    alone = attend(backend, layer_of(), metadata_of([Request(5, 1, num_hidden=0)]))
     assert not torch.equal(alone, hidden)
     assert bool((hidden[0, 0] == hidden[0, 1]).all())
 
 
 def test_pages_before_a_requests_start_are_not_gathered() -> None:
-    common = metadata_of([Row(20, 1, num_hidden=17)])
+    common = metadata_of([Request(20, 1, num_hidden=17)])
     built = TorchBackend([layer_of()], CPU).make_builder().build(common)
     assert [common.block_table[0, [4, 5]].tolist()] == [pages.tolist() for pages in built.pages]
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, TorchReferenceBackend])
 def test_padded_tokens_get_zeros(backend: type[AttentionBackend]) -> None:
-    output = attend(backend, layer_of(), metadata_of([Row(5, 2), Row(7, 0)], padding=3))
+    output = attend(backend, layer_of(), metadata_of([Request(5, 2), Request(7, 0)], padding=3))
     assert [True, True, False, False, False] == [bool(row.any()) for row in output]
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, TorchReferenceBackend])
 def test_a_step_without_a_token_for_any_request_gives_zeros(backend: type[AttentionBackend]) -> None:
-    output = attend(backend, layer_of(), metadata_of([Row(5, 0), Row(7, 0)], padding=2))
+    output = attend(backend, layer_of(), metadata_of([Request(5, 0), Request(7, 0)], padding=2))
     assert [False, False] == [bool(row.any()) for row in output]
 
 

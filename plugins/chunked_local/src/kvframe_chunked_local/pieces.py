@@ -32,22 +32,9 @@ class Pieces:
         """The most tokens of a piece."""
         return int((self.query_start_loc[1:] - self.query_start_loc[:-1]).max())
 
-    def padded(self, num_pieces: int) -> Pieces:
-        """Return as many pieces; those behind the others are of the first request and have no tokens."""
-        padding = np.zeros(num_pieces - len(self.requests), dtype=np.int32)
-        if len(padding) == 0:
-            return self
-        return Pieces(
-            np.concatenate([self.requests, padding]),
-            np.concatenate([self.chunk_starts, padding]),
-            np.concatenate([self.seq_ends, padding]),
-            np.concatenate([self.query_start_loc, padding + self.query_start_loc[-1]]),
-            one_each=False,
-        )
-
 
 def cut_requests(query_start_loc: IntArray, seq_lens: IntArray, chunk: int) -> Pieces:
-    """Return the pieces of a step; a request without a new token has none.
+    """Return the pieces of a step; a request without a new token has none, a step without any token one without tokens.
 
     Args:
         query_start_loc: ``[num_reqs + 1]``: where each request's new tokens start.
@@ -62,6 +49,9 @@ def cut_requests(query_start_loc: IntArray, seq_lens: IntArray, chunk: int) -> P
         return Pieces(requests, first_chunks * chunk, seq_lens, query_start_loc, one_each=True)
     stops = counts.cumsum(dtype=np.int32)
     num_pieces = stops[-1]
+    if num_pieces == 0:
+        nothing = np.zeros(1, dtype=np.int32)
+        return Pieces(nothing, nothing, nothing, np.zeros(2, dtype=np.int32), one_each=False)
     chunks = np.arange(num_pieces, dtype=np.int32) + (first_chunks - stops + counts).repeat(counts)
     chunk_starts = chunks * chunk
     seq_ends = np.minimum(chunk_starts + chunk, seq_lens.repeat(counts))

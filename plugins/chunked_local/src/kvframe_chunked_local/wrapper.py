@@ -113,8 +113,6 @@ class ChunkedLocal(MetadataWrapper):
         if (max_blocks * block_size if is_static else metadata.max_seq_len) <= chunk:
             return metadata
         pieces = cut_requests(metadata.query_start_loc_cpu.numpy(), metadata.seq_lens_cpu.numpy(), chunk)
-        if len(pieces.requests) == 0:
-            pieces = pieces.padded(1)
         num_reqs = len(pieces.requests)
         if is_static:
             num_reqs = most_pieces(metadata.num_reqs, len(metadata.slot_mapping), metadata.max_query_len, chunk)
