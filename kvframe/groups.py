@@ -143,7 +143,7 @@ def group_layers(layers: Sequence[LayerSpec], *, hybrid: bool = True) -> Groupin
     follows = _find_owners(layers)
     members: dict[tuple[object, ...], list[tuple[str, KVCacheSpec]]] = {}
     for layer in layers:
-        if layer.shares_with is None and layer.spec is not None:
+        if layer.shares_with is None and layer.spec is not None and layer.spec.keeps_past:
             stored = layer.spec if hybrid else layer.spec.retain_all()
             members.setdefault(stored.group_key, []).append((layer.name, stored))
     groups = tuple(
@@ -188,7 +188,7 @@ def _cache_owner(layer: LayerSpec, by_name: Mapping[str, LayerSpec]) -> LayerSpe
             raise SpecError(f"layers share each other's caches in a circle: {' → '.join([*seen, target.name])}")
         seen.append(target.name)
         layer = target
-    if layer.spec is None:
+    if layer.spec is None or not layer.spec.keeps_past:
         raise SpecError(f"layer {seen[0]!r} shares the cache of {layer.name!r}, which keeps none")
     return layer
 

@@ -19,6 +19,12 @@ from kvframe.errors import SpecError, UnknownNameError
 TokenRange = tuple[int, int]
 """Token positions ``[start, stop)``."""
 
+TOKENS = "tokens"
+"""A request's own tokens: the sequence that grows."""
+
+ENCODER = "encoder"
+"""What a request's encoder makes of its input: a sequence that is whole before the first token is computed."""
+
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8,
     "float32": 4,
@@ -135,6 +141,11 @@ class KVCacheSpec(ABC):
     """Fields that shape a block's bytes but not which tokens are live: layers that differ only here share a group."""
     default_wrappers: ClassVar[tuple[str, ...]] = ()
     """The wrapper chain of a layer of this type, by registered name, unless the stack gives it another."""
+    sequence: ClassVar[str] = TOKENS
+    """Which sequence of a request it keeps state of; positions are those of this sequence. All of one that is not the
+    request's own tokens is live for as long as the request runs."""
+    keeps_past: ClassVar[bool] = True
+    """Whether any token of the past is ever live. A layer that sees the running step only is in no group."""
 
     block_size: int = positive_int
 
@@ -189,11 +200,28 @@ class KVCacheSpec(ABC):
                 merged.append((first, last))
         return tuple(merged)
 
+    def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> tuple[tuple[int, int], ...]:
+        """Return the block index ranges that get a page when tokens ``[n, n + num_new_tokens)`` are computed.
+
+        The blocks of these tokens, unless the type keeps less: a state that is overwritten from token to token need be
+        kept at few block boundaries only. Whatever is live afterwards is among them, or was resident before.
+
+        Args:
+            n: The position that is computed next.
+            num_new_tokens: Tokens to compute, at least one.
+            branch: Where the request's tokens part from those of an earlier request, at a block boundary of every
+                group, so that a third one may want to continue from there; 0 if nothing is known.
+
+        Returns:
+            Sorted, disjoint ranges within the blocks of these tokens.
+        """
+        return ((n // self.block_size, -(-(n + num_new_tokens) // self.block_size)),)
+
     def num_resident_blocks(self, n: int, num_new_tokens: int) -> int:
-        """Return the blocks that a request holds while tokens ``[n, n + num_new_tokens)`` are computed."""
-        first_new, last = n // self.block_size, -(-(n + num_new_tokens) // self.block_size)
+        """Return the most blocks that a request holds while tokens ``[n, n + num_new_tokens)`` are computed."""
+        first_new = n // self.block_size
         live = sum(min(stop, first_new) - start for start, stop in self.live_blocks(n) if start < first_new)
-        return live + last - first_new
+        return live + sum(stop - start for start, stop in self.stored_blocks(n, num_new_tokens))
 
     def peak_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
         """Return the most blocks a request ever holds on its way to ``num_tokens`` tokens.
@@ -237,6 +265,28 @@ class AttentionSpec(KVCacheSpec):
 
 
 @attrs.frozen(kw_only=True)
+class RelativeBias:
+    """A learned number per head that is added to each score, by the distance of key and query in buckets.
+
+    The buckets are those of T5 (arXiv 1910.10683): one for each small distance, then logarithmically wider ones. The
+    layer's parameter ``relative_bias: [num_buckets, num_heads]`` holds the numbers.
+
+    Attributes:
+        num_buckets: Buckets, for both directions together.
+        max_distance: From this distance on all keys fall into the last bucket.
+        bidirectional: Whether keys behind the query have buckets of their own.
+    """
+
+    num_buckets: int = positive_int
+    max_distance: int = positive_int
+    bidirectional: bool = False
+
+
+def _as_relative_bias(value: RelativeBias | Mapping[str, Any] | None) -> RelativeBias | None:
+    return RelativeBias(**value) if isinstance(value, Mapping) else value
+
+
+@attrs.frozen(kw_only=True)
 class QuerySpec:
     """The query side of an attention layer: what a backend must support beyond the cache.
 
@@ -246,6 +296,7 @@ class QuerySpec:
         scale: Factor on the query-key products, before soft cap and softmax.
         soft_cap: ``c`` in ``c * tanh(score / c)``; None for none.
         has_sinks: Whether each head adds a learned logit to the softmax's denominator (``sinks: [num_heads]``).
+        relative_bias: What is added to the scores by distance; None for nothing.
     """
 
     num_heads: int = positive_int
@@ -253,6 +304,7 @@ class QuerySpec:
     scale: float
     soft_cap: float | None = None
     has_sinks: bool = False
+    relative_bias: RelativeBias | None = attrs.field(default=None, converter=_as_relative_bias)
 
 
 @attrs.frozen(kw_only=True)
@@ -262,7 +314,7 @@ class LayerSpec:
     Attributes:
         name: Unique in the model (``"model.layers.3.self_attn"``).
         spec: What it keeps; None for a layer that keeps nothing and is in no group.
-        query: The query side; None for a layer that does not attend.
+        query: The query side; None for a layer that does not attend: the model computes it, on the pages it is given.
         shares_with: The layer whose cache this one reads instead of keeping its own; None for none.
     """
 

@@ -44,6 +44,7 @@ class Capabilities:
         state: Names of the state tensors it reads (``{"k", "v"}``).
         soft_cap: Whether it caps scores.
         sinks: Whether it adds learned sink logits.
+        relative_bias: Whether it adds a learned bias to the scores by distance.
         head_sizes: Head sizes it is limited to; None for any.
         separate_value_size: Whether value vectors may differ in size from key vectors.
         block_size_multiple: Its block sizes are multiples of this.
@@ -57,6 +58,7 @@ class Capabilities:
     state: frozenset[str] = frozenset({"k", "v"})
     soft_cap: bool = False
     sinks: bool = False
+    relative_bias: bool = False
     head_sizes: frozenset[int] | None = None
     separate_value_size: bool = False
     block_size_multiple: int = 1
@@ -98,6 +100,8 @@ class Capabilities:
             refuse("soft_cap", "does not cap scores")
         if query.has_sinks and not self.sinks:
             refuse("sinks", "does not add learned sinks")
+        if query.relative_bias is not None and not self.relative_bias:
+            refuse("relative_bias", "adds no learned bias to the scores")
         if self.head_sizes is not None and query.head_size not in self.head_sizes:
             refuse("head_size", f"takes head sizes {listed(self.head_sizes)}, not {query.head_size}")
         value_sizes = {tensor.shape[-1] for name, tensor in state.items() if name == "v"}
@@ -198,6 +202,18 @@ class AttentionBackend(ABC):
         self.layers = tuple(layers)
         self.device = device
         self.options = options
+        self.parameters: dict[str, Mapping[str, torch.Tensor]] = {}
+
+    def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Take the learned tensors that one of the group's layers brings to its attention.
+
+        Called once for each layer that has any, when the model is attached, before any step. The default keeps them.
+
+        Args:
+            layer: The layer, as the group's wrapper chain leaves it.
+            parameters: By name, such as ``relative_bias: [num_buckets, num_heads]``, device; not written to.
+        """
+        self.parameters[layer.name] = parameters
 
     def make_builder(self) -> AttentionMetadataBuilder:
         """Return the group's metadata builder; the default hands the batch metadata on unchanged."""

@@ -49,6 +49,14 @@ class AttentionLayer:
         self._backend = step.group.backend
         self._writes = spec.shares_with is None
 
+    def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Give the layer's learned tensors to its backend, once, before the first step.
+
+        Args:
+            parameters: By name, such as ``relative_bias: [num_buckets, num_heads]``, device.
+        """
+        self._backend.bind(self._wrapped, parameters)
+
     def __call__(
         self,
         query: torch.Tensor,
