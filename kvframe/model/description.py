@@ -10,7 +10,7 @@ import attrs
 
 @attrs.frozen(kw_only=True)
 class LayerDescription:
-    """One attention layer as found in a model: what kind of cache spec it needs, with which options.
+    """One layer as found in a model: what kind of cache spec it needs, with which options.
 
     The core turns it into a ``LayerSpec`` by looking ``kind`` up in the registry, so an adapter imports no spec type.
 
@@ -18,7 +18,8 @@ class LayerDescription:
         name: Unique in the model, the module's path.
         kind: The registered name of the cache spec (``"sliding_window"``).
         options: The spec's own fields, without ``block_size`` and ``dtype`` (``{"num_kv_heads": 1, "window": 64}``).
-        query: The query side's fields (``{"num_heads": 4, "head_size": 32, "scale": 0.17}``).
+        query: The query side's fields (``{"num_heads": 4, "head_size": 32, "scale": 0.17}``); empty for a layer that
+            does not attend.
         shares_with: The layer whose cache it reads; None for its own.
     """
 
@@ -35,10 +36,13 @@ class ModelDescription:
 
     Attributes:
         name: For people: the folder's or file's name.
-        layers: Its attention layers, in the order they run.
+        layers: Its layers that attend or keep state, in the order they run.
         max_model_len: The most tokens of a request, prompt and output.
         vocab_size: Token ids are ``[0, vocab_size)``; None if unknown.
         eos_token_ids: Ids that end a request.
+        max_input_lens: For each sequence that requests have beside their own tokens (``"encoder"``), the most tokens
+            of it.
+        generates: Whether it gives logits for a next token; False for a model whose hidden states are what it is for.
     """
 
     name: str
@@ -46,3 +50,5 @@ class ModelDescription:
     max_model_len: int
     vocab_size: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
+    max_input_lens: Mapping[str, int] = attrs.field(factory=dict)
+    generates: bool = True
