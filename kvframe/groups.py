@@ -65,16 +65,18 @@ def make_layer_specs(
         description: The model.
         registry: Where kinds are looked up.
         stack: Its block size, its KV dtype and its rules' spec options.
-        dtype: The model's dtype, which the cache has too unless the stack says otherwise.
+        dtype: The model's dtype, which the cache has too unless the stack says otherwise. A spec with a field ``dtype``
+            is given the cache's, one with a field ``model_dtype`` the model's.
 
     Raises:
         SpecError: No plugin provides a layer's kind, or the options do not fit it.
     """
     cache_dtype = dtype if stack.cache.dtype == "auto" else stack.cache.dtype
-    return tuple(_layer_spec(layer, registry, stack, cache_dtype) for layer in description.layers)
+    dtypes = {"dtype": cache_dtype, "model_dtype": dtype}
+    return tuple(_layer_spec(layer, registry, stack, dtypes) for layer in description.layers)
 
 
-def _layer_spec(layer: LayerDescription, registry: Registry, stack: Stack, dtype: str) -> LayerSpec:
+def _layer_spec(layer: LayerDescription, registry: Registry, stack: Stack, dtypes: Mapping[str, str]) -> LayerSpec:
     try:
         spec_class = registry.specs.load(layer.kind)
     except UnknownNameError as error:
@@ -83,15 +85,15 @@ def _layer_spec(layer: LayerDescription, registry: Registry, stack: Stack, dtype
             f"({', '.join(registry.specs.names())} are there); install a plugin that registers it, "
             f"such as kvframe-{layer.kind.replace('_', '-')}" + (f"; {error.hint}" if error.hint else "")
         ) from error
+    fields = {field.name for field in attrs.fields(spec_class)}
     options = {
         "block_size": stack.cache.block_size,
-        "dtype": dtype,
+        **dtypes,
         **layer.options,
         **stack.rule_for(layer.name, layer.kind).spec,
     }
-    fields = {field.name for field in attrs.fields(spec_class)}
-    if "dtype" not in fields:
-        options.pop("dtype")
+    for name in set(dtypes) - fields:
+        options.pop(name)
     unknown = sorted(set(options) - fields)
     if unknown:
         raise SpecError(

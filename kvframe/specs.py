@@ -169,6 +169,16 @@ class KVCacheSpec(ABC):
         """The live range as a mask that kernels understand; None where only ``live_ranges`` can say it."""
         return None
 
+    @property
+    def states_per_block(self) -> int:
+        """How many states a page of a state layer holds, the first dimension of each of its tensors.
+
+        The state after token ``p`` lies in the page of its block, at ``p % states_per_block``. More than one lets a
+        step be taken back in part: after fewer tokens than were computed, as many as are kept beside the last, the
+        request goes on from the state that it had there.
+        """
+        return 1
+
     def retain_all(self) -> KVCacheSpec:
         """Return the spec that keeps the same state for every past token (what ``hybrid = false`` stores).
 
@@ -218,10 +228,18 @@ class KVCacheSpec(ABC):
         return ((n // self.block_size, -(-(n + num_new_tokens) // self.block_size)),)
 
     def num_resident_blocks(self, n: int, num_new_tokens: int) -> int:
-        """Return the most blocks that a request holds while tokens ``[n, n + num_new_tokens)`` are computed."""
-        first_new = n // self.block_size
+        """Return the most blocks that a request holds while tokens ``[n, n + num_new_tokens)`` are computed.
+
+        The most for any branch, where the type does not store every block anyway.
+        """
+        first_new, stop_new = n // self.block_size, -(-(n + num_new_tokens) // self.block_size)
         live = sum(min(stop, first_new) - start for start, stop in self.live_blocks(n) if start < first_new)
-        return live + sum(stop - start for start, stop in self.stored_blocks(n, num_new_tokens))
+        stored = sum(stop - start for start, stop in self.stored_blocks(n, num_new_tokens))
+        if stored < stop_new - first_new:
+            branches = range((first_new + 1) * self.block_size, n + num_new_tokens + 1, self.block_size)
+            found = (self.stored_blocks(n, num_new_tokens, branch) for branch in branches)
+            stored = max((sum(stop - start for start, stop in ranges) for ranges in found), default=stored)
+        return live + stored
 
     def peak_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
         """Return the most blocks a request ever holds on its way to ``num_tokens`` tokens.

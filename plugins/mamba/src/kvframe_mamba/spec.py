@@ -1,0 +1,178 @@
+"""Recurrent and convolution state: of the past, the state after the last token is needed, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import attrs
+
+from kvframe.errors import SpecError
+from kvframe.specs import KVCacheSpec, StateTensor, TokenRange, align_up
+
+Shapes = tuple[tuple[int, ...], ...]
+
+CHECKPOINTS = ("none", "aligned", "all")
+"""How densely states are kept for prefix caching."""
+
+WHOLE_REQUEST = 1 << 30
+"""Tokens of a block that no request fills, so that it is one block from its first token to its last."""
+
+AUTO = "auto"
+"""Stands for the model's dtype."""
+
+
+def _as_shapes(value: Any) -> Any:
+    is_nested = isinstance(value, list | tuple) and all(isinstance(shape, list | tuple) for shape in value)
+    return tuple(map(tuple, value)) if is_nested else value
+
+
+def _as_names(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _shapes(instance: Any, attribute: attrs.Attribute[Shapes], value: Any) -> None:
+    if not isinstance(value, tuple) or not all(
+        isinstance(shape, tuple) and shape and all(type(size) is int and size > 0 for size in shape) for shape in value
+    ):
+        raise SpecError(
+            f"{type(instance).__name__}.{attribute.name} must be a list of shapes, such as [[64, 4]], not {value!r}"
+        )
+
+
+def _density(instance: Any, attribute: attrs.Attribute[str], value: Any) -> None:
+    if value not in CHECKPOINTS:
+        raise SpecError(
+            f"{type(instance).__name__}.{attribute.name} must be one of {', '.join(map(repr, CHECKPOINTS))}, "
+            f"not {value!r}"
+        )
+
+
+def _not_negative(instance: Any, attribute: attrs.Attribute[int], value: Any) -> None:
+    if type(value) is not int or value < 0:
+        raise SpecError(
+            f"{type(instance).__name__}.{attribute.name} must be a whole number of at least 0, not {value!r}"
+        )
+
+
+@attrs.frozen(kw_only=True)
+class MambaSpec(KVCacheSpec):
+    """The state of one recurrent or convolution layer: Mamba, Mamba-2, gated delta, short convolution.
+
+    Live at ``n`` is the state after token ``n - 1``. A page holds the state after the last computed token of its block,
+    and the ``num_draft_tokens`` states before it. A request writes the state into the page of the block that its token
+    lies in, so a full block's page is never written again: it is a checkpoint that any number of requests continue
+    from, each in the page of its own next block.
+
+    Attributes:
+        conv_shapes: Shapes of the convolution states (``((128, 4),)``).
+        recurrent_shapes: Shapes of the recurrent states.
+        conv_dtypes: Their dtypes by torch's name, or ``"auto"`` for the model's; empty if all have the model's.
+        recurrent_dtypes: Likewise.
+        model_dtype: The model's dtype. What a cache dtype says of keys and values does not hold for states: an error in
+            them adds up from token to token.
+        checkpoints: Where states are kept for prefix caching: ``"all"`` at every block's end; ``"aligned"`` at the last
+            one before a step's last token, and where a request's tokens parted from an earlier request's; ``"none"``
+            nowhere, whatever the block size.
+        num_draft_tokens: Speculative tokens of a step that may be rejected; as many states before the last are kept.
+    """
+
+    kind: ClassVar[str] = "mamba"
+    layout_fields: ClassVar[frozenset[str]] = frozenset(
+        {"conv_shapes", "recurrent_shapes", "conv_dtypes", "recurrent_dtypes", "model_dtype"}
+    )
+
+    conv_shapes: Shapes = attrs.field(default=(), converter=_as_shapes, validator=_shapes)
+    recurrent_shapes: Shapes = attrs.field(default=(), converter=_as_shapes, validator=_shapes)
+    conv_dtypes: tuple[str, ...] = attrs.field(default=(), converter=_as_names)
+    recurrent_dtypes: tuple[str, ...] = attrs.field(default=(), converter=_as_names)
+    model_dtype: str = "float32"
+    checkpoints: str = attrs.field(default="aligned", validator=_density)
+    num_draft_tokens: int = attrs.field(default=0, validator=_not_negative)
+
+    def __attrs_post_init__(self) -> None:
+        """Give every state a dtype, and a request a single block where nothing is to be found again."""
+        if not self.conv_shapes and not self.recurrent_shapes:
+            raise SpecError(
+                f"{type(self).__name__} needs conv_shapes or recurrent_shapes: without them it keeps no state"
+            )
+        for kind, shapes in (("conv", self.conv_shapes), ("recurrent", self.recurrent_shapes)):
+            dtypes = getattr(self, f"{kind}_dtypes") or (AUTO,) * len(shapes)
+            if len(dtypes) != len(shapes):
+                raise SpecError(
+                    f"{type(self).__name__} has {len(shapes)} {kind}_shapes and {len(dtypes)} {kind}_dtypes; "
+                    "give one dtype for each shape, or none"
+                )
+            dtypes = tuple(self.model_dtype if dtype == AUTO else dtype for dtype in dtypes)
+            object.__setattr__(self, f"{kind}_dtypes", dtypes)
+        if self.checkpoints == "none":
+            object.__setattr__(self, "block_size", WHOLE_REQUEST)
+        self.state_tensors()  # refuses a dtype that there is none of
+
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
+        """Return the last token: it is the state after it that is needed."""
+        return ((n - 1, n),) if n else ()
+
+    @property
+    def states_per_block(self) -> int:
+        """One state, and one for each token that may be rejected."""
+        return 1 + self.num_draft_tokens
+
+    def state_tensors(self) -> Mapping[str, StateTensor]:
+        """Return ``conv_{i}`` and ``recurrent_{i}``, each ``[states_per_block, *shape]``."""
+        return {
+            f"{kind}_{index}": StateTensor((self.states_per_block, *shape), dtype)
+            for kind, shapes, dtypes in (
+                ("conv", self.conv_shapes, self.conv_dtypes),
+                ("recurrent", self.recurrent_shapes, self.recurrent_dtypes),
+            )
+            for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+        }
+
+    def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> tuple[tuple[int, int], ...]:
+        """Return the blocks of ``[n, n + num_new_tokens)`` that get a page.
+
+        Sparse are, of ``"aligned"``: the block that the request continues in; the one that ends where it parts from an
+        earlier request; the last one and those before it that a rollback may lead to. The one before the last is always
+        among these: a request that comes again is continued there, for its last token is always computed.
+        """
+        size = self.block_size
+        first, stop = n // size, align_up(n + num_new_tokens, size) // size
+        if self.checkpoints != "aligned":
+            return ((first, stop),)
+        wanted = set(range(max(first, stop - self._num_last_blocks), stop))
+        if n % size:
+            wanted.add(first)
+        if branch % size == 0 and first < branch // size <= stop:
+            wanted.add(branch // size - 1)
+        ranges: list[tuple[int, int]] = []
+        for block in sorted(wanted):
+            if ranges and ranges[-1][1] == block:
+                ranges[-1] = (ranges[-1][0], block + 1)
+            else:
+                ranges.append((block, block + 1))
+        return tuple(ranges)
+
+    @property
+    def _num_last_blocks(self) -> int:
+        """The blocks at a step's end that get a page of ``"aligned"``."""
+        return 1 + max(1, align_up(self.num_draft_tokens, self.block_size) // self.block_size)
+
+    def num_resident_blocks(self, n: int, num_new_tokens: int) -> int:
+        """Return the block with the state after ``n - 1``, and the most that the step adds, wherever it branches."""
+        size = self.block_size
+        # A block that has begun is both: the state is in it, and it is written.
+        num_new = align_up(n + num_new_tokens, size) // size - align_up(n, size) // size
+        return bool(n) + self._num_stored_of(num_new)
+
+    def _num_stored_of(self, num_new: int) -> int:
+        return min(num_new, self._num_last_blocks + 1) if self.checkpoints == "aligned" else num_new
+
+    def peak_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
+        """Return the peak of the first step or of one that begins at the first block's end.
+
+        Steps of one length begin the most blocks where they start at a block's end, and a later such start has no more
+        tokens left.
+        """
+        starts = [n for n in (0, self.block_size) if n < num_tokens]
+        return max((self.num_resident_blocks(n, min(max_new_tokens, num_tokens - n)) for n in starts), default=0)
