@@ -36,7 +36,7 @@ def scheduled_requests(draw: Any) -> list[Request]:
             request.add_prompt_logprobs([-1.0] * known)
         request.token_ids += range(num_generated)
         # What is known was computed, and may have to be computed again.
-        last = len(request.known_logprobs) - 1 if request.wants_prompt_logprobs else len(request.token_ids) - 1
+        last = len(request.known_logprobs) - 1 if request.wants_prompt_rows else len(request.token_ids) - 1
         request.num_computed = draw(st.integers(0, last))
         request.num_scheduled = draw(st.integers(1, len(request.token_ids) - request.num_computed))
         request.row = row
@@ -61,7 +61,7 @@ def test_each_wanted_row_is_sampled_from_or_tells_of_the_next_prompt_token(
             if position == len(request.token_ids) - 1:
                 sampled[request.request_id] = len(wanted)
                 wanted.append(token)
-            elif request.wants_prompt_logprobs and position >= len(request.known_logprobs) - 1:
+            elif request.wants_prompt_rows and position >= len(request.known_logprobs) - 1:
                 prompt_rows.append((len(wanted), index, position))
                 wanted.append(token)
             token += 1

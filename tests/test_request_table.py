@@ -35,10 +35,10 @@ def test_who_has_had_news_for_longest_is_reported_first() -> None:
 def test_a_request_stays_until_its_end_is_reported() -> None:
     table = table_of("a")
     table["a"].append(5)
-    assert (5,) == table.report("a").new_token_ids
+    assert (5,) == table.take("a").report().new_token_ids
     assert ["a"] == list(table)
     table["a"].finish_reason = "aborted"
-    assert "aborted" == table.report("a").finish_reason
+    assert "aborted" == table.take("a").report().finish_reason
     assert [] == list(table)
 
 
@@ -59,7 +59,7 @@ def test_all_with_news_are_in_the_table(actions: list[tuple[str, str]]) -> None:
         elif request_id not in table:
             table.add(request(request_id))
         elif action == "report":
-            table.report(request_id)
+            table.take(request_id)
         else:
             table[request_id].finish_reason = "stop" if action == "end" else None
             table.note([table[request_id]])

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Generic
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.engine.request import Request
+from kvframe.engine.progress import RequestT
 
 IntArray = npt.NDArray[np.int64]
 FindOrder = Callable[[IntArray, IntArray], IntArray | None]
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class PackedStep:
+class PackedStep(Generic[RequestT]):
     """A step's requests in the order in which their tokens are packed.
 
-    The logits that are wanted of a request are those of its last tokens: of its last known token, which the next one
-    is sampled from, and of prompt tokens that tell how likely the one after them is.
+    The rows of logits (or of hidden states) that are wanted of a request are those of its last tokens: of its last
+    known token, which the next one is sampled from, and of prompt tokens, for requests that want those.
 
     Attributes:
         requests: The requests.
@@ -36,7 +37,7 @@ class PackedStep:
         prompt_requests: ``[num_prompt_rows]``: the indices of their requests, in order.
     """
 
-    requests: Sequence[Request]
+    requests: Sequence[RequestT]
     rows: IntArray
     num_computed: IntArray
     query_lens: IntArray
@@ -49,7 +50,7 @@ class PackedStep:
     prompt_requests: IntArray
 
     @classmethod
-    def of(cls, requests: Sequence[Request], order_for: FindOrder) -> PackedStep:
+    def of(cls, requests: Sequence[RequestT], order_for: FindOrder) -> PackedStep[RequestT]:
         """Pack scheduled requests.
 
         Args:
@@ -64,8 +65,8 @@ class PackedStep:
         num_known = np.array([len(each.token_ids) for each in requests], dtype=np.int64)
         first_wanted = num_known - 1
         for index, request in enumerate(requests):
-            if request.wants_prompt_logprobs:
-                first_wanted[index] = len(request.known_logprobs) - 1
+            if request.wants_prompt_rows:
+                first_wanted[index] = request.first_prompt_row
         num_after = num_computed + query_lens
         num_wanted = np.maximum(num_after - np.maximum(num_computed, first_wanted), 0)
         ends = np.cumsum(num_wanted)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 
+from kvframe.engine.progress import FinishReason, RequestProgress
 from kvframe.engine.text import TextStream
 from kvframe.errors import RequestError
-
-FinishReason = Literal["stop", "length", "aborted", "refused", "error"]
-"""Why a request ended: a stop token or string; a limit; its owner; never admitted; its step or its logits failed."""
 
 
 def _bad_params(message: str) -> RequestError:
@@ -122,58 +120,34 @@ class RequestOutput:
 
 
 @attrs.define(eq=False, kw_only=True)
-class Request:
-    """A request in the engine: the one owner of its tokens and its progress.
+class Request(RequestProgress):
+    """A request for tokens that continue a prompt.
 
-    Invariant: ``num_computed < len(token_ids)`` until it ends, so that there is always a token to compute; and
-    ``known_logprobs`` holds those of the first tokens of the prompt, none twice, however often they are computed.
+    Invariant: ``known_logprobs`` holds those of the first tokens of the prompt, none twice, however often they are
+    computed.
 
     Attributes:
-        request_id: Unique among the requests in the engine.
-        token_ids: Prompt and generated tokens.
-        num_prompt_tokens: How many of them are the prompt.
         params: How to sample and when to stop.
         end_token_ids: Ids that end it: the params' and, unless ignored, the model's.
         max_tokens: The most tokens it may have, prompt included.
         text_stream: Turns its tokens into text; None if the model has no tokenizer.
         random: Its own source of uniform numbers, one per sampled token.
         prompt_token_ids: The prompt, as every output has it: copied once, however many steps report.
-        wants_prompt_logprobs: Whether log-probabilities of its prompt are still to be computed.
+        wants_prompt_rows: Whether log-probabilities of its prompt are still to be computed.
         known_logprobs: The prompt's log-probabilities so far; empty unless the params ask for them.
         prompt_logprobs: The same, as every output has them, once all are known.
-        num_computed: Tokens whose state is in the cache (as far as layers still need it).
-        num_scheduled: Tokens that the running step computes.
-        row: Its row in the block tables while it runs; -1 otherwise.
-        is_swapped: Whether its state waits in host memory for it to run again.
-        runs_alone: Whether it starts from nothing and shares the pool with nobody until it ends: set when it found
-            no room though it was the only one, so that it surely comes to its end.
-        was_started: Whether it was ever admitted.
-        finish_reason: Why it ended; None while it goes on.
-        error: One sentence where the reason is ``error``.
         num_reported: Generated tokens that its owner has seen.
         num_reported_chars: Characters of text that its owner has seen.
     """
 
-    request_id: str
-    token_ids: list[int]
-    num_prompt_tokens: int
     params: SamplingParams
     end_token_ids: frozenset[int]
     max_tokens: int
     text_stream: TextStream | None = None
     random: random.Random = attrs.field(init=False)
     prompt_token_ids: tuple[int, ...] = attrs.field(init=False)
-    wants_prompt_logprobs: bool = attrs.field(init=False)
     known_logprobs: list[float | None] = attrs.field(init=False, factory=list)
     prompt_logprobs: tuple[float | None, ...] | None = attrs.field(init=False, default=None)
-    num_computed: int = 0
-    num_scheduled: int = 0
-    row: int = -1
-    runs_alone: bool = False
-    is_swapped: bool = False
-    was_started: bool = False
-    finish_reason: FinishReason | None = None
-    error: str | None = None
     num_reported: int = 0
     num_reported_chars: int = 0
 
@@ -212,26 +186,26 @@ class Request:
         """Seed the request's own random source, and keep the prompt."""
         self.random = random.Random(self.params.seed)
         self.prompt_token_ids = tuple(self.token_ids[: self.num_prompt_tokens])
-        self.wants_prompt_logprobs = self.params.prompt_logprobs
-        if self.wants_prompt_logprobs:
+        self.wants_prompt_rows = self.params.prompt_logprobs
+        if self.wants_prompt_rows:
             self.add_prompt_logprobs([None])
 
     @property
-    def uses_prefix(self) -> bool:
-        """Whether it may start on a cached prefix, whose logits nobody has."""
-        return not self.runs_alone and not self.wants_prompt_logprobs
+    def first_prompt_row(self) -> int:
+        """The last prompt token whose log-probability is known: its logits tell that of the next one."""
+        return len(self.known_logprobs) - 1
 
     def add_prompt_logprobs(self, values: Sequence[float | None]) -> None:
         """Take the log-probabilities of the prompt tokens after those that are known."""
         self.known_logprobs.extend(values)
         if len(self.known_logprobs) == self.num_prompt_tokens:
             self.prompt_logprobs = tuple(self.known_logprobs)
-            self.wants_prompt_logprobs = False
+            self.wants_prompt_rows = False
 
-    def append(self, token_id: int) -> None:
+    def take(self, outcome: int) -> None:
         """Take the next generated token; sets ``finish_reason`` if it is the last."""
-        self.token_ids.append(token_id)
-        if token_id in self.end_token_ids:
+        self.token_ids.append(outcome)
+        if outcome in self.end_token_ids:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.max_tokens:
             self.finish_reason = "length"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
-from kvframe.engine.request import Request, RequestOutput
+from kvframe.engine.progress import RequestT
 
 
-class RequestTable(Mapping[str, Request]):
+class RequestTable(Mapping[str, RequestT]):
     """An engine's requests by id.
 
     Invariant: a request is in the table until its end is reported, or its owner gives it up; all with news are in it.
@@ -16,7 +16,7 @@ class RequestTable(Mapping[str, Request]):
 
     def __init__(self) -> None:
         """Start without requests."""
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, RequestT] = {}
         # A dict for its order: who has had news for longest is reported first.
         self._with_news: dict[str, None] = {}
         self._next_number = itertools.count()
@@ -30,28 +30,28 @@ class RequestTable(Mapping[str, Request]):
         """Return an id that no request in the table has."""
         return next(name for name in map("req-{}".format, self._next_number) if name not in self._requests)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: RequestT) -> None:
         """Take a request whose id no other one has."""
         self._requests[request.request_id] = request
 
-    def note(self, requests: Iterable[Request]) -> None:
+    def note(self, requests: Iterable[RequestT]) -> None:
         """Note that requests of the table have something to report."""
         self._with_news.update((request.request_id, None) for request in requests)
 
-    def report(self, request_id: str) -> RequestOutput:
-        """Return what a request has produced; if it has ended, it leaves the table."""
+    def take(self, request_id: str) -> RequestT:
+        """Return a request whose news its owner is about to see; if it has ended, it leaves the table."""
         self._with_news.pop(request_id, None)
-        output = self._requests[request_id].report()
-        if output.finish_reason is not None:
+        request = self._requests[request_id]
+        if request.finish_reason is not None:
             del self._requests[request_id]
-        return output
+        return request
 
-    def remove(self, request_id: str) -> Request | None:
+    def remove(self, request_id: str) -> RequestT | None:
         """Take a request out without a report; None if it is not in the table."""
         self._with_news.pop(request_id, None)
         return self._requests.pop(request_id, None)
 
-    def __getitem__(self, request_id: str) -> Request:
+    def __getitem__(self, request_id: str) -> RequestT:
         return self._requests[request_id]
 
     def __iter__(self) -> Iterator[str]:

@@ -14,6 +14,7 @@ from kvframe.attention.metadata import NO_EXTENSIONS, Extension
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.cache.block_table import BlockTables
 from kvframe.engine.packing import IntArray, PackedStep
+from kvframe.engine.progress import RequestT
 from kvframe.engine.request import Request
 from kvframe.engine.sampling import sample, token_logprobs
 from kvframe.engine.scheduler import ScheduledStep
@@ -30,6 +31,7 @@ class ModelRunner:
 
     Attributes:
         tokens: ``[max_num_seqs, max_model_len], int64, host``.
+        device: Where the model runs.
     """
 
     def __init__(
@@ -58,37 +60,18 @@ class ModelRunner:
         self._model = model
         self._layers = layers
         self._tables = tables
-        self._device = device
+        self.device = device
         self._skip_policy = skip_policy
 
-    def run(self, step: ScheduledStep) -> list[int]:
-        """Compute a step and return one token for each request whose last known token it computes.
-
-        Requests that want their prompt's log-probabilities get those that this step computes.
+    def pack(self, step: ScheduledStep[RequestT]) -> PackedStep[RequestT]:
+        """Take note of the tokens of a step's new requests, and pack its requests as the backends ask for it.
 
         Args:
             step: The step; every request has a row and room for its tokens.
-
-        Returns:
-            Token ids in the step's order; ``sampling.FAILED`` where the logits are not numbers.
         """
         for request in step.admitted:
             self.tokens[request.row, : len(request.token_ids)] = request.token_ids
-        packed = PackedStep.of(step.requests, self._layers.order_for)
-        logits = self.forward(packed.rows, packed.num_computed, packed.query_lens, packed.logits_indices)
-        if len(packed.prompt_rows):
-            self._add_prompt_logprobs(packed, logits)
-            logits = logits[self._to_device(packed.sampled)]
-        if not len(packed.sampled):
-            return []
-        requests: Sequence[Request] = packed.requests
-        rows, num_after = packed.rows, packed.num_computed + packed.query_lens
-        if len(packed.sampled) < len(requests):
-            requests = list(compress(requests, packed.is_sampled))
-            rows, num_after = rows[packed.is_sampled], num_after[packed.is_sampled]
-        token_ids = sample(logits, requests)
-        self.tokens[rows, num_after] = token_ids
-        return token_ids if packed.places is None else [token_ids[place] for place in packed.places]
+        return PackedStep.of(step.requests, self._layers.order_for)
 
     def forward(
         self,
@@ -127,12 +110,12 @@ class ModelRunner:
         requests, positions = batch.token_positions
         if self._layers.skipped and len(logits_indices) < len(positions) and not self._may_skip(batch):
             batch = attrs.evolve(batch, generating_indices=np.arange(len(positions)))
-        metadata = build_metadata(batch, self._tables, self._device)
-        wanted = self._to_device(logits_indices)
+        metadata = build_metadata(batch, self._tables, self.device)
+        wanted = self.to_device(logits_indices)
         with torch.inference_mode():
             self._layers.begin_step(metadata)
             logits = self._model.forward(
-                self._to_device(self.tokens[rows[requests], positions]), self._to_device(positions), wanted
+                self.to_device(self.tokens[rows[requests], positions]), self.to_device(positions), wanted
             )
             if self._layers.kept_rows is None:
                 return logits
@@ -142,16 +125,48 @@ class ModelRunner:
     def _may_skip(self, batch: StepBatch) -> bool:
         return are_last_tokens(batch) and (self._skip_policy is None or self._skip_policy(batch))
 
-    def _add_prompt_logprobs(self, packed: PackedStep, logits: torch.Tensor) -> None:
+    def to_device(self, values: IntArray) -> torch.Tensor:
+        """Return a copy on the model's device."""
+        return torch.from_numpy(values).to(self.device, non_blocking=True)
+
+
+class TokenRunner(ModelRunner):
+    """Runs a step to the next tokens of its requests."""
+
+    def run(self, step: ScheduledStep[Request]) -> list[int]:
+        """Compute a step and return one token for each request whose last known token it computes.
+
+        Requests that want their prompt's log-probabilities get those that this step computes.
+
+        Args:
+            step: The step; every request has a row and room for its tokens.
+
+        Returns:
+            Token ids in the step's order; ``sampling.FAILED`` where the logits are not numbers.
+        """
+        packed = self.pack(step)
+        logits = self.forward(packed.rows, packed.num_computed, packed.query_lens, packed.logits_indices)
+        if len(packed.prompt_rows):
+            self._add_prompt_logprobs(packed, logits)
+            logits = logits[self.to_device(packed.sampled)]
+        if not len(packed.sampled):
+            return []
+        requests: Sequence[Request] = packed.requests
+        rows, num_after = packed.rows, packed.num_computed + packed.query_lens
+        if len(packed.sampled) < len(requests):
+            requests = list(compress(requests, packed.is_sampled))
+            rows, num_after = rows[packed.is_sampled], num_after[packed.is_sampled]
+        token_ids = sample(logits, requests)
+        self.tokens[rows, num_after] = token_ids
+        return token_ids if packed.places is None else [token_ids[place] for place in packed.places]
+
+    def _add_prompt_logprobs(self, packed: PackedStep[Request], logits: torch.Tensor) -> None:
         following = self.tokens[packed.rows[packed.prompt_requests], packed.prompt_positions + 1]
-        values = token_logprobs(logits, self._to_device(packed.prompt_rows), self._to_device(following))
+        values = token_logprobs(logits, self.to_device(packed.prompt_rows), self.to_device(following))
         stop = 0
         for index, count in zip(*np.unique(packed.prompt_requests, return_counts=True), strict=True):
             start, stop = stop, stop + count
             packed.requests[index].add_prompt_logprobs(values[start:stop])
-
-    def _to_device(self, values: IntArray) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device, non_blocking=True)
 
 
 def are_last_tokens(batch: StepBatch) -> bool:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Generic, Protocol
 
 import attrs
 
-from kvframe.engine.request import FinishReason, Request
+from kvframe.engine.progress import FinishReason, RequestT
 
 
 class RequestCache(Protocol):
@@ -48,7 +48,7 @@ class RequestCache(Protocol):
 
 
 @attrs.frozen
-class ScheduledStep:
+class ScheduledStep(Generic[RequestT]):
     """What one step computes. Each request's ``num_scheduled`` tokens follow its ``num_computed`` ones.
 
     Attributes:
@@ -57,8 +57,8 @@ class ScheduledStep:
         num_tokens: Tokens that the step computes.
     """
 
-    requests: list[Request]
-    admitted: list[Request]
+    requests: list[RequestT]
+    admitted: list[RequestT]
     num_tokens: int
 
 
@@ -87,7 +87,7 @@ class SchedulerStats:
     steps: int = 0
 
 
-class Scheduler:
+class Scheduler(Generic[RequestT]):
     """Owns the queue of waiting requests and the list of running ones.
 
     Invariant: a request is either waiting (no row, no blocks but perhaps swapped ones), running (a row, blocks), or not
@@ -105,8 +105,8 @@ class Scheduler:
             max_num_batched_tokens: The most tokens that one step computes.
             shared_block_size: Tokens per block that requests with a common prefix can share; 0 if they cannot.
         """
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.waiting: deque[RequestT] = deque()
+        self.running: list[RequestT] = []
         self.stats = SchedulerStats()
         self._cache = cache
         self._max_num_seqs = max_num_seqs
@@ -118,17 +118,17 @@ class Scheduler:
         """Whether a request is waiting or running."""
         return bool(self.running or self.waiting)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: RequestT) -> None:
         """Put a request at the end of the queue. The cache must be able to hold it alone, at its full length."""
         self.waiting.append(request)
 
-    def schedule(self) -> ScheduledStep | None:
+    def schedule(self) -> ScheduledStep[RequestT] | None:
         """Choose the next step and get room for its tokens; None if there is nothing to do.
 
         Either ``complete`` or ``fail`` must follow before the next call.
         """
-        scheduled: list[Request] = []
-        admitted: list[Request] = []
+        scheduled: list[RequestT] = []
+        admitted: list[RequestT] = []
         budget = self._max_num_batched_tokens
         preempted = self.stats.preemptions
         index = 0
@@ -157,19 +157,19 @@ class Scheduler:
             return None
         return ScheduledStep(scheduled, admitted, self._max_num_batched_tokens - budget)
 
-    def complete(self, step: ScheduledStep, token_ids: Sequence[int]) -> list[Request]:
-        """Take the outcome of a step: what was computed, and the generated tokens.
+    def complete(self, step: ScheduledStep[RequestT], outcomes: Sequence[int]) -> list[RequestT]:
+        """Take the outcome of a step: what was computed, and what came of it.
 
         Args:
             step: What ``schedule`` returned.
-            token_ids: One token for each request whose last known token was computed, in the step's order; negative
-                where the model gave none.
+            outcomes: For each request whose last known token was computed, in the step's order, what it takes: its
+                next token; negative where what the model gave is not numbers.
 
         Returns:
             The requests with a new token or an end, in the step's order.
         """
-        changed: list[Request] = []
-        generated = 0
+        changed: list[RequestT] = []
+        num_outcomes = num_generated = 0
         any_ended = False
         commit = self._cache.commit
         for request in step.requests:
@@ -178,16 +178,17 @@ class Scheduler:
             if request.num_computed < len(request.token_ids):
                 commit(request.request_id, request.token_ids, request.num_computed)
                 continue
-            token_id = token_ids[generated]
-            generated += 1
-            if token_id >= 0:
+            outcome = outcomes[num_outcomes]
+            num_outcomes += 1
+            if outcome >= 0:
                 commit(request.request_id, request.token_ids, request.num_computed)
-                request.append(token_id)
+                request.take(outcome)
+                num_generated += len(request.token_ids) - request.num_computed
             else:
                 # Its state is not published: whoever found it would fail too.
                 request.finish_reason = "error"
                 request.error = (
-                    f"the model's logits after token {request.num_computed} are not numbers; "
+                    f"the model's output after token {request.num_computed} is not numbers; "
                     "try another dtype, and check the weights"
                 )
             if request.finish_reason is not None:
@@ -198,17 +199,17 @@ class Scheduler:
             self.running = [request for request in self.running if request.finish_reason is None]
         self.stats.steps += 1
         self.stats.computed_tokens += step.num_tokens
-        self.stats.generated_tokens += sum(token_id >= 0 for token_id in token_ids)
+        self.stats.generated_tokens += num_generated
         return changed
 
-    def fail(self, step: ScheduledStep, error: str) -> list[Request]:
+    def fail(self, step: ScheduledStep[RequestT], error: str) -> list[RequestT]:
         """End every request of a step that could not be computed, and return them."""
         for request in step.requests:
             request.error = error
             self.end(request, "error")
         return step.requests
 
-    def end(self, request: Request, reason: FinishReason) -> None:
+    def end(self, request: RequestT, reason: FinishReason) -> None:
         """End a waiting or running request at once; nothing if it has ended."""
         if request.finish_reason is not None:
             return
@@ -223,7 +224,7 @@ class Scheduler:
 
     # --- room ---------------------------------------------------------------------------------------------------------
 
-    def _make_room(self, request: Request) -> bool:
+    def _make_room(self, request: RequestT) -> bool:
         """Get room for a running request's scheduled tokens; False if it had to be preempted itself."""
         while not self._cache.extend(request.request_id, request.num_computed + request.num_scheduled):
             victim = self.running[-1]
@@ -236,7 +237,7 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: RequestT) -> None:
         if self._swap_out(request):
             self.stats.swaps += 1
             request.is_swapped = True
@@ -248,20 +249,20 @@ class Scheduler:
         self.waiting.appendleft(request)
         self.stats.preemptions += 1
 
-    def _swap_out(self, request: Request) -> bool:
+    def _swap_out(self, request: RequestT) -> bool:
         try:
             return self._cache.swap_out(request.request_id)
         except RuntimeError:
             self.stats.failed_swaps += 1
             return False
 
-    def _give_back(self, request: Request) -> None:
+    def _give_back(self, request: RequestT) -> None:
         self._cache.free(request.request_id)
         request.row = -1
         request.is_swapped = False
         request.num_computed = request.num_scheduled = 0
 
-    def _admit(self, request: Request, budget: int) -> bool:
+    def _admit(self, request: RequestT, budget: int) -> bool:
         """Let a waiting request run, on as many tokens as the budget allows; False, and nothing changed, if no room."""
         if request.is_swapped:
             try:
@@ -271,7 +272,7 @@ class Scheduler:
                 self._give_back(request)
         return self._start(request, budget)
 
-    def _resume(self, request: Request, budget: int) -> bool:
+    def _resume(self, request: RequestT, budget: int) -> bool:
         num_scheduled = min(len(request.token_ids) - request.num_computed, budget)
         num_tokens = request.num_computed + num_scheduled
         if not self._cache.swap_in(request.request_id, num_tokens, use_prefix=not request.runs_alone):
@@ -285,7 +286,7 @@ class Scheduler:
         request.num_scheduled = num_scheduled
         return True
 
-    def _start(self, request: Request, budget: int) -> bool:
+    def _start(self, request: RequestT, budget: int) -> bool:
         while True:
             hit = self._cache.start(request.request_id, request.token_ids, use_prefix=request.uses_prefix)
             num_scheduled = min(len(request.token_ids) - hit, budget)
@@ -304,7 +305,7 @@ class Scheduler:
             self.stats.cached_prompt_tokens += hit
         return True
 
-    def _is_being_computed(self, request: Request, admitted: Sequence[Request]) -> bool:
+    def _is_being_computed(self, request: RequestT, admitted: Sequence[RequestT]) -> bool:
         """Return whether a request admitted in this step computes a block that ``request`` can take in the next one."""
         size = self._shared_block_size
         if not size or not request.uses_prefix or request.is_swapped:

@@ -1,0 +1,254 @@
+"""What every engine is made of: a model, its paged cache, a queue of requests, and the loop that serves them."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Generic, Protocol, Self
+
+from kvframe.attention.selection import Choice
+from kvframe.cache.manager import KVCacheManager
+from kvframe.engine.admission import Admission
+from kvframe.engine.assembly import Assembly, assemble, load_model
+from kvframe.engine.progress import RequestT
+from kvframe.engine.request_table import RequestTable
+from kvframe.engine.runner import SkipPolicy
+from kvframe.engine.scheduler import ScheduledStep, Scheduler
+from kvframe.engine.self_check import run_packed
+from kvframe.engine.stats import EngineStats
+from kvframe.errors import RequestError
+from kvframe.groups import Grouping
+from kvframe.model.adapter import LoadedModel
+from kvframe.plan import KVCachePlan
+from kvframe.registry import Registry
+from kvframe.specs import LayerSpec
+from kvframe.stack import Stack
+
+
+class Runner(Protocol[RequestT]):
+    """Runs steps; what comes of a request's last known token is one number, as the scheduler takes it."""
+
+    def run(self, step: ScheduledStep[RequestT]) -> list[int]:
+        """Compute a step and return an outcome for each request whose last known token it computes."""
+
+
+class EngineCore(ABC, Generic[RequestT]):
+    """Set-up and life of an engine. What is asked of the model, and what comes back, a subclass says.
+
+    Attributes:
+        model: The model.
+        stack: The stack that was asked for.
+        grouping: The cache groups.
+        plan: What is allocated.
+        choices: For each layer, its wrapper chain, the backend that was chosen, and why the others were not.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        layers: Sequence[LayerSpec],
+        *,
+        registry: Registry,
+        stack: Stack | None = None,
+        poison_freed: bool = False,
+        skip_policy: SkipPolicy | None = None,
+    ) -> None:
+        """Plan and allocate the cache, choose backends, and attach the model.
+
+        Args:
+            model: A loaded model, not attached.
+            layers: Its layer specs, as ``make_layer_specs`` returns them.
+            registry: Where backends and wrappers are looked up.
+            stack: Memory, limits and rules; the defaults unless given.
+            poison_freed: Fill pages with NaN at first and when their content ends, so that a read of state that is
+                not there shows. For tests.
+            skip_policy: Whether layers that can skip tokens of a step do so; always unless given.
+
+        Raises:
+            StackError: The stack asks for longer requests than the model takes, for prefill skipping of a model that
+                cannot leave rows out, or gives a wrapper or backend options that it does not have.
+            PlanError: The memory is too small.
+            WrapperError: A wrapper cannot serve a layer, or may not stand where it does in its chain.
+            UnknownNameError: A cache spec's default chain names a wrapper that no plugin registers.
+            PluginError: A wrapper cannot be imported.
+            BackendError: No backend serves a layer, the one that was named cannot, or one could not be set up.
+            ModelError: The model cannot be attached, or computes something else than it does by itself.
+        """
+        self.model = model
+        self.stack = stack = Stack() if stack is None else stack
+        assembly = assemble(model, layers, stack, registry)
+        self.grouping: Grouping = assembly.grouping
+        self.plan: KVCachePlan = assembly.plan
+        self.choices: tuple[Choice, ...] = assembly.choices
+        self._storage = assembly.storage
+        self._max_model_len = assembly.max_model_len
+        self._admission = Admission(model, self.plan, self._max_model_len)
+        max_num_seqs = stack.engine.max_num_seqs
+        self._manager = KVCacheManager(
+            self.plan,
+            max_num_seqs=max_num_seqs,
+            prefix_caching=stack.cache.prefix_caching,
+            host_pages=assembly.host,
+        )
+        if poison_freed:
+            self._storage.poison()
+            self._manager.on_pages_freed = lambda group, block_ids: self._storage.fill(group, block_ids, math.nan)
+        self._scheduler: Scheduler[RequestT] = Scheduler(
+            self._manager,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=stack.engine.max_num_batched_tokens,
+            shared_block_size=(
+                math.lcm(*(group.block_size for group in self.plan.groups)) if self._manager.prefix_caching else 0
+            ),
+        )
+        self._runner = self._make_runner(assembly, skip_policy)
+        self._requests: RequestTable[RequestT] = RequestTable()
+        model.attach(assembly.layers)
+        try:
+            if stack.engine.self_check:
+                model.self_check(partial(run_packed, assembly))
+        except BaseException:
+            model.detach()
+            raise
+
+    @abstractmethod
+    def _make_runner(self, assembly: Assembly, skip_policy: SkipPolicy | None) -> Runner[RequestT]:
+        """Return what computes the engine's steps."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        stack: Stack | None = None,
+        plugins: Sequence[ModuleType] = (),
+        poison_freed: bool = False,
+        skip_policy: SkipPolicy | None = None,
+    ) -> Self:
+        """Load a model from disk and make an engine for it: the whole flow.
+
+        Args:
+            path: A model's folder, of a kind that an installed plugin recognises.
+            stack: What to use; the defaults unless given.
+            plugins: Manifest modules to use beside the installed plugins.
+            poison_freed: As for the constructor.
+            skip_policy: As for the constructor.
+
+        Raises:
+            KVFrameError: What is wrong with the stack, a plugin it names, the model or the memory.
+        """
+        stack = Stack() if stack is None else stack
+        model, layers, registry = load_model(Path(path), stack, plugins)
+        return cls(model, layers, registry=registry, stack=stack, poison_freed=poison_freed, skip_policy=skip_policy)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def abort(self, request_id: str) -> None:
+        """End a request now and give its blocks back; its last output comes with the next ``step``.
+
+        Args:
+            request_id: The request; one that has ended, or is not known, is passed over.
+        """
+        request = self._requests.get(request_id)
+        if request is not None and request.finish_reason is None:
+            self._scheduler.end(request, "aborted")
+            self._requests.note([request])
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether ``step`` has something to do or to report."""
+        return self._scheduler.has_work or bool(self._requests.with_news)
+
+    def stats(self) -> EngineStats:
+        """Return what the engine did so far."""
+        return EngineStats.of(self._scheduler.stats, self._manager.stats, self._storage.pool.numel())
+
+    def reset_prefix_cache(self) -> None:
+        """Give up every cached prefix; running requests are not touched."""
+        self._manager.reset_prefix_cache()
+
+    def close(self) -> None:
+        """End every request and leave the model as it was. Safe to call twice."""
+        for request_id in list(self._requests):
+            self._forget(request_id)
+        self.model.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- for subclasses -----------------------------------------------------------------------------------------------
+
+    def _new_id(self, request_id: str | None) -> str:
+        """Return a fresh id, or the one that was asked for; raises ``RequestError`` if that is taken."""
+        if request_id is None:
+            return self._requests.fresh_id()
+        if request_id in self._requests:
+            raise RequestError(f"a request {request_id!r} is in the engine already", code="duplicate_id")
+        return request_id
+
+    def _add(self, request: RequestT) -> None:
+        self._requests.add(request)
+        self._scheduler.add(request)
+
+    def _serve(
+        self, num_requests: int, add: Callable[[int], str], on_progress: Callable[[int], None] | None
+    ) -> list[RequestT | RequestError]:
+        """Serve a batch of requests to their ends.
+
+        Args:
+            num_requests: How many.
+            add: Adds a request by its place in the batch and returns its id, or raises a ``RequestError``.
+            on_progress: Called after each step with the number of requests that are done, refused ones included.
+
+        Returns:
+            For each place, its request, or why it was refused.
+        """
+        request_ids: dict[int, str] = {}
+        ended: dict[int, RequestT | RequestError] = {}
+        try:
+            for index in range(num_requests):
+                try:
+                    request_ids[index] = add(index)
+                except RequestError as error:
+                    ended[index] = error
+            pending = [self._requests[request_id] for request_id in request_ids.values()]
+            while pending:
+                self._advance()
+                pending = [request for request in pending if request.finish_reason is None]
+                if on_progress is not None:
+                    on_progress(num_requests - len(pending))
+            for index, request_id in request_ids.items():
+                ended[index] = self._requests.take(request_id)
+        finally:
+            # Only where an exception cut it short is anything left.
+            for request_id in request_ids.values():
+                self._forget(request_id)
+        return [ended[index] for index in range(num_requests)]
+
+    def _advance(self) -> None:
+        """Compute one batch and note who has something new."""
+        step = self._scheduler.schedule()
+        if step is None:
+            return
+        try:
+            outcomes = self._runner.run(step)
+        except BaseException as error:
+            failed = self._scheduler.fail(step, f"the step failed: {type(error).__name__}: {error}")
+            self._requests.note(failed)
+            raise
+        self._requests.note(self._scheduler.complete(step, outcomes))
+
+    def _forget(self, request_id: str) -> None:
+        """End a request that its owner gave up, without a report."""
+        request = self._requests.remove(request_id)
+        if request is not None:
+            self._scheduler.end(request, "aborted")

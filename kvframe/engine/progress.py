@@ -1,0 +1,70 @@
+"""One request as scheduling and packing see it: its tokens, how far it is, and why it ended."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Literal, TypeVar
+
+import attrs
+
+FinishReason = Literal["stop", "length", "computed", "aborted", "refused", "error"]
+"""Why a request ended: a stop token or string; a limit; its prompt is computed, and nothing is generated; its owner;
+never admitted; its step failed, or what the model gave is not numbers."""
+
+
+@attrs.define(eq=False, kw_only=True)
+class RequestProgress:
+    """A request in an engine: the one owner of its tokens and its progress. What it is for, a subclass says.
+
+    Invariant: ``num_computed < len(token_ids)`` until it ends, so that there is always a token to compute.
+
+    Attributes:
+        request_id: Unique among the requests in the engine.
+        token_ids: Prompt and generated tokens.
+        num_prompt_tokens: How many of them are the prompt.
+        wants_prompt_rows: Whether what the model gives for tokens before the last known one is wanted too.
+        num_computed: Tokens whose state is in the cache (as far as layers still need it).
+        num_scheduled: Tokens that the running step computes.
+        row: Its row in the block tables while it runs; -1 otherwise.
+        is_swapped: Whether its state waits in host memory for it to run again.
+        runs_alone: Whether it starts from nothing and shares the pool with nobody until it ends: set when it found
+            no room though it was the only one, so that it surely comes to its end.
+        was_started: Whether it was ever admitted.
+        finish_reason: Why it ended; None while it goes on.
+        error: One sentence where the reason is ``error``.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    wants_prompt_rows: bool = attrs.field(init=False, default=False)
+    num_computed: int = 0
+    num_scheduled: int = 0
+    row: int = -1
+    is_swapped: bool = False
+    runs_alone: bool = False
+    was_started: bool = False
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    @property
+    def uses_prefix(self) -> bool:
+        """Whether it may start on a cached prefix, of whose tokens nobody has what the model gives."""
+        return not self.runs_alone and not self.wants_prompt_rows
+
+    @property
+    def first_prompt_row(self) -> int:
+        """The first token for which it wants what the model gives, where it ``wants_prompt_rows``."""
+        return len(self.token_ids) - 1
+
+    @abstractmethod
+    def take(self, outcome: int) -> None:
+        """Take what came of its last known token; sets ``finish_reason`` if it needs nothing more.
+
+        Args:
+            outcome: The next token; of a request that generates nothing, any number that is not negative.
+        """
+
+
+RequestT = TypeVar("RequestT", bound=RequestProgress)
+"""The kind of request that an engine serves."""
