@@ -34,7 +34,7 @@ def test_who_has_had_news_for_longest_is_reported_first() -> None:
 
 def test_a_request_stays_until_its_end_is_reported() -> None:
     table = table_of("a")
-    table["a"].append(5)
+    table["a"].take(5)
     assert (5,) == table.take("a").report().new_token_ids
     assert ["a"] == list(table)
     table["a"].finish_reason = "aborted"
