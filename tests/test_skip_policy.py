@@ -247,7 +247,7 @@ class PaddedLayers:
     def order_for(self, num_computed: Any, query_lens: Any) -> None:
         return None
 
-    def begin_step(self, metadata: Sequence[CommonAttentionMetadata]) -> None:
+    def begin_step(self, metadata: Sequence[CommonAttentionMetadata], **_: Any) -> None:
         rows = metadata[0].generating_indices
         self.kept_rows = torch.cat([rows, rows[-1:], rows[-1:]])
 

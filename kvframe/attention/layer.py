@@ -16,7 +16,10 @@ from kvframe.attention.group import AttentionGroup, form_groups
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.order import find_order
 from kvframe.attention.selection import Choice
+from kvframe.attention.state import StateLayer, StateStep
+from kvframe.attention.step import StepBatch
 from kvframe.attention.sub_batch import split_requests
+from kvframe.cache.block_table import BlockTables
 from kvframe.errors import BackendError
 from kvframe.groups import Grouping
 from kvframe.specs import LayerSpec
@@ -103,17 +106,19 @@ class _SubBatch:
 
     built: list[BuiltMetadata]
     slots: list[Slots | None]
+    states: list[StateStep]
     kept_rows: torch.Tensor | None
 
 
 class AttentionLayers(Mapping[str, AttentionLayer]):
-    """All attention layers of a model, by name.
+    """All attention layers of a model, by name, and beside them those that keep state and do not attend.
 
     Invariant: between ``begin_step`` and the next, every layer of a group reads the same metadata, that of the
     sub-batch that was selected last.
 
     Attributes:
         groups: The attention groups, in the order of their first layers.
+        states: The layers that the model computes itself, on pages that it is given; by name.
         skipped: The layers that compute only the generating tokens of a step, in the order they run.
         kept_rows: ``[num_generating + padding], int64, device``: the rows of the packed batch that the skipped layers
             compute in this step; None for all. The model cuts its hidden states to them before the first of these
@@ -133,7 +138,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
 
         Args:
             layers: The model's layers.
-            choices: Each layer's wrapper chain and backend, in the same order.
+            choices: Wrapper chain and backend of each layer that attends, in the same order.
             grouping: The cache groups.
             views: Each layer's state tensors.
             device: Where the backends run.
@@ -142,7 +147,13 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         Raises:
             BackendError: A backend could not be set up.
         """
-        self.groups = form_groups(layers, choices, grouping, device)
+        attending = [layer for layer in layers if layer.query is not None]
+        self.groups = form_groups(attending, choices, grouping, device)
+        self.states = {
+            layer.name: StateLayer(layer, views[layer.name])
+            for layer in layers
+            if layer.query is None and layer.name in views
+        }
         self.skipped = tuple(skipped)
         self.kept_rows: torch.Tensor | None = None
         self._steps = tuple(_GroupStep(group) for group in self.groups)
@@ -151,7 +162,15 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
             for step in self._steps
             for layer in step.group.layers
         }
-        self._order = {layer.name: index for index, layer in enumerate(layers)}
+        self._order = {layer.name: index for index, layer in enumerate(attending)}
+        self._device = device
+        # The states of a cache group lie alike for all its layers with as many of them to a page.
+        alike: dict[tuple[int, int], list[StateLayer]] = {}
+        for state in self.states.values():
+            assert state.spec.spec is not None
+            group = grouping.group_of(state.spec.name).index
+            alike.setdefault((group, state.spec.spec.states_per_block), []).append(state)
+        self._state_groups = [(group, tuple(members)) for (group, _), members in alike.items()]
         self._plan = MetadataPlan(self.groups, len(grouping.groups))
         self._written = {group.cache_group for group in self.groups if group.writes}
         by_size = sorted(self.groups, key=lambda group: -len(group.layers))
@@ -162,6 +181,8 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
     @property
     def capture(self) -> GraphCapture:
         """For which batches the metadata of all groups can be captured as part of a graph."""
+        if self.states:
+            return GraphCapture.NEVER  # which pages a step reads and writes is worked out on the host
         return min((group.capture for group in self.groups), default=GraphCapture.ALWAYS)
 
     def order_for(self, num_computed: IntArray, query_lens: IntArray) -> IntArray | None:
@@ -180,25 +201,54 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         return find_order(self._wishes, num_computed, query_lens) if self._wishes else None
 
     def begin_step(
-        self, metadata: Sequence[CommonAttentionMetadata], sub_batches: Sequence[tuple[int, int]] | None = None
+        self,
+        metadata: Sequence[CommonAttentionMetadata],
+        sub_batches: Sequence[tuple[int, int]] | None = None,
+        *,
+        batch: StepBatch | None = None,
+        tables: BlockTables | None = None,
     ) -> None:
-        """Build every attention group's metadata of a step.
+        """Build every attention group's metadata of a step, and work out which states the state layers read and write.
 
         Args:
             metadata: The batch, one value per cache group.
             sub_batches: Ranges ``[start, stop)`` of requests that the model runs on one after the other, each after
                 ``select_sub_batch``; None for the whole batch at once.
+            batch: What the metadata was made of. Read only where there are state layers.
+            tables: The block tables that it was made with. Likewise.
 
         Raises:
             WrapperError: A wrapper cannot take the step.
             BatchError: ``sub_batches`` do not cut the step into ranges of requests with tokens.
         """
         if sub_batches is None:
-            self._sub_batches = [self._build(metadata)]
+            self._sub_batches = [self._build(metadata, self._state_steps(batch, tables, slice(None)))]
         else:
             parts = zip(*(split_requests(common, sub_batches) for common in metadata), strict=True)
-            self._sub_batches = [self._build(part) for part in parts]
+            self._sub_batches = [
+                self._build(part, self._state_steps(batch, tables, slice(start, stop)))
+                for part, (start, stop) in zip(parts, sub_batches, strict=True)
+            ]
         self.select_sub_batch(0)
+
+    def _state_steps(self, batch: StepBatch | None, tables: BlockTables | None, requests: slice) -> list[StateStep]:
+        steps = []
+        for group, (first, *_) in self._state_groups:
+            assert batch is not None
+            assert tables is not None
+            assert first.spec.spec is not None
+            rows, num_computed, query_lens = batch.rows, batch.num_computed, batch.query_lens
+            steps.append(
+                StateStep.of(
+                    rows[requests],
+                    num_computed[requests],
+                    query_lens[requests],
+                    tables[group].ids,
+                    first.spec.spec,
+                    self._device,
+                )
+            )
+        return steps
 
     def select_sub_batch(self, index: int) -> None:
         """Let the layers read the metadata of one sub-batch of the step.
@@ -210,14 +260,17 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         for step, built in zip(self._steps, part.built, strict=True):
             step.built = built
             step.slots = part.slots[step.group.cache_group]
+        for (_, members), state in zip(self._state_groups, part.states, strict=True):
+            for layer in members:
+                layer.step = state
         self.kept_rows = part.kept_rows
 
-    def _build(self, metadata: Sequence[CommonAttentionMetadata]) -> _SubBatch:
+    def _build(self, metadata: Sequence[CommonAttentionMetadata], states: list[StateStep]) -> _SubBatch:
         slots = _split_slots(metadata, self._written)
         kept_rows = None
         if self.skipped and not metadata[0].all_generate:
             kept_rows = metadata[0].generating_indices
-        return _SubBatch(self._plan.build(metadata), slots, kept_rows)
+        return _SubBatch(self._plan.build(metadata), slots, states, kept_rows)
 
     def __getitem__(self, name: str) -> AttentionLayer:
         return self._layers[name]

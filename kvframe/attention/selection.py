@@ -79,15 +79,21 @@ def select_backends(
     names is taken or refused, never replaced. ``"auto"`` takes, of the backends whose declared capabilities cover the
     layer as its chain leaves it, the one with the highest preference, then the first by name.
 
+    A layer that keeps state and does not attend is computed by the model, so nothing is chosen for it.
+
     Args:
-        layers: The model's attention layers.
+        layers: The model's layers, in the order they run.
         stack: Its rules.
         registry: Where names are looked up.
         device: The device type that the model runs on (``"cpu"``).
         skipped: The layers that compute only a step's generating tokens (``find_skippable_layers``).
 
+    Returns:
+        The choices for the layers that attend, in their order.
+
     Raises:
-        BackendError: No backend can serve a layer, or the named one cannot; says why for each.
+        BackendError: No backend can serve a layer, or the named one cannot; says why for each. A layer that the model
+            computes is given a backend or wrappers.
         WrapperError: A wrapper cannot serve a layer, or may not stand where it does.
         StackError: Options do not fit the wrapper or backend that they are for, or ``prefill_skipping`` is a wrapper
             that drops nothing.
@@ -95,7 +101,27 @@ def select_backends(
         UnknownNameError: A cache spec's default chain names a wrapper that no plugin registers.
     """
     _check_skipping(stack, registry)
-    return tuple(_choose(layer, layers, stack, registry, device, skipped) for layer in layers)
+    for layer in layers:
+        if layer.query is None and layer.spec is not None:
+            _check_not_chosen(layer, layer.spec.kind, stack)
+    return tuple(
+        _choose(layer, layers, stack, registry, device, skipped) for layer in layers if layer.query is not None
+    )
+
+
+def _check_not_chosen(layer: LayerSpec, kind: str, stack: Stack) -> None:
+    """Refuse a rule that gives a layer without attention what only attention has."""
+    rule = stack.rule_for(layer.name, kind)
+    for what, named in (
+        ("backend", [] if rule.backend == AUTO else [rule.backend.name]),
+        ("wrapper", [use.name for use in rule.wrappers or ()]),
+    ):
+        if named:
+            raise BackendError(
+                f"{stack.source}: a rule gives layer {layer.name!r} the {what} {named[0]!r}, but a {kind!r} layer does "
+                "not attend: the model computes it; let the rule name the kind of the layers that it is for, such as "
+                'kind = "full_attention"'
+            )
 
 
 def _check_skipping(stack: Stack, registry: Registry) -> None:

@@ -40,19 +40,27 @@ def explain(model: Path, stack_file: Path | None, device: str | None, dtype: str
     description = describe_model(model, registry)
     layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
-    attending = [layer for layer in layers if layer.query is not None]
     skipped = () if stack.engine.prefill_skipping is None else find_skippable_layers(layers)
-    choices = select_backends(attending, stack, registry, stack.engine.device.partition(":")[0], skipped)
+    choices = select_backends(layers, stack, registry, stack.engine.device.partition(":")[0], skipped)
     backends = [registry.backends.get(name).id for name in registry.backends.names()]
-    explained = [_explain(layer, grouping, choice, backends) for layer, choice in zip(attending, choices, strict=True)]
+    chosen = {choice.layer: choice for choice in choices}
+    explained = [_explain(layer, grouping, chosen.get(layer.name), backends) for layer in layers if layer.spec]
     if as_json:
         print_json({"model": description.name, "layers": explained})
     else:
         _print(description.name, explained)
 
 
-def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice, backends: Sequence[str]) -> dict[str, Any]:
+def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice | None, backends: Sequence[str]) -> dict[str, Any]:
     assert layer.spec is not None
+    place = {
+        "layer": layer.name,
+        "kind": layer.spec.kind,
+        "group": grouping.group_of(layer.name).index,
+        "shares_with": grouping.follows.get(layer.name),
+    }
+    if choice is None:
+        return {**place, "wrappers": [], "backend": None, "others": []}
     considered = {candidate.name: candidate for candidate in choice.candidates}
     others = [
         {
@@ -67,10 +75,7 @@ def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice, backends: Seq
     named = f"not asked: the stack names {choice.backend}"
     others += [{"backend": name, "codes": [], "reason": named} for name in backends if name not in considered]
     return {
-        "layer": layer.name,
-        "kind": layer.spec.kind,
-        "group": grouping.group_of(layer.name).index,
-        "shares_with": grouping.follows.get(layer.name),
+        **place,
         "wrappers": [_in_words(wrapper) for wrapper in choice.wrappers],
         "backend": choice.backend,
         "others": others,
@@ -92,7 +97,7 @@ def _print(model: str, explained: list[dict[str, Any]]) -> None:
             each["kind"],
             str(each["group"]) + (f" (of {each['shares_with']})" if each["shares_with"] else ""),
             " → ".join(each["wrappers"]) or "none",
-            each["backend"],
+            each["backend"] or "computed by the model",
             others or "none",
         )
         alike.setdefault(row, []).append(each["layer"])

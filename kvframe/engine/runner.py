@@ -113,7 +113,7 @@ class ModelRunner:
         metadata = build_metadata(batch, self._tables, self.device)
         wanted = self.to_device(logits_indices)
         with torch.inference_mode():
-            self._layers.begin_step(metadata)
+            self._layers.begin_step(metadata, batch=batch, tables=self._tables)
             logits = self._model.forward(
                 self.to_device(self.tokens[rows[requests], positions]), self.to_device(positions), wanted
             )

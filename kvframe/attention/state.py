@@ -1,0 +1,233 @@
+"""State layers at run time: the state that a step's tokens go on from, and the page that gets what comes of it.
+
+A state layer keeps no keys and values but what a model made of all tokens so far. The model computes it; the cache says
+where states lie. After a step, the page of every block that the step's tokens lie in holds the state after its last
+computed token, so a block's page is final once the block is full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvframe.attention.backend import KVCache
+from kvframe.specs import KVCacheSpec, LayerSpec
+
+IntArray = npt.NDArray[np.int64]
+States = dict[str, torch.Tensor]
+
+
+@attrs.frozen(eq=False, slots=False)
+class StateRound:
+    """One token of each of several requests, to be computed together.
+
+    Attributes:
+        rows: ``[num_rows], int64, device``: the packed tokens, each of another request.
+        source_pages: ``[num_rows], int64, device``: the page with the state before the token.
+        source_places: ``[num_rows], int64, device``: which of the page's states that is.
+        target_pages: ``[num_rows], int64, device``: the page that gets the state after the token; no two are one.
+        target_places: ``[num_rows], int64, device``: which of its states.
+        is_first: ``[num_rows], bool, device``: whether nothing is before the token; None where something always is.
+    """
+
+    rows: torch.Tensor
+    source_pages: torch.Tensor
+    source_places: torch.Tensor
+    target_pages: torch.Tensor
+    target_places: torch.Tensor
+    is_first: torch.Tensor | None
+
+    def read(self, pages: KVCache) -> States:
+        """Return the states before the tokens, zero where there is none: copies ``[num_rows, *shape]`` by name."""
+        found = {name: tensor[self.source_pages, self.source_places] for name, tensor in pages.items()}
+        if self.is_first is not None:
+            for states in found.values():
+                states.masked_fill_(self.is_first.view(-1, *(1,) * (states.dim() - 1)), 0)
+        return found
+
+    def write(self, pages: KVCache, states: Mapping[str, torch.Tensor]) -> None:
+        """Write the states after the tokens, ``[num_rows, *shape]`` by name, into their pages."""
+        for name, tensor in pages.items():
+            tensor.index_put_((self.target_pages, self.target_places), states[name].to(tensor.dtype))
+
+
+@attrs.frozen
+class StateRun:
+    """Tokens of one request that follow each other, up to where a state is kept.
+
+    Attributes:
+        start: The first packed row.
+        stop: The row behind the last one.
+        source: Page, and which of its states, before the first token; None where nothing is before it.
+        target: Page, and which of its states, that gets the state after the last token.
+    """
+
+    start: int
+    stop: int
+    source: tuple[int, int] | None
+    target: tuple[int, int]
+
+    def read(self, pages: KVCache) -> States | None:
+        """Return the state before the first token, copies ``[1, *shape]`` by name; None if there is none."""
+        if self.source is None:
+            return None
+        page, place = self.source
+        return {name: tensor[page, place].unsqueeze(0).clone() for name, tensor in pages.items()}
+
+    def write(self, pages: KVCache, states: Mapping[str, torch.Tensor]) -> None:
+        """Write the state after the last token, ``[1, *shape]`` by name, into its page."""
+        page, place = self.target
+        for name, tensor in pages.items():
+            tensor[page, place].copy_(states[name][0])
+
+
+@attrs.frozen(eq=False)
+class StateStep:
+    """What one step computes, as the state layers of a cache group see it.
+
+    Every packed token is in exactly one round or run; padded rows are in none. Rounds and runs read what earlier ones
+    of the step wrote, so they are taken in order: all rounds, then all runs.
+
+    Attributes:
+        rounds: Tokens of requests with few: the first of each, the second of those that have one, and so on.
+        runs: The tokens of the other requests, cut where a state is kept.
+    """
+
+    rounds: tuple[StateRound, ...]
+    runs: tuple[StateRun, ...]
+
+    @classmethod
+    def of(
+        cls,
+        rows: IntArray,
+        num_computed: IntArray,
+        query_lens: IntArray,
+        table: npt.NDArray[np.int32],
+        spec: KVCacheSpec,
+        device: torch.device,
+    ) -> StateStep:
+        """Return the step of a packed batch.
+
+        Args:
+            rows: ``[num_reqs]``: each request's row in the block table.
+            num_computed: ``[num_reqs]``: tokens that were computed before.
+            query_lens: ``[num_reqs]``: tokens that the step computes, at least one each.
+            table: ``[max_num_seqs, max_blocks], int32, host``: the group's block table.
+            spec: What the group stores.
+            device: Where the model runs.
+        """
+        places = _Places(rows, num_computed, query_lens, table, spec)
+        in_rounds = places.in_rounds()
+        rounds = [_round(places, index, in_rounds, device) for index in range(places.num_rounds(in_rounds))]
+        return cls(tuple(rounds), tuple(_runs(places, np.flatnonzero(~in_rounds))))
+
+
+@attrs.frozen(eq=False, slots=False)
+class _Places:
+    """Where the states of a packed batch lie."""
+
+    rows: IntArray
+    num_computed: IntArray
+    query_lens: IntArray
+    table: npt.NDArray[np.int32]
+    spec: KVCacheSpec
+
+    @cached_property
+    def starts(self) -> IntArray:
+        """``[num_reqs]``: each request's first packed row."""
+        starts: IntArray = np.cumsum(self.query_lens) - self.query_lens
+        return starts
+
+    def after(self, requests: IntArray, positions: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the page with the state after each token, 0 where there is none, and which of its states it is."""
+        pages = self.table[self.rows[requests], positions // self.spec.block_size].astype(np.int64)
+        return pages, positions % self.spec.states_per_block
+
+    def in_rounds(self) -> npt.NDArray[np.bool_]:
+        """Return for each request whether a page has a place for the state after each of its tokens."""
+        fits = self.query_lens <= self.spec.states_per_block
+        for index in range(1, self.num_rounds(fits)):
+            # Without a page for it, the state before a later token would be lost.
+            requests = np.flatnonzero(fits & (self.query_lens > index))
+            pages, _ = self.after(requests, self.num_computed[requests] + index - 1)
+            fits[requests[pages == 0]] = False
+        return fits
+
+    def num_rounds(self, in_rounds: npt.NDArray[np.bool_]) -> int:
+        """Return the most tokens of a request that is computed in rounds."""
+        return int(self.query_lens[in_rounds].max(initial=0))
+
+
+def _round(places: _Places, index: int, in_rounds: npt.NDArray[np.bool_], device: torch.device) -> StateRound:
+    """Return the ``index``-th tokens of the requests that are computed in rounds and have so many."""
+    requests = np.flatnonzero(in_rounds & (places.query_lens > index))
+    positions = places.num_computed[requests] + index
+    is_first = positions == 0
+    sources = places.after(requests, np.maximum(positions - 1, 0))
+    # One copy to the device for all of it.
+    packed = np.stack([places.starts[requests] + index, *sources, *places.after(requests, positions), is_first])
+    rows, source_pages, source_places, target_pages, target_places, first = (
+        torch.from_numpy(packed).to(device, non_blocking=True).unbind()
+    )
+    return StateRound(
+        rows=rows,
+        source_pages=source_pages,
+        source_places=source_places,
+        target_pages=target_pages,
+        target_places=target_places,
+        is_first=first.bool() if is_first.any() else None,
+    )
+
+
+def _runs(places: _Places, requests: IntArray) -> list[StateRun]:
+    """Return the pieces of requests, each up to the end of a block with a page, or of the step."""
+    size = places.spec.block_size
+    begin, end = places.num_computed[requests], (places.num_computed + places.query_lens)[requests]
+    num_blocks = (end - 1) // size - begin // size + 1
+    which = np.repeat(np.arange(len(requests)), num_blocks)
+    blocks = np.arange(len(which)) + (begin // size - np.cumsum(num_blocks) + num_blocks)[which]
+    stops = np.minimum((blocks + 1) * size, end[which])
+    pages, at = places.after(requests[which], stops - 1)
+    kept = (pages > 0) | (stops == end[which])
+    which, stops, pages, at = which[kept], stops[kept], pages[kept], at[kept]
+    is_first = np.diff(which, prepend=-1) > 0
+    starts = np.where(is_first, begin[which], np.roll(stops, 1))
+    source_pages, source_at = places.after(requests[which], np.maximum(starts - 1, 0))
+    to_row = (places.starts[requests] - begin)[which]
+    columns = (starts + to_row, stops + to_row, starts > 0, source_pages, source_at, pages, at)
+    return [
+        StateRun(start, stop, (source_page, source_place) if has_past else None, (page, place))
+        for start, stop, has_past, source_page, source_place, page, place in zip(
+            *(column.tolist() for column in columns), strict=True
+        )
+    ]
+
+
+class StateLayer:
+    """One layer that the model computes on pages that it is given.
+
+    Attributes:
+        spec: The layer.
+        pages: Its state tensors by name, each ``[num_block_ids, states_per_block, *shape], device``.
+    """
+
+    def __init__(self, spec: LayerSpec, pages: KVCache) -> None:
+        """Take the layer and its pages."""
+        self.spec = spec
+        self.pages = pages
+        self._step: StateStep | None = None
+
+    @property
+    def step(self) -> StateStep:
+        """What the running step computes."""
+        assert self._step is not None
+        return self._step
+
+    @step.setter
+    def step(self, step: StateStep) -> None:
+        self._step = step
