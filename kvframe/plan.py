@@ -8,14 +8,14 @@ A *page* holds all of a group's layers for one block of tokens. Pages of differe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from kvframe.errors import PlanError
 from kvframe.groups import Grouping, KVCacheGroup
-from kvframe.specs import STATE_ALIGNMENT_BYTES, KVCacheSpec, align_up
+from kvframe.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, align_up
 
 _MAX_PAGES_PER_SLAB = 64
 _MAX_BLOCK_ID = 2**31 - 1
@@ -32,7 +32,8 @@ class PlannedGroup:
         page_bytes: Bytes of a page: one block of tokens for all these layers.
         layer_offsets: Where each layer's part of a page starts, in bytes.
         pages_per_slab: Pages that a slab is cut into.
-        peak_blocks: The most blocks that one request of the plan's ``max_model_len`` tokens ever holds.
+        peak_blocks: The most blocks that one request of the plan's ``max_model_len`` tokens, with the longest inputs,
+            ever holds.
     """
 
     index: int
@@ -47,6 +48,11 @@ class PlannedGroup:
     def block_size(self) -> int:
         """Tokens per block."""
         return self.spec.block_size
+
+    @property
+    def is_of_input(self) -> bool:
+        """Whether it keeps state of a sequence that is not the request's own tokens."""
+        return self.spec.sequence != TOKENS
 
 
 @attrs.frozen(kw_only=True)
@@ -66,6 +72,7 @@ class KVCachePlan:
         memory_bytes: What the plan was given.
         max_model_len: The longest request, in tokens, that the plan is for.
         max_num_batched_tokens: The most tokens that one step computes.
+        max_input_lens: For each sequence that requests bring beside their tokens, the most tokens of it.
     """
 
     groups: tuple[PlannedGroup, ...]
@@ -76,6 +83,7 @@ class KVCachePlan:
     memory_bytes: int
     max_model_len: int
     max_num_batched_tokens: int
+    max_input_lens: Mapping[str, int] = attrs.field(factory=dict)
 
     @property
     def total_bytes(self) -> int:
@@ -85,7 +93,7 @@ class KVCachePlan:
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one more token adds while every group still holds all of them, in whole layers."""
-        return sum(-(-group.page_bytes // group.block_size) for group in self.groups)
+        return sum(-(-group.page_bytes // group.block_size) for group in self.groups if not group.is_of_input)
 
     @property
     def waste_fraction(self) -> float:
@@ -100,10 +108,18 @@ class KVCachePlan:
         lost = sum(share * (self.slab_bytes - group.pages_per_slab * group.page_bytes) for share, group in shares)
         return lost / (slabs * self.slab_bytes)
 
-    def peak_blocks(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the most blocks per group that a request of ``num_tokens`` tokens ever holds."""
+    def peak_blocks(self, num_tokens: int, input_lens: Mapping[str, int] | None = None) -> tuple[int, ...]:
+        """Return the most blocks per group that a request ever holds.
+
+        Args:
+            num_tokens: Its length at its end.
+            input_lens: The lengths of what it brings beside its tokens; the longest of each unless given.
+        """
+        lens = self.max_input_lens if input_lens is None else input_lens
         return tuple(
-            group.peak_blocks
+            -(-lens.get(group.spec.sequence, 0) // group.block_size)
+            if group.is_of_input
+            else group.peak_blocks
             if num_tokens == self.max_model_len
             else group.spec.peak_blocks(num_tokens, self.max_num_batched_tokens)
             for group in self.groups
@@ -113,9 +129,14 @@ class KVCachePlan:
         """Return the slabs that hold ``num_blocks`` blocks (one count per group), from an empty pool."""
         return sum(-(-count // group.pages_per_slab) for count, group in zip(num_blocks, self.groups, strict=True))
 
-    def fits(self, num_tokens: int) -> bool:
-        """Return whether one request that grows to ``num_tokens`` tokens fits the pool."""
-        return self.num_slabs_for(self.peak_blocks(num_tokens)) <= self.num_slabs
+    def fits(self, num_tokens: int, input_lens: Mapping[str, int] | None = None) -> bool:
+        """Return whether one request that grows to ``num_tokens`` tokens fits the pool.
+
+        Args:
+            num_tokens: Its length at its end.
+            input_lens: The lengths of what it brings beside its tokens; the longest of each unless given.
+        """
+        return self.num_slabs_for(self.peak_blocks(num_tokens, input_lens)) <= self.num_slabs
 
     def max_concurrency(self, num_tokens: int | None = None) -> int | None:
         """Return how many requests of ``num_tokens`` tokens fit at once; None where nothing is kept (no limit).
@@ -160,6 +181,7 @@ class KVCachePlan:
             "waste_fraction": self.waste_fraction,
             "max_model_len": self.max_model_len,
             "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_input_lens": dict(self.max_input_lens),
             "max_concurrency": self.max_concurrency(),
         }
 
@@ -170,7 +192,12 @@ def spec_to_dict(spec: KVCacheSpec) -> dict[str, Any]:
 
 
 def plan_cache(
-    grouping: Grouping, *, memory_bytes: int, max_model_len: int, max_num_batched_tokens: int
+    grouping: Grouping,
+    *,
+    memory_bytes: int,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+    max_input_lens: Mapping[str, int] | None = None,
 ) -> KVCachePlan:
     """Plan the pool: page and slab sizes, and how many slabs fit the memory.
 
@@ -179,12 +206,15 @@ def plan_cache(
         memory_bytes: The most bytes to allocate.
         max_model_len: The longest request, in tokens.
         max_num_batched_tokens: The most tokens that one step computes.
+        max_input_lens: For each sequence that requests bring beside their tokens, the most tokens of it.
 
     Raises:
-        PlanError: Not even one slab for each group fits the memory.
+        PlanError: Not even one slab for each group fits the memory, or a group keeps state of a sequence whose length
+            is not given.
     """
+    input_lens = {} if max_input_lens is None else dict(max_input_lens)
     page_bytes = [group.page_bytes for group in grouping.groups]
-    peaks = [group.spec.peak_blocks(max_model_len, max_num_batched_tokens) for group in grouping.groups]
+    peaks = [_peak_blocks(group, max_model_len, max_num_batched_tokens, input_lens) for group in grouping.groups]
     slab_bytes = _choose_slab_bytes(page_bytes, peaks, memory_bytes)
     block_id_bytes = math.gcd(slab_bytes, *page_bytes) if page_bytes else 1
     null_bytes = align_up(max(page_bytes, default=0), block_id_bytes)
@@ -219,7 +249,22 @@ def plan_cache(
         memory_bytes=memory_bytes,
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
+        max_input_lens=input_lens,
     )
+
+
+def _peak_blocks(
+    group: KVCacheGroup, max_model_len: int, max_num_batched_tokens: int, input_lens: Mapping[str, int]
+) -> int:
+    sequence = group.spec.sequence
+    if sequence == TOKENS:
+        return group.spec.peak_blocks(max_model_len, max_num_batched_tokens)
+    if sequence not in input_lens:
+        raise PlanError(
+            f"layer {group.layers[0]!r} ({group.spec.kind}) keeps state of the sequence {sequence!r}, and the model "
+            f"does not say how long that gets; give max_input_lens[{sequence!r}] (in a layer file max_{sequence}_len)"
+        )
+    return -(-input_lens[sequence] // group.spec.block_size)
 
 
 def _offsets(group: KVCacheGroup) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from kvframe.errors import PlanError, StackError
 from kvframe.groups import Grouping
@@ -33,7 +34,9 @@ def choose_max_model_len(description: ModelDescription, stack: Stack) -> int:
     return longest if asked is None else asked
 
 
-def plan_for_stack(grouping: Grouping, stack: Stack, max_model_len: int) -> KVCachePlan:
+def plan_for_stack(
+    grouping: Grouping, stack: Stack, max_model_len: int, max_input_lens: Mapping[str, int] | None = None
+) -> KVCachePlan:
     """Return the cache plan of a stack's memory, device and limits.
 
     Args:
@@ -41,9 +44,11 @@ def plan_for_stack(grouping: Grouping, stack: Stack, max_model_len: int) -> KVCa
         stack: Its ``[cache] memory`` and ``[engine]`` limits. ``"auto"`` is what the most requests of the greatest
             length need, but no more than a share of the memory that is free now.
         max_model_len: The most tokens of a request.
+        max_input_lens: For each sequence that requests bring beside their tokens, the most tokens of it.
 
     Raises:
-        PlanError: The memory is too small, or ``"auto"`` and nobody says how much is free.
+        PlanError: The memory is too small, or ``"auto"`` and nobody says how much is free, or a group keeps state of a
+            sequence whose length is not given.
     """
 
     def plan(memory_bytes: int) -> KVCachePlan:
@@ -52,6 +57,7 @@ def plan_for_stack(grouping: Grouping, stack: Stack, max_model_len: int) -> KVCa
             memory_bytes=memory_bytes,
             max_model_len=max_model_len,
             max_num_batched_tokens=stack.engine.max_num_batched_tokens,
+            max_input_lens=max_input_lens,
         )
 
     if stack.cache.memory != "auto":

@@ -7,9 +7,10 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import attrs
@@ -121,6 +122,21 @@ class AttentionMask:
         return frozenset(names)
 
 
+def _union(*ranges: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
+    """Return sorted, disjoint ranges that cover what any of ``ranges`` covers."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(itertools.chain(*ranges)):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def _num_covered(ranges: Iterable[tuple[int, int]]) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
 @attrs.frozen(kw_only=True)
 class KVCacheSpec(ABC):
     """What one layer keeps of the past, and for how long: the base of every cache spec.
@@ -230,16 +246,17 @@ class KVCacheSpec(ABC):
     def num_resident_blocks(self, n: int, num_new_tokens: int) -> int:
         """Return the most blocks that a request holds while tokens ``[n, n + num_new_tokens)`` are computed.
 
-        The most for any branch, where the type does not store every block anyway.
+        Those that are live and those that are stored, wherever the tokens part from an earlier request's.
         """
-        first_new, stop_new = n // self.block_size, -(-(n + num_new_tokens) // self.block_size)
-        live = sum(min(stop, first_new) - start for start, stop in self.live_blocks(n) if start < first_new)
-        stored = sum(stop - start for start, stop in self.stored_blocks(n, num_new_tokens))
-        if stored < stop_new - first_new:
-            branches = range((first_new + 1) * self.block_size, n + num_new_tokens + 1, self.block_size)
-            found = (self.stored_blocks(n, num_new_tokens, branch) for branch in branches)
-            stored = max((sum(stop - start for start, stop in ranges) for ranges in found), default=stored)
-        return live + stored
+        live, end = self.live_blocks(n), n + num_new_tokens
+        held = _union(live, self.stored_blocks(n, num_new_tokens))
+        left_out = n // self.block_size
+        for start, stop in held:
+            left_out = stop if start <= left_out else left_out
+        branch = (left_out + 1) * self.block_size
+        if branch <= end:
+            held = max(held, _union(live, self.stored_blocks(n, num_new_tokens, branch)), key=_num_covered)
+        return _num_covered(held)
 
     def peak_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
         """Return the most blocks a request ever holds on its way to ``num_tokens`` tokens.

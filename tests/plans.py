@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import attrs
 
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.groups import group_layers
 from kvframe.plan import KVCachePlan, plan_cache
-from kvframe.specs import AttentionSpec, KVCacheSpec, LayerSpec, TokenRange
+from kvframe.specs import ENCODER, AttentionSpec, KVCacheSpec, LayerSpec, StateTensor, TokenRange
 
 
 @attrs.frozen(kw_only=True)
@@ -28,6 +31,41 @@ class RangeSpec(AttentionSpec):
         return tuple(part for part in ((0, sinks), (start, n)) if part[0] < part[1])
 
 
+@attrs.frozen(kw_only=True)
+class StateSpec(KVCacheSpec):
+    """A state that is overwritten from token to token, kept at every so many block ends and where tokens part."""
+
+    kind = "state"
+
+    every: int = 0
+    num_drafts: int = 0
+
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
+        return ((n - 1, n),) if n else ()
+
+    def state_tensors(self) -> Mapping[str, StateTensor]:
+        return {"state": StateTensor((1 + self.num_drafts, 6), "float32")}
+
+    def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> tuple[tuple[int, int], ...]:
+        first, end, size = n // self.block_size, n + num_new_tokens, self.block_size
+        kept = {token // size for token in range(max(n, end - 1 - self.num_drafts), end)}
+        kept |= {index for index in range(first, end // size) if self.every and (index + 1) % self.every == 0}
+        if n < branch <= end:
+            kept.add(branch // size - 1)
+        return tuple((index, index + 1) for index in sorted(kept))
+
+
+@attrs.frozen(kw_only=True)
+class EncoderSpec(AttentionSpec):
+    """Keys and values of all that an encoder made of its input."""
+
+    kind = "encoder"
+    sequence: ClassVar[str] = ENCODER
+
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
+        return ((0, n),) if n else ()
+
+
 def full(block_size: int = 4, num_kv_heads: int = 1) -> FullAttentionSpec:
     return FullAttentionSpec(block_size=block_size, num_kv_heads=num_kv_heads, head_size=4)
 
@@ -36,8 +74,20 @@ def ranged(block_size: int = 4, num_kv_heads: int = 1, **options: int) -> RangeS
     return RangeSpec(block_size=block_size, num_kv_heads=num_kv_heads, head_size=4, **options)
 
 
+def state(block_size: int = 4, **options: int) -> StateSpec:
+    return StateSpec(block_size=block_size, **options)
+
+
+def encoder(block_size: int = 4, num_kv_heads: int = 1) -> EncoderSpec:
+    return EncoderSpec(block_size=block_size, num_kv_heads=num_kv_heads, head_size=4)
+
+
 def make_plan(
-    *specs: KVCacheSpec, num_slabs: int = 8, max_model_len: int = 64, max_num_batched_tokens: int = 16
+    *specs: KVCacheSpec,
+    num_slabs: int = 8,
+    max_model_len: int = 64,
+    max_num_batched_tokens: int = 16,
+    max_encoder_len: int = 24,
 ) -> KVCachePlan:
     """Plan one layer per spec over exactly ``num_slabs`` slabs (0 for no specs)."""
     layers = [LayerSpec(name=f"layer{index}", spec=spec) for index, spec in enumerate(specs)]
@@ -46,5 +96,6 @@ def make_plan(
         memory_bytes=2**20,
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
+        max_input_lens={ENCODER: max_encoder_len},
     )
     return attrs.evolve(plan, num_slabs=num_slabs if specs else 0)

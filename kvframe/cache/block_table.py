@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import overload
 
 import attrs
 import numpy as np
 import numpy.typing as npt
+
+from kvframe.specs import TOKENS
 
 
 class BlockTable:
@@ -37,15 +39,17 @@ class BlockTable:
 
 @attrs.frozen(eq=False)
 class TableStack:
-    """The block tables of all groups with one block size, as one array.
+    """The block tables of all groups with one block size that keep state of one sequence, as one array.
 
     Attributes:
         block_size: Tokens per block.
+        sequence: Which sequence of a request the blocks are of.
         groups: The groups' indices, in the array's order.
         ids: ``[num_groups, max_num_seqs, max_blocks], int32, host``; each group's ``BlockTable.ids`` is a view of it.
     """
 
     block_size: int
+    sequence: str
     groups: tuple[int, ...]
     ids: npt.NDArray[np.int32]
 
@@ -53,30 +57,41 @@ class TableStack:
 class BlockTables(Sequence[BlockTable]):
     """The block tables of all groups, by group index.
 
-    Invariant: the tables of equal block size lie in one array, so that a step reads all of them at once.
+    Invariant: the tables of equal block size and sequence lie in one array, so that a step reads all of them at once.
 
     Attributes:
-        stacks: The arrays, one for each block size.
+        stacks: The arrays, one for each block size and sequence.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_sizes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_sizes: Sequence[int],
+        sequences: Sequence[str] | None = None,
+        max_input_lens: Mapping[str, int] | None = None,
+    ) -> None:
         """Start with every row of every table empty.
 
         Args:
             max_num_seqs: Rows.
             max_model_len: The longest request, in tokens.
             block_sizes: Tokens per block of each group.
+            sequences: The sequence that each group keeps state of; requests' own tokens unless given.
+            max_input_lens: The most tokens of each other sequence.
         """
-        groups_of: dict[int, list[int]] = {}
+        max_lens = {**(max_input_lens or {}), TOKENS: max_model_len}
+        groups_of: dict[tuple[int, str], list[int]] = {}
         for group, block_size in enumerate(block_sizes):
-            groups_of.setdefault(block_size, []).append(group)
+            groups_of.setdefault((block_size, TOKENS if sequences is None else sequences[group]), []).append(group)
         self.stacks = tuple(
             TableStack(
                 block_size,
+                sequence,
                 tuple(groups),
-                np.zeros((len(groups), max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32),
+                np.zeros((len(groups), max_num_seqs, -(-max_lens[sequence] // block_size)), dtype=np.int32),
             )
-            for block_size, groups in groups_of.items()
+            for (block_size, sequence), groups in groups_of.items()
         )
         tables = {
             group: BlockTable(stack.block_size, stack.ids[place])

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import attrs
 
 from kvframe.cache.block_table import BlockTables
-from kvframe.cache.coordinator import KVCacheCoordinator, PrefixHit, RequestBlocks
+from kvframe.cache.coordinator import KVCacheCoordinator, RequestBlocks
+from kvframe.cache.inputs import InputSequence, input_blocks
+from kvframe.cache.lookup import PrefixHit, PrefixLookup
 from kvframe.cache.pool import BlockPool
 from kvframe.cache.prefix import PrefixKeys
 from kvframe.cache.swap import HostPages, HostStore
 from kvframe.plan import KVCachePlan
+
+NO_INPUTS: Mapping[str, InputSequence] = MappingProxyType({})
 
 
 @attrs.define
@@ -44,7 +50,8 @@ class _Entry:
     blocks: RequestBlocks
     keys: dict[int, PrefixKeys]
     next_full: int = 0
-    """Computed tokens from which on a block may be full that was not offered to the prefix index."""
+    """Computed tokens from which on a block may be full that was not offered to the prefix index; 0 where blocks of an
+    input may not have been."""
     num_resets: int = 0
     """Resets of the prefix cache before it started."""
 
@@ -79,11 +86,19 @@ class KVCacheManager:
         """
         self.plan = plan
         self.prefix_caching = prefix_caching and bool(plan.groups)
-        self.tables = BlockTables(max_num_seqs, plan.max_model_len, [group.block_size for group in plan.groups])
+        self.tables = BlockTables(
+            max_num_seqs,
+            plan.max_model_len,
+            [group.block_size for group in plan.groups],
+            [group.spec.sequence for group in plan.groups],
+            plan.max_input_lens,
+        )
         reserve = plan.num_slabs_for(group.peak_blocks for group in plan.groups)
         self._pool = BlockPool(plan, reserve_slabs=min(reserve, plan.num_slabs))
+        self._lookup = PrefixLookup(plan, self._pool)
         self._coordinator = KVCacheCoordinator(plan, self._pool, self.tables)
-        self._block_sizes = sorted({group.block_size for group in plan.groups})
+        self._block_sizes = sorted({group.block_size for group in plan.groups if not group.is_of_input})
+        self._input_groups = tuple(group for group in plan.groups if group.is_of_input)
         self._host = None if host_pages is None else HostStore(plan, host_pages)
         self._entries: dict[str, _Entry] = {}
         self._swapped: dict[str, _Entry] = {}
@@ -94,8 +109,16 @@ class KVCacheManager:
 
     # --- one verb for each event in a request's life ---------------------------------------------------------------
 
-    def start(self, request_id: str, token_ids: Sequence[int], *, salt: str = "", use_prefix: bool = True) -> int:
-        """Take a request into the table, referencing its longest cached prefix.
+    def start(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        *,
+        salt: str = "",
+        use_prefix: bool = True,
+        inputs: Mapping[str, InputSequence] = NO_INPUTS,
+    ) -> int:
+        """Take a request into the table, referencing its longest cached prefix and its cached inputs.
 
         The last token is always left to compute: its logits are what the request is for.
 
@@ -103,7 +126,9 @@ class KVCacheManager:
             request_id: Its name; not in the table.
             token_ids: Its tokens so far.
             salt: It shares blocks only with requests of the same salt.
-            use_prefix: Whether to look for a cached prefix.
+            use_prefix: Whether to look for a cached prefix, and for cached inputs.
+            inputs: What it brings beside its tokens, by the name of the sequence, each within the plan's
+                ``max_input_lens``. It shares blocks of tokens only with requests of equal inputs.
 
         Returns:
             The number of tokens that need not be computed.
@@ -111,21 +136,26 @@ class KVCacheManager:
         assert request_id not in self._entries
         assert request_id not in self._swapped
         assert self._free_rows
-        keys = {size: PrefixKeys(size, salt) for size in self._block_sizes} if self.prefix_caching else {}
+        caches = self.prefix_caching
+        keys = {size: PrefixKeys(size, salt, inputs) for size in self._block_sizes} if caches else {}
+        of_inputs = input_blocks(self._input_groups, inputs, salt, are_cached=caches) if inputs else ()
         hit = PrefixHit(0, tuple([] for _ in self.plan.groups))
-        if keys and use_prefix:
+        if caches and use_prefix:
             max_tokens = len(token_ids) - 1
-            hit = self._coordinator.find_prefix(
-                {size: chain.upto(token_ids, max_tokens) for size, chain in keys.items()}, max_tokens
-            )
+            found = {size: chain.upto(token_ids, max_tokens) for size, chain in keys.items()}
+            hit = self._lookup.find(found, max_tokens, of_inputs)
             self._queried_tokens += len(token_ids)
             self._hit_tokens += hit.num_tokens
-        blocks = self._coordinator.start(self._free_rows.pop(), hit)
+        blocks = self._coordinator.start(self._free_rows.pop(), hit, of_inputs)
         self._entries[request_id] = _Entry(blocks, keys, num_resets=self._num_resets)
         return hit.num_tokens
 
+    def missing_inputs(self, request_id: str) -> frozenset[str]:
+        """Return the inputs of a request whose state the next step has to compute; none after its first ``commit``."""
+        return self._entries[request_id].blocks.missing
+
     def extend(self, request_id: str, num_tokens: int) -> bool:
-        """Make room for a request's tokens ``[0, num_tokens)``.
+        """Make room for a request's tokens ``[0, num_tokens)`` and, the first time, for all of its inputs.
 
         Returns:
             False, and nothing changed, if the pool cannot give the pages now.
@@ -133,21 +163,23 @@ class KVCacheManager:
         return self._coordinator.extend(self._entries[request_id].blocks, num_tokens)
 
     def commit(self, request_id: str, token_ids: Sequence[int], num_computed: int) -> None:
-        """Take note that the state of tokens ``[0, num_computed)`` is computed.
+        """Take note that the state of tokens ``[0, num_computed)`` is computed, and that of the request's inputs.
 
         Blocks that became full become findable; blocks that no later token needs are released.
 
         Args:
             request_id: A request in the table.
             token_ids: Its tokens, at least ``num_computed`` of them.
-            num_computed: How many are computed.
+            num_computed: How many are computed; fewer than there was room made for where tokens were refused.
         """
         entry = self._entries[request_id]
-        if entry.keys and num_computed >= entry.next_full:
+        if self.prefix_caching and num_computed >= entry.next_full:
             keys = {size: chain.upto(token_ids, num_computed) for size, chain in entry.keys.items()}
             self._coordinator.publish(entry.blocks, keys, num_computed)
-            entry.next_full = min(num_computed - num_computed % size + size for size in keys)
-        self._coordinator.release_dead(entry.blocks, num_computed)
+            entry.next_full = min(
+                (num_computed - num_computed % size + size for size in self._block_sizes), default=sys.maxsize
+            )
+        self._coordinator.commit(entry.blocks, num_computed)
 
     def swap_out(self, request_id: str) -> bool:
         """Move a request's resident pages, of all groups, to host memory and take it out of the table.
@@ -188,7 +220,7 @@ class KVCacheManager:
         assert self._free_rows
         assert self._host is not None
         entry = self._swapped[request_id]
-        keys = {size: chain.upto((), 0) for size, chain in entry.keys.items()} if use_prefix else {}
+        keys = {size: chain.upto((), 0) for size, chain in entry.keys.items()} if use_prefix else None
         resumed = self._coordinator.resume(self._free_rows[-1], entry.blocks, num_tokens, keys)
         if resumed is None:
             return False

@@ -82,7 +82,8 @@ def plan(
     description = describe_model(model, registry)
     layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
-    planned = plan_for_stack(grouping, stack, choose_max_model_len(description, stack))
+    max_len = choose_max_model_len(description, stack)
+    planned = plan_for_stack(grouping, stack, max_len, description.max_input_lens)
     host_bytes = num_host_slabs(planned, stack) * planned.slab_bytes
     if max(num_tokens, default=0) > planned.max_model_len:
         raise click.UsageError(f"--num-tokens: a request has at most {planned.max_model_len} tokens")

@@ -75,7 +75,7 @@ def assemble(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, regi
     device = torch.device(stack.engine.device)
     max_model_len = choose_max_model_len(model.description, stack)
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
-    plan = plan_for_stack(grouping, stack, max_model_len)
+    plan = plan_for_stack(grouping, stack, max_model_len, model.description.max_input_lens)
     skipped = _skipped_layers(model, layers, stack)
     choices = select_backends(layers, stack, registry, device.type, skipped)
     host_slabs = num_host_slabs(plan, stack)

@@ -4,6 +4,7 @@ A layer file is TOML or JSON::
 
     name = "my-hybrid"            # for people; the file's name if not given
     max_model_len = 131072        # the longest request, in tokens
+    max_encoder_len = 1500        # the longest input of an encoder, where layers keep state of it
     repeat = 8                    # how often the list of layers is repeated; 1 if not given
 
     [[layers]]
@@ -28,7 +29,7 @@ An entry of ``layers`` has these keys, and the options of its cache spec:
 * ``shares_with``: the layer whose cache it reads: a name, or a negative number (``-1`` is the layer before);
 * ``query``: the query side (``num_heads``, ``head_size``, ``scale``, ``soft_cap``, ``has_sinks``), which choosing a
   backend needs and planning does not. What is missing is taken from the cache side: as many heads as KV heads, and
-  ``scale`` is ``head_size ** -0.5``.
+  ``scale`` is ``head_size ** -0.5``. A layer without ``query`` and without KV heads does not attend: it keeps a state.
 
 Nothing here imports torch.
 """
@@ -43,8 +44,9 @@ from typing import Any
 
 from kvframe.errors import ModelError, UnknownNameError
 from kvframe.model.description import LayerDescription, ModelDescription
+from kvframe.specs import ENCODER
 
-_FILE_KEYS = ("name", "max_model_len", "repeat", "layers")
+_FILE_KEYS = ("name", "max_model_len", "max_encoder_len", "repeat", "layers")
 _ENTRY_KEYS = ("name", "names", "count", "kind", "shares_with", "query")
 _QUERY_KEYS = ("num_heads", "head_size", "scale", "soft_cap", "has_sinks")
 
@@ -84,7 +86,12 @@ def read_layer_file(path: Path) -> ModelDescription:
     for _ in range(_count(path, "repeat", data, default=1)):
         for index, entry in enumerate(entries):
             _add_layers(path, f"layers[{index}]", entry, layers)
-    return ModelDescription(name=str(data.get("name", path.stem)), layers=tuple(layers), max_model_len=max_model_len)
+    return ModelDescription(
+        name=str(data.get("name", path.stem)),
+        layers=tuple(layers),
+        max_model_len=max_model_len,
+        max_input_lens={ENCODER: _count(path, "max_encoder_len", data)} if "max_encoder_len" in data else {},
+    )
 
 
 def parse_file(path: Path) -> Any:
@@ -104,7 +111,8 @@ def _add_layers(path: Path, where: str, entry: Mapping[str, Any], layers: list[L
     if not isinstance(kind, str):
         raise ModelError(f'{path}: {where}.kind must name a cache spec, such as "full_attention", not {kind!r}')
     options = {key: value for key, value in entry.items() if key not in _ENTRY_KEYS}
-    query = _query(path, f"{where}.query", entry.get("query", {}), options)
+    attends = "query" in entry or "num_kv_heads" in options
+    query = _query(path, f"{where}.query", entry.get("query", {}), options) if attends else {}
     for name in _names(path, where, entry):
         layers.append(
             LayerDescription(
