@@ -307,14 +307,24 @@ class RelativeBias:
     layer's parameter ``relative_bias: [num_buckets, num_heads]`` holds the numbers.
 
     Attributes:
-        num_buckets: Buckets, for both directions together.
-        max_distance: From this distance on all keys fall into the last bucket.
+        num_buckets: Buckets, for both directions together; at least two for each.
+        max_distance: From this distance on all keys fall into the last bucket. More than the distances with a bucket
+            of their own, which are half of a direction's buckets.
         bidirectional: Whether keys behind the query have buckets of their own.
     """
 
     num_buckets: int = positive_int
     max_distance: int = positive_int
     bidirectional: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        num_exact = self.num_buckets // (4 if self.bidirectional else 2)
+        if num_exact < 1 or self.max_distance <= num_exact:
+            raise SpecError(
+                f"a relative bias of {self.num_buckets} buckets{' for two directions' if self.bidirectional else ''} "
+                f"up to a distance of {self.max_distance} has no bucket of one distance or none of several: give at "
+                f"least {4 if self.bidirectional else 2} buckets and a distance of more than {num_exact}"
+            )
 
 
 def _as_relative_bias(value: RelativeBias | Mapping[str, Any] | None) -> RelativeBias | None:
@@ -331,7 +341,7 @@ class QuerySpec:
         scale: Factor on the query-key products, before soft cap and softmax.
         soft_cap: ``c`` in ``c * tanh(score / c)``; None for none.
         has_sinks: Whether each head adds a learned logit to the softmax's denominator (``sinks: [num_heads]``).
-        relative_bias: What is added to the scores by distance; None for nothing.
+        relative_bias: What is added to the scores, after scale and soft cap, by distance; None for nothing.
     """
 
     num_heads: int = positive_int
@@ -357,3 +367,12 @@ class LayerSpec:
     spec: KVCacheSpec | None
     query: QuerySpec | None = None
     shares_with: str | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.spec is None or self.query is None or self.query.relative_bias is None:
+            return
+        if self.spec.sequence != TOKENS:
+            raise SpecError(
+                f"layer {self.name!r} has a relative bias and attends to the {self.spec.sequence} sequence, to whose "
+                "tokens a query has no distance"
+            )

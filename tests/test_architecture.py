@@ -91,6 +91,7 @@ PUBLIC_MODULES = (
     "kvframe.attention.layer",
     "kvframe.attention.metadata",
     "kvframe.attention.order",
+    "kvframe.attention.relative_bias",
     "kvframe.attention.wrapper",
     "kvframe.builtin.full_attention",
     "kvframe.errors",

@@ -14,7 +14,7 @@ from kvframe.builtin import torch_backend, torch_builder, torch_cut
 from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.errors import SpecError
-from kvframe.specs import AttentionMask, AttentionSpec, LayerSpec, QuerySpec, StateTensor
+from kvframe.specs import AttentionMask, AttentionSpec, LayerSpec, QuerySpec, RelativeBias, StateTensor
 from kvframe.testing.case import Case, GridSpec, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layers
@@ -130,7 +130,14 @@ def test_a_spec_beyond_what_is_declared_is_refused_by_code(code: str, changes: d
     assert [code] == refusals(attrs.evolve(NARROW_SPEC, **changes))
 
 
-@pytest.mark.parametrize(("code", "changes"), [("soft_cap", {"soft_cap": 1.0}), ("sinks", {"has_sinks": True})])
+@pytest.mark.parametrize(
+    ("code", "changes"),
+    [
+        ("soft_cap", {"soft_cap": 1.0}),
+        ("sinks", {"has_sinks": True}),
+        ("relative_bias", {"relative_bias": RelativeBias(num_buckets=8, max_distance=20)}),
+    ],
+)
 def test_a_query_side_beyond_what_is_declared_is_refused_by_code(code: str, changes: dict[str, Any]) -> None:
     assert [code] == refusals(**changes)
 
@@ -157,9 +164,9 @@ def numbers(*values: float) -> torch.Tensor:
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> list[float]:
     visible = options.pop("visible", torch.ones(query.shape[0], key.shape[0], dtype=torch.bool))
-    sinks = options.pop("sinks", None)
+    learned = options.pop("sinks", None), options.pop("bias", None)
     layer = QuerySpec(num_heads=query.shape[1], head_size=1, **{"scale": 1.0, **options})
-    output: list[float] = dense_attention(layer, query, key, value, visible, sinks).flatten().tolist()
+    output: list[float] = dense_attention(layer, query, key, value, visible, *learned).flatten().tolist()
     return output
 
 
@@ -180,6 +187,17 @@ def test_a_soft_cap_bounds_the_scores() -> None:
     assert [3.0] == pytest.approx(attend(numbers(1e3), numbers(1, -1), numbers(2, 4), soft_cap=1e-9))
 
 
+def test_a_learned_bias_is_added_to_the_capped_scores() -> None:
+    bias = torch.tensor([[[0.0, 1.0986122886681098]]])
+    assert [3.5] == pytest.approx(attend(numbers(1e3), numbers(1, -1), numbers(2, 4), soft_cap=1e-9, bias=bias))
+
+
+def test_a_query_that_sees_nothing_gets_zeros() -> None:
+    hidden = torch.tensor([[False, False], [True, False]])
+    assert [0.0, 6.0] == attend(numbers(1, 1), numbers(1, 2), numbers(6, 8), visible=hidden)
+    assert [0.0] == attend(numbers(1), numbers(), numbers())
+
+
 def test_query_heads_share_the_key_head_of_their_group() -> None:
     query, key = torch.zeros(1, 4, 1), torch.zeros(1, 2, 1)
     assert [5.0, 5.0, 7.0, 7.0] == attend(query, key, torch.tensor([[[5.0], [7.0]]]))
@@ -189,7 +207,6 @@ def test_a_query_sees_what_is_live_and_itself() -> None:
     window = attrs.evolve(NARROW_SPEC, window=2, num_sink_tokens=1)
     assert [[1, 0, 1, 1, 0], [1, 0, 0, 1, 1]] == visible_tokens(window, 3, 5).int().tolist()
     assert [[0, 0, 1, 0], [0, 0, 1, 1]] == visible_tokens(attrs.evolve(NARROW_SPEC, chunk=2), 2, 4).int().tolist()
-    assert [[1, 1, 1]] == visible_tokens(window, 2, 3, causal=False).int().tolist()
 
 
 # --- the kit sees what is wrong ---------------------------------------------------------------------------------------
@@ -243,6 +260,23 @@ class NoLearnedSinks(TorchReferenceBackend):
         return super().forward(layer, query, kv_cache, metadata, None)
 
 
+class NoRelativeBias(Wrong):
+    def layer_used(self, layer: LayerSpec) -> LayerSpec:
+        assert layer.query is not None
+        return attrs.evolve(layer, query=attrs.evolve(layer.query, relative_bias=None))
+
+
+class SeesItself(TorchReferenceBackend):
+    """Takes it for granted that a query's own key is in the cache."""
+
+    def forward(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        least = metadata.query_start_loc_cpu.diff()
+        longer = attrs.evolve(metadata, seq_lens_cpu=metadata.seq_lens_cpu.maximum(least))
+        return super().forward(layer, query, kv_cache, longer, sinks)
+
+
 class AlwaysCausal(Wrong):
     def metadata_used(self, metadata: Any) -> Any:
         return attrs.evolve(metadata, causal=True)
@@ -285,7 +319,11 @@ class DropsAnOutput(Wrong):
         (OwnScale, "full-block=16-mixed", "wrong"),
         (NoSoftCap, "full-soft_cap-decode", "wrong"),
         (NoLearnedSinks, "full-learned_sinks-decode", "5 of 5 queries are wrong"),
+        (NoRelativeBias, "full-relative_bias-mixed", "wrong"),
+        (NoRelativeBias, "bidirectional-relative_bias_both_ways-prefill", "wrong"),
         (AlwaysCausal, "full-block=16-extend-not_causal", "wrong"),
+        (SeesItself, "bidirectional-block=16-cross_mixed", r"wrong, .*NaN is state that is not live"),
+        (SeesItself, "full-block=16-cross_decode-padded-not_causal", r"wrong, .*at position 0 of request 0"),
         (PagesInOrder, "full-block=16-uneven", "wrong"),
         (HalfPrecision, "full-block=16-decode", r"wrong, .* by .* is allowed$"),
         (WritesTheBlockTable, "full-block=16-mixed", "it wrote to the cache, the query or the batch metadata"),

@@ -23,7 +23,7 @@ from kvframe.builtin.torch_builder import TorchMetadata, TorchMetadataBuilder
 from kvframe.builtin.torch_cut import cut_batches
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.builtin.torch_tiles import IntArray, ranges
-from kvframe.specs import LayerSpec, QuerySpec
+from kvframe.specs import LayerSpec, QuerySpec, RelativeBias
 from kvframe.testing.case import GridSpec, Request
 from kvframe.testing.metadata import make_metadata
 
@@ -38,9 +38,10 @@ MASKS: tuple[Mapping[str, Any], ...] = (
 )
 
 
-def layer_of(**options: Any) -> LayerSpec:
+def layer_of(relative_bias: RelativeBias | None = None, **options: Any) -> LayerSpec:
     spec = GridSpec(**{"block_size": 4, "num_kv_heads": 1, "head_size": 4, **options})
-    return LayerSpec(name="layer", spec=spec, query=QuerySpec(num_heads=2, head_size=4, scale=0.5))
+    query = QuerySpec(num_heads=2, head_size=4, scale=0.5, relative_bias=relative_bias)
+    return LayerSpec(name="layer", spec=spec, query=query)
 
 
 @st.composite
@@ -50,6 +51,14 @@ def rows(draw: st.DrawFn) -> list[Request]:
     drawn = draw(st.lists(lengths, max_size=6))
     first = (draw(st.integers(0, 40)), draw(st.integers(1, 6)), 0.0)
     return [Request(computed, new, num_hidden=int(hidden * computed)) for computed, new, hidden in (first, *drawn)]
+
+
+@st.composite
+def cross_rows(draw: st.DrawFn) -> list[Request]:
+    """Return requests whose keys are of another sequence: fewer than the queries, none, or none that is seen."""
+    lengths = st.tuples(st.integers(0, 6), st.integers(0, 40), st.floats(0, 1))
+    drawn = draw(st.lists(lengths, min_size=1, max_size=7))
+    return [Request(0, new, num_keys=keys, num_hidden=int(hidden * keys)) for new, keys, hidden in drawn]
 
 
 def metadata_of(
@@ -79,7 +88,8 @@ def attend(backend_class: type[AttentionBackend], layer: LayerSpec, metadata: Co
     starts = metadata.query_start_loc_cpu.tolist()
     for request, seq_len in enumerate(metadata.seq_lens_cpu.tolist()):
         hidden = int(metadata.extensions[SEQ_STARTS].values[request]) if metadata.extensions else 0
-        for position in range(seq_len - starts[request + 1] + starts[request], seq_len):
+        num_new = starts[request + 1] - starts[request]
+        for position in range(seq_len - num_new, seq_len):
             causal = layer.spec.causal and metadata.causal
             live = (*layer.spec.live_ranges(position), (position, position + 1)) if causal else ((0, seq_len),)
             for token in (token for start, stop in live for token in range(max(start, hidden), stop)):
@@ -87,6 +97,9 @@ def attend(backend_class: type[AttentionBackend], layer: LayerSpec, metadata: Co
     for state in cache.values():
         state[~seen] = float("nan")
     backend = backend_class([layer], CPU)
+    assert layer.query is not None
+    if layer.query.relative_bias is not None:
+        backend.bind(layer, {"relative_bias": torch.randn(4, 2, generator=generator)})
     return backend.forward(layer, query, cache, backend.make_builder().build(metadata), None)
 
 
@@ -162,6 +175,7 @@ def test_layers_with_equal_reuse_keys_get_equal_metadata(requests: list[Request]
         attrs.evolve(layer_of(window=5), query=QuerySpec(num_heads=4, head_size=4, scale=0.5)),
         attrs.evolve(layer_of(window=5), query=QuerySpec(num_heads=2, head_size=4, scale=0.5, soft_cap=1.0)),
         attrs.evolve(layer_of(window=5), query=QuerySpec(num_heads=2, head_size=4, scale=0.5, has_sinks=True)),
+        layer_of(RelativeBias(num_buckets=4, max_distance=9), window=5),
     ],
 )
 def test_what_changes_the_pieces_changes_the_reuse_key(other: LayerSpec) -> None:
@@ -290,6 +304,43 @@ def test_any_batch_equals_the_reference(
     expected = attend(TorchReferenceBackend, layer_of(**mask), common)
     with limits(small):
         torch.testing.assert_close(attend(TorchBackend, layer_of(**mask), common), expected)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@any_time
+@given(requests=rows(), both_ways=st.booleans(), padding=st.integers(0, 2), small=st.booleans())
+def test_any_batch_with_a_learned_bias_equals_the_reference(
+    mask: Mapping[str, Any], requests: list[Request], both_ways: bool, padding: int, small: bool
+) -> None:
+    layer = layer_of(RelativeBias(num_buckets=4, max_distance=9, bidirectional=both_ways), **mask)
+    common = metadata_of(requests, padding=padding)
+    expected = attend(TorchReferenceBackend, layer, common)
+    with limits(small):
+        torch.testing.assert_close(attend(TorchBackend, layer, common), expected)
+
+
+@any_time
+@given(
+    requests=cross_rows(),
+    not_causal=st.sampled_from(["mask", "batch"]),
+    starts=st.booleans(),
+    padding=st.integers(0, 2),
+    small=st.booleans(),
+)
+def test_any_batch_over_another_sequence_equals_the_reference(
+    requests: list[Request], not_causal: str, starts: bool, padding: int, small: bool
+) -> None:
+    common = attrs.evolve(metadata_of(requests, padding=padding, starts=starts), causal=not_causal == "mask")
+    layer = layer_of(causal=not_causal == "batch")
+    expected = attend(TorchReferenceBackend, layer, common)
+    with limits(small):
+        torch.testing.assert_close(attend(TorchBackend, layer, common), expected)
+
+
+def test_tokens_of_requests_without_keys_are_not_computed() -> None:
+    common = metadata_of([Request(0, 3, num_keys=9), Request(0, 200, num_keys=0), Request(0, 1, num_keys=2)])
+    built = TorchBackend([layer_of(causal=False)], CPU).make_builder().build(common)
+    assert 4 == sum(piece.num_tiles * piece.num_queries for piece in built.pieces)
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, TorchReferenceBackend])

@@ -15,6 +15,7 @@ from kvframe.attention.capture import GraphCapture
 from kvframe.attention.group import AttentionGroup, form_groups
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.order import find_order
+from kvframe.attention.relative_bias import RELATIVE_BIAS
 from kvframe.attention.selection import Choice
 from kvframe.attention.state import StateLayer, StateStep
 from kvframe.attention.step import StepBatch
@@ -42,6 +43,7 @@ class AttentionLayer:
 
     Attributes:
         spec: The layer.
+        lacks_parameters: Whether it declares a learned tensor that was not bound yet.
     """
 
     def __init__(self, spec: LayerSpec, kv_cache: KVCache, step: _GroupStep) -> None:
@@ -51,14 +53,28 @@ class AttentionLayer:
         self._step = step
         self._backend = step.group.backend
         self._writes = spec.shares_with is None
+        self.lacks_parameters = spec.query is not None and spec.query.relative_bias is not None
 
     def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Give the layer's learned tensors to its backend, once, before the first step.
 
         Args:
             parameters: By name, such as ``relative_bias: [num_buckets, num_heads]``, device.
+
+        Raises:
+            BackendError: The bias that the layer declares is not among them, or has another shape.
         """
+        query = self.spec.query
+        if query is not None and query.relative_bias is not None:
+            expected = query.relative_bias.num_buckets, query.num_heads
+            found = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+            if found.get(RELATIVE_BIAS) != expected:
+                raise BackendError(
+                    f"layer {self.spec.name!r} declares a relative bias of {expected[0]} buckets for {expected[1]} "
+                    f"heads, and was bound {found or 'nothing'}; bind it {{{RELATIVE_BIAS!r}: a tensor {expected}}}"
+                )
         self._backend.bind(self._wrapped, parameters)
+        self.lacks_parameters = False
 
     def __call__(
         self,
@@ -162,6 +178,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
             for step in self._steps
             for layer in step.group.layers
         }
+        self._unchecked = [layer for layer in self._layers.values() if layer.lacks_parameters]
         self._order = {layer.name: index for index, layer in enumerate(attending)}
         self._device = device
         # The states of a cache group lie alike for all its layers with as many of them to a page.
@@ -218,9 +235,12 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
             tables: The block tables that it was made with. Likewise.
 
         Raises:
+            BackendError: A layer declares a learned tensor and was bound none.
             WrapperError: A wrapper cannot take the step.
             BatchError: ``sub_batches`` do not cut the step into ranges of requests with tokens.
         """
+        if self._unchecked:
+            self._check_bound()
         if sub_batches is None:
             self._sub_batches = [self._build(metadata, self._state_steps(batch, tables, slice(None)))]
         else:
@@ -264,6 +284,15 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
             for layer in members:
                 layer.step = state
         self.kept_rows = part.kept_rows
+
+    def _check_bound(self) -> None:
+        lacking = [layer.spec.name for layer in self._unchecked if layer.lacks_parameters]
+        if lacking:
+            raise BackendError(
+                f"the layers {', '.join(map(repr, lacking))} declare a relative bias and were bound none; the model "
+                "has to call bind() of each when it is attached"
+            )
+        self._unchecked = []
 
     def _build(self, metadata: Sequence[CommonAttentionMetadata], states: list[StateStep]) -> _SubBatch:
         slots = _split_slots(metadata, self._written)

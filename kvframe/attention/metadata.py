@@ -43,8 +43,8 @@ NO_EXTENSIONS: Mapping[str, Extension] = MappingProxyType({})
 
 SEQ_STARTS = "seq_starts"
 """Extension ``[num_reqs], int32``, with a host copy: tokens of a request before this one are not seen by its queries,
-whatever the mask. It is at most the position of the request's first new token. A backend that honours it declares so;
-one that does not cannot be given it."""
+whatever the mask. It is at most the position of the request's first new token, or the length of another sequence that
+the keys are of. A backend that honours it declares so; one that does not cannot be given it."""
 
 NUM_ACCEPTED_TOKENS = "num_accepted_tokens"
 """Extension ``[num_reqs], int32``: draft tokens of the last step that were accepted."""
@@ -86,10 +86,14 @@ class CommonAttentionMetadata:
     rows with a query length of 0, and further tokens, behind the others, with slot 0, which lies in the null page
     that no request owns. What a backend returns for padded tokens is never used.
 
+    The keys may be of another sequence than the queries (cross attention). Then the batch or the layers' mask is not
+    causal, ``seq_lens`` and ``block_table`` are those of the keys, all queries have slot 0, and a request may have
+    fewer keys than queries or none at all: queries without a key get zeros.
+
     Attributes:
         query_start_loc: ``[num_reqs + 1], int32, device``: where each request's new tokens start.
         query_start_loc_cpu: The same on the host.
-        seq_lens: ``[num_reqs], int32, device``: tokens of each request after this step.
+        seq_lens: ``[num_reqs], int32, device``: tokens of each request after this step, or of its other sequence.
         seq_lens_cpu: The same on the host.
         num_reqs: Requests in the batch, padded rows included.
         num_actual_tokens: New tokens in the batch, without padding.

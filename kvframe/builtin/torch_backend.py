@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
 from kvframe.attention.metadata import SEQ_STARTS
+from kvframe.attention.relative_bias import RELATIVE_BIAS, bias_by_distance
 from kvframe.builtin.torch_builder import TorchMetadata, TorchMetadataBuilder
 from kvframe.builtin.torch_pieces import Piece
 from kvframe.specs import LayerSpec
@@ -42,7 +43,7 @@ class Scratch:
 
 
 class TorchBackend(AttentionBackend):
-    """Serves causal, bidirectional and windowed attention, with sinks, soft caps and learned sink logits."""
+    """Serves causal, bidirectional and windowed attention, with soft caps, sinks, learned sink logits and biases."""
 
     capabilities = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
@@ -51,6 +52,7 @@ class TorchBackend(AttentionBackend):
         extensions=frozenset({SEQ_STARTS}),
         soft_cap=True,
         sinks=True,
+        relative_bias=True,
         separate_value_size=True,
     )
 
@@ -58,6 +60,15 @@ class TorchBackend(AttentionBackend):
         super().__init__(layers, device)
         self._key_scratch = Scratch()
         self._value_scratch = Scratch()
+        self._bias_by_distance: dict[str, torch.Tensor] = {}
+
+    def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Keep the layer's tensors, and its bias as forward looks it up."""
+        super().bind(layer, parameters)
+        assert layer.query is not None
+        if layer.query.relative_bias is not None:
+            table = parameters[RELATIVE_BIAS]
+            self._bias_by_distance[layer.name] = bias_by_distance(layer.query.relative_bias, table)
 
     def make_builder(self) -> TorchMetadataBuilder:
         """Return the builder of the step's pieces."""
@@ -70,6 +81,7 @@ class TorchBackend(AttentionBackend):
         assert isinstance(metadata, TorchMetadata)
         keys, values = kv_cache["k"], kv_cache["v"]
         num_tokens, num_heads, head_size = query.shape
+        by_distance = self._bias_by_distance.get(layer.name)
         output = None
         for piece, pages in zip(metadata.pieces, metadata.pages, strict=True):
             num_rows = piece.num_tiles * piece.num_queries
@@ -82,6 +94,7 @@ class TorchBackend(AttentionBackend):
                 _gather(piece, pages, values, query.dtype, self._value_scratch),
                 piece,
                 sinks,
+                by_distance,
             ).reshape(num_rows, num_heads, values.shape[-1])
             if in_order and num_rows == num_tokens:
                 return result
@@ -114,6 +127,7 @@ def _attend(
     value: torch.Tensor,
     piece: Piece,
     sinks: torch.Tensor | None,
+    by_distance: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return ``[num_tiles, num_queries, num_heads, head_size_v]`` for queries of the same shape but the last."""
     assert layer.query is not None
@@ -128,12 +142,25 @@ def _attend(
     folded = query.view(num_tiles, num_queries, num_kv_heads, group_size, head_size).permute(0, 2, 3, 1, 4)
     folded = folded.reshape(num_tiles, num_kv_heads, group_size * num_queries, head_size)
     bias = None if piece.bias is None else piece.bias.to(query.dtype)
+    if by_distance is not None:
+        learned = _learned_bias(by_distance, piece, num_kv_heads).to(query.dtype)
+        bias = learned if bias is None else learned + bias
     if layer.query.soft_cap is None and sinks is None:
         result = scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=layer.query.scale)
     else:
         result = _explicit_attention(layer, folded, key, value, bias, sinks)
     result = result.view(num_tiles, num_kv_heads, group_size, num_queries, value.shape[-1])
     return result.permute(0, 3, 1, 2, 4).reshape(num_tiles, num_queries, num_heads, value.shape[-1])
+
+
+def _learned_bias(by_distance: torch.Tensor, piece: Piece, num_kv_heads: int) -> torch.Tensor:
+    """Return ``[num_tiles, num_kv_heads, group_size * num_queries, num_keys]`` of a piece with ``bias_columns``."""
+    assert piece.bias_columns is not None
+    num_heads = by_distance.shape[0]
+    values = by_distance.index_select(1, piece.bias_columns)
+    values = values.view(num_heads, piece.num_tiles, piece.num_queries, piece.num_keys).transpose(0, 1)
+    num_rows = num_heads // num_kv_heads * piece.num_queries
+    return values.reshape(piece.num_tiles, num_kv_heads, num_rows, piece.num_keys)
 
 
 def _explicit_attention(

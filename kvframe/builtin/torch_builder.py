@@ -23,7 +23,8 @@ from kvframe.builtin.torch_tiles import NO_LIMIT, IntArray, Rules
 from kvframe.specs import LayerSpec
 
 MAX_FOLDED_QUERIES = 256
-"""Rows of a masked tile, the queries of one KV head's group side by side: bounds the mask's memory."""
+"""Rows of a masked tile, the queries of one KV head's group side by side: bounds the mask's memory. Where a
+learned bias makes the mask differ from head to head, those of all heads."""
 
 FREE_PADDING_ELEMENTS = 3 << 17
 """Key and value elements that decodes may gather in vain before a second piece, with its own calls, costs less."""
@@ -63,15 +64,18 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         state, mask = layer.spec.state_tensors(), layer.spec.mask
         assert mask is not None
         group_size = layer.query.num_heads // state["k"].shape[1]
+        bias = layer.query.relative_bias
+        masked_heads = group_size if bias is None else layer.query.num_heads
         token_elements = sum(math.prod(tensor.shape[1:]) for tensor in state.values())
         self._rules = Rules(
             causal=mask.causal,
             window=NO_LIMIT if mask.window is None else mask.window,
             num_sink_tokens=0 if mask.window is None else mask.num_sink_tokens,
-            takes_causal=layer.query.soft_cap is None and not layer.query.has_sinks,
+            takes_causal=layer.query.soft_cap is None and not layer.query.has_sinks and bias is None,
             group_size=group_size,
-            max_queries=max(1, MAX_FOLDED_QUERIES // group_size),
+            max_queries=max(1, MAX_FOLDED_QUERIES // masked_heads),
             free_padding=FREE_PADDING_ELEMENTS // token_elements,
+            max_distance=0 if bias is None else bias.max_distance,
         )
         self._dtype: torch.dtype = getattr(torch, state["k"].dtype)
         self._device = device

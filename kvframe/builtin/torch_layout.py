@@ -130,6 +130,27 @@ class Layout:
         step[first_page] = jump
         return step.cumsum(dtype=np.int32)
 
+    def key_positions(self, padded_pages: IntArray) -> IntArray:
+        """Return the position of each gathered token in its request: ``[num_keys], int32``.
+
+        Args:
+            padded_pages: What ``padded_pages`` returned; their tokens are those of the page that they repeat.
+        """
+        blocks = self.page_index([0] * len(self.rules), padded_pages)
+        tokens = np.arange(self.block_size, dtype=np.int32)
+        positions: IntArray = (blocks[:, None] * np.int32(self.block_size) + tokens).ravel()
+        return positions
+
+    def query_positions(self, rows: IntArray) -> IntArray:
+        """Return the position of each query in its request: ``[num_rows], int32``.
+
+        Args:
+            rows: The rows of ``query_rows``.
+        """
+        shift = self.tiles.position - self.tiles.first_row
+        positions: IntArray = (rows + shift.repeat(self.queries.repeat(self.counts))).astype(np.int32)
+        return positions
+
     def hidden_tokens(self) -> tuple[IntArray, IntArray]:
         """Return the gathered tokens that no query of their tile sees and that may hold anything.
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvframe.attention.relative_bias import bias_columns
 from kvframe.builtin.torch_layout import Layout, QueryRows
 from kvframe.builtin.torch_tiles import IntArray
 
@@ -32,6 +33,8 @@ class Piece:
         bias: ``[num_tiles, 1, num_rows, num_keys], device``: 0 where a query sees a token, else -inf; one row for
             all or, for several queries, ``group_size * num_queries``. None where all is seen, or the batch is causal.
         is_causal: Whether query ``i`` of each tile sees gathered tokens ``[0, i]``.
+        bias_columns: ``[num_tiles * num_queries * num_keys], int32, device``: for each query and gathered token, the
+            column of what ``bias_by_distance`` returns; None without a learned bias.
     """
 
     num_tiles: int
@@ -43,6 +46,7 @@ class Piece:
     hidden_slots: torch.Tensor
     bias: torch.Tensor | None
     is_causal: bool
+    bias_columns: torch.Tensor | None
 
 
 Rows = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -88,6 +92,7 @@ class PieceMaker:
             slots.split_with_sizes(num_hidden.tolist()),
             biases,
             layout.is_fresh,
+            self._bias_columns(padded_pages, num_keys.tolist(), read),
             strict=True,
         )
         return [Piece(tiles, queries, keys, *rows, *others) for tiles, queries, keys, rows, *others in columns]
@@ -106,7 +111,7 @@ class PieceMaker:
         num_pieces = np.bincount(layout.groups, minlength=len(num_actual_tokens)).tolist()
         for piece, (group, size) in enumerate(zip(layout.groups, sizes, strict=True)):
             # The tiles of a piece that is alone were not sorted: these are all rows, in order.
-            if num_pieces[group] == 1 and size == num_actual_tokens[group]:
+            if num_pieces[group] == 1 and size == num_actual_tokens[group] and found[piece][1] is None:
                 found[piece] = (None, None, None)
         return found
 
@@ -128,6 +133,20 @@ class PieceMaker:
                 found[piece] = add_queries(piece, shares[piece].view(tiles, 1, -1))
             elif has_unseen[piece]:
                 found[piece] = shares[piece].view(tiles, 1, 1, -1)
+        return found
+
+    def _bias_columns(self, padded_pages: IntArray, num_keys: list[int], read: QueryRows) -> list[torch.Tensor | None]:
+        layout = self._layout
+        limits = [each.max_distance for each in layout.rules]
+        found: list[torch.Tensor | None] = [None] * len(num_keys)
+        if not any(limits):
+            return found
+        keys = upload(layout.key_positions(padded_pages), self._device).split_with_sizes(num_keys)
+        queries = upload(layout.query_positions(read.rows), self._device).split_with_sizes(read.sizes.tolist())
+        for piece, (group, tiles) in enumerate(zip(layout.groups, layout.counts.tolist(), strict=True)):
+            if limits[group]:
+                distance = keys[piece].view(tiles, 1, -1) - queries[piece].view(tiles, -1, 1)
+                found[piece] = bias_columns(distance, limits[group]).view(-1)
         return found
 
     def _tile_bias(self, hidden: IntArray, padded_pages: IntArray, num_keys: int) -> torch.Tensor:

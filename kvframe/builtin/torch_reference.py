@@ -13,6 +13,7 @@ import torch
 
 from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
 from kvframe.attention.metadata import SEQ_STARTS, CommonAttentionMetadata
+from kvframe.attention.relative_bias import RELATIVE_BIAS, bias_by_distance, bias_columns
 from kvframe.specs import KVCacheSpec, LayerSpec
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -35,9 +36,14 @@ def attended_tokens(spec: KVCacheSpec, position: int, seq_len: int, causal: bool
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: LayerSpec, sinks: torch.Tensor | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: LayerSpec,
+    sinks: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return one query's attention over the tokens it attends to.
+    """Return one query's attention over the tokens it attends to; zeros if there are none.
 
     A learned sink is one more logit in the softmax, with no value behind it, so it takes a share of the weight and
     gives nothing (GPT-OSS, arXiv 2508.10925).
@@ -48,6 +54,7 @@ def attend(
         value: ``[num_tokens, num_kv_heads, head_size_v]``.
         layer: For the scale and the soft cap.
         sinks: ``[num_heads]`` or None.
+        bias: ``[num_heads, num_tokens]``, added to the scores; None for none.
 
     Returns:
         ``[num_heads, head_size_v]``, in the query's dtype.
@@ -59,6 +66,8 @@ def attend(
     scores = torch.einsum("hd,thd->ht", query, key) * layer.query.scale
     if layer.query.soft_cap is not None:
         scores = layer.query.soft_cap * torch.tanh(scores / layer.query.soft_cap)
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores.dtype)[:, None]], dim=1)
     weights = torch.softmax(scores, dim=-1)[:, : key.shape[0]]
@@ -75,6 +84,7 @@ class TorchReferenceBackend(AttentionBackend):
         extensions=frozenset({SEQ_STARTS}),
         soft_cap=True,
         sinks=True,
+        relative_bias=True,
         separate_value_size=True,
         preference=-10,
     )
@@ -93,14 +103,14 @@ class TorchReferenceBackend(AttentionBackend):
             values_cpu = metadata.extensions[SEQ_STARTS].values_cpu
             assert values_cpu is not None
             seq_starts = values_cpu.tolist()
+        bias = self._bias_by_distance(layer)
         for request in range(metadata.num_reqs):
             seq_len = int(metadata.seq_lens_cpu[request])
             num_new = starts[request + 1] - starts[request]
             for i in range(num_new):
-                tokens = attended_tokens(
-                    layer.spec, seq_len - num_new + i, seq_len, metadata.causal, seq_starts[request]
-                )
-                positions = torch.tensor(tokens, device=query.device)
+                position = seq_len - num_new + i
+                tokens = attended_tokens(layer.spec, position, seq_len, metadata.causal, seq_starts[request])
+                positions = torch.tensor(tokens, dtype=torch.int64, device=query.device)
                 blocks = metadata.block_table[request, positions // metadata.block_size].long()
                 offsets = positions % metadata.block_size
                 row = starts[request] + i
@@ -110,5 +120,12 @@ class TorchReferenceBackend(AttentionBackend):
                     kv_cache["v"][blocks, offsets].to(compute_dtype),
                     layer,
                     sinks,
+                    None if bias is None else bias[:, bias_columns(positions - position, bias.shape[1] // 2)],
                 ).to(query.dtype)
         return output
+
+    def _bias_by_distance(self, layer: LayerSpec) -> torch.Tensor | None:
+        assert layer.query is not None
+        if layer.query.relative_bias is None:
+            return None
+        return bias_by_distance(layer.query.relative_bias, self.parameters[layer.name][RELATIVE_BIAS])

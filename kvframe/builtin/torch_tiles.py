@@ -38,6 +38,7 @@ class Rules:
         group_size: Query heads of each KV head.
         max_queries: Queries of a masked tile at most.
         free_padding: Tokens that a piece of single queries may gather in vain.
+        max_distance: The distances up to which a learned bias tells keys apart; 0 without such a bias.
     """
 
     causal: bool
@@ -47,6 +48,7 @@ class Rules:
     group_size: int
     max_queries: int
     free_padding: int
+    max_distance: int
 
 
 @attrs.frozen(eq=False)
@@ -59,7 +61,7 @@ class Tiles:
         kind: ``DECODE``, ``FRESH`` or ``OTHER``; ascending in a group.
         request: The row of the batch.
         first_row: Where the tile's queries start in the packed batch.
-        position: The first query's position in its request.
+        position: The first query's position in its request; means nothing where the keys are of another sequence.
         num_queries: The tile's queries, at least one.
         seq_len: Tokens of the request after the step.
         seq_start: The request's first token that is not hidden.
@@ -90,7 +92,7 @@ class Tiles:
             # Groups without a wrapper chain of their own see the very same requests.
             key = (id(step.query_start_loc_cpu), id(step.seq_lens_cpu), id(step.extensions.get(SEQ_STARTS)))
             if key not in found:
-                found[key] = _requests(step)
+                found[key] = _requests(step, causal)
             parts.append(found[key])
         columns = np.concatenate(parts, axis=1)
         tiles = cls(columns, *columns)
@@ -128,8 +130,8 @@ class Tiles:
         return cut
 
 
-def _requests(step: CommonAttentionMetadata) -> IntArray:
-    """Return the columns of tiles, one for each request with a new token, all decodes of the first group."""
+def _requests(step: CommonAttentionMetadata, causal: bool) -> IntArray:
+    """Return the columns of tiles, one for each request with queries and keys, all decodes of the first group."""
     starts, seq_len = step.query_start_loc_cpu.numpy(), step.seq_lens_cpu.numpy()
     columns = np.zeros((len(attrs.fields(Tiles)) - 1, len(seq_len)), dtype=np.int32)
     _, _, request, first_row, position, num_queries, seq_lens, seq_start = columns
@@ -141,7 +143,9 @@ def _requests(step: CommonAttentionMetadata) -> IntArray:
         values_cpu = step.extensions[SEQ_STARTS].values_cpu
         assert values_cpu is not None
         seq_start[:] = values_cpu.numpy()
-    return columns if num_queries.all() else columns[:, num_queries > 0]
+    # A causal query sees itself at least; keys of another sequence may all be hidden, or there may be none.
+    attends = num_queries > 0 if causal else (num_queries > 0) & (seq_lens > seq_start)
+    return columns if attends.all() else columns[:, attends]
 
 
 @attrs.frozen(eq=False)

@@ -27,9 +27,10 @@ An entry of ``layers`` has these keys, and the options of its cache spec:
 * ``count``: layers in a row, whose ``name`` then holds ``{}``;
 * ``kind``: the registered name of the cache spec;
 * ``shares_with``: the layer whose cache it reads: a name, or a negative number (``-1`` is the layer before);
-* ``query``: the query side (``num_heads``, ``head_size``, ``scale``, ``soft_cap``, ``has_sinks``), which choosing a
-  backend needs and planning does not. What is missing is taken from the cache side: as many heads as KV heads, and
-  ``scale`` is ``head_size ** -0.5``. A layer without ``query`` and without KV heads does not attend: it keeps a state.
+* ``query``: the query side, which choosing a backend needs and planning does not: ``num_heads``, ``head_size``,
+  ``scale``, ``soft_cap``, ``has_sinks``, and ``relative_bias``, a table of ``num_buckets``, ``max_distance`` and
+  ``bidirectional``. What is missing is taken from the cache side: as many heads as KV heads, and ``scale`` is
+  ``head_size ** -0.5``. A layer without ``query`` and without KV heads does not attend: it keeps a state.
 
 Nothing here imports torch.
 """
@@ -48,7 +49,7 @@ from kvframe.specs import ENCODER
 
 _FILE_KEYS = ("name", "max_model_len", "max_encoder_len", "repeat", "layers")
 _ENTRY_KEYS = ("name", "names", "count", "kind", "shares_with", "query")
-_QUERY_KEYS = ("num_heads", "head_size", "scale", "soft_cap", "has_sinks")
+_QUERY_KEYS = ("num_heads", "head_size", "scale", "soft_cap", "has_sinks", "relative_bias")
 
 
 def is_layer_file(path: Path) -> bool:

@@ -41,6 +41,34 @@ def wrapper_batches(block_size: int) -> dict[str, tuple[Request, ...]]:
     }
 
 
+def cross_wrapper_batches(block_size: int) -> dict[str, tuple[Request, ...]]:
+    """Return batches for wrappers, by name, whose keys are of another sequence than the queries."""
+    return {
+        "cross": (
+            Request(0, 7, 1, num_keys=block_size + 1),
+            Request(0, 2, 0, num_keys=3 * block_size),
+            Request(0, 1, num_keys=0),
+            Request(0, 5, 3, num_keys=2),
+        )
+    }
+
+
+def cross_batches(block_size: int) -> dict[str, tuple[Request, ...]]:
+    """Return every kind of batch whose keys are of another sequence than the queries, by name."""
+    lengths = sorted({0, 1, max(1, block_size - 1), block_size, block_size + 1, 41})
+
+    def request(num_new: int, num_keys: int, num_hidden: int = 0) -> Request:
+        return Request(0, num_new, num_keys=num_keys, num_hidden=num_hidden)
+
+    return {
+        "cross_prefill": tuple(request(19, length) for length in lengths),
+        "cross_decode": tuple(request(1, length) for length in lengths),
+        "cross_mixed": (request(1, 41), request(19, 3), request(5, 0), request(1, 0), request(7, block_size + 7)),
+        "cross_uneven": (request(1, 300), request(140, 9), request(1, 0), request(3, 1), request(1, 2)),
+        "cross_without_keys": (request(2, 0), request(1, 0)),
+    }
+
+
 HIDDEN_STARTS: Mapping[str, tuple[Request, ...]] = {
     "hidden_starts": (
         Request(41, 1, num_hidden=5),
@@ -50,6 +78,16 @@ HIDDEN_STARTS: Mapping[str, tuple[Request, ...]] = {
     )
 }
 """Batches whose first tokens are hidden, for backends that honour such an extension."""
+
+HIDDEN_CROSS_STARTS: Mapping[str, tuple[Request, ...]] = {
+    "cross_hidden_starts": (
+        Request(0, 1, num_keys=41, num_hidden=5),
+        Request(0, 30, num_keys=23, num_hidden=23),
+        Request(0, 4, num_keys=18),
+        Request(0, 2, num_keys=0),
+    )
+}
+"""Likewise, where the keys are of another sequence: its first tokens are hidden, or all of them."""
 
 PARTLY_GENERATING: Mapping[str, tuple[Request, ...]] = {
     "draft_tokens": (Request(41, 4, 4), Request(0, 5, 1), Request(16, 2, 2), Request(9, 1), Request(0, 6, 6)),

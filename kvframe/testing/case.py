@@ -68,17 +68,25 @@ class Request:
         num_generating: How many of these generate, the last ones: one of a prefill that completes its prompt, none of
             one that does not, all of a decode with draft tokens.
         num_hidden: Tokens at its start, of those in the cache, that its queries do not see (``SEQ_STARTS``).
+        num_keys: Tokens of another sequence, all in the cache, that its queries attend to instead of those of their
+            own; None where they attend to their own. Alike for all requests of a step.
     """
 
     num_computed: int
     num_new: int
     num_generating: int = 1
     num_hidden: int = 0
+    num_keys: int | None = None
 
     @property
     def seq_len(self) -> int:
-        """Tokens after the step."""
-        return self.num_computed + self.num_new
+        """Tokens, after the step, of the sequence that its queries attend to."""
+        return self.num_computed + self.num_new if self.num_keys is None else self.num_keys
+
+    @property
+    def num_cached(self) -> int:
+        """How many of these are in the cache before the step."""
+        return self.num_computed if self.num_keys is None else self.num_keys
 
 
 @attrs.frozen(kw_only=True)
@@ -100,6 +108,11 @@ class Case:
     causal: bool = True
     num_padding: int = 0
     wrappers: WrapperChain = ()
+
+    @property
+    def is_cross(self) -> bool:
+        """Whether the keys are of another sequence than the queries."""
+        return self.requests[0].num_keys is not None
 
     @property
     def spec(self) -> AttentionSpec:

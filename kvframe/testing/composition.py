@@ -24,7 +24,7 @@ from kvframe.registry import Registry
 from kvframe.specs import LayerSpec, align_up
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
-from kvframe.testing.grid import SOFT_CAP, chain_refusals, make_layer, share_cache
+from kvframe.testing.grid import RELATIVE_BIAS, SOFT_CAP, chain_refusals, make_layer, share_cache
 from kvframe.testing.laws import ConformanceError
 
 EQUAL = "equal"
@@ -34,6 +34,7 @@ MAX_CHAIN = 2
 """Wrappers of a chain at most: every pair is in the matrix, one with itself too."""
 
 NOT_CAUSAL = ", batch not causal"
+CROSS = ", keys of another sequence"
 SHARING = ", sharing a cache"
 
 LAYERS: Mapping[str, Callable[[int], Mapping[str, Any]]] = {
@@ -44,12 +45,14 @@ LAYERS: Mapping[str, Callable[[int], Mapping[str, Any]]] = {
     "chunks of whole blocks": lambda block_size: {"chunk": 2 * block_size},
     "chunks that end within a block": lambda block_size: {"chunk": block_size + 3},
     "bidirectional": lambda block_size: {"causal": False},
+    f"bidirectional{CROSS}": lambda block_size: {"causal": False},
     "soft cap and learned sinks": lambda block_size: {"soft_cap": SOFT_CAP, "has_sinks": True},
     "chunks of whole blocks, soft cap and learned sinks": lambda block_size: {
         "chunk": 2 * block_size,
         "soft_cap": SOFT_CAP,
         "has_sinks": True,
     },
+    "relative bias": lambda block_size: {"relative_bias": RELATIVE_BIAS},
 }
 """Every kind of layer by name, as options of the grid's layers by block size."""
 
@@ -59,6 +62,15 @@ STEPS: Mapping[str, tuple[Request, ...]] = {
     "unfinished": (Request(0, 9, 0), Request(7, 6, 0)),
 }
 """A step with some of everything, one in which all tokens generate, one in which none does."""
+
+CROSS_STEPS: Mapping[str, tuple[Request, ...]] = {
+    "mixed": tuple(
+        Request(0, num_new, num_generating, num_keys=num_keys)
+        for num_new, num_generating, num_keys in ((1, 1, 13), (9, 1, 3), (6, 0, 8), (1, 1, 0), (4, 4, 0))
+    ),
+    "decodes": (Request(0, 1, num_keys=13), Request(0, 1, num_keys=0), Request(0, 3, 3, num_keys=2)),
+}
+"""Likewise over keys of another sequence, which may be shorter than the queries, or empty."""
 
 NUM_PADDING = 2
 
@@ -158,7 +170,7 @@ def _judge(
 
 
 def _cases(chain: WrapperChain, label: str, layer: LayerSpec, causal: bool) -> Iterator[Case]:
-    for step, requests in STEPS.items():
+    for step, requests in (CROSS_STEPS if CROSS in label else STEPS).items():
         name = f"{label}: {step}"
         case = Case(name=name, layer=layer, requests=requests, causal=causal, wrappers=chain)
         yield case

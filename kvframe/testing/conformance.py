@@ -13,8 +13,8 @@ import torch
 from kvframe.attention.backend import AttentionBackend
 from kvframe.testing.case import Case
 from kvframe.testing.laws import ConformanceError
-from kvframe.testing.reference import dense_attention, visible_tokens
-from kvframe.testing.step import Inputs, draw_inputs, run_step
+from kvframe.testing.reference import dense_attention, relative_bias, visible_tokens
+from kvframe.testing.step import Inputs, Learned, draw_inputs, run_step
 
 ERROR_FACTOR = 2
 """A backend may err by this factor more than the reference does in the same dtype."""
@@ -45,11 +45,9 @@ def check_backend(
     """
     generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
     inputs = draw_inputs(case, generator)
-    sinks = None
-    if case.query.has_sinks:
-        sinks = torch.randn(case.query.num_heads, generator=generator).to(case.query_dtype)
+    learned = Learned.draw(case, generator)
     try:
-        output = run_step(backend_class, case, inputs, sinks, torch.device(device), poison)
+        output = run_step(backend_class, case, inputs, learned, torch.device(device), poison)
     except ConformanceError as error:
         raise _failure(backend_class, case, str(error)) from error
     expected = (output.num_tokens, case.query.num_heads, case.spec.head_size_v), case.query_dtype
@@ -59,18 +57,18 @@ def check_backend(
         found = tuple(values.shape), values.dtype
         if found != expected:
             raise _failure(backend_class, case, f"{whose}the output is {found[0]}, {found[1]}, not {expected}")
-        problem = _find_error(case, inputs, sinks, values, output.rows) if len(output.rows) else ""
+        problem = _find_error(case, inputs, learned, values, output.rows) if len(output.rows) else ""
         if problem:
             raise _failure(backend_class, case, whose + problem)
 
 
 def _find_error(
-    case: Case, inputs: Sequence[Inputs], sinks: torch.Tensor | None, values: torch.Tensor, rows: torch.Tensor
+    case: Case, inputs: Sequence[Inputs], learned: Learned, values: torch.Tensor, rows: torch.Tensor
 ) -> str:
     """Return which queries' values are wrong, and by how much; empty if none are."""
     dtype = _LOWER_DTYPE.get(case.query_dtype, case.query_dtype)
-    exact = torch.cat([*_reference(case, inputs, sinks, torch.float64)])[rows]
-    rounded = torch.cat([*_reference(case, inputs, sinks, dtype)])[rows]
+    exact = torch.cat([*_reference(case, inputs, learned, torch.float64)])[rows]
+    rounded = torch.cat([*_reference(case, inputs, learned, dtype)])[rows]
     unit = torch.finfo(case.query_dtype).eps
     # Nothing is more exact than float64 to measure its error by: it errs by as many of its units as float32 does.
     own_error = float((rounded - exact).abs().max()) * unit / torch.finfo(dtype).eps
@@ -88,25 +86,28 @@ def _find_error(
     )
 
 
-def _reference(
-    case: Case, inputs: Sequence[Inputs], sinks: torch.Tensor | None, dtype: torch.dtype
-) -> Iterator[torch.Tensor]:
+def _reference(case: Case, inputs: Sequence[Inputs], learned: Learned, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """Yield each request's output, computed in ``dtype``, as float64."""
     mask = case.spec.mask
     causal = case.causal and (mask is None or mask.causal)
+    sinks, table = (None if each is None else each.to(dtype) for each in (learned.sinks, learned.relative_bias))
     for request, tensors in zip(case.requests, inputs, strict=True):
-        visible = visible_tokens(case.spec, request.num_computed, request.seq_len, causal)
+        visible = torch.ones(request.num_new, request.seq_len, dtype=torch.bool)
+        if causal:
+            visible = visible_tokens(case.spec, request.num_computed, request.seq_len)
         visible[:, : request.num_hidden] = False
+        bias = None
+        if table is not None:
+            assert case.query.relative_bias is not None
+            bias = relative_bias(case.query.relative_bias, table, request.num_computed, request.seq_len)
         query, key, value = (each.to(dtype) for each in (tensors.query, tensors.key, tensors.value))
-        yield dense_attention(
-            case.query, query, key, value, visible, None if sinks is None else sinks.to(dtype)
-        ).double()
+        yield dense_attention(case.query, query, key, value, visible, sinks, bias).double()
 
 
 def _places(case: Case) -> Iterator[tuple[int, int]]:
     """Yield the request and the position of each packed query."""
     for index, request in enumerate(case.requests):
-        for position in range(request.num_computed, request.seq_len):
+        for position in range(request.num_computed, request.num_computed + request.num_new):
             yield index, position
 
 

@@ -19,7 +19,13 @@ from kvframe.attention.metadata import SEQ_STARTS
 from kvframe.attention.wrapper import FieldUse, WrapperChain, bind_chain, chain_capture, check_order
 from kvframe.errors import WrapperError
 from kvframe.specs import LayerSpec, QuerySpec, align_up
-from kvframe.testing.batches import HIDDEN_STARTS, PARTLY_GENERATING, backend_batches
+from kvframe.testing.batches import (
+    HIDDEN_CROSS_STARTS,
+    HIDDEN_STARTS,
+    PARTLY_GENERATING,
+    backend_batches,
+    cross_batches,
+)
 from kvframe.testing.case import Case, GridSpec, Request
 
 SCALE = 0.4
@@ -43,6 +49,12 @@ CACHE_OWNER = "owner"
 
 NUM_PADDING = 3
 
+PADDED_BATCHES = ("decode", "mixed", "cross_decode", "cross_mixed", "cross_without_keys", *PARTLY_GENERATING)
+"""The batches that are also computed at the sizes of a graph."""
+
+RELATIVE_BIAS = {"num_buckets": 8, "max_distance": 20}
+"""With distances of their own, ranges of distances, and some beyond them, within the batches."""
+
 
 def make_cases(
     capabilities: Capabilities, device: str = "cpu", chains: Sequence[WrapperChain] = ()
@@ -59,12 +71,16 @@ def make_cases(
         if not capabilities.refusals(layer, device):
             assert layer.spec is not None
             batches = backend_batches(layer.spec.block_size)
+            cross = cross_batches(layer.spec.block_size)
             if SEQ_STARTS in capabilities.extensions:
                 batches |= HIDDEN_STARTS
+                cross |= HIDDEN_CROSS_STARTS
             cases = [*_cases(name, layer, batches)]
             found += cases
+            if _has_bidirectional_mask(layer) and not _has_relative_bias(layer):
+                found += _cases(name, layer, cross)
             if name.startswith("full-block") and "bidirectional" in capabilities.masks:
-                found += _not_causal(cases)
+                found += _not_causal([*cases, *_cases(name, layer, cross)])
     for chain in chains:
         found += _chain_cases(chain, capabilities, device)
     return tuple(found)
@@ -92,6 +108,7 @@ def make_layers(capabilities: Capabilities) -> Iterator[tuple[str, LayerSpec]]:
             yield f"{mask}-{dtype}", make_layer(capabilities, dtype=dtype, **options)
         scored = make_layer(capabilities, dtype=dtype, soft_cap=SOFT_CAP, has_sinks=True)
         yield f"full-{dtype}-soft_cap-learned_sinks", scored
+        yield f"full-{dtype}-relative_bias", make_layer(capabilities, dtype=dtype, relative_bias=RELATIVE_BIAS)
 
 
 def make_layer(capabilities: Capabilities, **options: Any) -> LayerSpec:
@@ -134,6 +151,15 @@ def make_masks(block_size: int) -> dict[str, Mapping[str, Any]]:
     }
 
 
+def _has_bidirectional_mask(layer: LayerSpec) -> bool:
+    mask = None if layer.spec is None else layer.spec.mask
+    return mask is not None and not mask.causal
+
+
+def _has_relative_bias(layer: LayerSpec) -> bool:
+    return layer.query is not None and layer.query.relative_bias is not None
+
+
 def _dtypes(capabilities: Capabilities) -> list[str]:
     """Return the dtypes of floats that the capabilities allow, the main one first."""
     main = [name for name in MAIN_DTYPES if name in capabilities.dtypes]
@@ -150,6 +176,14 @@ def _features(head_size: int) -> dict[str, Mapping[str, Any]]:
         "learned_sinks": {"has_sinks": True},
         "short_values": {"head_size_v": head_size // 2},
         "everything": {"head_size_v": head_size + 8, "soft_cap": SOFT_CAP, "has_sinks": True, "num_heads": 6},
+        "relative_bias": {"relative_bias": RELATIVE_BIAS},
+        "relative_bias_both_ways": {"relative_bias": {**RELATIVE_BIAS, "bidirectional": True}},
+        "relative_bias-multi_head": {"relative_bias": RELATIVE_BIAS, "num_kv_heads": 4},
+        "relative_bias-soft_cap-learned_sinks": {
+            "relative_bias": RELATIVE_BIAS,
+            "soft_cap": SOFT_CAP,
+            "has_sinks": True,
+        },
     }
 
 
@@ -159,7 +193,7 @@ def _features(head_size: int) -> dict[str, Mapping[str, Any]]:
 def _cases(name: str, layer: LayerSpec, batches: Mapping[str, tuple[Request, ...]]) -> Iterator[Case]:
     for batch, requests in batches.items():
         yield Case(name=f"{name}-{batch}", layer=layer, requests=requests)
-        if batch in ("decode", "mixed", *PARTLY_GENERATING):
+        if batch in PADDED_BATCHES:
             yield Case(name=f"{name}-{batch}-padded", layer=layer, requests=requests, num_padding=NUM_PADDING)
 
 

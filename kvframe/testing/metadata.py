@@ -13,16 +13,23 @@ from kvframe.testing.case import Request
 
 
 def make_metadata(requests: Sequence[Request], block_size: int) -> CommonAttentionMetadata:
-    """Return a step's metadata on the host, each request in blocks of its own; a request may have no new tokens."""
-    lens = np.array([(request.num_computed, request.num_new, request.num_generating) for request in requests])
-    num_computed, query_lens, num_generating = lens.T
-    seq_lens, ends = num_computed + query_lens, np.cumsum(query_lens)
+    """Return a step's metadata on the host, each request in blocks of its own; a request may have no new tokens.
+
+    Args:
+        requests: The batch; where their keys are of another sequence, it is not causal.
+        block_size: Tokens per block.
+    """
+    lens = np.array([(request.seq_len, request.num_new, request.num_generating) for request in requests])
+    seq_lens, query_lens, num_generating = lens.T
+    ends, is_cross = np.cumsum(query_lens), requests[0].num_keys is not None
     num_tokens = int(ends[-1])
     max_blocks = -(-int(seq_lens.max()) // block_size)
-    block_table = 1 + np.arange(len(requests) * max_blocks, dtype=np.int32).reshape(-1, max_blocks)
+    block_table = 1 + np.arange(len(requests) * max_blocks, dtype=np.int32).reshape(len(requests), max_blocks)
     rows = np.repeat(np.arange(len(requests)), query_lens)
-    positions = np.arange(num_tokens) + (seq_lens - ends)[rows]
-    slots = block_table[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    slots = np.zeros(num_tokens, dtype=np.int64)
+    if not is_cross:
+        positions = np.arange(num_tokens) + (seq_lens - ends)[rows]
+        slots = block_table[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
     generating = np.flatnonzero(np.arange(num_tokens) >= (ends - num_generating)[rows])
 
     def both(values: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,6 +54,7 @@ def make_metadata(requests: Sequence[Request], block_size: int) -> CommonAttenti
         num_generating=len(generating),
         generating_indices=indices,
         generating_indices_cpu=indices_cpu,
+        causal=not is_cross,
     )
 
 
@@ -63,7 +71,7 @@ def find_problem(metadata: CommonAttentionMetadata) -> str:
         "query_start_loc falls": bool((query_lens >= 0).all()),
         "num_actual_tokens is not where query_start_loc ends": int(starts[-1]) == metadata.num_actual_tokens,
         "seq_lens has not one entry a request": len(seq_lens) == metadata.num_reqs,
-        "a request has more new tokens than tokens": bool((seq_lens >= query_lens).all()),
+        "a request has more new tokens than tokens": not metadata.causal or bool((seq_lens >= query_lens).all()),
         "block_table has not one row a request": metadata.block_table.shape[0] == metadata.num_reqs,
         "max_query_len is too small": metadata.max_query_len >= int(query_lens.max()),
         "max_seq_len is too small": metadata.max_seq_len >= int(with_queries.max() if len(with_queries) else 0),

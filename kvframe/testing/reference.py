@@ -6,30 +6,61 @@ dtype it says how much error that dtype allows.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from kvframe.specs import KVCacheSpec, QuerySpec
+from kvframe.specs import KVCacheSpec, QuerySpec, RelativeBias
 
 
-def visible_tokens(spec: KVCacheSpec, num_computed: int, seq_len: int, causal: bool = True) -> torch.Tensor:
+def visible_tokens(spec: KVCacheSpec, num_computed: int, seq_len: int) -> torch.Tensor:
     """Return which tokens each new query attends to: what is live there, and itself.
 
     Args:
-        spec: The layer's cache spec.
+        spec: The layer's cache spec, with a causal mask or none.
         num_computed: The first query's position.
         seq_len: Tokens of the request after the step.
-        causal: False where every query sees the whole request.
 
     Returns:
         ``[seq_len - num_computed, seq_len], bool, host``.
     """
-    if not causal:
-        return torch.ones(seq_len - num_computed, seq_len, dtype=torch.bool)
     visible = torch.zeros(seq_len - num_computed, seq_len, dtype=torch.bool)
     for row, position in enumerate(range(num_computed, seq_len)):
         for start, stop in (*spec.live_ranges(position), (position, position + 1)):
             visible[row, start:stop] = True
     return visible
+
+
+def relative_bias(bias: RelativeBias, table: torch.Tensor, num_computed: int, seq_len: int) -> torch.Tensor:
+    """Return what a learned bias adds to the scores, from the definition of its buckets (T5, arXiv 1910.10683).
+
+    Args:
+        bias: How distances fall into buckets.
+        table: ``[num_buckets, num_heads]``.
+        num_computed: The first query's position.
+        seq_len: Tokens of the request after the step.
+
+    Returns:
+        ``[num_heads, seq_len - num_computed, seq_len]``.
+    """
+    positions = range(num_computed, seq_len)
+    buckets = [[_bucket(bias, key - position) for key in range(seq_len)] for position in positions]
+    return table[torch.tensor(buckets)].permute(2, 0, 1)
+
+
+def _bucket(bias: RelativeBias, distance: int) -> int:
+    num_buckets, first = bias.num_buckets, 0
+    if bias.bidirectional:
+        num_buckets //= 2
+        first = num_buckets if distance > 0 else 0
+        distance = abs(distance)
+    else:
+        distance = max(0, -distance)
+    num_exact = num_buckets // 2
+    if distance < num_exact:
+        return first + distance
+    growth = math.log(distance / num_exact) / math.log(bias.max_distance / num_exact)
+    return first + min(num_buckets - 1, num_exact + int(growth * (num_buckets - num_exact)))
 
 
 def dense_attention(
@@ -39,11 +70,13 @@ def dense_attention(
     value: torch.Tensor,
     visible: torch.Tensor,
     sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return one request's attention.
+    """Return one request's attention; zeros for a query that sees nothing.
 
-    ``softmax(cap(scale * q k) + mask) v`` with ``cap(x) = c * tanh(x / c)`` (Gemma 2, arXiv 2408.00118). A learned
-    sink is one more logit per head in the softmax's denominator, with no value behind it (GPT-OSS, arXiv 2508.10925).
+    ``softmax(cap(scale * q k) + bias + mask) v`` with ``cap(x) = c * tanh(x / c)`` (Gemma 2, arXiv 2408.00118). A
+    learned sink is one more logit per head in the softmax's denominator, with no value behind it (GPT-OSS,
+    arXiv 2508.10925).
 
     Args:
         layer: The scale and the soft cap.
@@ -52,6 +85,7 @@ def dense_attention(
         value: ``[num_tokens, num_kv_heads, head_size_v]``.
         visible: ``[num_queries, num_tokens], bool``.
         sinks: ``[num_heads]`` or None.
+        bias: ``[num_heads, num_queries, num_tokens]`` or None.
 
     Returns:
         ``[num_queries, num_heads, head_size_v]``, in the inputs' dtype.
@@ -60,8 +94,10 @@ def dense_attention(
     scores = torch.einsum("qhd,thd->hqt", query, key[:, kv_head]) * layer.scale
     if layer.soft_cap is not None:
         scores = torch.tanh(scores / layer.soft_cap) * layer.soft_cap
+    if bias is not None:
+        scores = scores + bias
     scores = scores.masked_fill(~visible, float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].expand(-1, query.shape[0], 1)], dim=-1)
-    weights = torch.softmax(scores, dim=-1)[:, :, : key.shape[0]]
+    weights = torch.softmax(scores, dim=-1)[:, :, : key.shape[0]].masked_fill(~visible, 0)
     return torch.einsum("hqt,thd->qhd", weights, value[:, kv_head])

@@ -11,12 +11,14 @@ from typing import Any
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.attention.metadata import NO_EXTENSIONS, SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
 from kvframe.attention.order import is_ordered, permute
 from kvframe.attention.padding import pad_metadata
+from kvframe.attention.relative_bias import RELATIVE_BIAS
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.attention.wrapper import DROPS_TOKENS, WrapperChain, apply_chain, bind_chain
 from kvframe.cache.block_table import BlockTable
@@ -44,6 +46,32 @@ class Inputs:
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Learned:
+    """The layer's learned tensors on the host, in the dtype that a model computes in; None for what it has not.
+
+    Attributes:
+        sinks: ``[num_heads]``: sink logits.
+        relative_bias: ``[num_buckets, num_heads]``.
+    """
+
+    sinks: torch.Tensor | None
+    relative_bias: torch.Tensor | None
+
+    @classmethod
+    def draw(cls, case: Case, generator: torch.Generator) -> Learned:
+        """Return tensors drawn at random."""
+        query = case.query
+
+        def draw(*shape: int) -> torch.Tensor:
+            return _SPREAD * torch.randn(*shape, generator=generator).to(case.query_dtype)
+
+        return cls(
+            sinks=draw(query.num_heads) if query.has_sinks else None,
+            relative_bias=draw(query.relative_bias.num_buckets, query.num_heads) if query.relative_bias else None,
+        )
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -86,7 +114,7 @@ def run_step(
     backend_class: type[AttentionBackend],
     case: Case,
     inputs: Sequence[Inputs],
-    sinks: torch.Tensor | None,
+    learned: Learned,
     device: torch.device,
     poison: float,
 ) -> Output:
@@ -96,7 +124,7 @@ def run_step(
         backend_class: The backend.
         case: What to run.
         inputs: Each request's tensors.
-        sinks: ``[num_heads]``: learned sink logits; None for none.
+        learned: The layer's learned tensors.
         device: Where.
         poison: What lies where no live state is.
 
@@ -114,11 +142,14 @@ def run_step(
     rows = [manager.row(str(index)) for index in range(len(inputs))]
 
     backend = _make_backend(backend_class, seen, device)
+    if learned.relative_bias is not None:
+        backend.bind(seen, {RELATIVE_BIAS: learned.relative_bias.to(device)})
+    sinks = None if learned.sinks is None else learned.sinks.to(device)
     writer = backend
     if case.layer.shares_with is not None:
         writer = _make_backend(backend_class, attrs.evolve(seen, name=owner, shares_with=None), device)
     for row, request, tensors in zip(rows, case.requests, inputs, strict=True):
-        ranges = case.spec.live_ranges(request.num_computed)
+        ranges = case.spec.live_ranges(request.num_cached)
         positions = [token for start, stop in ranges for token in range(max(start, request.num_hidden), stop)]
         live = torch.tensor(positions, dtype=torch.int64)
         block, offset = _slots(manager.tables[0], row, live)
@@ -132,8 +163,9 @@ def run_step(
         padding = new[0].new_full((case.num_padding, *new[0].shape[1:]), poison)
         return torch.cat([*new, padding]).to(device)
 
-    slots = metadata.slot_mapping // metadata.block_size, metadata.slot_mapping % metadata.block_size
-    writer.write_kv(packed(lambda each: each.key), packed(lambda each: each.value), kv_cache, slots)
+    if not case.is_cross:
+        slots = metadata.slot_mapping // metadata.block_size, metadata.slot_mapping % metadata.block_size
+        writer.write_kv(packed(lambda each: each.key), packed(lambda each: each.value), kv_cache, slots)
     guard = _WriteGuard([storage.pool, *_tensors(metadata)])
     wrapped = apply_chain(chain, metadata)
     guard.check("a wrapper wrote to the batch metadata")
@@ -147,7 +179,7 @@ def run_step(
     guard = _WriteGuard([storage.pool, query, *_tensors(metadata), *_tensors(common)])
 
     def attend(built: Any) -> torch.Tensor:
-        values = backend.forward(seen, query, kv_cache, built, None if sinks is None else sinks.to(device))
+        values = backend.forward(seen, query, kv_cache, built, sinks)
         return values if back is None or len(values) != len(back) else values.index_select(0, back)
 
     (built,) = builder.build_together([(builder, common)])
@@ -202,7 +234,7 @@ def _plan(case: Case) -> tuple[str, Grouping, KVCachePlan]:
         layers = [attrs.evolve(case.layer, name=case.layer.shares_with, shares_with=None), case.layer]
     # A neighbour in the same group takes a part of each page, so that the layer's own parts do not touch.
     grouping = group_layers([attrs.evolve(layers[0], name="neighbour"), *layers])
-    longest = max(request.seq_len for request in case.requests)
+    longest = _longest(case)
     num_blocks = sum(-(-request.seq_len // case.spec.block_size) for request in case.requests)
     spare = 2 + -(-longest // case.spec.block_size)
     memory_bytes = grouping.groups[0].page_bytes * 2 * (num_blocks + spare)
@@ -214,18 +246,23 @@ def _give_pages(manager: KVCacheManager, case: Case) -> None:
     """Give each request its pages as an engine would: scattered over the pool, and without those that are dead."""
     # Requests grow by turns, block by block, beside one that leaves: nobody's pages follow one another, and the rows
     # of the block table are not in the batch's order.
-    size, longest = case.spec.block_size, max(request.seq_len for request in case.requests)
+    size, longest = case.spec.block_size, _longest(case)
     requests = {str(index): request for index, request in reversed([*enumerate(case.requests)])}
     for name in (*requests, "leaves"):
         manager.start(name, [0] * longest)
     for length in range(size, longest + size, size):
         for name, request in requests.items():
-            _extend(manager, name, min(length, request.num_computed))
+            _extend(manager, name, min(length, request.num_cached))
         _extend(manager, "leaves", min(length, longest))
     manager.free("leaves")
     for name, request in requests.items():
-        manager.commit(name, [0] * longest, request.num_computed)
+        manager.commit(name, [0] * longest, request.num_cached)
         _extend(manager, name, request.seq_len)
+
+
+def _longest(case: Case) -> int:
+    """Return the most tokens of a sequence, of queries or of keys."""
+    return max(max(request.seq_len, request.num_new) for request in case.requests)
 
 
 def _extend(manager: KVCacheManager, name: str, num_tokens: int) -> None:
@@ -272,6 +309,8 @@ def _make_metadata(
     )
     (metadata,) = build_metadata(batch, manager.tables, device)
     metadata = attrs.evolve(metadata, causal=case.causal)
+    if case.is_cross:
+        metadata = _over_other_keys(metadata, case, manager.tables[0].ids[rows])
     if not case.num_padding:
         return metadata
     return pad_metadata(
@@ -282,6 +321,23 @@ def _make_metadata(
         # A graph that is not of decodes alone is made for longer requests than any in the batch.
         max_query_len=metadata.max_query_len + (metadata.max_query_len > 1),
         max_seq_len=metadata.max_seq_len + metadata.block_size,
+    )
+
+
+def _over_other_keys(
+    metadata: CommonAttentionMetadata, case: Case, tables: npt.NDArray[np.int32]
+) -> CommonAttentionMetadata:
+    """Return the metadata of the same queries over sequences of which nothing is computed in the step."""
+    seq_lens = torch.tensor([request.seq_len for request in case.requests], dtype=torch.int32)
+    longest = int(seq_lens.max())
+    device = metadata.seq_lens.device
+    return attrs.evolve(
+        metadata,
+        seq_lens=seq_lens.to(device),
+        seq_lens_cpu=seq_lens,
+        max_seq_len=longest,
+        block_table=torch.from_numpy(tables[:, : -(-longest // metadata.block_size)]).to(device),
+        slot_mapping=torch.zeros_like(metadata.slot_mapping),
     )
 
 

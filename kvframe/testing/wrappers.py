@@ -26,7 +26,7 @@ from kvframe.attention.padding import pad_metadata
 from kvframe.attention.wrapper import FieldUse, MetadataWrapper, apply_wrapper
 from kvframe.errors import WrapperError
 from kvframe.specs import LayerSpec
-from kvframe.testing.batches import wrapper_batches
+from kvframe.testing.batches import cross_wrapper_batches, wrapper_batches
 from kvframe.testing.case import Request
 from kvframe.testing.guard import ScalarGuard, guard, unguard
 from kvframe.testing.laws import ConformanceError
@@ -52,7 +52,7 @@ def check_wrapper(wrapper: MetadataWrapper, layer: LayerSpec) -> None:
     assert layer.spec is not None
     batches = wrapper_batches(layer.spec.block_size)
     taken = 0
-    for name, requests in batches.items():
+    for name, requests in {**batches, **cross_wrapper_batches(layer.spec.block_size)}.items():
         for batch, metadata in _variants(name, make_metadata(requests, layer.spec.block_size)):
             for axis in Axis:
                 taken += _check_batch(bound, layer, batch, _extend(bound, metadata, axis))
