@@ -99,6 +99,7 @@ PUBLIC_MODULES = (
     "kvframe.model.adapter",
     "kvframe.model.description",
     "kvframe.specs",
+    "kvframe.testing.state",
 )
 # What a plugin's tests may import beside these.
 TEST_MODULES = (
