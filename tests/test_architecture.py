@@ -73,6 +73,7 @@ TORCH_FREE = (
     "kvframe.cache.inputs",
     "kvframe.cache.prefix",
     "kvframe.cache.lookup",
+    "kvframe.cache.stats",
     "kvframe.cache.block_table",
     "kvframe.cache.coordinator",
     "kvframe.cache.manager",
