@@ -98,9 +98,14 @@ class TinyModel:
 
 
 def make_stack(**options: Any) -> Stack:
-    """Return a stack; each option goes to the table that has it, and ``backend`` is for every layer."""
+    """Return a stack; each option goes to the table that has it.
+
+    ``backend`` is for every layer, and ``states`` are options of the layers that keep a state.
+    """
     tables: dict[str, dict[str, Any]] = {"cache": {"memory": "4MiB"}, "engine": {"self_check": False}}
-    rules = [{"layers": "*", "backend": options.pop("backend", "auto")}]
+    rules: list[dict[str, Any]] = [{"layers": "*", "backend": options.pop("backend", "auto")}]
+    if "states" in options:
+        rules.append({"kind": "mamba", "spec": options.pop("states")})
     for key, value in options.items():
         tables["cache" if hasattr(CacheOptions(), key) else "engine"][key] = value
     return Stack.from_mapping({**tables, "rules": rules})

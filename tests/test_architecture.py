@@ -73,7 +73,6 @@ TORCH_FREE = (
     "kvframe.cache.inputs",
     "kvframe.cache.prefix",
     "kvframe.cache.lookup",
-    "kvframe.cache.stats",
     "kvframe.cache.block_table",
     "kvframe.cache.coordinator",
     "kvframe.cache.manager",
@@ -93,6 +92,7 @@ PUBLIC_MODULES = (
     "kvframe.attention.metadata",
     "kvframe.attention.order",
     "kvframe.attention.relative_bias",
+    "kvframe.attention.state",
     "kvframe.attention.wrapper",
     "kvframe.builtin.full_attention",
     "kvframe.errors",
@@ -100,7 +100,6 @@ PUBLIC_MODULES = (
     "kvframe.model.adapter",
     "kvframe.model.description",
     "kvframe.specs",
-    "kvframe.testing.state",
 )
 # What a plugin's tests may import beside these.
 TEST_MODULES = (

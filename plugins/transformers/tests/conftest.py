@@ -4,11 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 import pytest
 import torch
 
+from kvframe.attention.state import StateStep
 from kvframe.model.adapter import LoadedModel
 from kvframe.model.description import LayerDescription
+from kvframe.specs import KVCacheSpec, StateTensor, TokenRange
+
+
+class OneState(KVCacheSpec):
+    """A state per request, in a block of its own."""
+
+    kind = "one_state"
+
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
+        return ((n - 1, n),) if n else ()
+
+    def state_tensors(self) -> Mapping[str, StateTensor]:
+        return {}
+
+
+class DenseState:
+    """One state layer: request ``r`` has page ``r + 1``."""
+
+    def __init__(self, description: LayerDescription) -> None:
+        self.pages = {}
+        for kind in ("conv", "recurrent"):
+            shapes, dtypes = (description.options.get(f"{kind}_{what}", ()) for what in ("shapes", "dtypes"))
+            for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
+                dtype = getattr(torch, dtype.replace("auto", "float32"))
+                self.pages[f"{kind}_{index}"] = torch.full((9, 1, *shape), torch.nan, dtype=dtype)
+        self.step = StateStep((), ())
 
 
 class DenseLayer:
@@ -60,7 +88,8 @@ class DenseLayers(Mapping[str, DenseLayer]):
         self.batch: list[tuple[int, int]] = []
         self.skipped: tuple[str, ...] = ()
         self.kept_rows: torch.Tensor | None = None
-        self._layers = {description.name: DenseLayer(description, self) for description in descriptions}
+        self._layers = {each.name: DenseLayer(each, self) for each in descriptions if each.query}
+        self.states = {each.name: DenseState(each) for each in descriptions if not each.query}
         self._lengths: dict[int, int] = {}
 
     def __getitem__(self, name: str) -> DenseLayer:
@@ -94,6 +123,16 @@ class DenseLayers(Mapping[str, DenseLayer]):
         positions = torch.cat(
             [torch.arange(starts[request], starts[request] + len(new_tokens[request])) for request in new_tokens]
         )
+        step = StateStep.of(
+            np.array(list(new_tokens)),
+            np.array(list(starts.values())),
+            np.array([len(tokens) for tokens in new_tokens.values()]),
+            np.arange(1, 9, dtype=np.int32)[:, None],
+            OneState(block_size=1 << 20),
+            torch.device("cpu"),
+        )
+        for state in self.states.values():
+            state.step = step
         logits = model.forward(ids, positions, torch.arange(len(ids)))
         for request, tokens in new_tokens.items():
             self._lengths[request] = starts[request] + len(tokens)

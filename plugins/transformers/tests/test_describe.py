@@ -142,11 +142,29 @@ def test_a_folder_is_named_by_its_name(tmp_path: Path) -> None:
     assert "small-llama" == TransformersAdapter().describe(tmp_path / "small-llama").name
 
 
-def test_a_state_mixer_is_refused_by_its_layer(tmp_path: Path) -> None:
-    message = refusal(write_config(tmp_path, "mamba"))
-    assert message.startswith("layer 'backbone.layers.0.mixer' of ")
-    assert "(MambaMixer) keeps a recurrent or convolution state" in message
-    assert "takes a plugin that provides a cache spec" in message
+def test_a_state_mixer_is_a_layer_without_a_query_side(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "bamba")
+    mixer, attention, _ = TransformersAdapter().describe(tmp_path).layers
+    assert ("model.layers.0.mamba", "mamba", {}) == (mixer.name, mixer.kind, mixer.query)
+    # The scan's state is float32 whatever the model's dtype; the convolution's inputs have that one.
+    assert {
+        "conv_shapes": ((160, 4),),
+        "conv_dtypes": ("auto",),
+        "recurrent_shapes": ((8, 16, 8),),
+        "recurrent_dtypes": ("float32",),
+    } == mixer.options
+    assert ("model.layers.1.self_attn", "full_attention") == (attention.name, attention.kind)
+
+
+def test_layers_of_both_kinds_come_in_the_order_they_run(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "falcon_h1")
+    names = [layer.name.removeprefix("model.layers.") for layer in TransformersAdapter().describe(tmp_path).layers]
+    assert ["0.mamba", "0.self_attn", "1.mamba", "1.self_attn"] == names
+
+
+def test_a_model_without_positions_takes_a_million_tokens(tmp_path: Path) -> None:
+    path = write_config(tmp_path, "mamba2", num_hidden_layers=1)
+    assert 1_048_576 == TransformersAdapter().describe(path).max_model_len
 
 
 def test_bidirectional_attention_is_refused_by_its_layer(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from kvframe_transformers.adapter import TransformersAdapter
 from kvframe_transformers.checkpoint import quiet
-from kvframe_transformers.testing import FAMILIES, MORE_FAMILIES, save_tiny, tiny_config
+from kvframe_transformers.testing import FAMILIES, MORE_FAMILIES, STATE_FAMILIES, save_tiny, tiny_config
 from transformers import AutoModelForCausalLM, Gemma3Config
 
-ALL = FAMILIES + MORE_FAMILIES
+ALL = FAMILIES + MORE_FAMILIES + STATE_FAMILIES
 
 
 def prompt(length: int, seed: int) -> list[int]:

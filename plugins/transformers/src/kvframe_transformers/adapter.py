@@ -22,6 +22,9 @@ from kvframe_transformers.checkpoint import (
 from kvframe_transformers.discovery import discover_layers
 from kvframe_transformers.model import TransformersModel
 
+UNLIMITED = 1 << 20
+"""The most tokens of a request of a model without positions: a state has no length, and tables need some limit."""
+
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -42,6 +45,8 @@ class TransformersAdapter(ModelAdapter):
         length = max_model_len(config)
         with quiet():
             layers = discover_layers(model, name, length or 0)
+        if length is None and not any(layer.query for layer in layers):
+            length = UNLIMITED
         if length is None:
             raise ModelError(f"the config of {name} does not say how many positions the model has")
         return ModelDescription(

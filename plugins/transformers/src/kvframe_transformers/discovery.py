@@ -18,12 +18,13 @@ from kvframe.errors import ModelError
 from kvframe.model.description import LayerDescription
 from kvframe_transformers.checkpoint import one_sentence
 from kvframe_transformers.masks import MaskFunction, MaskKind, classify_mask
+from kvframe_transformers.states import Forward, MixerCall, Mixers, StateView, is_mixer
 
 DISCOVERY = "kvframe_discovery"
 """The attention implementation, and the mask implementation, under which a forward is only recorded."""
 
 _PROBE_TOKENS = 4
-_STATE_CALLS = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache"})
+_PROBE_DTYPE = torch.bfloat16
 _KEEPS_STATE = re.compile(r"\b(past_key_values?|layer_past|cache_params)\.update\w*\(")
 _KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position"})
 """Tensors that may come with an attention call: those that are served, and those that change nothing here."""
@@ -42,6 +43,15 @@ class RecordedCall:
 
 
 @attrs.frozen(eq=False)
+class RecordedState:
+    """One call of a state mixer in the probe forward: the states that it left, and what came beside its tokens."""
+
+    module: nn.Module
+    states: Mapping[str, torch.Tensor]
+    inputs: dict[str, Any]
+
+
+@attrs.frozen(eq=False)
 class RecordedMask:
     """One mask of the probe forward: the tensor that stands for it, and what would have made it."""
 
@@ -53,9 +63,9 @@ class RecordedMask:
 
 @attrs.frozen(eq=False)
 class Recording:
-    """What the probe forward showed: attention calls and masks, and every module that ran."""
+    """What the probe forward showed: attention, mixers and masks in order, and every module that ran."""
 
-    calls: list[RecordedCall] = attrs.field(factory=list)
+    calls: list[RecordedCall | RecordedState] = attrs.field(factory=list)
     masks: list[RecordedMask] = attrs.field(factory=list)
     ran: list[nn.Module] = attrs.field(factory=list)
 
@@ -92,10 +102,10 @@ AttentionMaskInterface.register(DISCOVERY, _record_mask)
 
 
 def discover_layers(model: Any, name: str, max_model_len: int) -> tuple[LayerDescription, ...]:
-    """Return the attention layers of a model on the meta device, in the order they run.
+    """Return the layers of a model on the meta device that attend or keep state, in the order they run.
 
     Args:
-        model: A ``PreTrainedModel`` that nobody else uses: its attention implementation is changed.
+        model: A ``PreTrainedModel`` that nobody else uses: its attention implementation is changed, and its dtype.
         name: What the model is called in errors.
         max_model_len: The most tokens of a request: masks are looked at up to here.
 
@@ -103,31 +113,15 @@ def discover_layers(model: Any, name: str, max_model_len: int) -> tuple[LayerDes
         ModelError: The model keeps state, or masks attention, in a way that kvframe has no words for, or it cannot be
             told the positions of a packed batch.
     """
-    for path, module in model.named_modules():
-        if _calls(type(module)) & _STATE_CALLS:
-            raise ModelError(
-                f"layer {path!r} of {name} ({type(module).__name__}) keeps a recurrent or convolution state: serving "
-                "it takes a plugin that provides a cache spec for such a state and drives the module"
-            )
     recording = _record(model, name)
     layers = _Reader(model, name, max_model_len, recording).layers()
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    attends = any(layer.query for layer in layers)
+    if attends and "position_ids" not in inspect.signature(model.forward).parameters:
         raise ModelError(
             f"{name} ({type(model).__name__}) takes no position_ids, so several requests cannot be packed into one "
             "batch: serving it takes a model adapter of its own"
         )
     return layers
-
-
-def _calls(module_class: type) -> frozenset[str]:
-    """Return the names that a model's module uses in its methods, its bases' among them."""
-    names: set[str] = set()
-    for base in module_class.__mro__:
-        if base.__module__.startswith("transformers.models."):
-            for member in vars(base).values():
-                if inspect.isfunction(member):
-                    names.update(inspect.unwrap(member).__code__.co_names)
-    return frozenset(names)
 
 
 def _forward_source(module_class: type) -> str:
@@ -145,13 +139,19 @@ def _record(model: Any, name: str) -> Recording:
             module.rope_type = "default"
     if model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")  # its control flow does not depend on the routing
+    mixers = Mixers(module for module in model.modules() if is_mixer(module))
+    if mixers.modules:
+        model.to(_PROBE_DTYPE)  # shows which states have the model's dtype, and which one of their own
     recording = Recording()
     token = _RECORDING.set(recording)
+    recorders = {module: _recorder(module, mixers.own_forward(module)) for module in mixers.modules}
     try:
-        with torch.no_grad(), _noting(model, recording):
+        with torch.no_grad(), _noting(model, recording), mixers.switched(recorders):
             ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device="meta")
-            # A padding mask keeps transformers from looking for packed sequences, which would take data.
-            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+            # A padding mask keeps transformers from looking for packed sequences, which would take data. For mixers it
+            # looks at the mask itself.
+            mask = torch.ones_like(ids, device="cpu" if mixers.modules else "meta")
+            model(input_ids=ids, attention_mask=mask, use_cache=False)
     except Exception as error:
         raise ModelError(
             f"the layers of {name} cannot be read without its weights: a forward of {type(model).__name__} on tensors "
@@ -160,6 +160,21 @@ def _record(model: Any, name: str) -> Recording:
     finally:
         _RECORDING.reset(token)
     return recording
+
+
+def _recorder(module: nn.Module, forward: Forward) -> Forward:
+    """Return a forward that notes the states that ``forward`` leaves."""
+    call = MixerCall.of(module)
+    if call is None:
+        return forward
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        view, others = StateView(), call.others_of(args, kwargs)
+        output = forward(**{call.tokens: call.tokens_of(args, kwargs), call.cache: view}, **others)
+        _RECORDING.get().calls.append(RecordedState(module, view.named(), others))
+        return output
+
+    return record
 
 
 @contextmanager
@@ -192,7 +207,8 @@ class _Reader:
         if not calls:
             raise ModelError(
                 f"{self._name} ({type(self._model).__name__}) has no attention layer that goes through transformers' "
-                "attention interface, so nothing can be routed through kvframe"
+                "attention interface, and none that keeps a state in transformers' cache, so nothing can be routed "
+                "through kvframe"
             )
         served = {call.module for call in calls}
         for module in self._recording.ran:
@@ -203,7 +219,11 @@ class _Reader:
         for call in calls:
             path = self._names[call.module]
             if path in found:
-                raise self._refusal(call.module, "attends more than once in a forward")
+                what = "keeps a state" if isinstance(call, RecordedState) else "attends"
+                raise self._refusal(call.module, f"{what} more than once in a forward")
+            if isinstance(call, RecordedState):
+                found[path] = self._describe_state(call, path)
+                continue
             # A layer that is handed the very key tensor of an earlier one reads that layer's cache.
             producer = producers.setdefault(id(call.key), path)
             found[path] = self._describe(call, path, None if producer == path else producer)
@@ -233,6 +253,24 @@ class _Reader:
             "has_sinks": call.inputs.get("s_aux") is not None,
         }
         return LayerDescription(name=path, kind=mask.kind, options=options, query=query, shares_with=shares_with)
+
+    def _describe_state(self, call: RecordedState, path: str) -> LayerDescription:
+        if not call.states:
+            raise self._refusal(call.module, "keeps a state that transformers' cache does not show")
+        for name, value in call.inputs.items():
+            if any(isinstance(each, torch.Tensor) for each in (value if isinstance(value, tuple) else (value,))):
+                raise self._refusal(call.module, f"gets {name!r} beside its tokens, which cannot be cut for a batch")
+        options: dict[str, Any] = {}
+        for kind in ("conv", "recurrent"):
+            states = [state for name, state in call.states.items() if name.startswith(kind)]
+            if states:
+                dtypes = [str(state.dtype).removeprefix("torch.") for state in states]
+                options[f"{kind}_shapes"] = tuple(tuple(state.shape[1:]) for state in states)
+                options[f"{kind}_dtypes"] = tuple(
+                    "auto" if state.dtype == _PROBE_DTYPE else dtype
+                    for state, dtype in zip(states, dtypes, strict=True)
+                )
+        return LayerDescription(name=path, kind="mamba", options=options, query={})
 
     def _mask_of(self, call: RecordedCall) -> MaskKind:
         if call.mask is None:

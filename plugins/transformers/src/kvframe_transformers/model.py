@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from kvframe.errors import ModelError
 from kvframe.model.adapter import LoadedModel
 from kvframe.model.description import LayerDescription, ModelDescription
 from kvframe_transformers.checkpoint import one_sentence, quiet
+from kvframe_transformers.mixers import MixerDriver
 from kvframe_transformers.routing import RUN_TIME, Route, Routes, RunLayer, RunLayers, RunningStep, running
 from kvframe_transformers.self_check import RunPacked, compare_runs
 from kvframe_transformers.skipping import RowCutter, blocks_from
+from kvframe_transformers.states import Mixers
 from kvframe_transformers.temperature import Temperatures
 
 _NO_TEMPERATURES = Temperatures(())
@@ -28,7 +31,7 @@ class TransformersModel(LoadedModel):
 
     Invariant: outside of ``attach`` … ``detach`` the model is exactly as transformers loaded it, and while it is
     attached nothing differs but the name of its attention implementation, the switches of temperatures that are taken
-    over, and hooks on the layers that leave rows out.
+    over, the forwards of mixers that keep a state, and hooks on the layers that leave rows out.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, description: ModelDescription) -> None:
@@ -42,11 +45,15 @@ class TransformersModel(LoadedModel):
         self.description = description
         self.model: Any = model
         self.tokenizer = tokenizer
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        parameters = inspect.signature(model.forward).parameters
+        self._keeps_logits = "logits_to_keep" in parameters
+        self._takes_positions = "position_ids" in parameters
         self._layers: RunLayers | None = None
         self._routes: Routes = {}
         self._original: list[tuple[Any, str | None]] = []
         self._temperatures = _NO_TEMPERATURES
+        self._mixers = Mixers(())
+        self._drivers: dict[nn.Module, MixerDriver] = {}
         self._cutter: RowCutter | None = None
 
     def can_skip(self, layers: Sequence[str]) -> bool:
@@ -75,6 +82,12 @@ class TransformersModel(LoadedModel):
             modules = self._modules()
             self._temperatures = Temperatures(modules.values())
             self._temperatures.switch_off()
+            self._mixers = Mixers(modules[name] for name in layers.states if name in modules)
+            self._drivers = {
+                modules[name]: MixerDriver(name, modules[name], self._mixers.own_forward(modules[name]), state)
+                for name, state in layers.states.items()
+                if name in modules
+            }
             self._check_reached(modules)
             if layers.skipped:
                 self._cut_rows(modules, layers.skipped)
@@ -85,8 +98,9 @@ class TransformersModel(LoadedModel):
                     self._temperatures.of.get(modules[layer.name]),
                     layer.name in layers.skipped,
                 )
-                for layer in self.description.layers
+                for layer in self._attending
             }
+            self._mixers.switch_on(self._drivers)
             self._layers = layers
         except BaseException:
             self.detach()
@@ -97,10 +111,13 @@ class TransformersModel(LoadedModel):
         for config, implementation in self._original:
             config._attn_implementation_internal = implementation
         self._temperatures.switch_on()
+        self._mixers.switch_off()
         if self._cutter is not None:
             self._cutter.remove()
         self._cutter = None
         self._temperatures = _NO_TEMPERATURES
+        self._mixers = Mixers(())
+        self._drivers = {}
         self._original = []
         self._routes = {}
         self._layers = None
@@ -151,14 +168,15 @@ class TransformersModel(LoadedModel):
         return text
 
     def _run(self, input_ids: torch.Tensor, positions: torch.Tensor | None, **inputs: Any) -> torch.Tensor:
-        position_ids = None if positions is None else positions.unsqueeze(0)
-        output = self.model(input_ids=input_ids.unsqueeze(0), position_ids=position_ids, use_cache=False, **inputs)
+        if self._takes_positions:
+            inputs["position_ids"] = None if positions is None else positions.unsqueeze(0)
+        output = self.model(input_ids=input_ids.unsqueeze(0), use_cache=False, **inputs)
         logits: torch.Tensor = output.logits[0]
         return logits
 
     def _run_plain(self, prompt: list[int]) -> torch.Tensor:
         """Return the logits ``[len(prompt), vocab_size]`` of the model's own attention."""
-        with torch.inference_mode(), self._own_attention():
+        with torch.inference_mode(), self._own_attention(), self._mixers.switched({}):
             return self._run(torch.tensor(prompt, device=self.model.device), None)
 
     @contextmanager
@@ -177,8 +195,12 @@ class TransformersModel(LoadedModel):
         wanted = {layer.name for layer in self.description.layers}
         return {path: module for path, module in self.model.named_modules() if path in wanted}
 
+    @property
+    def _attending(self) -> list[LayerDescription]:
+        return [layer for layer in self.description.layers if layer.query]
+
     def _check_reached(self, modules: Mapping[str, nn.Module]) -> None:
-        """Run two tokens through layers that only note that they were called."""
+        """Run two tokens through layers that only note that they were called, and see how mixers go on."""
         for layer in self.description.layers:
             if layer.name not in modules:
                 raise ModelError(f"{self.description.name} has no module {layer.name!r}, which its config describes")
@@ -189,6 +211,8 @@ class TransformersModel(LoadedModel):
                     f"layer {layer.name!r} of {self.description.name} ({type(modules[layer.name]).__name__}) does not "
                     "run through transformers' attention interface, so kvframe cannot serve it"
                 )
+        for driver in self._drivers.values():
+            driver.check()
 
     def _cut_rows(self, modules: Mapping[str, nn.Module], skipped: Sequence[str]) -> None:
         """Hook the blocks that leave rows out, and see in a step of three tokens that they do."""
@@ -216,11 +240,14 @@ class TransformersModel(LoadedModel):
     ) -> tuple[dict[str, int], torch.Tensor]:
         """Run tokens through layers that only note how many queries they got; return those numbers and the logits."""
         num_rows: dict[str, int] = {}
-        routes = {
-            modules[layer.name]: Route.of(layer, _noting_layer(layer, num_rows)) for layer in self.description.layers
-        }
+        routes = {modules[layer.name]: Route.of(layer, _noting_layer(layer, num_rows)) for layer in self._attending}
+        noting = {module: partial(driver.note, num_rows) for module, driver in self._drivers.items()}
         positions = torch.arange(num_tokens, device=self.model.device)
-        with torch.inference_mode(), running(RunningStep(routes, positions, kept_rows)):
+        with (
+            torch.inference_mode(),
+            running(RunningStep(routes, positions, kept_rows)),
+            self._mixers.switched(noting),
+        ):
             return num_rows, self._run(torch.zeros_like(positions), positions)
 
     def _blocks_from(self, skipped: Sequence[str]) -> tuple[nn.Module, ...] | None:

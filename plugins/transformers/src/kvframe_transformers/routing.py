@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from kvframe.attention.state import StateStep
 from kvframe.errors import ModelError
 from kvframe.model.description import LayerDescription
 from kvframe_transformers.discovery import scale_of
@@ -34,12 +35,28 @@ class RunLayer(Protocol):
         """Attend: ``[num_tokens, num_heads, head_size]`` to ``[num_tokens, num_heads, head_size_v]``, device."""
 
 
+class RunState(Protocol):
+    """One state layer of an engine, as ``AttentionLayers.states`` holds it."""
+
+    @property
+    def pages(self) -> Mapping[str, torch.Tensor]:
+        """Its state tensors by name, each ``[num_block_ids, states_per_block, *shape], device``."""
+
+    @property
+    def step(self) -> StateStep:
+        """What the running step computes."""
+
+
 class RunLayers(Protocol):
     """All attention layers of an engine: ``AttentionLayers``, as far as a model looks at it."""
 
     @property
     def skipped(self) -> tuple[str, ...]:
         """The layers that compute only some rows of a step, in the order they run."""
+
+    @property
+    def states(self) -> Mapping[str, RunState]:
+        """The layers that keep a state and do not attend, by the names of the description."""
 
     @property
     def kept_rows(self) -> torch.Tensor | None:

@@ -121,11 +121,62 @@ _CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "starcoder2": {"sliding_window": _WINDOW},
 }
 
+_MAMBA2: Mapping[str, Any] = {
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+}
+
+_STATE_CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "mamba": {"state_size": 8, "time_step_rank": 4, "num_hidden_layers": 2},
+    "mamba2": {
+        "state_size": 8,
+        "num_heads": 8,
+        "head_dim": 16,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "num_hidden_layers": 2,
+    },
+    "bamba": {**_MAMBA2, "num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "falcon_h1": {**_MAMBA2, "head_dim": 16, "num_hidden_layers": 2, "mamba_d_ssm": 128},
+    "jamba": {
+        "num_hidden_layers": 4,
+        "attn_layer_period": 4,
+        "attn_layer_offset": 2,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3_next": {
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        **_EXPERTS,
+    },
+    "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]},
+}
+
 FAMILIES: tuple[str, ...] = ("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss")
 """The families, by transformers' ``model_type``, that every cross-distribution test covers."""
 
 MORE_FAMILIES: tuple[str, ...] = tuple(sorted(set(_CONFIGS) - set(FAMILIES)))
 """Families that the adapter serves by rule: no code names them."""
+
+
+STATE_FAMILIES: tuple[str, ...] = tuple(_STATE_CONFIGS)
+"""Families with layers that keep a recurrent or convolution state, alone or among layers that attend."""
 
 
 def tiny_config(family: str, **overrides: Any) -> Any:
@@ -135,7 +186,7 @@ def tiny_config(family: str, **overrides: Any) -> Any:
         family: One of ``FAMILIES`` or ``MORE_FAMILIES``.
         overrides: Fields of the config to set otherwise.
     """
-    return AutoConfig.for_model(family, **{**_SHARED, **_CONFIGS[family], **overrides})
+    return AutoConfig.for_model(family, **{**_SHARED, **{**_CONFIGS, **_STATE_CONFIGS}[family], **overrides})
 
 
 def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
