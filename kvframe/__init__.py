@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from kvframe.cache.manager import KVCacheManager as KVCacheManager
     from kvframe.cache.pool import BlockPool as BlockPool
     from kvframe.cache.storage import KVCacheStorage as KVCacheStorage
+    from kvframe.engine.embedding import Embedder as Embedder
     from kvframe.engine.engine import Engine as Engine
+    from kvframe.engine.pooling import EmbeddingOutput as EmbeddingOutput
     from kvframe.engine.request import RequestOutput as RequestOutput
     from kvframe.engine.request import SamplingParams as SamplingParams
     from kvframe.engine.runner import SkipPolicy as SkipPolicy
@@ -72,6 +74,8 @@ _HOME = {
     "BlockTable": "cache.block_table",
     "Capabilities": "attention.backend",
     "CommonAttentionMetadata": "attention.metadata",
+    "Embedder": "engine.embedding",
+    "EmbeddingOutput": "engine.pooling",
     "Engine": "engine.engine",
     "Extension": "attention.metadata",
     "FieldUse": "attention.wrapper",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from kvframe.errors import SpecError, UnknownNameError
-from kvframe.specs import KVCacheSpec, LayerSpec, QuerySpec
+from kvframe.specs import TOKENS, KVCacheSpec, LayerSpec, QuerySpec
 
 if TYPE_CHECKING:
     from kvframe.model.description import LayerDescription, ModelDescription
@@ -45,13 +45,32 @@ class Grouping:
     Attributes:
         groups: The groups, in the order of their first layers; empty for a model that keeps nothing.
         follows: For each layer that shares a cache, the layer whose cache it reads.
+        step_local: The layers that attend to a request's own tokens and keep none of them: a step computes all of a
+            request or nothing.
     """
 
     groups: tuple[KVCacheGroup, ...]
     follows: Mapping[str, str]
+    step_local: tuple[str, ...] = ()
+
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether a prompt is computed in one step: what an earlier step computed of it would be lost."""
+        return bool(self.step_local) or not self.groups
+
+    @property
+    def note(self) -> str | None:
+        """What follows of keeping nothing, in one sentence for people; None where every layer keeps something."""
+        if not self.groups:
+            why = "no layer keeps anything of the past"
+        elif self.step_local:
+            why = f"layers such as {self.step_local[0]!r} attend to whole requests and keep nothing"
+        else:
+            return None
+        return f"{why}: each prompt is computed in one step, and no prefix is cached"
 
     def group_of(self, layer: str) -> KVCacheGroup:
-        """Return the group whose block table ``layer`` reads."""
+        """Return the group whose block table ``layer`` reads; it must be one that keeps, or reads, state."""
         target = self.follows.get(layer, layer)
         return next(group for group in self.groups if target in group.layers)
 
@@ -157,7 +176,14 @@ def group_layers(layers: Sequence[LayerSpec], *, hybrid: bool = True) -> Groupin
         )
         for index, group in enumerate(members.values())
     )
-    return Grouping(groups=groups, follows=follows)
+    return Grouping(groups=groups, follows=follows, step_local=tuple(filter(None, map(_step_local, layers))))
+
+
+def _step_local(layer: LayerSpec) -> str | None:
+    """Return the name of a layer that attends to a request's own tokens and keeps none; None for any other layer."""
+    if layer.query is None or layer.spec is None or layer.spec.keeps_past or layer.spec.sequence != TOKENS:
+        return None
+    return layer.name
 
 
 def _find_owners(layers: Sequence[LayerSpec]) -> dict[str, str]:

@@ -13,6 +13,7 @@ import torch
 
 import kvframe
 from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.local import LocalCaches
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.selection import select_backends
 from kvframe.attention.skipping import find_skippable_layers
@@ -116,7 +117,9 @@ class Bench:
         self.manager = KVCacheManager(plan, max_num_seqs=8, prefix_caching=False)
         skipped = () if stack.engine.prefill_skipping is None else find_skippable_layers(layers)
         choices = select_backends(layers, stack, load_plugins(stack.plugins, plugins).registry, "cpu", skipped)
-        self.attention = AttentionLayers(layers, choices, self.grouping, storage.views, CPU, skipped)
+        scratch = LocalCaches(layers, CPU, max_tokens=64, max_reqs=8)
+        scratch.is_poisoned = True
+        self.attention = AttentionLayers(layers, choices, self.grouping, storage.views, CPU, skipped, scratch)
 
     def groups(self) -> list[tuple[str, ...]]:
         """Return the names of each attention group's layers."""
@@ -192,7 +195,7 @@ class Bench:
             query_lens=np.array(num_new),
             generating_indices=np.cumsum(num_new) - 1 if generating is None else np.array(generating),
         )
-        return build_metadata(batch, self.manager.tables, CPU)
+        return (*build_metadata(batch, self.manager.tables, CPU), *self.attention.local.metadata(batch))
 
     def _run_layers(
         self, requests: Sequence[int], num_computed: Sequence[int], num_new: Sequence[int], tokens: slice
@@ -225,7 +228,8 @@ class Bench:
             total = computed + new
             query = draw(spec.name, "q", request)[computed:total]
             key, value = (draw(self.owner(spec), part, request)[:total] for part in "kv")
-            visible = visible_tokens(spec.spec, computed, total)
+            sees_all = spec.spec.mask is not None and not spec.spec.mask.causal
+            visible = torch.ones(new, total).bool() if sees_all else visible_tokens(spec.spec, computed, total)
             outputs.append(dense_attention(QUERY, query, key, value, visible))
         return torch.cat(outputs)
 

@@ -332,8 +332,10 @@ def test_stats_count_what_was_done() -> None:
 def test_a_model_that_keeps_nothing_takes_the_same_path() -> None:
     model = ScriptedModel(SCRIPT)
     model.description = attrs.evolve(model.description, layers=())
-    with model.engine(max_num_batched_tokens=2) as engine:
-        outputs = engine.generate(["the", "the qu"], SamplingParams(max_new_tokens=4))
-        assert [" qui", "ick "] == [output.text for output in outputs]
+    with model.engine(max_num_batched_tokens=6) as engine:
+        outputs = engine.generate(["the", "the qu", "the qui"], SamplingParams(max_new_tokens=4))
+        assert [" qui", "ick ", ""] == [output.text for output in outputs]
+        # What a step computed of a part of a prompt would be lost: whole prompts only.
+        assert "7 tokens, and the model computes a prompt in one step" in (outputs[2].error or "")
         assert (0, 0, ()) == (engine.plan.total_bytes, engine.stats().cache_bytes, engine.stats().blocks_held)
         assert 0 == engine.stats().cached_prompt_tokens

@@ -149,6 +149,10 @@ class OtherMask(FullAttentionSpec):
         return AttentionMask(window=9)
 
 
+class SaysThatItKeepsNothing(FullAttentionSpec):
+    keeps_past = False
+
+
 class TooFewResident(FullAttentionSpec):
     def num_resident_blocks(self, n: int, num_new_tokens: int) -> int:
         return (n + num_new_tokens) // self.block_size
@@ -185,6 +189,7 @@ class RetainsLess(FullAttentionSpec):
         (EmptyRange, r"law of the past: live_ranges\(0\) is \(\(0, 0\),\)"),
         (Remembers, r"law of forgetting: tokens \[0, 1, 2, 3, 4\] are live at 6 and were not at 5"),
         (OtherMask, r"at 9 the mask shows \[1, 2, 3, 4, 5, 6, 7, 8\], live are \[0, 1, 2, 3, 4, 5, 6, 7, 8\]"),
+        (SaysThatItKeepsNothing, r"keeps_past is False, and live_ranges gives \(\(0, 1\),\)"),
         (TooFewResident, r"num_resident_blocks\(0, 1\) is 0, and 1 by the live ranges"),
         (TooLowPeak, r"peak_blocks\(1, 1\) is 0, and 1 by the live ranges"),
         (OtherLiveBlocks, r"live_blocks\(0\) is \(\(0, 1\),\), and \(\) by the live ranges"),

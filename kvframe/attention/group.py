@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -23,7 +23,7 @@ class AttentionGroup:
     """The layers of one cache group that have the same spec, query side, wrapper chain and backend.
 
     Attributes:
-        cache_group: Index of the cache group.
+        cache_group: Index of the cache group; of step-local layers, the place of their metadata behind those.
         layers: The layers: those that keep a cache, then those that read another layer's, each in the model's order.
         wrapped: Any of the layers, as the backend behind the chain sees it.
         wrappers: Their wrapper chain.
@@ -69,7 +69,11 @@ class AttentionGroup:
 
 
 def form_groups(
-    layers: Sequence[LayerSpec], choices: Sequence[Choice], grouping: Grouping, device: torch.device
+    layers: Sequence[LayerSpec],
+    choices: Sequence[Choice],
+    grouping: Grouping,
+    device: torch.device,
+    local: Mapping[str, int] | None = None,
 ) -> tuple[AttentionGroup, ...]:
     """Return the attention groups, in the order of their first layers, with one backend instance each.
 
@@ -78,13 +82,16 @@ def form_groups(
         choices: Each layer's wrapper chain and backend, in the same order.
         grouping: The cache groups.
         device: Where the backends run.
+        local: For each step-local layer, the place of its metadata among theirs; None for no such layer.
 
     Raises:
         BackendError: A backend could not be set up.
     """
+    local, num_cache_groups = local or {}, len(grouping.groups)
     members: dict[Any, list[tuple[LayerSpec, Choice]]] = {}
     for layer, choice in zip(layers, choices, strict=True):
-        cache_group = grouping.group_of(layer.name).index
+        place = local.get(layer.name)
+        cache_group = grouping.group_of(layer.name).index if place is None else num_cache_groups + place
         key = (cache_group, choice.wrapper_ids, choice.backend_id, layer.spec, layer.query)
         members.setdefault(key, []).append((layer, choice))
     formed = []

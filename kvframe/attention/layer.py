@@ -13,6 +13,7 @@ from kvframe.attention.backend import KVCache
 from kvframe.attention.build import BuiltMetadata, MetadataPlan
 from kvframe.attention.capture import GraphCapture
 from kvframe.attention.group import AttentionGroup, form_groups
+from kvframe.attention.local import LocalCaches
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.order import find_order
 from kvframe.attention.relative_bias import RELATIVE_BIAS
@@ -134,6 +135,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
 
     Attributes:
         groups: The attention groups, in the order of their first layers.
+        local: Where the layers that keep nothing of the past find the running step.
         states: The layers that the model computes itself, on pages that it is given; by name.
         skipped: The layers that compute only the generating tokens of a step, in the order they run.
         kept_rows: ``[num_generating + padding], int64, device``: the rows of the packed batch that the skipped layers
@@ -149,6 +151,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         views: Mapping[str, KVCache],
         device: torch.device,
         skipped: Sequence[str] = (),
+        local: LocalCaches | None = None,
     ) -> None:
         """Group the layers and make one backend instance per group.
 
@@ -159,12 +162,15 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
             views: Each layer's state tensors.
             device: Where the backends run.
             skipped: The layers that were chosen to be skipped.
+            local: The scratch pages of the layers that keep nothing; None where every layer keeps something.
 
         Raises:
             BackendError: A backend could not be set up.
         """
         attending = [layer for layer in layers if layer.query is not None]
-        self.groups = form_groups(attending, choices, grouping, device)
+        self.local = LocalCaches((), device, max_tokens=0, max_reqs=0) if local is None else local
+        self.groups = form_groups(attending, choices, grouping, device, self.local.places)
+        views = {**views, **self.local.views}
         self.states = {
             layer.name: StateLayer(layer, views[layer.name])
             for layer in layers
@@ -188,7 +194,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
             group = grouping.group_of(state.spec.name).index
             alike.setdefault((group, state.spec.spec.states_per_block), []).append(state)
         self._state_groups = [(group, tuple(members)) for (group, _), members in alike.items()]
-        self._plan = MetadataPlan(self.groups, len(grouping.groups))
+        self._plan = MetadataPlan(self.groups, len(grouping.groups) + self.local.num_places)
         self._written = {group.cache_group for group in self.groups if group.writes}
         by_size = sorted(self.groups, key=lambda group: -len(group.layers))
         wishes = [group.builder.batch_order for group in by_size]
@@ -228,7 +234,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         """Build every attention group's metadata of a step, and work out which states the state layers read and write.
 
         Args:
-            metadata: The batch, one value per cache group.
+            metadata: The batch, one value per cache group, and behind them what ``local.metadata`` returns of it.
             sub_batches: Ranges ``[start, stop)`` of requests that the model runs on one after the other, each after
                 ``select_sub_batch``; None for the whole batch at once.
             batch: What the metadata was made of. Read only where there are state layers.
@@ -244,10 +250,10 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         if sub_batches is None:
             self._sub_batches = [self._build(metadata, self._state_steps(batch, tables, slice(None)))]
         else:
-            parts = zip(*(split_requests(common, sub_batches) for common in metadata), strict=True)
+            parts = [split_requests(common, sub_batches) for common in metadata]
             self._sub_batches = [
-                self._build(part, self._state_steps(batch, tables, slice(start, stop)))
-                for part, (start, stop) in zip(parts, sub_batches, strict=True)
+                self._build([part[index] for part in parts], self._state_steps(batch, tables, slice(start, stop)))
+                for index, (start, stop) in enumerate(sub_batches)
             ]
         self.select_sub_batch(0)
 

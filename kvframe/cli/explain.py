@@ -46,9 +46,11 @@ def explain(model: Path, stack_file: Path | None, device: str | None, dtype: str
     chosen = {choice.layer: choice for choice in choices}
     explained = [_explain(layer, grouping, chosen.get(layer.name), backends) for layer in layers if layer.spec]
     if as_json:
-        print_json({"model": description.name, "layers": explained})
-    else:
-        _print(description.name, explained)
+        print_json({"model": description.name, "note": grouping.note, "layers": explained})
+        return
+    _print(description.name, explained)
+    if grouping.note is not None:
+        click.echo(grouping.note)
 
 
 def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice | None, backends: Sequence[str]) -> dict[str, Any]:
@@ -56,7 +58,7 @@ def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice | None, backen
     place = {
         "layer": layer.name,
         "kind": layer.spec.kind,
-        "group": grouping.group_of(layer.name).index,
+        "group": grouping.group_of(layer.name).index if layer.spec.keeps_past else None,
         "shares_with": grouping.follows.get(layer.name),
     }
     if choice is None:
@@ -95,7 +97,8 @@ def _print(model: str, explained: list[dict[str, Any]]) -> None:
         others = "; ".join(f"{other['backend']}: {other['reason']}" for other in each["others"])
         row = (
             each["kind"],
-            str(each["group"]) + (f" (of {each['shares_with']})" if each["shares_with"] else ""),
+            str("none" if each["group"] is None else each["group"])
+            + (f" (of {each['shares_with']})" if each["shares_with"] else ""),
             " → ".join(each["wrappers"]) or "none",
             each["backend"] or "computed by the model",
             others or "none",

@@ -105,7 +105,7 @@ def _computed_otherwise(layers: Sequence[LayerSpec], grouping: Grouping, max_mod
     """Return the layers that see fewer tokens than their group stores, those with equal specs together."""
     alike: dict[tuple[int, KVCacheSpec], list[str]] = {}
     for layer in layers:
-        if layer.spec is not None:
+        if layer.spec is not None and layer.spec.keeps_past:
             group = grouping.group_of(layer.name)
             if layer.spec.group_key != group.spec.group_key:
                 alike.setdefault((group.index, layer.spec), []).append(layer.name)
@@ -136,6 +136,7 @@ def _to_dict(
         "model": description.name,
         **plain,
         "host_bytes": host_bytes,
+        "note": grouping.note,
         "follows": dict(grouping.follows),
         "computed_otherwise": computed,
         "concurrency": [{"num_tokens": n, "max_requests": planned.max_concurrency(n)} for n in lengths],
@@ -153,7 +154,8 @@ def _print(
     num_following = len(grouping.follows)
     sharing = f", {num_following} of them read another layer's cache" if num_following else ""
     if not planned.groups:
-        click.echo(f"{description.name}: {len(description.layers)} layers keep nothing of the past; no cache is needed")
+        click.echo(f"{description.name}: {len(description.layers)} layers, no cache is needed")
+        click.echo(grouping.note)
         return
     print_table(
         f"{description.name}: {len(description.layers)} layers{sharing}",
@@ -203,6 +205,8 @@ def _print(
         ("tokens each", "requests"),
         [(f"{n:,}", f"{planned.max_concurrency(n):,}") for n in lengths],
     )
+    if grouping.note is not None:
+        click.echo(grouping.note)
 
 
 def _example_positions(max_model_len: int) -> list[int]:

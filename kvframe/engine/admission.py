@@ -19,44 +19,55 @@ class Admission:
         has_text: Whether the model has a tokenizer.
     """
 
-    def __init__(self, model: LoadedModel, plan: KVCachePlan, max_model_len: int) -> None:
+    def __init__(
+        self, model: LoadedModel, plan: KVCachePlan, max_model_len: int, max_prompt_len: int | None = None
+    ) -> None:
         """Take the limits.
 
         Args:
             model: For its tokenizer and vocabulary.
             plan: What the cache holds.
             max_model_len: The most tokens of a request.
+            max_prompt_len: The most tokens of a prompt that is computed in one step; None where it need not be.
         """
         self.has_text = model.decode([]) is not None
         self._model = model
         self._plan = plan
         self._max_model_len = max_model_len
+        self._max_prompt_len = max_prompt_len
 
-    def token_ids(self, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
+    def token_ids(self, prompt: str | Sequence[int], params: SamplingParams | None) -> list[int]:
         """Return the prompt's token ids; raises ``RequestError`` if the request can never be served.
 
         Args:
             prompt: Text, or token ids.
-            params: How far the request may go, and what ends it.
+            params: How far the request may go, and what ends it; None where nothing is generated.
         """
-        name, vocab_size = self._model.description.name, self._model.description.vocab_size
+        vocab_size, max_len = self._model.description.vocab_size, self._max_model_len
         token_ids = self._encode(prompt) if isinstance(prompt, str) else _whole_numbers(prompt)
         if not token_ids:
             raise RequestError("the prompt is empty; give at least one token", code="empty_prompt")
-        if len(token_ids) >= self._max_model_len:
+        if len(token_ids) > max_len - (params is not None):
+            rest = "" if params is None else ", at least one of them generated"
             raise RequestError(
-                f"the prompt has {len(token_ids)} tokens, but a request has at most {self._max_model_len}, "
-                "at least one of them generated",
+                f"the prompt has {len(token_ids)} tokens, but a request has at most {max_len}{rest}",
                 code="prompt_too_long",
+            )
+        if self._max_prompt_len is not None and len(token_ids) > self._max_prompt_len:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens, and the model computes a prompt in one step, which has at "
+                f"most {self._max_prompt_len}; raise max_num_batched_tokens in the stack's [engine]",
+                code="exceeds_step",
             )
         if min(token_ids) < 0 or (vocab_size is not None and max(token_ids) >= vocab_size):
             wrong = next(token for token in token_ids if token < 0 or (vocab_size is not None and token >= vocab_size))
             raise RequestError(f"{wrong} is no token id; the model has [0, {vocab_size})", code="bad_token")
-        if params.stop and not self.has_text:
+        if params is not None and params.stop and not self.has_text:
             raise RequestError(
-                f"{name} has no tokenizer, so no stop string can be found; use stop_token_ids", code="no_tokenizer"
+                f"{self._model.description.name} has no tokenizer, so no stop string can be found; use stop_token_ids",
+                code="no_tokenizer",
             )
-        num_tokens = min(len(token_ids) + params.max_new_tokens, self._max_model_len)
+        num_tokens = min(len(token_ids) + (0 if params is None else params.max_new_tokens), max_len)
         if not self._plan.fits(num_tokens):
             raise RequestError(
                 f"a request of {num_tokens} tokens does not fit the cache of {self._plan.total_bytes} bytes, even "

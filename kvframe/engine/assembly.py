@@ -10,6 +10,7 @@ import attrs
 import torch
 
 from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.local import LocalCaches
 from kvframe.attention.selection import Choice, select_backends
 from kvframe.attention.skipping import find_skippable_layers
 from kvframe.cache.storage import HostStorage, KVCacheStorage
@@ -80,6 +81,9 @@ def assemble(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, regi
     choices = select_backends(layers, stack, registry, device.type, skipped)
     host_slabs = num_host_slabs(plan, stack)
     storage = KVCacheStorage(plan, grouping, device)
+    local = LocalCaches(
+        layers, device, max_tokens=stack.engine.max_num_batched_tokens, max_reqs=stack.engine.max_num_seqs
+    )
     return Assembly(
         model=model,
         stack=stack,
@@ -90,7 +94,7 @@ def assemble(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, regi
         choices=choices,
         storage=storage,
         host=HostStorage(plan, storage.pool, host_slabs) if host_slabs else None,
-        layers=AttentionLayers(layers, choices, grouping, storage.views, device, skipped),
+        layers=AttentionLayers(layers, choices, grouping, storage.views, device, skipped, local),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ from kvframe.plan import KVCachePlan
 from kvframe.registry import Registry
 from kvframe.specs import LayerSpec
 from kvframe.stack import Stack
+
+_log = logging.getLogger("kvframe")
 
 
 class Runner(Protocol[RequestT]):
@@ -82,28 +85,36 @@ class EngineCore(ABC, Generic[RequestT]):
         self.stack = stack = Stack() if stack is None else stack
         assembly = assemble(model, layers, stack, registry)
         self.grouping: Grouping = assembly.grouping
+        self._check_model()
         self.plan: KVCachePlan = assembly.plan
         self.choices: tuple[Choice, ...] = assembly.choices
         self._storage = assembly.storage
         self._max_model_len = assembly.max_model_len
-        self._admission = Admission(model, self.plan, self._max_model_len)
-        max_num_seqs = stack.engine.max_num_seqs
+        max_num_seqs, max_num_tokens = stack.engine.max_num_seqs, stack.engine.max_num_batched_tokens
+        whole_prompts = self.grouping.whole_prompts
+        if self.grouping.note is not None:
+            _log.info("%s: %s", model.description.name, self.grouping.note)
+        self._admission = Admission(
+            model, self.plan, self._max_model_len, max_prompt_len=max_num_tokens if whole_prompts else None
+        )
         self._manager = KVCacheManager(
             self.plan,
             max_num_seqs=max_num_seqs,
-            prefix_caching=stack.cache.prefix_caching,
+            prefix_caching=stack.cache.prefix_caching and not whole_prompts,
             host_pages=assembly.host,
         )
         if poison_freed:
             self._storage.poison()
+            assembly.layers.local.is_poisoned = True
             self._manager.on_pages_freed = lambda group, block_ids: self._storage.fill(group, block_ids, math.nan)
         self._scheduler: Scheduler[RequestT] = Scheduler(
             self._manager,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=stack.engine.max_num_batched_tokens,
+            max_num_batched_tokens=max_num_tokens,
             shared_block_size=(
                 math.lcm(*(group.block_size for group in self.plan.groups)) if self._manager.prefix_caching else 0
             ),
+            whole_prompts=whole_prompts,
         )
         self._runner = self._make_runner(assembly, skip_policy)
         self._requests: RequestTable[RequestT] = RequestTable()
@@ -114,6 +125,9 @@ class EngineCore(ABC, Generic[RequestT]):
         except BaseException:
             model.detach()
             raise
+
+    def _check_model(self) -> None:
+        """Refuse a model that is not for this kind of engine, with a ``ModelError``."""
 
     @abstractmethod
     def _make_runner(self, assembly: Assembly, skip_policy: SkipPolicy | None) -> Runner[RequestT]:

@@ -10,7 +10,7 @@ from kvframe.engine.core import EngineCore
 from kvframe.engine.request import Request, RequestOutput, SamplingParams
 from kvframe.engine.runner import SkipPolicy, TokenRunner
 from kvframe.engine.text import TextStream
-from kvframe.errors import RequestError
+from kvframe.errors import ModelError, RequestError
 
 
 class Engine(EngineCore[Request]):
@@ -118,6 +118,16 @@ class Engine(EngineCore[Request]):
         ]
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _check_model(self) -> None:
+        description, step_local = self.model.description, self.grouping.step_local
+        if description.generates and not step_local:
+            return
+        why = f"; its layer {step_local[0]!r} keeps nothing of the tokens before" if step_local else ""
+        raise ModelError(
+            f"{description.name} does not generate text{why}: it is for embeddings, which `kvframe embed` and "
+            "kvframe.Embedder make"
+        )
 
     def _make_runner(self, assembly: Assembly, skip_policy: SkipPolicy | None) -> TokenRunner:
         return TokenRunner(

@@ -27,7 +27,8 @@ class PackedStep(Generic[RequestT]):
         rows: ``[num_reqs]``: each request's row in the block tables.
         num_computed: ``[num_reqs]``: tokens that were computed before.
         query_lens: ``[num_reqs]``: tokens to compute.
-        logits_indices: ``[num_wanted]``: the packed tokens whose logits are wanted, in order.
+        num_wanted: ``[num_reqs]``: how many rows of logits are wanted of each request.
+        logits_indices: ``[num_rows]``: the packed tokens whose logits are wanted, in order.
         is_sampled: ``[num_reqs], bool``: whether a request gets a token: its last known one is among those computed.
         sampled: ``[num_sampled]``: the rows of the logits that tokens are sampled from, in the order of requests.
         places: ``[num_sampled]``: for the requests that get a token, as they were given, where it is among these; None
@@ -41,6 +42,7 @@ class PackedStep(Generic[RequestT]):
     rows: IntArray
     num_computed: IntArray
     query_lens: IntArray
+    num_wanted: IntArray
     logits_indices: IntArray
     is_sampled: npt.NDArray[np.bool_]
     sampled: IntArray
@@ -82,6 +84,7 @@ class PackedStep(Generic[RequestT]):
             rows=np.array([each.row for each in requests], dtype=np.int64),
             num_computed=num_computed,
             query_lens=query_lens,
+            num_wanted=num_wanted,
             logits_indices=logits_rows + np.repeat(np.cumsum(query_lens) - ends, num_wanted),
             is_sampled=is_sampled,
             sampled=sampled,

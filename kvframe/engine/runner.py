@@ -110,7 +110,7 @@ class ModelRunner:
         requests, positions = batch.token_positions
         if self._layers.skipped and len(logits_indices) < len(positions) and not self._may_skip(batch):
             batch = attrs.evolve(batch, generating_indices=np.arange(len(positions)))
-        metadata = build_metadata(batch, self._tables, self.device)
+        metadata = (*build_metadata(batch, self._tables, self.device), *self._layers.local.metadata(batch))
         wanted = self.to_device(logits_indices)
         with torch.inference_mode():
             self._layers.begin_step(metadata, batch=batch, tables=self._tables)

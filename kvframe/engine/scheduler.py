@@ -4,7 +4,7 @@ Each step has a token budget. Running requests come first, in the order of their
 come, first served; a prompt that exceeds the budget is computed in chunks over several steps. When the cache has no
 room for a running request, the request admitted last gives its blocks back and waits at the head of the queue
 (preemption). Its state is kept in host memory until it runs again, if the cache has room for it there; else its tokens
-are computed again.
+are computed again. Where nothing of a request outlives a step, its prompt is computed in one.
 """
 
 from __future__ import annotations
@@ -95,7 +95,13 @@ class Scheduler(Generic[RequestT]):
     """
 
     def __init__(
-        self, cache: RequestCache, *, max_num_seqs: int, max_num_batched_tokens: int, shared_block_size: int = 0
+        self,
+        cache: RequestCache,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        shared_block_size: int = 0,
+        whole_prompts: bool = False,
     ) -> None:
         """Start with nothing to do.
 
@@ -104,6 +110,8 @@ class Scheduler(Generic[RequestT]):
             max_num_seqs: The most requests that run at a time.
             max_num_batched_tokens: The most tokens that one step computes.
             shared_block_size: Tokens per block that requests with a common prefix can share; 0 if they cannot.
+            whole_prompts: Whether a request starts only where one step has room for all of its tokens; it must have no
+                more than ``max_num_batched_tokens``.
         """
         self.waiting: deque[RequestT] = deque()
         self.running: list[RequestT] = []
@@ -112,6 +120,7 @@ class Scheduler(Generic[RequestT]):
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._shared_block_size = shared_block_size
+        self._whole_prompts = whole_prompts
 
     @property
     def has_work(self) -> bool:
@@ -145,6 +154,8 @@ class Scheduler(Generic[RequestT]):
             while self.waiting and budget and len(self.running) < self._max_num_seqs:
                 request = self.waiting[0]
                 if self.running and (request.runs_alone or self.running[0].runs_alone):
+                    break
+                if self._whole_prompts and len(request.token_ids) > budget:
                     break
                 if self._is_being_computed(request, admitted) or not self._admit(request, budget):
                     break

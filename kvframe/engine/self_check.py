@@ -26,7 +26,9 @@ def run_packed(assembly: Assembly, prompts: list[list[int]], last_only: bool = F
     Raises:
         PlanError: The pool does not even hold one of them.
     """
-    num_prompts, max_len = len(prompts), assembly.max_model_len
+    num_prompts, max_len, local = len(prompts), assembly.max_model_len, assembly.layers.local
+    if local.places:
+        max_len = min(max_len, local.max_tokens)
     manager = KVCacheManager(assembly.plan, max_num_seqs=num_prompts, prefix_caching=False)
     runner = ModelRunner(
         assembly.model,
@@ -43,6 +45,8 @@ def run_packed(assembly: Assembly, prompts: list[list[int]], last_only: bool = F
         lens: list[int] = []
         while waiting:
             request_id, prompt = str(len(rows)), waiting[0]
+            if not local.fits([*lens, len(prompt)]):
+                break
             manager.start(request_id, prompt)
             if not manager.extend(request_id, len(prompt)):
                 manager.free(request_id)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvframe.model.description import ModelDescription
+from kvframe.model.description import ModelDescription, Pooling
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +19,30 @@ class LoadedModel(ABC):
     """A model with its weights, ready to be attached to an engine's attention layers."""
 
     description: ModelDescription
+
+    def without_head(self) -> LoadedModel:
+        """Return this model as one that gives hidden states in place of logits, for embeddings.
+
+        The hidden states are the last ones, as the model's own head would take them: ``forward`` and the ``run_packed``
+        of ``self_check`` give ``[…, hidden_size]`` instead of ``[…, vocab_size]``. The weights are the same; one of the
+        two is attached at a time. A model whose description says that it does not generate returns itself.
+
+        Raises:
+            ModelError: The model gives no hidden states.
+        """
+        from kvframe.errors import ModelError
+
+        if not self.description.generates:
+            return self
+        raise ModelError(f"{self.description.name} gives logits only, and no hidden states to make embeddings of")
+
+    def pooling(self) -> Pooling | None:
+        """Return how the model's hidden states are meant to become an embedding; None if its checkpoint does not say.
+
+        Raises:
+            ModelError: In a way that kvframe does not know.
+        """
+        return None
 
     def can_skip(self, layers: Sequence[str]) -> bool:
         """Return whether ``forward`` can leave rows out from the first of these layers on (prefill skipping).
@@ -70,7 +94,8 @@ class LoadedModel(ABC):
 
         Returns:
             Logits ``[num_wanted, vocab_size], device``, of ``logits_indices``; in a step with ``kept_rows``, logits
-            ``[num_kept, vocab_size]`` of exactly these rows, padding included.
+            ``[num_kept, vocab_size]`` of exactly these rows, padding included. Of a model without head, hidden states
+            ``[…, hidden_size]`` of the same rows.
         """
 
     def encode(self, text: str) -> list[int]:

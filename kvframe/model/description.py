@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
@@ -28,6 +28,23 @@ class LayerDescription:
     options: Mapping[str, Any]
     query: Mapping[str, Any]
     shares_with: str | None = None
+
+
+PoolingMode = Literal["mean", "cls", "last"]
+"""Which hidden states of a text make its embedding: all of its tokens', on average; its first one's; its last one's."""
+
+
+@attrs.frozen
+class Pooling:
+    """How hidden states become an embedding.
+
+    Attributes:
+        mode: Of which tokens.
+        normalize: Whether the embedding is divided by its length.
+    """
+
+    mode: PoolingMode
+    normalize: bool = False
 
 
 @attrs.frozen(kw_only=True)

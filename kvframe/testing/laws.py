@@ -40,6 +40,8 @@ def check_spec(spec: KVCacheSpec, max_tokens: int = 64) -> None:
             spec,
             f"law of forgetting: tokens {sorted(returned)} are live at {n + 1} and were not at {n}",
         )
+    if not spec.keeps_past:
+        _require(not any(live), spec, f"keeps_past is False, and live_ranges gives {next(filter(None, live), ())}")
     mask = spec.mask
     if mask is not None and mask.causal:
         for n in range(max_tokens + 1):

@@ -1,0 +1,116 @@
+"""Step-local caches: where layers that keep nothing of the past find the keys and values of the running step.
+
+Such a layer is in no cache group, and goes through the same wrappers, builders and backends as one that is: its step's
+keys and values are written to scratch pages, which the next such layer writes over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import attrs
+import numpy as np
+import torch
+
+from kvframe.attention.backend import KVCache
+from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.attention.step import StepBatch, build_metadata
+from kvframe.cache.block_table import BlockTables
+from kvframe.specs import LayerSpec, StateTensor
+
+Layout = tuple[tuple[str, StateTensor], ...]
+
+
+class LocalCaches:
+    """Owns the scratch pages of a model's step-local layers.
+
+    Invariant: what lies in a page is of use from a layer's write to the end of the same layer's call, so layers whose
+    state tensors are alike share their pages.
+
+    Attributes:
+        places: For each step-local layer, the place of its metadata among those that ``metadata`` returns.
+        views: Per layer, its state tensors by name, each ``[num_pages, *StateTensor.shape], device``; page 0 is the
+            null page.
+        num_bytes: Bytes of all scratch pages.
+        max_tokens: The most tokens of a step.
+        is_poisoned: Whether each step starts with NaN in every page, so that a read of what is not there shows.
+    """
+
+    def __init__(self, layers: Sequence[LayerSpec], device: torch.device, *, max_tokens: int, max_reqs: int) -> None:
+        """Allocate the pages, zeroed.
+
+        Args:
+            layers: The model's layers; those that attend and keep nothing of the past are step-local.
+            device: Where they run.
+            max_tokens: The most tokens of a step.
+            max_reqs: The most requests of a step.
+        """
+        self.is_poisoned = False
+        self.max_tokens = max_tokens
+        self._max_reqs = max_reqs
+        self._device = device
+        self.places: dict[str, int] = {}
+        self.views: dict[str, KVCache] = {}
+        buffers: dict[Layout, KVCache] = {}
+        block_sizes: list[int] = []
+        for layer in layers:
+            if layer.query is None or layer.spec is None or layer.spec.keeps_past:
+                continue
+            size, state = layer.spec.block_size, layer.spec.state_tensors()
+            if size not in block_sizes:
+                block_sizes.append(size)
+            self.places[layer.name] = block_sizes.index(size)
+            layout = tuple(sorted(state.items()))
+            if layout not in buffers:
+                buffers[layout] = _allocate(state, 1 + num_pages(size, max_tokens, max_reqs), device)
+            self.views[layer.name] = buffers[layout]
+        self._tensors = [tensor for buffer in buffers.values() for tensor in buffer.values()]
+        self._tables = BlockTables(max_reqs, max_tokens, block_sizes)
+        self.num_bytes = sum(tensor.nbytes for tensor in self._tensors)
+
+    @property
+    def num_places(self) -> int:
+        """How many values ``metadata`` returns."""
+        return len(self._tables)
+
+    def fits(self, query_lens: Sequence[int]) -> bool:
+        """Return whether requests with this many tokens each can be computed in one step."""
+        return not self.places or (len(query_lens) <= self._max_reqs and sum(query_lens) <= self.max_tokens)
+
+    def metadata(self, batch: StepBatch) -> tuple[CommonAttentionMetadata, ...]:
+        """Give each request of a step pages that follow one another, and return the step as these layers see it.
+
+        Args:
+            batch: The step; all of each request's tokens are in it.
+
+        Returns:
+            One value per block size of the step-local layers.
+        """
+        if not self.places:
+            return ()
+        assert len(batch.rows) <= self._max_reqs
+        assert batch.query_lens.sum() <= self.max_tokens
+        assert not batch.num_computed.any(), "a layer that keeps nothing sees whole requests"
+        if self.is_poisoned:
+            for tensor in self._tensors:
+                tensor[1:] = math.nan
+        rows = np.arange(len(batch.rows))
+        for stack in self._tables.stacks:
+            counts = -(-batch.query_lens // stack.block_size)
+            columns = np.arange(counts.max())
+            ids = (np.cumsum(counts) - counts + 1)[:, None] + columns
+            stack.ids[:, : len(rows), : len(columns)] = np.where(columns < counts[:, None], ids, 0)
+        return build_metadata(attrs.evolve(batch, rows=rows), self._tables, self._device)
+
+
+def num_pages(block_size: int, max_tokens: int, max_reqs: int) -> int:
+    """Return the most pages that the requests of a step fill, each beginning a page of its own."""
+    return min(max_tokens, (max_tokens + max_reqs * (block_size - 1)) // block_size)
+
+
+def _allocate(state: Mapping[str, StateTensor], count: int, device: torch.device) -> KVCache:
+    return {
+        name: torch.zeros(count, *tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
+        for name, tensor in state.items()
+    }

@@ -1,0 +1,197 @@
+"""The embedder: a model, its paged cache if it has any, and a queue of texts to embed, behind a few verbs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Self, get_args
+
+from kvframe.engine.assembly import Assembly, load_model
+from kvframe.engine.core import EngineCore
+from kvframe.engine.pooling import EmbeddingOutput, EmbeddingRequest, PoolingRunner
+from kvframe.engine.runner import SkipPolicy
+from kvframe.errors import RequestError
+from kvframe.model.adapter import LoadedModel
+from kvframe.model.description import Pooling, PoolingMode
+from kvframe.registry import Registry
+from kvframe.specs import LayerSpec
+from kvframe.stack import Stack
+
+
+class Embedder(EngineCore[EmbeddingRequest]):
+    """Makes embeddings of texts with one model, an encoder or a decoder.
+
+    Texts are added at any time; each ``step`` computes one batch of them, of mixed lengths. A decoder's keys and values
+    are cached as when it generates: a long text is computed in chunks, and a beginning that texts have in common once,
+    where only the last token makes the embedding. An exception of the model ends the requests of that step, gives their
+    blocks back, and goes on to the caller; the embedder can go on with the others. Not safe to use from several threads
+    at once.
+
+    Attributes:
+        model: The model, without head.
+        pooling: How its hidden states become an embedding.
+        stack: The stack that was asked for.
+        grouping: The cache groups; none for an encoder.
+        plan: What is allocated.
+        choices: For each layer, its wrapper chain, the backend that was chosen, and why the others were not.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        layers: Sequence[LayerSpec],
+        *,
+        registry: Registry,
+        stack: Stack | None = None,
+        pooling: PoolingMode | None = None,
+        normalize: bool | None = None,
+        poison_freed: bool = False,
+        skip_policy: SkipPolicy | None = None,
+    ) -> None:
+        """Plan and allocate the cache, choose backends, and attach the model.
+
+        Args:
+            model: A loaded model, not attached.
+            layers: Its layer specs, as ``make_layer_specs`` returns them.
+            registry: Where backends and wrappers are looked up.
+            stack: Memory, limits and rules; the defaults unless given.
+            pooling: Which tokens make an embedding; what the checkpoint says unless given, else the last one of a
+                decoder, and all of an encoder.
+            normalize: Whether an embedding is divided by its length; what the checkpoint says unless given, else not.
+            poison_freed: As for ``Engine``.
+            skip_policy: As for ``Engine``.
+
+        Raises:
+            ModelError: The model gives no hidden states, its checkpoint pools them in a way that kvframe does not know,
+                or as for ``Engine``.
+            RequestError: There is no such ``pooling`` (``bad_params``).
+            KVFrameError: As for ``Engine``.
+        """
+        if pooling is not None and pooling not in get_args(PoolingMode):
+            raise RequestError(
+                f"pooling must be one of {', '.join(get_args(PoolingMode))}, not {pooling!r}", code="bad_params"
+            )
+        said = model.pooling() if pooling is None or normalize is None else None
+        if pooling is None:
+            pooling = said.mode if said is not None else "last" if model.description.generates else "mean"
+        if normalize is None:
+            normalize = said is not None and said.normalize
+        self.pooling = Pooling(pooling, normalize)
+        super().__init__(
+            model.without_head(),
+            layers,
+            registry=registry,
+            stack=stack,
+            poison_freed=poison_freed,
+            skip_policy=skip_policy,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        stack: Stack | None = None,
+        plugins: Sequence[ModuleType] = (),
+        pooling: PoolingMode | None = None,
+        normalize: bool | None = None,
+        poison_freed: bool = False,
+        skip_policy: SkipPolicy | None = None,
+    ) -> Self:
+        """Load a model from disk and make an embedder for it: the whole flow.
+
+        Args:
+            path: A model's folder, of a kind that an installed plugin recognises.
+            stack: What to use; the defaults unless given.
+            plugins: Manifest modules to use beside the installed plugins.
+            pooling: As for the constructor.
+            normalize: As for the constructor.
+            poison_freed: As for the constructor.
+            skip_policy: As for the constructor.
+
+        Raises:
+            KVFrameError: What is wrong with the stack, a plugin it names, the model or the memory.
+        """
+        stack = Stack() if stack is None else stack
+        model, layers, registry = load_model(Path(path), stack, plugins)
+        return cls(
+            model,
+            layers,
+            registry=registry,
+            stack=stack,
+            pooling=pooling,
+            normalize=normalize,
+            poison_freed=poison_freed,
+            skip_policy=skip_policy,
+        )
+
+    def add_request(self, text: str | Sequence[int], request_id: str | None = None) -> str:
+        """Queue a text and return the id of its request.
+
+        Args:
+            text: Text, or token ids. Nothing is cut off, and nothing put before it but the tokenizer's special tokens.
+            request_id: Its id; a fresh one unless given.
+
+        Raises:
+            RequestError: The text can never be embedded; ``code`` is one of ``empty_prompt``, ``prompt_too_long``,
+                ``exceeds_step``, ``bad_token``, ``bad_text``, ``too_large``, ``duplicate_id``. Others are not touched.
+            ModelError: It is text, and the model has no tokenizer.
+        """
+        request_id = self._new_id(request_id)
+        if isinstance(text, str) and not text.strip():
+            raise RequestError("the text is empty", code="empty_prompt")
+        self._add(EmbeddingRequest.create(request_id, self._admission.token_ids(text, None), self.pooling))
+        return request_id
+
+    def step(self) -> list[EmbeddingOutput]:
+        """Compute one batch.
+
+        Returns:
+            The requests that have come to an end; empty if a step only computed parts of texts, or if there is nothing
+            to do.
+        """
+        self._advance()
+        return [self._requests.take(request_id).report() for request_id in self._requests.with_news]
+
+    def embed(
+        self, texts: Sequence[str | Sequence[int]], *, on_progress: Callable[[int], None] | None = None
+    ) -> list[EmbeddingOutput]:
+        """Embed a batch of texts.
+
+        Args:
+            texts: Texts or token ids.
+            on_progress: Called after each step with the number of texts that are done, refused ones included.
+
+        Returns:
+            One output for each text, in order; a refused one has ``finish_reason="refused"`` and an ``error``.
+        """
+        ended = self._serve(len(texts), lambda index: self.add_request(texts[index]), on_progress)
+        return [
+            _refused_output(index, texts[index], request) if isinstance(request, RequestError) else request.report()
+            for index, request in enumerate(ended)
+        ]
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _make_runner(self, assembly: Assembly, skip_policy: SkipPolicy | None) -> PoolingRunner:
+        return PoolingRunner(
+            self.pooling,
+            self.model,
+            assembly.layers,
+            self._manager.tables,
+            assembly.device,
+            max_num_seqs=self.stack.engine.max_num_seqs,
+            max_model_len=self._max_model_len,
+            skip_policy=skip_policy,
+        )
+
+
+def _refused_output(index: int, text: str | Sequence[int], error: RequestError) -> EmbeddingOutput:
+    """Return what stands for a refused text among a batch's outputs."""
+    return EmbeddingOutput(
+        request_id=f"refused-{index}",
+        token_ids=() if isinstance(text, str) or error.code == "bad_token" else tuple(text),
+        finish_reason="refused",
+        error=str(error),
+    )

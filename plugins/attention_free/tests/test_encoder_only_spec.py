@@ -1,0 +1,45 @@
+"""The spec of encoders: no live range, in no group, one of the laws' specs."""
+
+from __future__ import annotations
+
+import pytest
+from kvframe_attention_free import EncoderOnlySpec
+
+from kvframe import LayerSpec, QuerySpec, group_layers, load_plugins, plan_cache
+from kvframe.testing.laws import check_spec
+
+
+def encoder_only(**options: int) -> EncoderOnlySpec:
+    return EncoderOnlySpec(**{"block_size": 4, "num_kv_heads": 2, "head_size": 8, **options})
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 5])
+def test_it_keeps_the_laws(block_size: int) -> None:
+    check_spec(encoder_only(block_size=block_size))
+
+
+def test_no_token_of_the_past_is_live() -> None:
+    assert {()} == {encoder_only().live_ranges(n) for n in range(100)}
+
+
+def test_a_token_sees_those_that_come_later() -> None:
+    assert frozenset({"bidirectional"}) == encoder_only().mask.features
+
+
+def test_a_request_holds_no_block_however_long_it_is() -> None:
+    assert 0 == encoder_only().peak_blocks(0, 8)
+    assert {()} == {encoder_only().live_blocks(n) for n in range(100)}
+
+
+def test_its_layers_are_in_no_group_and_nothing_is_allocated() -> None:
+    query = QuerySpec(num_heads=2, head_size=8, scale=1.0)
+    layers = [LayerSpec(name=f"layers.{index}", spec=encoder_only(), query=query) for index in range(3)]
+    grouping = group_layers(layers)
+    plan = plan_cache(grouping, memory_bytes=1 << 20, max_model_len=64, max_num_batched_tokens=64)
+    assert () == grouping.groups
+    assert ("layers.0", "layers.1", "layers.2") == grouping.step_local
+    assert (0, 0) == (plan.num_slabs, plan.total_bytes)
+
+
+def test_it_is_registered() -> None:
+    assert EncoderOnlySpec is load_plugins().registry.specs.load("encoder_only")
