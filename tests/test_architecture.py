@@ -73,6 +73,7 @@ TORCH_FREE = (
     "kvframe.cache.inputs",
     "kvframe.cache.prefix",
     "kvframe.cache.lookup",
+    "kvframe.cache.stats",
     "kvframe.cache.block_table",
     "kvframe.cache.coordinator",
     "kvframe.cache.manager",
@@ -100,6 +101,7 @@ PUBLIC_MODULES = (
     "kvframe.model.adapter",
     "kvframe.model.description",
     "kvframe.specs",
+    "kvframe.testing.state",
 )
 # What a plugin's tests may import beside these.
 TEST_MODULES = (

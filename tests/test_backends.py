@@ -15,11 +15,12 @@ from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.errors import SpecError
 from kvframe.specs import AttentionMask, AttentionSpec, LayerSpec, QuerySpec, RelativeBias, StateTensor
-from kvframe.testing.case import Case, GridSpec, Request
+from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layers
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.reference import dense_attention, visible_tokens
+from kvframe.testing.state import GridSpec
 
 BACKENDS = (TorchBackend, TorchReferenceBackend)
 

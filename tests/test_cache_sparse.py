@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import attrs
+import pytest
+
+from kvframe.cache.inputs import InputSequence
 from kvframe.cache.manager import KVCacheManager
-from kvframe.specs import KVCacheSpec
-from tests.plans import full, make_plan, state
+from kvframe.cache.stats import GroupLookups
+from kvframe.specs import ENCODER, KVCacheSpec
+from tests.plans import encoder, full, make_plan, ranged, state
 
 
 def make_manager(*specs: KVCacheSpec) -> KVCacheManager:
@@ -95,3 +100,109 @@ def test_the_most_blocks_held_count_a_state_once() -> None:
     assert 3 == spec.num_resident_blocks(6, 20)
     assert 3 == spec.peak_blocks(64, 16)
     assert 2 == spec.peak_blocks(64, 1)
+
+
+# --- where requests part ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("specs", [[state()], [full(), state()], [ranged(window=6), state(block_size=8), full(2)]])
+def test_a_third_request_continues_from_where_the_second_parted_from_the_first(specs: list[KVCacheSpec]) -> None:
+    manager = make_manager(*specs)
+    shared = list(range(26))
+    assert 0 == run(manager, "a", [*shared, 90, 91, 92, 93])
+    assert 0 == run(manager, "b", [*shared, 80, 81, 82, 83], 5, 26, 30)
+    assert 24 == run(manager, "c", [*shared, 70, 71])
+    assert 24 == run(manager, "d", [*shared, 60])
+
+
+def test_a_branch_is_known_beyond_the_life_of_the_pages_until_the_cache_is_reset() -> None:
+    manager = make_manager(full(), state())
+    tokens = list(range(26))
+    run(manager, "a", tokens)
+    manager.free("a")
+    manager._pool.forget_cached()
+    run(manager, "b", tokens)
+    assert 24 == manager.start("c", tokens)
+    manager.reset_prefix_cache()
+    manager.start("d", tokens)
+    assert 0 == manager._entries["d"].blocks.branch
+
+
+def test_only_so_many_prefixes_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvframe.cache.lookup.MAX_SEEN_PREFIXES", 4)
+    manager = make_manager(state())
+    first, second = list(range(10)), list(range(50, 60))
+    branches = []
+    for index, tokens in enumerate([first, second, first, list(range(70, 90)), second]):
+        manager.start(str(index), tokens, use_prefix=index > 1)
+        branches.append(manager._entries[str(index)].blocks.branch)
+        assert manager.extend(str(index), len(tokens))
+        manager.commit(str(index), tokens, len(tokens))
+        manager.free(str(index))
+    assert [0, 0, 8, 0, 0] == branches
+
+
+# --- what stands in the way of a hit ----------------------------------------------------------------------------------
+
+
+def test_the_group_that_limits_a_hit_is_named() -> None:
+    manager = make_manager(full(), state(), ranged(window=5))
+    tokens = list(range(40))
+    run(manager, "a", tokens)
+    assert 0 == run(manager, "b", [*tokens[:34], 90])
+    whole, states, window = manager.stats.lookups
+    assert GroupLookups("full_attention", 75, 32, 0, 0) == whole
+    assert GroupLookups("state", 75, 0, 0, 1) == states
+    assert GroupLookups("range", 75, 32, 0, 0) == window
+    assert (75, 0) == (manager.stats.queried_tokens, manager.stats.hit_tokens)
+
+
+def test_several_groups_can_limit_a_hit_and_none_limits_what_nobody_has() -> None:
+    manager = make_manager(full(), state(every=2))
+    tokens = list(range(40))
+    run(manager, "nothing there", tokens)
+    assert [0, 0] == [each.times_limiting for each in manager.stats.lookups]
+    page = manager.block_ids("nothing there")[0][7]
+    manager.free("nothing there")
+    manager._pool._evict(0, page)
+    # Full attention has 28 tokens, and states lie at 8, 16, 24, 32 and 40: either could go on alone from behind 24.
+    assert 24 == run(manager, "b", tokens)
+    assert [(28, 24, 1), (32, 24, 1)] == [
+        (each.found_tokens, each.hit_tokens, each.times_limiting) for each in manager.stats.lookups
+    ]
+
+
+def test_a_block_that_is_too_large_for_a_hit_limits_it() -> None:
+    manager = make_manager(full(4), full(32))
+    tokens = list(range(40))
+    run(manager, "a", tokens[:30])
+    assert 0 == run(manager, "b", tokens[:30])
+    assert [(28, 0), (0, 1)] == [(each.found_tokens, each.times_limiting) for each in manager.stats.lookups]
+
+
+def test_a_lookup_counts_when_its_request_runs() -> None:
+    manager = make_manager(full())
+    tokens = list(range(10))
+    for _ in range(5):
+        manager.start("a", tokens)
+        manager.free("a")
+    run(manager, "a", tokens)
+    assert 10 == manager.stats.queried_tokens
+
+
+def test_inputs_are_counted_in_their_groups() -> None:
+    manager = make_manager(full(), encoder(4), encoder(2))
+    inputs = {ENCODER: InputSequence(10, b"x")}
+    for name in ("a", "b"):
+        manager.start(name, [1, 2], inputs=inputs)
+        assert manager.extend(name, 2)
+        manager.commit(name, [1, 2], 2)
+    assert [(20, 10, 10, 0), (20, 10, 10, 0)] == [attrs.astuple(each)[1:] for each in manager.stats.lookups[1:]]
+    page = manager.block_ids("a")[1][0]
+    manager.free("a")
+    manager.free("b")
+    manager._pool._evict(1, page)
+    manager.start("c", [1, 2], inputs=inputs)
+    assert manager.extend("c", 2)
+    manager.commit("c", [1, 2], 2)
+    assert [(30, 10, 10, 1), (30, 20, 10, 0)] == [attrs.astuple(each)[1:] for each in manager.stats.lookups[1:]]

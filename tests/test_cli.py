@@ -7,11 +7,14 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from kvframe_transformers.testing import save_tiny, tiny_config
 
+from kvframe.cache.stats import GroupLookups
+from kvframe.cli import generate as generating
 from kvframe.cli import main, render
 from kvframe.cli.plan import describe_live_range
 from kvframe.engine.engine import Engine
@@ -301,7 +304,8 @@ def test_explain_says_that_a_named_backend_leaves_no_choice(layers: Path, tmp_pa
     layer = run_json("explain", layers, "--stack", stack)["layers"][0]
     reason = "not asked: the stack names kvframe:torch_reference"
     assert "kvframe:torch_reference" == layer["backend"]
-    assert [{"backend": "kvframe:torch", "codes": [], "reason": reason}] == layer["others"]
+    others = ("kvframe-mla:mla", "kvframe:torch")
+    assert [{"backend": name, "codes": [], "reason": reason} for name in others] == layer["others"]
 
 
 def test_a_device_that_no_backend_serves_is_one_line(layers: Path) -> None:
@@ -464,6 +468,21 @@ def test_a_table_too_wide_for_the_terminal_is_told_row_by_row(
     told = capsys.readouterr().out
     assert "Names (2 of 2)" in told
     assert f"  second  {'delta' * 8}\n" in told
+
+
+def test_a_terminal_is_told_which_group_limits_prefix_hits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    lookups = [
+        GroupLookups("full_attention", 4000, 3000, 0, 0),
+        GroupLookups("state", 4000, 0, 0, times_limiting=3),
+    ]
+    stats = {"generated_tokens": 4, "seconds": 2, "prefix_hit_rate": 0, "lookups": list(map(attrs.asdict, lookups))}
+    generating._print([], [], stats)
+    told = capsys.readouterr().err
+    assert "group 1 (state) made the cached prefix shorter 3 times: alone it had 0 of 4,000 tokens\n" in told
+    assert "full_attention" not in told
 
 
 def test_a_progress_bar_is_drawn_on_a_terminal(

@@ -136,6 +136,7 @@ def test_another_plugin_changes_the_matrix_and_its_mistakes_are_seen(monkeypatch
     assert {
         "elsewhere": "environment",
         "gone": "import",
+        "mla": EQUAL,
         "slightly_wrong": WRONG,
         "torch": EQUAL,
         "torch_reference": EQUAL,
@@ -144,7 +145,7 @@ def test_another_plugin_changes_the_matrix_and_its_mistakes_are_seen(monkeypatch
     assert {"full", "full, sharing a cache"} == set(wrong)
     assert "SlightlyWrong on full: mixed: 37 of 37 queries are wrong" in wrong["full"]
     window = next(line for line in render(cells).splitlines() if line.startswith("| window  "))
-    assert ["`environment`", "`import`", "`mask_window`", "equal", "equal"] == [
+    assert ["`environment`", "`import`", "`mask_window`", "`mask_window`", "equal", "equal"] == [
         cell.strip() for cell in window.split("|")[2:-1]
     ]
 

@@ -17,10 +17,11 @@ from kvframe.attention.wrapper import DROPS_TOKENS, VIRTUAL_REQUESTS, FieldUse, 
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.errors import WrapperError
 from kvframe.specs import LayerSpec
-from kvframe.testing.case import Case, GridSpec, Request
+from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import chain_refusals, make_cases, make_layer, share_cache
 from kvframe.testing.laws import ConformanceError, check_spec
+from kvframe.testing.state import GridSpec
 
 FIELDS: Mapping[str, FieldUse] = {
     **{field.name: FieldUse.RESET for field in attrs.fields(CommonAttentionMetadata) if field.name != "extensions"},

@@ -322,6 +322,10 @@ def test_stats_count_what_was_done() -> None:
         # The second prompt waits one step for the two blocks of 4 tokens that it shares with the first.
         assert (9 + 15, 8, 8 / 24) == (stats.prompt_tokens, stats.cached_prompt_tokens, stats.prefix_hit_rate)
         # The last token of each request is never computed.
+        (lookups,) = stats.to_dict()["lookups"]
+        assert {"asked_tokens": 24, "found_tokens": 8, "hit_tokens": 8, "times_limiting": 0} == {
+            key: value for key, value in lookups.items() if key != "kind"
+        }
         assert (9 + 7 + 2 + 2, 6, 4) == (stats.computed_tokens, stats.generated_tokens, stats.steps)
         # The most at once: 11 computed tokens of the first, 16 of the second, two blocks shared: 3 + 4 - 2.
         assert ((0,), (5,)) == (stats.blocks_held, stats.peak_blocks_held)

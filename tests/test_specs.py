@@ -15,7 +15,7 @@ from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.errors import SpecError, UnknownNameError
 from kvframe.specs import AttentionMask, KVCacheSpec, StateTensor, TokenRange
 from kvframe.testing.laws import ConformanceError, check_spec
-from tests.plans import RangeSpec, ranged
+from tests.plans import RangeSpec, StateSpec, ranged, state
 
 
 def full(block_size: int = 4) -> FullAttentionSpec:
@@ -200,6 +200,56 @@ class RetainsLess(FullAttentionSpec):
 def test_the_kit_says_which_law_a_spec_breaks(broken: type[FullAttentionSpec], message: str) -> None:
     with pytest.raises(ConformanceError, match=f"{broken.__name__}.*: {message}"):
         check_spec(broken(block_size=4, num_kv_heads=1, head_size=8))
+
+
+class StoresOutside(StateSpec):
+    def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> tuple[TokenRange, ...]:
+        return ((0, 40),)
+
+
+class StoresNothing(StateSpec):
+    def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> tuple[TokenRange, ...]:
+        return ()
+
+
+class StoresMoreForLaterBranches(StateSpec):
+    def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> tuple[TokenRange, ...]:
+        found = super().stored_blocks(n, num_new_tokens, branch)
+        return ((0, 1), *found) if n == 0 and branch == 8 and found[0] != (0, 1) else found
+
+
+class LosesTheStateAtItsBranch(StateSpec):
+    def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> tuple[TokenRange, ...]:
+        return (
+            ((branch // 4 - 1, branch // 4),)
+            if n < branch <= n + num_new_tokens
+            else super().stored_blocks(n, num_new_tokens)
+        )
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (StoresOutside, r"stored_blocks\(0, 1, 0\) is \(\(0, 40\),\), not sorted, disjoint and within \[0, 1\)"),
+        (StoresNothing, r"stored_blocks\(0, 1, 0\) has no page for the blocks \[0\], live at 1"),
+        (StoresMoreForLaterBranches, r"stored_blocks\(0, 9, 8\) .* are 3 blocks, more than num_resident_blocks: 2"),
+        (LosesTheStateAtItsBranch, r"stored_blocks\(0, 9, 4\) has no page for the blocks \[2\], live at 9"),
+    ],
+)
+def test_the_kit_says_what_is_stored_wrongly(broken: type[StateSpec], message: str) -> None:
+    with pytest.raises(ConformanceError, match=f"{broken.__name__}.*: {message}"):
+        check_spec(broken(block_size=4))
+
+
+@pytest.mark.parametrize("every", [0, 1, 3])
+@pytest.mark.parametrize("num_drafts", [0, 1, 5])
+def test_a_state_keeps_what_refused_tokens_leave_if_it_says_so(every: int, num_drafts: int) -> None:
+    check_spec(state(every=every, num_drafts=num_drafts), num_refused=num_drafts)
+
+
+def test_the_kit_says_that_refused_tokens_leave_no_state() -> None:
+    with pytest.raises(ConformanceError, match=r"stored_blocks\(2, 9, 0\) has no page for the blocks \[1\], live at 8"):
+        check_spec(state(num_drafts=2), num_refused=3)
 
 
 def test_checking_a_spec_needs_no_torch_and_the_kit_no_test_framework() -> None:

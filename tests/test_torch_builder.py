@@ -24,8 +24,9 @@ from kvframe.builtin.torch_cut import cut_batches
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.builtin.torch_tiles import IntArray, ranges
 from kvframe.specs import LayerSpec, QuerySpec, RelativeBias
-from kvframe.testing.case import GridSpec, Request
+from kvframe.testing.case import Request
 from kvframe.testing.metadata import make_metadata
+from kvframe.testing.state import GridSpec
 
 CPU = torch.device("cpu")
 any_time = settings(deadline=None)

@@ -185,6 +185,9 @@ class AttentionBackend(ABC):
     """What it can do. A layer that they do not cover is never given to it."""
     options_class: ClassVar[type[Any] | None] = None
     """A frozen attrs class of the options that a stack may give the backend; None for none."""
+    conformance_form: ClassVar[str | None] = None
+    """Where the conformance kit finds what to know of the state that it reads, ``"module:StateForm"``; None for keys
+    and values."""
 
     @classmethod
     def unusable_reason(cls) -> str | None:
@@ -225,8 +228,9 @@ class AttentionBackend(ABC):
         """Store new tokens' keys and values. Called before ``forward``, never for a layer that shares a cache.
 
         Args:
-            key: ``[num_tokens, num_kv_heads, head_size], device``.
-            value: ``[num_tokens, num_kv_heads, head_size_v], device``.
+            key: ``[num_tokens, num_kv_heads, head_size], device``; of a type that stores something else, the first
+                part of that, as its spec says.
+            value: ``[num_tokens, num_kv_heads, head_size_v], device``; likewise the second part.
             kv_cache: The layer's state tensors; written to.
             slots: Block id and offset of each token, ``[num_tokens], int64, device`` both.
         """

@@ -73,6 +73,7 @@ class KVCacheCoordinator:
             live=[((0, len(ids)),) for ids in hit.block_ids],
             num_published=[len(ids) for ids in hit.block_ids],
             num_computed=hit.num_tokens,
+            branch=hit.branch,
             inputs=inputs,
             missing=frozenset(each.sequence for each in inputs if not hit.block_ids[each.group]),
         )

@@ -37,12 +37,14 @@ class InputBlocks:
     Attributes:
         group: The group's index.
         sequence: Which input it is (``"encoder"``).
+        num_tokens: Its tokens.
         num_blocks: Blocks that hold all of it.
         keys: What each of them is found by; empty where blocks are not cached.
     """
 
     group: int
     sequence: str
+    num_tokens: int
     num_blocks: int
     keys: tuple[bytes, ...]
 
@@ -65,7 +67,7 @@ def input_blocks(
             num_blocks = -(-sequence.num_tokens // group.block_size)
             root = hashlib.sha256(_ROOT + joined(salt.encode(), sequence.key, _number(sequence.num_tokens))).digest()
             keys = (hashlib.sha256(root + _number(index)).digest() for index in range(num_blocks if are_cached else 0))
-            found.append(InputBlocks(group.index, group.spec.sequence, num_blocks, tuple(keys)))
+            found.append(InputBlocks(group.index, group.spec.sequence, sequence.num_tokens, num_blocks, tuple(keys)))
     return tuple(found)
 
 

@@ -14,6 +14,7 @@ from kvframe.cache.inputs import InputSequence, input_blocks
 from kvframe.cache.lookup import PrefixHit, PrefixLookup
 from kvframe.cache.pool import BlockPool
 from kvframe.cache.prefix import PrefixKeys
+from kvframe.cache.stats import GroupLookups, KVCacheStats
 from kvframe.cache.swap import HostPages, HostStore
 from kvframe.plan import KVCachePlan
 
@@ -21,34 +22,11 @@ NO_INPUTS: Mapping[str, InputSequence] = MappingProxyType({})
 
 
 @attrs.define
-class KVCacheStats:
-    """What the cache did so far.
-
-    Attributes:
-        queried_tokens: Prompt tokens for which a prefix was looked up.
-        hit_tokens: Of these, the tokens that were found.
-        blocks_held: Per group, the pages held now; a page that several requests share counts once.
-        peak_blocks_held: Per group, the most pages held at once.
-        peak_bytes_held: The most bytes of held pages of all groups at once.
-        num_evictions: Cached pages whose content was given up.
-        host_bytes_held: Bytes of pages of requests that are swapped out now.
-        peak_host_bytes_held: The most of them at once.
-    """
-
-    queried_tokens: int = 0
-    hit_tokens: int = 0
-    blocks_held: list[int] = attrs.field(factory=list)
-    peak_blocks_held: list[int] = attrs.field(factory=list)
-    peak_bytes_held: int = 0
-    num_evictions: int = 0
-    host_bytes_held: int = 0
-    peak_host_bytes_held: int = 0
-
-
-@attrs.define
 class _Entry:
     blocks: RequestBlocks
     keys: dict[int, PrefixKeys]
+    uncounted: PrefixHit | None
+    """What was found when it started, until it runs: a request that waits for room is looked up again and again."""
     next_full: int = 0
     """Computed tokens from which on a block may be full that was not offered to the prefix index; 0 where blocks of an
     input may not have been."""
@@ -104,8 +82,7 @@ class KVCacheManager:
         self._swapped: dict[str, _Entry] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._num_resets = 0
-        self._queried_tokens = 0
-        self._hit_tokens = 0
+        self._lookups = [GroupLookups(group.spec.kind) for group in plan.groups]
 
     # --- one verb for each event in a request's life ---------------------------------------------------------------
 
@@ -141,13 +118,10 @@ class KVCacheManager:
         of_inputs = input_blocks(self._input_groups, inputs, salt, are_cached=caches) if inputs else ()
         hit = PrefixHit(0, tuple([] for _ in self.plan.groups))
         if caches and use_prefix:
-            max_tokens = len(token_ids) - 1
-            found = {size: chain.upto(token_ids, max_tokens) for size, chain in keys.items()}
-            hit = self._lookup.find(found, max_tokens, of_inputs)
-            self._queried_tokens += len(token_ids)
-            self._hit_tokens += hit.num_tokens
+            known = {size: chain.upto(token_ids, len(token_ids) - 1) for size, chain in keys.items()}
+            hit = self._lookup.find(known, len(token_ids), of_inputs)
         blocks = self._coordinator.start(self._free_rows.pop(), hit, of_inputs)
-        self._entries[request_id] = _Entry(blocks, keys, num_resets=self._num_resets)
+        self._entries[request_id] = _Entry(blocks, keys, hit, num_resets=self._num_resets)
         return hit.num_tokens
 
     def missing_inputs(self, request_id: str) -> frozenset[str]:
@@ -176,6 +150,11 @@ class KVCacheManager:
         if self.prefix_caching and num_computed >= entry.next_full:
             keys = {size: chain.upto(token_ids, num_computed) for size, chain in entry.keys.items()}
             self._coordinator.publish(entry.blocks, keys, num_computed)
+            if entry.uncounted is not None:
+                for total, lookups in zip(self._lookups, entry.uncounted.lookups, strict=False):
+                    total.add(lookups)
+                entry.uncounted = None
+            self._lookup.note(keys, entry.blocks.num_computed, num_computed)
             entry.next_full = min(
                 (num_computed - num_computed % size + size for size in self._block_sizes), default=sys.maxsize
             )
@@ -258,6 +237,7 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> None:
         """Give up every cached page and make held ones unfindable."""
         self._pool.forget_cached()
+        self._lookup.forget()
         self._num_resets += 1
 
     # --- what is there ------------------------------------------------------------------------------------------------
@@ -288,9 +268,13 @@ class KVCacheManager:
     @property
     def stats(self) -> KVCacheStats:
         """What the cache did so far, as a copy."""
+        of_tokens = [
+            lookups for lookups, group in zip(self._lookups, self.plan.groups, strict=True) if not group.is_of_input
+        ]
         return KVCacheStats(
-            queried_tokens=self._queried_tokens,
-            hit_tokens=self._hit_tokens,
+            queried_tokens=of_tokens[0].asked_tokens if of_tokens else 0,
+            hit_tokens=of_tokens[0].hit_tokens if of_tokens else 0,
+            lookups=[attrs.evolve(lookups) for lookups in self._lookups],
             blocks_held=list(self._pool.num_held),
             peak_blocks_held=list(self._pool.peak_held),
             peak_bytes_held=self._pool.peak_held_bytes,

@@ -181,3 +181,10 @@ def _print(prompts: Sequence[str | list[int]], outputs: Sequence[RequestOutput],
             f"{stats['prefix_hit_rate']:.0%} of the prompts' tokens were cached",
             err=True,
         )
+        for index, lookups in enumerate(stats["lookups"]):
+            if lookups["times_limiting"]:
+                click.echo(
+                    f"group {index} ({lookups['kind']}) made the cached prefix shorter {lookups['times_limiting']} "
+                    f"times: alone it had {lookups['found_tokens']:,} of {lookups['asked_tokens']:,} tokens",
+                    err=True,
+                )

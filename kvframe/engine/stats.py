@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from kvframe.cache.manager import KVCacheStats
+from kvframe.cache.stats import GroupLookups, KVCacheStats
 from kvframe.engine.scheduler import SchedulerStats
 
 
@@ -18,6 +18,8 @@ class EngineStats:
         prompt_tokens: Prompt tokens of the requests that were admitted.
         cached_prompt_tokens: Of these, the tokens that a cached prefix covered.
         prefix_hit_rate: Their share; 0 before the first request.
+        lookups: Per cache group, what prefix lookups found in it, and how often it could not continue from where
+            another group could: the group to look at where the hit rate is low.
         computed_tokens: Tokens computed, again after a preemption included.
         generated_tokens: Tokens generated.
         preemptions: Times that a running request gave its blocks back.
@@ -35,6 +37,7 @@ class EngineStats:
     prompt_tokens: int
     cached_prompt_tokens: int
     prefix_hit_rate: float
+    lookups: tuple[GroupLookups, ...]
     computed_tokens: int
     generated_tokens: int
     preemptions: int
@@ -61,6 +64,7 @@ class EngineStats:
             prompt_tokens=scheduled.prompt_tokens,
             cached_prompt_tokens=scheduled.cached_prompt_tokens,
             prefix_hit_rate=scheduled.cached_prompt_tokens / max(1, scheduled.prompt_tokens),
+            lookups=tuple(cached.lookups),
             computed_tokens=scheduled.computed_tokens,
             generated_tokens=scheduled.generated_tokens,
             preemptions=scheduled.preemptions,

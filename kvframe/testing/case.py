@@ -2,60 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import attrs
 import torch
 
 from kvframe.attention.wrapper import WrapperChain
-from kvframe.specs import AttentionMask, AttentionSpec, LayerSpec, QuerySpec, TokenRange
-
-
-@attrs.frozen(kw_only=True)
-class GridSpec(AttentionSpec):
-    """Any mask that kernels have a name for, and one that they have none for.
-
-    Attributes:
-        window: As in ``AttentionMask``.
-        num_sink_tokens: As in ``AttentionMask``.
-        causal: As in ``AttentionMask``.
-        chunk: As in ``AttentionMask``.
-        stride: The fixed pattern of Sparse Transformers (arXiv 1904.10509), which only live ranges say: a query sees
-            its run of ``stride`` tokens and the last token of each run before; None for none.
-    """
-
-    kind: ClassVar[str] = "conformance_grid"
-
-    window: int | None = None
-    num_sink_tokens: int = 0
-    causal: bool = True
-    chunk: int | None = None
-    stride: int | None = None
-
-    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
-        """Return the chunk's tokens, the pattern's, or the sinks and the window."""
-        run = self.stride or self.chunk
-        if run is not None:
-            start = n - n % run
-            lasts = range(run - 1, start, run) if self.stride else ()
-            parts = [*((last, last + 1) for last in lasts), (start, n)]
-        else:
-            start = 0 if self.window is None else max(0, n - self.window + 1)
-            parts = [(0, min(self.num_sink_tokens, start)), (start, n)]
-        return tuple(part for part in parts if part[0] < part[1])
-
-    @property
-    def mask(self) -> AttentionMask | None:
-        """The mask; None for the fixed pattern."""
-        if self.stride is not None:
-            return None
-        return AttentionMask(
-            causal=self.causal, window=self.window, num_sink_tokens=self.num_sink_tokens, chunk=self.chunk
-        )
-
-    def retain_all(self) -> GridSpec:
-        """Return full attention over the same keys and values."""
-        return attrs.evolve(self, window=None, num_sink_tokens=0, chunk=None, stride=None)
+from kvframe.specs import KVCacheSpec, LayerSpec, QuerySpec
+from kvframe.testing.state import KEYS_AND_VALUES, StateForm
 
 
 @attrs.frozen
@@ -95,11 +47,12 @@ class Case:
 
     Attributes:
         name: What it is about (``"window=5-block=16-decode"``).
-        layer: The layer, as the model has it; its spec is an attention spec.
+        layer: The layer, as the model has it; its spec stores what ``form`` says.
         requests: The batch.
         causal: The batch's ``causal``.
         num_padding: Padded requests, tokens and generating rows behind the batch, which then has ``static_shapes``.
         wrappers: The layer's wrapper chain, as a stack gives it.
+        form: What the layer stores.
     """
 
     name: str
@@ -108,6 +61,7 @@ class Case:
     causal: bool = True
     num_padding: int = 0
     wrappers: WrapperChain = ()
+    form: StateForm = KEYS_AND_VALUES
 
     @property
     def is_cross(self) -> bool:
@@ -115,9 +69,9 @@ class Case:
         return self.requests[0].num_keys is not None
 
     @property
-    def spec(self) -> AttentionSpec:
+    def spec(self) -> KVCacheSpec:
         """The layer's cache spec."""
-        assert isinstance(self.layer.spec, AttentionSpec)
+        assert self.layer.spec is not None
         return self.layer.spec
 
     @property
@@ -127,7 +81,12 @@ class Case:
         return self.layer.query
 
     @property
+    def stored_dtype(self) -> torch.dtype:
+        """The cache's dtype."""
+        dtype: torch.dtype = getattr(torch, next(iter(self.spec.state_tensors().values())).dtype)
+        return dtype
+
+    @property
     def query_dtype(self) -> torch.dtype:
         """The cache's dtype where models compute in it, else bfloat16."""
-        dtype: torch.dtype = getattr(torch, self.spec.dtype)
-        return dtype if dtype.itemsize > 1 else torch.bfloat16
+        return self.stored_dtype if self.stored_dtype.itemsize > 1 else torch.bfloat16

@@ -24,8 +24,9 @@ from kvframe.registry import Registry
 from kvframe.specs import LayerSpec, align_up
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
-from kvframe.testing.grid import RELATIVE_BIAS, SOFT_CAP, chain_refusals, make_layer, share_cache
+from kvframe.testing.grid import chain_refusals, make_layer, share_cache
 from kvframe.testing.laws import ConformanceError
+from kvframe.testing.state import RELATIVE_BIAS, SOFT_CAP, StateForm, form_of
 
 EQUAL = "equal"
 WRONG = "WRONG"
@@ -77,8 +78,8 @@ NUM_PADDING = 2
 INTRODUCTION = """\
 # Which wrappers and backends compose
 
-Every chain of up to two wrappers, before every backend, on every kind of layer. A layer that shares another's cache has
-a row of its own where it fares differently. A cell says one of two things:
+Every chain of up to two wrappers, before every backend, on every kind of layer that stores what the backend reads. A
+layer that shares another's cache has a row of its own where it fares differently. A cell says one of two things:
 
 - equal: mixed batches, decodes with draft tokens and unfinished prefills, also padded to the sizes of a graph, gave
   what dense attention under the layer's own mask gives, within the error of the dtype;
@@ -131,6 +132,7 @@ def _judge_layers(
     labels = [label + sharing for label in LAYERS for sharing in ("", SHARING)]
     try:
         backend_class: type[AttentionBackend] = registry.backends.load(backend)
+        form = form_of(backend_class)
         chain: WrapperChain = tuple(registry.wrappers.load(name)() for name in names)
         unusable = "environment" if backend_class.unusable_reason() else ""
     except (PluginError, TypeError) as error:
@@ -139,18 +141,23 @@ def _judge_layers(
         yield from ((label, unusable, "") for label in labels)
         return
     for label in labels:
-        layer = _make_layer(label, backend_class.capabilities)
-        yield label, *_judge(backend_class, chain, label, layer, device)
+        layer = _make_layer(label, backend_class.capabilities, form)
+        yield label, *_judge(backend_class, chain, label, layer, form, device)
 
 
-def _make_layer(label: str, capabilities: Capabilities) -> LayerSpec:
+def _make_layer(label: str, capabilities: Capabilities, form: StateForm) -> LayerSpec:
     block_size = align_up(4, capabilities.block_size_multiple)
-    layer = make_layer(capabilities, block_size=block_size, **LAYERS[label.removesuffix(SHARING)](block_size))
+    layer = make_layer(capabilities, form, block_size=block_size, **LAYERS[label.removesuffix(SHARING)](block_size))
     return share_cache(layer) if label.endswith(SHARING) else layer
 
 
 def _judge(
-    backend_class: type[AttentionBackend], chain: WrapperChain, label: str, layer: LayerSpec, device: str
+    backend_class: type[AttentionBackend],
+    chain: WrapperChain,
+    label: str,
+    layer: LayerSpec,
+    form: StateForm,
+    device: str,
 ) -> tuple[str, str]:
     capabilities = backend_class.capabilities
     codes = [refusal.code for refusal in chain_refusals(chain, layer, capabilities, device)]
@@ -161,7 +168,7 @@ def _judge(
         return " ".join(codes), ""
     try:
         for case in _cases(chain, label, layer, causal):
-            check_backend(backend_class, case, device)
+            check_backend(backend_class, attrs.evolve(case, form=form), device)
     except WrapperError as error:
         return error.code, ""
     except ConformanceError as error:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from kvframe.attention.backend import AttentionBackend
+from kvframe.attention.relative_bias import RELATIVE_BIAS
 from kvframe.testing.case import Case
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.reference import dense_attention, relative_bias, visible_tokens
@@ -50,7 +51,7 @@ def check_backend(
         output = run_step(backend_class, case, inputs, learned, torch.device(device), poison)
     except ConformanceError as error:
         raise _failure(backend_class, case, str(error)) from error
-    expected = (output.num_tokens, case.query.num_heads, case.spec.head_size_v), case.query_dtype
+    expected = (output.num_tokens, case.query.num_heads, case.form.head_size_v(case.spec)), case.query_dtype
     for values, whose in ((output.values, ""), (output.refreshed, "with refreshed metadata, ")):
         if values is None:
             continue
@@ -90,18 +91,19 @@ def _reference(case: Case, inputs: Sequence[Inputs], learned: Learned, dtype: to
     """Yield each request's output, computed in ``dtype``, as float64."""
     mask = case.spec.mask
     causal = case.causal and (mask is None or mask.causal)
-    sinks, table = (None if each is None else each.to(dtype) for each in (learned.sinks, learned.relative_bias))
+    learned = learned.to(dtype)
     for request, tensors in zip(case.requests, inputs, strict=True):
         visible = torch.ones(request.num_new, request.seq_len, dtype=torch.bool)
         if causal:
             visible = visible_tokens(case.spec, request.num_computed, request.seq_len)
         visible[:, : request.num_hidden] = False
         bias = None
-        if table is not None:
-            assert case.query.relative_bias is not None
+        if case.query.relative_bias is not None:
+            table = learned.parameters[RELATIVE_BIAS]
             bias = relative_bias(case.query.relative_bias, table, request.num_computed, request.seq_len)
         query, key, value = (each.to(dtype) for each in (tensors.query, tensors.key, tensors.value))
-        yield dense_attention(case.query, query, key, value, visible, sinks, bias).double()
+        key, value = case.form.expand(case.layer, key, value, learned.parameters)
+        yield dense_attention(case.query, query, key, value, visible, learned.sinks, bias).double()
 
 
 def _places(case: Case) -> Iterator[tuple[int, int]]:

@@ -26,13 +26,11 @@ from kvframe.testing.batches import (
     backend_batches,
     cross_batches,
 )
-from kvframe.testing.case import Case, GridSpec, Request
+from kvframe.testing.case import Case, Request
+from kvframe.testing.state import KEYS_AND_VALUES, RELATIVE_BIAS, SOFT_CAP, StateForm
 
 SCALE = 0.4
 """Not the inverse root of any head size, so that a backend that assumes that one is found."""
-
-SOFT_CAP = 2.0
-"""Low enough to bend most scores."""
 
 MAIN_DTYPES = ("float32", "bfloat16", "float16", "float64")
 """The first of these that a backend stores is the dtype of all cases that are not about dtypes."""
@@ -52,12 +50,12 @@ NUM_PADDING = 3
 PADDED_BATCHES = ("decode", "mixed", "cross_decode", "cross_mixed", "cross_without_keys", *PARTLY_GENERATING)
 """The batches that are also computed at the sizes of a graph."""
 
-RELATIVE_BIAS = {"num_buckets": 8, "max_distance": 20}
-"""With distances of their own, ranges of distances, and some beyond them, within the batches."""
-
 
 def make_cases(
-    capabilities: Capabilities, device: str = "cpu", chains: Sequence[WrapperChain] = ()
+    capabilities: Capabilities,
+    device: str = "cpu",
+    chains: Sequence[WrapperChain] = (),
+    form: StateForm = KEYS_AND_VALUES,
 ) -> tuple[Case, ...]:
     """Return every case that a backend with these capabilities must compute.
 
@@ -65,9 +63,10 @@ def make_cases(
         capabilities: What the backend declares.
         device: Where it runs.
         chains: Wrapper chains, as a stack gives them, that it has to work behind; it has to work without any too.
+        form: The state that it reads (``form_of``).
     """
     found: list[Case] = []
-    for name, layer in make_layers(capabilities):
+    for name, layer in make_layers(capabilities, form):
         if not capabilities.refusals(layer, device):
             assert layer.spec is not None
             batches = backend_batches(layer.spec.block_size)
@@ -82,46 +81,62 @@ def make_cases(
             if name.startswith("full-block") and "bidirectional" in capabilities.masks:
                 found += _not_causal([*cases, *_cases(name, layer, cross)])
     for chain in chains:
-        found += _chain_cases(chain, capabilities, device)
-    return tuple(found)
+        found += _chain_cases(chain, capabilities, device, form)
+    return tuple(attrs.evolve(case, form=form) for case in found)
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
-def make_layers(capabilities: Capabilities) -> Iterator[tuple[str, LayerSpec]]:
+def make_layers(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES) -> Iterator[tuple[str, LayerSpec]]:
     """Yield every layer of the grid with its name: masks by block sizes, features by masks, head sizes, dtypes.
 
     Sizes and dtypes are some that the capabilities allow; masks and features are all that there are.
     """
     head_size = min(capabilities.head_sizes or {8})
+
+    def layer_with(**options: Any) -> LayerSpec:
+        return make_layer(capabilities, form, **options)
+
+    features: dict[str, Mapping[str, Any]] = {
+        "soft_cap": {"soft_cap": SOFT_CAP},
+        "learned_sinks": {"has_sinks": True},
+        "relative_bias": {"relative_bias": RELATIVE_BIAS},
+        "relative_bias_both_ways": {"relative_bias": {**RELATIVE_BIAS, "bidirectional": True}},
+        "relative_bias-soft_cap-learned_sinks": {
+            "relative_bias": RELATIVE_BIAS,
+            "soft_cap": SOFT_CAP,
+            "has_sinks": True,
+        },
+        **form.features(head_size),
+    }
     for block_size in sorted({align_up(size, capabilities.block_size_multiple) for size in (1, 16, 17)}):
         for mask, options in make_masks(block_size).items():
-            yield f"{mask}-block={block_size}", make_layer(capabilities, block_size=block_size, **options)
+            yield f"{mask}-block={block_size}", layer_with(block_size=block_size, **options)
     for mask, options in MAIN_MASKS.items():
-        for feature, changes in _features(head_size).items():
-            yield f"{mask}-{feature}", make_layer(capabilities, **{**options, **changes})
+        for feature, changes in features.items():
+            yield f"{mask}-{feature}", layer_with(**{**options, **changes})
     for size in sorted(capabilities.head_sizes or {40}):
-        yield f"full-head_size={size}", make_layer(capabilities, head_size=size)
+        yield f"full-head_size={size}", layer_with(head_size=size)
     for dtype in _dtypes(capabilities)[1:]:
         for mask, options in MAIN_MASKS.items():
-            yield f"{mask}-{dtype}", make_layer(capabilities, dtype=dtype, **options)
-        scored = make_layer(capabilities, dtype=dtype, soft_cap=SOFT_CAP, has_sinks=True)
+            yield f"{mask}-{dtype}", layer_with(dtype=dtype, **options)
+        scored = layer_with(dtype=dtype, soft_cap=SOFT_CAP, has_sinks=True)
         yield f"full-{dtype}-soft_cap-learned_sinks", scored
-        yield f"full-{dtype}-relative_bias", make_layer(capabilities, dtype=dtype, relative_bias=RELATIVE_BIAS)
+        yield f"full-{dtype}-relative_bias", layer_with(dtype=dtype, relative_bias=RELATIVE_BIAS)
 
 
-def make_layer(capabilities: Capabilities, **options: Any) -> LayerSpec:
+def make_layer(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES, **options: Any) -> LayerSpec:
     """Return a layer of usual sizes that the capabilities allow.
 
     Args:
         capabilities: What a backend declares.
-        options: Fields of ``GridSpec`` and ``QuerySpec`` that are to differ from the usual; ``head_size`` is both's.
+        form: The state that it stores.
+        options: Fields of the form's spec and of ``QuerySpec`` that are to differ from the usual.
     """
     head_size = options.pop("head_size", min(capabilities.head_sizes or {8}))
     stored: dict[str, Any] = {
-        "num_kv_heads": 2,
-        "head_size": head_size,
+        **form.sizes(head_size),
         "dtype": _dtypes(capabilities)[0],
         "block_size": align_up(16, capabilities.block_size_multiple),
     }
@@ -129,7 +144,7 @@ def make_layer(capabilities: Capabilities, **options: Any) -> LayerSpec:
     of_query = {field.name for field in attrs.fields(QuerySpec)}
     for name, value in options.items():
         (query if name in of_query else stored)[name] = value
-    return LayerSpec(name="layer", spec=GridSpec(**stored), query=QuerySpec(**query))
+    return LayerSpec(name="layer", spec=form.spec_class(**stored), query=QuerySpec(**query))
 
 
 def share_cache(layer: LayerSpec) -> LayerSpec:
@@ -168,25 +183,6 @@ def _dtypes(capabilities: Capabilities) -> list[str]:
     )
 
 
-def _features(head_size: int) -> dict[str, Mapping[str, Any]]:
-    return {
-        "multi_head": {"num_kv_heads": 4},
-        "multi_query": {"num_kv_heads": 1},
-        "soft_cap": {"soft_cap": SOFT_CAP},
-        "learned_sinks": {"has_sinks": True},
-        "short_values": {"head_size_v": head_size // 2},
-        "everything": {"head_size_v": head_size + 8, "soft_cap": SOFT_CAP, "has_sinks": True, "num_heads": 6},
-        "relative_bias": {"relative_bias": RELATIVE_BIAS},
-        "relative_bias_both_ways": {"relative_bias": {**RELATIVE_BIAS, "bidirectional": True}},
-        "relative_bias-multi_head": {"relative_bias": RELATIVE_BIAS, "num_kv_heads": 4},
-        "relative_bias-soft_cap-learned_sinks": {
-            "relative_bias": RELATIVE_BIAS,
-            "soft_cap": SOFT_CAP,
-            "has_sinks": True,
-        },
-    }
-
-
 # --- cases ------------------------------------------------------------------------------------------------------------
 
 
@@ -214,14 +210,14 @@ def chain_refusals(chain: WrapperChain, layer: LayerSpec, capabilities: Capabili
     return capabilities.refusals(seen, device, required)
 
 
-def _chain_cases(chain: WrapperChain, capabilities: Capabilities, device: str) -> Iterator[Case]:
+def _chain_cases(chain: WrapperChain, capabilities: Capabilities, device: str, form: StateForm) -> Iterator[Case]:
     label = "+".join(wrapper.name for wrapper in chain)
     any_causality = all(wrapper.fields.get("causal") is FieldUse.CARRY for wrapper in chain)
     for block_size in sorted({align_up(size, capabilities.block_size_multiple) for size in (1, 16)}):
         for mask, options in make_masks(block_size).items():
             if mask not in MAIN_MASKS and "chunk" not in options:
                 continue
-            owner = make_layer(capabilities, block_size=block_size, **options)
+            owner = make_layer(capabilities, form, block_size=block_size, **options)
             for suffix, layer in (("", owner), ("-shared", share_cache(owner))):
                 if chain_refusals(chain, layer, capabilities, device):
                     continue

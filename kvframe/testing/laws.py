@@ -20,12 +20,13 @@ def masked_tokens(mask: AttentionMask, position: int) -> set[int]:
     return {token for token in range(position) if token >= first or token < mask.num_sink_tokens}
 
 
-def check_spec(spec: KVCacheSpec, max_tokens: int = 64) -> None:
+def check_spec(spec: KVCacheSpec, max_tokens: int = 64, *, num_refused: int = 0) -> None:
     """Check one spec: its laws, its mask against its live ranges, its derivations against the general ones.
 
     Args:
         spec: The spec; choose sizes that are small against ``max_tokens``, so that blocks and windows end within it.
         max_tokens: Positions up to this one are checked.
+        num_refused: The most tokens of a step that may be refused after they were computed.
 
     Raises:
         ConformanceError: The first thing that does not hold.
@@ -48,6 +49,7 @@ def check_spec(spec: KVCacheSpec, max_tokens: int = 64) -> None:
             seen, kept = masked_tokens(mask, n), _tokens(live[n])
             _require(seen == kept, spec, f"at {n} the mask shows {sorted(seen)}, live are {sorted(kept)}")
     _check_derivations(spec, max_tokens)
+    _check_stored(spec, max_tokens, num_refused)
     _check_retained(spec, live)
 
 
@@ -67,6 +69,33 @@ def _check_derivations(spec: KVCacheSpec, max_tokens: int) -> None:
             _require_equal(spec, f"num_resident_blocks({n}, {size})", expected, found)
             expected, found = general.peak_blocks(spec, n, size), spec.peak_blocks(n, size)
             _require_equal(spec, f"peak_blocks({n}, {size})", expected, found)
+
+
+def _check_stored(spec: KVCacheSpec, max_tokens: int, num_refused: int) -> None:
+    """Check what gets a page in a step: of its blocks, and whatever is live when some of its tokens are refused."""
+    block_size = spec.block_size
+    live = [_tokens(spec.live_blocks(n)) for n in range(2 * max_tokens + 1)]
+    for n in range(max_tokens + 1):
+        sizes = {1, 2, block_size - 1, block_size, 2 * block_size + 1, max_tokens} & set(range(1, max_tokens + 1))
+        for size in sorted(sizes):
+            first, stop = n // block_size, -(-(n + size) // block_size)
+            most = spec.num_resident_blocks(n, size)
+            # Boundaries within the step, and one before and one behind it.
+            for branch in {0, *range(first * block_size, (stop + 1) * block_size + 1, block_size)}:
+                what = f"stored_blocks({n}, {size}, {branch})"
+                ranges = tuple(spec.stored_blocks(n, size, branch))
+                ends = [first, *(end for item in ranges for end in item), stop]
+                in_order = all(start < end for start, end in ranges) and ends == sorted(ends)
+                _require(in_order, spec, f"{what} is {ranges}, not sorted, disjoint and within [{first}, {stop})")
+                held = _tokens(ranges) | live[n]
+                for end in range(max(n, n + size - num_refused), n + size + 1):
+                    lost = live[end] - held
+                    _require(not lost, spec, f"{what} has no page for the blocks {sorted(lost)}, live at {end}")
+                _require(
+                    len(held) <= most,
+                    spec,
+                    f"{what} and what is live at {n} are {len(held)} blocks, more than num_resident_blocks: {most}",
+                )
 
 
 def _check_retained(spec: KVCacheSpec, live: list[tuple[TokenRange, ...]]) -> None:

@@ -6,7 +6,7 @@ read of those shows in the output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -39,8 +39,8 @@ class Inputs:
 
     Attributes:
         query: ``[num_new, num_heads, head_size]``.
-        key: ``[seq_len, num_kv_heads, head_size]``.
-        value: ``[seq_len, num_kv_heads, head_size_v]``.
+        key: ``[seq_len, …]``: what is stored, as the case's form gives it to ``write_kv``.
+        value: ``[seq_len, …]``: likewise.
     """
 
     query: torch.Tensor
@@ -50,15 +50,15 @@ class Inputs:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Learned:
-    """The layer's learned tensors on the host, in the dtype that a model computes in; None for what it has not.
+    """The layer's learned tensors on the host, in the dtype that a model computes in.
 
     Attributes:
-        sinks: ``[num_heads]``: sink logits.
-        relative_bias: ``[num_buckets, num_heads]``.
+        sinks: ``[num_heads]``: sink logits; None for none.
+        parameters: What the backend is given with ``bind``, by name.
     """
 
     sinks: torch.Tensor | None
-    relative_bias: torch.Tensor | None
+    parameters: Mapping[str, torch.Tensor]
 
     @classmethod
     def draw(cls, case: Case, generator: torch.Generator) -> Learned:
@@ -68,9 +68,17 @@ class Learned:
         def draw(*shape: int) -> torch.Tensor:
             return _SPREAD * torch.randn(*shape, generator=generator).to(case.query_dtype)
 
-        return cls(
-            sinks=draw(query.num_heads) if query.has_sinks else None,
-            relative_bias=draw(query.relative_bias.num_buckets, query.num_heads) if query.relative_bias else None,
+        sinks = draw(query.num_heads) if query.has_sinks else None
+        parameters = case.form.draw_parameters(case.layer, draw)
+        if query.relative_bias is not None:
+            parameters[RELATIVE_BIAS] = draw(query.relative_bias.num_buckets, query.num_heads)
+        return cls(sinks=sinks, parameters=parameters)
+
+    def to(self, target: torch.device | torch.dtype) -> Learned:
+        """Return the tensors in another place or dtype."""
+        return Learned(
+            sinks=None if self.sinks is None else self.sinks.to(target),
+            parameters={name: tensor.to(target) for name, tensor in self.parameters.items()},
         )
 
 
@@ -94,20 +102,17 @@ class Output:
 
 def draw_inputs(case: Case, generator: torch.Generator) -> list[Inputs]:
     """Return each request's tensors, drawn at random; what the cache stores in fewer bits is rounded to them."""
-    spec, query = case.spec, case.query
-    stored: torch.dtype = getattr(torch, spec.dtype)
+    query = case.query
 
     def draw(*shape: int) -> torch.Tensor:
         return _SPREAD * torch.randn(*shape, generator=generator)
 
-    return [
-        Inputs(
-            query=draw(request.num_new, query.num_heads, query.head_size).to(case.query_dtype),
-            key=draw(request.seq_len, spec.num_kv_heads, spec.head_size).to(stored).to(case.query_dtype),
-            value=draw(request.seq_len, spec.num_kv_heads, spec.head_size_v).to(stored).to(case.query_dtype),
-        )
-        for request in case.requests
-    ]
+    inputs = []
+    for request in case.requests:
+        wanted = draw(request.num_new, query.num_heads, query.head_size).to(case.query_dtype)
+        key, value = case.form.draw(case.spec, request.seq_len, lambda *shape: draw(*shape).to(case.stored_dtype))
+        inputs.append(Inputs(query=wanted, key=key.to(case.query_dtype), value=value.to(case.query_dtype)))
+    return inputs
 
 
 def run_step(
@@ -136,18 +141,18 @@ def run_step(
     owner, grouping, plan = _plan(case)
     storage = KVCacheStorage(plan, grouping, device)
     kv_cache = storage.views[case.layer.name]
-    storage.pool.view(kv_cache["k"].dtype).fill_(poison)
+    storage.pool.view(case.stored_dtype).fill_(poison)
     manager = KVCacheManager(plan, max_num_seqs=len(inputs) + 1, prefix_caching=False)
     _give_pages(manager, case)
     rows = [manager.row(str(index)) for index in range(len(inputs))]
 
-    backend = _make_backend(backend_class, seen, device)
-    if learned.relative_bias is not None:
-        backend.bind(seen, {RELATIVE_BIAS: learned.relative_bias.to(device)})
-    sinks = None if learned.sinks is None else learned.sinks.to(device)
+    learned = learned.to(device)
+    backend = _make_backend(backend_class, seen, device, learned.parameters)
     writer = backend
     if case.layer.shares_with is not None:
-        writer = _make_backend(backend_class, attrs.evolve(seen, name=owner, shares_with=None), device)
+        writer = _make_backend(
+            backend_class, attrs.evolve(seen, name=owner, shares_with=None), device, learned.parameters
+        )
     for row, request, tensors in zip(rows, case.requests, inputs, strict=True):
         ranges = case.spec.live_ranges(request.num_cached)
         positions = [token for start, stop in ranges for token in range(max(start, request.num_hidden), stop)]
@@ -179,7 +184,7 @@ def run_step(
     guard = _WriteGuard([storage.pool, query, *_tensors(metadata), *_tensors(common)])
 
     def attend(built: Any) -> torch.Tensor:
-        values = backend.forward(seen, query, kv_cache, built, sinks)
+        values = backend.forward(seen, query, kv_cache, built, learned.sinks)
         return values if back is None or len(values) != len(back) else values.index_select(0, back)
 
     (built,) = builder.build_together([(builder, common)])
@@ -203,9 +208,17 @@ def _build_and_refresh(builder: AttentionMetadataBuilder, common: CommonAttentio
     return attrs.evolve(built, **fields)
 
 
-def _make_backend(backend_class: type[AttentionBackend], layer: LayerSpec, device: torch.device) -> AttentionBackend:
+def _make_backend(
+    backend_class: type[AttentionBackend],
+    layer: LayerSpec,
+    device: torch.device,
+    parameters: Mapping[str, torch.Tensor],
+) -> AttentionBackend:
     options = backend_class.options_class
-    return backend_class([layer], device) if options is None else backend_class([layer], device, options())
+    backend = backend_class([layer], device) if options is None else backend_class([layer], device, options())
+    if parameters:
+        backend.bind(layer, parameters)
+    return backend
 
 
 def _kept_rows(

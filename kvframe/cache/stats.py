@@ -1,0 +1,58 @@
+"""What a cache did so far, as values."""
+
+from __future__ import annotations
+
+import attrs
+
+
+@attrs.define
+class GroupLookups:
+    """What lookups found in one group.
+
+    Attributes:
+        kind: The registered name of its cache spec.
+        asked_tokens: Tokens of requests that were looked up; of an input's group, those of the input.
+        found_tokens: Of these, the tokens that this group alone could have continued from.
+        hit_tokens: Of these, the tokens that every group could continue from: what need not be computed.
+        times_limiting: Lookups in which another group could continue from further on, and this one could not.
+    """
+
+    kind: str
+    asked_tokens: int = 0
+    found_tokens: int = 0
+    hit_tokens: int = 0
+    times_limiting: int = 0
+
+    def add(self, other: GroupLookups) -> None:
+        """Count other lookups too."""
+        self.asked_tokens += other.asked_tokens
+        self.found_tokens += other.found_tokens
+        self.hit_tokens += other.hit_tokens
+        self.times_limiting += other.times_limiting
+
+
+@attrs.define
+class KVCacheStats:
+    """What the cache did so far.
+
+    Attributes:
+        queried_tokens: Tokens of requests for which a prefix was looked up when they began to run.
+        hit_tokens: Of these, the tokens that were found.
+        lookups: Per group, what was found in it, and how often it was the one that had less than others.
+        blocks_held: Per group, the pages held now; a page that several requests share counts once.
+        peak_blocks_held: Per group, the most pages held at once.
+        peak_bytes_held: The most bytes of held pages of all groups at once.
+        num_evictions: Cached pages whose content was given up.
+        host_bytes_held: Bytes of pages of requests that are swapped out now.
+        peak_host_bytes_held: The most of them at once.
+    """
+
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    lookups: list[GroupLookups] = attrs.field(factory=list)
+    blocks_held: list[int] = attrs.field(factory=list)
+    peak_blocks_held: list[int] = attrs.field(factory=list)
+    peak_bytes_held: int = 0
+    num_evictions: int = 0
+    host_bytes_held: int = 0
+    peak_host_bytes_held: int = 0

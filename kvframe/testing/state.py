@@ -1,0 +1,167 @@
+"""What the layers of a case store: keys and values, or something that stands for them.
+
+A backend that reads other state than keys and values names a form of its own (``AttentionBackend.conformance_form``),
+and is then checked on the same grid, against the same reference.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import attrs
+import torch
+
+from kvframe.attention.backend import AttentionBackend
+from kvframe.specs import AttentionMask, AttentionSpec, KVCacheSpec, LayerSpec, TokenRange
+
+SOFT_CAP = 2.0
+"""Low enough to bend most scores."""
+
+RELATIVE_BIAS: Mapping[str, Any] = {"num_buckets": 8, "max_distance": 20}
+"""With distances of their own, ranges of distances, and some beyond them, within the batches."""
+
+Draw = Callable[..., torch.Tensor]
+"""``draw(*shape)`` returns random numbers of ordinary size, in the dtype that a model computes in."""
+
+
+@attrs.frozen(kw_only=True, slots=False)
+class AnyMask:
+    """Any mask that kernels have a name for, and one that they have none for: a base beside that of what is stored.
+
+    Attributes:
+        window: As in ``AttentionMask``.
+        num_sink_tokens: As in ``AttentionMask``.
+        causal: As in ``AttentionMask``.
+        chunk: As in ``AttentionMask``.
+        stride: The fixed pattern of Sparse Transformers (arXiv 1904.10509), which only live ranges say: a query sees
+            its run of ``stride`` tokens and the last token of each run before; None for none.
+    """
+
+    window: int | None = None
+    num_sink_tokens: int = 0
+    causal: bool = True
+    chunk: int | None = None
+    stride: int | None = None
+
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
+        """Return the chunk's tokens, the pattern's, or the sinks and the window."""
+        run = self.stride or self.chunk
+        if run is not None:
+            start = n - n % run
+            lasts = range(run - 1, start, run) if self.stride else ()
+            parts = [*((last, last + 1) for last in lasts), (start, n)]
+        else:
+            start = 0 if self.window is None else max(0, n - self.window + 1)
+            parts = [(0, min(self.num_sink_tokens, start)), (start, n)]
+        return tuple(part for part in parts if part[0] < part[1])
+
+    # Typed loosely, here and below, so that it stands before any type's own.
+    @property
+    def mask(self) -> Any:
+        """The mask; None for the fixed pattern."""
+        if self.stride is not None:
+            return None
+        return AttentionMask(
+            causal=self.causal, window=self.window, num_sink_tokens=self.num_sink_tokens, chunk=self.chunk
+        )
+
+    def retain_all(self) -> Any:
+        """Return full attention over the same state."""
+        return attrs.evolve(self, window=None, num_sink_tokens=0, chunk=None, stride=None)
+
+
+@attrs.frozen(kw_only=True)
+class GridSpec(AnyMask, AttentionSpec):
+    """Keys and values, under any mask."""
+
+    kind: ClassVar[str] = "conformance_grid"
+
+
+class StateForm(ABC):
+    """What the layers of a case store, and the keys and values that it stands for.
+
+    Attributes:
+        spec_class: The layers' cache spec: ``AnyMask``, and what is stored under it.
+    """
+
+    spec_class: ClassVar[type[KVCacheSpec]]
+
+    @abstractmethod
+    def sizes(self, head_size: int) -> dict[str, Any]:
+        """Return the usual sizes of what is stored for queries of this size, as fields of ``spec_class``."""
+
+    @abstractmethod
+    def features(self, head_size: int) -> Mapping[str, Mapping[str, Any]]:
+        """Return other sizes that a backend has to serve, by name; fields of ``QuerySpec`` may be among them."""
+
+    @abstractmethod
+    def head_size_v(self, spec: KVCacheSpec) -> int:
+        """Return how long a head's value, and so its output, is."""
+
+    @abstractmethod
+    def draw(self, spec: KVCacheSpec, num_tokens: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what ``write_kv`` is given for so many tokens: its ``key`` and its ``value``."""
+
+    def draw_parameters(self, layer: LayerSpec, draw: Draw) -> dict[str, torch.Tensor]:
+        """Return the learned tensors that a layer brings; none unless there are any."""
+        return {}
+
+    def expand(
+        self, layer: LayerSpec, key: torch.Tensor, value: torch.Tensor, parameters: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values that attention is defined on.
+
+        Args:
+            layer: The layer.
+            key: What ``draw`` returned first.
+            value: What it returned second.
+            parameters: What ``draw_parameters`` returned, in the dtype of these.
+
+        Returns:
+            ``[num_tokens, num_kv_heads, head_size]`` and ``[num_tokens, num_kv_heads, head_size_v]``.
+        """
+        return key, value
+
+
+class KeysAndValues(StateForm):
+    """One key and one value per token and KV head."""
+
+    spec_class = GridSpec
+
+    def sizes(self, head_size: int) -> dict[str, Any]:
+        """Return two KV heads, for four query heads."""
+        return {"num_kv_heads": 2, "head_size": head_size}
+
+    def features(self, head_size: int) -> Mapping[str, Mapping[str, Any]]:
+        """Return other numbers of KV heads and other sizes of values."""
+        return {
+            "multi_head": {"num_kv_heads": 4},
+            "multi_query": {"num_kv_heads": 1},
+            "relative_bias-multi_head": {"relative_bias": RELATIVE_BIAS, "num_kv_heads": 4},
+            "short_values": {"head_size_v": head_size // 2},
+            "everything": {"head_size_v": head_size + 8, "soft_cap": SOFT_CAP, "has_sinks": True, "num_heads": 6},
+        }
+
+    def head_size_v(self, spec: KVCacheSpec) -> int:
+        """Return the size of the state ``v``."""
+        return spec.state_tensors()["v"].shape[-1]
+
+    def draw(self, spec: KVCacheSpec, num_tokens: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``[num_tokens, num_kv_heads, head_size]`` and ``[num_tokens, num_kv_heads, head_size_v]``."""
+        tensors = spec.state_tensors()
+        return draw(num_tokens, *tensors["k"].shape[1:]), draw(num_tokens, *tensors["v"].shape[1:])
+
+
+KEYS_AND_VALUES = KeysAndValues()
+
+
+def form_of(backend_class: type[AttentionBackend]) -> StateForm:
+    """Return the form of the state that a backend reads."""
+    if backend_class.conformance_form is None:
+        return KEYS_AND_VALUES
+    module, _, name = backend_class.conformance_form.partition(":")
+    form: StateForm = getattr(importlib.import_module(module), name)()
+    return form

@@ -1,0 +1,186 @@
+"""Latent attention in plain torch: absorbed where requests generate, with keys and values where they are read in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
+from kvframe.attention.metadata import SEQ_STARTS
+from kvframe.errors import BackendError
+from kvframe.specs import LayerSpec
+from kvframe_mla.builder import MLAMetadataBuilder, Piece
+from kvframe_mla.cost import Cost
+from kvframe_mla.pieces import ABSORBED, SQUARE
+
+KV_UP = "kv_up"
+"""The layer's parameter ``[num_heads, nope_size + head_size_v, latent_size]``: what makes a head's key, then its value,
+of a latent. ``nope_size`` is the query's head size without the rotated part, which comes last in queries and keys."""
+
+MAX_EXPANDED = 1 << 25
+"""Elements of expanded keys and values that exist at a time, unless those of one head are more."""
+
+MAX_MASK = 1 << 24
+"""Elements of a mask that exists at a time, unless that of one query is more."""
+
+
+class MLABackend(AttentionBackend):
+    """Serves layers that keep latents, on any device that torch knows.
+
+    Each request is computed in the form that costs less (``kvframe_mla.cost``), together with all others that have it.
+    """
+
+    capabilities = Capabilities(
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=frozenset({"float64", "float32", "float16", "bfloat16"}),
+        masks=frozenset({"causal"}),
+        extensions=frozenset({SEQ_STARTS}),
+        state=frozenset({"latent"}),
+        separate_value_size=True,
+    )
+    conformance_form = "kvframe_mla.testing:Latents"
+
+    def __init__(self, layers: Sequence[LayerSpec], device: torch.device) -> None:
+        """Take the group's layers; raises ``BackendError`` where sizes do not fit together."""
+        super().__init__(layers, device)
+        spec: Any = layers[0].spec
+        assert layers[0].query is not None
+        self._scale, self._num_heads = layers[0].query.scale, layers[0].query.num_heads
+        self._latent_size: int = spec.latent_size
+        self._rope_size: int = spec.rope_size
+        self._head_size_v: int = spec.head_size_v
+        self._nope_size = layers[0].query.head_size - spec.rope_size
+        if self._nope_size < 1:
+            raise BackendError(
+                f"layer {layers[0].name!r} has queries of {layers[0].query.head_size} elements, which leave nothing "
+                f"beside the rotated part of {spec.rope_size}"
+            )
+
+    def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Take ``kv_up`` of a layer; raises ``BackendError`` where it is missing or of another shape."""
+        expected = self._num_heads, self._nope_size + self._head_size_v, self._latent_size
+        found = tuple(parameters[KV_UP].shape) if KV_UP in parameters else None
+        if found != expected:
+            raise BackendError(f"layer {layer.name!r} needs the parameter {KV_UP} of shape {expected}, and got {found}")
+        super().bind(layer, parameters)
+
+    def make_builder(self) -> MLAMetadataBuilder:
+        """Return the builder of the step's pieces."""
+        cost = Cost.of(self._latent_size, self._nope_size, self._head_size_v)
+        return MLAMetadataBuilder(cost, self._num_heads, self.device)
+
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Store new tokens' latents and rotated parts.
+
+        Args:
+            key: ``[num_tokens, 1, latent_size], device``: the latents.
+            value: ``[num_tokens, 1, rope_size], device``: the rotated parts.
+            kv_cache: The layer's state tensors; written to.
+            slots: Block id and offset of each token, ``[num_tokens], int64, device`` both.
+        """
+        latent = kv_cache["latent"]
+        latent.index_put_(slots, torch.cat([key, value], dim=-1)[:, 0].to(latent.dtype))
+
+    def forward(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Gather each piece's latents, and attend to them in its form."""
+        if layer.name not in self.parameters:
+            raise BackendError(f"layer {layer.name!r} attends to latents, and its model bound no {KV_UP}")
+        kv_up = self.parameters[layer.name][KV_UP].to(query.dtype)
+        output = query.new_zeros(query.shape[0], self._num_heads, self._head_size_v)
+        for piece in metadata:
+            tokens = _gather(piece, kv_cache["latent"], query.dtype)
+            rows = query.index_select(0, piece.query_rows)
+            attend = self._absorbed if piece.form == ABSORBED else self._expanded
+            result = attend(piece, rows, tokens, kv_up)
+            if piece.outputs is not None:
+                result = result.index_select(0, piece.outputs)
+            output.index_copy_(0, piece.output_rows, result)
+        return output
+
+    def _absorbed(self, piece: Piece, rows: torch.Tensor, tokens: torch.Tensor, kv_up: torch.Tensor) -> torch.Tensor:
+        """Return attention in the space of latents, ``[num_tiles * num_queries, num_heads, head_size_v]``.
+
+        Args:
+            piece: The tiles.
+            rows: ``[num_tiles * num_queries, num_heads, head_size], device``: their queries.
+            tokens: ``[num_tiles, num_tokens, latent_size + rope_size], device``.
+            kv_up: The layer's parameter.
+        """
+        key_up, value_up = kv_up.split_with_sizes([self._nope_size, self._head_size_v], dim=1)
+        nope, rope = rows.split_with_sizes([self._nope_size, self._rope_size], dim=-1)
+        absorbed = torch.bmm(nope.transpose(0, 1), key_up).transpose(0, 1)
+        # All heads read the same latents: they are more queries of one head.
+        folded = torch.cat([absorbed, rope], dim=-1).view(piece.num_tiles, -1, tokens.shape[-1]) * self._scale
+        scores = torch.bmm(folded, tokens.transpose(1, 2))
+        if scores.dtype in (torch.float16, torch.bfloat16):
+            scores = scores.float()
+        unseen = ~_seen(piece, piece.last_seen)
+        scores.view(piece.num_tiles, piece.num_queries, -1, piece.num_tokens).masked_fill_(
+            unseen[:, :, None], float("-inf")
+        )
+        weights = torch.softmax(scores, dim=-1).to(rows.dtype)
+        latents = torch.bmm(weights, tokens[..., : self._latent_size])
+        latents = latents.view(-1, self._num_heads, self._latent_size)
+        return torch.bmm(latents.transpose(0, 1), value_up.transpose(1, 2)).transpose(0, 1)
+
+    def _expanded(self, piece: Piece, rows: torch.Tensor, tokens: torch.Tensor, kv_up: torch.Tensor) -> torch.Tensor:
+        """Return attention with keys and values; arguments and result as for ``_absorbed``.
+
+        Heads are expanded a few at a time, so that a long context's keys and values never exist for all of them.
+        """
+        query = rows.view(piece.num_tiles, piece.num_queries, self._num_heads, -1).transpose(1, 2)
+        size = max(query.shape[-1], self._head_size_v)
+        heads_at_once = max(1, MAX_EXPANDED // (2 * size * piece.num_tiles * piece.num_tokens))
+        parts = []
+        for first in range(0, self._num_heads, heads_at_once):
+            part = slice(first, first + heads_at_once)
+            key, value = self._expand(tokens, kv_up[part], size)
+            wanted = pad(query[:, part], (0, size - query.shape[-1]))
+            parts.append(self._attend(piece, wanted, key, value)[..., : self._head_size_v])
+        result = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return result.transpose(1, 2).reshape(len(rows), self._num_heads, self._head_size_v)
+
+    def _expand(self, tokens: torch.Tensor, kv_up: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return some heads' keys and values, ``[num_tiles, num_heads, num_tokens, size]`` both.
+
+        The shorter of the two gets zeros behind it: torch's fused kernels take one size for both.
+        """
+        latents, rope = tokens.split_with_sizes([self._latent_size, self._rope_size], dim=-1)
+        num_tiles, num_tokens, _ = tokens.shape
+        both = (latents @ kv_up.flatten(0, 1).T).view(num_tiles, num_tokens, len(kv_up), -1).transpose(1, 2)
+        nope, value = both.split_with_sizes([self._nope_size, self._head_size_v], dim=-1)
+        key = torch.cat([nope, rope[:, None].expand(-1, len(kv_up), -1, -1)], dim=-1)
+        return pad(key, (0, size - key.shape[-1])), pad(value, (0, size - value.shape[-1]))
+
+    def _attend(self, piece: Piece, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if piece.form == SQUARE:
+            return scaled_dot_product_attention(query, key, value, is_causal=True, scale=self._scale)
+        queries_at_once = max(1, MAX_MASK // (piece.num_tiles * piece.num_tokens))
+        parts = [
+            scaled_dot_product_attention(some, key, value, attn_mask=_seen(piece, seen)[:, None], scale=self._scale)
+            for some, seen in zip(
+                query.split(queries_at_once, dim=2), piece.last_seen.split(queries_at_once, dim=1), strict=True
+            )
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _gather(piece: Piece, latent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the tiles' tokens, ``[num_tiles, num_tokens, latent_size + rope_size], device``."""
+    tokens = latent.index_select(0, piece.pages).flatten(0, 1)
+    tokens.index_fill_(0, piece.hidden, 0)
+    return tokens.to(dtype).view(piece.num_tiles, piece.num_tokens, -1)
+
+
+def _seen(piece: Piece, last_seen: torch.Tensor) -> torch.Tensor:
+    """Return which gathered tokens queries see, ``[num_tiles, num_queries, num_tokens], bool, device``."""
+    token = torch.arange(piece.num_tokens, device=last_seen.device)
+    seen = token <= last_seen[:, :, None]
+    return seen if piece.low is None else seen & (token >= piece.low[:, :, None])

@@ -1,0 +1,118 @@
+"""The metadata of latent attention: each request's form is chosen by its cost, then the step is cut into pieces."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+import torch
+
+from kvframe.attention.backend import AttentionMetadataBuilder
+from kvframe.attention.metadata import SEQ_STARTS, CommonAttentionMetadata
+from kvframe_mla.cost import Cost
+from kvframe_mla.pieces import ABSORBED, EXPANDED, SQUARE, HostPiece, IntArray, Tiles, cut_pieces, lay_out
+
+
+@attrs.frozen(eq=False)
+class Piece:
+    """Tiles that are computed as one dense batch of ``num_queries`` queries over ``num_tokens`` gathered tokens.
+
+    Attributes:
+        form: ``ABSORBED``, ``SQUARE`` or ``EXPANDED``.
+        num_tiles: Tiles in the batch.
+        num_queries: Queries per tile; shorter tiles repeat their last one.
+        num_tokens: Gathered tokens per tile, whole pages.
+        pages: ``[num_tiles * num_pages], int32, device``: block ids to gather.
+        query_rows: ``[num_tiles * num_queries], int64, device``: rows of the packed batch.
+        outputs: ``[num_outputs], int64, device``: which of these are no repetitions; None for all.
+        output_rows: ``[num_outputs], int64, device``: the rows of the packed batch that they are.
+        last_seen: ``[num_tiles, num_queries], int64, device``: the last gathered token that each query sees.
+        low: ``[num_tiles, 1], int64, device``: the first gathered token that they see; None where that is 0 for all.
+        hidden: ``[num_hidden], int64, device``: gathered tokens that nobody sees, which may hold anything, NaN
+            included; they are zeroed.
+    """
+
+    form: int
+    num_tiles: int
+    num_queries: int
+    num_tokens: int
+    pages: torch.Tensor
+    query_rows: torch.Tensor
+    outputs: torch.Tensor | None
+    output_rows: torch.Tensor
+    last_seen: torch.Tensor
+    low: torch.Tensor | None
+    hidden: torch.Tensor
+
+
+class MLAMetadataBuilder(AttentionMetadataBuilder):
+    """Makes the pieces of a step."""
+
+    def __init__(self, cost: Cost, num_heads: int, device: torch.device) -> None:
+        """Take what the layers of the group have in common.
+
+        Args:
+            cost: What decides a request's form.
+            num_heads: Query heads.
+            device: Where the pieces are used.
+        """
+        self._cost = cost
+        self._num_heads = num_heads
+        self._device = device
+
+    def build(self, metadata: CommonAttentionMetadata) -> tuple[Piece, ...]:
+        """Return the step's pieces."""
+        tiles = self._tiles(metadata)
+        if not len(tiles.request):
+            return ()
+        size = metadata.block_size
+        pieces = cut_pieces(tiles.split(self._num_heads, size), self._num_heads, size)
+        return tuple(self._upload(lay_out(part, size), metadata) for part in pieces)
+
+    def _tiles(self, metadata: CommonAttentionMetadata) -> Tiles:
+        """Return one tile for each request with a new token."""
+        starts, stop = metadata.query_start_loc_cpu.numpy().astype(np.int64), metadata.seq_lens_cpu.numpy()
+        num_queries, stop = np.diff(starts), stop.astype(np.int64)
+        low = np.zeros_like(stop)
+        if SEQ_STARTS in metadata.extensions:
+            values_cpu = metadata.extensions[SEQ_STARTS].values_cpu
+            assert values_cpu is not None
+            low = values_cpu.numpy().astype(np.int64)
+        position = stop - num_queries
+        absorbs = self._cost.absorbs(num_queries, stop - low)
+        is_square = (position == 0) & (low == 0)
+        tiles = Tiles(
+            form=np.where(absorbs, ABSORBED, np.where(is_square, SQUARE, EXPANDED)),
+            request=np.arange(len(stop)),
+            first_row=starts[:-1],
+            position=position,
+            num_queries=num_queries,
+            low=low,
+            stop=stop,
+            first_page=low // metadata.block_size,
+            num_pages=-(-stop // metadata.block_size) - low // metadata.block_size,
+        )
+        return tiles if num_queries.all() else tiles.take(np.flatnonzero(num_queries))
+
+    def _upload(self, piece: HostPiece, metadata: CommonAttentionMetadata) -> Piece:
+        arrays = [piece.page_rows, piece.page_columns, piece.query_rows, piece.outputs]
+        arrays += [piece.last_seen.reshape(-1), piece.low, piece.hidden]
+        page_rows, page_columns, query_rows, outputs, last_seen, low, hidden = self._to_device(arrays)
+        repeats = len(piece.outputs) < len(piece.query_rows)
+        return Piece(
+            form=piece.form,
+            num_tiles=len(piece.low),
+            num_queries=piece.num_queries,
+            num_tokens=piece.num_pages * metadata.block_size,
+            pages=metadata.block_table[page_rows, page_columns],
+            query_rows=query_rows,
+            outputs=outputs if repeats else None,
+            output_rows=query_rows.index_select(0, outputs) if repeats else query_rows,
+            last_seen=last_seen.view(piece.last_seen.shape),
+            low=low[:, None] if piece.low.any() else None,
+            hidden=hidden,
+        )
+
+    def _to_device(self, arrays: list[IntArray]) -> tuple[torch.Tensor, ...]:
+        """Copy arrays of whole numbers to the device as one."""
+        there = torch.from_numpy(np.concatenate(arrays)).to(self._device, non_blocking=True)
+        return there.split_with_sizes([len(array) for array in arrays])

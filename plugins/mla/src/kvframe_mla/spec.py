@@ -1,0 +1,62 @@
+"""Multi-head latent attention: one latent vector and one rotated key part per token, for all heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import attrs
+
+from kvframe.errors import UnknownNameError
+from kvframe.specs import ITEM_BYTES, AttentionMask, KVCacheSpec, StateTensor, TokenRange, positive_int
+
+
+def _known_dtype(instance: Any, attribute: attrs.Attribute[str], value: str) -> None:
+    if value not in ITEM_BYTES:
+        raise UnknownNameError("dtype", str(value), ITEM_BYTES)
+
+
+@attrs.frozen(kw_only=True)
+class MLASpec(KVCacheSpec):
+    """The latents of every past token: the live range at ``n`` is ``[0, n)`` (DeepSeek-V2, arXiv 2405.04434, 2.1).
+
+    A head's key is what the layer's up-projection makes of the latent, and behind it the rotated part that all heads
+    share; its value is made of the latent alone. Both lie side by side in one tensor: absorbed attention then has one
+    key of ``latent_size + rope_size`` elements per token, whose first part is also its value, so that it reads a token
+    once. FlashMLA reads exactly this; kernels that want two tensors (FlashInfer's) take two views of it.
+
+    Attributes:
+        latent_size: Elements of the latent (``kv_lora_rank``).
+        rope_size: Elements of the rotated part of a key (``qk_rope_head_dim``).
+        head_size_v: Elements of a head's value, after the up-projection (``v_head_dim``).
+        dtype: Element type of what is stored, by torch's name.
+    """
+
+    kind: ClassVar[str] = "mla"
+    layout_fields: ClassVar[frozenset[str]] = frozenset({"latent_size", "rope_size", "head_size_v", "dtype"})
+
+    latent_size: int = positive_int
+    rope_size: int = positive_int
+    head_size_v: int = positive_int
+    dtype: str = attrs.field(default="float32", validator=_known_dtype)
+
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
+        """Return ``[0, n)``, as one range."""
+        return ((0, n),) if n else ()
+
+    def state_tensors(self) -> Mapping[str, StateTensor]:
+        """Return ``latent: [block_size, latent_size + rope_size]``: each token's latent, then its rotated part."""
+        return {"latent": StateTensor((self.block_size, self.latent_size + self.rope_size), self.dtype)}
+
+    @property
+    def mask(self) -> AttentionMask:
+        """A plain causal mask."""
+        return AttentionMask()
+
+    def num_resident_blocks(self, n: int, num_new_tokens: int) -> int:
+        """Return the blocks of ``n + num_new_tokens`` tokens: none is ever given back."""
+        return -(-(n + num_new_tokens) // self.block_size)
+
+    def peak_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
+        """Return the blocks of the whole request: it holds most at its end."""
+        return -(-num_tokens // self.block_size)

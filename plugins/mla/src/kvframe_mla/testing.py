@@ -1,0 +1,67 @@
+"""What the conformance kit has to know of latents: how to draw them, and the keys and values that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import attrs
+import torch
+
+from kvframe.specs import KVCacheSpec, LayerSpec
+from kvframe.testing.state import AnyMask, Draw, StateForm
+from kvframe_mla.backend import KV_UP
+from kvframe_mla.spec import MLASpec
+
+
+@attrs.frozen(kw_only=True)
+class LatentGridSpec(AnyMask, MLASpec):
+    """Latents, under any mask."""
+
+    kind: ClassVar[str] = "mla_conformance_grid"
+
+
+class Latents(StateForm):
+    """A latent and a rotated part per token, for all heads; the up-projection makes keys and values of them."""
+
+    spec_class = LatentGridSpec
+
+    def sizes(self, head_size: int) -> dict[str, Any]:
+        """Return sizes that differ from each other, with the larger part of a key made of the latent."""
+        return {"latent_size": head_size + 4, "rope_size": head_size // 4, "head_size_v": head_size // 2}
+
+    def features(self, head_size: int) -> Mapping[str, Mapping[str, Any]]:
+        """Return values longer than keys, a latent that costs more absorbed and one that never does, one head."""
+        return {
+            "long_values": {"head_size_v": head_size + 8},
+            "large_latent": {"latent_size": 8 * head_size},
+            "small_latent": {"latent_size": 2, "rope_size": head_size - 1},
+            "one_head": {"num_heads": 1},
+        }
+
+    def head_size_v(self, spec: KVCacheSpec) -> int:
+        """Return what the spec says."""
+        assert isinstance(spec, MLASpec)
+        return spec.head_size_v
+
+    def draw(self, spec: KVCacheSpec, num_tokens: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``[num_tokens, 1, latent_size]`` and ``[num_tokens, 1, rope_size]``."""
+        assert isinstance(spec, MLASpec)
+        return draw(num_tokens, 1, spec.latent_size), draw(num_tokens, 1, spec.rope_size)
+
+    def draw_parameters(self, layer: LayerSpec, draw: Draw) -> dict[str, torch.Tensor]:
+        """Return an up-projection that makes vectors of ordinary size."""
+        assert isinstance(layer.spec, MLASpec)
+        assert layer.query is not None
+        nope_size = layer.query.head_size - layer.spec.rope_size
+        shape = layer.query.num_heads, nope_size + layer.spec.head_size_v, layer.spec.latent_size
+        return {KV_UP: draw(*shape) * layer.spec.latent_size**-0.5}
+
+    def expand(
+        self, layer: LayerSpec, key: torch.Tensor, value: torch.Tensor, parameters: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each head's key, with the rotated part behind it, and its value."""
+        assert isinstance(layer.spec, MLASpec)
+        num_heads, nope_size = len(parameters[KV_UP]), parameters[KV_UP].shape[1] - layer.spec.head_size_v
+        nope, values = torch.einsum("til,hdl->thd", key, parameters[KV_UP]).tensor_split([nope_size], dim=-1)
+        return torch.cat([nope, value.expand(-1, num_heads, -1)], dim=-1), values

@@ -1,0 +1,90 @@
+"""What the latents' spec stores, in plain numbers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvframe_mla import MLASpec
+
+from kvframe import LayerSpec, Stack, group_layers, load_plugins, make_layer_specs
+from kvframe.builtin.full_attention import FullAttentionSpec
+from kvframe.errors import SpecError, UnknownNameError
+from kvframe.model.layer_file import read_layer_file
+from kvframe.specs import AttentionMask
+from kvframe.testing.laws import check_spec
+
+README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def spec(**options: Any) -> MLASpec:
+    return MLASpec(**{"block_size": 4, "latent_size": 6, "rope_size": 2, "head_size_v": 3, **options})
+
+
+@pytest.mark.parametrize(("n", "expected"), [(0, ()), (1, ((0, 1),)), (100, ((0, 100),))])
+def test_every_past_token_stays(n: int, expected: tuple[tuple[int, int], ...]) -> None:
+    assert expected == spec().live_ranges(n)
+
+
+def test_a_token_is_one_latent_and_one_rotated_part() -> None:
+    (name, tensor), *others = spec(dtype="bfloat16").state_tensors().items()
+    assert ("latent", (4, 8), "bfloat16", []) == (name, tensor.shape, tensor.dtype, others)
+
+
+def test_the_value_size_of_the_heads_is_not_stored() -> None:
+    assert spec(head_size_v=3).block_bytes == spec(head_size_v=300).block_bytes == 4 * 8 * 4
+
+
+def test_the_mask_is_causal() -> None:
+    assert AttentionMask() == spec().mask
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_it_keeps_the_laws(block_size: int) -> None:
+    check_spec(spec(block_size=block_size))
+
+
+def test_retaining_all_changes_nothing() -> None:
+    assert spec() == spec().retain_all()
+
+
+def test_layers_of_other_sizes_share_a_group_and_full_attention_has_its_own() -> None:
+    full = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=4)
+    layers = [spec(), spec(latent_size=10, rope_size=4, head_size_v=9), full, spec(dtype="bfloat16")]
+    grouping = group_layers([LayerSpec(name=str(index), spec=each) for index, each in enumerate(layers)])
+    assert [("0", "1", "3"), ("2",)] == [group.layers for group in grouping.groups]
+
+
+@pytest.mark.parametrize("option", ["latent_size", "rope_size", "head_size_v", "block_size"])
+@pytest.mark.parametrize("value", [0, -1, 2.0, True])
+def test_sizes_are_whole_numbers_of_at_least_one(option: str, value: object) -> None:
+    with pytest.raises(SpecError, match=rf"MLASpec\.{option} must be a whole number of at least 1"):
+        spec(**{option: value})
+
+
+def test_an_unknown_dtype_is_named() -> None:
+    with pytest.raises(UnknownNameError, match="float31"):
+        spec(dtype="float31")
+
+
+def test_the_layer_file_of_the_readme_takes_the_bytes_that_it_says(tmp_path: Path) -> None:
+    block = re.search(r"^```toml\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    assert block
+    file = tmp_path / "deepseek_v3.toml"
+    file.write_text(block[1])
+    description = read_layer_file(file)
+    layers = make_layer_specs(description, load_plugins().registry, Stack(), "bfloat16")
+    (group,) = group_layers(layers).groups
+    assert 61 == len(group.layers)
+    assert "A token of DeepSeek-V3 takes 70,272 bytes" in README
+    assert 70_272 == group.page_bytes // group.spec.block_size
+    keys_and_values = 61 * 128 * (192 + 128) * 2
+    assert "would take 71 times as many" in README.replace("\n", " ")
+    assert 71 == keys_and_values // 70_272
+
+
+def test_the_code_of_the_readme_runs() -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    exec(compile(block, "README.md", "exec"), {})
