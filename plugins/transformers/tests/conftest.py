@@ -46,6 +46,16 @@ class DenseLayer:
         self.description = description
         self.layers = layers
         self.cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.parameters: Mapping[str, torch.Tensor] = {}
+
+    def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self.parameters = parameters
+
+    def expanded(self, latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values that latents stand for."""
+        both = torch.einsum("til,hdl->thd", latents, self.parameters["kv_up"])
+        nope, values = both.tensor_split([both.shape[-1] - self.description.options["head_size_v"]], dim=-1)
+        return torch.cat((nope, rotated.expand(-1, nope.shape[1], -1)), -1), values
 
     def __call__(self, query, key, value, sinks=None):
         query_spec, shares_with = self.description.query, self.description.shares_with
@@ -61,7 +71,10 @@ class DenseLayer:
                 self.cache[request] = torch.cat((old[0], key[new])), torch.cat((old[1], value[new]))
             cache = self.cache if shares_with is None else self.layers[shares_with].cache
             keys, values = cache[request]
-            total, repeat = len(keys), query_spec["num_heads"] // self.description.options["num_kv_heads"]
+            if self.description.kind == "mla":
+                assert (1, 1) == (keys.shape[1], values.shape[1])
+                keys, values = self.expanded(keys, values)
+            total, repeat = len(keys), query_spec["num_heads"] // keys.shape[1]
             scores = (
                 torch.einsum("thd,shd->hts", query[is_own], keys.repeat_interleave(repeat, 1)) * query_spec["scale"]
             )

@@ -96,7 +96,9 @@ def test_a_671b_config_is_described_in_seconds(tmp_path: Path) -> None:
     layers = TransformersAdapter().describe(file).layers
     assert time.perf_counter() - start < 10
     assert 61 == len(layers)
-    assert {"num_kv_heads": 128, "head_size": 192, "head_size_v": 128} == layers[0].options
+    assert {"mla"} == {layer.kind for layer in layers}
+    assert {"latent_size": 512, "rope_size": 64, "head_size_v": 128} == layers[0].options
+    assert (128, 192) == (layers[0].query["num_heads"], layers[0].query["head_size"])
 
 
 def test_llama4_is_chunked_with_full_layers_between(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from kvframe.errors import ModelError
 from kvframe.model.description import LayerDescription
 from kvframe_transformers.checkpoint import one_sentence
+from kvframe_transformers.latents import KIND as LATENT_KIND
+from kvframe_transformers.latents import Expansion, noting_expansions
 from kvframe_transformers.masks import MaskFunction, MaskKind, classify_mask
 from kvframe_transformers.states import Forward, MixerCall, Mixers, StateView, is_mixer
 
@@ -63,11 +65,12 @@ class RecordedMask:
 
 @attrs.frozen(eq=False)
 class Recording:
-    """What the probe forward showed: attention, mixers and masks in order, and every module that ran."""
+    """What the probe forward showed: attention, mixers and masks in order, latents, and every module that ran."""
 
     calls: list[RecordedCall | RecordedState] = attrs.field(factory=list)
     masks: list[RecordedMask] = attrs.field(factory=list)
     ran: list[nn.Module] = attrs.field(factory=list)
+    expansions: dict[nn.Module, Expansion] = attrs.field(factory=dict)
 
 
 _RECORDING: ContextVar[Recording] = ContextVar("kvframe_transformers_recording")
@@ -146,7 +149,12 @@ def _record(model: Any, name: str) -> Recording:
     token = _RECORDING.set(recording)
     recorders = {module: _recorder(module, mixers.own_forward(module)) for module in mixers.modules}
     try:
-        with torch.no_grad(), _noting(model, recording), mixers.switched(recorders):
+        with (
+            torch.no_grad(),
+            _noting(model, recording),
+            mixers.switched(recorders),
+            noting_expansions(model, recording.expansions),
+        ):
             ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device="meta")
             # A padding mask keeps transformers from looking for packed sequences, which would take data. For mixers it
             # looks at the mask itself.
@@ -252,7 +260,10 @@ class _Reader:
             "soft_cap": call.inputs.get("softcap"),
             "has_sinks": call.inputs.get("s_aux") is not None,
         }
-        return LayerDescription(name=path, kind=mask.kind, options=options, query=query, shares_with=shares_with)
+        kind, expansion = mask.kind, self._recording.expansions.get(call.module)
+        if expansion is not None and kind == "full_attention" and expansion.is_of(call.key, call.value):
+            kind, options = LATENT_KIND, expansion.options
+        return LayerDescription(name=path, kind=kind, options=options, query=query, shares_with=shares_with)
 
     def _describe_state(self, call: RecordedState, path: str) -> LayerDescription:
         if not call.states:

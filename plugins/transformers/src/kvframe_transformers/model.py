@@ -16,14 +16,16 @@ from kvframe.errors import ModelError
 from kvframe.model.adapter import LoadedModel
 from kvframe.model.description import LayerDescription, ModelDescription
 from kvframe_transformers.checkpoint import one_sentence, quiet
+from kvframe_transformers.latents import Latents
 from kvframe_transformers.mixers import MixerDriver
-from kvframe_transformers.routing import RUN_TIME, Route, Routes, RunLayer, RunLayers, RunningStep, running
+from kvframe_transformers.routing import RUN_TIME, Attend, Route, Routes, RunLayers, RunningStep, running
 from kvframe_transformers.self_check import RunPacked, compare_runs
 from kvframe_transformers.skipping import RowCutter, blocks_from
 from kvframe_transformers.states import Mixers
 from kvframe_transformers.temperature import Temperatures
 
 _NO_TEMPERATURES = Temperatures(())
+_NO_LATENTS = Latents({}, {}, "")
 
 
 class TransformersModel(LoadedModel):
@@ -31,7 +33,8 @@ class TransformersModel(LoadedModel):
 
     Invariant: outside of ``attach`` … ``detach`` the model is exactly as transformers loaded it, and while it is
     attached nothing differs but the name of its attention implementation, the switches of temperatures that are taken
-    over, the forwards of mixers that keep a state, and hooks on the layers that leave rows out.
+    over, latents that are handed through unexpanded, the forwards of mixers that keep a state, and hooks on the layers
+    that leave rows out.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, description: ModelDescription) -> None:
@@ -54,6 +57,7 @@ class TransformersModel(LoadedModel):
         self._temperatures = _NO_TEMPERATURES
         self._mixers = Mixers(())
         self._drivers: dict[nn.Module, MixerDriver] = {}
+        self._latents = _NO_LATENTS
         self._cutter: RowCutter | None = None
 
     def can_skip(self, layers: Sequence[str]) -> bool:
@@ -82,6 +86,9 @@ class TransformersModel(LoadedModel):
             modules = self._modules()
             self._temperatures = Temperatures(modules.values())
             self._temperatures.switch_off()
+            self._latents = self._latents_of(modules)
+            parameters = self._latents.parameters()
+            self._latents.hand_through()
             self._mixers = Mixers(modules[name] for name in layers.states if name in modules)
             self._drivers = {
                 modules[name]: MixerDriver(name, modules[name], self._mixers.own_forward(modules[name]), state)
@@ -100,6 +107,8 @@ class TransformersModel(LoadedModel):
                 )
                 for layer in self._attending
             }
+            for name, tensors in parameters.items():
+                layers[name].bind(tensors)
             self._mixers.switch_on(self._drivers)
             self._layers = layers
         except BaseException:
@@ -112,12 +121,14 @@ class TransformersModel(LoadedModel):
             config._attn_implementation_internal = implementation
         self._temperatures.switch_on()
         self._mixers.switch_off()
+        self._latents.give_back()
         if self._cutter is not None:
             self._cutter.remove()
         self._cutter = None
         self._temperatures = _NO_TEMPERATURES
         self._mixers = Mixers(())
         self._drivers = {}
+        self._latents = _NO_LATENTS
         self._original = []
         self._routes = {}
         self._layers = None
@@ -184,12 +195,17 @@ class TransformersModel(LoadedModel):
         for config, implementation in self._original:
             config._attn_implementation_internal = implementation
         self._temperatures.switch_on()
+        self._latents.give_back()
         try:
             yield
         finally:
             for config, _ in self._original:
                 config._attn_implementation_internal = RUN_TIME
             self._temperatures.switch_off()
+            self._latents.hand_through()
+
+    def _latents_of(self, modules: Mapping[str, nn.Module]) -> Latents:
+        return Latents({layer.name: layer for layer in self.description.layers}, modules, self.description.name)
 
     def _modules(self) -> dict[str, nn.Module]:
         wanted = {layer.name for layer in self.description.layers}
@@ -266,7 +282,7 @@ def _configs(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def _noting_layer(layer: LayerDescription, num_rows: dict[str, int]) -> RunLayer:
+def _noting_layer(layer: LayerDescription, num_rows: dict[str, int]) -> Attend:
     def run(
         query: torch.Tensor,
         key: torch.Tensor | None,
@@ -274,7 +290,7 @@ def _noting_layer(layer: LayerDescription, num_rows: dict[str, int]) -> RunLayer
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_rows[layer.name] = len(query)
-        size = layer.options.get("head_size_v", layer.options["head_size"])
+        size = layer.options.get("head_size_v") or layer.options["head_size"]
         return query.new_zeros(*query.shape[:2], size)
 
     return run

@@ -22,8 +22,8 @@ RUN_TIME = "kvframe"
 """The attention implementation of an attached model. It has no mask implementation, so that no mask is built."""
 
 
-class RunLayer(Protocol):
-    """One attention layer of an engine, as ``AttentionLayers`` holds it."""
+class Attend(Protocol):
+    """What a module's call is routed to."""
 
     def __call__(
         self,
@@ -33,6 +33,13 @@ class RunLayer(Protocol):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend: ``[num_tokens, num_heads, head_size]`` to ``[num_tokens, num_heads, head_size_v]``, device."""
+
+
+class RunLayer(Attend, Protocol):
+    """One attention layer of an engine, as ``AttentionLayers`` holds it."""
+
+    def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Take the learned tensors that the layer brings to its attention, once, before the first step."""
 
 
 class RunState(Protocol):
@@ -80,7 +87,7 @@ class Route:
         skipped: Whether it computes only the rows that a step keeps.
     """
 
-    layer: RunLayer
+    layer: Attend
     name: str
     scale: float
     soft_cap: float | None
@@ -92,7 +99,7 @@ class Route:
     def of(
         cls,
         description: LayerDescription,
-        layer: RunLayer,
+        layer: Attend,
         temperature: Temperature | None = None,
         skipped: bool = False,
     ) -> Route:
@@ -161,8 +168,8 @@ def _run_attention(
     Args:
         module: The model's attention module.
         query: ``[1, num_heads, num_tokens, head_size], device``.
-        key: ``[1, num_kv_heads, num_tokens, head_size], device``.
-        value: ``[1, num_kv_heads, num_tokens, head_size_v], device``.
+        key: ``[1, num_kv_heads, num_tokens, head_size], device``; ``[1, 1, num_tokens, latent_size]`` of latents.
+        value: ``[1, num_kv_heads, num_tokens, head_size_v], device``; ``[1, 1, num_tokens, rope_size]`` likewise.
         attention_mask: Not used: the engine's metadata says which tokens are seen.
         scaling: Factor on the query-key products.
         softcap: Soft cap of the scores.

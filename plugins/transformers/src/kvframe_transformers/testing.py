@@ -30,6 +30,24 @@ _WINDOW = 8
 _CHUNK = 8
 _EXPERTS: Mapping[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 
+_LATENTS: Mapping[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 8,
+}
+_DEEPSEEK_EXPERTS: Mapping[str, Any] = {
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+
 _CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 16},
@@ -52,21 +70,9 @@ _CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
     "cohere2": {"num_hidden_layers": 4, "sliding_window": _WINDOW},
-    "deepseek_v3": {
-        "num_key_value_heads": 4,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 8,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    },
+    "deepseek_v2": {**_LATENTS, **_DEEPSEEK_EXPERTS, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": {**_LATENTS, **_DEEPSEEK_EXPERTS},
+    "minicpm3": dict(_LATENTS),
     "gemma3n_text": {
         "head_dim": 16,
         "num_hidden_layers": 6,

@@ -1,0 +1,148 @@
+"""Multi-head latent attention: modules that make their heads' keys and values of one latent vector per token.
+
+transformers gives such modules a method ``expand_kv(latents, rotated)``. While a model is attached, it hands both
+through as they are, so that the attention function gets what is to be stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from kvframe.errors import ModelError
+from kvframe.model.description import LayerDescription
+
+KIND = "mla"
+"""The kind of these layers."""
+
+_EXPAND = "expand_kv"
+_KV_UP = "kv_up"
+_CHECKED_TOKENS = 3
+
+
+@attrs.frozen(eq=False)
+class Expansion:
+    """One call of ``expand_kv``: what came in, and what it made of it.
+
+    Attributes:
+        latents: ``[1, 1, num_tokens, latent_size]``.
+        rotated: ``[1, 1, num_tokens, rope_size]``.
+        key: ``[1, num_heads, num_tokens, nope_size + rope_size]``.
+        value: ``[1, num_heads, num_tokens, head_size_v]``.
+    """
+
+    latents: torch.Tensor
+    rotated: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+    def is_of(self, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """Return whether attention got just these keys and values."""
+        return key is self.key and value is self.value
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of the layer's cache spec."""
+        sizes = {"latent_size": self.latents, "rope_size": self.rotated, "head_size_v": self.value}
+        return {name: tensor.shape[-1] for name, tensor in sizes.items()}
+
+
+@contextmanager
+def noting_expansions(model: nn.Module, found: dict[nn.Module, Expansion]) -> Iterator[None]:
+    """Note inside the block what the modules of ``model`` expand, the last call of each."""
+
+    def noting(module: nn.Module, expand: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            key, value = expand(latents, rotated)
+            found[module] = Expansion(latents, rotated, key, value)
+            return key, value
+
+        return noted
+
+    modules = [module for module in model.modules() if callable(getattr(module, _EXPAND, None))]
+    for module in modules:
+        setattr(module, _EXPAND, noting(module, getattr(module, _EXPAND)))
+    try:
+        yield
+    finally:
+        for module in modules:
+            delattr(module, _EXPAND)
+
+
+class Latents:
+    """The latent layers of a model, and their modules' own expansions.
+
+    Invariant: between ``hand_through`` and ``give_back`` each module has an ``expand_kv`` of its own that expands
+    nothing; outside, the one of its class.
+    """
+
+    def __init__(self, layers: Mapping[str, LayerDescription], modules: Mapping[str, nn.Module], name: str) -> None:
+        """Note the latent layers; nothing is changed.
+
+        Args:
+            layers: A model's layers by name.
+            modules: Their modules, likewise.
+            name: What the model is called in errors.
+        """
+        self._layers = {path: layer for path, layer in layers.items() if layer.kind == KIND}
+        self._modules: dict[str, Any] = {path: modules[path] for path in self._layers if path in modules}
+        self._name = name
+
+    def hand_through(self) -> None:
+        """Let every module hand its latents to its attention as they are."""
+        for module in self._modules.values():
+            setattr(module, _EXPAND, lambda latents, rotated: (latents, rotated))
+
+    def give_back(self) -> None:
+        """Give every module its own expansion back. Safe to call twice."""
+        for module in self._modules.values():
+            vars(module).pop(_EXPAND, None)
+
+    def parameters(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return what each layer's backend needs: ``kv_up: [num_heads, nope_size + head_size_v, latent_size]``.
+
+        To be called while the modules have their own expansions: each is compared with what the weights say.
+
+        Raises:
+            ModelError: A module expands its latents in another way than by the weights of ``kv_b_proj`` alone.
+        """
+        return {path: {_KV_UP: self._up_projection(path)} for path in self._modules}
+
+    def _up_projection(self, path: str) -> torch.Tensor:
+        module, options, query = self._modules[path], self._layers[path].options, self._layers[path].query
+        nope_size = query["head_size"] - options["rope_size"]
+        shape = query["num_heads"], nope_size + options["head_size_v"], options["latent_size"]
+        weight = getattr(getattr(module, "kv_b_proj", None), "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.shape == (shape[0] * shape[1], shape[2]):
+            kv_up = weight.detach().view(shape)
+            if _expands_by(module, kv_up, nope_size, options["rope_size"]):
+                return kv_up
+        raise ModelError(
+            f"layer {path!r} of {self._name} ({type(module).__name__}) makes its keys and values of latents in another "
+            "way than by the weights of kv_b_proj alone: serving it takes a model adapter that gives its cache what "
+            "it stores"
+        )
+
+
+def _expands_by(module: Any, kv_up: torch.Tensor, nope_size: int, rope_size: int) -> bool:
+    """Return whether a module's keys and values are what ``kv_up`` says, on a few random tokens."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(size: int) -> torch.Tensor:
+        return torch.randn(1, 1, _CHECKED_TOKENS, size, generator=generator).to(kv_up)
+
+    latents, rotated = draw(kv_up.shape[2]), draw(rope_size)
+    with torch.inference_mode():
+        found = torch.cat([tensor.flatten() for tensor in module.expand_kv(latents, rotated)])
+        nope, value = (latents @ kv_up.transpose(1, 2)).tensor_split([nope_size], dim=-1)
+        key = torch.cat([nope, rotated.expand(-1, len(kv_up), -1, -1)], dim=-1)
+        expected = torch.cat([key.flatten(), value.flatten()])
+        if found.shape != expected.shape:
+            return False
+        allowed = torch.finfo(kv_up.dtype).eps ** 0.5 * expected.abs().max()
+        return bool((found - expected).abs().max() <= allowed)
