@@ -92,8 +92,28 @@ class KVCachePlan:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one more token adds while every group still holds all of them, in whole layers."""
-        return sum(-(-group.page_bytes // group.block_size) for group in self.groups if not group.is_of_input)
+        """Bytes that one more token adds while every group still holds all of them, in whole layers.
+
+        Groups of states are left out: these take the same for many tokens as for one.
+        """
+        kept = (group for group in self.groups if not group.is_of_input and not group.spec.is_per_block)
+        return sum(-(-group.page_bytes // group.block_size) for group in kept)
+
+    @property
+    def bytes_per_request(self) -> int:
+        """Bytes of states that a request holds at most, whatever its length."""
+        held = (group for group in self.groups if not group.is_of_input and group.spec.is_per_block)
+        return sum(group.peak_blocks * group.page_bytes for group in held)
+
+    @property
+    def bytes_per_input_token(self) -> Mapping[str, int]:
+        """For each sequence that requests bring beside their tokens, the bytes that one token of it takes."""
+        found: dict[str, int] = {}
+        for group in self.groups:
+            if group.is_of_input:
+                sequence = group.spec.sequence
+                found[sequence] = found.get(sequence, 0) + -(-group.page_bytes // group.block_size)
+        return found
 
     @property
     def waste_fraction(self) -> float:
@@ -178,6 +198,8 @@ class KVCachePlan:
             "memory_bytes": self.memory_bytes,
             "total_bytes": self.total_bytes,
             "bytes_per_token": self.bytes_per_token,
+            "bytes_per_request": self.bytes_per_request,
+            "bytes_per_input_token": dict(self.bytes_per_input_token),
             "waste_fraction": self.waste_fraction,
             "max_model_len": self.max_model_len,
             "max_num_batched_tokens": self.max_num_batched_tokens,

@@ -215,6 +215,11 @@ class KVCacheSpec(ABC):
         """Bytes of one block of one layer, aligned."""
         return sum(align_up(tensor.num_bytes, STATE_ALIGNMENT_BYTES) for tensor in self.state_tensors().values())
 
+    @property
+    def is_per_block(self) -> bool:
+        """Whether a block takes as much however many tokens it has, as one state does that they are summed up in."""
+        return attrs.evolve(self, block_size=2 * self.block_size).block_bytes == self.block_bytes
+
     def live_blocks(self, n: int) -> tuple[tuple[int, int], ...]:
         """Return the block index ranges ``[start, stop)`` that the live ranges at ``n`` touch: sorted, disjoint."""
         merged: list[tuple[int, int]] = []

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from kvframe_transformers.testing import save_tiny, tiny_config
 from kvframe.cache.stats import GroupLookups
 from kvframe.cli import generate as generating
 from kvframe.cli import main, render
-from kvframe.cli.plan import describe_live_range
+from kvframe.cli.live_range import describe_live_range
 from kvframe.engine.engine import Engine
 from kvframe.specs import AttentionSpec, TokenRange
 from kvframe.stack import Stack
@@ -178,6 +179,21 @@ def test_a_model_as_long_as_a_chunk_sees_every_token() -> None:
 def test_a_live_range_that_neither_stays_nor_slides_is_said_by_example() -> None:
     spec = Halves(block_size=16, num_kv_heads=1, head_size=8)
     assert "at token 149: 74 to 148" == describe_live_range(spec, 150)
+
+
+def test_states_are_planned_by_request_and_keys_by_token(tmp_path: Path) -> None:
+    path = tmp_path / "states.json"
+    state = {"name": "s.{}", "count": 3, "kind": "mamba", "recurrent_shapes": [[32, 16]]}
+    path.write_text(json.dumps({**LAYERS, "layers": [state, {"name": "l", **FULL}]}))
+    stack = tmp_path / "stack.toml"
+    stack.write_text('[[rules]]\nkind = "mamba"\nspec = { checkpoints = "none" }\n')
+    plan = run_json("plan", path, "--memory", "8MiB", "--stack", stack)
+    assert (2 * 2 * 64 * 4, 3 * 32 * 16 * 4) == (plan["bytes_per_token"], plan["bytes_per_request"])
+    assert "the state after the last token" == plan["groups"][0]["live_range"]["words"]
+    shown = run("plan", path, "--memory", "8MiB", "--stack", stack).stdout
+    assert re.search(r"0  mamba .*  float32  all  ", shown)
+    assert "  each request    6.00 KiB at most, whatever its length\n" in shown
+    assert "  one more token  1.00 KiB while every group keeps it\n" in shown
 
 
 def test_layers_with_different_windows_in_one_group_are_told_so(tmp_path: Path) -> None:

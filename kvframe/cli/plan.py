@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvframe.cli.live_range import describe_live_range
 from kvframe.cli.options import (
     block_size_option,
     dtype_option,
@@ -167,7 +168,7 @@ def _print(
                 f"{len(group.layers)}: {compact_names(group.layers)}",
                 describe_live_range(group.spec, planned.max_model_len),
                 ", ".join(sorted({tensor.dtype for tensor in group.spec.state_tensors().values()})),
-                str(group.block_size),
+                str(group.block_size) if group.block_size < planned.max_model_len else "all",
                 format_bytes(group.page_bytes),
                 str(group.pages_per_slab),
                 str(group.peak_blocks),
@@ -195,7 +196,7 @@ def _print(
         [
             ("allocated", f"{format_bytes(planned.total_bytes)} ({planned.total_bytes:,} bytes)"),
             ("slabs", f"{planned.num_slabs:,} of {format_bytes(planned.slab_bytes)}"),
-            ("one more token", f"{format_bytes(planned.bytes_per_token)} while every group keeps it"),
+            *_bytes_held(planned),
             ("wasted", f"{planned.waste_fraction:.2%} of full slabs"),
             *swapping,
         ],
@@ -209,46 +210,24 @@ def _print(
         click.echo(grouping.note)
 
 
+def _bytes_held(planned: KVCachePlan) -> list[tuple[str, str]]:
+    """Say what a request takes: by its tokens, whatever its length, and by what it brings beside its tokens."""
+    held = []
+    if planned.bytes_per_token:
+        held.append(("one more token", f"{format_bytes(planned.bytes_per_token)} while every group keeps it"))
+    if planned.bytes_per_request:
+        held.append(("each request", f"{format_bytes(planned.bytes_per_request)} at most, whatever its length"))
+    for sequence, num_bytes in planned.bytes_per_input_token.items():
+        longest = planned.max_input_lens[sequence]
+        held.append(
+            (
+                f"one {sequence} token",
+                f"{format_bytes(num_bytes)}; {format_bytes(num_bytes * longest)} for the most of them, {longest:,}",
+            )
+        )
+    return held
+
+
 def _example_positions(max_model_len: int) -> list[int]:
     """Return positions at which to show a live range: an early, a middle and the last one."""
     return sorted({min(64, max_model_len - 1), max_model_len // 2, max_model_len - 1})
-
-
-def describe_live_range(spec: KVCacheSpec, max_model_len: int) -> str:
-    """Say in words which past tokens a spec needs, from its live ranges at the end of the longest request alone."""
-    n = max_model_len - 1
-    if n and not spec.live_ranges(n):
-        n -= 1  # the first token of a chunk has no past, the last one of the chunk before has most of it
-    now, before = spec.live_ranges(n), spec.live_ranges(n - 1) if n else ()
-    chunk = _chunk_len(spec, n)
-    if chunk is not None:
-        return f"its own chunk of {chunk}"
-    words = [_range_in_words(index, n, now, before) for index in range(len(now))]
-    if None in words:
-        return f"at token {n}: " + " and ".join(f"{start} to {stop - 1}" for start, stop in now)
-    return " and ".join(word for word in words if word is not None) or "nothing"
-
-
-def _chunk_len(spec: KVCacheSpec, n: int) -> int | None:
-    """Return the tokens of a chunk if the past of ``n`` starts with the chunk that ``n`` is in; None if it does not."""
-    starts = [ranges[0][0] for ranges in (spec.live_ranges(n),) if ranges]
-    before = spec.live_ranges(starts[0] - 1) if starts and starts[0] else ()
-    if len(before) != 1 or spec.live_ranges(starts[0]):
-        return None
-    chunk = starts[0] - before[0][0]
-    expected = [((at - at % chunk, at),) if at % chunk else () for at in (n, n - 1, starts[0], chunk, 1)]
-    return chunk if expected == [spec.live_ranges(at) for at in (n, n - 1, starts[0], chunk, 1)] else None
-
-
-def _range_in_words(
-    index: int, n: int, now: Sequence[tuple[int, int]], before: Sequence[tuple[int, int]]
-) -> str | None:
-    """Return what one range is, seen at two positions; None if neither its ends nor its length stay put."""
-    start, stop = now[index]
-    if (start, stop) == (0, n):
-        return "every past token"
-    if len(before) != len(now):
-        return None
-    if before[index] == (start, stop):
-        return f"the first {stop}" if start == 0 else None
-    return f"the last {stop - start}" if stop == n and before[index] == (start - 1, stop - 1) else None

@@ -1,0 +1,55 @@
+"""Live ranges in words: which part of the past a cache spec needs, found out from its live ranges alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvframe.specs import TOKENS
+
+if TYPE_CHECKING:
+    from kvframe.specs import KVCacheSpec
+
+
+def describe_live_range(spec: KVCacheSpec, max_model_len: int) -> str:
+    """Say in words which past tokens a spec needs, from its live ranges at the end of the longest request alone."""
+    if spec.sequence != TOKENS:
+        return f"every {spec.sequence} token"
+    n = max_model_len - 1
+    if n and not spec.live_ranges(n):
+        n -= 1  # the first token of a chunk has no past, the last one of the chunk before has most of it
+    now, before = spec.live_ranges(n), spec.live_ranges(n - 1) if n else ()
+    if now == ((n - 1, n),) and spec.is_per_block:
+        return "the state after the last token"
+    chunk = _chunk_len(spec, n)
+    if chunk is not None:
+        return f"its own chunk of {chunk}"
+    words = [_range_in_words(index, n, now, before) for index in range(len(now))]
+    if None in words:
+        return f"at token {n}: " + " and ".join(f"{start} to {stop - 1}" for start, stop in now)
+    return " and ".join(word for word in words if word is not None) or "nothing"
+
+
+def _chunk_len(spec: KVCacheSpec, n: int) -> int | None:
+    """Return the tokens of a chunk if the past of ``n`` starts with the chunk that ``n`` is in; None if it does not."""
+    starts = [ranges[0][0] for ranges in (spec.live_ranges(n),) if ranges]
+    before = spec.live_ranges(starts[0] - 1) if starts and starts[0] else ()
+    if len(before) != 1 or spec.live_ranges(starts[0]):
+        return None
+    chunk = starts[0] - before[0][0]
+    expected = [((at - at % chunk, at),) if at % chunk else () for at in (n, n - 1, starts[0], chunk, 1)]
+    return chunk if expected == [spec.live_ranges(at) for at in (n, n - 1, starts[0], chunk, 1)] else None
+
+
+def _range_in_words(
+    index: int, n: int, now: Sequence[tuple[int, int]], before: Sequence[tuple[int, int]]
+) -> str | None:
+    """Return what one range is, seen at two positions; None if neither its ends nor its length stay put."""
+    start, stop = now[index]
+    if (start, stop) == (0, n):
+        return "every past token"
+    if len(before) != len(now):
+        return None
+    if before[index] == (start, stop):
+        return f"the first {stop}" if start == 0 else None
+    return f"the last {stop - start}" if stop == n and before[index] == (start - 1, stop - 1) else None
