@@ -39,6 +39,7 @@ bench: $(READY) ## measure against transformers, and parts by themselves; record
 	$(BIN)/python benchmarks/generate.py
 	$(BIN)/python benchmarks/skipping.py
 	$(BIN)/python benchmarks/metadata.py
+	$(BIN)/python benchmarks/memory.py
 
 clean: ## remove .venv, caches and the trained demo model
 	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build
