@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from kvframe_transformers.testing import STATE_FAMILIES
 
+from kvframe import Engine, SamplingParams
 from kvframe.attention.state import StateRound, StateRun
 from kvframe.errors import ModelError
-from tests.serving import PROMPTS, served
+from tests.serving import GREEDY, PROMPTS, TinyModel, ids, served
 
 ALL = pytest.mark.parametrize("family", STATE_FAMILIES)
 HYBRIDS = pytest.mark.parametrize("family", [family for family in STATE_FAMILIES if family not in ("mamba", "mamba2")])
@@ -98,3 +100,100 @@ def test_a_mixer_that_is_called_outside_of_its_engine_says_so(models: Any) -> No
     model = models("mamba2")
     with model.engine(), pytest.raises(ModelError, match="Mamba2Mixer ran outside of the engine"):
         model.loaded.model(torch.tensor([[1, 2]]))
+
+
+# --- prefixes ---------------------------------------------------------------------------------------------------------
+
+SHARED = ids(3, 1000)
+LONG = [[*SHARED, *ids(10 + index, 40)] for index in range(4)]
+
+
+@pytest.fixture(scope="module")
+def long_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function from a family to a model for long prompts and what it generates after each of ``LONG``."""
+    folder = tmp_path_factory.mktemp("long")
+
+    def make(family: str) -> tuple[TinyModel, list[tuple[int, ...]]]:
+        model = TinyModel.save(folder / family, family, max_position_embeddings=2048)
+        return model, [model.reference(prompt) for prompt in LONG]
+
+    return cache(make)
+
+
+def computed_each(engine: Engine, expected: list[tuple[int, ...]]) -> list[int]:
+    """Serve the long prompts one after the other; return the tokens that each took."""
+    computed = []
+    for prompt, tokens in zip(LONG, expected, strict=True):
+        before = engine.stats().computed_tokens
+        (output,) = engine.generate([prompt], GREEDY)
+        assert tokens == output.token_ids
+        computed.append(engine.stats().computed_tokens - before)
+    return computed
+
+
+# 1,040 tokens of a prompt and 9 of the 10 generated ones; the common prefix of 1,000 has 15 blocks of 64, 960 tokens.
+WHOLE, REST = 1040 + 9, 1040 + 9 - 960
+
+
+@HYBRIDS
+def test_with_a_state_at_every_block_the_second_request_finds_the_prefix(long_models: Any, family: str) -> None:
+    model, expected = long_models(family)
+    with model.engine(block_size=64, memory="16MiB", states={"checkpoints": "all"}) as engine:
+        assert [WHOLE, REST, REST, REST] == computed_each(engine, expected)
+
+
+@HYBRIDS
+def test_with_few_states_the_third_request_finds_the_one_kept_where_the_second_parted(
+    long_models: Any, family: str
+) -> None:
+    model, expected = long_models(family)
+    with model.engine(block_size=64, memory="16MiB", states={"checkpoints": "aligned"}) as engine:
+        assert [WHOLE, WHOLE, REST, REST] == computed_each(engine, expected)
+
+
+def test_with_few_states_a_request_goes_on_where_one_ended(long_models: Any) -> None:
+    model, expected = long_models("bamba")
+    with model.engine(block_size=64, memory="16MiB", states={"checkpoints": "aligned"}) as engine:
+        assert expected[0] == engine.generate([LONG[0]], GREEDY)[0].token_ids
+        before = engine.stats().computed_tokens
+        engine.generate([[*LONG[0], *expected[0], 5, 6, 7]], SamplingParams(max_new_tokens=1))
+        # The last block that the prompt of 1,040 tokens filled ends at 1,024.
+        assert 1040 + 10 + 3 - 1024 == engine.stats().computed_tokens - before
+
+
+def test_without_states_nothing_is_found_and_the_stats_say_which_group_lacks_it(long_models: Any) -> None:
+    model, expected = long_models("bamba")
+    with model.engine(block_size=64, memory="16MiB", states={"checkpoints": "none"}) as engine:
+        assert [WHOLE] * 4 == computed_each(engine, expected)
+        lookups = {each.kind: each for each in engine.stats().lookups}
+        assert 0 == lookups["mamba"].found_tokens < lookups["full_attention"].found_tokens
+        assert 3 == lookups["mamba"].times_limiting
+
+
+@HYBRIDS
+def test_a_shared_state_is_continued_in_pages_of_ones_own(models: Any, family: str) -> None:
+    prompts = [[*PROMPTS[7], *ids(20 + index, 9)] for index in range(3)]
+    expected = [models(family).reference(prompt) for prompt in prompts]
+    with models(family).engine(block_size=4, states={"checkpoints": "all"}) as engine:
+        engine.generate([PROMPTS[7]], GREEDY)
+
+        def shared_bytes() -> list[torch.Tensor]:
+            """Return the bytes of every page that a request with this prefix references."""
+            assert 36 == engine._manager.start("looks", [*PROMPTS[7], 127])
+            pages = engine._manager.block_ids("looks")
+            engine._manager.free("looks")
+            groups = [group for group in engine.plan.groups if group.spec.kind == "mamba"]
+            assert all(any(pages[group.index]) for group in groups)
+            return [
+                tensor[page].clone()
+                for group in groups
+                for page in filter(None, pages[group.index])
+                for layer in group.layers
+                for tensor in engine._storage.views[layer].values()
+            ]
+
+        before = shared_bytes()
+        assert all(tensor.isfinite().all() for tensor in before)
+        # All of them at once, each from the same state.
+        assert expected == [output.token_ids for output in engine.generate(prompts, GREEDY)]
+        assert all(map(torch.equal, before, shared_bytes()))
