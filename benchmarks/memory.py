@@ -101,6 +101,7 @@ def _row(title: str, description: ModelDescription, registry: Registry, changes:
         "bytes_per_request": plan.bytes_per_request,
         "bytes_per_input_token": dict(plan.bytes_per_input_token),
         "wasted": wasted_share(plan),
+        "wasted_bytes": round(wasted_share(plan) * plan.memory_bytes),
         "lengths": lengths,
         "requests": {
             **{name: [each.max_concurrency(length) for length in lengths] for name, each in plans.items()},

@@ -55,7 +55,8 @@ def _planned(row: Mapping[str, Any]) -> tuple[str, ...]:
     for sequence, num_bytes in row["bytes_per_input_token"].items():
         longest = row["max_input_lens"][sequence]
         held.append(f"{format_bytes(num_bytes * longest)} for {longest:,} {sequence} tokens")
-    return row["title"], groups, format_bytes(row["bytes_per_token"]), ", ".join(held), f"{row['wasted']:.2%}"
+    wasted = f"{format_bytes(row['wasted_bytes'])}, {row['wasted']:.2%}"
+    return row["title"], groups, format_bytes(row["bytes_per_token"]), ", ".join(held), wasted
 
 
 def _requests(row: Mapping[str, Any]) -> list[tuple[str, ...]]:

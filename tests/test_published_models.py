@@ -46,6 +46,21 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma_3n_e4b.toml": ("Gemma3nText", {}),
     "llama_4_scout.toml": ("Llama4Text", {"max_position_embeddings": 10485760}),
     "gpt_oss_20b.toml": ("GptOss", {"num_hidden_layers": 24, "num_local_experts": 32}),
+    "deepseek_v3.toml": (
+        "DeepseekV3",
+        {
+            "max_position_embeddings": 163840,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 40,
+                "original_max_position_embeddings": 4096,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
     "qwen3_next_80b.toml": ("Qwen3Next", {"max_position_embeddings": 262144}),
     "jamba_mini.toml": ("Jamba", {}),
     "falcon_h1_7b.toml": (
