@@ -1,0 +1,240 @@
+"""The cache by its definition: what lies where and what can be found, without any of the cache's code.
+
+What is evicted is the pool's choice, which the model is told; all else it says beforehand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from kvframe.plan import KVCachePlan, PlannedGroup
+from kvframe.specs import ENCODER, TOKENS
+from tests.plans import StateSpec
+
+Page = tuple[int, int]
+"""A group and a block id."""
+
+
+@attrs.define
+class Life:
+    """One request.
+
+    Attributes:
+        salt: Whom it shares with.
+        encoder: The length and content of its encoder's input; None for no input.
+        tokens: Its tokens.
+        computed: How many of them are computed.
+        offered: Per group, the blocks that were made findable.
+        num_resets: Resets of the cache before it started.
+        is_encoded: Whether the state of its input is computed.
+        branch: Where it parts from an earlier request.
+        lookups: What it found when it started, until it runs.
+    """
+
+    salt: str
+    encoder: tuple[int, bytes] | None
+    tokens: list[int]
+    computed: int
+    offered: list[int]
+    num_resets: int
+    is_encoded: bool
+    branch: int
+    lookups: list[list[int]]
+
+    def content(self, num_tokens: int, tokens: Sequence[int] | None = None) -> Any:
+        """Return all that the state after ``num_tokens`` tokens depends on."""
+        return self.salt, self.encoder, tuple((self.tokens if tokens is None else tokens)[:num_tokens])
+
+    def num_input_blocks(self, group: PlannedGroup) -> int:
+        return 0 if self.encoder is None else -(-self.encoder[0] // group.block_size)
+
+
+def is_sparse(group: PlannedGroup) -> bool:
+    """Return whether the group keeps a state that is overwritten from token to token."""
+    return isinstance(group.spec, StateSpec)
+
+
+def num_slots(group: PlannedGroup) -> int:
+    """Return how many states a page of the group has room for: of every token, or of the last ones."""
+    return 1 + group.spec.num_drafts if isinstance(group.spec, StateSpec) else group.block_size
+
+
+class CacheModel:
+    """Bytes of pages, what is findable, and what lookups have to return."""
+
+    def __init__(self, plan: KVCachePlan, *, is_caching: bool) -> None:
+        self.plan = plan
+        self.of_tokens = [group for group in plan.groups if group.spec.sequence == TOKENS]
+        self.of_inputs = [group for group in plan.groups if group.spec.sequence == ENCODER]
+        self.is_caching = is_caching and bool(plan.groups)
+        self.alignment = math.lcm(*(group.block_size for group in self.of_tokens))
+        self.is_sparse = any(map(is_sparse, plan.groups))
+        self.bytes: dict[Page, dict[int, Any]] = {}
+        self.findable: dict[tuple[int, Any], int] = {}
+        self.seen: set[Any] = set()
+        self.num_resets = 0
+        self.lookups = [[0, 0, 0, 0] for _ in plan.groups]
+
+    def pages_freed(self, group: int, block_ids: list[int]) -> None:
+        """Forget what the pages held; whoever reads them now reads nothing."""
+        for block_id in block_ids:
+            self.bytes.pop((group, block_id), None)
+        ended = [key for key, page in self.findable.items() if key[0] == group and page in block_ids]
+        for key in ended:
+            del self.findable[key]
+
+    def reset(self) -> None:
+        self.findable.clear()
+        self.seen.clear()
+        self.num_resets += 1
+
+    # --- lookups ------------------------------------------------------------------------------------------------------
+
+    def start(self, life: Life, use_prefix: bool) -> list[list[int]]:
+        """Begin a request; return the blocks that it has to have then."""
+        blocks: list[list[int]] = [[] for _ in self.plan.groups]
+        if not (self.is_caching and use_prefix):
+            return blocks
+        most = len(life.tokens) - 1
+        hit = max((n for n in range(0, most + 1, self.alignment) if self.all_hold(life, n)), default=0)
+        life.computed = hit if self.of_tokens else 0
+        alone = {g.index: max(n for n in range(most + 1) if self.holds(life, g, n)) for g in self.of_tokens}
+        life.lookups = [[0, 0, 0, 0] for _ in self.plan.groups]
+        for group in self.of_tokens:
+            limits = any(not self.holds(life, group, n) for n in alone.values() if n > hit)
+            life.lookups[group.index] = [len(life.tokens), alone[group.index], hit, int(limits)]
+            blocks[group.index] = [0] * (hit // group.block_size)
+            for token in live_tokens(group, hit):
+                block = token // group.block_size
+                blocks[group.index][block] = self.findable[group.index, life.content((block + 1) * group.block_size)]
+            life.offered[group.index] = hit // group.block_size
+        if self.is_sparse:
+            longer = range(hit + self.alignment, most + 1, self.alignment)
+            life.branch = max((n for n in longer if life.content(n) in self.seen), default=0)
+        if life.encoder is not None:
+            found = {g.index: self.input_pages(life, g) for g in self.of_inputs}
+            life.is_encoded = all(None not in pages for pages in found.values())
+            for index, pages in found.items():
+                is_whole = None not in pages
+                limits = not is_whole and any(None not in others for others in found.values())
+                size = life.encoder[0]
+                life.lookups[index] = [size, size * is_whole, size * life.is_encoded, int(limits)]
+                if life.is_encoded:
+                    blocks[index] = [page for page in pages if page is not None]
+                    life.offered[index] = len(pages)
+        return blocks
+
+    def holds(self, life: Life, group: PlannedGroup, n: int) -> bool:
+        """Return whether a request can be continued from ``n`` as far as one group goes."""
+        size = group.block_size
+        return n % size == 0 and all(
+            (group.index, life.content((token // size + 1) * size)) in self.findable for token in live_tokens(group, n)
+        )
+
+    def all_hold(self, life: Life, n: int) -> bool:
+        return all(self.holds(life, group, n) for group in self.of_tokens)
+
+    def input_pages(self, life: Life, group: PlannedGroup) -> list[int | None]:
+        keys = [(life.salt, life.encoder, index) for index in range(life.num_input_blocks(group))]
+        return [self.findable.get((group.index, key)) for key in keys]
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def compute(self, life: Life, step: Sequence[int], block_ids: Sequence[Sequence[int]]) -> set[Page]:
+        """Read all that a step needs, and write what it makes; return the pages that are written."""
+        n, tokens = life.computed, [*life.tokens[: life.computed], *step]
+        written = set()
+        for group in self.of_tokens:
+            ids, size, slots = block_ids[group.index], group.block_size, num_slots(group)
+            for token in live_tokens(group, n):
+                read = self.bytes[group.index, ids[token // size]][token % slots]
+                assert life.content(token + 1) == read, "a stale byte"
+            for block in range(n // size, -(-len(tokens) // size)):
+                page, end = (group.index, ids[block]), min((block + 1) * size, len(tokens))
+                if not is_sparse(group):
+                    assert ids[block], "no page for a token that is computed"
+                if ids[block]:
+                    written.add(page)
+                    for token in range(max(n, end - slots, block * size), end):
+                        self.bytes.setdefault(page, {})[token % slots] = life.content(token + 1, tokens)
+        for group in self.of_inputs:
+            ids = block_ids[group.index]
+            assert len(ids) == life.num_input_blocks(group)
+            for block, block_id in enumerate(ids):
+                page = (group.index, block_id)
+                content = (life.salt if self.is_caching else None, life.encoder, block)
+                if not life.is_encoded:
+                    written.add(page)
+                    self.bytes[page] = {0: content}
+                assert content == self.bytes[page][0], "a stale byte of an input"
+        return written
+
+    def commit(self, life: Life, num_computed: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """Make findable what is computed; ``block_ids`` are those before anything is given back."""
+        if self.is_caching:
+            for group in self.of_tokens:
+                size = group.block_size
+                for block in range(life.offered[group.index], num_computed // size):
+                    if block_ids[group.index][block]:
+                        content = life.content((block + 1) * size)
+                        self.findable.setdefault((group.index, content), block_ids[group.index][block])
+                life.offered[group.index] = max(life.offered[group.index], num_computed // size)
+            for group in self.of_inputs:
+                if not life.offered[group.index]:
+                    for block, block_id in enumerate(block_ids[group.index]):
+                        self.findable.setdefault((group.index, (life.salt, life.encoder, block)), block_id)
+                    life.offered[group.index] = len(block_ids[group.index])
+            if self.is_sparse:
+                ends = range(0, num_computed + 1, self.alignment)
+                self.seen |= {life.content(n) for n in ends if n > life.computed}
+            for total, lookups in zip(self.lookups, life.lookups, strict=False):
+                total[:] = [one + other for one, other in zip(total, lookups, strict=True)]
+        life.lookups = []
+        life.is_encoded = True
+        life.computed = num_computed
+
+    def swapped_in(self, life: Life) -> None:
+        if life.num_resets == self.num_resets:
+            life.offered = [0] * len(self.plan.groups)
+
+
+def live_tokens(group: PlannedGroup, n: int) -> set[int]:
+    return {token for start, stop in group.spec.live_ranges(n) for token in range(start, stop)}
+
+
+def live_blocks(group: PlannedGroup, n: int) -> set[int]:
+    return {token // group.block_size for token in live_tokens(group, n)}
+
+
+class HostCopies:
+    """Host pages that copy the model's bytes; a copy of group ``broken`` stops half-way and raises."""
+
+    def __init__(self, num_slabs: int, pool: Mapping[Page, Any]) -> None:
+        self.num_slabs = num_slabs
+        self.pool: Any = pool
+        self.host: Any = {}
+        self.broken = -1
+
+    def copy_out(self, group: int, block_ids: Sequence[int], host_ids: Sequence[int]) -> None:
+        self.copy(group, self.pool, block_ids, self.host, host_ids)
+
+    def copy_in(self, group: int, host_ids: Sequence[int], block_ids: Sequence[int]) -> None:
+        self.copy(group, self.host, host_ids, self.pool, block_ids)
+
+    def copy(self, group: int, source: Any, source_ids: Sequence[int], target: Any, target_ids: Sequence[int]) -> None:
+        pairs = list(zip(source_ids, target_ids, strict=True))
+        for one, other in pairs[: len(pairs) // 2] if group == self.broken else pairs:
+            # A page that was given room and not written yet has nothing to copy.
+            target.pop((group, other), None)
+            if (group, one) in source:
+                target[group, other] = dict(source[group, one])
+        if group == self.broken:
+            raise RuntimeError("the copy failed")
+
+    def pages_freed(self, group: int, host_ids: list[int]) -> None:
+        for host_id in host_ids:
+            self.host.pop((group, host_id), None)
