@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from kvframe.plan import KVCachePlan as KVCachePlan
     from kvframe.plan import plan_cache as plan_cache
     from kvframe.plugins import load_plugins as load_plugins
+    from kvframe.ranks import plan_ranks as plan_ranks
     from kvframe.registry import Registry as Registry
     from kvframe.specs import AttentionMask as AttentionMask
     from kvframe.specs import AttentionSpec as AttentionSpec
@@ -109,6 +110,7 @@ _HOME = {
     "load_plugins": "plugins",
     "make_layer_specs": "groups",
     "plan_cache": "plan",
+    "plan_ranks": "ranks",
     "share_caches": "groups",
     "split_batch": "attention.order",
 }

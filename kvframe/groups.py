@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from kvframe.errors import SpecError, UnknownNameError
-from kvframe.specs import TOKENS, KVCacheSpec, LayerSpec, QuerySpec
+from kvframe.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, LayerSpec, QuerySpec
 
 if TYPE_CHECKING:
     from kvframe.model.description import LayerDescription, ModelDescription
@@ -34,8 +34,11 @@ class KVCacheGroup:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page: one block of tokens for every layer of the group."""
-        return sum(spec.block_bytes for spec in self.stored)
+        """Bytes of one page: one block of tokens for every layer of the group.
+
+        A page has a place of its own even where the layers of the group are all elsewhere.
+        """
+        return max(STATE_ALIGNMENT_BYTES, sum(spec.block_bytes for spec in self.stored))
 
 
 @attrs.frozen(kw_only=True)

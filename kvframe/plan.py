@@ -91,6 +91,11 @@ class KVCachePlan:
         return self.null_bytes + self.num_slabs * self.slab_bytes
 
     @property
+    def alignment(self) -> int:
+        """Tokens that a cached prefix is a multiple of: whole blocks in every group of the requests' tokens."""
+        return math.lcm(*(group.block_size for group in self.groups if not group.is_of_input))
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes that one more token adds while every group still holds all of them, in whole layers.
 
@@ -220,6 +225,7 @@ def plan_cache(
     max_model_len: int,
     max_num_batched_tokens: int,
     max_input_lens: Mapping[str, int] | None = None,
+    pages_per_slab: Sequence[int] | None = None,
 ) -> KVCachePlan:
     """Plan the pool: page and slab sizes, and how many slabs fit the memory.
 
@@ -229,6 +235,7 @@ def plan_cache(
         max_model_len: The longest request, in tokens.
         max_num_batched_tokens: The most tokens that one step computes.
         max_input_lens: For each sequence that requests bring beside their tokens, the most tokens of it.
+        pages_per_slab: How many pages of each group a slab is cut into; what loses the least memory unless given.
 
     Raises:
         PlanError: Not even one slab for each group fits the memory, or a group keeps state of a sequence whose length
@@ -237,7 +244,11 @@ def plan_cache(
     input_lens = {} if max_input_lens is None else dict(max_input_lens)
     page_bytes = [group.page_bytes for group in grouping.groups]
     peaks = [_peak_blocks(group, max_model_len, max_num_batched_tokens, input_lens) for group in grouping.groups]
-    slab_bytes = _choose_slab_bytes(page_bytes, peaks, memory_bytes)
+    if pages_per_slab is None:
+        slab_bytes = _choose_slab_bytes(page_bytes, peaks, memory_bytes)
+        pages_per_slab = [slab_bytes // size for size in page_bytes]
+    else:
+        slab_bytes = max((count * size for count, size in zip(pages_per_slab, page_bytes, strict=True)), default=0)
     block_id_bytes = math.gcd(slab_bytes, *page_bytes) if page_bytes else 1
     null_bytes = align_up(max(page_bytes, default=0), block_id_bytes)
     num_slabs = max(0, (memory_bytes - null_bytes) // slab_bytes) if page_bytes else 0
@@ -259,10 +270,10 @@ def plan_cache(
                 layers=group.layers,
                 page_bytes=group.page_bytes,
                 layer_offsets=_offsets(group),
-                pages_per_slab=slab_bytes // group.page_bytes,
+                pages_per_slab=count,
                 peak_blocks=peak,
             )
-            for group, peak in zip(grouping.groups, peaks, strict=True)
+            for group, count, peak in zip(grouping.groups, pages_per_slab, peaks, strict=True)
         ),
         slab_bytes=slab_bytes,
         num_slabs=num_slabs,

@@ -42,7 +42,8 @@ def plan_for_stack(
     Args:
         grouping: The model's groups.
         stack: Its ``[cache] memory`` and ``[engine]`` limits. ``"auto"`` is what the most requests of the greatest
-            length need, but no more than a share of the memory that is free now.
+            length need, but no more than a share of the memory that is free now. Where no layer keeps anything, there
+            is nothing to measure or to check.
         max_model_len: The most tokens of a request.
         max_input_lens: For each sequence that requests bring beside their tokens, the most tokens of it.
 
@@ -60,6 +61,8 @@ def plan_for_stack(
             max_input_lens=max_input_lens,
         )
 
+    if not grouping.groups:
+        return plan(0)
     if stack.cache.memory != "auto":
         return plan(stack.cache.memory)
     largest = plan(int(_available_bytes(stack.engine.device) * SHARE_OF_AVAILABLE_MEMORY))

@@ -192,6 +192,13 @@ def test_a_plan_counts_the_longest_input_whatever_the_tokens() -> None:
     assert {ENCODER: 30} == plan.to_dict()["max_input_lens"]
 
 
+def test_inputs_do_not_decide_where_prefixes_may_end() -> None:
+    assert 6 == make_plan(full(2), ranged(3, window=4), encoder(5)).alignment
+    manager = make_manager(full(2), encoder(16))
+    run(manager, "a", inputs=input_of())
+    assert 8 == run(manager, "b", inputs=input_of())
+
+
 def test_an_input_of_unknown_length_is_refused() -> None:
     grouping = group_layers([LayerSpec(name="cross", spec=encoder())])
     with pytest.raises(PlanError, match=r"layer 'cross' .* the sequence 'encoder', .* max_encoder_len"):

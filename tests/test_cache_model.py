@@ -89,16 +89,16 @@ class CacheMachine(RuleBasedStateMachine):
         assert life.branch == self.manager._entries[name].blocks.branch
         self.running[name] = life
         if data.draw(st.booleans()):
-            self.compute_prompt(name, data, data.draw(st.integers(4, CHUNK)))
+            self.compute_prompt(name, data, data.draw(st.integers(4, CHUNK)), data.draw(st.sampled_from([0, 0, 1, 3])))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), num_tokens=st.integers(1, CHUNK), num_refused=st.integers(0, 4))
     def compute(self, data: st.DataObject, num_tokens: int, num_refused: int) -> None:
         self.step(data, self.one_of(data, self.running), num_tokens, num_refused)
 
-    def compute_prompt(self, name: str, data: st.DataObject, num_tokens: int) -> None:
+    def compute_prompt(self, name: str, data: st.DataObject, num_tokens: int, num_refused: int) -> None:
         while self.running[name].computed < len(self.running[name].tokens):
-            if not self.step(data, name, num_tokens, 0):
+            if not self.step(data, name, num_tokens, num_refused):
                 return
 
     def step(self, data: st.DataObject, name: str, num_tokens: int, num_refused: int) -> bool:

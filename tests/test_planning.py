@@ -11,7 +11,9 @@ from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.errors import PlanError, SpecError, UnknownNameError
 from kvframe.groups import group_layers
 from kvframe.plan import plan_cache
+from kvframe.sizing import num_host_slabs, plan_for_stack
 from kvframe.specs import KVCacheSpec, LayerSpec
+from kvframe.stack import Stack
 from tests.plans import full, make_plan, ranged
 
 
@@ -93,6 +95,16 @@ def test_a_plan_of_nothing_takes_nothing() -> None:
     assert plan.fits(10**6)
     assert plan.max_concurrency() is None
     assert plan.to_dict()["groups"] == []
+
+
+@pytest.mark.parametrize("memory", ["auto", 1])
+def test_where_nothing_is_kept_no_memory_is_measured_and_none_checked(
+    memory: str | int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("kvframe.sizing._available_bytes")
+    stack = Stack.from_mapping({"cache": {"memory": memory, "preemption": "swap", "swap_memory": 1}})
+    plan = plan_for_stack(group_layers([layer("a", None)]), stack, 64)
+    assert (0, 0, 0) == (plan.total_bytes, plan.num_slabs, num_host_slabs(plan, stack))
 
 
 def test_too_little_memory_says_how_much_is_needed() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -51,7 +50,7 @@ class PrefixLookup:
         """
         self._pool = pool
         self._groups = tuple(group for group in plan.groups if not group.is_of_input)
-        self._alignment = math.lcm(*(group.block_size for group in self._groups))
+        self._alignment = plan.alignment
         self._has_sparse = any(
             type(group.spec).stored_blocks is not KVCacheSpec.stored_blocks for group in self._groups
         )

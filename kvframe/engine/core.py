@@ -111,9 +111,7 @@ class EngineCore(ABC, Generic[RequestT]):
             self._manager,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_tokens,
-            shared_block_size=(
-                math.lcm(*(group.block_size for group in self.plan.groups)) if self._manager.prefix_caching else 0
-            ),
+            shared_block_size=self.plan.alignment if self._manager.prefix_caching else 0,
             whole_prompts=whole_prompts,
         )
         self._runner = self._make_runner(assembly, skip_policy)
