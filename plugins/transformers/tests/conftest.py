@@ -81,7 +81,7 @@ class DenseLayer:
             if query_spec["soft_cap"] is not None:
                 scores = query_spec["soft_cap"] * torch.tanh(scores / query_spec["soft_cap"])
             positions, past = (rows[is_own] + total - start)[:, None], torch.arange(total)[None]
-            seen = past <= positions
+            seen = (past <= positions) | (self.description.kind == "encoder_only")
             if "window" in self.description.options:
                 seen &= past > positions - self.description.options["window"]
             if "chunk" in self.description.options:

@@ -170,7 +170,8 @@ def test_a_model_without_positions_takes_a_million_tokens(tmp_path: Path) -> Non
 
 
 def test_bidirectional_attention_is_refused_by_its_layer(tmp_path: Path) -> None:
-    message = refusal(write_config(tmp_path, "bert"))
+    # Made to generate by its name alone: it is no decoder, so tokens would see those that come later.
+    message = refusal(write_config(tmp_path, "bert", architectures=["BertLMHeadModel"]))
     assert message.startswith("layer 'bert.encoder.layer.0.attention.self' of ")
     assert "looks at tokens that come later" in message
 

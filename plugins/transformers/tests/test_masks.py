@@ -42,6 +42,13 @@ def test_a_chunked_mask_over_tensors_without_data_is_known_by_the_config() -> No
 def test_a_bidirectional_mask_is_unknown() -> None:
     found = classify_mask(masking_utils.bidirectional_mask_function, 100)
     assert (None, "looks at tokens that come later (bidirectional attention)") == (found.kind, found.why)
+    assert found.sees_all
+
+
+def test_a_window_in_both_directions_is_unknown_and_does_not_see_all() -> None:
+    found = classify_mask(masking_utils.sliding_window_bidirectional_mask_function(4), 100)
+    assert (None, False) == (found.kind, found.sees_all)
+    assert "but not at all of them (a window in both directions)" in found.why
 
 
 def test_a_mask_with_gaps_is_unknown() -> None:

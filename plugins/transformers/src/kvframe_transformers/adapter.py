@@ -20,6 +20,7 @@ from kvframe_transformers.checkpoint import (
     read_config_file,
 )
 from kvframe_transformers.discovery import discover_layers
+from kvframe_transformers.encoders import find_first_position, generates, num_unused_positions
 from kvframe_transformers.model import TransformersModel
 
 UNLIMITED = 1 << 20
@@ -44,7 +45,9 @@ class TransformersAdapter(ModelAdapter):
         model = build_without_weights(config, name)
         length = max_model_len(config)
         with quiet():
-            layers = discover_layers(model, name, length or 0)
+            if length is not None:
+                length -= num_unused_positions(model)
+            layers = discover_layers(model, name, length or 0, generates=generates(config))
         if length is None and not any(layer.query for layer in layers):
             length = UNLIMITED
         if length is None:
@@ -55,6 +58,7 @@ class TransformersAdapter(ModelAdapter):
             max_model_len=length,
             vocab_size=config.get_text_config(decoder=True).vocab_size,
             eos_token_ids=eos_token_ids(folder, config),
+            generates=generates(config),
         )
 
     def load(self, path: Path, *, device: str, dtype: str) -> LoadedModel:
@@ -64,5 +68,6 @@ class TransformersAdapter(ModelAdapter):
         if dtype not in _DTYPES:
             raise UnknownNameError("model dtype", dtype, _DTYPES)
         description = self.describe(path)
-        model = load_weights(path, device, _DTYPES[dtype])
-        return TransformersModel(model, load_tokenizer(path), description)
+        model = load_weights(path, read_config(path), device, _DTYPES[dtype])
+        first_position = 0 if description.generates else find_first_position(model)
+        return TransformersModel(model, load_tokenizer(path), description, path, first_position)

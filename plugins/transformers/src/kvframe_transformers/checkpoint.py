@@ -15,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from kvframe.errors import ModelError
+from kvframe_transformers.encoders import BodyLoader, generates
 
 # Their type hints are incomplete.
-_AutoModel: Any = AutoModelForCausalLM
+_CausalLM: Any = AutoModelForCausalLM
 _logging: Any = logging
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
@@ -66,21 +67,26 @@ def read_config(path: Path) -> Any:
         raise ModelError(f"the config of {path} cannot be read: {one_sentence(error)}") from error
 
 
+def auto_model(config: Any) -> Any:
+    """Return what makes models of a config: one of transformers' auto classes, or what stands for one."""
+    return _CausalLM if generates(config) else BodyLoader(config)
+
+
 def build_without_weights(config: Any, name: str) -> PreTrainedModel:
-    """Return the model of ``config`` on the meta device; raises ``ModelError`` if it is none that generates text."""
+    """Return the model of ``config`` on the meta device; raises ``ModelError`` if it is no text model."""
     try:
         with quiet(), torch.device("meta"):
-            model: PreTrainedModel = _AutoModel.from_config(config, trust_remote_code=False).eval()
+            model: PreTrainedModel = auto_model(config).from_config(config, trust_remote_code=False).eval()
     except Exception as error:  # any mistake in a config's numbers shows as any error of a module's __init__
         raise ModelError(f"no text model can be built from the config of {name}: {one_sentence(error)}") from error
     return model
 
 
-def load_weights(path: Path, device: str, dtype: torch.dtype) -> PreTrainedModel:
+def load_weights(path: Path, config: Any, device: str, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model of a folder with its weights; raises ``ModelError`` for any that are missing or do not fit."""
     try:
         with quiet():
-            model, report = _AutoModel.from_pretrained(
+            model, report = auto_model(config).from_pretrained(
                 str(path),
                 dtype=dtype,
                 local_files_only=True,

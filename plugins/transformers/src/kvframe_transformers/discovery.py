@@ -104,20 +104,23 @@ AttentionInterface.register(DISCOVERY, _record_attention)
 AttentionMaskInterface.register(DISCOVERY, _record_mask)
 
 
-def discover_layers(model: Any, name: str, max_model_len: int) -> tuple[LayerDescription, ...]:
+def discover_layers(
+    model: Any, name: str, max_model_len: int, *, generates: bool = True
+) -> tuple[LayerDescription, ...]:
     """Return the layers of a model on the meta device that attend or keep state, in the order they run.
 
     Args:
         model: A ``PreTrainedModel`` that nobody else uses: its attention implementation is changed, and its dtype.
         name: What the model is called in errors.
         max_model_len: The most tokens of a request: masks are looked at up to here.
+        generates: Whether tokens are generated one after the other, so that none may see later ones.
 
     Raises:
         ModelError: The model keeps state, or masks attention, in a way that kvframe has no words for, or it cannot be
             told the positions of a packed batch.
     """
     recording = _record(model, name)
-    layers = _Reader(model, name, max_model_len, recording).layers()
+    layers = _Reader(model, name, max_model_len, recording, generates).layers()
     attends = any(layer.query for layer in layers)
     if attends and "position_ids" not in inspect.signature(model.forward).parameters:
         raise ModelError(
@@ -201,7 +204,8 @@ def _noting(model: nn.Module, recording: Recording) -> Iterator[None]:
 class _Reader:
     """Turns a recording into layer descriptions."""
 
-    def __init__(self, model: nn.Module, name: str, max_model_len: int, recording: Recording) -> None:
+    def __init__(self, model: nn.Module, name: str, max_model_len: int, recording: Recording, generates: bool) -> None:
+        self._generates = generates
         self._names = {module: path for path, module in model.named_modules()}
         self._model = model
         self._name = name
@@ -284,8 +288,12 @@ class _Reader:
         return LayerDescription(name=path, kind="mamba", options=options, query={})
 
     def _mask_of(self, call: RecordedCall) -> MaskKind:
+        kind = self._kind_of(call)
+        return MaskKind("encoder_only") if kind.sees_all and not self._generates else kind
+
+    def _kind_of(self, call: RecordedCall) -> MaskKind:
         if call.mask is None:
-            return MaskKind(None, why="attends without a mask (bidirectional attention)")
+            return MaskKind(None, why="attends without a mask (bidirectional attention)", sees_all=True)
         for mask in self._recording.masks:
             if call.mask is mask.marker or getattr(call.mask, "_base", None) is mask.marker:
                 if id(mask) not in self._kinds:

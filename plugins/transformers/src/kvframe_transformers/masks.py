@@ -24,11 +24,13 @@ class MaskKind:
         kind: The registered name of the cache spec whose live range it is; None if no name is known for it.
         options: The spec's options that the mask fixes (``{"window": 512}``).
         why: For an unknown mask, what was seen, as the end of a sentence.
+        sees_all: Whether every token sees every other: of a model that generates nothing, a known mask.
     """
 
     kind: str | None
     options: Mapping[str, int] = attrs.field(factory=dict)
     why: str = ""
+    sees_all: bool = False
 
 
 def classify_mask(
@@ -55,7 +57,10 @@ def classify_mask(
             return MaskKind(None, why="has a mask that depends on the model's inputs")
         first, stop, count = seen
         if stop > query + 1:
-            return MaskKind(None, why="looks at tokens that come later (bidirectional attention)")
+            later = "looks at tokens that come later (bidirectional attention)"
+            if all(_visible(mask_function, each, total) == (0, total, total) for each in (0, query, total - 1)):
+                return MaskKind(None, why=later, sees_all=True)
+            return MaskKind(None, why=f"{later}, but not at all of them (a window in both directions)")
         if stop != query + 1 or count != stop - first:
             return MaskKind(None, why=f"has a mask with gaps: position {query} sees {count} tokens of [0, {query}]")
         starts[query] = first

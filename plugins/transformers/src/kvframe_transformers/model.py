@@ -6,20 +6,23 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from kvframe.errors import ModelError
 from kvframe.model.adapter import LoadedModel
-from kvframe.model.description import LayerDescription, ModelDescription
+from kvframe.model.description import LayerDescription, ModelDescription, Pooling
 from kvframe_transformers.checkpoint import one_sentence, quiet
 from kvframe_transformers.latents import Latents
 from kvframe_transformers.mixers import MixerDriver
 from kvframe_transformers.routing import RUN_TIME, Attend, Route, Routes, RunLayers, RunningStep, running
 from kvframe_transformers.self_check import RunPacked, compare_runs
+from kvframe_transformers.sentence_transformers import read_pooling
 from kvframe_transformers.skipping import RowCutter, blocks_from
 from kvframe_transformers.states import Mixers
 from kvframe_transformers.temperature import Temperatures
@@ -37,18 +40,30 @@ class TransformersModel(LoadedModel):
     that leave rows out.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, description: ModelDescription) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        description: ModelDescription,
+        folder: Path | None = None,
+        first_position: int = 0,
+    ) -> None:
         """Take a model in evaluation mode.
 
         Args:
             model: The model, with its weights, on its device.
             tokenizer: Its tokenizer, or None.
-            description: Its layers, as planned.
+            description: Its layers, as planned. If it does not generate, its body runs, without a head.
+            folder: Where it was loaded from; None if nowhere.
+            first_position: The number that it has for the position of a prompt's first token.
         """
         self.description = description
         self.model: Any = model
         self.tokenizer = tokenizer
-        parameters = inspect.signature(model.forward).parameters
+        self._folder = folder
+        self._body: Any = model if description.generates else model.base_model
+        self._first_position = first_position
+        parameters = inspect.signature(self._body.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
         self._layers: RunLayers | None = None
@@ -59,6 +74,17 @@ class TransformersModel(LoadedModel):
         self._drivers: dict[nn.Module, MixerDriver] = {}
         self._latents = _NO_LATENTS
         self._cutter: RowCutter | None = None
+
+    def without_head(self) -> LoadedModel:
+        """Return the same model, of which the body runs and gives its last hidden states."""
+        if not self.description.generates:
+            return self
+        description = attrs.evolve(self.description, generates=False)
+        return TransformersModel(self.model, self.tokenizer, description, self._folder, self._first_position)
+
+    def pooling(self) -> Pooling | None:
+        """Return what the checkpoint's files for sentence-transformers say; None if it has none."""
+        return None if self._folder is None else read_pooling(self._folder)
 
     def can_skip(self, layers: Sequence[str]) -> bool:
         """Return whether the blocks from the first of these layers on can be given only some rows.
@@ -77,7 +103,7 @@ class TransformersModel(LoadedModel):
         Raises:
             ModelError: A layer was not reached, or cannot leave rows out, or the model is attached already.
         """
-        if self._original:
+        if self._original or self.model.config._attn_implementation == RUN_TIME:
             raise ModelError(f"{self.description.name} serves another engine already; close that engine first")
         self._original = [(config, config._attn_implementation) for config in _configs(self.model)]
         try:
@@ -142,7 +168,8 @@ class TransformersModel(LoadedModel):
             logits_indices: ``[num_wanted], int64, device``: the rows of the packed batch whose logits are wanted.
 
         Returns:
-            Logits ``[num_wanted, vocab_size], device``; of the kept rows, in a step whose layers keep only some.
+            Logits ``[num_wanted, vocab_size], device``; of the kept rows, in a step whose layers keep only some. Of a
+            model that does not generate, hidden states ``[num_wanted, hidden_size]``.
         """
         kept_rows = None if self._layers is None else self._layers.kept_rows
         with torch.inference_mode(), running(RunningStep(self._routes, positions, kept_rows)):
@@ -180,13 +207,13 @@ class TransformersModel(LoadedModel):
 
     def _run(self, input_ids: torch.Tensor, positions: torch.Tensor | None, **inputs: Any) -> torch.Tensor:
         if self._takes_positions:
-            inputs["position_ids"] = None if positions is None else positions.unsqueeze(0)
-        output = self.model(input_ids=input_ids.unsqueeze(0), use_cache=False, **inputs)
-        logits: torch.Tensor = output.logits[0]
-        return logits
+            inputs["position_ids"] = None if positions is None else positions.unsqueeze(0) + self._first_position
+        output = self._body(input_ids=input_ids.unsqueeze(0), use_cache=False, **inputs)
+        rows: torch.Tensor = (output.logits if self.description.generates else output.last_hidden_state)[0]
+        return rows
 
     def _run_plain(self, prompt: list[int]) -> torch.Tensor:
-        """Return the logits ``[len(prompt), vocab_size]`` of the model's own attention."""
+        """Return the logits ``[len(prompt), vocab_size]``, or hidden states, of the model's own attention."""
         with torch.inference_mode(), self._own_attention(), self._mixers.switched({}):
             return self._run(torch.tensor(prompt, device=self.model.device), None)
 

@@ -32,7 +32,7 @@ def compare_runs(
     run_plain: Callable[[list[int]], torch.Tensor],
     skipped: Sequence[str] = (),
 ) -> None:
-    """Raise ``ModelError`` where the two runs' logits differ by more than the dtype explains.
+    """Raise ``ModelError`` where the two runs' logits, or hidden states, differ by more than the dtype explains.
 
     Args:
         description: The model's layers.
@@ -42,6 +42,7 @@ def compare_runs(
         run_plain: Logits ``[len(prompt), vocab_size]`` of one prompt by the model's own attention.
         skipped: The attention layers that compute only the generating tokens of a step.
     """
+    what = "logits" if description.generates else "hidden states"
     prompts = check_prompts(description, model.config)
     packed = run_packed(prompts)
     # The engine may take shorter requests only.
@@ -53,7 +54,7 @@ def compare_runs(
         layer = _first_different_layer(modules, prompts, run_packed, run_plain, tolerance)
         where = f"from layer {layer!r} on" if layer else "though every attention layer's output agrees"
         raise ModelError(
-            f"{description.name} ({type(model).__name__}) gives other logits in a packed batch than alone, {where} "
+            f"{description.name} ({type(model).__name__}) gives other {what} in a packed batch than alone, {where} "
             f"(relative difference {worst:.1e}, allowed {tolerance:.1e}): it attends in a way that its masks do not "
             "show, and serving it takes a plugin that provides a cache spec, and a model adapter, for that"
         )
@@ -62,7 +63,7 @@ def compare_runs(
     worst = _worst_difference(run_packed(prompts, last_only=True), [logits[-1:] for logits in plain])
     if worst > tolerance:
         raise ModelError(
-            f"{description.name} ({type(model).__name__}) gives other logits where its layers from {skipped[0]!r} on "
+            f"{description.name} ({type(model).__name__}) gives other {what} where its layers from {skipped[0]!r} on "
             f"compute only the last tokens (relative difference {worst:.1e}, allowed {tolerance:.1e}): these layers do "
             "more with the other tokens than their attention shows; turn prefill skipping off for it"
         )

@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
-from kvframe_transformers.checkpoint import quiet
-
-_AutoModel: Any = AutoModelForCausalLM  # its methods have no type hints
+from kvframe_transformers.checkpoint import auto_model, quiet
 
 _SHARED: Mapping[str, Any] = {
     "vocab_size": 128,
@@ -174,6 +172,25 @@ _STATE_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]},
 }
 
+# Tables of positions are small enough for a test to reach their ends.
+_ENCODER_CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "bert": {"pad_token_id": 0, "max_position_embeddings": 128},
+    "roberta": {"pad_token_id": 1, "max_position_embeddings": 130},
+    "distilbert": {
+        "pad_token_id": 0,
+        "max_position_embeddings": 128,
+        "dim": 64,
+        "n_layers": 3,
+        "n_heads": 4,
+        "hidden_dim": 96,
+    },
+    "electra": {"pad_token_id": 0, "max_position_embeddings": 128, "embedding_size": 32},
+    "xlm-roberta": {"pad_token_id": 1, "max_position_embeddings": 130},
+    "camembert": {"pad_token_id": 1, "max_position_embeddings": 130},
+    "eurobert": {"max_position_embeddings": 128, "mask_token_id": 3},
+    "nomic_bert": {"pad_token_id": 0, "num_key_value_heads": 4, "max_position_embeddings": 128},
+}
+
 FAMILIES: tuple[str, ...] = ("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss")
 """The families, by transformers' ``model_type``, that every cross-distribution test covers."""
 
@@ -185,14 +202,20 @@ STATE_FAMILIES: tuple[str, ...] = tuple(_STATE_CONFIGS)
 """Families with layers that keep a recurrent or convolution state, alone or among layers that attend."""
 
 
+ENCODER_FAMILIES: tuple[str, ...] = tuple(_ENCODER_CONFIGS)
+"""Families of encoders: bidirectional attention, hidden states and no logits."""
+
+
 def tiny_config(family: str, **overrides: Any) -> Any:
     """Return a transformers config of ``family`` with a few small layers.
 
     Args:
-        family: One of ``FAMILIES`` or ``MORE_FAMILIES``.
+        family: One of the families that are named here.
         overrides: Fields of the config to set otherwise.
     """
-    return AutoConfig.for_model(family, **{**_SHARED, **{**_CONFIGS, **_STATE_CONFIGS}[family], **overrides})
+    return AutoConfig.for_model(
+        family, **{**_SHARED, **{**_CONFIGS, **_STATE_CONFIGS, **_ENCODER_CONFIGS}[family], **overrides}
+    )
 
 
 def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -203,14 +226,14 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     stay as they are: where the output head is tied to them, large ones make each token predict itself.
 
     Args:
-        family: One of ``FAMILIES`` or ``MORE_FAMILIES``.
+        family: One of the families that are named here.
         seed: Seed of the weights.
         overrides: Fields of the config to set otherwise.
     """
     config = tiny_config(family, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = _AutoModel.from_config(config, dtype=torch.float32).eval()
+        model: PreTrainedModel = auto_model(config).from_config(config, dtype=torch.float32).eval()
         embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         with torch.no_grad():
             for parameter in model.parameters():
@@ -228,7 +251,7 @@ def save_tiny(path: Path, family: str, seed: int = 0, **overrides: Any) -> PreTr
 
     Args:
         path: The folder; made if missing.
-        family: One of ``FAMILIES`` or ``MORE_FAMILIES``.
+        family: One of the families that are named here.
         seed: Seed of the weights.
         overrides: Fields of the config to set otherwise.
     """

@@ -1,0 +1,119 @@
+"""Models that are for their hidden states: encoders, and decoders that were saved without a head."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModel, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from kvframe.errors import ModelError
+
+_Body: Any = AutoModel  # its methods have no type hints
+
+_PROBE_TOKENS = 4
+
+
+def generates(config: Any) -> bool:
+    """Return whether a config is of a model that gives logits for a next token.
+
+    A family with a masked language model is one of encoders, unless the config says that it was made a decoder of. Of
+    the others, a checkpoint that was saved without a head is for its hidden states.
+    """
+    architectures, family = set(config.architectures or ()), config.model_type
+    if config.is_encoder_decoder or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family) in architectures:
+        return True
+    if family in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return bool(getattr(config, "is_decoder", False))
+    if not architectures or type(config) not in _Body._model_mapping:
+        return True
+    bodies = _bodies_of(config)
+    # Of models of text and images, the body has the head.
+    return not architectures <= {body.__name__ for body in bodies} or any(body.can_generate() for body in bodies)
+
+
+def _bodies_of(config: Any) -> tuple[Any, ...]:
+    found = _Body._model_mapping[type(config)]
+    return tuple(found) if isinstance(found, tuple | list) else (found,)
+
+
+class BodyLoader:
+    """Makes the body of a config's model, as transformers' auto classes make models: without any head or pooler."""
+
+    def __init__(self, config: Any) -> None:
+        """Take the config of a model that does not generate."""
+        # What a pooler makes of the first token is not asked for, and checkpoints with a head have none.
+        takes_it = "add_pooling_layer" in inspect.signature(_bodies_of(config)[0].__init__).parameters
+        self._options: dict[str, Any] = {"add_pooling_layer": False} if takes_it else {}
+
+    def from_config(self, config: Any, **options: Any) -> PreTrainedModel:
+        """Return the model with random weights."""
+        model: PreTrainedModel = _Body.from_config(config, **self._options, **options)
+        return model
+
+    def from_pretrained(self, path: str, **options: Any) -> Any:
+        """Return the model with the weights of a folder, and what ``options`` ask for beside it."""
+        return _Body.from_pretrained(path, **self._options, **options)
+
+
+def num_unused_positions(model: PreTrainedModel) -> int:
+    """Return how many rows of a table of positions stand for no position: RoBERTa's positions begin behind padding."""
+    length = getattr(model.config, "max_position_embeddings", None)
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    for table in tables:
+        is_of_positions = table.num_embeddings == length and table is not model.get_input_embeddings()
+        if is_of_positions and table.padding_idx is not None:
+            return table.padding_idx + 1
+    return 0
+
+
+def find_first_position(model: PreTrainedModel) -> int:
+    """Return the number that a model has for the position of a prompt's first token, by what it looks up for a prompt.
+
+    Args:
+        model: The model, with its weights; its own forward runs.
+
+    Raises:
+        ModelError: It counts from elsewhere than the size of its table lets one think.
+    """
+    # No token is another's neighbour, so that only positions count up.
+    token = next(index for index in range(model.config.vocab_size) if index != model.config.pad_token_id)
+    ids = torch.full((1, _PROBE_TOKENS), token, device=model.device)
+    with torch.inference_mode(), _lookups(model) as seen:
+        model(input_ids=ids)
+    counted = torch.arange(_PROBE_TOKENS)
+    firsts = [int(each[0]) for each in seen if torch.equal(each - each[0], counted)]
+    first = firsts[0] if firsts else 0
+    unused = num_unused_positions(model)
+    if first != unused:
+        raise ModelError(
+            f"{type(model).__name__} counts positions from {first}, and its table has {unused} rows before the first "
+            "position: serving it takes a model adapter of its own"
+        )
+    return first
+
+
+@contextmanager
+def _lookups(model: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Collect what every table looks up for one prompt, ``[num_tokens], int64, host`` each."""
+    seen: list[torch.Tensor] = []
+
+    def note(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if inputs and inputs[0].numel() == _PROBE_TOKENS:
+            seen.append(inputs[0].reshape(-1).cpu())
+
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    handles = [table.register_forward_pre_hook(note) for table in tables]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,80 @@
+"""What a checkpoint of sentence-transformers says about embeddings: a few JSON files beside the model's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvframe.errors import ModelError
+from kvframe.model.description import Pooling, PoolingMode
+
+_MODES: Mapping[str, PoolingMode] = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "last",
+}
+"""The poolings that kvframe knows, by their switches in ``config.json`` of the pooling module."""
+
+_NAMES: Mapping[str, PoolingMode] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+"""The same by name, as later versions write them."""
+
+
+def read_pooling(folder: Path) -> Pooling | None:
+    """Return how the checkpoint makes embeddings; None if it has no ``modules.json``.
+
+    Args:
+        folder: The checkpoint's folder.
+
+    Raises:
+        ModelError: Its files cannot be read, or name a step that kvframe does not know.
+    """
+    file = folder / "modules.json"
+    if not file.is_file():
+        return None
+    modules = _read(file, list)
+    mode: PoolingMode | None = None
+    normalize = False
+    for module in modules:
+        kind = str(module.get("type", "")).rpartition(".")[2] if isinstance(module, dict) else ""
+        if kind == "Pooling":
+            mode = _mode_of(folder / str(module.get("path", "")) / "config.json")
+        elif kind == "Normalize":
+            normalize = True
+        elif kind != "Transformer":
+            raise _refusal(file, f"the module {kind or module}")
+    if mode is None:
+        raise _refusal(file, "no pooling")
+    return Pooling(mode, normalize)
+
+
+def _mode_of(file: Path) -> PoolingMode:
+    config = _read(file, dict)
+    named = config.get("pooling_mode")
+    if named is not None:
+        chosen = [named] if isinstance(named, str) else list(named)
+        modes = [_NAMES.get(name) for name in chosen]
+    else:
+        chosen = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
+        modes = [_MODES.get(key) for key in chosen]
+    if len(modes) == 1 and modes[0] is not None:
+        return modes[0]
+    raise _refusal(file, " and ".join(map(str, chosen)) or "no pooling mode")
+
+
+def _read(file: Path, kind: type[Any]) -> Any:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from error
+    if not isinstance(content, kind):
+        raise ModelError(f"{file} holds a {type(content).__name__}, not a {kind.__name__}")
+    return content
+
+
+def _refusal(file: Path, what: str) -> ModelError:
+    return ModelError(
+        f"{file} asks for {what}, and kvframe makes embeddings of the mean, the first or the last token, normalized or "
+        "not; give both pooling and normalize to make them without what the file says"
+    )
