@@ -17,8 +17,8 @@ from kvframe.model.layer_file import read_layer_file
 from kvframe.plugins import load_plugins
 from kvframe.specs import ENCODER, LayerSpec, RelativeBias
 from kvframe.stack import Stack
-from kvframe.testing.case import GridSpec
 from kvframe.testing.reference import relative_bias
+from kvframe.testing.state import GridSpec
 from tests.attending import QUERY, Bench, full
 
 BIAS = RelativeBias(num_buckets=4, max_distance=9)

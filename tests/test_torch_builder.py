@@ -338,6 +338,20 @@ def test_any_batch_over_another_sequence_equals_the_reference(
         torch.testing.assert_close(attend(TorchBackend, layer, common), expected)
 
 
+def test_repeated_queries_are_not_taken_for_tokens_that_are_not_computed() -> None:
+    # Two tiles of three queries, one of them repeated, are as many rows as the batch has tokens.
+    common = metadata_of([Request(0, 3, num_keys=9), Request(0, 2, num_keys=9), Request(0, 1, num_keys=0)])
+    expected = attend(TorchReferenceBackend, layer_of(causal=False), common)
+    torch.testing.assert_close(attend(TorchBackend, layer_of(causal=False), common), expected)
+
+
+def test_a_bias_that_differs_from_head_to_head_takes_no_more_memory_than_a_mask() -> None:
+    query = QuerySpec(num_heads=64, head_size=4, scale=0.5, relative_bias=RelativeBias(num_buckets=4, max_distance=9))
+    layer = attrs.evolve(layer_of(num_kv_heads=64), query=query)
+    built = TorchBackend([layer], CPU).make_builder().build(metadata_of([Request(0, 16)]))
+    assert ({4}, 4) == ({piece.num_queries for piece in built.pieces}, sum(piece.num_tiles for piece in built.pieces))
+
+
 def test_tokens_of_requests_without_keys_are_not_computed() -> None:
     common = metadata_of([Request(0, 3, num_keys=9), Request(0, 200, num_keys=0), Request(0, 1, num_keys=2)])
     built = TorchBackend([layer_of(causal=False)], CPU).make_builder().build(common)
