@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvframe.engine.embedding import Embedder as Embedder
     from kvframe.engine.engine import Engine as Engine
     from kvframe.engine.pooling import EmbeddingOutput as EmbeddingOutput
+    from kvframe.engine.prompt import Prompt as Prompt
     from kvframe.engine.request import RequestOutput as RequestOutput
     from kvframe.engine.request import SamplingParams as SamplingParams
     from kvframe.engine.runner import SkipPolicy as SkipPolicy
@@ -96,6 +97,7 @@ _HOME = {
     "MetadataWrapper": "attention.wrapper",
     "ModelAdapter": "model.adapter",
     "ModelDescription": "model.description",
+    "Prompt": "engine.prompt",
     "QuerySpec": "specs",
     "Refusal": "attention.backend",
     "Registry": "registry",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvframe.cache.inputs import InputSequence
+from kvframe.engine.progress import NO_SEQUENCES
 from kvframe.engine.request import Request, SamplingParams
 from kvframe.engine.scheduler import ScheduledStep, Scheduler
 
@@ -18,11 +20,27 @@ class CountingCache:
         self.num_free = num_blocks
         self.held: dict[str, int] = {}
         self.hits = hits or {}
+        self.stored_inputs: set[InputSequence] = set()
+        self.missing: dict[str, frozenset[str]] = {}
+        self.to_store: dict[str, set[InputSequence]] = {}
 
-    def start(self, request_id: str, token_ids: Sequence[int], *, salt: str = "", use_prefix: bool = True) -> int:
+    def start(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        *,
+        salt: str = "",
+        use_prefix: bool = True,
+        inputs: Mapping[str, InputSequence] = NO_SEQUENCES,
+    ) -> int:
         assert request_id not in self.held
         self.held[request_id] = 0
+        self.missing[request_id] = frozenset(name for name, each in inputs.items() if each not in self.stored_inputs)
+        self.to_store[request_id] = set(inputs.values())
         return self.hits.get(request_id, 0) if use_prefix else 0
+
+    def missing_inputs(self, request_id: str) -> frozenset[str]:
+        return self.missing[request_id]
 
     def extend(self, request_id: str, num_tokens: int) -> bool:
         wanted = -(-num_tokens // 4) - self.held[request_id]
@@ -34,6 +52,8 @@ class CountingCache:
 
     def commit(self, request_id: str, token_ids: Sequence[int], num_computed: int) -> None:
         assert num_computed <= min(len(token_ids), 4 * self.held[request_id])
+        self.stored_inputs |= self.to_store[request_id]
+        self.missing[request_id] = frozenset()
 
     def swap_out(self, request_id: str) -> bool:
         return False
@@ -134,8 +154,16 @@ class ScatteredCache(CountingCache):
         self.most = most
         self.took_hit: set[str] = set()
 
-    def start(self, request_id: str, token_ids: Sequence[int], *, salt: str = "", use_prefix: bool = True) -> int:
-        found = super().start(request_id, token_ids, salt=salt, use_prefix=use_prefix)
+    def start(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        *,
+        salt: str = "",
+        use_prefix: bool = True,
+        inputs: Mapping[str, InputSequence] = NO_SEQUENCES,
+    ) -> int:
+        found = super().start(request_id, token_ids, salt=salt, use_prefix=use_prefix, inputs=inputs)
         self.took_hit = self.took_hit | {request_id} if found else self.took_hit - {request_id}
         return found
 

@@ -38,7 +38,7 @@ class _Recipe:
         group: The group.
         place: Where the end of its chain stands in the step's list of metadata.
         reuse: Equal for groups that read the same metadata if theirs is wrapped to the same.
-        chain: Equal for groups with equal chains, of any cache group.
+        chain: Equal for groups with equal chains that keep state of one sequence, of any cache group.
     """
 
     group: AttentionGroup
@@ -77,7 +77,7 @@ class MetadataPlan:
                     self._calls.append((place, wrapper))
                 place = places[beginning]
             reuse = numbers.setdefault(group.reuse_key, len(numbers))
-            chain = numbers.setdefault(group.wrapper_ids, len(numbers))
+            chain = numbers.setdefault((group.sequence, group.wrapper_ids), len(numbers))
             self._recipes.append(_Recipe(group, place, reuse, chain))
 
     def build(self, metadata: Sequence[CommonAttentionMetadata]) -> list[BuiltMetadata]:
@@ -142,7 +142,7 @@ class _Step:
             common, permutation = self._permute(builder.batch_order, recipe.chain, common)
         self._needs[key] = _Need(builder, common, num_rows, permutation)
         if builder.table_fields is not None:
-            # Behind equal chains, cache groups of one block size see the same step but for their tables.
+            # Behind equal chains, cache groups of one sequence and block size see the same step but for their tables.
             first = self._first.setdefault((recipe.reuse, recipe.chain, common.block_size), key)
             if first != key:
                 self._refreshed[key] = first

@@ -50,6 +50,13 @@ class AttentionGroup:
         return any(layer.shares_with is None for layer in self.layers)
 
     @property
+    def sequence(self) -> str:
+        """Which sequence of a request its layers keep state of."""
+        spec = self.layers[0].spec
+        assert spec is not None
+        return spec.sequence
+
+    @property
     def capture(self) -> GraphCapture:
         """For which batches the group's whole path, chain and builder, can be captured.
 

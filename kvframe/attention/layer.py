@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -18,16 +18,16 @@ from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.order import find_order
 from kvframe.attention.relative_bias import RELATIVE_BIAS
 from kvframe.attention.selection import Choice
+from kvframe.attention.slots import Slots, split_slots
 from kvframe.attention.state import StateLayer, StateStep
-from kvframe.attention.step import StepBatch
+from kvframe.attention.step import StepBatch, input_slots
 from kvframe.attention.sub_batch import split_requests
 from kvframe.cache.block_table import BlockTables
 from kvframe.errors import BackendError
 from kvframe.groups import Grouping
-from kvframe.specs import LayerSpec
+from kvframe.specs import TOKENS, LayerSpec
 
 IntArray = npt.NDArray[np.int64]
-Slots = tuple[torch.Tensor, torch.Tensor]
 
 
 class _GroupStep:
@@ -88,8 +88,10 @@ class AttentionLayer:
 
         Args:
             query: ``[num_rows, num_heads, head_size], device``: the step's tokens; of a skipped layer, the kept ones.
-            key: ``[num_tokens, num_kv_heads, head_size], device``; ignored by a layer that shares a cache.
-            value: ``[num_tokens, num_kv_heads, head_size_v], device``; likewise.
+            key: ``[num_stored, num_kv_heads, head_size], device``: of the step's tokens; of a layer that keeps state of
+                an input sequence, of the tokens of the step's new inputs. Ignored by a layer that shares a cache, and
+                in a step that stores nothing.
+            value: ``[num_stored, num_kv_heads, head_size_v], device``; likewise.
             sinks: ``[num_heads], device``: learned sink logits; None unless the layer has them.
 
         Returns:
@@ -104,11 +106,11 @@ class AttentionLayer:
                 f"layer {self.spec.name!r} was called with {query.shape[0]} query rows, and its wrapper chain leaves "
                 f"{built.num_rows} in this step; a model that skips rows takes them from kept_rows"
             )
-        if self._writes:
+        slots = self._step.slots
+        if self._writes and slots is not None:
             assert key is not None
             assert value is not None
-            assert self._step.slots is not None
-            self._backend.write_kv(key, value, self._kv_cache, self._step.slots)
+            self._backend.write_kv(key, value, self._kv_cache, slots)
         order = built.permutation
         if order is None:
             return self._backend.forward(self._wrapped, query, self._kv_cache, built.metadata, sinks)
@@ -196,6 +198,8 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         self._state_groups = [(group, tuple(members)) for (group, _), members in alike.items()]
         self._plan = MetadataPlan(self.groups, len(grouping.groups) + self.local.num_places)
         self._written = {group.cache_group for group in self.groups if group.writes}
+        of_inputs = {group.index for group in grouping.groups if group.spec.sequence != TOKENS}
+        self._of_inputs = self._written & of_inputs
         by_size = sorted(self.groups, key=lambda group: -len(group.layers))
         wishes = [group.builder.batch_order for group in by_size]
         self._wishes = tuple(dict.fromkeys(wish for wish in wishes if wish is not None))
@@ -237,7 +241,8 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
             metadata: The batch, one value per cache group, and behind them what ``local.metadata`` returns of it.
             sub_batches: Ranges ``[start, stop)`` of requests that the model runs on one after the other, each after
                 ``select_sub_batch``; None for the whole batch at once.
-            batch: What the metadata was made of. Read only where there are state layers.
+            batch: What the metadata was made of. Read only where there are state layers, or groups that keep state of
+                an input sequence.
             tables: The block tables that it was made with. Likewise.
 
         Raises:
@@ -248,11 +253,11 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         if self._unchecked:
             self._check_bound()
         if sub_batches is None:
-            self._sub_batches = [self._build(metadata, self._state_steps(batch, tables, slice(None)))]
+            self._sub_batches = [self._build(metadata, batch, tables, slice(None))]
         else:
             parts = [split_requests(common, sub_batches) for common in metadata]
             self._sub_batches = [
-                self._build([part[index] for part in parts], self._state_steps(batch, tables, slice(start, stop)))
+                self._build([part[index] for part in parts], batch, tables, slice(start, stop))
                 for index, (start, stop) in enumerate(sub_batches)
             ]
         self.select_sub_batch(0)
@@ -300,11 +305,24 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
             )
         self._unchecked = []
 
-    def _build(self, metadata: Sequence[CommonAttentionMetadata], states: list[StateStep]) -> _SubBatch:
-        slots = _split_slots(metadata, self._written)
+    def _build(
+        self,
+        metadata: Sequence[CommonAttentionMetadata],
+        batch: StepBatch | None,
+        tables: BlockTables | None,
+        requests: slice,
+    ) -> _SubBatch:
+        of_tokens = {index: metadata[index].slot_mapping for index in self._written - self._of_inputs}
+        of_inputs: Mapping[int, torch.Tensor] = {}
+        if self._of_inputs:
+            assert batch is not None
+            assert tables is not None
+            of_inputs = input_slots(batch, tables, self._device, requests)
+        slots = split_slots(metadata, {**of_tokens, **of_inputs})
         kept_rows = None
         if self.skipped and not metadata[0].all_generate:
             kept_rows = metadata[0].generating_indices
+        states = self._state_steps(batch, tables, requests)
         return _SubBatch(self._plan.build(metadata), slots, states, kept_rows)
 
     def __getitem__(self, name: str) -> AttentionLayer:
@@ -315,19 +333,3 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
 
     def __len__(self) -> int:
         return len(self._layers)
-
-
-def _split_slots(metadata: Sequence[CommonAttentionMetadata], written: Collection[int]) -> list[Slots | None]:
-    """Return block id and offset of each new token, for the cache groups that are written; None for the others."""
-    alike: dict[tuple[int, int], list[int]] = {}
-    for index, common in enumerate(metadata):
-        if index in written:
-            alike.setdefault((common.block_size, common.slot_mapping.shape[0]), []).append(index)
-    slots: list[Slots | None] = [None] * len(metadata)
-    for (block_size, _), indices in alike.items():
-        # All groups of a block size together: the operations are small, and there may be many groups.
-        mapping = torch.stack([metadata[index].slot_mapping for index in indices])
-        blocks, offsets = torch.div(mapping, block_size, rounding_mode="floor"), mapping % block_size
-        for index, block, offset in zip(indices, blocks.unbind(), offsets.unbind(), strict=True):
-            slots[index] = block, offset
-    return slots

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
+from typing import Any
 
 import attrs
 import numpy as np
@@ -11,9 +13,26 @@ import numpy.typing as npt
 import torch
 
 from kvframe.attention.metadata import NO_EXTENSIONS, CommonAttentionMetadata, Extension
-from kvframe.cache.block_table import BlockTables
+from kvframe.cache.block_table import BlockTables, TableStack
+from kvframe.specs import TOKENS
 
 IntArray = npt.NDArray[np.int64]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class InputBatch:
+    """What the requests of a step have of one input sequence, on the host.
+
+    Attributes:
+        lens: ``[num_reqs]``: its tokens; 0 for a request that has none.
+        is_new: ``[num_reqs], bool``: whether the step stores its state; false where it was stored before.
+    """
+
+    lens: IntArray
+    is_new: npt.NDArray[np.bool_]
+
+
+NO_INPUTS: Mapping[str, InputBatch] = MappingProxyType({})
 
 
 @attrs.frozen(kw_only=True, eq=False, slots=False)
@@ -27,6 +46,7 @@ class StepBatch:
         generating_indices: ``[num_generating]``: the packed tokens that generate, in order; those of a request are its
             last ones.
         extensions: Further inputs of the step, by name; they reach the wrappers and backends of every group.
+        inputs: What requests bring beside their tokens, by sequence; those that are not there, no request has.
     """
 
     rows: IntArray
@@ -34,6 +54,7 @@ class StepBatch:
     query_lens: IntArray
     generating_indices: IntArray
     extensions: Mapping[str, Extension] = NO_EXTENSIONS
+    inputs: Mapping[str, InputBatch] = NO_INPUTS
 
     @cached_property
     def token_positions(self) -> tuple[IntArray, IntArray]:
@@ -46,11 +67,13 @@ class StepBatch:
 def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) -> tuple[CommonAttentionMetadata, ...]:
     """Return the step's metadata, one per block table.
 
-    The tables of one block size are read together, with one index operation and one copy to the device.
+    The tables of one block size and sequence are read together, with one index operation and one copy to the device. A
+    group that keeps state of an input sequence sees the queries of the step over that sequence: its lengths and blocks,
+    no order between queries and keys, and no slot for any query.
 
     Args:
         batch: At least one request, each with at least one token.
-        tables: The groups' block tables, with room for every token of the batch.
+        tables: The groups' block tables, with room for every token of the batch and for its inputs.
         device: Where the backends run.
     """
     num_reqs = len(batch.rows)
@@ -68,30 +91,105 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
     seq_lens_device = seq_lens_cpu.to(device, non_blocking=True)
     generating_device = generating_cpu.to(device, non_blocking=True)
     max_query_len, max_seq_len = int(batch.query_lens.max()), int(seq_lens.max())
+    shared: dict[str, Any] = {
+        "query_start_loc": query_start_loc_device,
+        "query_start_loc_cpu": query_start_loc_cpu,
+        "num_reqs": num_reqs,
+        "num_actual_tokens": num_tokens,
+        "max_query_len": max_query_len,
+        "num_generating": num_generating,
+        "generating_indices": generating_device,
+        "generating_indices_cpu": generating_cpu,
+        "extensions": batch.extensions,
+    }
+    keys = {TOKENS: _Keys(seq_lens_device, seq_lens_cpu, max_seq_len, causal=True)}
     found: dict[int, CommonAttentionMetadata] = {}
     for stack in tables.stacks:
-        size = stack.block_size
-        block_tables = stack.ids[:, batch.rows, : -(-max_seq_len // size)]
-        blocks, offsets = np.divmod(positions, size)
-        slots = block_tables[:, requests, blocks] * np.int64(size) + offsets
+        size, sequence = stack.block_size, stack.sequence
+        if sequence not in keys:
+            keys[sequence] = _Keys.of_input(batch, sequence, device)
+        # At least one column, so that no backend is ever given an empty table.
+        width = max(1, -(-keys[sequence].max_seq_len // size))
+        block_tables = stack.ids[:, batch.rows, :width]
         block_tables_device = torch.from_numpy(block_tables).to(device, non_blocking=True).unbind()
-        slots_device = torch.from_numpy(slots).to(device, non_blocking=True).unbind()
+        slots_device: Sequence[torch.Tensor]
+        if sequence == TOKENS:
+            slots = _slots(stack, batch.rows, requests, positions)
+            slots_device = torch.from_numpy(slots).to(device, non_blocking=True).unbind()
+        else:
+            slots_device = [torch.zeros(num_tokens, dtype=torch.int64, device=device)] * len(stack.groups)
         for group, block_table, slot_mapping in zip(stack.groups, block_tables_device, slots_device, strict=True):
             found[group] = CommonAttentionMetadata(
-                query_start_loc=query_start_loc_device,
-                query_start_loc_cpu=query_start_loc_cpu,
-                seq_lens=seq_lens_device,
-                seq_lens_cpu=seq_lens_cpu,
-                num_reqs=num_reqs,
-                num_actual_tokens=num_tokens,
-                max_query_len=max_query_len,
-                max_seq_len=max_seq_len,
+                **shared,
+                seq_lens=keys[sequence].lens,
+                seq_lens_cpu=keys[sequence].lens_cpu,
+                max_seq_len=keys[sequence].max_seq_len,
+                causal=keys[sequence].causal,
                 block_table=block_table,
                 slot_mapping=slot_mapping,
                 block_size=size,
-                num_generating=num_generating,
-                generating_indices=generating_device,
-                generating_indices_cpu=generating_cpu,
-                extensions=batch.extensions,
             )
     return tuple(found[group] for group in range(len(tables)))
+
+
+def input_slots(
+    batch: StepBatch, tables: BlockTables, device: torch.device, requests: slice = slice(None)
+) -> dict[int, torch.Tensor]:
+    """Return where a step stores the state of new inputs: slots ``[num_input_tokens], int64, device`` by group.
+
+    They are no part of the batch metadata: what is stored has nothing to do with which queries a backend sees, so no
+    wrapper changes it. The tokens of new inputs are packed in the order of their requests.
+
+    Args:
+        batch: The step.
+        tables: The groups' block tables, with room for its inputs.
+        device: Where the backends run.
+        requests: Whose inputs.
+
+    Returns:
+        The slots; no entry for a group that stores nothing.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for stack in tables.stacks:
+        inputs = batch.inputs.get(stack.sequence)
+        if inputs is None or not inputs.is_new[requests].any():
+            continue
+        lens = np.where(inputs.is_new, inputs.lens, 0)[requests]
+        of_request = np.repeat(np.arange(len(lens)), lens)
+        starts = np.cumsum(lens) - lens
+        positions = np.arange(len(of_request)) - starts[of_request]
+        slots = _slots(stack, batch.rows[requests], of_request, positions)
+        found.update(zip(stack.groups, torch.from_numpy(slots).to(device, non_blocking=True).unbind(), strict=True))
+    return found
+
+
+@attrs.frozen(eq=False)
+class _Keys:
+    """What the queries of a step see of one sequence: how much of it there is, and in which order."""
+
+    lens: torch.Tensor
+    lens_cpu: torch.Tensor
+    max_seq_len: int
+    causal: bool
+
+    @classmethod
+    def of_input(cls, batch: StepBatch, sequence: str, device: torch.device) -> _Keys:
+        """Return an input sequence's side of a step."""
+        inputs = batch.inputs.get(sequence)
+        lens = np.zeros(len(batch.rows), np.int32) if inputs is None else inputs.lens.astype(np.int32)
+        lens_cpu = torch.from_numpy(lens)
+        return cls(lens_cpu.to(device, non_blocking=True), lens_cpu, int(lens.max()), causal=False)
+
+
+def _slots(stack: TableStack, rows: IntArray, requests: IntArray, positions: IntArray) -> IntArray:
+    """Return the slots of packed tokens, ``[num_groups, num_tokens]``: ``block_id * block_size + offset``.
+
+    Args:
+        stack: The tables.
+        rows: ``[num_reqs]``: the requests' rows.
+        requests: ``[num_tokens]``: of each token, its request's index in the batch.
+        positions: ``[num_tokens]``: its position in the stack's sequence.
+    """
+    blocks, offsets = np.divmod(positions, stack.block_size)
+    slots: IntArray = stack.ids[:, rows[requests], blocks] * np.int64(stack.block_size) + offsets
+    return slots

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from kvframe.engine.progress import NO_INPUTS
+from kvframe.engine.prompt import AnyPrompt, Prompt
 from kvframe.engine.request import RequestOutput, SamplingParams
 from kvframe.errors import RequestError
-from kvframe.model.adapter import LoadedModel
+from kvframe.model.adapter import LoadedModel, ModelInput
 from kvframe.plan import KVCachePlan
+from kvframe.specs import ENCODER
 
 
 class Admission:
@@ -36,15 +40,55 @@ class Admission:
         self._max_model_len = max_model_len
         self._max_prompt_len = max_prompt_len
 
-    def token_ids(self, prompt: str | Sequence[int], params: SamplingParams | None) -> list[int]:
+    def admit(self, prompt: AnyPrompt, params: SamplingParams) -> tuple[list[int], Mapping[str, ModelInput]]:
+        """Return a request's first tokens and what it brings beside them.
+
+        Args:
+            prompt: Text or token ids, which are the encoder's where the model has one, or a prompt of two parts.
+            params: How far the request may go, and what ends it.
+
+        Raises:
+            RequestError: The request can never be served.
+            ModelError: The prompt is text, and the model has no tokenizer.
+        """
+        name, sequences = self._model.description.name, self._model.description.max_input_lens
+        if not sequences:
+            if isinstance(prompt, Prompt) and prompt.encoder is not None:
+                raise RequestError(f"{name} has no encoder; give a prompt of text or token ids", code="extra_input")
+            own = prompt.decoder if isinstance(prompt, Prompt) else prompt
+            return self.token_ids(() if own is None else own, params), NO_INPUTS
+        given = prompt if isinstance(prompt, Prompt) else Prompt(encoder=prompt)
+        # Of what sequences there may be, a prompt has a place for one.
+        prepared = {each: self._prepare(each, given.encoder if each == ENCODER else None) for each in sequences}
+        inputs = {each: value for each, value in prepared.items() if value is not None}
+        own = given.decoder
+        if own is None or isinstance(own, str):
+            own = self._model.start_token_ids(None if own is None else _unicode(own))
+        return self.token_ids(own, params, {each: value.num_tokens for each, value in inputs.items()}), inputs
+
+    def _prepare(self, sequence: str, value: Any) -> ModelInput | None:
+        prepared = self._model.prepare_input(sequence, _unicode(value) if isinstance(value, str) else value)
+        longest = self._model.description.max_input_lens[sequence]
+        if prepared is not None and prepared.num_tokens > longest:
+            raise RequestError(
+                f"the input of the {sequence} has {prepared.num_tokens} tokens; {self._model.description.name} takes "
+                f"{longest} at most",
+                code="input_too_long",
+            )
+        return prepared
+
+    def token_ids(
+        self, prompt: str | Sequence[int], params: SamplingParams | None, input_lens: Mapping[str, int] | None = None
+    ) -> list[int]:
         """Return the prompt's token ids; raises ``RequestError`` if the request can never be served.
 
         Args:
             prompt: Text, or token ids.
             params: How far the request may go, and what ends it; None where nothing is generated.
+            input_lens: The tokens of what it brings beside its own; nothing unless given.
         """
         vocab_size, max_len = self._model.description.vocab_size, self._max_model_len
-        token_ids = self._encode(prompt) if isinstance(prompt, str) else _whole_numbers(prompt)
+        token_ids = self._model.encode(_unicode(prompt)) if isinstance(prompt, str) else _whole_numbers(prompt)
         if not token_ids:
             raise RequestError("the prompt is empty; give at least one token", code="empty_prompt")
         if len(token_ids) > max_len - (params is not None):
@@ -68,7 +112,7 @@ class Admission:
                 code="no_tokenizer",
             )
         num_tokens = min(len(token_ids) + (0 if params is None else params.max_new_tokens), max_len)
-        if not self._plan.fits(num_tokens):
+        if not self._plan.fits(num_tokens, input_lens or {}):
             raise RequestError(
                 f"a request of {num_tokens} tokens does not fit the cache of {self._plan.total_bytes} bytes, even "
                 "alone; give more memory or ask for fewer tokens",
@@ -76,12 +120,13 @@ class Admission:
             )
         return token_ids
 
-    def _encode(self, text: str) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(f"the prompt is not Unicode text: {error.reason}", code="bad_text") from error
-        return self._model.encode(text)
+
+def _unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the prompt is not Unicode text: {error.reason}", code="bad_text") from error
+    return text
 
 
 def _whole_numbers(prompt: Sequence[int]) -> list[int]:
@@ -91,7 +136,7 @@ def _whole_numbers(prompt: Sequence[int]) -> list[int]:
     return token_ids
 
 
-def refused_output(index: int, prompt: str | Sequence[int], error: RequestError) -> RequestOutput:
+def refused_output(index: int, prompt: AnyPrompt, error: RequestError) -> RequestOutput:
     """Return what stands for a refused prompt among a batch's outputs.
 
     Args:
@@ -101,7 +146,18 @@ def refused_output(index: int, prompt: str | Sequence[int], error: RequestError)
     """
     return RequestOutput(
         request_id=f"refused-{index}",
-        prompt_token_ids=() if isinstance(prompt, str) or error.code == "bad_token" else tuple(prompt),
+        prompt_token_ids=_ids_of(prompt),
         finish_reason="refused",
         error=str(error),
     )
+
+
+def _ids_of(prompt: AnyPrompt) -> tuple[int, ...]:
+    """Return a prompt's token ids, as far as it has any before it is tokenised."""
+    own = prompt.decoder if isinstance(prompt, Prompt) else prompt
+    if own is None or isinstance(own, str):
+        return ()
+    try:
+        return tuple(_whole_numbers(own))
+    except RequestError:
+        return ()

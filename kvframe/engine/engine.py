@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvframe.engine.admission import refused_output
 from kvframe.engine.assembly import Assembly
 from kvframe.engine.core import EngineCore
+from kvframe.engine.prompt import AnyPrompt
 from kvframe.engine.request import Request, RequestOutput, SamplingParams
 from kvframe.engine.runner import SkipPolicy, TokenRunner
 from kvframe.engine.text import TextStream
@@ -35,23 +36,24 @@ class Engine(EngineCore[Request]):
     """
 
     def add_request(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, request_id: str | None = None
+        self, prompt: AnyPrompt, params: SamplingParams | None = None, request_id: str | None = None
     ) -> str:
         """Queue a request and return its id.
 
         Args:
-            prompt: Text, or token ids.
+            prompt: Text, or token ids; of a model with an encoder, what that reads, or a ``Prompt`` of two parts.
             params: How to sample and when to stop; greedy, 64 tokens unless given.
             request_id: Its id; a fresh one unless given.
 
         Raises:
             RequestError: The request can never be served; ``code`` is one of ``empty_prompt``, ``prompt_too_long``,
-                ``bad_token``, ``bad_text``, ``too_large``, ``no_tokenizer``, ``duplicate_id``. Others are not touched.
+                ``bad_token``, ``bad_text``, ``too_large``, ``no_tokenizer``, ``duplicate_id``, and for what goes to an
+                encoder ``missing_input``, ``extra_input``, ``bad_input``, ``input_too_long``. Others are not touched.
             ModelError: The prompt is text, and the model has no tokenizer.
         """
         params = SamplingParams() if params is None else params
         request_id = self._new_id(request_id)
-        token_ids = self._admission.token_ids(prompt, params)
+        token_ids, inputs = self._admission.admit(prompt, params)
         stream = TextStream(self._decode, token_ids, params.stop) if self._admission.has_text else None
         self._add(
             Request.create(
@@ -61,6 +63,7 @@ class Engine(EngineCore[Request]):
                 eos_token_ids=self.model.description.eos_token_ids,
                 max_model_len=self._max_model_len,
                 text_stream=stream,
+                inputs=inputs,
             )
         )
         return request_id
@@ -75,14 +78,14 @@ class Engine(EngineCore[Request]):
         self._advance()
         return [self._requests.take(request_id).report() for request_id in self._requests.with_news]
 
-    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(self, prompt: AnyPrompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Serve one request and yield its outputs as they come; the last one has a ``finish_reason``.
 
         Other requests go on meanwhile, and what they produce is kept for ``step``; a ``step`` while the stream is
         open reports what the stream has not yielded yet. Leaving the iteration early aborts the request.
 
         Args:
-            prompt: Text, or token ids.
+            prompt: As for ``add_request``.
             params: How to sample and when to stop.
 
         Raises:
@@ -92,7 +95,7 @@ class Engine(EngineCore[Request]):
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[AnyPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_progress: Callable[[int], None] | None = None,
@@ -100,7 +103,7 @@ class Engine(EngineCore[Request]):
         """Serve a batch of requests to their ends.
 
         Args:
-            prompts: Texts or token ids.
+            prompts: As for ``add_request``.
             params: For all, or one for each.
             on_progress: Called after each step with the number of prompts that are done, refused ones included.
 

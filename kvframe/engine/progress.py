@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal, TypeVar
 
 import attrs
 
+from kvframe.cache.inputs import InputSequence
+from kvframe.model.adapter import ModelInput
+
 FinishReason = Literal["stop", "length", "computed", "aborted", "refused", "error"]
 """Why a request ended: a stop token or string; a limit; its prompt is computed, and nothing is generated; its owner;
 never admitted; its step failed, or what the model gave is not numbers."""
+
+
+NO_INPUTS: Mapping[str, ModelInput] = MappingProxyType({})
+NO_SEQUENCES: Mapping[str, InputSequence] = MappingProxyType({})
+
+
+def input_sequences(inputs: Mapping[str, ModelInput]) -> Mapping[str, InputSequence]:
+    """Return a request's inputs as the cache sees them."""
+    if not inputs:
+        return NO_SEQUENCES
+    return {name: InputSequence(each.num_tokens, each.key) for name, each in inputs.items()}
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -22,6 +38,9 @@ class RequestProgress:
         request_id: Unique among the requests in the engine.
         token_ids: Prompt and generated tokens.
         num_prompt_tokens: How many of them are the prompt.
+        inputs: What it brings beside its tokens, by sequence, kept so that it can be computed again.
+        input_sequences: The same as the cache sees it.
+        new_inputs: The inputs whose state the running step computes.
         wants_prompt_rows: Whether what the model gives for tokens before the last known one is wanted too.
         num_computed: Tokens whose state is in the cache (as far as layers still need it).
         num_scheduled: Tokens that the running step computes.
@@ -37,6 +56,11 @@ class RequestProgress:
     request_id: str
     token_ids: list[int]
     num_prompt_tokens: int
+    inputs: Mapping[str, ModelInput] = NO_INPUTS
+    input_sequences: Mapping[str, InputSequence] = attrs.field(
+        init=False, default=attrs.Factory(lambda self: input_sequences(self.inputs), takes_self=True)
+    )
+    new_inputs: frozenset[str] = frozenset()
     wants_prompt_rows: bool = attrs.field(init=False, default=False)
     num_computed: int = 0
     num_scheduled: int = 0
@@ -46,6 +70,11 @@ class RequestProgress:
     was_started: bool = False
     finish_reason: FinishReason | None = None
     error: str | None = None
+
+    @property
+    def num_new_input_tokens(self) -> int:
+        """Tokens of inputs that the running step computes."""
+        return sum(self.inputs[name].num_tokens for name in self.new_inputs)
 
     @property
     def uses_prefix(self) -> bool:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
 
-from kvframe.engine.progress import FinishReason, RequestProgress
+from kvframe.engine.progress import NO_INPUTS, FinishReason, RequestProgress
 from kvframe.engine.text import TextStream
 from kvframe.errors import RequestError
+from kvframe.model.adapter import ModelInput
 
 
 def _bad_params(message: str) -> RequestError:
@@ -161,6 +162,7 @@ class Request(RequestProgress):
         eos_token_ids: frozenset[int],
         max_model_len: int,
         text_stream: TextStream | None = None,
+        inputs: Mapping[str, ModelInput] = NO_INPUTS,
     ) -> Request:
         """Return a request that has not started.
 
@@ -171,6 +173,7 @@ class Request(RequestProgress):
             eos_token_ids: The model's end tokens.
             max_model_len: The most tokens of any request.
             text_stream: Turns its tokens into text; None if the model has no tokenizer.
+            inputs: What it brings beside its tokens, by sequence, checked.
         """
         return cls(
             request_id=request_id,
@@ -180,6 +183,7 @@ class Request(RequestProgress):
             end_token_ids=params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos_token_ids,
             max_tokens=min(len(prompt_token_ids) + params.max_new_tokens, max_model_len),
             text_stream=text_stream,
+            inputs=inputs,
         )
 
     def __attrs_post_init__(self) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import compress
+from types import MappingProxyType
 
 import attrs
 import numpy as np
@@ -11,17 +12,20 @@ import torch
 
 from kvframe.attention.layer import AttentionLayers
 from kvframe.attention.metadata import NO_EXTENSIONS, Extension
-from kvframe.attention.step import StepBatch, build_metadata
+from kvframe.attention.step import InputBatch, StepBatch, build_metadata
 from kvframe.cache.block_table import BlockTables
 from kvframe.engine.packing import IntArray, PackedStep
-from kvframe.engine.progress import RequestT
+from kvframe.engine.progress import NO_INPUTS, RequestT
 from kvframe.engine.request import Request
 from kvframe.engine.sampling import sample, token_logprobs
 from kvframe.engine.scheduler import ScheduledStep
-from kvframe.model.adapter import LoadedModel
+from kvframe.model.adapter import LoadedModel, ModelInput
 
 SkipPolicy = Callable[[StepBatch], bool]
 """Says of a step whether the layers that can skip tokens do so: all but those that generate."""
+
+
+NO_NEW_INPUTS: Mapping[str, Mapping[int, ModelInput]] = MappingProxyType({})
 
 
 class ModelRunner:
@@ -31,6 +35,8 @@ class ModelRunner:
 
     Attributes:
         tokens: ``[max_num_seqs, max_model_len], int64, host``.
+        input_lens: For each input sequence of the model, ``[max_num_seqs], int64, host``: how long that of the request
+            is that has the row; 0 for none.
         device: Where the model runs.
     """
 
@@ -57,6 +63,9 @@ class ModelRunner:
             skip_policy: Whether layers that can skip tokens of a step do so; always unless given.
         """
         self.tokens: IntArray = np.empty((max_num_seqs, max_model_len), dtype=np.int64)
+        self.input_lens: dict[str, IntArray] = {
+            name: np.zeros(max_num_seqs, dtype=np.int64) for name in model.description.max_input_lens
+        }
         self._model = model
         self._layers = layers
         self._tables = tables
@@ -70,8 +79,14 @@ class ModelRunner:
             step: The step; every request has a row and room for its tokens.
         """
         for request in step.admitted:
-            self.tokens[request.row, : len(request.token_ids)] = request.token_ids
+            self.set_row(request.row, request.token_ids, request.inputs)
         return PackedStep.of(step.requests, self._layers.order_for)
+
+    def set_row(self, row: int, token_ids: Sequence[int], inputs: Mapping[str, ModelInput] = NO_INPUTS) -> None:
+        """Take note of the request that has a row: its known tokens, and the length of what it brings besides."""
+        self.tokens[row, : len(token_ids)] = token_ids
+        for name, lens in self.input_lens.items():
+            lens[row] = inputs[name].num_tokens if name in inputs else 0
 
     def forward(
         self,
@@ -80,8 +95,9 @@ class ModelRunner:
         query_lens: IntArray,
         logits_indices: IntArray,
         extensions: Mapping[str, Extension] = NO_EXTENSIONS,
+        new_inputs: Mapping[str, Mapping[int, ModelInput]] = NO_NEW_INPUTS,
     ) -> torch.Tensor:
-        """Run the model over one packed batch whose tokens are in ``tokens``.
+        """Run the model over one packed batch whose rows were set.
 
         Where the layers skip tokens, they compute those whose logits are wanted. They compute all if the policy says
         so, and also if the wanted tokens of a request are not its last ones: only what nobody asks for later is
@@ -93,6 +109,8 @@ class ModelRunner:
             query_lens: ``[num_reqs]``: tokens to compute.
             logits_indices: ``[num_wanted]``: the packed tokens whose logits are wanted, in order.
             extensions: Further inputs of the step, by name.
+            new_inputs: By sequence and row, what is computed and stored in this step of what requests bring beside
+                their tokens.
 
         Returns:
             Logits ``[num_wanted, vocab_size], device``.
@@ -106,6 +124,7 @@ class ModelRunner:
             query_lens=query_lens,
             generating_indices=logits_indices,
             extensions=extensions,
+            inputs={name: self._input_batch(name, rows, new_inputs) for name in self.input_lens},
         )
         requests, positions = batch.token_positions
         if self._layers.skipped and len(logits_indices) < len(positions) and not self._may_skip(batch):
@@ -113,6 +132,13 @@ class ModelRunner:
         metadata = (*build_metadata(batch, self._tables, self.device), *self._layers.local.metadata(batch))
         wanted = self.to_device(logits_indices)
         with torch.inference_mode():
+            if self.input_lens:
+                self._model.compute_inputs(
+                    {
+                        name: [new_inputs[name][row] for row in rows[batch.inputs[name].is_new].tolist()]
+                        for name in new_inputs
+                    }
+                )
             self._layers.begin_step(metadata, batch=batch, tables=self._tables)
             logits = self._model.forward(
                 self.to_device(self.tokens[rows[requests], positions]), self.to_device(positions), wanted
@@ -121,6 +147,12 @@ class ModelRunner:
                 return logits
             # What the layers computed, then padding.
             return logits[: len(wanted)] if batch.generating_indices is logits_indices else logits[wanted]
+
+    def _input_batch(self, name: str, rows: IntArray, new_inputs: Mapping[str, Collection[int]]) -> InputBatch:
+        lens = self.input_lens[name]
+        is_new = np.zeros(len(lens), dtype=np.bool_)
+        is_new[list(new_inputs.get(name, ()))] = True
+        return InputBatch(lens=lens[rows], is_new=is_new[rows])
 
     def _may_skip(self, batch: StepBatch) -> bool:
         return are_last_tokens(batch) and (self._skip_policy is None or self._skip_policy(batch))
@@ -145,7 +177,13 @@ class TokenRunner(ModelRunner):
             Token ids in the step's order; ``sampling.FAILED`` where the logits are not numbers.
         """
         packed = self.pack(step)
-        logits = self.forward(packed.rows, packed.num_computed, packed.query_lens, packed.logits_indices)
+        logits = self.forward(
+            packed.rows,
+            packed.num_computed,
+            packed.query_lens,
+            packed.logits_indices,
+            new_inputs=new_inputs_of(step) if self.input_lens else NO_NEW_INPUTS,
+        )
         if len(packed.prompt_rows):
             self._add_prompt_logprobs(packed, logits)
             logits = logits[self.to_device(packed.sampled)]
@@ -167,6 +205,15 @@ class TokenRunner(ModelRunner):
         for index, count in zip(*np.unique(packed.prompt_requests, return_counts=True), strict=True):
             start, stop = stop, stop + count
             packed.requests[index].add_prompt_logprobs(values[start:stop])
+
+
+def new_inputs_of(step: ScheduledStep[RequestT]) -> Mapping[str, Mapping[int, ModelInput]]:
+    """Return by sequence and row the inputs that a step computes."""
+    found: dict[str, dict[int, ModelInput]] = {}
+    for request in step.admitted:
+        for name in request.new_inputs:
+            found.setdefault(name, {})[request.row] = request.inputs[name]
+    return found
 
 
 def are_last_tokens(batch: StepBatch) -> bool:

@@ -11,40 +11,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Generic, Protocol
+from typing import Generic
 
 import attrs
 
 from kvframe.engine.progress import FinishReason, RequestT
-
-
-class RequestCache(Protocol):
-    """The verbs of ``KVCacheManager`` that scheduling needs."""
-
-    def start(self, request_id: str, token_ids: Sequence[int], *, salt: str = "", use_prefix: bool = True) -> int:
-        """Take a request in; returns the tokens that a cached prefix covers, fewer than there are."""
-
-    def extend(self, request_id: str, num_tokens: int) -> bool:
-        """Make room for tokens ``[0, num_tokens)``; False, and nothing changed, if there is none."""
-
-    def commit(self, request_id: str, token_ids: Sequence[int], num_computed: int) -> None:
-        """Take note that tokens ``[0, num_computed)`` are computed."""
-
-    def swap_out(self, request_id: str) -> bool:
-        """Move what a request holds to host memory; False, and nothing changed, if that has no room; may raise."""
-
-    def swap_in(self, request_id: str, num_tokens: int, *, use_prefix: bool = True) -> bool:
-        """Take it back, with room for tokens ``[0, num_tokens)``; False, and nothing changed, if there is none.
-
-        Raises:
-            RuntimeError: It cannot be copied; it is still in host memory.
-        """
-
-    def free(self, request_id: str) -> None:
-        """Give back everything that a request holds, in host memory too."""
-
-    def row(self, request_id: str) -> int:
-        """Return a started request's row."""
+from kvframe.engine.request_cache import RequestCache
 
 
 @attrs.frozen
@@ -70,6 +42,7 @@ class SchedulerStats:
         prompt_tokens: Prompt tokens of the requests that were admitted, each request counted once.
         cached_prompt_tokens: Of these, the tokens that a cached prefix covered.
         computed_tokens: Tokens computed, again after a preemption included.
+        computed_input_tokens: Likewise, tokens of what requests bring beside their own, such as an encoder's.
         generated_tokens: Tokens generated.
         preemptions: Times that a running request gave its blocks back.
         swaps: Of these, the times that host memory kept its state.
@@ -80,6 +53,7 @@ class SchedulerStats:
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     computed_tokens: int = 0
+    computed_input_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
     swaps: int = 0
@@ -108,7 +82,8 @@ class Scheduler(Generic[RequestT]):
         Args:
             cache: Where requests get their blocks.
             max_num_seqs: The most requests that run at a time.
-            max_num_batched_tokens: The most tokens that one step computes.
+            max_num_batched_tokens: The most tokens that one step computes. Of inputs it computes as many besides, or a
+                single longer one.
             shared_block_size: Tokens per block that requests with a common prefix can share; 0 if they cannot.
             whole_prompts: Whether a request starts only where one step has room for all of its tokens; it must have no
                 more than ``max_num_batched_tokens``.
@@ -157,7 +132,7 @@ class Scheduler(Generic[RequestT]):
                     break
                 if self._whole_prompts and len(request.token_ids) > budget:
                     break
-                if self._is_being_computed(request, admitted) or not self._admit(request, budget):
+                if self._is_being_computed(request, admitted) or not self._admit(request, budget, admitted):
                     break
                 self.waiting.popleft()
                 self.running.append(request)
@@ -180,6 +155,8 @@ class Scheduler(Generic[RequestT]):
             The requests with a new token or an end, in the step's order.
         """
         changed: list[RequestT] = []
+        for request in step.admitted:
+            request.new_inputs = frozenset()
         num_outcomes = num_generated = 0
         any_ended = False
         commit = self._cache.commit
@@ -272,16 +249,23 @@ class Scheduler(Generic[RequestT]):
         request.row = -1
         request.is_swapped = False
         request.num_computed = request.num_scheduled = 0
+        request.new_inputs = frozenset()
 
-    def _admit(self, request: RequestT, budget: int) -> bool:
-        """Let a waiting request run, on as many tokens as the budget allows; False, and nothing changed, if no room."""
+    def _admit(self, request: RequestT, budget: int, admitted: Sequence[RequestT]) -> bool:
+        """Let a waiting request run, on as many tokens as the budget allows; False, and nothing changed, if no room.
+
+        Args:
+            request: The request.
+            budget: Tokens that the step has left.
+            admitted: Those that the step lets run besides.
+        """
         if request.is_swapped:
             try:
                 return self._resume(request, budget)
             except RuntimeError:
                 self.stats.failed_swaps += 1
                 self._give_back(request)
-        return self._start(request, budget)
+        return self._start(request, budget, admitted)
 
     def _resume(self, request: RequestT, budget: int) -> bool:
         num_scheduled = min(len(request.token_ids) - request.num_computed, budget)
@@ -297,19 +281,31 @@ class Scheduler(Generic[RequestT]):
         request.num_scheduled = num_scheduled
         return True
 
-    def _start(self, request: RequestT, budget: int) -> bool:
+    def _start(self, request: RequestT, budget: int, admitted: Sequence[RequestT]) -> bool:
+        input_tokens = sum(each.num_new_input_tokens for each in admitted)
         while True:
-            hit = self._cache.start(request.request_id, request.token_ids, use_prefix=request.uses_prefix)
+            hit = self._cache.start(
+                request.request_id,
+                request.token_ids,
+                use_prefix=request.uses_prefix,
+                inputs=request.input_sequences,
+            )
+            if request.inputs:
+                request.new_inputs = self._cache.missing_inputs(request.request_id)
+            # One input always goes, however long: it cannot be computed in parts.
+            new_tokens = request.num_new_input_tokens
+            fits = not input_tokens or input_tokens + new_tokens <= self._max_num_batched_tokens
             num_scheduled = min(len(request.token_ids) - hit, budget)
-            if self._cache.extend(request.request_id, hit + num_scheduled):
+            if fits and self._cache.extend(request.request_id, hit + num_scheduled):
                 break
-            self._cache.free(request.request_id)
+            self._give_back(request)
             if self.running:
                 return False
             assert not request.runs_alone, "the plan promised room for a lone request"
             request.runs_alone = True
         request.row = self._cache.row(request.request_id)
         request.num_computed, request.num_scheduled = hit, num_scheduled
+        self.stats.computed_input_tokens += new_tokens
         if not request.was_started:
             request.was_started = True
             self.stats.prompt_tokens += request.num_prompt_tokens
@@ -317,12 +313,19 @@ class Scheduler(Generic[RequestT]):
         return True
 
     def _is_being_computed(self, request: RequestT, admitted: Sequence[RequestT]) -> bool:
-        """Return whether a request admitted in this step computes a block that ``request`` can take in the next one."""
+        """Return whether a request admitted in this step computes what ``request`` can take in the next one.
+
+        That is an input of equal content, or a block of equal tokens after equal inputs.
+        """
         size = self._shared_block_size
         if not size or not request.uses_prefix or request.is_swapped:
             return False
         most = len(request.token_ids) - 1
         for other in admitted:
+            if any(other.input_sequences[name] == request.input_sequences.get(name) for name in other.new_inputs):
+                return True
+            if other.input_sequences != request.input_sequences:
+                continue
             first = other.num_computed // size * size
             last = min(other.num_computed + other.num_scheduled, most) // size * size
             # One slice comparison decides: the first block that the other adds, with all before it.

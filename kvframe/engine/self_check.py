@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from kvframe.cache.manager import KVCacheManager
 from kvframe.engine.assembly import Assembly
+from kvframe.engine.progress import NO_INPUTS, input_sequences
 from kvframe.engine.runner import ModelRunner
 from kvframe.errors import PlanError
+from kvframe.model.adapter import ModelInput
 
 
-def run_packed(assembly: Assembly, prompts: list[list[int]], last_only: bool = False) -> list[torch.Tensor]:
+def run_packed(
+    assembly: Assembly,
+    prompts: list[list[int]],
+    last_only: bool = False,
+    inputs: Sequence[Mapping[str, ModelInput]] = (),
+) -> list[torch.Tensor]:
     """Return the logits ``[len(prompt), vocab_size]`` of each prompt, as many in one batch as the pool holds.
 
     Uses a request table of its own, so that it leaves no trace in an engine's.
@@ -22,6 +30,7 @@ def run_packed(assembly: Assembly, prompts: list[list[int]], last_only: bool = F
         assembly: The set-up; its model is attached to its layers, and nothing is running.
         prompts: Token ids; what exceeds the longest request is cut off.
         last_only: Let only the last token of each prompt generate, and return its logits ``[1, vocab_size]``.
+        inputs: For each prompt, what it brings beside its tokens, by sequence; nothing unless given.
 
     Raises:
         PlanError: The pool does not even hold one of them.
@@ -38,29 +47,34 @@ def run_packed(assembly: Assembly, prompts: list[list[int]], last_only: bool = F
         max_num_seqs=num_prompts,
         max_model_len=max_len,
     )
-    waiting = deque(prompt[:max_len] for prompt in prompts)
+    waiting = deque(zip([prompt[:max_len] for prompt in prompts], inputs or [NO_INPUTS] * num_prompts, strict=True))
     logits: list[torch.Tensor] = []
     while waiting:
         rows: list[int] = []
         lens: list[int] = []
+        new_inputs: dict[str, dict[int, ModelInput]] = {}
         while waiting:
-            request_id, prompt = str(len(rows)), waiting[0]
+            request_id, (prompt, brought) = str(len(rows)), waiting[0]
             if not local.fits([*lens, len(prompt)]):
                 break
-            manager.start(request_id, prompt)
+            manager.start(request_id, prompt, inputs=input_sequences(brought))
             if not manager.extend(request_id, len(prompt)):
                 manager.free(request_id)
                 break
             rows.append(manager.row(request_id))
             lens.append(len(prompt))
-            runner.tokens[rows[-1], : len(prompt)] = waiting.popleft()
+            runner.set_row(rows[-1], prompt, brought)
+            for name, value in brought.items():
+                new_inputs.setdefault(name, {})[rows[-1]] = value
+            waiting.popleft()
         if not rows:
             raise PlanError(
-                f"{assembly.plan.total_bytes} bytes of cache do not hold the {len(waiting[0])} tokens of the "
+                f"{assembly.plan.total_bytes} bytes of cache do not hold the {len(waiting[0][0])} tokens of the "
                 "self-check; give more memory, or set self_check = false in the stack's [engine]"
             )
         wanted = np.cumsum(lens) - 1 if last_only else np.arange(sum(lens))
-        packed = runner.forward(np.array(rows), np.zeros(len(rows), dtype=np.int64), np.array(lens), wanted)
+        nothing_computed = np.zeros(len(rows), dtype=np.int64)
+        packed = runner.forward(np.array(rows), nothing_computed, np.array(lens), wanted, new_inputs=new_inputs)
         logits.extend(packed.split([1] * len(rows) if last_only else lens))
         for index in range(len(rows)):
             manager.free(str(index))

@@ -21,6 +21,7 @@ class EngineStats:
         lookups: Per cache group, what prefix lookups found in it, and how often it could not continue from where
             another group could: the group to look at where the hit rate is low.
         computed_tokens: Tokens computed, again after a preemption included.
+        computed_input_tokens: Likewise, tokens of what requests bring beside their own, such as an encoder's.
         generated_tokens: Tokens generated.
         preemptions: Times that a running request gave its blocks back.
         swaps: Of these, the times that host memory kept its state.
@@ -39,6 +40,7 @@ class EngineStats:
     prefix_hit_rate: float
     lookups: tuple[GroupLookups, ...]
     computed_tokens: int
+    computed_input_tokens: int
     generated_tokens: int
     preemptions: int
     swaps: int
@@ -66,6 +68,7 @@ class EngineStats:
             prefix_hit_rate=scheduled.cached_prompt_tokens / max(1, scheduled.prompt_tokens),
             lookups=tuple(cached.lookups),
             computed_tokens=scheduled.computed_tokens,
+            computed_input_tokens=scheduled.computed_input_tokens,
             generated_tokens=scheduled.generated_tokens,
             preemptions=scheduled.preemptions,
             swaps=scheduled.swaps,

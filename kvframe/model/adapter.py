@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
+from kvframe.errors import ModelError, RequestError
 from kvframe.model.description import ModelDescription, Pooling
 
 if TYPE_CHECKING:
     import torch
 
     from kvframe.attention.layer import AttentionLayers
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class ModelInput:
+    """What a request brings beside its own tokens, checked and ready to be computed. It lies on the host.
+
+    Attributes:
+        num_tokens: Tokens of the sequence that the model makes of it, at least one.
+        key: A hash of its content: inputs of equal keys are the same, and share what is computed of them.
+        data: What the model computes the sequence from.
+    """
+
+    num_tokens: int
+    key: bytes
+    data: Any
 
 
 class LoadedModel(ABC):
@@ -69,10 +87,12 @@ class LoadedModel(ABC):
         """Compare a packed run with the model's own plain forward; raises ``ModelError`` where logits differ.
 
         Args:
-            run_packed: ``run_packed(prompts: list[list[int]], last_only: bool = False) -> list[torch.Tensor]``: logits
-                ``[len(prompt), vocab_size]`` of each prompt, computed through the attached layers in one batch. With
-                ``last_only``, only the last token of each prompt generates, and its logits ``[1, vocab_size]`` come
-                back: what a model that can skip compares too, where its layers skip something.
+            run_packed: ``run_packed(prompts: list[list[int]], last_only: bool = False, inputs = ()) ->
+                list[torch.Tensor]``: logits ``[len(prompt), vocab_size]`` of each prompt, computed through the attached
+                layers in one batch. With ``last_only``, only the last token of each prompt generates, and its logits
+                ``[1, vocab_size]`` come back: what a model that can skip compares too, where its layers skip something.
+                ``inputs`` holds for each prompt what it brings beside its tokens, by sequence: ``{"encoder":
+                ModelInput(…)}``.
         """
 
     @abstractmethod
@@ -98,6 +118,48 @@ class LoadedModel(ABC):
             ``[…, hidden_size]`` of the same rows.
         """
 
+    # --- what requests bring beside their tokens: for a model whose description has ``max_input_lens`` ----------------
+
+    def prepare_input(self, sequence: str, value: Any) -> ModelInput | None:
+        """Check what a request brings as an input sequence, and make it ready. Called once for each request.
+
+        Args:
+            sequence: A name of ``max_input_lens`` (``"encoder"``).
+            value: Text, token ids, or features as a tensor or an array, as the user gave it; None where the request
+                brings none.
+
+        Returns:
+            The input; None if the request brings none and the model computes without it.
+
+        Raises:
+            RequestError: It is not what the model takes (``bad_input``), or missing (``missing_input``).
+            ModelError: It is text, and the model has no tokenizer.
+        """
+        raise RequestError(f"{self.description.name} takes no {sequence} input", code="bad_input")
+
+    def start_token_ids(self, text: str | None = None) -> list[int]:
+        """Return the first tokens of a request that brings an input: what the model starts with, then those of a text.
+
+        Args:
+            text: How the request's own tokens go on; None for nothing more.
+
+        Raises:
+            ModelError: The model has no such tokens, or no tokenizer for the text.
+        """
+        raise ModelError(f"{self.description.name} does not say which token a request starts with; give token ids")
+
+    def compute_inputs(self, inputs: Mapping[str, Sequence[ModelInput]]) -> None:
+        """Compute the sequences that the requests of a step bring, for the ``forward`` that follows, and for no other.
+
+        Called before ``forward`` in each step of a model that takes inputs, with nothing in it in most. The layers that
+        keep state of a sequence are then called with the keys and values of the new inputs alone, packed in their
+        order; in a step without, what they are given is not looked at.
+
+        Args:
+            inputs: By sequence, the inputs whose state the step stores, in the order of their requests.
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes inputs and does not compute them")
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``; raises ``ModelError`` if the model has no tokenizer."""
         raise self._no_tokenizer()
@@ -107,8 +169,6 @@ class LoadedModel(ABC):
         return None
 
     def _no_tokenizer(self) -> Exception:
-        from kvframe.errors import ModelError
-
         return ModelError(f"{self.description.name} has no tokenizer; give token ids instead of text")
 
 

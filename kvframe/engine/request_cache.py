@@ -1,0 +1,49 @@
+"""What scheduling asks of the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from kvframe.cache.inputs import InputSequence
+from kvframe.engine.progress import NO_SEQUENCES
+
+
+class RequestCache(Protocol):
+    """The verbs of ``KVCacheManager`` that scheduling needs."""
+
+    def start(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        *,
+        salt: str = "",
+        use_prefix: bool = True,
+        inputs: Mapping[str, InputSequence] = NO_SEQUENCES,
+    ) -> int:
+        """Take a request in; returns the tokens that a cached prefix covers, fewer than there are."""
+
+    def missing_inputs(self, request_id: str) -> frozenset[str]:
+        """Return the inputs whose state the next step has to compute."""
+
+    def extend(self, request_id: str, num_tokens: int) -> bool:
+        """Make room for tokens ``[0, num_tokens)``; False, and nothing changed, if there is none."""
+
+    def commit(self, request_id: str, token_ids: Sequence[int], num_computed: int) -> None:
+        """Take note that tokens ``[0, num_computed)`` are computed."""
+
+    def swap_out(self, request_id: str) -> bool:
+        """Move what a request holds to host memory; False, and nothing changed, if that has no room; may raise."""
+
+    def swap_in(self, request_id: str, num_tokens: int, *, use_prefix: bool = True) -> bool:
+        """Take it back, with room for tokens ``[0, num_tokens)``; False, and nothing changed, if there is none.
+
+        Raises:
+            RuntimeError: It cannot be copied; it is still in host memory.
+        """
+
+    def free(self, request_id: str) -> None:
+        """Give back everything that a request holds, in host memory too."""
+
+    def row(self, request_id: str) -> int:
+        """Return a started request's row."""
