@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +71,8 @@ class TinyModel:
             skip_policy=skip_policy,
         )
 
-    def tight_memory(self, num_tokens: int, **options: Any) -> int:
-        """Return bytes that hold one request of ``num_tokens`` tokens and hardly more."""
+    def tight_memory(self, num_tokens: int, input_lens: Mapping[str, int] | None = None, **options: Any) -> int:
+        """Return bytes that hold one request of ``num_tokens`` tokens, and of inputs that long, and hardly more."""
         stack = make_stack(**options)
         grouping = group_layers(make_layer_specs(self.loaded.description, self.registry, stack, "float32"))
         for memory_bytes in range(4096, 2**22, 4096):
@@ -82,10 +82,11 @@ class TinyModel:
                     memory_bytes=memory_bytes,
                     max_model_len=stack.engine.max_model_len or self.loaded.description.max_model_len,
                     max_num_batched_tokens=stack.engine.max_num_batched_tokens,
+                    max_input_lens=self.loaded.description.max_input_lens,
                 )
             except PlanError:
                 continue
-            if plan.fits(num_tokens):
+            if plan.fits(num_tokens, input_lens):
                 return memory_bytes
         raise AssertionError("no memory is enough")
 

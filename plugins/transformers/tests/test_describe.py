@@ -216,4 +216,4 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_that_takes_no_positions_is_refused(tmp_path: Path) -> None:
-    assert "(WhisperForCausalLM) takes no position_ids" in refusal(write_config(tmp_path, "whisper"))
+    assert "(M2M100ForConditionalGeneration) takes no position_ids" in refusal(write_config(tmp_path, "m2m_100"))

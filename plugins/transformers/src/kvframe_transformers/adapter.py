@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,17 +10,20 @@ import torch
 from kvframe.errors import ModelError, UnknownNameError
 from kvframe.model.adapter import LoadedModel, ModelAdapter
 from kvframe.model.description import ModelDescription
+from kvframe.specs import ENCODER
 from kvframe_transformers.checkpoint import (
     build_without_weights,
     eos_token_ids,
     load_tokenizer,
     load_weights,
+    max_encoder_len,
     max_model_len,
     quiet,
     read_config,
     read_config_file,
 )
 from kvframe_transformers.discovery import discover_layers
+from kvframe_transformers.encoder_decoder import EncoderDecoderModel
 from kvframe_transformers.encoders import find_first_position, generates, num_unused_positions
 from kvframe_transformers.model import TransformersModel
 
@@ -45,12 +49,13 @@ class TransformersAdapter(ModelAdapter):
         model = build_without_weights(config, name)
         length = max_model_len(config)
         with quiet():
-            if length is not None:
+            if length is not None and not config.is_encoder_decoder:
                 length -= num_unused_positions(model)
             layers = discover_layers(model, name, length or 0, generates=generates(config))
         if length is None and not any(layer.query for layer in layers):
             length = UNLIMITED
-        if length is None:
+        encoder_len = max_encoder_len(config) if config.is_encoder_decoder else None
+        if length is None or (config.is_encoder_decoder and encoder_len is None):
             raise ModelError(f"the config of {name} does not say how many positions the model has")
         return ModelDescription(
             name=name,
@@ -58,6 +63,7 @@ class TransformersAdapter(ModelAdapter):
             max_model_len=length,
             vocab_size=config.get_text_config(decoder=True).vocab_size,
             eos_token_ids=eos_token_ids(folder, config),
+            max_input_lens={} if encoder_len is None else {ENCODER: encoder_len},
             generates=generates(config),
         )
 
@@ -68,6 +74,10 @@ class TransformersAdapter(ModelAdapter):
         if dtype not in _DTYPES:
             raise UnknownNameError("model dtype", dtype, _DTYPES)
         description = self.describe(path)
-        model = load_weights(path, read_config(path), device, _DTYPES[dtype])
+        config = read_config(path)
+        model, tokenizer = load_weights(path, config, device, _DTYPES[dtype]), load_tokenizer(path)
+        if config.is_encoder_decoder:
+            build = partial(build_without_weights, config, description.name)
+            return EncoderDecoderModel(model, tokenizer, description, build)
         first_position = 0 if description.generates else find_first_position(model)
-        return TransformersModel(model, load_tokenizer(path), description, path, first_position)
+        return TransformersModel(model, tokenizer, description, path, first_position)

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
 from kvframe.errors import ModelError
@@ -19,7 +26,11 @@ from kvframe_transformers.encoders import BodyLoader, generates
 
 # Their type hints are incomplete.
 _CausalLM: Any = AutoModelForCausalLM
+_ENCODER_DECODERS: tuple[Any, ...] = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
 _logging: Any = logging
+
+_DEFAULT_POSITIONS = 512
+"""Positions of a model that has no last one, where its config names none: what T5 was trained on."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 
@@ -69,6 +80,8 @@ def read_config(path: Path) -> Any:
 
 def auto_model(config: Any) -> Any:
     """Return what makes models of a config: one of transformers' auto classes, or what stands for one."""
+    if config.is_encoder_decoder:
+        return next((each for each in _ENCODER_DECODERS if type(config) in each._model_mapping), _ENCODER_DECODERS[0])
     return _CausalLM if generates(config) else BodyLoader(config)
 
 
@@ -121,12 +134,26 @@ def load_tokenizer(path: Path) -> Any:
 def max_model_len(config: Any) -> int | None:
     """Return the most tokens of a request that the model was made for; None if its config does not say."""
     text = config.get_text_config(decoder=True)
-    length = getattr(text, "max_position_embeddings", None)
-    if not isinstance(length, int) or length < 1:
+    length = _positions(text, "max_target_positions")
+    if length is None:
         return None
     # With long-rope factors transformers rotates *every* position of a batch by its longest request's factors, so a
     # request's tokens would depend on its neighbours beyond this length.
     return min([length, *_long_rope_limits(getattr(text, "rope_parameters", None) or {})])
+
+
+def max_encoder_len(config: Any) -> int | None:
+    """Return the most tokens that an encoder makes of its input; None if its config does not say."""
+    return _positions(config, "max_source_positions")
+
+
+def _positions(config: Any, name: str) -> int | None:
+    """Return how many positions one side of a model has, by the name for that side or those for both."""
+    for each in (name, "max_position_embeddings", "n_positions"):
+        length = getattr(config, each, None)
+        if isinstance(length, int) and length > 0:
+            return length
+    return _DEFAULT_POSITIONS if hasattr(config, "relative_attention_max_distance") else None
 
 
 def _long_rope_limits(parameters: dict[str, Any]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -13,22 +13,25 @@ import attrs
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.modeling_outputs import BaseModelOutput
 
 from kvframe.errors import ModelError
 from kvframe.model.description import LayerDescription
 from kvframe_transformers.checkpoint import one_sentence
 from kvframe_transformers.latents import KIND as LATENT_KIND
 from kvframe_transformers.latents import Expansion, noting_expansions
-from kvframe_transformers.masks import MaskFunction, MaskKind, classify_mask
+from kvframe_transformers.masks import MaskFunction, MaskKind, classify_mask, sees_all
+from kvframe_transformers.relative_bias import BiasReader
 from kvframe_transformers.states import Forward, MixerCall, Mixers, StateView, is_mixer
 
 DISCOVERY = "kvframe_discovery"
 """The attention implementation, and the mask implementation, under which a forward is only recorded."""
 
 _PROBE_TOKENS = 4
+_PROBE_ENCODER_TOKENS = 7
 _PROBE_DTYPE = torch.bfloat16
 _KEEPS_STATE = re.compile(r"\b(past_key_values?|layer_past|cache_params)\.update\w*\(")
-_KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position"})
+_KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position", "position_bias"})
 """Tensors that may come with an attention call: those that are served, and those that change nothing here."""
 
 
@@ -42,6 +45,11 @@ class RecordedCall:
     value: torch.Tensor
     mask: Any
     inputs: dict[str, Any]
+
+    @property
+    def is_cross(self) -> bool:
+        """Whether the keys are of another sequence than the queries: that of an encoder."""
+        return self.key.shape[2] != self.query.shape[2]
 
 
 @attrs.frozen(eq=False)
@@ -122,12 +130,26 @@ def discover_layers(
     recording = _record(model, name)
     layers = _Reader(model, name, max_model_len, recording, generates).layers()
     attends = any(layer.query for layer in layers)
-    if attends and "position_ids" not in inspect.signature(model.forward).parameters:
+    if attends and not _can_be_told_positions(model, layers, recording.ran):
         raise ModelError(
             f"{name} ({type(model).__name__}) takes no position_ids, so several requests cannot be packed into one "
             "batch: serving it takes a model adapter of its own"
         )
     return layers
+
+
+def _can_be_told_positions(model: Any, layers: Sequence[LayerDescription], ran: Sequence[nn.Module]) -> bool:
+    if {"position_ids", "decoder_position_ids"} & inspect.signature(model.forward).parameters.keys():
+        return True
+    if any(takes_position_ids(module) for module in ran):
+        return bool(model.config.is_encoder_decoder)
+    # Distances in the scores are all that such a model knows of positions.
+    return all("relative_bias" in layer.query or layer.kind == "cross_attention" for layer in layers)
+
+
+def takes_position_ids(module: nn.Module) -> bool:
+    """Return whether a module looks up positions that it is told."""
+    return isinstance(module, nn.Embedding) and "position_ids" in inspect.signature(module.forward).parameters
 
 
 def _forward_source(module_class: type) -> str:
@@ -158,11 +180,7 @@ def _record(model: Any, name: str) -> Recording:
             mixers.switched(recorders),
             noting_expansions(model, recording.expansions),
         ):
-            ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device="meta")
-            # A padding mask keeps transformers from looking for packed sequences, which would take data. For mixers it
-            # looks at the mask itself.
-            mask = torch.ones_like(ids, device="cpu" if mixers.modules else "meta")
-            model(input_ids=ids, attention_mask=mask, use_cache=False)
+            model(**_probe_inputs(model, has_mixers=bool(mixers.modules)), use_cache=False)
     except Exception as error:
         raise ModelError(
             f"the layers of {name} cannot be read without its weights: a forward of {type(model).__name__} on tensors "
@@ -186,6 +204,19 @@ def _recorder(module: nn.Module, forward: Forward) -> Forward:
         return output
 
     return record
+
+
+def _probe_inputs(model: Any, *, has_mixers: bool) -> dict[str, Any]:
+    ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device="meta")
+    # A padding mask keeps transformers from looking for packed sequences, which would take data. For mixers it looks at
+    # the mask itself.
+    mask = torch.ones_like(ids, device="cpu" if has_mixers else "meta")
+    if not model.config.is_encoder_decoder:
+        return {"input_ids": ids, "attention_mask": mask}
+    # The encoder does not run: it keeps nothing, and is no part of a step.
+    states = torch.empty(1, _PROBE_ENCODER_TOKENS, model.config.hidden_size, device="meta")
+    encoded = BaseModelOutput(last_hidden_state=states)
+    return {"encoder_outputs": encoded, "decoder_input_ids": ids, "decoder_attention_mask": mask}
 
 
 @contextmanager
@@ -212,6 +243,7 @@ class _Reader:
         self._max_model_len = max_model_len
         self._recording = recording
         self._kinds: dict[int, MaskKind] = {}
+        self._biases = BiasReader()
 
     def layers(self) -> tuple[LayerDescription, ...]:
         """Return a description of every recorded call; raises ``ModelError`` for what has none."""
@@ -249,7 +281,11 @@ class _Reader:
         ]
         if unserved:
             raise self._refusal(call.module, f"gets {unserved[0]!r} with its attention, which no cache spec knows")
-        mask = self._mask_of(call)
+        try:
+            relative_bias = self._biases.read(call.module, call.inputs.get("position_bias"))
+        except LookupError as error:
+            raise self._refusal(call.module, str(error)) from error
+        mask = self._cross_mask_of(call) if call.is_cross else self._mask_of(call)
         if mask.kind is None:
             raise self._refusal(call.module, mask.why)
         _, num_heads, _, head_size = call.query.shape
@@ -263,6 +299,7 @@ class _Reader:
             "scale": scale_of(call.inputs.get("scaling"), head_size),
             "soft_cap": call.inputs.get("softcap"),
             "has_sinks": call.inputs.get("s_aux") is not None,
+            **({} if relative_bias is None else {"relative_bias": relative_bias}),
         }
         kind, expansion = mask.kind, self._recording.expansions.get(call.module)
         if expansion is not None and kind == "full_attention" and expansion.is_of(call.key, call.value):
@@ -286,6 +323,12 @@ class _Reader:
                     for state, dtype in zip(states, dtypes, strict=True)
                 )
         return LayerDescription(name=path, kind="mamba", options=options, query={})
+
+    def _cross_mask_of(self, call: RecordedCall) -> MaskKind:
+        masks = [mask for mask in self._recording.masks if call.mask is mask.marker]
+        if call.mask is None or (masks and sees_all(masks[0].function, _PROBE_ENCODER_TOKENS)):
+            return MaskKind("cross_attention")
+        return MaskKind(None, why="sees only some of what the encoder gives")
 
     def _mask_of(self, call: RecordedCall) -> MaskKind:
         kind = self._kind_of(call)

@@ -76,6 +76,11 @@ def classify_mask(
     return MaskKind(None, why="has a mask that is neither full, nor a window, nor chunks")
 
 
+def sees_all(mask_function: MaskFunction, num_keys: int) -> bool:
+    """Return whether every query sees every one of ``num_keys`` keys."""
+    return all(_visible(mask_function, query, num_keys) == (0, num_keys, num_keys) for query in range(num_keys + 1))
+
+
 def _query_positions(total: int, around: int) -> Iterable[int]:
     fixed = (0, 1, 2, 3, 7, 16, 17, 63, 64, total // 2, total // 2 + 1, total - 1)
     local = (around - 1, around, around + 1, 2 * around - 1, 2 * around, 3 * around + 1)

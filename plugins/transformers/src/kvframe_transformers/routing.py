@@ -35,13 +35,6 @@ class Attend(Protocol):
         """Attend: ``[num_tokens, num_heads, head_size]`` to ``[num_tokens, num_heads, head_size_v]``, device."""
 
 
-class RunLayer(Attend, Protocol):
-    """One attention layer of an engine, as ``AttentionLayers`` holds it."""
-
-    def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Take the learned tensors that the layer brings to its attention, once, before the first step."""
-
-
 class RunState(Protocol):
     """One state layer of an engine, as ``AttentionLayers.states`` holds it."""
 
@@ -52,6 +45,13 @@ class RunState(Protocol):
     @property
     def step(self) -> StateStep:
         """What the running step computes."""
+
+
+class RunLayer(Attend, Protocol):
+    """One attention layer of an engine, as ``AttentionLayers`` holds it."""
+
+    def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Take the learned tensors that the layer brings to its attention, once, before the first step."""
 
 
 class RunLayers(Protocol):

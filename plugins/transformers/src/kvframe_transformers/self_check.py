@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from kvframe.errors import ModelError
+from kvframe.model.adapter import ModelInput
 from kvframe.model.description import ModelDescription
 
 _PROMPT_LENS = (5, 9)
@@ -20,8 +21,16 @@ _MAX_LOCAL = 64
 class RunPacked(Protocol):
     """Runs prompts through the attached layers, as many in one batch as the pool holds."""
 
-    def __call__(self, prompts: list[list[int]], last_only: bool = False) -> list[torch.Tensor]:
-        """Return each prompt's logits ``[len(prompt), vocab_size]``; if ``last_only``, its last row's alone."""
+    def __call__(
+        self, prompts: list[list[int]], last_only: bool = False, inputs: Sequence[Mapping[str, ModelInput]] = ()
+    ) -> list[torch.Tensor]:
+        """Return each prompt's logits ``[len(prompt), vocab_size]``; if ``last_only``, its last row's alone.
+
+        Args:
+            prompts: Token ids.
+            last_only: Whether only the last token of each generates.
+            inputs: For each prompt, what it brings beside its tokens, by sequence; empty for nothing.
+        """
 
 
 def compare_runs(

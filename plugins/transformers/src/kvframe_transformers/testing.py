@@ -191,6 +191,35 @@ _ENCODER_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "nomic_bert": {"pad_token_id": 0, "num_key_value_heads": 4, "max_position_embeddings": 128},
 }
 
+_ENCODER_DECODER: Mapping[str, Any] = {
+    "vocab_size": 128,
+    "d_model": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "forced_eos_token_id": None,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 3,
+    "tie_word_embeddings": False,
+}
+_BART: Mapping[str, Any] = {
+    **{f"{side}_layers": 3 for side in ("encoder", "decoder")},
+    **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
+    **{f"{side}_ffn_dim": 96 for side in ("encoder", "decoder")},
+}
+_T5: Mapping[str, Any] = {"d_kv": 16, "d_ff": 96, "num_layers": 3, "num_decoder_layers": 3, "num_heads": 4}
+_ENCODER_DECODER_CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "bart": {**_BART, "max_position_embeddings": 256},
+    "marian": {**_BART, "max_position_embeddings": 256},
+    "mbart": {**_BART, "max_position_embeddings": 256},
+    "mt5": {**_T5, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20},
+    "pegasus": {**_BART, "max_position_embeddings": 256},
+    # Distances reach the last bucket within a short prompt.
+    "t5": {**_T5, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20},
+    "umt5": {**_T5, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20},
+    # One second of audio.
+    "whisper": {**_BART, "max_source_positions": 50, "max_target_positions": 128, "begin_suppress_tokens": None},
+}
+
 FAMILIES: tuple[str, ...] = ("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss")
 """The families, by transformers' ``model_type``, that every cross-distribution test covers."""
 
@@ -200,6 +229,14 @@ MORE_FAMILIES: tuple[str, ...] = tuple(sorted(set(_CONFIGS) - set(FAMILIES)))
 
 STATE_FAMILIES: tuple[str, ...] = tuple(_STATE_CONFIGS)
 """Families with layers that keep a recurrent or convolution state, alone or among layers that attend."""
+
+ENCODER_DECODER_FAMILIES: tuple[str, ...] = ("bart", "t5", "whisper")
+"""Families with an encoder that the tests of them cover."""
+
+MORE_ENCODER_DECODER_FAMILIES: tuple[str, ...] = tuple(
+    sorted(set(_ENCODER_DECODER_CONFIGS) - set(ENCODER_DECODER_FAMILIES))
+)
+"""Further ones, served by rule."""
 
 
 ENCODER_FAMILIES: tuple[str, ...] = tuple(_ENCODER_CONFIGS)
@@ -213,9 +250,11 @@ def tiny_config(family: str, **overrides: Any) -> Any:
         family: One of the families that are named here.
         overrides: Fields of the config to set otherwise.
     """
-    return AutoConfig.for_model(
-        family, **{**_SHARED, **{**_CONFIGS, **_STATE_CONFIGS, **_ENCODER_CONFIGS}[family], **overrides}
-    )
+    if family in _ENCODER_DECODER_CONFIGS:
+        fields = {**_ENCODER_DECODER, **_ENCODER_DECODER_CONFIGS[family]}
+    else:
+        fields = {**_SHARED, **{**_CONFIGS, **_STATE_CONFIGS, **_ENCODER_CONFIGS}[family]}
+    return AutoConfig.for_model(family, **{**fields, **overrides})
 
 
 def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -223,7 +262,8 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
 
     Random weights of the usual size make every key look alike, so that a wrong mask hardly changes the logits:
     matrices are scaled up, and vectors that start at a constant (biases, norms, sinks) are made random. Embeddings
-    stay as they are: where the output head is tied to them, large ones make each token predict itself.
+    stay as they are: where the output head is tied to them, large ones make each token predict itself. A decoder with
+    an encoder has a head of its own and larger embeddings, or what it attends to would drown its own tokens.
 
     Args:
         family: One of the families that are named here.
@@ -236,13 +276,14 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
         model: PreTrainedModel = auto_model(config).from_config(config, dtype=torch.float32).eval()
         embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         with torch.no_grad():
+            matrices, vectors, lookups = (6.0, 0.1, 4.0) if config.is_encoder_decoder else (8.0, 0.3, 1.0)
             for parameter in model.parameters():
                 if id(parameter) in embeddings:
-                    continue
-                if parameter.dim() >= 2:
-                    parameter.mul_(8.0)
+                    parameter.mul_(lookups)
+                elif parameter.dim() >= 2:
+                    parameter.mul_(matrices)
                 else:
-                    parameter.add_(0.3 * torch.randn_like(parameter))
+                    parameter.add_(vectors * torch.randn_like(parameter))
     return model
 
 

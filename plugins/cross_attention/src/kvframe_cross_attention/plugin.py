@@ -1,0 +1,11 @@
+"""The manifest: what this distribution adds to kvframe, by import string."""
+
+from __future__ import annotations
+
+from kvframe.hookspecs import Register, hookimpl
+
+
+@hookimpl
+def kvframe_register_specs(register: Register) -> None:
+    """Register the spec of cross attention."""
+    register("cross_attention", "kvframe_cross_attention.spec:CrossAttentionSpec")

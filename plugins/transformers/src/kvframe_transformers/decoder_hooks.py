@@ -1,0 +1,67 @@
+"""Hooks on a decoder's modules: what they would work out from a batch of one request, they are told in a packed one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from kvframe.errors import ModelError
+from kvframe_transformers.discovery import takes_position_ids
+from kvframe_transformers.routing import running_step
+
+_POSITIONS, _BIAS = "position_ids", "position_bias"
+
+
+class DecoderHooks:
+    """Tells position embeddings the true positions, and keeps attention modules from working out biases.
+
+    Invariant: without a running step, the hooks change nothing.
+    """
+
+    def __init__(self, model: nn.Module, attention: Iterable[nn.Module]) -> None:
+        """Hook a model.
+
+        Args:
+            model: The model, whose embeddings of positions are told them.
+            attention: Its attention modules that an engine runs. A bias is the engine's matter; a module would make one
+                of all pairs of packed tokens.
+        """
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(_tell_positions, with_kwargs=True)
+            for module in model.modules()
+            if takes_position_ids(module)
+        ]
+        self._handles += [
+            module.register_forward_pre_hook(_give_no_bias, with_kwargs=True)
+            for module in attention
+            if _BIAS in inspect.signature(module.forward).parameters
+        ]
+
+    def remove(self) -> None:
+        """Take every hook away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _tell_positions(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    step = running_step()
+    if step is None:
+        return None
+    given = kwargs.get(_POSITIONS)
+    if not isinstance(given, torch.Tensor) or given.numel() != len(step.positions):
+        raise ModelError(
+            f"{type(module).__name__} is not given one position for each token, so it cannot be told those of a packed "
+            "batch: serving it takes a model adapter of its own"
+        )
+    return args, {**kwargs, _POSITIONS: step.positions.view_as(given)}
+
+
+def _give_no_bias(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    step = running_step()
+    return None if step is None else (args, {**kwargs, _BIAS: step.positions.new_empty(0)})

@@ -1,0 +1,226 @@
+"""Encoder-decoder models: the encoder runs as transformers has it, the decoder through an engine's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from kvframe.errors import RequestError
+from kvframe.model.adapter import ModelInput
+from kvframe.model.description import ModelDescription
+from kvframe.specs import ENCODER
+from kvframe_transformers.decoder_hooks import DecoderHooks
+from kvframe_transformers.model import TransformersModel
+from kvframe_transformers.model_inputs import EncoderStates, features_input, ids_input
+from kvframe_transformers.relative_bias import PARAMETER, tables_of
+from kvframe_transformers.routing import RunLayers
+from kvframe_transformers.self_check import RunPacked, compare_runs
+
+_CHECK_LENS = range(3, 24)
+"""Encoder tokens of the self-check's prompts: fewer and more than a block's, than the decoder's own tokens."""
+
+
+class EncoderDecoderModel(TransformersModel):
+    """Runs a transformers encoder-decoder model.
+
+    A new input is encoded by transformers' own encoder, once; a step's decoder gets the states of the new inputs alone,
+    packed, so that its cross-attention layers hand on keys and values of just what is to be stored.
+
+    Invariant: as for a model without encoder; while it is attached, hooks tell the decoder's modules true positions.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        description: ModelDescription,
+        build_without_weights: Callable[[], PreTrainedModel],
+    ) -> None:
+        """Take a model in evaluation mode.
+
+        Args:
+            model: The model, with its weights, on its device.
+            tokenizer: Its tokenizer, or None.
+            description: Its decoder's layers, as planned.
+            build_without_weights: Builds it on the meta device, to ask what becomes of features of a shape.
+        """
+        super().__init__(model, tokenizer, description)
+        self._encoder: Any = self.model.get_encoder()
+        self._build_without_weights = build_without_weights
+        self._num_tokens: dict[torch.Size, int] = {}
+        self._no_states = torch.zeros(1, 1, self.model.config.hidden_size, device=model.device, dtype=model.dtype)
+        """One row: modules cannot be given none. What becomes of it is not looked at."""
+        self._states = self._no_states
+        self._hooks: DecoderHooks | None = None
+
+    # --- what requests bring ------------------------------------------------------------------------------------------
+
+    def prepare_input(self, sequence: str, value: Any) -> ModelInput | None:
+        """Return what the encoder is to read: of text, its token ids; of ids and features, these.
+
+        Args:
+            sequence: ``"encoder"``.
+            value: Text, token ids, or features as a tensor or an array.
+
+        Raises:
+            RequestError: It is not what the encoder reads, or None.
+            ModelError: It is text, and the model has no tokenizer.
+        """
+        if sequence != ENCODER:
+            return super().prepare_input(sequence, value)
+        name, takes = self.description.name, self.model.main_input_name
+        reads_ids = takes == "input_ids"
+        if value is None:
+            what = "text or token ids" if reads_ids else f"features ({takes})"
+            raise RequestError(
+                f"{name} needs something for its encoder: Prompt(encoder=…) with {what}", code="missing_input"
+            )
+        if not reads_ids:
+            if isinstance(value, str | list | tuple):
+                raise RequestError(
+                    f"the encoder of {name} reads features ({takes}), a tensor or an array of numbers, not text or "
+                    "token ids",
+                    code="bad_input",
+                )
+            return features_input(value, self._num_tokens_of)
+        if isinstance(value, str):
+            value = self.encode(value)
+        if isinstance(value, torch.Tensor):
+            value = value.tolist()
+        try:
+            return ids_input(value, self._encoder.get_input_embeddings().num_embeddings)
+        except TypeError as error:
+            raise RequestError(f"the encoder of {name} reads text or token ids, not {value!r}", "bad_input") from error
+
+    def start_token_ids(self, text: str | None = None) -> list[int]:
+        """Return the decoder's start token, then that which the generation config forces, or those of a text.
+
+        Args:
+            text: How the decoder's tokens go on.
+
+        Raises:
+            ModelError: The configs name no start token, or there is text and no tokenizer.
+        """
+        generation, config = self.model.generation_config, self.model.config
+        named = (
+            generation.decoder_start_token_id,
+            getattr(config, "decoder_start_token_id", None),
+            generation.bos_token_id,
+        )
+        start = next((token for token in named if isinstance(token, int)), None)
+        if start is None:
+            return super().start_token_ids(text)
+        if text is not None:
+            if self.tokenizer is None:
+                raise self._no_tokenizer()
+            return [start, *self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+        forced = generation.forced_bos_token_id
+        return [start] if forced is None else [start, forced]
+
+    def compute_inputs(self, inputs: Mapping[str, Sequence[ModelInput]]) -> None:
+        """Encode new inputs, those of equal shape together, for the ``forward`` that follows.
+
+        Args:
+            inputs: By sequence, in the order of their requests.
+        """
+        new = inputs.get(ENCODER, ())
+        self._states = torch.cat(self._encode(new)).unsqueeze(0) if new else self._no_states
+
+    def _encode(self, inputs: Sequence[ModelInput]) -> list[torch.Tensor]:
+        """Return the encoder's states of each input, ``[num_tokens, hidden_size]``."""
+        states: list[Any] = [each.data.states if isinstance(each.data, EncoderStates) else None for each in inputs]
+        alike: dict[torch.Size, list[int]] = {}
+        for index, each in enumerate(inputs):
+            if states[index] is None:
+                alike.setdefault(each.data.shape, []).append(index)
+        with torch.inference_mode(), self._own_attention():
+            for indices in alike.values():
+                batch = torch.stack([inputs[index].data for index in indices]).to(self.model.device)
+                batch = batch.to(self.model.dtype) if batch.is_floating_point() else batch
+                output = self._encoder(**{self.model.main_input_name: batch}).last_hidden_state
+                for index, one in zip(indices, output, strict=True):
+                    states[index] = one
+        return states
+
+    def _num_tokens_of(self, shape: torch.Size) -> int:
+        """Return how many tokens the encoder makes of features, by running it without data, once for each shape."""
+        if shape not in self._num_tokens:
+            encoder = self._build_without_weights().get_encoder()
+            features = torch.empty(1, *shape, device="meta", dtype=encoder.dtype)
+            with torch.inference_mode():
+                output = encoder(**{self.model.main_input_name: features})
+            self._num_tokens[shape] = output.last_hidden_state.shape[1]
+        return self._num_tokens[shape]
+
+    # --- serving ------------------------------------------------------------------------------------------------------
+
+    def attach(self, layers: RunLayers) -> None:
+        """Route the decoder's attention through ``layers``, and give them their tables of biases.
+
+        Args:
+            layers: The run-time layers, by the names of the description.
+
+        Raises:
+            ModelError: A layer was not reached, or the model is attached already.
+        """
+        super().attach(layers)
+        modules = self._modules()
+        try:
+            self._hooks = DecoderHooks(self.model, modules.values())
+            for layer, table in tables_of(self.description.layers, modules):
+                layers[layer.name].bind({PARAMETER: table.detach()})
+        except BaseException:
+            self.detach()
+            raise
+
+    def detach(self) -> None:
+        """Give the model its own attention back. Safe to call twice."""
+        super().detach()
+        if self._hooks is not None:
+            self._hooks.remove()
+        self._hooks = None
+        self._states = self._no_states
+
+    def self_check(self, run_packed: RunPacked) -> None:
+        """Compare a packed run of the decoder with its own plain forward, over states like an encoder's.
+
+        Args:
+            run_packed: Runs prompts, and what they bring, through the attached layers in one batch.
+        """
+
+        def packed(
+            prompts: list[list[int]], last_only: bool = False, inputs: Sequence[Mapping[str, ModelInput]] = ()
+        ) -> list[torch.Tensor]:
+            return run_packed(prompts, last_only, [{ENCODER: self._check_input(prompt)} for prompt in prompts])
+
+        compare_runs(self.description, self.model, list(self._modules().items()), packed, self._run_plain)
+
+    def _check_input(self, prompt: Sequence[int]) -> ModelInput:
+        """Return random states for a prompt, the same ones whenever it is asked."""
+        generator = torch.Generator().manual_seed(prompt[0])
+        num_tokens = _CHECK_LENS[prompt[0] % len(_CHECK_LENS)]
+        num_tokens = min(num_tokens, self.description.max_input_lens[ENCODER])
+        states = torch.randn(num_tokens, self._no_states.shape[-1], generator=generator).to(self._no_states)
+        return ModelInput(num_tokens=num_tokens, key=str(prompt[0]).encode(), data=EncoderStates(states))
+
+    def _run(self, input_ids: torch.Tensor, positions: torch.Tensor | None, **inputs: Any) -> torch.Tensor:
+        # The positions reach the decoder through the hooks.
+        return self._decode(input_ids, self._states)
+
+    def _run_plain(self, prompt: list[int]) -> torch.Tensor:
+        states = self._check_input(prompt).data.states
+        with torch.inference_mode(), self._own_attention():
+            return self._decode(torch.tensor(prompt, device=self.model.device), states.unsqueeze(0))
+
+    def _decode(self, input_ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        output = self.model(
+            encoder_outputs=BaseModelOutput(last_hidden_state=states),
+            decoder_input_ids=input_ids.unsqueeze(0),
+            use_cache=False,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits

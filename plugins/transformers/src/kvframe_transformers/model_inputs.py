@@ -1,0 +1,81 @@
+"""What an encoder reads, checked and hashed on the host: token ids, or features."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from kvframe.errors import RequestError
+from kvframe.model.adapter import ModelInput
+
+
+@attrs.frozen(eq=False)
+class EncoderStates:
+    """What an encoder gave: the data of an input that is not to be encoded.
+
+    Attributes:
+        states: ``[num_tokens, hidden_size], device``.
+    """
+
+    states: torch.Tensor
+
+
+def ids_input(token_ids: Sequence[int], vocab_size: int) -> ModelInput:
+    """Return an input of token ids.
+
+    Args:
+        token_ids: The ids.
+        vocab_size: What the encoder knows.
+
+    Raises:
+        RequestError: They are none of the encoder's, or there is none.
+    """
+    for token in token_ids:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
+            raise RequestError(f"{token!r} is no token id of the encoder; it has [0, {vocab_size})", code="bad_input")
+    if not len(token_ids):
+        raise RequestError("the encoder's input is empty; give at least one token", code="bad_input")
+    data = torch.tensor([int(token) for token in token_ids])
+    return ModelInput(num_tokens=len(data), key=_hash("int64", data.shape, array("q", data.tolist())), data=data)
+
+
+def features_input(value: Any, num_tokens_of: Callable[[torch.Size], int]) -> ModelInput:
+    """Return an input of features.
+
+    Args:
+        value: Numbers as a tensor or an array, as a feature extractor gives them for one request; a batch dimension of
+            one in front is left out.
+        num_tokens_of: Returns how many tokens the encoder makes of features of a shape; raises ``ValueError`` or
+            ``RuntimeError`` for a shape that it does not take.
+
+    Raises:
+        RequestError: It is no such thing.
+    """
+    try:
+        data = torch.as_tensor(value).detach().to("cpu", torch.float32).contiguous()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RequestError(
+            f"the encoder takes features, a tensor or an array of numbers, not {type(value).__name__}", code="bad_input"
+        ) from error
+    if data.dim() > 2 and data.shape[0] == 1:
+        data = data[0]
+    try:
+        num_tokens = num_tokens_of(data.shape)
+    except (ValueError, RuntimeError, IndexError) as error:  # a model's own check, or its first layer
+        raise RequestError(
+            f"the encoder takes no features of shape {list(data.shape)}: {str(error).splitlines()[0]}", code="bad_input"
+        ) from error
+    if not data.isfinite().all():
+        raise RequestError("the features hold numbers that are not finite", code="bad_input")
+    return ModelInput(num_tokens=num_tokens, key=_hash("float32", data.shape, data.numpy()), data=data)
+
+
+def _hash(dtype: str, shape: Sequence[int], content: Any) -> bytes:
+    """Return the SHA-256 of a tensor: its dtype and shape, then its bytes."""
+    return hashlib.sha256(f"{dtype} {tuple(shape)}\n".encode() + memoryview(content).cast("B")).digest()

@@ -1,0 +1,73 @@
+"""Learned biases of the scores by distance (T5): which table a layer reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvframe.model.description import LayerDescription
+
+PARAMETER = "relative_bias"
+"""The query side's field, and the name by which a layer's table reaches its backend."""
+
+
+def table_of(module: nn.Module) -> torch.Tensor | None:
+    """Return a module's own table, ``[num_buckets, num_heads]``; None if it has none."""
+    table = getattr(module, "relative_attention_bias", None)
+    return table.weight if isinstance(table, nn.Embedding) else None
+
+
+class BiasReader:
+    """Says of recorded attention calls what is added to their scores.
+
+    A bias is made by one layer and handed on from layer to layer: the tensor itself shows whose it is.
+    """
+
+    def __init__(self) -> None:
+        """Start with no tensor seen."""
+        self._makers: dict[int, tuple[Any, Any]] = {}
+
+    def read(self, module: nn.Module, bias: Any) -> Mapping[str, Any] | None:
+        """Return the bias as a query side's ``relative_bias``; None if nothing is added.
+
+        Args:
+            module: The attention module that was called.
+            bias: The tensor that came with the call, or None.
+
+        Raises:
+            LookupError: It is a bias of an unknown kind; the message is the end of a sentence.
+        """
+        if bias is None:
+            return None
+        # The tensor is kept, so that no later one gets its id.
+        maker, _ = self._makers.setdefault(id(bias), (module, bias))
+        if table_of(maker) is not None:
+            return {
+                "num_buckets": int(maker.relative_attention_num_buckets),
+                "max_distance": int(maker.relative_attention_max_distance),
+                "bidirectional": not maker.is_decoder,
+            }
+        if getattr(maker, "has_relative_attention_bias", True):
+            raise LookupError("adds a bias to its scores that is not made from a table of distances")
+        return None  # zeros
+
+
+def tables_of(
+    layers: Iterable[LayerDescription], modules: Mapping[str, nn.Module]
+) -> Iterator[tuple[LayerDescription, torch.Tensor]]:
+    """Yield the layers with a bias and the table of each: its own, or that of the layer before that has one.
+
+    Args:
+        layers: The model's layers, in the order they run.
+        modules: Their modules, by name.
+    """
+    table = None
+    for layer in layers:
+        if PARAMETER in layer.query:
+            own = table_of(modules[layer.name])
+            table = table if own is None else own
+            assert table is not None
+            yield layer, table
