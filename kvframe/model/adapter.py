@@ -48,8 +48,6 @@ class LoadedModel(ABC):
         Raises:
             ModelError: The model gives no hidden states.
         """
-        from kvframe.errors import ModelError
-
         if not self.description.generates:
             return self
         raise ModelError(f"{self.description.name} gives logits only, and no hidden states to make embeddings of")

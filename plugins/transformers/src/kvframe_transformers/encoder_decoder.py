@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from kvframe.errors import RequestError
-from kvframe.model.adapter import ModelInput
+from kvframe.errors import ModelError, RequestError
+from kvframe.model.adapter import LoadedModel, ModelInput
 from kvframe.model.description import ModelDescription
 from kvframe.specs import ENCODER
 from kvframe_transformers.decoder_hooks import DecoderHooks
@@ -56,6 +56,13 @@ class EncoderDecoderModel(TransformersModel):
         """One row: modules cannot be given none. What becomes of it is not looked at."""
         self._states = self._no_states
         self._hooks: DecoderHooks | None = None
+
+    def without_head(self) -> LoadedModel:
+        """Refuse: there are hidden states of an encoder and of a decoder, and nothing says which an embedding is of."""
+        raise ModelError(
+            f"{self.description.name} has an encoder and a decoder, and nothing says whose hidden states an embedding "
+            "would be of"
+        )
 
     # --- what requests bring ------------------------------------------------------------------------------------------
 
