@@ -19,7 +19,7 @@ Page = tuple[int, int]
 """A group and a block id."""
 
 
-@attrs.define
+@attrs.define(kw_only=True)
 class Life:
     """One request.
 
@@ -32,18 +32,18 @@ class Life:
         num_resets: Resets of the cache before it started.
         is_encoded: Whether the state of its input is computed.
         branch: Where it parts from an earlier request.
-        lookups: What it found when it started, until it runs.
+        lookups: Per group, what it found when it started, until it runs.
     """
 
     salt: str
     encoder: tuple[int, bytes] | None
     tokens: list[int]
-    computed: int
+    computed: int = 0
     offered: list[int]
     num_resets: int
     is_encoded: bool
-    branch: int
-    lookups: list[list[int]]
+    branch: int = 0
+    lookups: list[list[int]] = attrs.field(factory=list)
 
     def content(self, num_tokens: int, tokens: Sequence[int] | None = None) -> Any:
         """Return all that the state after ``num_tokens`` tokens depends on."""

@@ -1,4 +1,4 @@
-"""The cache core against a brute-force model: random mixtures of live ranges, random lives of requests."""
+"""The cache core: hits, shared pages, room for a lone request, evictions."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvframe.cache.inputs import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.pool import BlockPool
 from kvframe.cache.prefix import PrefixKeys
 from kvframe.plan import KVCachePlan
-from kvframe.specs import KVCacheSpec
-from tests.plans import full, make_plan, ranged
+from kvframe.specs import ENCODER, KVCacheSpec
+from tests.plans import encoder, full, make_plan, ranged, state
 
 SPECS = st.one_of(
     st.builds(full, st.sampled_from([1, 2, 4]), st.integers(1, 3)),
     st.builds(ranged, st.sampled_from([1, 2, 4]), st.integers(1, 3), window=st.integers(1, 9)),
     st.builds(ranged, st.sampled_from([2, 4]), st.just(1), window=st.integers(1, 6), num_sink_tokens=st.integers(1, 5)),
     st.builds(ranged, st.sampled_from([2, 4]), st.just(2), chunk=st.integers(1, 7)),
+    st.builds(state, st.sampled_from([2, 4]), every=st.integers(0, 2)),
 )
 MAX_LEN, CHUNK = 40, 8
 
@@ -50,119 +51,22 @@ def check_pool(pool: BlockPool, plan: KVCachePlan, references: dict[int, int]) -
             assert block_id in references or block_id in pool._cached[group_index]
 
 
-class CacheMachine(RuleBasedStateMachine):
-    """Lives of requests; every page is stamped with what was written, and every live token must still be there."""
-
-    @initialize(
-        specs=st.lists(SPECS, min_size=0, max_size=4),
-        num_slabs=st.integers(4, 24),
-        prefix_caching=st.booleans(),
-    )
-    def build(self, specs: list[KVCacheSpec], num_slabs: int, prefix_caching: bool) -> None:
-        self.plan = make_plan(*specs, num_slabs=num_slabs, max_model_len=MAX_LEN, max_num_batched_tokens=CHUNK)
-        self.manager = self.make_manager(prefix_caching)
-        self.tokens: dict[str, list[int]] = {}
-        self.computed: dict[str, int] = {}
-        self.written: dict[tuple[int, int, int], tuple[int, ...]] = {}
-        self.manager.on_pages_freed = self.pages_freed
-        self.count = 0
-
-    def make_manager(self, prefix_caching: bool) -> KVCacheManager:
-        return KVCacheManager(self.plan, max_num_seqs=4, prefix_caching=prefix_caching)
-
-    def pages_freed(self, group: int, block_ids: list[int]) -> None:
-        for key in [key for key in self.written if key[0] == group and key[1] in block_ids]:
-            del self.written[key]
-
-    @precondition(lambda self: len(self.tokens) < 4)
-    @rule(data=st.data())
-    def start(self, data: st.DataObject) -> None:
-        shared = data.draw(st.integers(0, MAX_LEN - 2))
-        tail = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=MAX_LEN - 1 - shared))
-        self.count += 1
-        name = f"r{self.count}"
-        self.tokens[name] = [7] * shared + tail
-        use_prefix = data.draw(st.booleans())
-        hit = self.manager.start(name, self.tokens[name], use_prefix=use_prefix)
-        assert hit < len(self.tokens[name])
-        assert hit == 0 or use_prefix
-        self.computed[name] = hit
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data())
-    def compute(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.tokens)))
-        tokens, done = self.tokens[name], self.computed[name]
-        if done == len(tokens):
-            if done == MAX_LEN:
-                return
-            tokens.append(data.draw(st.integers(0, 1)))
-        target = min(len(tokens), done + data.draw(st.integers(1, CHUNK)))
-        before = self.manager.block_ids(name)
-        if not self.manager.extend(name, target):
-            assert before == self.manager.block_ids(name)
-            return
-        for group, ids in zip(self.plan.groups, self.manager.block_ids(name), strict=True):
-            size = group.block_size
-            for token in range(done, target):
-                assert ids[token // size]
-                self.written[(group.index, ids[token // size], token % size)] = tuple(tokens[: token + 1])
-            for token in live_tokens(group.spec, done):
-                stamp = self.written[(group.index, ids[token // size], token % size)]
-                assert stamp == tuple(tokens[: token + 1])
-        self.manager.commit(name, tokens, target)
-        self.computed[name] = target
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data())
-    def free(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.tokens)))
-        self.manager.free(name)
-        del self.tokens[name], self.computed[name]
-
-    @rule()
-    def reset(self) -> None:
-        self.manager.reset_prefix_cache()
-
-    @invariant()
-    def pages_are_conserved(self) -> None:
-        if not hasattr(self, "manager"):
-            return
-        references: dict[int, int] = {}
-        for name in self.tokens:
-            row = self.manager.row(name)
-            for group, ids in enumerate(self.manager.block_ids(name)):
-                table = self.manager.tables[group].ids[row]
-                assert [*ids, *[0] * (len(table) - len(ids))] == table.tolist()
-                for block_id in filter(None, ids):
-                    references[block_id] = references.get(block_id, 0) + 1
-        check_pool(self.manager._pool, self.plan, references)
-
-    def teardown(self) -> None:
-        if hasattr(self, "manager"):
-            for name in list(self.tokens):
-                self.manager.free(name)
-            assert self.manager.num_held_pages == 0
-            assert self.manager.usage == 0.0
-
-
-TestCache = CacheMachine.TestCase
-TestCache.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
 @settings(max_examples=60, deadline=None)
 @given(specs=st.lists(SPECS, min_size=1, max_size=4), length=st.integers(1, MAX_LEN), data=st.data())
 def test_a_lone_request_that_fits_never_lacks_a_page(
     specs: list[KVCacheSpec], length: int, data: st.DataObject
 ) -> None:
+    specs = [*specs, encoder()]
+    num_encoded = data.draw(st.integers(1, 24))
     plan = make_plan(*specs, max_model_len=MAX_LEN, max_num_batched_tokens=CHUNK)
-    slabs = plan.num_slabs_for(plan.peak_blocks(length))
+    slabs = plan.num_slabs_for(plan.peak_blocks(length, {ENCODER: num_encoded}))
     manager = KVCacheManager(
         make_plan(*specs, num_slabs=slabs, max_model_len=MAX_LEN, max_num_batched_tokens=CHUNK), max_num_seqs=1
     )
     tokens = list(range(length))
     for repeat in range(2):
-        done = manager.start(str(repeat), tokens, use_prefix=False)
+        inputs = {ENCODER: InputSequence(num_encoded, b"%d" % repeat)}
+        done = manager.start(str(repeat), tokens, use_prefix=False, inputs=inputs)
         while done < length:
             target = min(length, done + data.draw(st.integers(1, CHUNK)))
             assert manager.extend(str(repeat), target)
@@ -188,7 +92,10 @@ def test_a_hit_is_the_longest_prefix_whose_live_ranges_are_held(
     blocks = manager.block_ids("first")
     manager.commit("first", tokens, length)
     manager.free("first")
-    held = [set(range(length // group.block_size)) for group in plan.groups]
+    held = [
+        {index for index, block_id in enumerate(ids[: length // group.block_size]) if block_id}
+        for group, ids in zip(plan.groups, blocks, strict=True)
+    ]
     for group, index in lost:
         if group < len(held) and index in held[group]:
             held[group].discard(index)

@@ -57,6 +57,22 @@ def test_a_negative_number_shares_with_a_layer_before(tmp_path: Path) -> None:
     assert [layer.shares_with for layer in description.layers] == [None, None, "l.0"]
 
 
+def test_a_layer_without_query_and_kv_heads_keeps_a_state(tmp_path: Path) -> None:
+    entries = [
+        {"name": "a", "kind": "state", "head_size": 16},
+        {"name": "b", "kind": "state", "query": {"num_heads": 2}},
+    ]
+    state, attending = read_layer_file(write(tmp_path, {"max_model_len": 8, "layers": entries})).layers
+    assert ({"head_size": 16}, {}) == (state.options, state.query)
+    assert {"num_heads": 2} == attending.query
+
+
+def test_the_longest_input_of_an_encoder_is_given_beside_the_longest_request(tmp_path: Path) -> None:
+    description = read_layer_file(write(tmp_path, {"max_model_len": 8, "max_encoder_len": 1500, "layers": []}))
+    assert {"encoder": 1500} == description.max_input_lens
+    assert {} == read_layer_file(write(tmp_path, {"max_model_len": 8, "layers": []})).max_input_lens
+
+
 def test_toml_says_the_same(tmp_path: Path) -> None:
     text = 'name = "m"\nmax_model_len = 9\n[[layers]]\nname = "a"\nkind = "full_attention"\nnum_kv_heads = 2\n'
     description = read_layer_file(write(tmp_path, text, "layers.toml"))
@@ -80,6 +96,10 @@ def test_a_config_of_a_model_is_no_layer_file(tmp_path: Path) -> None:
         ({"max_model_len": 8, "layer": []}, "there is no key named 'layer'; known: .*; did you mean 'layers'"),
         ({"layers": []}, "max_model_len must be a whole number of at least 1, not None"),
         ({"max_model_len": True, "layers": []}, "max_model_len must be a whole number of at least 1, not True"),
+        (
+            {"max_model_len": 8, "max_encoder_len": 0, "layers": []},
+            "max_encoder_len must be a whole number of at least 1",
+        ),
         ({"max_model_len": 8, "layers": {"a": 1}}, "layers must be a list of tables"),
         ({"max_model_len": 8, "layers": [{"name": "a"}]}, r"layers\[0\].kind must name a cache spec"),
         ({"max_model_len": 8, "layers": [FULL]}, r"layers\[0\] needs a name"),

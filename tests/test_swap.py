@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import invariant, precondition, rule
 from kvframe_transformers.testing import FAMILIES
 
 from kvframe import Engine
@@ -21,127 +20,10 @@ from kvframe.errors import PlanError
 from kvframe.specs import KVCacheSpec
 from tests.plans import full, make_plan, ranged
 from tests.serving import GREEDY, PROMPTS, TinyModel, Tokens, held_pages, ids
-from tests.test_cache import CHUNK, SPECS, CacheMachine, check_pool, live_tokens
+from tests.test_cache import SPECS
 from tests.test_scheduler_under_pressure import MAX_LEN, serve
 
-# --- the cache against a model of it ----------------------------------------------------------------------------------
-
-
-class StampedPages:
-    """Host pages that keep the stamps of ``CacheMachine``; a copy of group ``broken`` stops half-way."""
-
-    def __init__(self, num_slabs: int, written: Callable[[], dict[tuple[int, int, int], Any]]) -> None:
-        self.num_slabs = num_slabs
-        self.stamps: dict[tuple[int, int, int], Any] = {}
-        self.written = written
-        self.broken = -1
-
-    def copy_out(self, group: int, block_ids: Sequence[int], host_ids: Sequence[int]) -> None:
-        self.copy(group, self.written(), block_ids, self.stamps, host_ids)
-
-    def copy_in(self, group: int, host_ids: Sequence[int], block_ids: Sequence[int]) -> None:
-        self.copy(group, self.stamps, host_ids, self.written(), block_ids)
-
-    def copy(self, group: int, source: Any, source_ids: Sequence[int], target: Any, target_ids: Sequence[int]) -> None:
-        if group == self.broken:
-            source_ids = source_ids[: len(source_ids) // 2]
-        moved = dict(zip(source_ids, target_ids, strict=False))
-        for key in [key for key in target if key[0] == group and key[1] in moved.values()]:
-            del target[key]
-        for (owner, page, offset), stamp in source.items():
-            if owner == group and page in moved:
-                target[group, moved[page], offset] = stamp
-        if group == self.broken:
-            raise RuntimeError("the copy failed")
-
-    def pages_freed(self, group: int, host_ids: list[int]) -> None:
-        for key in [key for key in self.stamps if key[0] == group and key[1] in host_ids]:
-            del self.stamps[key]
-
-
-class SwapMachine(CacheMachine):
-    """The lives of ``CacheMachine`` with swaps at any point of them: whatever is live is still there afterwards."""
-
-    def make_manager(self, prefix_caching: bool) -> KVCacheManager:
-        self.host = StampedPages(self.plan.num_slabs // 2, lambda: self.written)
-        self.swapped: dict[str, tuple[list[int], int, list[list[bool]]]] = {}
-        manager = KVCacheManager(self.plan, max_num_seqs=4, prefix_caching=prefix_caching, host_pages=self.host)
-        assert manager._host is not None
-        manager._host._pool.on_pages_freed = self.host.pages_freed
-        return manager
-
-    def resident(self, name: str) -> list[list[bool]]:
-        return [[block_id != 0 for block_id in ids] for ids in self.manager.block_ids(name)]
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data(), broken=st.integers(-1, 3))
-    def swap_out(self, data: st.DataObject, broken: int) -> None:
-        name = data.draw(st.sampled_from(sorted(self.tokens)))
-        before, resident = self.manager.block_ids(name), self.resident(name)
-        self.host.broken = broken
-        try:
-            is_out = self.manager.swap_out(name)
-        except RuntimeError:
-            assert 0 <= broken < len(self.plan.groups)
-            is_out = False
-        if is_out:
-            self.swapped[name] = (self.tokens.pop(name), self.computed.pop(name), resident)
-        else:
-            assert before == self.manager.block_ids(name)
-
-    @precondition(lambda self: self.swapped and len(self.tokens) < 4)
-    @rule(data=st.data(), broken=st.integers(-1, 3), use_prefix=st.booleans())
-    def swap_in(self, data: st.DataObject, broken: int, use_prefix: bool) -> None:
-        name = data.draw(st.sampled_from(sorted(self.swapped)))
-        tokens, done, resident = self.swapped[name]
-        num_tokens = min(len(tokens), done + data.draw(st.integers(1, CHUNK)))
-        self.host.broken = broken
-        try:
-            is_in = self.manager.swap_in(name, num_tokens, use_prefix=use_prefix)
-        except RuntimeError:
-            assert 0 <= broken < len(self.plan.groups)
-            return
-        if is_in:
-            del self.swapped[name]
-            self.tokens[name], self.computed[name] = tokens, done
-            for group, was, now in zip(self.plan.groups, resident, self.resident(name), strict=True):
-                assert was + [True] * max(0, -(-num_tokens // group.block_size) - len(was)) == now
-            for group, block_ids in zip(self.plan.groups, self.manager.block_ids(name), strict=True):
-                size = group.block_size
-                for token in live_tokens(group.spec, done):
-                    assert (
-                        tuple(tokens[: token + 1]) == self.written[group.index, block_ids[token // size], token % size]
-                    )
-
-    @precondition(lambda self: self.swapped)
-    @rule(data=st.data())
-    def drop(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.swapped)))
-        self.manager.free(name)
-        del self.swapped[name]
-
-    @invariant()
-    def host_pages_are_conserved(self) -> None:
-        if not hasattr(self, "manager"):
-            return
-        assert self.manager._host is not None
-        copies = {name: entry.blocks.block_ids for name, entry in self.manager._swapped.items()}
-        assert set(self.swapped) == set(copies)
-        for name, (_, _, resident) in self.swapped.items():
-            assert resident == [[host_id != 0 for host_id in ids] for ids in copies[name]]
-        references = {host_id: 1 for groups in copies.values() for ids in groups for host_id in ids if host_id}
-        check_pool(self.manager._host._pool, self.plan, references)
-
-    def teardown(self) -> None:
-        if hasattr(self, "manager"):
-            for name in list(self.swapped):
-                self.manager.free(name)
-            assert 0 == self.manager.stats.host_bytes_held
-        super().teardown()
-
-
-TestSwap = SwapMachine.TestCase
-TestSwap.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+# --- whatever fails ---------------------------------------------------------------------------------------------------
 
 
 class FailingPages:
