@@ -33,6 +33,12 @@ def test_a_model_runs_without_arguments() -> None:
     assert "64 of 140 prompt tokens came from the prefix cache" == output[-1]
 
 
+def test_texts_are_embedded_as_transformers_does() -> None:
+    output = run("embed_texts.py").splitlines()
+    assert output[5].endswith("tokens of 4 texts in 1 steps, 0 cache bytes")
+    assert output[6].startswith("equal to transformers' embeddings to ")
+
+
 def test_a_missing_model_is_one_sentence() -> None:
     command = [sys.executable, str(EXAMPLES / "run_a_model.py"), "nowhere"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)

@@ -15,6 +15,7 @@ from kvframe.errors import KVFrameError
 
 _COMMANDS: Mapping[str, str] = {
     "generate": "kvframe.cli.generate:generate",
+    "embed": "kvframe.cli.embed:embed",
     "plan": "kvframe.cli.plan:plan",
     "explain": "kvframe.cli.explain:explain",
     "plugins": "kvframe.cli.plugins:plugins",

@@ -12,12 +12,13 @@ from kvframe.errors import RequestError
 _Prompt = TypeVar("_Prompt", str, list[int])
 
 
-def read_prompts(path: Path) -> list[str]:
-    """Return the prompts of a file.
+def read_prompts(path: Path, what: str = "prompt") -> list[str]:
+    """Return the prompts of a file, or other texts.
 
     Args:
         path: ``.json``: a list of strings. ``.jsonl``: on each line a string, or an object with a ``prompt``. Anything
             else: one prompt a line. Empty lines are left out. ``-`` reads lines from standard input.
+        what: What they are called, in the objects and in errors.
 
     Raises:
         RequestError: The file cannot be read or holds something else.
@@ -30,14 +31,14 @@ def read_prompts(path: Path) -> list[str]:
     elif path.suffix == ".jsonl":
         numbered = _lines(text)
         prompts = [_parse(path, f" line {number}", line) for number, line in numbered]
-        prompts = [prompt.get("prompt") if isinstance(prompt, dict) else prompt for prompt in prompts]
+        prompts = [prompt.get(what) if isinstance(prompt, dict) else prompt for prompt in prompts]
         places = [f" line {number}" for number, _ in numbered]
     else:
-        return _some(path, [line for _, line in _lines(text)])
+        return _some(path, [line for _, line in _lines(text)], what)
     for place, prompt in zip(places, prompts, strict=True):
         if not isinstance(prompt, str):
-            raise RequestError(f"{path}{place}: a prompt is a string, not {_shown(prompt)}", code="bad_prompt")
-    return _some(path, prompts)
+            raise RequestError(f"{path}{place}: a {what} is a string, not {_shown(prompt)}", code="bad_prompt")
+    return _some(path, prompts, what)
 
 
 def read_prompt_token_ids(path: Path) -> list[list[int]]:
@@ -68,7 +69,7 @@ def read_prompt_token_ids(path: Path) -> list[list[int]]:
                 f"{path}{place}: a prompt is a list of token ids (whole numbers), not {_shown(prompt)}",
                 code="bad_prompt",
             )
-    return _some(path, data)
+    return _some(path, data, "prompt")
 
 
 def _read(path: Path) -> str:
@@ -91,9 +92,9 @@ def _parse(path: Path, place: str, text: str) -> Any:
         raise RequestError(f"{path}{place} is no valid JSON: {error}", code="bad_prompt") from error
 
 
-def _some(path: Path, prompts: list[_Prompt]) -> list[_Prompt]:
+def _some(path: Path, prompts: list[_Prompt], what: str) -> list[_Prompt]:
     if not prompts:
-        raise RequestError(f"{path} holds no prompt", code="bad_prompt")
+        raise RequestError(f"{path} holds no {what}", code="bad_prompt")
     return prompts
 
 
