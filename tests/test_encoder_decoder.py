@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -11,6 +12,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 from kvframe_transformers.testing import ENCODER_DECODER_FAMILIES, MORE_ENCODER_DECODER_FAMILIES, save_tiny
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import models as tokenizer_models
+from transformers import PreTrainedTokenizerFast
 
 from kvframe import Engine, Prompt, RequestOutput, SamplingParams
 from kvframe.cli import main
@@ -419,6 +423,61 @@ def test_arrays_and_tensors_are_one_input_whatever_their_dtype_says(models: Any)
         outputs = engine.generate([mel, mel[0], mel.numpy(), mel.double()], GREEDY)
         assert 1 == len({output.token_ids for output in outputs})
         assert 4 == engine.stats().peak_blocks_held[cross_group(engine)]
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """A random BART with a byte-pair tokenizer."""
+    path = tmp_path_factory.mktemp("texts")
+    tokenizer = Tokenizer(tokenizer_models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([TEXT], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    return TinyModel.save(path, "bart", vocab_size=300)
+
+
+TEXT = "The encoder reads this sentence once, however many requests bring it. " * 3
+
+
+def expected_text(model: TinyModel, encoder: str, decoder: str | None, num_new_tokens: int) -> str:
+    loaded: Any = model.loaded
+    prompt = Prompt(encoder=loaded.encode(encoder), decoder=loaded.start_token_ids(decoder))
+    text = loaded.decode(generated(model, "bart", prompt, num_new_tokens))
+    assert isinstance(text, str)
+    return text
+
+
+def test_text_goes_to_the_encoder_and_a_text_for_the_decoder_is_continued(texts: TinyModel) -> None:
+    asked = [("The encoder reads", None), ("this sentence once", "however many")]
+    expected = [expected_text(texts, encoder, decoder, 12) for encoder, decoder in asked]
+    with texts.engine() as engine:
+        params = SamplingParams(max_new_tokens=12)
+        outputs = engine.generate([asked[0][0], Prompt(encoder=asked[1][0], decoder=asked[1][1])], params)
+        assert expected == [output.text for output in outputs]
+        pieces = [output.new_text for output in engine.stream(asked[0][0], params)]
+        assert expected[0] == "".join(pieces)
+
+
+def test_generate_reads_text_at_the_command_line(texts: TinyModel) -> None:
+    expected = expected_text(texts, "bring it.", None, 6)
+    arguments = ["--prompt", "bring it.", "--max-new-tokens", "6", "--memory", "4MiB", "--json"]
+    done = CliRunner().invoke(main, ["generate", str(texts.path), *arguments])
+    assert 0 == done.exit_code, done.output
+    (output,) = json.loads(done.output)["outputs"]
+    assert (expected, [START]) == (output["text"], output["prompt_token_ids"])
+
+
+def test_text_for_an_encoder_of_sound_is_refused_at_the_command_line(tmp_path: Any) -> None:
+    save_tiny(tmp_path, "whisper")
+    done = CliRunner().invoke(main, ["generate", str(tmp_path), "--prompt", "some text", "--memory", "4MiB"])
+    assert 1 == done.exit_code
+    assert "reads features (input_features), a tensor or an array of numbers, not text" in done.output
 
 
 # --- at the command line ----------------------------------------------------------------------------------------------

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvframe.cache.inputs import InputSequence
-from kvframe.engine.progress import NO_SEQUENCES
+from kvframe.engine.progress import NO_INPUTS, NO_SEQUENCES
 from kvframe.engine.request import Request, SamplingParams
 from kvframe.engine.scheduler import ScheduledStep, Scheduler
+from kvframe.model.adapter import ModelInput
 
 
 class CountingCache:
@@ -68,11 +69,22 @@ class CountingCache:
         return 0
 
 
-def request(name: str, num_prompt_tokens: int, max_new_tokens: int = 4, first: int | None = None) -> Request:
+def request(
+    name: str,
+    num_prompt_tokens: int,
+    max_new_tokens: int = 4,
+    first: int | None = None,
+    inputs: Mapping[str, ModelInput] = NO_INPUTS,
+) -> Request:
     """Return a request whose prompt starts with ``first``, so that only those with the same one share a prefix."""
     tokens = [hash(name) if first is None else first, *range(1, num_prompt_tokens)]
     params = SamplingParams(max_new_tokens=max_new_tokens)
-    return Request.create(name, tokens, params, eos_token_ids=frozenset(), max_model_len=100)
+    return Request.create(name, tokens, params, eos_token_ids=frozenset(), max_model_len=100, inputs=inputs)
+
+
+def encoder(key: str, num_tokens: int = 5) -> dict[str, ModelInput]:
+    """Return an input for an encoder; those of one ``key`` are the same."""
+    return {"encoder": ModelInput(num_tokens=num_tokens, key=key.encode(), data=None)}
 
 
 def scheduler(cache: CountingCache, *requests: Request, seqs: int = 8, tokens: int = 16, shared: int = 0) -> Scheduler:
@@ -345,3 +357,58 @@ def test_every_request_ends_in_turn_and_every_block_comes_back(
     assert [each.request_id for each in requests] == started
     assert [prompt + new for prompt, new in lengths] == [len(each.token_ids) for each in requests]
     assert (num_blocks, {}) == (cache.num_free, cache.held)
+
+
+# --- inputs beside a request's tokens ---------------------------------------------------------------------------------
+
+
+def test_a_request_waits_one_step_for_an_input_that_is_being_computed() -> None:
+    requests = [request(name, 2, inputs=encoder("one")) for name in "abc"]
+    made = scheduler(CountingCache(), *requests, shared=4)
+    assert [{"a": 2}, {"a": 1, "b": 2, "c": 2}] == run(made, 2)
+    assert 5 == made.stats.computed_input_tokens
+
+
+def test_a_request_with_another_input_does_not_wait_though_its_tokens_are_the_same() -> None:
+    requests = [request(name, 6, first=1, inputs=encoder(name)) for name in "ab"]
+    made = scheduler(CountingCache(), *requests, shared=4)
+    assert [{"a": 6, "b": 6}] == run(made, 1)
+    assert 10 == made.stats.computed_input_tokens
+
+
+def test_a_request_waits_for_the_tokens_of_one_with_an_equal_input() -> None:
+    cache = CountingCache()
+    requests = [request(name, 6, first=1, inputs=encoder("one")) for name in "ab"]
+    cache.stored_inputs |= {*requests[0].input_sequences.values()}
+    assert [{"a": 6}, {"a": 1, "b": 6}] == run(scheduler(cache, *requests, shared=4), 2)
+
+
+def test_nobody_waits_where_nothing_is_shared() -> None:
+    requests = [request(name, 2, inputs=encoder("one")) for name in "ab"]
+    assert [{"a": 2, "b": 2}] == run(scheduler(CountingCache(), *requests), 1)
+
+
+def test_a_step_computes_as_many_tokens_of_inputs_as_of_requests_or_a_single_longer_input() -> None:
+    lengths = {"a": 20, "b": 10, "c": 6, "d": 1}
+    requests = [request(name, 1, 2, inputs=encoder(name, length)) for name, length in lengths.items()]
+    made = scheduler(CountingCache(), *requests, tokens=16)
+    assert [{"a": 1}, {"a": 1, "b": 1, "c": 1}, {"b": 1, "c": 1, "d": 1}] == run(made, 3)
+
+
+def test_what_a_request_computes_of_its_inputs_is_said_of_the_step_alone() -> None:
+    each = request("a", 20, inputs=encoder("one"))
+    made = scheduler(CountingCache(), each)
+    step = made.schedule()
+    assert step is not None
+    assert frozenset({"encoder"}) == each.new_inputs
+    made.complete(step, [])
+    assert frozenset() == each.new_inputs
+
+
+def test_a_request_that_is_preempted_brings_its_input_again() -> None:
+    cache = CountingCache(num_blocks=4)
+    made = scheduler(cache, request("a", 8, 5), request("b", 7, 3, inputs=encoder("one")))
+    run(made, 1)
+    cache.stored_inputs.clear()
+    run(made, 6)
+    assert (1, 10) == (made.stats.preemptions, made.stats.computed_input_tokens)

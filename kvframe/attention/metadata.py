@@ -50,7 +50,8 @@ NUM_ACCEPTED_TOKENS = "num_accepted_tokens"
 """Extension ``[num_reqs], int32``: draft tokens of the last step that were accepted."""
 
 ENCODER_SEQ_LENS = "encoder_seq_lens"
-"""Extension ``[num_reqs], int32``: tokens of each request's encoder sequence; 0 for none."""
+"""Extension ``[num_reqs], int32``: tokens of each request's encoder sequence; 0 for none. For backends and wrappers of
+layers over a request's own tokens that want to know them; where keys are the encoder's, ``seq_lens`` says the same."""
 
 
 def change_extensions(

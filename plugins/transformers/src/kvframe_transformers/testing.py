@@ -287,7 +287,7 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     return model
 
 
-def save_tiny(path: Path, family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+def save_tiny(path: Path | str, family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Save ``tiny_model(family, seed, **overrides)`` as a checkpoint folder and return the model.
 
     Args:

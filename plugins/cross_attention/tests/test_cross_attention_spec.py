@@ -1,0 +1,78 @@
+"""Cross attention's live ranges in plain numbers, and the backends that serve it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+from kvframe_cross_attention import CrossAttentionSpec
+
+import kvframe
+from kvframe.builtin.full_attention import FullAttentionSpec
+from kvframe.errors import PlanError
+from kvframe.specs import ENCODER, TOKENS, AttentionMask, LayerSpec, QuerySpec
+from kvframe.testing.laws import check_spec
+
+CROSS = CrossAttentionSpec(block_size=4, num_kv_heads=2, head_size=8)
+QUERY = QuerySpec(num_heads=4, head_size=8, scale=0.3)
+
+
+def test_the_spec_keeps_the_laws() -> None:
+    check_spec(CROSS)
+
+
+@pytest.mark.parametrize(("n", "expected"), [(0, ()), (1, ((0, 1),)), (1500, ((0, 1500),))])
+def test_all_of_the_encoders_tokens_are_live(n: int, expected: tuple[tuple[int, int], ...]) -> None:
+    assert expected == CROSS.live_ranges(n)
+
+
+def test_it_is_about_the_encoders_sequence_and_knows_no_order() -> None:
+    assert (ENCODER, AttentionMask(causal=False)) == (CROSS.sequence, CROSS.mask)
+
+
+def test_it_shares_no_group_with_full_attention_and_keeps_its_form_without_hybrid() -> None:
+    layers = [
+        LayerSpec(name="self", spec=FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=8), query=QUERY),
+        LayerSpec(name="cross", spec=CROSS, query=QUERY),
+        LayerSpec(name="self.1", spec=FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=8), query=QUERY),
+        LayerSpec(name="cross.1", spec=CROSS, query=QUERY),
+    ]
+    for hybrid in (True, False):
+        groups = kvframe.group_layers(layers, hybrid=hybrid).groups
+        assert [("self", "self.1"), ("cross", "cross.1")] == [group.layers for group in groups]
+        assert [TOKENS, ENCODER] == [group.spec.sequence for group in groups]
+
+
+def test_a_request_holds_the_blocks_of_its_encoders_tokens_however_long_it_is() -> None:
+    layers = [
+        LayerSpec(name="self", spec=FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=8), query=QUERY),
+        LayerSpec(name="cross", spec=CROSS, query=QUERY),
+    ]
+    grouping = kvframe.group_layers(layers)
+    limits = {"memory_bytes": 2**20, "max_model_len": 448, "max_num_batched_tokens": 64}
+    plan = kvframe.plan_cache(grouping, max_input_lens={ENCODER: 30}, **limits)
+    assert (112, 8) == plan.peak_blocks(448)
+    assert (1, 8) == plan.peak_blocks(1)
+    assert (1, 3) == plan.peak_blocks(1, {ENCODER: 9})
+    with pytest.raises(PlanError, match="max_encoder_len"):
+        kvframe.plan_cache(grouping, **limits)
+
+
+@pytest.mark.parametrize("backend", ["torch", "torch_reference"])
+def test_the_built_in_backends_serve_it(backend: str) -> None:
+    backend_class = kvframe.load_plugins().registry.backends.load(backend)
+    assert [] == backend_class.capabilities.refusals(LayerSpec(name="cross", spec=CROSS, query=QUERY), "cpu")
+
+
+def test_the_distribution_registers_the_spec_under_its_kind() -> None:
+    (entry,) = entry_points(group="kvframe.v1", name="cross_attention")
+    assert "kvframe_cross_attention.plugin" == entry.value
+    assert CrossAttentionSpec is kvframe.load_plugins().registry.specs.load(CrossAttentionSpec.kind)
+
+
+def test_the_manifest_imports_nothing_heavy() -> None:
+    code = "import sys, kvframe_cross_attention.spec; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "[]\n" == done.stdout
