@@ -345,11 +345,18 @@ def test_repeated_queries_are_not_taken_for_tokens_that_are_not_computed() -> No
     torch.testing.assert_close(attend(TorchBackend, layer_of(causal=False), common), expected)
 
 
-def test_a_bias_that_differs_from_head_to_head_takes_no_more_memory_than_a_mask() -> None:
-    query = QuerySpec(num_heads=64, head_size=4, scale=0.5, relative_bias=RelativeBias(num_buckets=4, max_distance=9))
+def test_a_bias_that_differs_from_head_to_head_takes_as_much_memory_as_a_mask() -> None:
+    bias = RelativeBias(num_buckets=4, max_distance=9)
+    query = QuerySpec(num_heads=64, head_size=4, scale=0.5, relative_bias=bias)
     layer = attrs.evolve(layer_of(num_kv_heads=64), query=query)
-    built = TorchBackend([layer], CPU).make_builder().build(metadata_of([Request(0, 16)]))
-    assert ({4}, 4) == ({piece.num_queries for piece in built.pieces}, sum(piece.num_tiles for piece in built.pieces))
+    steps = [metadata_of([Request(4000, 256)] * 4), metadata_of([Request(4000, 1)] * 100)]
+    built = [TorchBackend([layer], CPU).make_builder().build(step) for step in steps]
+    sizes = [[piece.num_tiles * piece.num_queries * piece.num_keys for piece in each.pieces] for each in built]
+    assert [1024, 100] == [sum(piece.num_tiles * piece.num_queries for piece in each.pieces) for each in built]
+    assert max(64 * size for each in sizes for size in each) <= 1 << 24
+    assert {32} == {piece.num_queries for piece in built[0].pieces}
+    # Decodes are as many to a piece as without a bias.
+    assert 7 == len(sizes[1])
 
 
 def test_tokens_of_requests_without_keys_are_not_computed() -> None:
@@ -389,7 +396,8 @@ def test_a_step_without_a_token_for_any_request_gives_zeros(backend: type[Attent
 
 def cut(num_queries: IntArray, num_keys: IntArray, free_padding: int) -> tuple[IntArray | None, IntArray]:
     """Return how tiles of one segment are cut."""
-    return cut_batches(np.zeros_like(num_keys), num_queries, num_keys, np.full_like(num_keys, free_padding))
+    zeros = np.zeros_like(num_keys)
+    return cut_batches(zeros, num_queries, num_keys, np.full_like(num_keys, free_padding), zeros)
 
 
 @any_time
@@ -422,7 +430,11 @@ def test_other_lengths_are_cut_from_the_longest_down() -> None:
 
 def test_tiles_of_different_segments_are_not_mixed() -> None:
     order, bounds = cut_batches(
-        np.array([0, 0, 2, 2, 2]), np.array([1, 1, 1, 1, 1]), np.array([100, 90, 10, 95, 90]), np.zeros(5, dtype=int)
+        np.array([0, 0, 2, 2, 2]),
+        np.array([1, 1, 1, 1, 1]),
+        np.array([100, 90, 10, 95, 90]),
+        np.zeros(5, dtype=int),
+        np.zeros(5, dtype=int),
     )
     assert order is not None
     assert ([0, 1, 3, 4, 2], [0, 2, 4, 5]) == (order.tolist(), bounds.tolist())

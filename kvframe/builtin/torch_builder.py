@@ -23,8 +23,10 @@ from kvframe.builtin.torch_tiles import NO_LIMIT, IntArray, Rules
 from kvframe.specs import LayerSpec
 
 MAX_FOLDED_QUERIES = 256
-"""Rows of a masked tile, the queries of one KV head's group side by side: bounds the mask's memory. Where a
-learned bias makes the mask differ from head to head, those of all heads."""
+"""Rows of a masked tile, the queries of one KV head's group side by side: bounds the mask's memory."""
+
+MAX_BIASED_QUERIES = 2048
+"""Rows of a tile with a learned bias, which differs from head to head: the queries of all heads."""
 
 FREE_PADDING_ELEMENTS = 3 << 17
 """Key and value elements that decodes may gather in vain before a second piece, with its own calls, costs less."""
@@ -65,7 +67,8 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         assert mask is not None
         group_size = layer.query.num_heads // state["k"].shape[1]
         bias = layer.query.relative_bias
-        masked_heads = group_size if bias is None else layer.query.num_heads
+        biased_heads = 0 if bias is None else layer.query.num_heads
+        max_rows = MAX_FOLDED_QUERIES // group_size
         token_elements = sum(math.prod(tensor.shape[1:]) for tensor in state.values())
         self._rules = Rules(
             causal=mask.causal,
@@ -73,8 +76,9 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
             num_sink_tokens=0 if mask.window is None else mask.num_sink_tokens,
             takes_causal=layer.query.soft_cap is None and not layer.query.has_sinks and bias is None,
             group_size=group_size,
-            max_queries=max(1, MAX_FOLDED_QUERIES // masked_heads),
+            max_queries=max(1, min(max_rows, MAX_BIASED_QUERIES // biased_heads) if biased_heads else max_rows),
             free_padding=FREE_PADDING_ELEMENTS // token_elements,
+            biased_heads=biased_heads,
             max_distance=0 if bias is None else bias.max_distance,
         )
         self._dtype: torch.dtype = getattr(torch, state["k"].dtype)

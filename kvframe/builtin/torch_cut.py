@@ -11,12 +11,15 @@ from kvframe.builtin.torch_tiles import IntArray
 MAX_PIECE_KEYS = 1 << 16
 """Gathered tokens of a piece of more than one tile: bounds the gathered copy's memory."""
 
+MAX_BIAS_ELEMENTS = 1 << 24
+"""Elements of a learned bias of a piece of more than one tile: as many as a mask has at most."""
+
 MAX_KINDS = 1 << 6
 """More than there are powers of two that lengths, or numbers of queries, differ by."""
 
 
 def cut_batches(
-    segment: IntArray, num_queries: IntArray, num_keys: IntArray, free_padding: IntArray
+    segment: IntArray, num_queries: IntArray, num_keys: IntArray, free_padding: IntArray, biased_heads: IntArray
 ) -> tuple[IntArray | None, IntArray]:
     """Cut tiles into dense batches, in which padding is less than half of the keys and the queries, or little.
 
@@ -25,6 +28,7 @@ def cut_batches(
         num_queries: ``[num_tiles]``: queries of each tile.
         num_keys: ``[num_tiles]``: tokens that each reads.
         free_padding: ``[num_tiles]``: tokens that a batch of single queries may read in vain, alike in a segment.
+        biased_heads: ``[num_tiles]``: heads with a learned bias of their own, 0 without; alike in a segment.
 
     Returns:
         The order of tiles, None where they stay as they are; where each batch starts in it, and the end.
@@ -36,7 +40,10 @@ def cut_batches(
     uniform = 2 * np.minimum.reduceat(num_keys, starts) > longest
     uniform &= 2 * np.minimum.reduceat(num_queries, starts) > widest
     uniform |= (widest == 1) & (waste <= free_padding[starts])
-    uniform &= counts * longest <= MAX_PIECE_KEYS
+    limit = np.full_like(longest, MAX_PIECE_KEYS)
+    if biased_heads.any():
+        np.minimum(limit, MAX_BIAS_ELEMENTS // np.maximum(1, widest * biased_heads[starts]), out=limit)
+    uniform &= counts * longest <= limit
     uniform |= counts == 1
     if uniform.all():
         return None, edges
@@ -54,12 +61,14 @@ def cut_batches(
     order = np.arange(len(segment))
     order[rest] = rest[by_length]
     run[rest] = run[rest][by_length]
+    limits = limit.repeat(counts)
     bounds = [0]
     for start, stop in itertools.pairwise(_edges(run).tolist()):
         if keeps[start]:
             bounds.append(stop)
         while bounds[-1] < stop:
-            count = max(1, MAX_PIECE_KEYS // int(num_keys[order[bounds[-1]]]))
+            tile = order[bounds[-1]]
+            count = max(1, int(limits[tile]) // int(num_keys[tile]))
             bounds.append(min(stop, bounds[-1] + count))
     return order, np.array(bounds)
 

@@ -70,7 +70,9 @@ class Layout:
         spans = Spans.of(tiles, rules, causal, block_size)
         segment = NUM_KINDS * tiles.group + tiles.kind
         free_padding = np.array([each.free_padding for each in rules])[tiles.group]
-        order, bounds = cut_batches(segment, tiles.num_queries, spans.num_pages * block_size, free_padding)
+        biased_heads = np.array([each.biased_heads for each in rules])[tiles.group]
+        num_keys = spans.num_pages * block_size
+        order, bounds = cut_batches(segment, tiles.num_queries, num_keys, free_padding, biased_heads)
         if order is not None:
             tiles, spans = tiles.take(order), spans.take(order)
         starts, counts = bounds[:-1], bounds[1:] - bounds[:-1]

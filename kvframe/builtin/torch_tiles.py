@@ -38,7 +38,8 @@ class Rules:
         group_size: Query heads of each KV head.
         max_queries: Queries of a masked tile at most.
         free_padding: Tokens that a piece of single queries may gather in vain.
-        max_distance: The distances up to which a learned bias tells keys apart; 0 without such a bias.
+        biased_heads: Query heads with a learned bias of their own; 0 without such a bias.
+        max_distance: The distances up to which it tells keys apart; 0 likewise.
     """
 
     causal: bool
@@ -48,6 +49,7 @@ class Rules:
     group_size: int
     max_queries: int
     free_padding: int
+    biased_heads: int
     max_distance: int
 
 
