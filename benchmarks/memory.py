@@ -67,6 +67,7 @@ MODELS = (
     Model("Falcon-H1 7B", "falcon_h1_7b.toml", has_states=True),
     Model("Phi-4-mini-flash", "phi_4_mini_flash.toml", has_states=True),
     Model("DeepSeek-V3", "deepseek_v3.toml"),
+    Model("Whisper large v3", "whisper_large_v3.toml"),
 )
 
 

@@ -196,6 +196,20 @@ def test_states_are_planned_by_request_and_keys_by_token(tmp_path: Path) -> None
     assert "  one more token  1.00 KiB while every group keeps it\n" in shown
 
 
+def test_inputs_are_planned_by_their_own_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "encoder.json"
+    cross = {"name": "c.{}", "count": 2, "kind": "cross_attention", "num_kv_heads": 2, "head_size": 64}
+    layers = [{"name": "l", **FULL}, cross]
+    path.write_text(json.dumps({**LAYERS, "max_encoder_len": 100, "layers": layers}))
+    plan = run_json("plan", path, "--memory", "8MiB")
+    assert (1024, 0, {"encoder": 2048}) == tuple(
+        plan[name] for name in ("bytes_per_token", "bytes_per_request", "bytes_per_input_token")
+    )
+    assert "every encoder token" == plan["groups"][1]["live_range"]["words"]
+    shown = run("plan", path, "--memory", "8MiB").stdout
+    assert "  one encoder token  2.00 KiB; 200.00 KiB for the most of them, 100\n" in shown
+
+
 def test_layers_with_different_windows_in_one_group_are_told_so(tmp_path: Path) -> None:
     path = tmp_path / "windows.json"
     wide = {"name": "wide", **WINDOW, "window": 512}
