@@ -191,7 +191,7 @@ class KVCacheSpec(ABC):
 
         The state after token ``p`` lies in the page of its block, at ``p % states_per_block``. More than one lets a
         step be taken back in part: after fewer tokens than were computed, as many as are kept beside the last, the
-        request goes on from the state that it had there.
+        request goes on from the state that it had there. Not so its first step.
         """
         return 1
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from kvframe_transformers.testing import STATE_FAMILIES
+from kvframe_transformers.testing import MORE_STATE_FAMILIES, STATE_FAMILIES
 
-from kvframe import Engine, SamplingParams
+from kvframe import Engine, SamplingParams, Stack
 from kvframe.attention.state import StateRound, StateRun
 from kvframe.errors import ModelError
 from tests.serving import GREEDY, PROMPTS, TinyModel, ids, served
@@ -39,6 +39,13 @@ def test_any_chunk_and_block_size_gives_the_tokens_of_generate(
     with models(family).engine(states={"checkpoints": checkpoints}, **options) as engine:
         assert expected == served(engine)
         assert expected == served(engine)  # what the first round left behind is used, and is right
+
+
+@pytest.mark.parametrize("family", MORE_STATE_FAMILIES)
+def test_families_that_no_code_names_give_the_tokens_of_generate(models: Any, references: Any, family: str) -> None:
+    expected = references(family)
+    with models(family).engine(block_size=5, max_num_batched_tokens=24, max_num_seqs=4, self_check=True) as engine:
+        assert expected == served(engine)
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
@@ -94,6 +101,22 @@ def test_a_state_that_is_not_read_would_show(
     )
     with models(family).engine() as engine:
         assert expected != served(engine)
+
+
+@ALL
+def test_a_bfloat16_model_passes_the_self_check_and_keeps_the_scans_state_in_float32(models: Any, family: str) -> None:
+    stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "engine": {"dtype": "bfloat16"}})
+    with Engine.from_pretrained(models(family).path, stack=stack) as engine:
+        (output,) = engine.generate([PROMPTS[3]], GREEDY)
+        assert "length" == output.finish_reason
+        kept = {
+            (name, tensor.dtype)
+            for group in engine.plan.groups
+            if group.spec.kind == "mamba"
+            for layer in group.layers
+            for name, tensor in engine._storage.views[layer].items()
+        }
+    assert {("conv_0", torch.bfloat16)} | ({("recurrent_0", torch.float32)} if family != "lfm2" else set()) == kept
 
 
 def test_a_mixer_that_is_called_outside_of_its_engine_says_so(models: Any) -> None:

@@ -47,7 +47,7 @@ def test_refused_drafts_leave_no_trace(models: Any, family: str, checkpoints: st
             for name, tokens in truth.items():
                 start = done[name]
                 if start == 0:
-                    # Prompts of 9, 17 and 4 tokens; the last of them in rounds, as drafts are.
+                    # Prompts of 9, 17 and 4 tokens.
                     accepted[name] = {"a": 9, "b": 17, "c": 4}[name]
                     fed[name] = (0, tokens[: accepted[name]])
                 elif start < len(tokens):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import attrs
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +19,7 @@ from kvframe.attention.selection import select_backends
 from kvframe.attention.skipping import find_skippable_layers
 from kvframe.attention.state import StateRun, StateStep
 from kvframe.attention.step import StepBatch, build_metadata
+from kvframe.cli import main
 from kvframe.errors import BackendError
 from kvframe.plugins import load_plugins
 from kvframe.specs import KVCacheSpec, LayerSpec, StateTensor, TokenRange
@@ -80,12 +84,16 @@ def rounds_of(step: StateStep) -> list[list[tuple[int, ...]]]:
 
 
 def test_single_tokens_of_all_requests_are_one_round() -> None:
-    # Within block 1; at the start of block 2; the first token of all.
-    step = step_of([(5, 1), (8, 1), (0, 1)], [[0, 11, 0], [0, 21, 22], [30, 0, 0]])
+    # Within block 1; at the start of block 2; the second token of all.
+    step = step_of([(5, 1), (8, 1), (1, 1)], [[0, 11, 0], [0, 21, 22], [30, 0, 0]])
     assert [[(0, 11, 0, 11, 0), (1, 21, 0, 22, 0), (2, 30, 0, 30, 0)]] == rounds_of(step)
-    assert step.rounds[0].is_first is not None
-    assert [False, False, True] == step.rounds[0].is_first.tolist()
     assert () == step.runs
+
+
+def test_a_token_without_a_past_is_a_run() -> None:
+    step = step_of([(5, 1), (0, 1)], [[0, 11], [30, 0]])
+    assert [[(0, 11, 0, 11, 0)]] == rounds_of(step)
+    assert (StateRun(1, 2, None, (30, 0)),) == step.runs
 
 
 def test_a_prompt_is_cut_where_a_block_with_a_page_ends() -> None:
@@ -186,7 +194,9 @@ def test_any_steps_leave_in_every_page_what_one_token_after_the_other_gives(
         for page, before in full_pages.items():
             assert torch.equal(before.nan_to_num(), pages["sum"][page].nan_to_num())
         for row, start, (count, rejected) in zip(rows, starts, requests.values(), strict=True):
-            in_rounds = count <= num_states and table[row, np.arange(start, start + count) // block_size].all()
+            in_rounds = (
+                0 < start and count <= num_states and table[row, np.arange(start, start + count) // block_size].all()
+            )
             taken_back = min(rejected, count - 1) if in_rounds else 0
             computed[row] = int(start) + count - taken_back
             for block in range(start // block_size, -(-computed[row] // block_size)):
@@ -226,8 +236,7 @@ def test_every_sub_batch_has_its_own_part_of_the_step() -> None:
     bench.attention.begin_step(metadata, [(0, 2), (2, 3)], batch=batch, tables=bench.manager.tables)
     first = bench.attention.states["s"].step
     assert first is bench.attention.states["t"].step
-    assert [(0, 4), (4, 6)] == [(piece.start, piece.stop) for piece in first.runs]
-    assert [[6]] == [each.rows.tolist() for each in first.rounds]
+    assert [(0, 4), (4, 6), (6, 7)] == [(piece.start, piece.stop) for piece in first.runs]
     bench.attention.select_sub_batch(1)
     (piece,) = bench.attention.states["s"].step.runs
     page = bench.manager.block_ids("2")[1][0]
@@ -262,3 +271,48 @@ def test_a_state_layer_needs_every_token_and_so_do_the_layers_before_it() -> Non
     shared = [layer("b", full(), "a"), layer("c", full(), "a")]
     assert ("b", "c") == find_skippable_layers([states("s"), layer("a", full()), *shared])
     assert ("c",) == find_skippable_layers([layer("a", full()), shared[0], states("s"), shared[1]])
+
+
+# --- in a layer file --------------------------------------------------------------------------------------------------
+
+LAYER_FILE = """
+max_model_len = 4096
+
+[[layers]]
+name = "layers.{}.mixer"
+count = 3
+kind = "mamba"
+conv_shapes = [[128, 4]]
+recurrent_shapes = [[8, 16, 64]]
+recurrent_dtypes = ["float32"]
+
+[[layers]]
+name = "layers.{}.attention"
+kind = "full_attention"
+num_kv_heads = 2
+head_size = 64
+"""
+
+
+def test_a_layer_file_states_layers_without_a_query_side(tmp_path: Path) -> None:
+    file = tmp_path / "hybrid.toml"
+    file.write_text(LAYER_FILE)
+    result = CliRunner().invoke(main, ["plan", str(file), "--memory", "64MiB", "--dtype", "bfloat16", "--json"])
+    assert 0 == result.exit_code, result.output
+    states, keys = json.loads(result.stdout)["groups"]
+    assert ["layers.0.mixer", "layers.1.mixer", "layers.2.mixer"] == states["layers"]
+    # 128 x 4 numbers of the model's two bytes, 8 x 16 x 64 of four.
+    assert 3 * (128 * 4 * 2 + 8 * 16 * 64 * 4) == states["page_bytes"]
+    assert (4, 256) == (states["peak_blocks"], keys["peak_blocks"])
+
+
+def test_explain_says_that_the_model_computes_them(tmp_path: Path) -> None:
+    file = tmp_path / "hybrid.toml"
+    file.write_text(LAYER_FILE)
+    result = CliRunner().invoke(main, ["explain", str(file)])
+    assert 0 == result.exit_code, result.output
+    assert "computed by the model" in result.output
+    result = CliRunner().invoke(main, ["explain", str(file), "--json"])
+    layers = json.loads(result.stdout)["layers"]
+    assert [None, None, None, "kvframe:torch"] == [each["backend"] for each in layers]
+    assert ("mamba", [], []) == (layers[0]["kind"], layers[0]["wrappers"], layers[0]["others"])

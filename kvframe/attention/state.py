@@ -22,17 +22,16 @@ IntArray = npt.NDArray[np.int64]
 States = dict[str, torch.Tensor]
 
 
-@attrs.frozen(eq=False, slots=False)
+@attrs.frozen(eq=False)
 class StateRound:
     """One token of each of several requests, to be computed together.
 
     Attributes:
         rows: ``[num_rows], int64, device``: the packed tokens, each of another request.
-        source_pages: ``[num_rows], int64, device``: the page with the state before the token.
+        source_pages: ``[num_rows], int64, device``: the page with the state before the token; there is one.
         source_places: ``[num_rows], int64, device``: which of the page's states that is.
         target_pages: ``[num_rows], int64, device``: the page that gets the state after the token; no two are one.
         target_places: ``[num_rows], int64, device``: which of its states.
-        is_first: ``[num_rows], bool, device``: whether nothing is before the token; None where something always is.
     """
 
     rows: torch.Tensor
@@ -40,15 +39,10 @@ class StateRound:
     source_places: torch.Tensor
     target_pages: torch.Tensor
     target_places: torch.Tensor
-    is_first: torch.Tensor | None
 
     def read(self, pages: KVCache) -> States:
-        """Return the states before the tokens, zero where there is none: copies ``[num_rows, *shape]`` by name."""
-        found = {name: tensor[self.source_pages, self.source_places] for name, tensor in pages.items()}
-        if self.is_first is not None:
-            for states in found.values():
-                states.masked_fill_(self.is_first.view(-1, *(1,) * (states.dim() - 1)), 0)
-        return found
+        """Return the states before the tokens: copies ``[num_rows, *shape]`` by name."""
+        return {name: tensor[self.source_pages, self.source_places] for name, tensor in pages.items()}
 
     def write(self, pages: KVCache, states: Mapping[str, torch.Tensor]) -> None:
         """Write the states after the tokens, ``[num_rows, *shape]`` by name, into their pages."""
@@ -94,8 +88,8 @@ class StateStep:
     of the step wrote, so they are taken in order: all rounds, then all runs.
 
     Attributes:
-        rounds: Tokens of requests with few: the first of each, the second of those that have one, and so on.
-        runs: The tokens of the other requests, cut where a state is kept.
+        rounds: Tokens of requests that go on by few: the first of each, the second of those that have one, and so on.
+        runs: The tokens of the other requests, cut where a state is kept; those of a request without a past among them.
     """
 
     rounds: tuple[StateRound, ...]
@@ -149,8 +143,8 @@ class _Places:
         return pages, positions % self.spec.states_per_block
 
     def in_rounds(self) -> npt.NDArray[np.bool_]:
-        """Return for each request whether a page has a place for the state after each of its tokens."""
-        fits = self.query_lens <= self.spec.states_per_block
+        """Return for each request whether it has a past, and pages a place for the state after each of its tokens."""
+        fits = (self.query_lens <= self.spec.states_per_block) & (self.num_computed > 0)
         for index in range(1, self.num_rounds(fits)):
             # Without a page for it, the state before a later token would be lost.
             requests = np.flatnonzero(fits & (self.query_lens > index))
@@ -167,21 +161,10 @@ def _round(places: _Places, index: int, in_rounds: npt.NDArray[np.bool_], device
     """Return the ``index``-th tokens of the requests that are computed in rounds and have so many."""
     requests = np.flatnonzero(in_rounds & (places.query_lens > index))
     positions = places.num_computed[requests] + index
-    is_first = positions == 0
-    sources = places.after(requests, np.maximum(positions - 1, 0))
+    sources, targets = places.after(requests, positions - 1), places.after(requests, positions)
     # One copy to the device for all of it.
-    packed = np.stack([places.starts[requests] + index, *sources, *places.after(requests, positions), is_first])
-    rows, source_pages, source_places, target_pages, target_places, first = (
-        torch.from_numpy(packed).to(device, non_blocking=True).unbind()
-    )
-    return StateRound(
-        rows=rows,
-        source_pages=source_pages,
-        source_places=source_places,
-        target_pages=target_pages,
-        target_places=target_places,
-        is_first=first.bool() if is_first.any() else None,
-    )
+    packed = np.stack([places.starts[requests] + index, *sources, *targets])
+    return StateRound(*torch.from_numpy(packed).to(device, non_blocking=True).unbind())
 
 
 def _runs(places: _Places, requests: IntArray) -> list[StateRun]:

@@ -164,6 +164,11 @@ def test_layers_of_both_kinds_come_in_the_order_they_run(tmp_path: Path) -> None
     assert ["0.mamba", "0.self_attn", "1.mamba", "1.self_attn"] == names
 
 
+def test_a_family_with_mixers_may_have_none(tmp_path: Path) -> None:
+    path = write_config(tmp_path, "lfm2", num_hidden_layers=2, layer_types=["full_attention"] * 2)
+    assert ["full_attention"] * 2 == [layer.kind for layer in TransformersAdapter().describe(path).layers]
+
+
 def test_a_model_without_positions_takes_a_million_tokens(tmp_path: Path) -> None:
     path = write_config(tmp_path, "mamba2", num_hidden_layers=1)
     assert 1_048_576 == TransformersAdapter().describe(path).max_model_len

@@ -22,7 +22,7 @@ from kvframe_transformers.latents import KIND as LATENT_KIND
 from kvframe_transformers.latents import Expansion, noting_expansions
 from kvframe_transformers.masks import MaskFunction, MaskKind, classify_mask, sees_all
 from kvframe_transformers.relative_bias import BiasReader
-from kvframe_transformers.states import Forward, MixerCall, Mixers, StateView, is_mixer
+from kvframe_transformers.states import Forward, Inputs, MixerCall, Mixers, StateView, is_mixer, reads_padding
 
 DISCOVERY = "kvframe_discovery"
 """The attention implementation, and the mask implementation, under which a forward is only recorded."""
@@ -54,11 +54,12 @@ class RecordedCall:
 
 @attrs.frozen(eq=False)
 class RecordedState:
-    """One call of a state mixer in the probe forward: the states that it left, and what came beside its tokens."""
+    """One call of a state mixer in the probe forward: the states that it left, what it got and returned."""
 
     module: nn.Module
     states: Mapping[str, torch.Tensor]
-    inputs: dict[str, Any]
+    inputs: Inputs
+    output: Any
 
 
 @attrs.frozen(eq=False)
@@ -180,7 +181,7 @@ def _record(model: Any, name: str) -> Recording:
             mixers.switched(recorders),
             noting_expansions(model, recording.expansions),
         ):
-            model(**_probe_inputs(model, has_mixers=bool(mixers.modules)), use_cache=False)
+            model(**_probe_inputs(model, reads_mask=any(map(reads_padding, model.modules()))), use_cache=False)
     except Exception as error:
         raise ModelError(
             f"the layers of {name} cannot be read without its weights: a forward of {type(model).__name__} on tensors "
@@ -198,19 +199,19 @@ def _recorder(module: nn.Module, forward: Forward) -> Forward:
         return forward
 
     def record(*args: Any, **kwargs: Any) -> Any:
-        view, others = StateView(), call.others_of(args, kwargs)
-        output = forward(**{call.tokens: call.tokens_of(args, kwargs), call.cache: view}, **others)
-        _RECORDING.get().calls.append(RecordedState(module, view.named(), others))
+        view, inputs = StateView(), call.inputs_of(args, kwargs)
+        output = forward(**{**inputs, call.cache: view})
+        _RECORDING.get().calls.append(RecordedState(module, view.named(), inputs, output))
         return output
 
     return record
 
 
-def _probe_inputs(model: Any, *, has_mixers: bool) -> dict[str, Any]:
+def _probe_inputs(model: Any, *, reads_mask: bool) -> dict[str, Any]:
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device="meta")
     # A padding mask keeps transformers from looking for packed sequences, which would take data. For mixers it looks at
     # the mask itself.
-    mask = torch.ones_like(ids, device="cpu" if has_mixers else "meta")
+    mask = torch.ones_like(ids, device="cpu" if reads_mask else "meta")
     if not model.config.is_encoder_decoder:
         return {"input_ids": ids, "attention_mask": mask}
     # The encoder does not run: it keeps nothing, and is no part of a step.
@@ -309,9 +310,13 @@ class _Reader:
     def _describe_state(self, call: RecordedState, path: str) -> LayerDescription:
         if not call.states:
             raise self._refusal(call.module, "keeps a state that transformers' cache does not show")
-        for name, value in call.inputs.items():
-            if any(isinstance(each, torch.Tensor) for each in (value if isinstance(value, tuple) else (value,))):
-                raise self._refusal(call.module, f"gets {name!r} beside its tokens, which cannot be cut for a batch")
+        for what, value in [
+            *((f"gets {name!r}", value) for name, value in call.inputs.items()),
+            ("returns", call.output),
+        ]:
+            for tensor in value if isinstance(value, tuple) else (value,):
+                if isinstance(tensor, torch.Tensor) and tensor.shape[:2] != (1, _PROBE_TOKENS):
+                    raise self._refusal(call.module, f"{what} a tensor without a row per token")
         options: dict[str, Any] = {}
         for kind in ("conv", "recurrent"):
             states = [state for name, state in call.states.items() if name.startswith(kind)]

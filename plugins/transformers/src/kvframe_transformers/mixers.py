@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,18 +11,21 @@ from torch import nn
 from kvframe.attention.state import StateRound, StateRun
 from kvframe.errors import ModelError
 from kvframe_transformers.routing import RunState, running_step
+from kvframe_transformers.scans import ContinuedScan
 from kvframe_transformers.self_check import relative_difference, tolerance_of
-from kvframe_transformers.states import Forward, MixerCall, Numbers, StateView
+from kvframe_transformers.states import Forward, Inputs, MixerCall, Numbers, Output, StateView
 
 _CHECK_TOKENS = 6
+
+Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class MixerDriver:
     """Stands for a mixer's forward while its model is attached.
 
     The single tokens of all requests are one batch; the tokens of a prompt are a sequence, run in as many pieces as
-    states of it are kept. A mixer that cannot continue a sequence by several tokens at once continues it token by
-    token.
+    states of it are kept. A mixer whose scan starts from nothing, whatever state there is, is given one that goes on
+    from it; where that cannot be, the sequence is continued token by token.
     """
 
     def __init__(self, name: str, module: nn.Module, forward: Forward, layer: RunState) -> None:
@@ -45,46 +48,63 @@ class MixerDriver:
         self._call = call
         self._forward = forward
         self._layer = layer
-        self._continues = True
+        self._continue: Callable[[Inputs, StateView], Output] = self._run
         self._numbers: Numbers = ((), ())
-        self._hidden_size = 0
+        self._noted: Inputs = {}
 
-    def note(self, num_rows: dict[str, int], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the mixer without a state, and note how many rows it gives; raises ``ModelError`` if it gives none."""
-        output = self._forward(*args, **kwargs)
-        if not isinstance(output, torch.Tensor):
-            raise self._refusal("returns more than its tokens")
-        self._hidden_size = self._call.tokens_of(args, kwargs).shape[-1]
-        num_rows[self._name] = output.shape[1]
+    def note(self, num_rows: dict[str, int], *args: Any, **kwargs: Any) -> Output:
+        """Run the mixer without a state, and note what it gets, and how many rows it gives."""
+        output: Output = self._forward(*args, **kwargs)
+        self._noted = self._call.inputs_of(args, kwargs)
+        num_rows[self._name] = next(_tensors(output)).shape[1]
         return output
 
     def check(self) -> None:
-        """See that a sequence in pieces gives what the whole gives, and whether a piece may be longer than a token.
+        """See that a sequence in pieces gives what the whole gives, and how to continue one by several tokens.
 
         Called after ``note``.
 
         Raises:
             ModelError: The mixer's states are not those that were planned, or are not all that it keeps.
         """
-        parameter = next(self._module.parameters())
         generator = torch.Generator().manual_seed(0)
-        tokens = torch.randn(1, _CHECK_TOKENS, self._hidden_size, generator=generator).to(parameter)
-        half = _CHECK_TOKENS // 2
+
+        def random(noted: torch.Tensor) -> torch.Tensor:
+            return torch.randn(1, _CHECK_TOKENS, *noted.shape[2:], generator=generator).to(noted)
+
+        inputs = _each(self._noted, random)
         with torch.inference_mode():
             view = StateView()
-            whole = self._run(tokens, view, {})[:, half:]
+            whole = _join(self._run(inputs, view))[:, _CHECK_TOKENS // 2 :]
             self._numbers = view.numbers
-            self._check_planned(view.named(), tokens.dtype)
-            tolerance = tolerance_of(tokens.dtype)
-            self._continues = (
-                self._reads_its_states(tokens) and relative_difference(self._in_two(tokens), whole) <= tolerance
-            )
-            difference = relative_difference(self._in_two(tokens), whole)
-        if difference > tolerance:
-            raise self._refusal(
-                f"gives other outputs where it continues a sequence than for the whole (relative difference "
-                f"{difference:.1e}, allowed {tolerance:.1e}), so it keeps more than transformers' cache shows"
-            )
+            self._check_planned(view.named(), whole.dtype)
+            if not whole.isfinite().all():
+                self._continue = self._token_by_token  # nothing can be compared, and this is what always holds
+                return
+            # A scan computes in float32 whatever the model does.
+            tolerance, difference = max(map(tolerance_of, (whole.dtype, torch.float32))), 0.0
+            for way in self._ways(inputs):
+                self._continue = way
+                try:
+                    difference = relative_difference(self._second_half(inputs), whole)
+                except (RuntimeError, ValueError, TypeError):  # a scan that is not as the one it stands for
+                    continue
+                if difference <= tolerance:
+                    return
+        raise self._refusal(
+            f"gives other outputs where it continues a sequence than for the whole (relative difference "
+            f"{difference:.1e}, allowed {tolerance:.1e}), so it keeps more than transformers' cache shows"
+        )
+
+    def _ways(self, inputs: Inputs) -> Iterator[Callable[[Inputs, StateView], Output]]:
+        """Yield ways to continue a sequence by several tokens, the best first."""
+        if self._reads_its_states(inputs):
+            yield self._run
+        is_its_own = getattr(self._forward, "__func__", None) is type(self._module).forward
+        scan = ContinuedScan.of(self._module) if is_its_own else None
+        if scan is not None:
+            yield lambda inputs, view: scan(view, **self._arguments(inputs, view))
+        yield self._token_by_token
 
     def _check_planned(self, states: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
         found = {key: (tuple(state.shape[1:]), state.dtype) for key, state in states.items()}
@@ -97,80 +117,126 @@ class MixerDriver:
                 f"{_in_words(planned)}; its checkpoint and its config do not belong together"
             )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Output:
         """Compute the step's tokens, ``[1, num_tokens, hidden_size]``; the states go to their pages."""
         if running_step() is None:
             raise ModelError(
                 f"{type(self._module).__name__} ran outside of the engine that it is attached to; close the engine (or "
                 "detach the model) before calling the model directly"
             )
-        tokens, others = self._call.tokens_of(args, kwargs), self._call.others_of(args, kwargs)
-        step = self._layer.step
-        if not step.runs and len(step.rounds) == 1 and len(step.rounds[0].rows) == tokens.shape[1]:
-            return self._round(step.rounds[0], tokens.transpose(0, 1), others).transpose(0, 1)
-        output: torch.Tensor | None = None
+        inputs = self._call.inputs_of(args, kwargs)
+        num_tokens, step = inputs[self._call.tokens].shape[1], self._layer.step
+        if not step.runs and len(step.rounds) == 1 and len(step.rounds[0].rows) == num_tokens:
+            output: Output = _each_of(self._round(step.rounds[0], _each(inputs, _turned)), _turned)
+            return output
+        whole: Output | None = None
         for part in step.rounds:
-            found = self._round(part, tokens[0].index_select(0, part.rows).unsqueeze(1), others)
-            output = _room(tokens, found) if output is None else output
-            output[0].index_copy_(0, part.rows, found[:, 0])
+            found = self._round(part, _each(inputs, _rows(part.rows)))
+            whole = _room(found, num_tokens) if whole is None else whole
+            for room, new in zip(_tensors(whole), _tensors(found), strict=True):
+                room[0].index_copy_(0, part.rows, new[:, 0])
         for piece in step.runs:
-            found = self._piece(piece, tokens[:, piece.start : piece.stop], others)
-            output = _room(tokens, found) if output is None else output
-            output[:, piece.start : piece.stop] = found
-        assert output is not None
-        return output
+            found = self._piece(piece, _each(inputs, _within(piece.start, piece.stop)))
+            whole = _room(found, num_tokens) if whole is None else whole
+            for room, new in zip(_tensors(whole), _tensors(found), strict=True):
+                room[:, piece.start : piece.stop] = new
+        assert whole is not None
+        return whole
 
     def _refusal(self, why: str) -> ModelError:
         return ModelError(
             f"layer {self._name!r} ({type(self._module).__name__}) {why}: serving it takes a model adapter for that"
         )
 
-    def _round(self, part: StateRound, tokens: torch.Tensor, others: Mapping[str, Any]) -> torch.Tensor:
+    def _round(self, part: StateRound, inputs: Inputs) -> Output:
         view = StateView.of(part.read(self._layer.pages), self._numbers)
-        output = self._run(tokens, view, others)
+        output = self._run(inputs, view)
         part.write(self._layer.pages, view.named())
         return output
 
-    def _piece(self, piece: StateRun, tokens: torch.Tensor, others: Mapping[str, Any]) -> torch.Tensor:
+    def _piece(self, piece: StateRun, inputs: Inputs) -> Output:
         view = StateView.of(piece.read(self._layer.pages), self._numbers)
-        output = self._continue(tokens, view, others)
+        is_continued = view.has_previous_state() and piece.stop - piece.start > 1
+        output = self._continue(inputs, view) if is_continued else self._run(inputs, view)
         piece.write(self._layer.pages, view.named())
         return output
 
-    def _continue(self, tokens: torch.Tensor, view: StateView, others: Mapping[str, Any]) -> torch.Tensor:
-        if self._continues or not view.has_previous_state():
-            return self._run(tokens, view, others)
-        return torch.cat([self._run(token, view, others) for token in tokens.split(1, dim=1)], dim=1)
+    def _arguments(self, inputs: Inputs, view: StateView) -> Inputs:
+        return {**inputs, self._call.cache: view}
 
-    def _run(self, tokens: torch.Tensor, view: StateView, others: Mapping[str, Any]) -> torch.Tensor:
-        output: torch.Tensor = self._forward(**{self._call.tokens: tokens, self._call.cache: view}, **others)
+    def _run(self, inputs: Inputs, view: StateView) -> Output:
+        output: Output = self._forward(**self._arguments(inputs, view))
         return output
 
-    def _in_two(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the outputs of the second half, in a run of its own."""
-        view = StateView()
-        half = tokens.shape[1] // 2
-        self._run(tokens[:, :half], view, {})
-        return self._continue(tokens[:, half:], view, {})
+    def _token_by_token(self, inputs: Inputs, view: StateView) -> Output:
+        num_tokens = inputs[self._call.tokens].shape[1]
+        outputs = [self._run(_each(inputs, _within(at, at + 1)), view) for at in range(num_tokens)]
+        joined = tuple(torch.cat(parts, dim=1) for parts in zip(*map(_tensors, outputs), strict=True))
+        return joined if isinstance(outputs[0], tuple) else joined[0]
 
-    def _reads_its_states(self, tokens: torch.Tensor) -> bool:
+    # --- how it goes on from a state ----------------------------------------------------------------------------------
+
+    def _first_half(self, inputs: Inputs) -> StateView:
+        """Return the states after the first half of a sequence."""
+        view = StateView()
+        self._run(_each(inputs, _within(0, _CHECK_TOKENS // 2)), view)
+        return view
+
+    def _second_half(self, inputs: Inputs) -> torch.Tensor:
+        """Return the outputs of the second half, in a run of its own."""
+        rest = _each(inputs, _within(_CHECK_TOKENS // 2, _CHECK_TOKENS))
+        return _join(self._continue(rest, self._first_half(inputs)))
+
+    def _reads_its_states(self, inputs: Inputs) -> bool:
         """Return whether several tokens at once depend on every state that is there before them."""
-        for name in self._states_of(tokens):
-            states = self._states_of(tokens)
+        rest = _each(inputs, _within(_CHECK_TOKENS // 2, _CHECK_TOKENS))
+        for name in self._first_half(inputs).named():
+            states = self._first_half(inputs).named()
             states[name] = torch.full_like(states[name], torch.nan)
-            if self._run(tokens[:, tokens.shape[1] // 2 :], StateView.of(states, self._numbers), {}).isfinite().all():
+            if _join(self._run(rest, StateView.of(states, self._numbers))).isfinite().all():
                 return False
         return True
 
-    def _states_of(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        view = StateView()
-        self._run(tokens[:, : tokens.shape[1] // 2], view, {})
-        return view.named()
+
+def _rows(rows: torch.Tensor) -> Change:
+    """Return what makes a batch of single tokens of some rows."""
+    return lambda tensor: tensor[0].index_select(0, rows).unsqueeze(1)
 
 
-def _room(tokens: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+def _within(start: int, stop: int) -> Change:
+    """Return what cuts a piece out of a sequence."""
+    return lambda tensor: tensor[:, start:stop]
+
+
+def _turned(tensor: torch.Tensor) -> torch.Tensor:
+    """Make one sequence of single tokens, or single tokens of one sequence."""
+    return tensor.transpose(0, 1)
+
+
+def _each(inputs: Inputs, change: Change) -> Inputs:
+    """Return inputs with every tensor changed; each has a row per token."""
+    return {name: _each_of(value, change) for name, value in inputs.items()}
+
+
+def _each_of(value: Any, change: Change) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_each_of(item, change) for item in value)
+    return change(value) if isinstance(value, torch.Tensor) else value
+
+
+def _tensors(output: Output) -> Iterator[torch.Tensor]:
+    return iter(output if isinstance(output, tuple) else (output,))
+
+
+def _join(output: Output) -> torch.Tensor:
+    """Return all that an output holds of each token, as one tensor ``[1, num_tokens, size]``."""
+    return torch.cat([tensor.flatten(2) for tensor in _tensors(output)], dim=-1)
+
+
+def _room(found: Output, num_tokens: int) -> Output:
     """Return the output of a step to be filled in; zero for padding, which nobody computes."""
-    return found.new_zeros(1, tokens.shape[1], found.shape[-1])
+    room: Output = _each_of(found, lambda tensor: tensor.new_zeros(1, num_tokens, *tensor.shape[2:]))
+    return room
 
 
 def _in_words(states: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> str:

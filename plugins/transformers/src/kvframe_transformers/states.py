@@ -13,11 +13,16 @@ from torch import nn
 from torch.nn.functional import pad
 
 _STATE_CALLS = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache"})
+_PADDING_CALL = "create_recurrent_attention_mask"
 _CACHE_NAMES = ("cache_params", "past_key_values")
-_HARMLESS = frozenset({"attention_mask", "position_ids", "cache_position"})
+_HARMLESS = frozenset({"attention_mask", "conv_mask", "position_ids", "cache_position"})
 """Tensors that a mixer may be given beside its tokens and that change nothing here: there is no padding."""
 
 Forward = Callable[..., Any]
+Inputs = dict[str, Any]
+"""What a mixer is called with, by name; tensors, in tuples too, have a row per token: ``[batch, num_tokens, …]``."""
+Output = torch.Tensor | tuple[torch.Tensor, ...]
+"""What it returns, with a row per token too."""
 Numbers = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -127,27 +132,23 @@ class MixerCall:
         cache = next((name for name in _CACHE_NAMES if name in signature.parameters), None)
         return None if cache is None else cls(signature, next(iter(signature.parameters)), cache)
 
-    def tokens_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """Return the tokens of a call."""
-        tokens: torch.Tensor = self.signature.bind_partial(*args, **kwargs).arguments[self.tokens]
-        return tokens
-
-    def others_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a call gives beside the tokens and the cache, but for what changes nothing here."""
+    def inputs_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inputs:
+        """Return what a call gives, by name, without the cache and what changes nothing here."""
         bound = self.signature.bind_partial(*args, **kwargs).arguments
         for name, parameter in self.signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 bound.update(bound.pop(name, {}))
-        return {
-            name: value
-            for name, value in bound.items()
-            if name not in (self.tokens, self.cache) and name not in _HARMLESS
-        }
+        return {name: value for name, value in bound.items() if name != self.cache and name not in _HARMLESS}
 
 
 def is_mixer(module: nn.Module) -> bool:
     """Return whether a module keeps a state: by what its methods call, not by its name."""
     return bool(_calls(type(module)) & _STATE_CALLS)
+
+
+def reads_padding(module: nn.Module) -> bool:
+    """Return whether a module looks at a padding mask's values to make the mask of mixers."""
+    return _PADDING_CALL in _calls(type(module))
 
 
 def _calls(module_class: type) -> frozenset[str]:

@@ -220,6 +220,60 @@ _ENCODER_DECODER_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "whisper": {**_BART, "max_source_positions": 50, "max_target_positions": 128, "begin_suppress_tokens": None},
 }
 
+_GATED_DELTA: Mapping[str, Any] = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+_MORE_STATE_CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "falcon_mamba": {"state_size": 8, "time_step_rank": 4, "num_hidden_layers": 2},
+    "granitemoehybrid": {
+        **_MAMBA2,
+        **_EXPERTS,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "shared_intermediate_size": 32,
+    },
+    "lfm2_moe": {
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "moe_intermediate_size": 32,
+        **_EXPERTS,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mamba"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "head_dim": 16,
+        "chunk_size": 16,
+    },
+    "olmo_hybrid": dict(_GATED_DELTA),
+    "qwen3_5_text": {"head_dim": 16, **_GATED_DELTA},
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "mamba_d_state": 8,
+        "mamba_headdim": 16,
+        "mamba_ngroups": 1,
+        "n_mamba_heads": 8,
+        "chunk_size": 16,
+        "layers_block_type": ["mamba", "mamba", "hybrid", "mamba"],
+        "adapter_rank": 8,
+        "num_mem_blocks": 1,
+    },
+}
+
+_ALL_CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    **_CONFIGS,
+    **_STATE_CONFIGS,
+    **_MORE_STATE_CONFIGS,
+    **_ENCODER_CONFIGS,
+}
+
 FAMILIES: tuple[str, ...] = ("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss")
 """The families, by transformers' ``model_type``, that every cross-distribution test covers."""
 
@@ -229,6 +283,9 @@ MORE_FAMILIES: tuple[str, ...] = tuple(sorted(set(_CONFIGS) - set(FAMILIES)))
 
 STATE_FAMILIES: tuple[str, ...] = tuple(_STATE_CONFIGS)
 """Families with layers that keep a recurrent or convolution state, alone or among layers that attend."""
+
+MORE_STATE_FAMILIES: tuple[str, ...] = tuple(_MORE_STATE_CONFIGS)
+"""Likewise, families that the adapter serves by rule."""
 
 ENCODER_DECODER_FAMILIES: tuple[str, ...] = ("bart", "t5", "whisper")
 """Families with an encoder that the tests of them cover."""
@@ -253,7 +310,7 @@ def tiny_config(family: str, **overrides: Any) -> Any:
     if family in _ENCODER_DECODER_CONFIGS:
         fields = {**_ENCODER_DECODER, **_ENCODER_DECODER_CONFIGS[family]}
     else:
-        fields = {**_SHARED, **{**_CONFIGS, **_STATE_CONFIGS, **_ENCODER_CONFIGS}[family]}
+        fields = {**_SHARED, **_ALL_CONFIGS[family]}
     return AutoConfig.for_model(family, **{**fields, **overrides})
 
 

@@ -1,0 +1,103 @@
+"""Selective scans that go on from a state, for mixers whose own scan starts from nothing."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from kvframe_transformers.states import Output, StateView
+
+_SCAN_PARAMETERS = frozenset({"A", "B", "C", "D", "z", "delta_bias", "delta_softplus", "return_last_state"})
+_CHUNK = 256
+"""Tokens whose correction is computed at once: it takes room for a whole state for each of them."""
+
+
+class ContinuedScan:
+    """A mixer's forward with another scan in it.
+
+    The scan of Mamba (arXiv 2312.00752), ``h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t]``, is linear in the state that
+    it begins with: from ``h`` it gives what it gives from nothing, and ``C[t] exp(A (dt[0] + … + dt[t])) h`` beside it.
+    So a forward that calls its scan without the state can be corrected at that one call. It is a copy of the function,
+    which looks the scan up elsewhere; the mixer and the module that it is written in stay as they are.
+    """
+
+    def __init__(self, module: nn.Module, function: FunctionType, scans: Mapping[str, Callable[..., Any]]) -> None:
+        """Copy a forward.
+
+        Args:
+            module: The mixer.
+            function: Its forward, as it is written.
+            scans: What it calls for a scan, by global name.
+        """
+        places = {**function.__globals__, **{name: self._continuing(scan) for name, scan in scans.items()}}
+        copy = FunctionType(function.__code__, places, function.__name__, function.__defaults__, function.__closure__)
+        copy.__kwdefaults__ = function.__kwdefaults__
+        self._forward = MethodType(copy, module)
+        self._state: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ContinuedScan | None:
+        """Return the copy of a mixer's forward that calls such a scan; None if there is none to copy."""
+        # What wraps a forward moves the weights of offloaded modules, of which there are none here.
+        function = inspect.unwrap(type(module).forward)
+        if not isinstance(function, FunctionType) or any(hasattr(each, "_hf_hook") for each in module.modules()):
+            return None
+        called = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+        scans = {name: each for name, each in called.items() if callable(each) and _is_scan(each)}
+        return cls(module, function, scans) if scans else None
+
+    def __call__(self, view: StateView, **arguments: Any) -> Output:
+        """Run the forward on several tokens; its scan goes on from the one recurrent state of ``view``."""
+        (self._state,) = view.recurrent.values()
+        try:
+            output: Output = self._forward(**arguments)
+        finally:
+            self._state = None
+        return output
+
+    def _continuing(self, scan: Callable[..., Any]) -> Callable[..., Any]:
+        def run(
+            inputs: torch.Tensor,
+            dt: torch.Tensor,
+            A: torch.Tensor,
+            B: torch.Tensor,
+            C: torch.Tensor,
+            *,
+            z: torch.Tensor | None = None,
+            delta_bias: torch.Tensor | None = None,
+            delta_softplus: bool = False,
+            **options: Any,
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            """Scan ``[batch, size, num_tokens]`` from the state; the gate comes last, behind the correction."""
+            assert self._state is not None
+            output, last = scan(
+                inputs, dt, A, B, C, z=None, delta_bias=delta_bias, delta_softplus=delta_softplus, **options
+            )
+            steps = dt.float() if delta_bias is None else dt.float() + delta_bias.float()[:, None]
+            passed = (functional.softplus(steps) if delta_softplus else steps).cumsum(-1)[..., None] * A.float()[
+                :, None
+            ]
+            state = self._state.float()[:, :, None]
+            added = [
+                torch.einsum("bdtn,bnt->bdt", decay.exp() * state, weights.float())
+                for decay, weights in zip(passed.split(_CHUNK, 2), C.split(_CHUNK, 2), strict=True)
+            ]
+            output = output + torch.cat(added, -1).to(output.dtype)
+            if z is not None:
+                output = output * functional.silu(z)
+            return output, last + (passed[:, :, -1].exp() * state[:, :, 0]).to(last.dtype)
+
+        return run
+
+
+def _is_scan(function: Callable[..., Any]) -> bool:
+    try:
+        return set(inspect.signature(inspect.unwrap(function)).parameters) >= _SCAN_PARAMETERS
+    except (TypeError, ValueError):  # what has no signature
+        return False
