@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,6 +118,14 @@ def test_a_bfloat16_model_passes_the_self_check_and_keeps_the_scans_state_in_flo
             for name, tensor in engine._storage.views[layer].items()
         }
     assert {("conv_0", torch.bfloat16)} | ({("recurrent_0", torch.float32)} if family != "lfm2" else set()) == kept
+
+
+def test_a_model_without_positions_is_served_at_its_length_of_a_million_tokens(tmp_path: Path) -> None:
+    model = TinyModel.save(tmp_path, "mamba2", max_position_embeddings=None)
+    expected = [model.reference(prompt) for prompt in PROMPTS]
+    with model.engine(self_check=True) as engine:
+        assert 1_048_576 == engine.plan.max_model_len
+        assert expected == served(engine)
 
 
 def test_a_mixer_that_is_called_outside_of_its_engine_says_so(models: Any) -> None:

@@ -77,7 +77,8 @@ class LoadedModel(ABC):
         """Route the model's attention through ``layers``; raises ``ModelError`` if a layer was not reached.
 
         Args:
-            layers: The run-time layers, by the names of the description. Called once, at set-up.
+            layers: The run-time layers, by the names of the description; those that keep a state and do not attend are
+                its ``states``, and the model computes them on their pages. Called once, at set-up.
         """
 
     @abstractmethod
