@@ -109,7 +109,7 @@ def test_a_long_request_holds_a_handful_of_states() -> None:
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 3, 9])
 @pytest.mark.parametrize("block_size", [1, 2, 4, 7])
 def test_the_laws_hold(block_size: int, num_draft_tokens: int, checkpoints: str) -> None:
-    check_spec(mamba(block_size, checkpoints, num_draft_tokens))
+    check_spec(mamba(block_size, checkpoints, num_draft_tokens), num_refused=num_draft_tokens)
 
 
 @given(st.integers(1, 9), st.integers(0, 12), st.integers(0, 60), st.integers(1, 40), st.integers(0, 12))
