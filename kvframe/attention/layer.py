@@ -19,7 +19,7 @@ from kvframe.attention.order import find_order
 from kvframe.attention.relative_bias import RELATIVE_BIAS
 from kvframe.attention.selection import Choice
 from kvframe.attention.slots import Slots, split_slots
-from kvframe.attention.state import StateLayer, StateStep
+from kvframe.attention.state import StateLayers, StateStep
 from kvframe.attention.step import StepBatch, input_slots
 from kvframe.attention.sub_batch import split_requests
 from kvframe.cache.block_table import BlockTables
@@ -173,11 +173,9 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         self.local = LocalCaches((), device, max_tokens=0, max_reqs=0) if local is None else local
         self.groups = form_groups(attending, choices, grouping, device, self.local.places)
         views = {**views, **self.local.views}
-        self.states = {
-            layer.name: StateLayer(layer, views[layer.name])
-            for layer in layers
-            if layer.query is None and layer.name in views
-        }
+        keeping = [layer for layer in layers if layer.query is None and layer.name in views]
+        self.states = StateLayers(keeping, grouping, views, device)
+        self._device = device
         self.skipped = tuple(skipped)
         self.kept_rows: torch.Tensor | None = None
         self._steps = tuple(_GroupStep(group) for group in self.groups)
@@ -188,14 +186,6 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         }
         self._unchecked = [layer for layer in self._layers.values() if layer.lacks_parameters]
         self._order = {layer.name: index for index, layer in enumerate(attending)}
-        self._device = device
-        # The states of a cache group lie alike for all its layers with as many of them to a page.
-        alike: dict[tuple[int, int], list[StateLayer]] = {}
-        for state in self.states.values():
-            assert state.spec.spec is not None
-            group = grouping.group_of(state.spec.name).index
-            alike.setdefault((group, state.spec.spec.states_per_block), []).append(state)
-        self._state_groups = [(group, tuple(members)) for (group, _), members in alike.items()]
         self._plan = MetadataPlan(self.groups, len(grouping.groups) + self.local.num_places)
         self._written = {group.cache_group for group in self.groups if group.writes}
         of_inputs = {group.index for group in grouping.groups if group.spec.sequence != TOKENS}
@@ -262,25 +252,6 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
             ]
         self.select_sub_batch(0)
 
-    def _state_steps(self, batch: StepBatch | None, tables: BlockTables | None, requests: slice) -> list[StateStep]:
-        steps = []
-        for group, (first, *_) in self._state_groups:
-            assert batch is not None
-            assert tables is not None
-            assert first.spec.spec is not None
-            rows, num_computed, query_lens = batch.rows, batch.num_computed, batch.query_lens
-            steps.append(
-                StateStep.of(
-                    rows[requests],
-                    num_computed[requests],
-                    query_lens[requests],
-                    tables[group].ids,
-                    first.spec.spec,
-                    self._device,
-                )
-            )
-        return steps
-
     def select_sub_batch(self, index: int) -> None:
         """Let the layers read the metadata of one sub-batch of the step.
 
@@ -291,9 +262,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         for step, built in zip(self._steps, part.built, strict=True):
             step.built = built
             step.slots = part.slots[step.group.cache_group]
-        for (_, members), state in zip(self._state_groups, part.states, strict=True):
-            for layer in members:
-                layer.step = state
+        self.states.select(part.states)
         self.kept_rows = part.kept_rows
 
     def _check_bound(self) -> None:
@@ -322,7 +291,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         kept_rows = None
         if self.skipped and not metadata[0].all_generate:
             kept_rows = metadata[0].generating_indices
-        states = self._state_steps(batch, tables, requests)
+        states = self.states.steps(batch, tables, requests)
         return _SubBatch(self._plan.build(metadata), slots, states, kept_rows)
 
     def __getitem__(self, name: str) -> AttentionLayer:

@@ -7,7 +7,7 @@ computed token, so a block's page is final once the block is full.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import attrs
@@ -16,6 +16,9 @@ import numpy.typing as npt
 import torch
 
 from kvframe.attention.backend import KVCache
+from kvframe.attention.step import StepBatch
+from kvframe.cache.block_table import BlockTables
+from kvframe.groups import Grouping
 from kvframe.specs import KVCacheSpec, LayerSpec
 
 IntArray = npt.NDArray[np.int64]
@@ -206,6 +209,12 @@ class StateLayer:
         self._step: StateStep | None = None
 
     @property
+    def stored(self) -> KVCacheSpec:
+        """What it keeps."""
+        assert self.spec.spec is not None
+        return self.spec.spec
+
+    @property
     def step(self) -> StateStep:
         """What the running step computes."""
         assert self._step is not None
@@ -214,3 +223,61 @@ class StateLayer:
     @step.setter
     def step(self, step: StateStep) -> None:
         self._step = step
+
+
+class StateLayers(Mapping[str, StateLayer]):
+    """All state layers of a model, by name.
+
+    Invariant: every layer holds the step that was selected last.
+    """
+
+    def __init__(
+        self, layers: Iterable[LayerSpec], grouping: Grouping, views: Mapping[str, KVCache], device: torch.device
+    ) -> None:
+        """Give each layer its pages.
+
+        Args:
+            layers: The layers that keep state and do not attend, in the order they run.
+            grouping: The cache groups.
+            views: Each layer's state tensors.
+            device: Where the model runs.
+        """
+        self._layers = {layer.name: StateLayer(layer, views[layer.name]) for layer in layers}
+        self._device = device
+        # The states of a cache group lie alike for all its layers with as many of them to a page.
+        alike: dict[tuple[int, int], list[StateLayer]] = {}
+        for layer in self._layers.values():
+            group = grouping.group_of(layer.spec.name).index
+            alike.setdefault((group, layer.stored.states_per_block), []).append(layer)
+        self._alike = [(group, tuple(members)) for (group, _), members in alike.items()]
+
+    def steps(self, batch: StepBatch | None, tables: BlockTables | None, requests: slice) -> list[StateStep]:
+        """Return a step, or some requests of it, as the layers see it.
+
+        Args:
+            batch: The step; None if there are no layers.
+            tables: The block tables of all cache groups; likewise.
+            requests: Which of the step's requests.
+        """
+        steps = []
+        for group, (first, *_) in self._alike:
+            assert batch is not None
+            assert tables is not None
+            rows, computed, lens = (each[requests] for each in (batch.rows, batch.num_computed, batch.query_lens))
+            steps.append(StateStep.of(rows, computed, lens, tables[group].ids, first.stored, self._device))
+        return steps
+
+    def select(self, steps: Sequence[StateStep]) -> None:
+        """Let the layers hold what ``steps`` returned."""
+        for (_, members), step in zip(self._alike, steps, strict=True):
+            for layer in members:
+                layer.step = step
+
+    def __getitem__(self, name: str) -> StateLayer:
+        return self._layers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
