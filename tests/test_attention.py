@@ -165,8 +165,9 @@ def test_auto_takes_the_highest_preference_and_says_why_not_the_others() -> None
     host = load_plugins(plugins=[registering()])
     (choice,) = select_backends(attending("a"), Stack(), host.registry, "cpu")
     assert choice.backend.endswith(":recorder")
-    reasons = {candidate.name: choice.why_not(candidate) for candidate in choice.candidates}
+    reasons = {candidate.name: choice.why_not(candidate) for candidate in choice.candidates if not candidate.refusals}
     assert reasons[choice.backend] == ""
+    assert {"kvframe:torch", "kvframe:torch_reference"} < set(reasons)
     assert all("is preferred" in reason for name, reason in reasons.items() if name != choice.backend)
     (choice,) = select_backends(attending("a", soft_cap=30.0), Stack(), host.registry, "cpu")
     assert choice.backend.endswith(":torch")
@@ -254,7 +255,9 @@ def test_layer_specs_take_the_stacks_block_size_dtype_and_rules() -> None:
 
 
 def test_a_kind_that_no_plugin_provides_says_what_to_install() -> None:
-    with pytest.raises(SpecError, match=r"'layer.0' needs the cache spec 'dilated', .* such as kvframe-dilated"):
+    with pytest.raises(
+        SpecError, match=r"'layer.0' needs the cache spec 'dilated', .* install a plugin that registers it"
+    ):
         make_layer_specs(description("dilated"), load_plugins().registry, Stack(), "float32")
 
 

@@ -189,6 +189,18 @@ def test_nothing_is_allocated_where_nothing_is_kept(kind: str | None) -> None:
 
 
 @pytest.mark.parametrize("kind", [None, "encoder_only"])
+def test_memory_is_neither_looked_at_nor_checked(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: str) -> int:
+        raise AssertionError("nothing is kept, and free memory was asked for")
+
+    monkeypatch.setattr("kvframe.sizing._available_bytes", refuse)
+    for memory in ("auto", 1):
+        with Echo(kind).embedder(memory=memory) as embedder:
+            assert [by_hand([3, 4], "mean")] == vectors(embedder.embed([[3, 4]]))
+            assert 0 == embedder.plan.num_slabs
+
+
+@pytest.mark.parametrize("kind", [None, "encoder_only"])
 def test_it_is_said_once(kind: str | None, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="kvframe")
     with Echo(kind).embedder() as embedder:

@@ -125,6 +125,14 @@ def test_sub_batches_give_the_same(name: str) -> None:
         assert close(bench.dense(spec, MIXED), outputs[spec.name])
 
 
+def test_a_step_of_a_model_without_layers_is_cut_too() -> None:
+    attention = Bench([]).attention
+    attention.begin_step([], [(0, 2), (2, 5)])
+    for index in (0, 1):
+        attention.select_sub_batch(index)
+        assert attention.kept_rows is None
+
+
 @pytest.mark.parametrize("name", ["torch", "torch_reference"])
 def test_a_padded_step_gives_the_same(name: str) -> None:
     bench = Bench([layer("E0", encoder())], backend(name))
