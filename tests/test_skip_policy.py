@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvframe import Engine, RequestOutput
+from kvframe.attention.local import LocalCaches
 from kvframe.attention.metadata import NO_EXTENSIONS, NUM_ACCEPTED_TOKENS, Axis, CommonAttentionMetadata, Extension
 from kvframe.attention.step import StepBatch
 from kvframe.engine.request import SamplingParams
@@ -242,6 +243,7 @@ class PaddedLayers:
     """Stands for layers of which the last ones run at a size that is always two rows too large."""
 
     skipped = ("layer",)
+    local = LocalCaches((), torch.device("cpu"), max_tokens=0, max_reqs=0)
     kept_rows: torch.Tensor
 
     def order_for(self, num_computed: Any, query_lens: Any) -> None:
