@@ -13,10 +13,14 @@ import torch
 from kvframe_cross_attention import CrossAttentionSpec
 
 from kvframe import Prompt, SamplingParams
+from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.attention.order import BatchOrder, is_ordered
 from kvframe.attention.selection import select_backends
 from kvframe.attention.step import InputBatch, StepBatch, build_metadata, input_slots
 from kvframe.builtin.full_attention import FullAttentionSpec
+from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.cache.inputs import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.storage import KVCacheStorage
@@ -25,6 +29,7 @@ from kvframe.plan import plan_cache
 from kvframe.plugins import load_plugins
 from kvframe.specs import LayerSpec, QuerySpec
 from kvframe.testing.reference import dense_attention
+from tests.attending import plugin
 from tests.mixed_decoder import MixedDecoder
 from tests.serving import held_pages, ids, make_stack
 
@@ -41,7 +46,7 @@ LENS = {"a": 0, "b": 5, "c": 17, "d": 1}
 class Bench:
     """A self-attention and a cross-attention layer over a cache that holds NaN where nothing was stored."""
 
-    def __init__(self, backend: str = "torch") -> None:
+    def __init__(self, backend: str | type[AttentionBackend] = "torch") -> None:
         grouping = group_layers(LAYERS)
         plan = plan_cache(
             grouping,
@@ -53,7 +58,9 @@ class Bench:
         storage = KVCacheStorage(plan, grouping, CPU)
         storage.poison()
         self.manager = KVCacheManager(plan, max_num_seqs=256, prefix_caching=False)
-        choices = select_backends(LAYERS, make_stack(backend=backend), load_plugins().registry, "cpu")
+        mine = [] if isinstance(backend, str) else [plugin("mine", backends={"mine": backend})]
+        stack = make_stack(backend=backend if isinstance(backend, str) else "mine")
+        choices = select_backends(LAYERS, stack, load_plugins(stack.plugins, mine).registry, "cpu")
         self.attention = AttentionLayers(LAYERS, choices, grouping, storage.views, CPU)
         self.lens: dict[str, int] = {}
 
@@ -139,6 +146,34 @@ def test_requests_with_and_without_an_input_attend_in_one_batch(
     for step in (first, second):
         found = bench.step(*step, sub_batches)
         torch.testing.assert_close(found, bench.dense(*step), rtol=1e-5, atol=1e-5)
+
+
+class SharedBuilder(AttentionMetadataBuilder):
+    """Asks for an order, and says that what it builds serves any layer, but for the block table."""
+
+    batch_order = BatchOrder(decode_threshold=2, extends_first=True)
+    table_fields = frozenset({"block_table"})
+    reuse_key = "any layer"
+
+    def build(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        assert is_ordered(self.batch_order, metadata)
+        return metadata
+
+    def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> dict[str, Any]:
+        return {"block_table": metadata.block_table}
+
+
+class SharingBackend(TorchReferenceBackend):
+    def make_builder(self) -> SharedBuilder:
+        return SharedBuilder()
+
+
+def test_what_is_built_for_a_requests_own_tokens_is_not_taken_for_an_encoders() -> None:
+    bench = Bench(SharingBackend)
+    for name, length in LENS.items():
+        bench.start(name, length)
+    for step in (((*LENS,), (0, 0, 0, 0), (3, 9, 2, 1)), ((*LENS,), (3, 9, 2, 1), (1, 4, 1, 8))):
+        torch.testing.assert_close(bench.step(*step), bench.dense(*step), rtol=1e-5, atol=1e-5)
 
 
 def test_an_input_that_comes_later_is_stored_beside_those_that_are_there() -> None:
