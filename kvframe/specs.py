@@ -218,7 +218,11 @@ class KVCacheSpec(ABC):
     @property
     def is_per_block(self) -> bool:
         """Whether a block takes as much however many tokens it has, as one state does that they are summed up in."""
-        return attrs.evolve(self, block_size=2 * self.block_size).block_bytes == self.block_bytes
+        try:
+            longer = attrs.evolve(self, block_size=2 * self.block_size)
+        except (SpecError, TypeError, ValueError):  # a type may allow few block sizes: one whose size matters
+            return False
+        return longer.block_bytes == self.block_bytes
 
     def live_blocks(self, n: int) -> tuple[tuple[int, int], ...]:
         """Return the block index ranges ``[start, stop)`` that the live ranges at ``n`` touch: sorted, disjoint."""

@@ -12,9 +12,9 @@ from kvframe.errors import PlanError, SpecError, UnknownNameError
 from kvframe.groups import group_layers
 from kvframe.plan import plan_cache
 from kvframe.sizing import num_host_slabs, plan_for_stack
-from kvframe.specs import KVCacheSpec, LayerSpec
+from kvframe.specs import ENCODER, KVCacheSpec, LayerSpec
 from kvframe.stack import Stack
-from tests.plans import full, make_plan, ranged
+from tests.plans import RangeSpec, encoder, full, make_plan, ranged, state
 
 
 def layer(name: str, spec: KVCacheSpec | None, shares_with: str | None = None) -> LayerSpec:
@@ -151,3 +151,34 @@ def test_a_spec_with_a_bad_field_says_which() -> None:
         full(block_size=0)
     with pytest.raises(UnknownNameError, match="did you mean 'float16'"):
         attrs.evolve(full(), dtype="flaot16")
+
+
+# --- what a token, a request and an input take ------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class OneBlockSize(RangeSpec):
+    """A window that takes blocks of four tokens only."""
+
+    block_size: int = attrs.field(validator=attrs.validators.in_([4]))
+
+
+def test_states_take_bytes_by_request_and_keys_by_token() -> None:
+    plan = make_plan(full(), state())
+    keys, states = plan.groups
+    assert (False, True) == (keys.spec.is_per_block, states.spec.is_per_block)
+    assert plan.bytes_per_token == keys.page_bytes // 4
+    assert plan.bytes_per_request == states.peak_blocks * states.page_bytes
+    assert {} == plan.bytes_per_input_token
+
+
+def test_inputs_take_bytes_by_their_own_tokens() -> None:
+    plan = make_plan(full(), encoder(), encoder(block_size=8), max_encoder_len=30)
+    keys, *inputs = plan.groups
+    assert plan.bytes_per_token == keys.page_bytes // 4
+    assert 0 == plan.bytes_per_request
+    assert {ENCODER: sum(group.page_bytes // group.block_size for group in inputs)} == plan.bytes_per_input_token
+
+
+def test_a_type_of_one_block_size_keeps_something_of_each_token() -> None:
+    assert not OneBlockSize(block_size=4, num_kv_heads=1, head_size=4, window=8).is_per_block
