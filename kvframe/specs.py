@@ -239,7 +239,8 @@ class KVCacheSpec(ABC):
         """Return the block index ranges that get a page when tokens ``[n, n + num_new_tokens)`` are computed.
 
         The blocks of these tokens, unless the type keeps less: a state that is overwritten from token to token need be
-        kept at few block boundaries only. Whatever is live afterwards is among them, or was resident before.
+        kept at few block boundaries only. Whatever is live afterwards is among them, or was resident before; that holds
+        too where the last of the tokens may be refused after they were computed.
 
         Args:
             n: The position that is computed next.

@@ -129,6 +129,15 @@ def test_an_input_that_lost_a_block_in_one_group_is_computed_again() -> None:
     assert [3, 5] == [len(ids) for ids in manager.block_ids("b")[1:]]
 
 
+def test_inputs_are_cached_where_nothing_is_kept_of_tokens() -> None:
+    manager = make_manager(encoder())
+    assert 0 == run(manager, "a", inputs=input_of())
+    assert all(manager.block_ids("a")[0])
+    assert 0 == run(manager, "b", inputs=input_of())
+    assert manager.block_ids("a") == manager.block_ids("b")
+    assert (0, 0) == (manager.stats.queried_tokens, manager.stats.hit_tokens)
+
+
 def test_an_input_that_does_not_fit_leaves_everything_as_it_was() -> None:
     plan = make_plan(full(), encoder(), num_slabs=2)
     manager = KVCacheManager(plan, max_num_seqs=1)
