@@ -197,8 +197,8 @@ def test_memory_left_to_kvframe_holds_the_most_requests_of_the_greatest_length(h
 def test_a_published_giant_is_planned_from_its_config_alone(here: Path, model: str) -> None:
     assert ["config.json"] == os.listdir("huge")
     (group,) = run_json("plan", model, "--memory", "64GiB", "--dtype", "bfloat16")["groups"]
-    # What its layers hand to attention: 128 heads with keys of 192 and values of 128.
-    assert 61 * 16 * 128 * (192 + 128) * 2 == group["page_bytes"]
+    # Of a token, a latent vector of 512 and the shared part of the keys with positions, 64.
+    assert 61 * 16 * (512 + 64) * 2 == group["page_bytes"]
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------
