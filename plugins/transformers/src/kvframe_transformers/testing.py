@@ -169,6 +169,18 @@ _STATE_CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "shared_expert_intermediate_size": 32,
         **_EXPERTS,
     },
+    "kimi_linear": {
+        **_LATENTS,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse", "dense"],
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "num_expert_group": 2,
+    },
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]},
 }
 
