@@ -117,6 +117,6 @@ class EncoderCalls:
         encoder = loaded.model.get_encoder()
 
         def note(module: Any, args: Any, kwargs: Any) -> None:
-            self.sizes.append(len(next(iter(kwargs.values()))))
+            self.sizes.append(len(kwargs[loaded.model.main_input_name]))
 
         return encoder.register_forward_pre_hook(note, with_kwargs=True)

@@ -204,8 +204,8 @@ def test_ten_requests_with_one_input_encode_it_once_and_hold_its_blocks_once(mod
             tokens |= {output.request_id: output.token_ids for output in engine.step()}
             if len(engine._scheduler.running) == 10:
                 held.add(engine.stats().blocks_held)
-        own = [1, 1]
-        own[cross_group(engine)], own[1 - cross_group(engine)] = -(-num_tokens // BLOCK), 10
+        own = [10] * len(engine.plan.groups)
+        own[cross_group(engine)] = -(-num_tokens // BLOCK)
         assert {tuple(own)} == held
         assert num_tokens == engine.stats().computed_input_tokens
     handle.remove()

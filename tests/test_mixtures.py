@@ -17,8 +17,10 @@ from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.cli import main
 from kvframe.engine.request import SamplingParams
 from kvframe.errors import ModelError
+from tests.encoder_decoder import decoder_of, plain_logits
+from tests.encoder_decoder import prompts as encoder_prompts
 from tests.mixtures import dense_tokens, save_mixture
-from tests.serving import PROMPTS, TinyModel, Tokens, ids, served
+from tests.serving import GREEDY, NUM_NEW_TOKENS, PROMPTS, TinyModel, Tokens, held_pages, ids, served
 
 MIXTURES = {
     "each": ("full", "window", "chunk", "mamba2", "latent"),
@@ -197,3 +199,62 @@ def test_preempted_requests_give_the_same_tokens(
         stats = engine.stats()
         assert 0 < stats.preemptions
         assert stats.swaps == (stats.preemptions if preemption == "swap" else 0)
+
+
+# --- an encoder and a decoder with windows and cross-attention --------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return TinyModel.save(tmp_path_factory.mktemp("t5gemma"), "t5gemma")
+
+
+@pytest.fixture(scope="module")
+def translations(translator: TinyModel) -> Tokens:
+    """The tokens of each prompt, by dense forwards of everything for each token."""
+    found = []
+    for prompt in encoder_prompts("t5gemma"):
+        tokens = decoder_of(prompt)
+        for _ in range(NUM_NEW_TOKENS):
+            tokens.append(int(plain_logits(translator, "t5gemma", prompt.encoder, tokens)[-1].argmax()))
+        found.append(tuple(tokens[-NUM_NEW_TOKENS:]))
+    return found
+
+
+def test_windows_full_and_cross_attention_have_a_group_each(translator: TinyModel) -> None:
+    layers = translator.loaded.description.layers
+    assert ["sliding_window", "cross_attention", "full_attention", "cross_attention"] * 2 == [
+        layer.kind for layer in layers
+    ]
+    with translator.engine() as engine:
+        assert {"sliding_window": 2, "cross_attention": 4, "full_attention": 2} == {
+            group.spec.kind: len(group.layers) for group in engine.plan.groups
+        }
+
+
+@pytest.mark.parametrize("preemption", [None, "recompute", "swap"])
+@pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix", "no-prefix"])
+@pytest.mark.parametrize(("block_size", "chunk"), [(4, 12), (5, 7)])
+def test_a_decoder_with_windows_and_cross_attention_gives_the_tokens_of_its_dense_forward(
+    translator: TinyModel,
+    translations: Tokens,
+    block_size: int,
+    chunk: int,
+    prefix_caching: bool,
+    preemption: str | None,
+) -> None:
+    options: dict[str, Any] = {"block_size": block_size, "max_num_batched_tokens": chunk, "max_model_len": 96}
+    if preemption:
+        options["memory"] = translator.tight_memory(65, {"encoder": 41}, **options)
+        options["preemption"] = preemption
+    if preemption == "swap":
+        options["swap_memory"] = "4MiB"
+    with translator.engine(prefix_caching=prefix_caching, max_num_seqs=8, self_check=True, **options) as engine:
+        for _ in range(2):
+            outputs = engine.generate(encoder_prompts("t5gemma"), GREEDY)
+            assert translations == [output.token_ids for output in outputs]
+            assert 0 == held_pages(engine)
+        stats = engine.stats()
+        assert bool(preemption) == (stats.preemptions > 0)
+        assert stats.swaps == (stats.preemptions if preemption == "swap" else 0)
+        assert prefix_caching == (stats.cached_prompt_tokens > 0)

@@ -144,7 +144,8 @@ def max_model_len(config: Any) -> int | None:
 
 def max_encoder_len(config: Any) -> int | None:
     """Return the most tokens that an encoder makes of its input; None if its config does not say."""
-    return _positions(config, "max_source_positions")
+    own = getattr(config, "encoder", None)  # of a model that is made of two, such as T5Gemma
+    return _positions(config if own is None else own, "max_source_positions")
 
 
 def _positions(config: Any, name: str) -> int | None:

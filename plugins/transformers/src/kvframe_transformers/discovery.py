@@ -148,6 +148,12 @@ def _can_be_told_positions(model: Any, layers: Sequence[LayerDescription], ran: 
     return all("relative_bias" in layer.query or layer.kind == "cross_attention" for layer in layers)
 
 
+def width_of_encoder(model: Any) -> int:
+    """Return the elements of what a model's encoder gives for a token: as its own config says, where it has one."""
+    width: int = model.get_encoder().config.hidden_size
+    return width
+
+
 def takes_position_ids(module: nn.Module) -> bool:
     """Return whether a module looks up positions that it is told."""
     return isinstance(module, nn.Embedding) and "position_ids" in inspect.signature(module.forward).parameters
@@ -215,7 +221,7 @@ def _probe_inputs(model: Any, *, reads_mask: bool) -> dict[str, Any]:
     if not model.config.is_encoder_decoder:
         return {"input_ids": ids, "attention_mask": mask}
     # The encoder does not run: it keeps nothing, and is no part of a step.
-    states = torch.empty(1, _PROBE_ENCODER_TOKENS, model.config.hidden_size, device="meta")
+    states = torch.empty(1, _PROBE_ENCODER_TOKENS, width_of_encoder(model), device="meta")
     encoded = BaseModelOutput(last_hidden_state=states)
     return {"encoder_outputs": encoded, "decoder_input_ids": ids, "decoder_attention_mask": mask}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,12 +15,14 @@ from kvframe.model.adapter import LoadedModel, ModelInput
 from kvframe.model.description import ModelDescription
 from kvframe.specs import ENCODER
 from kvframe_transformers.decoder_hooks import DecoderHooks
+from kvframe_transformers.discovery import width_of_encoder
 from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.model_inputs import EncoderStates, features_input, ids_input
 from kvframe_transformers.relative_bias import PARAMETER, tables_of
 from kvframe_transformers.routing import RunLayers
 from kvframe_transformers.self_check import RunPacked, compare_runs
 
+_DECODER_POSITIONS = "decoder_position_ids"
 _CHECK_LENS = range(3, 24)
 """Encoder tokens of the self-check's prompts: fewer and more than a block's, than the decoder's own tokens."""
 
@@ -52,7 +55,8 @@ class EncoderDecoderModel(TransformersModel):
         self._encoder: Any = self.model.get_encoder()
         self._build_without_weights = build_without_weights
         self._num_tokens: dict[torch.Size, int] = {}
-        self._no_states = torch.zeros(1, 1, self.model.config.hidden_size, device=model.device, dtype=model.dtype)
+        self._takes_decoder_positions = _DECODER_POSITIONS in inspect.signature(model.forward).parameters
+        self._no_states = torch.zeros(1, 1, width_of_encoder(model), device=model.device, dtype=model.dtype)
         """One row: modules cannot be given none. What becomes of it is not looked at."""
         self._states = self._no_states
         self._hooks: DecoderHooks | None = None
@@ -215,19 +219,22 @@ class EncoderDecoderModel(TransformersModel):
         return ModelInput(num_tokens=num_tokens, key=str(prompt[0]).encode(), data=EncoderStates(states))
 
     def _run(self, input_ids: torch.Tensor, positions: torch.Tensor | None, **inputs: Any) -> torch.Tensor:
-        # The positions reach the decoder through the hooks.
-        return self._decode(input_ids, self._states)
+        # The positions reach a decoder that takes none through the hooks.
+        if positions is not None and self._takes_decoder_positions:
+            inputs[_DECODER_POSITIONS] = positions.unsqueeze(0)
+        return self._decode(input_ids, self._states, **inputs)
 
     def _run_plain(self, prompt: list[int]) -> torch.Tensor:
         states = self._check_input(prompt).data.states
         with torch.inference_mode(), self._own_attention():
             return self._decode(torch.tensor(prompt, device=self.model.device), states.unsqueeze(0))
 
-    def _decode(self, input_ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    def _decode(self, input_ids: torch.Tensor, states: torch.Tensor, **inputs: Any) -> torch.Tensor:
         output = self.model(
             encoder_outputs=BaseModelOutput(last_hidden_state=states),
             decoder_input_ids=input_ids.unsqueeze(0),
             use_cache=False,
+            **inputs,
         )
         logits: torch.Tensor = output.logits[0]
         return logits

@@ -219,6 +219,16 @@ _BART: Mapping[str, Any] = {
     **{f"{side}_ffn_dim": 96 for side in ("encoder", "decoder")},
 }
 _T5: Mapping[str, Any] = {"d_kv": 16, "d_ff": 96, "num_layers": 3, "num_decoder_layers": 3, "num_heads": 4}
+_GEMMA_SIDE: Mapping[str, Any] = {
+    **_SHARED,
+    "vocab_size": 129,
+    "pad_token_id": 128,  # no token of a test: the model itself hides it wherever it stands
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "sliding_window": _WINDOW,
+    "query_pre_attn_scalar": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 _ENCODER_DECODER_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "bart": {**_BART, "max_position_embeddings": 256},
     "marian": {**_BART, "max_position_embeddings": 256},
@@ -227,6 +237,8 @@ _ENCODER_DECODER_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "pegasus": {**_BART, "max_position_embeddings": 256},
     # Distances reach the last bucket within a short prompt.
     "t5": {**_T5, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20},
+    # Windows and full attention on both sides.
+    "t5gemma": {"vocab_size": 129, "pad_token_id": 128, "encoder": dict(_GEMMA_SIDE), "decoder": dict(_GEMMA_SIDE)},
     "umt5": {**_T5, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20},
     # One second of audio.
     "whisper": {**_BART, "max_source_positions": 50, "max_target_positions": 128, "begin_suppress_tokens": None},
@@ -299,7 +311,7 @@ STATE_FAMILIES: tuple[str, ...] = tuple(_STATE_CONFIGS)
 MORE_STATE_FAMILIES: tuple[str, ...] = tuple(_MORE_STATE_CONFIGS)
 """Likewise, families that the adapter serves by rule."""
 
-ENCODER_DECODER_FAMILIES: tuple[str, ...] = ("bart", "t5", "whisper")
+ENCODER_DECODER_FAMILIES: tuple[str, ...] = ("bart", "t5", "t5gemma", "whisper")
 """Families with an encoder that the tests of them cover."""
 
 MORE_ENCODER_DECODER_FAMILIES: tuple[str, ...] = tuple(
