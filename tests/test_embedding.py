@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvframe import Embedder, Engine, load_plugins
+from kvframe import Embedder, Engine, Prompt, load_plugins
 from kvframe.engine.embedding import EmbeddingOutput
 from kvframe.errors import ModelError, RequestError
 from kvframe.groups import make_layer_specs
@@ -303,6 +303,14 @@ def test_refused_texts_are_reported_in_their_places() -> None:
     assert "at most 40" in errors[4]
     assert "100 is no token id" in errors[5]
     assert [(1.0, 0.0, 1.0), (7.0, 0.0, 1.0)] == [output.embedding for output in outputs if output.embedding]
+
+
+@pytest.mark.parametrize("wrong", [5, None, object(), b"ab", [[1]], Prompt(encoder=[1])])
+def test_what_is_no_text_is_refused_alone(wrong: Any) -> None:
+    with Echo().embedder() as embedder:
+        first, refused, last = embedder.embed([[1], wrong, [7]])
+    assert ("refused", ()) == (refused.finish_reason, refused.token_ids)
+    assert [(1.0, 0.0, 1.0), (7.0, 0.0, 1.0)] == [first.embedding, last.embedding]
 
 
 def test_a_text_whose_embedding_is_not_numbers_fails_alone() -> None:

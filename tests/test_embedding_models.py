@@ -147,6 +147,16 @@ def test_embeddings_of_a_decoder_are_the_plain_ones_in_chunks_too(
         assert (mode == "last") == (made.stats().cached_prompt_tokens > 0)
 
 
+def test_the_body_of_a_decoder_is_found_by_its_class_too(models: Any) -> None:
+    # What transformers calls the base model of Llama 4's text models is the whole of them.
+    model = models("llama4_text")
+    loaded: Any = model.loaded
+    with torch.inference_mode():
+        expected = [loaded.model.model(torch.tensor([text])).last_hidden_state[0, -1] for text in TEXTS]
+    with embedder(model, self_check=True) as made:
+        assert difference(expected, embedded(made)) < 1e-4
+
+
 def test_a_decoder_that_pools_its_last_token_keeps_its_cache_and_its_prefixes(models: Any) -> None:
     model = models("qwen3")
     expected = [pooled(plain_states(model, text), "last") for text in TEXTS[4:6]]

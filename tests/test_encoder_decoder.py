@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from kvframe_transformers.model_inputs import features_input
 from kvframe_transformers.testing import ENCODER_DECODER_FAMILIES, MORE_ENCODER_DECODER_FAMILIES, save_tiny
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
@@ -393,7 +394,18 @@ def test_the_self_check_sees_a_wrong_table_of_biases(models: Any, monkeypatch: p
         ("whisper", torch.zeros(80, 99), "bad_input"),
         ("whisper", torch.zeros(40, 100), "bad_input"),
         ("whisper", torch.full((80, 100), float("nan")), "bad_input"),
+        ("whisper", torch.zeros(80, 100, dtype=torch.complex64), "bad_input"),
+        ("whisper", torch.zeros(80, 0), "bad_input"),
+        ("whisper", torch.empty(80, 100, device="meta"), "bad_input"),
         ("whisper", Prompt(decoder=[START]), "missing_input"),
+        ("bart", 5, "bad_input"),
+        ("bart", torch.tensor(5), "bad_input"),
+        ("bart", torch.tensor([[5, 6]]), "bad_input"),
+        ("bart", torch.empty(5, device="meta"), "bad_input"),
+        ("bart", b"ab", "bad_input"),
+        ("bart", {5, 6}, "bad_input"),
+        ("bart", Prompt(encoder=[5], decoder=5), "bad_token"),
+        ("bart", Prompt(encoder=[5], decoder=torch.tensor(5)), "bad_token"),
         ("llama", Prompt(encoder=[5], decoder=[5]), "extra_input"),
         ("llama", Prompt(), "empty_prompt"),
     ],
@@ -403,12 +415,29 @@ def test_what_cannot_be_served_is_refused_with_a_code(models: Any, family: str, 
         with pytest.raises(RequestError) as caught:
             engine.add_request(prompt)
         assert code == caught.value.code
+        assert (1, True) == (len(str(caught.value).splitlines()), len(str(caught.value)) < 200)
         assert ["refused"] == [output.finish_reason for output in engine.generate([prompt])]
 
 
 def test_text_without_a_tokenizer_is_refused(models: Any) -> None:
     with models("bart").engine() as engine, pytest.raises(ModelError, match="has no tokenizer"):
         engine.add_request("some text")
+
+
+@pytest.mark.parametrize("wrong", [5, b"ab", "some text", Prompt(encoder=[5], decoder="some text"), [[5]], ids(1, 300)])
+def test_what_is_refused_takes_no_other_prompt_of_its_batch_with_it(models: Any, wrong: Any) -> None:
+    expected = generated(models("bart"), "bart", Prompt(encoder=[5, 6]), NUM_NEW_TOKENS)
+    with models("bart").engine() as engine:
+        first, refused, last = engine.generate([[5, 6], wrong, [5, 6]], GREEDY)
+        assert (expected, expected) == (first.token_ids, last.token_ids)
+        # Ids that were for the encoder are not the request's own.
+        assert ("refused", ()) == (refused.finish_reason, refused.prompt_token_ids)
+        assert 0 == held_pages(engine)
+
+
+def test_features_too_short_for_a_token_are_refused() -> None:
+    with pytest.raises(RequestError, match="too short for a token"):
+        features_input(torch.zeros(80, 1), lambda shape: shape[1] // 2)
 
 
 def test_a_prompt_of_two_parts_without_an_encoder_is_a_plain_one(models: Any) -> None:
@@ -500,3 +529,7 @@ def test_generate_reads_prompts_as_the_encoders_input(family: str, tmp_path: Any
     done = CliRunner().invoke(main, ["generate", str(tmp_path), *arguments])
     assert 0 == done.exit_code, done.output
     assert " ".join(map(str, expected)) in done.output
+    done = CliRunner().invoke(main, ["generate", str(tmp_path), *arguments, "--json", "--prompt-logprobs"])
+    (output,) = json.loads(done.output)["outputs"]
+    # Of the tokens that are continued, as their log-probabilities are.
+    assert ([START], [None]) == (output["prompt_token_ids"], output["prompt_logprobs"])

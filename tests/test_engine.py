@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 import torch
 
 from kvframe.engine.request import RequestOutput, SamplingParams
-from kvframe.errors import KVFrameError, RequestError
+from kvframe.errors import KVFrameError, ModelError, RequestError
 from tests.scripted_model import MAX_MODEL_LEN, ScriptedModel
 
 SCRIPT = "the quick brown fox jumps"
@@ -208,6 +209,19 @@ def test_stop_strings_need_a_tokenizer() -> None:
 def test_text_without_a_tokenizer_is_refused_in_one_sentence() -> None:
     with ScriptedModel(SCRIPT, tokenizer=False).engine() as engine, pytest.raises(KVFrameError, match="no tokenizer"):
         engine.add_request("the")
+
+
+@pytest.mark.parametrize("wrong", [5, None, object(), b"ab", {97}, iter([97.5]), "the", np.array(97)])
+def test_what_is_no_prompt_is_refused_alone(wrong: Any) -> None:
+    with ScriptedModel("abcd", tokenizer=False).engine() as engine:
+        first, refused, last = engine.generate([[97, 98], wrong, [97, 98]])
+        assert ("refused", ()) == (refused.finish_reason, refused.prompt_token_ids)
+        assert [(99, 100, 0)] * 2 == [first.token_ids, last.token_ids]
+
+
+def test_a_batch_of_nothing_but_text_without_a_tokenizer_is_one_error() -> None:
+    with ScriptedModel(SCRIPT, tokenizer=False).engine() as engine, pytest.raises(ModelError, match="no tokenizer"):
+        engine.generate(["the", "the"])
 
 
 def test_a_model_without_a_tokenizer_serves_token_ids() -> None:

@@ -151,8 +151,8 @@ def _read_prompts(
 
 def _to_dict(prompt: str | list[int], output: RequestOutput) -> dict[str, Any]:
     return {
-        # Of a refused text there are no ids.
-        "prompt_token_ids": list(output.prompt_token_ids if isinstance(prompt, str) else prompt),
+        # Those that are continued, which a model with an encoder has beside what is given; none of a refused text.
+        "prompt_token_ids": list(output.prompt_token_ids),
         "token_ids": list(output.token_ids),
         "text": output.text,
         "finish_reason": output.finish_reason,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
 
 from kvframe.engine.progress import NO_INPUTS
 from kvframe.engine.prompt import AnyPrompt, Prompt
-from kvframe.engine.request import RequestOutput, SamplingParams
+from kvframe.engine.request import SamplingParams
 from kvframe.errors import RequestError
 from kvframe.model.adapter import LoadedModel, ModelInput
 from kvframe.plan import KVCachePlan
@@ -120,6 +120,17 @@ class Admission:
             )
         return token_ids
 
+    def ids_of(self, prompt: Any) -> tuple[int, ...]:
+        """Return a request's own token ids, as far as whatever was given has any before it is tokenised."""
+        if isinstance(prompt, Prompt):
+            prompt = prompt.decoder
+        elif self._model.description.max_input_lens:
+            return ()
+        try:
+            return tuple(_whole_numbers(prompt))
+        except RequestError:
+            return ()
+
 
 def _unicode(text: str) -> str:
     try:
@@ -129,35 +140,12 @@ def _unicode(text: str) -> str:
     return text
 
 
-def _whole_numbers(prompt: Sequence[int]) -> list[int]:
-    token_ids = [int(token) for token in prompt if isinstance(token, int | np.integer) and not isinstance(token, bool)]
-    if len(token_ids) != len(prompt):
-        raise RequestError("a prompt is text, or a sequence of whole numbers", code="bad_token")
-    return token_ids
-
-
-def refused_output(index: int, prompt: AnyPrompt, error: RequestError) -> RequestOutput:
-    """Return what stands for a refused prompt among a batch's outputs.
-
-    Args:
-        index: Its place in the batch.
-        prompt: As given.
-        error: Why it was refused.
-    """
-    return RequestOutput(
-        request_id=f"refused-{index}",
-        prompt_token_ids=_ids_of(prompt),
-        finish_reason="refused",
-        error=str(error),
-    )
-
-
-def _ids_of(prompt: AnyPrompt) -> tuple[int, ...]:
-    """Return a prompt's token ids, as far as it has any before it is tokenised."""
-    own = prompt.decoder if isinstance(prompt, Prompt) else prompt
-    if own is None or isinstance(own, str):
-        return ()
+def _whole_numbers(prompt: Any) -> list[int]:
     try:
-        return tuple(_whole_numbers(own))
-    except RequestError:
-        return ()
+        # Those that can be gone through too, but are no sequence of ids: bytes are text, and the rest has no order.
+        given = None if isinstance(prompt, bytes | bytearray | Set | Mapping) else list(prompt)
+    except TypeError:
+        given = None
+    if given is None or any(isinstance(token, bool) or not isinstance(token, int | np.integer) for token in given):
+        raise RequestError("a prompt is text, or a sequence of whole numbers", code="bad_token")
+    return [int(token) for token in given]

@@ -21,7 +21,7 @@ from kvframe.engine.runner import SkipPolicy
 from kvframe.engine.scheduler import ScheduledStep, Scheduler
 from kvframe.engine.self_check import run_packed
 from kvframe.engine.stats import EngineStats
-from kvframe.errors import RequestError
+from kvframe.errors import KVFrameError, ModelError, RequestError
 from kvframe.groups import Grouping
 from kvframe.model.adapter import LoadedModel
 from kvframe.plan import KVCachePlan
@@ -213,25 +213,34 @@ class EngineCore(ABC, Generic[RequestT]):
 
     def _serve(
         self, num_requests: int, add: Callable[[int], str], on_progress: Callable[[int], None] | None
-    ) -> list[RequestT | RequestError]:
+    ) -> list[RequestT | KVFrameError]:
         """Serve a batch of requests to their ends.
 
         Args:
             num_requests: How many.
-            add: Adds a request by its place in the batch and returns its id, or raises a ``RequestError``.
+            add: Adds a request by its place in the batch and returns its id, or raises a ``RequestError``, or a
+                ``ModelError`` for what the model cannot do.
             on_progress: Called after each step with the number of requests that are done, refused ones included.
 
         Returns:
             For each place, its request, or why it was refused.
+
+        Raises:
+            ModelError: None can be served, and this is why one cannot.
         """
         request_ids: dict[int, str] = {}
-        ended: dict[int, RequestT | RequestError] = {}
+        ended: dict[int, RequestT | KVFrameError] = {}
+        unable: ModelError | None = None
         try:
             for index in range(num_requests):
                 try:
                     request_ids[index] = add(index)
                 except RequestError as error:
                     ended[index] = error
+                except ModelError as error:
+                    ended[index] = unable = error
+            if unable is not None and not request_ids:
+                raise unable
             pending = [self._requests[request_id] for request_id in request_ids.values()]
             while pending:
                 self._advance()

@@ -11,7 +11,7 @@ from kvframe.engine.assembly import Assembly, load_model
 from kvframe.engine.core import EngineCore
 from kvframe.engine.pooling import EmbeddingOutput, EmbeddingRequest, PoolingRunner
 from kvframe.engine.runner import SkipPolicy
-from kvframe.errors import RequestError
+from kvframe.errors import KVFrameError, RequestError
 from kvframe.model.adapter import LoadedModel
 from kvframe.model.description import Pooling, PoolingMode
 from kvframe.registry import Registry
@@ -165,10 +165,15 @@ class Embedder(EngineCore[EmbeddingRequest]):
 
         Returns:
             One output for each text, in order; a refused one has ``finish_reason="refused"`` and an ``error``.
+
+        Raises:
+            ModelError: None can be embedded, and one is text, of which a model without tokenizer makes nothing.
         """
         ended = self._serve(len(texts), lambda index: self.add_request(texts[index]), on_progress)
         return [
-            _refused_output(index, texts[index], request) if isinstance(request, RequestError) else request.report()
+            self._refused_output(index, texts[index], request)
+            if isinstance(request, KVFrameError)
+            else request.report()
             for index, request in enumerate(ended)
         ]
 
@@ -186,12 +191,11 @@ class Embedder(EngineCore[EmbeddingRequest]):
             skip_policy=skip_policy,
         )
 
-
-def _refused_output(index: int, text: str | Sequence[int], error: RequestError) -> EmbeddingOutput:
-    """Return what stands for a refused text among a batch's outputs."""
-    return EmbeddingOutput(
-        request_id=f"refused-{index}",
-        token_ids=() if isinstance(text, str) or error.code == "bad_token" else tuple(text),
-        finish_reason="refused",
-        error=str(error),
-    )
+    def _refused_output(self, index: int, text: str | Sequence[int], error: KVFrameError) -> EmbeddingOutput:
+        """Return what stands for a refused text among a batch's outputs."""
+        return EmbeddingOutput(
+            request_id=f"refused-{index}",
+            token_ids=self._admission.ids_of(text),
+            finish_reason="refused",
+            error=str(error),
+        )

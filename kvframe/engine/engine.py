@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from kvframe.engine.admission import refused_output
 from kvframe.engine.assembly import Assembly
 from kvframe.engine.core import EngineCore
 from kvframe.engine.prompt import AnyPrompt
 from kvframe.engine.request import Request, RequestOutput, SamplingParams
 from kvframe.engine.runner import SkipPolicy, TokenRunner
 from kvframe.engine.text import TextStream
-from kvframe.errors import ModelError, RequestError
+from kvframe.errors import KVFrameError, ModelError, RequestError
 
 
 class Engine(EngineCore[Request]):
@@ -109,6 +108,9 @@ class Engine(EngineCore[Request]):
 
         Returns:
             One output for each prompt, in order; a refused one has ``finish_reason="refused"`` and an ``error``.
+
+        Raises:
+            ModelError: No prompt can be served, and one is text, of which a model without tokenizer makes nothing.
         """
         if isinstance(params, SamplingParams) or params is None:
             params = [params or SamplingParams()] * len(prompts)
@@ -116,7 +118,9 @@ class Engine(EngineCore[Request]):
             raise RequestError(f"{len(prompts)} prompts have {len(params)} params", code="bad_params")
         ended = self._serve(len(prompts), lambda index: self.add_request(prompts[index], params[index]), on_progress)
         return [
-            refused_output(index, prompts[index], request) if isinstance(request, RequestError) else request.report()
+            self._refused_output(index, prompts[index], request)
+            if isinstance(request, KVFrameError)
+            else request.report()
             for index, request in enumerate(ended)
         ]
 
@@ -152,6 +156,15 @@ class Engine(EngineCore[Request]):
                     yield self._requests.take(request_id).report()
         finally:
             self._forget(request_id)
+
+    def _refused_output(self, index: int, prompt: AnyPrompt, error: KVFrameError) -> RequestOutput:
+        """Return what stands for a refused prompt among a batch's outputs."""
+        return RequestOutput(
+            request_id=f"refused-{index}",
+            prompt_token_ids=self._admission.ids_of(prompt),
+            finish_reason="refused",
+            error=str(error),
+        )
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self.model.decode(token_ids) or ""

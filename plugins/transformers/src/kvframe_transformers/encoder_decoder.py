@@ -100,12 +100,7 @@ class EncoderDecoderModel(TransformersModel):
             return features_input(value, self._num_tokens_of)
         if isinstance(value, str):
             value = self.encode(value)
-        if isinstance(value, torch.Tensor):
-            value = value.tolist()
-        try:
-            return ids_input(value, self._encoder.get_input_embeddings().num_embeddings)
-        except TypeError as error:
-            raise RequestError(f"the encoder of {name} reads text or token ids, not {value!r}", "bad_input") from error
+        return ids_input(value, self._encoder.get_input_embeddings().num_embeddings)
 
     def start_token_ids(self, text: str | None = None) -> list[int]:
         """Return the decoder's start token, then that which the generation config forces, or those of a text.

@@ -61,7 +61,7 @@ class TransformersModel(LoadedModel):
         self.model: Any = model
         self.tokenizer = tokenizer
         self._folder = folder
-        self._body: Any = model if description.generates else model.base_model
+        self._body: Any = model if description.generates else _body_of(model)
         self._first_position = first_position
         parameters = inspect.signature(self._body.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
@@ -295,6 +295,15 @@ class TransformersModel(LoadedModel):
 
     def _blocks_from(self, skipped: Sequence[str]) -> tuple[nn.Module, ...] | None:
         return blocks_from(self.model, [layer.name for layer in self.description.layers], skipped)
+
+
+def _body_of(model: Any) -> Any:
+    """Return the part of a model that gives its last hidden states."""
+    body = model.base_model
+    if body is not model or model.get_output_embeddings() is None:
+        return body
+    # transformers looks for the body by a name that this model does not have for it.
+    return next((part for part in model.children() if isinstance(part, PreTrainedModel)), body)
 
 
 def _configs(model: nn.Module) -> list[Any]:

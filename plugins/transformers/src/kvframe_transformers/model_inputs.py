@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import attrs
@@ -26,20 +26,32 @@ class EncoderStates:
     states: torch.Tensor
 
 
-def ids_input(token_ids: Sequence[int], vocab_size: int) -> ModelInput:
+def ids_input(value: Any, vocab_size: int) -> ModelInput:
     """Return an input of token ids.
 
     Args:
-        token_ids: The ids.
+        value: The ids, as a sequence, a tensor or an array.
         vocab_size: What the encoder knows.
 
     Raises:
         RequestError: They are none of the encoder's, or there is none.
     """
+    try:
+        # Bytes are text, and the rest has no order.
+        is_other = isinstance(value, bytes | bytearray | Set | Mapping)
+        token_ids = None if is_other else list(value.tolist() if isinstance(value, torch.Tensor) else value)
+    except (TypeError, RuntimeError):  # a tensor without its numbers
+        token_ids = None
+    if token_ids is None:
+        raise RequestError(f"the encoder reads text or token ids, not {type(value).__name__}", code="bad_input")
     for token in token_ids:
-        if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
-            raise RequestError(f"{token!r} is no token id of the encoder; it has [0, {vocab_size})", code="bad_input")
-    if not len(token_ids):
+        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+            raise RequestError(
+                f"the encoder's token ids are whole numbers, not {type(token).__name__}", code="bad_input"
+            )
+        if not 0 <= token < vocab_size:
+            raise RequestError(f"{token} is no token id of the encoder; it has [0, {vocab_size})", code="bad_input")
+    if not token_ids:
         raise RequestError("the encoder's input is empty; give at least one token", code="bad_input")
     data = torch.tensor([int(token) for token in token_ids])
     return ModelInput(num_tokens=len(data), key=_hash("int64", data.shape, array("q", data.tolist())), data=data)
@@ -58,19 +70,26 @@ def features_input(value: Any, num_tokens_of: Callable[[torch.Size], int]) -> Mo
         RequestError: It is no such thing.
     """
     try:
-        data = torch.as_tensor(value).detach().to("cpu", torch.float32).contiguous()
+        given = torch.as_tensor(value).detach()
+        if given.is_complex():
+            raise TypeError("half of each number would be lost")
+        data = given.to("cpu", torch.float32).contiguous()
     except (TypeError, ValueError, RuntimeError) as error:
         raise RequestError(
-            f"the encoder takes features, a tensor or an array of numbers, not {type(value).__name__}", code="bad_input"
+            f"the encoder takes features, a tensor or an array of real numbers, not {type(value).__name__}",
+            code="bad_input",
         ) from error
     if data.dim() > 2 and data.shape[0] == 1:
         data = data[0]
     try:
         num_tokens = num_tokens_of(data.shape)
-    except (ValueError, RuntimeError, IndexError) as error:  # a model's own check, or its first layer
+    except (ValueError, TypeError, RuntimeError, IndexError) as error:  # a model's own check, or its first layer
+        why = str(error).partition("\n")[0] or type(error).__name__
         raise RequestError(
-            f"the encoder takes no features of shape {list(data.shape)}: {str(error).splitlines()[0]}", code="bad_input"
+            f"the encoder takes no features of shape {list(data.shape)}: {why}", code="bad_input"
         ) from error
+    if num_tokens < 1:
+        raise RequestError(f"features of shape {list(data.shape)} are too short for a token", code="bad_input")
     if not data.isfinite().all():
         raise RequestError("the features hold numbers that are not finite", code="bad_input")
     return ModelInput(num_tokens=num_tokens, key=_hash("float32", data.shape, data.numpy()), data=data)

@@ -53,8 +53,8 @@ def _mode_of(file: Path) -> PoolingMode:
     config = _read(file, dict)
     named = config.get("pooling_mode")
     if named is not None:
-        chosen = [named] if isinstance(named, str) else list(named)
-        modes = [_NAMES.get(name) for name in chosen]
+        chosen = named if isinstance(named, list) else [named]
+        modes = [_NAMES.get(str(name)) for name in chosen]
     else:
         chosen = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
         modes = [_MODES.get(key) for key in chosen]
