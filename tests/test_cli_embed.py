@@ -133,6 +133,15 @@ def test_a_refused_text_is_named_in_its_place_and_the_others_finish(here: Path) 
     assert "refused: the text is empty" in shown
 
 
+def test_a_text_that_is_no_unicode_is_refused_and_printed(here: Path) -> None:
+    (here / "texts.jsonl").write_text('"the cat"\n"\\ud800"\n')
+    result = run("encoder", "--texts", "texts.jsonl", "--json")
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [("the cat", "computed"), ("\ud800", "refused")] == [(each["text"], each["finish_reason"]) for each in found]
+    shown = run("encoder", "--texts", "texts.jsonl").stdout
+    assert "\\ud800\nrefused: the prompt is not Unicode text" in shown
+
+
 @pytest.mark.parametrize("given", [[], ["--texts", "texts.txt", "--token-ids", "ids.json"]])
 def test_texts_come_from_one_place(here: Path, given: list[str]) -> None:
     result = run("encoder", *given)

@@ -6,6 +6,8 @@ Nothing here loads torch or rich; a command that needs them imports them when it
 from __future__ import annotations
 
 import importlib
+import io
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,6 +57,10 @@ class LazyGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; a ``KVFrameError`` becomes one line on stderr and exit code 2."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                # A text that is no Unicode is refused; to print it must not lose the others. JSON reads the escape.
+                stream.reconfigure(errors="backslashreplace")
         try:
             return super().invoke(ctx)
         except KVFrameError as error:

@@ -235,6 +235,26 @@ def test_what_kvframe_does_not_do_is_refused_by_name(saved: Path, kinds: list[st
         pooling_of(saved)
 
 
+@pytest.mark.parametrize(
+    ("config", "is_refused"),
+    [
+        ({"default_prompt_name": None, "prompts": {"query": "query: "}}, False),
+        ({"default_prompt_name": "document", "prompts": {"query": "query: ", "document": ""}}, False),
+        ({"default_prompt_name": "query", "prompts": {"query": "query: "}}, True),
+    ],
+)
+def test_words_that_a_checkpoint_wants_before_each_text_are_not_left_out(
+    saved: Path, config: Any, is_refused: bool
+) -> None:
+    write_modules(saved, POOLING, pooling_mode_mean_tokens=True)
+    (saved / "config_sentence_transformers.json").write_text(json.dumps(config))
+    if not is_refused:
+        assert Pooling("mean", False) == pooling_of(saved)
+        return
+    with pytest.raises(ModelError, match="asks for the prompt 'query' before each text"):
+        pooling_of(saved)
+
+
 @pytest.mark.parametrize(("text", "why"), [("{", "cannot be read"), ('{"a": 1}', "holds a dict, not a list")])
 def test_files_that_are_broken_say_so(saved: Path, text: str, why: str) -> None:
     (saved / "modules.json").write_text(text)

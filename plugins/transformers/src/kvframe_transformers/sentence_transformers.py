@@ -46,7 +46,16 @@ def read_pooling(folder: Path) -> Pooling | None:
             raise _refusal(file, f"the module {kind or module}")
     if mode is None:
         raise _refusal(file, "no pooling")
+    _check_prompt(folder / "config_sentence_transformers.json")
     return Pooling(mode, normalize)
+
+
+def _check_prompt(file: Path) -> None:
+    """Refuse a checkpoint that wants words of its own before each text."""
+    config = _read(file, dict) if file.is_file() else {}
+    name, prompts = config.get("default_prompt_name"), config.get("prompts")
+    if name is not None and not (isinstance(prompts, dict) and prompts.get(str(name)) == ""):
+        raise _refusal(file, f"the prompt {name!r} before each text")
 
 
 def _mode_of(file: Path) -> PoolingMode:
