@@ -128,7 +128,7 @@ def _layer_spec(layer: LayerDescription, registry: Registry, stack: Stack, dtype
     try:
         query = QuerySpec(**layer.query) if layer.query else None
         return LayerSpec(name=layer.name, spec=spec_class(**options), query=query, shares_with=layer.shares_with)
-    except (SpecError, TypeError, ValueError) as error:
+    except (SpecError, UnknownNameError, TypeError, ValueError) as error:
         raise SpecError(f"layer {layer.name!r} ({layer.kind}): {error}") from error
 
 

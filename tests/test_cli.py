@@ -404,6 +404,7 @@ def test_a_kind_that_no_plugin_provides_is_one_line(tmp_path: Path) -> None:
         ('[[rules]]\nlayers = "*"\nbackend = "torhc"\n', "there is no backend named 'torhc'"),
         ("[cache]\nmemory = -1\n[engine]\nspeed = 3\n", "2 problems; "),
         ("[cache", "not valid TOML"),
+        ('[[rules]]\nlayers = "*"\nspec = {dtype = "floot16"}\n', "layer 'l.0' (sliding_window): there is no dtype"),
     ],
 )
 def test_a_wrong_stack_is_one_line(stack: str, says: str, layers: Path, tmp_path: Path) -> None:

@@ -128,6 +128,14 @@ def test_a_model_without_positions_is_served_at_its_length_of_a_million_tokens(t
         assert expected == served(engine)
 
 
+@pytest.mark.parametrize(
+    "states", [{"conv_shapes": [[5, 4]]}, {"conv_dtypes": ["float16"]}, {"model_dtype": "bfloat16"}]
+)
+def test_a_rule_that_gives_a_state_another_form_is_named(models: Any, states: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=r"'model.layers.0.mamba' .* keeps conv_0 .* or a rule of the stack"):
+        models("bamba").engine(states=states)
+
+
 def test_a_mixer_that_is_called_outside_of_its_engine_says_so(models: Any) -> None:
     model = models("mamba2")
     with model.engine(), pytest.raises(ModelError, match="Mamba2Mixer ran outside of the engine"):

@@ -140,6 +140,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         local: Where the layers that keep nothing of the past find the running step.
         states: The layers that the model computes itself, on pages that it is given; by name.
         skipped: The layers that compute only the generating tokens of a step, in the order they run.
+        dtypes: The dtypes of what all of them keep.
         kept_rows: ``[num_generating + padding], int64, device``: the rows of the packed batch that the skipped layers
             compute in this step; None for all. The model cuts its hidden states to them before the first of these
             layers, and gives logits for exactly these rows.
@@ -173,6 +174,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         self.local = LocalCaches((), device, max_tokens=0, max_reqs=0) if local is None else local
         self.groups = form_groups(attending, choices, grouping, device, self.local.places)
         views = {**views, **self.local.views}
+        self.dtypes = frozenset(tensor.dtype for view in views.values() for tensor in view.values())
         keeping = [layer for layer in layers if layer.query is None and layer.name in views]
         self.states = StateLayers(keeping, grouping, views, device)
         self._device = device

@@ -137,6 +137,8 @@ def test_what_is_stored_lies_in_the_step_and_holds_what_is_needed_next(
         ({"conv_shapes": [4, 6]}, "must be a list of shapes"),
         ({"conv_shapes": [[4, 0]]}, "must be a list of shapes"),
         ({"conv_dtypes": ["float32", "float32"]}, "1 conv_shapes and 2 conv_dtypes"),
+        ({"conv_dtypes": "float32"}, "MambaSpec.conv_dtypes must be a list of dtypes"),
+        ({"recurrent_dtypes": [["float32"]]}, "MambaSpec.recurrent_dtypes must be a list of dtypes"),
         ({"recurrent_dtypes": ["float31"]}, "float31"),
         ({"checkpoints": "dense"}, "must be one of 'none', 'aligned', 'all', not 'dense'"),
         ({"num_draft_tokens": -1}, "at least 0"),

@@ -40,6 +40,13 @@ def _shapes(instance: Any, attribute: attrs.Attribute[Shapes], value: Any) -> No
         )
 
 
+def _names(instance: Any, attribute: attrs.Attribute[tuple[str, ...]], value: Any) -> None:
+    if not isinstance(value, tuple) or not all(isinstance(name, str) for name in value):
+        raise SpecError(
+            f"{type(instance).__name__}.{attribute.name} must be a list of dtypes, such as ['float32'], not {value!r}"
+        )
+
+
 def _density(instance: Any, attribute: attrs.Attribute[str], value: Any) -> None:
     if value not in CHECKPOINTS:
         raise SpecError(
@@ -84,8 +91,8 @@ class MambaSpec(KVCacheSpec):
 
     conv_shapes: Shapes = attrs.field(default=(), converter=_as_shapes, validator=_shapes)
     recurrent_shapes: Shapes = attrs.field(default=(), converter=_as_shapes, validator=_shapes)
-    conv_dtypes: tuple[str, ...] = attrs.field(default=(), converter=_as_names)
-    recurrent_dtypes: tuple[str, ...] = attrs.field(default=(), converter=_as_names)
+    conv_dtypes: tuple[str, ...] = attrs.field(default=(), converter=_as_names, validator=_names)
+    recurrent_dtypes: tuple[str, ...] = attrs.field(default=(), converter=_as_names, validator=_names)
     model_dtype: str = "float32"
     checkpoints: str = attrs.field(default="aligned", validator=_density)
     num_draft_tokens: int = attrs.field(default=0, validator=_not_negative)

@@ -203,7 +203,9 @@ class EncoderDecoderModel(TransformersModel):
         ) -> list[torch.Tensor]:
             return run_packed(prompts, last_only, [{ENCODER: self._check_input(prompt)} for prompt in prompts])
 
-        compare_runs(self.description, self.model, list(self._modules().items()), packed, self._run_plain)
+        assert self._layers is not None
+        modules, dtypes = list(self._modules().items()), self._layers.dtypes
+        compare_runs(self.description, self.model, modules, packed, self._run_plain, stored=dtypes)
 
     def _check_input(self, prompt: Sequence[int]) -> ModelInput:
         """Return random states for a prompt, the same ones whenever it is asked."""

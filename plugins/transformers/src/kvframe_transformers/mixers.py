@@ -114,7 +114,8 @@ class MixerDriver:
         if found != planned:
             raise ModelError(
                 f"layer {self._name!r} ({type(self._module).__name__}) keeps {_in_words(found)}, and was planned with "
-                f"{_in_words(planned)}; its checkpoint and its config do not belong together"
+                f"{_in_words(planned)}; its checkpoint and its config do not belong together, or a rule of the stack "
+                "gives it shapes or dtypes that it does not have"
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Output:

@@ -187,10 +187,12 @@ class TransformersModel(LoadedModel):
                 computed through the attached layers in one batch; ``run_packed(prompts, last_only=True)`` those of its
                 last token, ``[1, vocab_size]``.
         """
-        skipped = () if self._layers is None else self._layers.skipped
-        modules = list(self._modules().items())
+        assert self._layers is not None
+        modules, layers = list(self._modules().items()), self._layers
         with self._temperatures.in_short_steps():
-            compare_runs(self.description, self.model, modules, run_packed, self._run_plain, skipped)
+            compare_runs(
+                self.description, self.model, modules, run_packed, self._run_plain, layers.skipped, layers.dtypes
+            )
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``, with the special tokens that the tokenizer adds by itself."""

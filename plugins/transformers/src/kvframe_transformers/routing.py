@@ -66,6 +66,10 @@ class RunLayers(Protocol):
         """The layers that keep a state and do not attend, by the names of the description."""
 
     @property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """The dtypes of what all of them keep."""
+
+    @property
     def kept_rows(self) -> torch.Tensor | None:
         """``[num_kept], int64, device``: the rows that they compute in this step; None for all."""
 

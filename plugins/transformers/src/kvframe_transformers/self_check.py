@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -40,6 +40,7 @@ def compare_runs(
     run_packed: RunPacked,
     run_plain: Callable[[list[int]], torch.Tensor],
     skipped: Sequence[str] = (),
+    stored: Collection[torch.dtype] = (),
 ) -> None:
     """Raise ``ModelError`` where the two runs' logits, or hidden states, differ by more than the dtype explains.
 
@@ -50,6 +51,7 @@ def compare_runs(
         run_packed: Runs prompts through the engine.
         run_plain: Logits ``[len(prompt), vocab_size]`` of one prompt by the model's own attention.
         skipped: The attention layers that compute only the generating tokens of a step.
+        stored: The dtypes of what is stored, where a run through the engine may round more than the model does.
     """
     what = "logits" if description.generates else "hidden states"
     prompts = check_prompts(description, model.config)
@@ -57,7 +59,7 @@ def compare_runs(
     # The engine may take shorter requests only.
     prompts = [prompt[: len(logits)] for prompt, logits in zip(prompts, packed, strict=True)]
     plain = [run_plain(prompt) for prompt in prompts]
-    tolerance = tolerance_of(plain[0].dtype)
+    tolerance = tolerance_of(plain[0].dtype, *stored)
     worst = _worst_difference(packed, plain)
     if worst > tolerance:
         layer = _first_different_layer(modules, prompts, run_packed, run_plain, tolerance)
@@ -82,9 +84,9 @@ def _worst_difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tenso
     return max(relative_difference(*pair) for pair in zip(ours, theirs, strict=True))
 
 
-def tolerance_of(dtype: torch.dtype) -> float:
-    """Return the relative difference that rounding explains: half of the dtype's digits."""
-    return float(torch.finfo(dtype).eps ** 0.5)
+def tolerance_of(*dtypes: torch.dtype) -> float:
+    """Return the relative difference that rounding explains: half of the digits of the coarsest of these dtypes."""
+    return max(float(torch.finfo(dtype).eps ** 0.5) for dtype in dtypes if dtype.is_floating_point)
 
 
 def relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
