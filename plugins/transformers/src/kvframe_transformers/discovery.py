@@ -4,113 +4,30 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import attrs
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.modeling_outputs import BaseModelOutput
 
 from kvframe.errors import ModelError
 from kvframe.model.description import LayerDescription
-from kvframe_transformers.checkpoint import one_sentence
 from kvframe_transformers.latents import KIND as LATENT_KIND
-from kvframe_transformers.latents import Expansion, noting_expansions
-from kvframe_transformers.masks import MaskFunction, MaskKind, classify_mask, sees_all
+from kvframe_transformers.masks import MaskKind, classify_mask, sees_all
+from kvframe_transformers.recording import (
+    PROBE_DTYPE,
+    PROBE_ENCODER_TOKENS,
+    PROBE_TOKENS,
+    RecordedCall,
+    RecordedState,
+    Recording,
+    record,
+)
 from kvframe_transformers.relative_bias import BiasReader
-from kvframe_transformers.states import Forward, Inputs, MixerCall, Mixers, StateView, is_mixer, reads_padding
 
-DISCOVERY = "kvframe_discovery"
-"""The attention implementation, and the mask implementation, under which a forward is only recorded."""
-
-_PROBE_TOKENS = 4
-_PROBE_ENCODER_TOKENS = 7
-_PROBE_DTYPE = torch.bfloat16
 _KEEPS_STATE = re.compile(r"\b(past_key_values?|layer_past|cache_params)\.update\w*\(")
 _KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position", "position_bias"})
 """Tensors that may come with an attention call: those that are served, and those that change nothing here."""
-
-
-@attrs.frozen(eq=False)
-class RecordedCall:
-    """One attention call of the probe forward: tensors without data, and what came with them."""
-
-    module: nn.Module
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    mask: Any
-    inputs: dict[str, Any]
-
-    @property
-    def is_cross(self) -> bool:
-        """Whether the keys are of another sequence than the queries: that of an encoder."""
-        return self.key.shape[2] != self.query.shape[2]
-
-
-@attrs.frozen(eq=False)
-class RecordedState:
-    """One call of a state mixer in the probe forward: the states that it left, what it got and returned."""
-
-    module: nn.Module
-    states: Mapping[str, torch.Tensor]
-    inputs: Inputs
-    output: Any
-
-
-@attrs.frozen(eq=False)
-class RecordedMask:
-    """One mask of the probe forward: the tensor that stands for it, and what would have made it."""
-
-    marker: torch.Tensor
-    function: MaskFunction
-    local_size: int | None
-    chunk_size: int | None
-
-
-@attrs.frozen(eq=False)
-class Recording:
-    """What the probe forward showed: attention, mixers and masks in order, latents, and every module that ran."""
-
-    calls: list[RecordedCall | RecordedState] = attrs.field(factory=list)
-    masks: list[RecordedMask] = attrs.field(factory=list)
-    ran: list[nn.Module] = attrs.field(factory=list)
-    expansions: dict[nn.Module, Expansion] = attrs.field(factory=dict)
-
-
-_RECORDING: ContextVar[Recording] = ContextVar("kvframe_transformers_recording")
-
-
-def _record_mask(
-    *, batch_size: int, q_length: int, kv_length: int, mask_function: MaskFunction, config: Any = None, **inputs: Any
-) -> torch.Tensor:
-    """Stand for a mask: the tensor shows, when it reaches an attention call, which function would have made it."""
-    marker = torch.empty(batch_size, 1, q_length, kv_length, device="meta")
-    chunk_size = getattr(config, "attention_chunk_size", None)
-    _RECORDING.get().masks.append(RecordedMask(marker, mask_function, inputs.get("local_size"), chunk_size))
-    return marker
-
-
-def _record_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any = None,
-    **inputs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Note the call and return an output of the right shape, as transformers' attention functions do."""
-    _RECORDING.get().calls.append(RecordedCall(module, query, key, value, attention_mask, inputs))
-    batch, heads, tokens, _ = query.shape
-    return query.new_empty(batch, tokens, heads, value.shape[-1]), None
-
-
-AttentionInterface.register(DISCOVERY, _record_attention)
-AttentionMaskInterface.register(DISCOVERY, _record_mask)
 
 
 def discover_layers(
@@ -128,7 +45,7 @@ def discover_layers(
         ModelError: The model keeps state, or masks attention, in a way that kvframe has no words for, or it cannot be
             told the positions of a packed batch.
     """
-    recording = _record(model, name)
+    recording = record(model, name)
     layers = _Reader(model, name, max_model_len, recording, generates).layers()
     attends = any(layer.query for layer in layers)
     if attends and not _can_be_told_positions(model, layers, recording.ran):
@@ -148,12 +65,6 @@ def _can_be_told_positions(model: Any, layers: Sequence[LayerDescription], ran: 
     return all("relative_bias" in layer.query or layer.kind == "cross_attention" for layer in layers)
 
 
-def width_of_encoder(model: Any) -> int:
-    """Return the elements of what a model's encoder gives for a token: as its own config says, where it has one."""
-    width: int = model.get_encoder().config.hidden_size
-    return width
-
-
 def takes_position_ids(module: nn.Module) -> bool:
     """Return whether a module looks up positions that it is told."""
     return isinstance(module, nn.Embedding) and "position_ids" in inspect.signature(module.forward).parameters
@@ -164,79 +75,6 @@ def _forward_source(module_class: type) -> str:
         return inspect.getsource(module_class.forward)  # type: ignore[attr-defined]
     except (AttributeError, OSError, TypeError):  # no forward, or one that was made at run time
         return ""
-
-
-def _record(model: Any, name: str) -> Recording:
-    model.set_attn_implementation(DISCOVERY)
-    for module in model.modules():
-        # A dynamic rotary embedding decides by the positions' values, which are not there; layers do not depend on it.
-        if getattr(module, "rope_type", None) == "dynamic":
-            module.rope_type = "default"
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("batched_mm")  # its control flow does not depend on the routing
-    mixers = Mixers(module for module in model.modules() if is_mixer(module))
-    if mixers.modules:
-        model.to(_PROBE_DTYPE)  # shows which states have the model's dtype, and which one of their own
-    recording = Recording()
-    token = _RECORDING.set(recording)
-    recorders = {module: _recorder(module, mixers.own_forward(module)) for module in mixers.modules}
-    try:
-        with (
-            torch.no_grad(),
-            _noting(model, recording),
-            mixers.switched(recorders),
-            noting_expansions(model, recording.expansions),
-        ):
-            model(**_probe_inputs(model, reads_mask=any(map(reads_padding, model.modules()))), use_cache=False)
-    except Exception as error:
-        raise ModelError(
-            f"the layers of {name} cannot be read without its weights: a forward of {type(model).__name__} on tensors "
-            f"without data fails ({one_sentence(error)})"
-        ) from error
-    finally:
-        _RECORDING.reset(token)
-    return recording
-
-
-def _recorder(module: nn.Module, forward: Forward) -> Forward:
-    """Return a forward that notes the states that ``forward`` leaves."""
-    call = MixerCall.of(module)
-    if call is None:
-        return forward
-
-    def record(*args: Any, **kwargs: Any) -> Any:
-        view, inputs = StateView(), call.inputs_of(args, kwargs)
-        output = forward(**{**inputs, call.cache: view})
-        _RECORDING.get().calls.append(RecordedState(module, view.named(), inputs, output))
-        return output
-
-    return record
-
-
-def _probe_inputs(model: Any, *, reads_mask: bool) -> dict[str, Any]:
-    ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device="meta")
-    # A padding mask keeps transformers from looking for packed sequences, which would take data. For mixers it looks at
-    # the mask itself.
-    mask = torch.ones_like(ids, device="cpu" if reads_mask else "meta")
-    if not model.config.is_encoder_decoder:
-        return {"input_ids": ids, "attention_mask": mask}
-    # The encoder does not run: it keeps nothing, and is no part of a step.
-    states = torch.empty(1, _PROBE_ENCODER_TOKENS, width_of_encoder(model), device="meta")
-    encoded = BaseModelOutput(last_hidden_state=states)
-    return {"encoder_outputs": encoded, "decoder_input_ids": ids, "decoder_attention_mask": mask}
-
-
-@contextmanager
-def _noting(model: nn.Module, recording: Recording) -> Iterator[None]:
-    """Note every module that runs."""
-    handles = [
-        module.register_forward_pre_hook(lambda module, _: recording.ran.append(module)) for module in model.modules()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Reader:
@@ -321,7 +159,7 @@ class _Reader:
             ("returns", call.output),
         ]:
             for tensor in value if isinstance(value, tuple) else (value,):
-                if isinstance(tensor, torch.Tensor) and tensor.shape[:2] != (1, _PROBE_TOKENS):
+                if isinstance(tensor, torch.Tensor) and tensor.shape[:2] != (1, PROBE_TOKENS):
                     raise self._refusal(call.module, f"{what} a tensor without a row per token")
         options: dict[str, Any] = {}
         for kind in ("conv", "recurrent"):
@@ -330,14 +168,13 @@ class _Reader:
                 dtypes = [str(state.dtype).removeprefix("torch.") for state in states]
                 options[f"{kind}_shapes"] = tuple(tuple(state.shape[1:]) for state in states)
                 options[f"{kind}_dtypes"] = tuple(
-                    "auto" if state.dtype == _PROBE_DTYPE else dtype
-                    for state, dtype in zip(states, dtypes, strict=True)
+                    "auto" if state.dtype == PROBE_DTYPE else dtype for state, dtype in zip(states, dtypes, strict=True)
                 )
         return LayerDescription(name=path, kind="mamba", options=options, query={})
 
     def _cross_mask_of(self, call: RecordedCall) -> MaskKind:
         masks = [mask for mask in self._recording.masks if call.mask is mask.marker]
-        if call.mask is None or (masks and sees_all(masks[0].function, _PROBE_ENCODER_TOKENS)):
+        if call.mask is None or (masks and sees_all(masks[0].function, PROBE_ENCODER_TOKENS)):
             return MaskKind("cross_attention")
         return MaskKind(None, why="sees only some of what the encoder gives")
 

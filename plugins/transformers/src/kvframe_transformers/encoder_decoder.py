@@ -15,9 +15,9 @@ from kvframe.model.adapter import LoadedModel, ModelInput
 from kvframe.model.description import ModelDescription
 from kvframe.specs import ENCODER
 from kvframe_transformers.decoder_hooks import DecoderHooks
-from kvframe_transformers.discovery import width_of_encoder
 from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.model_inputs import EncoderStates, features_input, ids_input
+from kvframe_transformers.recording import width_of_encoder
 from kvframe_transformers.relative_bias import PARAMETER, tables_of
 from kvframe_transformers.routing import RunLayers
 from kvframe_transformers.self_check import RunPacked, compare_runs
