@@ -359,7 +359,9 @@ def test_the_self_check_passes(models: Any, family: str, backend: str) -> None:
 def test_the_self_check_sees_positions_that_are_not_told(
     models: Any, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Neither of the two ways, of which a family has one or both.
     monkeypatch.setattr("kvframe_transformers.decoder_hooks.takes_position_ids", lambda module: False)
+    monkeypatch.setattr(models(family).loaded, "_takes_decoder_positions", False)
     with pytest.raises(ModelError, match="gives other logits in a packed batch than alone"):
         models(family).engine(self_check=True)
 
