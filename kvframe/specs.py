@@ -245,8 +245,8 @@ class KVCacheSpec(ABC):
         Args:
             n: The position that is computed next.
             num_new_tokens: Tokens to compute, at least one.
-            branch: Where the request's tokens part from those of an earlier request, at a block boundary of every
-                group, so that a third one may want to continue from there; 0 if nothing is known.
+            branch: A block boundary of every group from which a later request may want to continue: where the tokens
+                part from those of an earlier request, or the last one before the last token. At most ``n`` for none.
 
         Returns:
             Sorted, disjoint ranges within the blocks of these tokens.

@@ -148,7 +148,9 @@ class Lives:
     def needed(self, life: Life, index: int, end: int) -> set[int]:
         """Return the blocks of a type that stores few that a request has to hold while it is computed to ``end``."""
         spec, n = self.plan.groups[index].spec, life.computed
-        stored = spec.stored_blocks(n, end - n, life.branch) if end > n else ()
+        last = (end - 1) // self.plan.alignment * self.plan.alignment
+        branch = life.branch if n < life.branch <= end else last
+        stored = spec.stored_blocks(n, end - n, branch) if end > n else ()
         return live_blocks(self.plan.groups[index], n) | {block for part in stored for block in range(*part)}
 
     def check_kept(self, name: str, num_computed: int) -> None:

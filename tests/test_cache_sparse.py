@@ -32,9 +32,10 @@ def test_only_stored_blocks_get_a_page() -> None:
     manager = make_manager(state(every=2), full())
     manager.start("a", list(range(30)))
     assert manager.extend("a", 22)
-    assert [1, 3, 5] == resident(manager, "a")
+    # Every second one, the last one, and the one that ends at the last boundary before the last token.
+    assert [1, 3, 4, 5] == resident(manager, "a")
     assert [0, 1, 2, 3, 4, 5] == resident(manager, "a", 1)
-    assert [bool(page) for page in manager.tables[0].ids[0][:7]] == [False, True, False, True, False, True, False]
+    assert [bool(page) for page in manager.tables[0].ids[0][:7]] == [False, True, False, True, True, True, False]
 
 
 def test_making_room_again_changes_nothing_and_for_more_adds_what_is_stored() -> None:
@@ -57,15 +58,26 @@ def test_what_is_not_live_any_more_is_given_back_and_can_be_found() -> None:
     assert [5] == resident(manager, "a")
     assert 16 == run(manager, "b", [*tokens[:18], 90, 91])
     # Blocks are full at their ends only: the state at 22 is of nobody's prefix.
-    assert 16 == run(manager, "c", [*tokens, 90])
+    assert 20 == run(manager, "c", [*tokens, 90])
 
 
-def test_a_state_without_checkpoints_is_found_where_a_step_ended() -> None:
+def test_a_state_without_checkpoints_is_found_where_a_step_ended_and_before_its_last_token() -> None:
     manager = make_manager(state())
     tokens = list(range(20))
     run(manager, "a", tokens, 7, 12, 20)
     manager.free("a")
-    assert 12 == run(manager, "b", [*tokens[:19], 90])
+    assert 4 == run(manager, "b", [*tokens[:6], 90])
+    assert 12 == run(manager, "c", [*tokens[:15], 90])
+    assert 16 == run(manager, "d", tokens)
+
+
+@pytest.mark.parametrize("specs", [[full(), state()], [full(16), state(block_size=4)], [full(4), state(block_size=16)]])
+def test_a_request_that_comes_again_continues_before_its_last_token(specs: list[KVCacheSpec]) -> None:
+    manager = make_manager(*specs)
+    tokens = list(range(48))
+    step = max(spec.block_size for spec in specs)
+    assert 0 == run(manager, "a", tokens)
+    assert 48 - step == run(manager, "b", tokens)
 
 
 def test_a_shared_state_is_not_written_by_who_continues_from_it() -> None:
@@ -109,8 +121,8 @@ def test_the_most_blocks_held_count_a_state_once() -> None:
 def test_a_third_request_continues_from_where_the_second_parted_from_the_first(specs: list[KVCacheSpec]) -> None:
     manager = make_manager(*specs)
     shared = list(range(26))
-    assert 0 == run(manager, "a", [*shared, 90, 91, 92, 93])
-    assert 0 == run(manager, "b", [*shared, 80, 81, 82, 83], 5, 26, 30)
+    assert 0 == run(manager, "a", [*shared, *range(90, 102)])
+    assert 0 == run(manager, "b", [*shared, *range(80, 92)], 5, 26, 38)
     assert 24 == run(manager, "c", [*shared, 70, 71])
     assert 24 == run(manager, "d", [*shared, 60])
 
@@ -129,11 +141,12 @@ def test_a_branch_is_known_beyond_the_life_of_the_pages_until_the_cache_is_reset
 
 
 def test_only_so_many_prefixes_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframe.cache.lookup.MAX_SEEN_PREFIXES", 4)
+    monkeypatch.setattr("kvframe.cache.lookup.MAX_SEEN_PREFIXES", 6)
     manager = make_manager(state())
-    first, second = list(range(10)), list(range(50, 60))
+    first, second, other = list(range(14)), list(range(50, 64)), list(range(90, 94))
     branches = []
-    for index, tokens in enumerate([first, second, first, list(range(70, 90)), second]):
+    requests = [first, second, [*first[:10], *other], list(range(70, 90)), [*second[:10], *other]]
+    for index, tokens in enumerate(requests):
         manager.start(str(index), tokens, use_prefix=index > 1)
         branches.append(manager._entries[str(index)].blocks.branch)
         assert manager.extend(str(index), len(tokens))
@@ -165,9 +178,9 @@ def test_several_groups_can_limit_a_hit_and_none_limits_what_nobody_has() -> Non
     page = manager.block_ids("nothing there")[0][7]
     manager.free("nothing there")
     manager._pool._evict(0, page)
-    # Full attention has 28 tokens, and states lie at 8, 16, 24, 32 and 40: either could go on alone from behind 24.
+    # Full attention has 28 tokens, and states lie at 8, 16, 24, 32, 36 and 40: either could go on alone from behind 24.
     assert 24 == run(manager, "b", tokens)
-    assert [(28, 24, 1), (32, 24, 1)] == [
+    assert [(28, 24, 1), (36, 24, 1)] == [
         (each.found_tokens, each.hit_tokens, each.times_limiting) for each in manager.stats.lookups
     ]
 

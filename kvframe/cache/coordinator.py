@@ -54,6 +54,7 @@ class KVCacheCoordinator:
         """
         self._groups: tuple[PlannedGroup, ...] = plan.groups
         self._pool = pool
+        self._alignment = plan.alignment
         self._tables = tuple(tables)
         self._of_tokens = tuple(group for group in plan.groups if not group.is_of_input)
         # Types that store every block of a step need not be asked in each.
@@ -177,7 +178,8 @@ class KVCacheCoordinator:
             if not self._is_sparse[group.index]:
                 places[group.index] = range(len(ids), -(-num_tokens // size))
             elif num_computed < num_tokens:
-                stored = group.spec.stored_blocks(num_computed, num_tokens - num_computed, blocks.branch)
+                resume = self._where_others_continue(blocks, num_tokens)
+                stored = group.spec.stored_blocks(num_computed, num_tokens - num_computed, resume)
                 places[group.index] = [
                     index
                     for start, stop in stored
@@ -189,6 +191,16 @@ class KVCacheCoordinator:
                 if each.sequence in blocks.missing:
                     places[each.group] = range(len(blocks.block_ids[each.group]), each.num_blocks)
         return places
+
+    def _where_others_continue(self, blocks: RequestBlocks, num_tokens: int) -> int:
+        """Return from where in the tokens up to ``num_tokens`` a later request may want to continue.
+
+        Where they part from an earlier request's, or else at the last boundary that all groups have before the last
+        token: that one is computed again if the request comes again.
+        """
+        if blocks.num_computed < blocks.branch <= num_tokens:
+            return blocks.branch
+        return (num_tokens - 1) // self._alignment * self._alignment
 
     def _fill(
         self, blocks: RequestBlocks, group: PlannedGroup, places: Sequence[int], new: Sequence[int], num_tokens: int

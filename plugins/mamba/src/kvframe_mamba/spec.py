@@ -139,9 +139,9 @@ class MambaSpec(KVCacheSpec):
     def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> tuple[tuple[int, int], ...]:
         """Return the blocks of ``[n, n + num_new_tokens)`` that get a page.
 
-        Sparse are, of ``"aligned"``: the block that the request continues in; the one that ends where it parts from an
-        earlier request; the last one and those before it that a rollback may lead to. The one before the last is always
-        among these: a request that comes again is continued there, for its last token is always computed.
+        Sparse are, of ``"aligned"``: the block that the request continues in; the one that ends at ``branch``; the last
+        one and those before it that a rollback may lead to. The one before the last is always among these: a request
+        that comes again is continued there, for its last token is always computed.
         """
         size = self.block_size
         first, stop = n // size, align_up(n + num_new_tokens, size) // size
