@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvframe.cli.options import block_size_option, dtype_option, memory_option, read_stack, stack_option
+from kvframe.cli.options import block_size_option, device_option, dtype_option, memory_option, read_stack, stack_option
 from kvframe.cli.prompts import read_prompt_token_ids, read_prompts
 from kvframe.cli.render import print_json, progress
 
@@ -54,7 +54,7 @@ _NUM_SHOWN = 4
 @stack_option
 @memory_option
 @block_size_option
-@click.option("--device", metavar="DEVICE", help="Where to run, such as cpu or cuda; as the stack says unless given.")
+@device_option
 @dtype_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line, for each text.")
 def embed(

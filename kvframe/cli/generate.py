@@ -13,6 +13,7 @@ import click
 
 from kvframe.cli.options import (
     block_size_option,
+    device_option,
     dtype_option,
     json_option,
     memory_option,
@@ -66,7 +67,7 @@ REFUSED_EXIT_CODE = 1
 @stack_option
 @memory_option
 @block_size_option
-@click.option("--device", metavar="DEVICE", help="Where to run, such as cpu or cuda; as the stack says unless given.")
+@device_option
 @dtype_option
 @json_option
 def generate(

@@ -38,6 +38,9 @@ memory_option = click.option(
 block_size_option = click.option(
     "--block-size", type=click.IntRange(min=1), metavar="N", help="Tokens per block; as the stack says unless given."
 )
+device_option = click.option(
+    "--device", metavar="DEVICE", help="Where to run, such as cpu or cuda; as the stack says unless given."
+)
 dtype_option = click.option(
     "--dtype",
     type=click.Choice([name for name in ITEM_BYTES if "float" in name and "8" not in name]),
