@@ -237,6 +237,11 @@ def _check_readable(layer: LayerSpec, owner: LayerSpec) -> None:
         )
     if dict(layer.spec.state_tensors()) != dict(owner.spec.state_tensors()):
         raise SpecError(f"layer {layer.name!r} shares the cache of {owner.name!r}, which stores other tensors")
+    if layer.spec.kv_format != owner.spec.kv_format:
+        raise SpecError(
+            f"layer {layer.name!r} reads the format {layer.spec.kv_format} and shares the cache of {owner.name!r}, "
+            f"which is stored as {owner.spec.kv_format}"
+        )
     for n in _probed_positions(layer.spec, owner.spec):
         kept = owner.spec.live_ranges(n)
         for start, stop in layer.spec.live_ranges(n):

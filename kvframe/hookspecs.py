@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import pluggy
 
-API_VERSION = "1.0"
+API_VERSION = "1.1"
 """The version of the contract, ``major.minor``: not the package's. A new minor adds, a new major may take away."""
 
 hookspec = pluggy.HookspecMarker("kvframe")
@@ -106,6 +106,16 @@ class HookSpecs:
         Args:
             register: ``register("flash_attn", "my_package.backend:FlashAttnBackend", needs="flash_attn",
                 install="pip install 'my-package[cuda]'")``.
+        """
+
+    @hookspec
+    def kvframe_register_formats(self, register: Register) -> None:
+        """Register formats of stored keys and values: subclasses of ``kvframe.formats.KVFormat`` with that ``name``.
+
+        Since version 1.1.
+
+        Args:
+            register: ``register("int8_token_head", "my_package.formats:Int8TokenHead")``.
         """
 
     @hookspec

@@ -59,7 +59,8 @@ class CacheOptions:
         memory: Bytes for the cache; may be given like ``"2GiB"``. ``"auto"`` leaves it to the engine.
         block_size: Tokens per block.
         hybrid: Whether each type keeps only what it needs; if not, every layer keeps every token.
-        dtype: Element type of stored keys and values; ``"auto"`` is the model's.
+        dtype: Element type of keys and values; ``"auto"`` is the model's.
+        format: How pages store them: a registered format, such as one of fewer bits; None for as they are.
         prefix_caching: Whether requests reuse the blocks of a common prefix.
         preemption: What becomes of a request that has to give its blocks back before it ends: ``"recompute"`` computes
             its tokens again, ``"swap"`` keeps its blocks in host memory, as long as there is room.
@@ -71,6 +72,7 @@ class CacheOptions:
     block_size: int = attrs.field(default=16, validator=WHOLE)
     hybrid: bool = attrs.field(default=True, validator=SWITCH)
     dtype: str = attrs.field(default="auto", validator=one_of("auto", *ITEM_BYTES))
+    format: Use | None = attrs.field(default=None, converter=_as_use)
     prefix_caching: bool = attrs.field(default=True, validator=SWITCH)
     preemption: Literal["recompute", "swap"] = attrs.field(default="recompute", validator=one_of("recompute", "swap"))
     swap_memory: int | None = attrs.field(default=None, converter=_as_bytes, validator=SIZE_OR_NONE)

@@ -215,7 +215,10 @@ class KVCachePlan:
 
 def spec_to_dict(spec: KVCacheSpec) -> dict[str, Any]:
     """Return a spec's kind and fields as plain values."""
-    return {"kind": spec.kind, **attrs.asdict(spec)}
+    fields = attrs.asdict(spec)
+    if "format" in fields:
+        fields["format"] = {"name": spec.kv_format.name, **fields["format"]}
+    return {"kind": spec.kind, **fields}
 
 
 def plan_cache(

@@ -30,6 +30,7 @@ _REGISTERING = {
     "kvframe_register_specs": "spec",
     "kvframe_register_wrappers": "wrapper",
     "kvframe_register_backends": "backend",
+    "kvframe_register_formats": "format",
     "kvframe_register_model_adapters": "model_adapter",
 }
 

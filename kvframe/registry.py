@@ -46,6 +46,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "spec": Kind("cache spec", "kvframe.specs:KVCacheSpec", "kind"),
         "wrapper": Kind("wrapper", "kvframe.attention.wrapper:MetadataWrapper", "name"),
         "backend": Kind("backend", "kvframe.attention.backend:AttentionBackend", reserved=frozenset({"auto"})),
+        "format": Kind("KV format", "kvframe.formats:KVFormat", "name", reserved=frozenset({"plain"})),
         "model_adapter": Kind("model adapter", "kvframe.model.adapter:ModelAdapter"),
     }
 )
@@ -278,7 +279,7 @@ class Catalogue:
 
 
 class Registry:
-    """The four catalogues. Filled while plugins load, read by everything after."""
+    """The catalogues. Filled while plugins load, read by everything after."""
 
     def __init__(self, owners: Mapping[str, Mapping[str, str]] = MappingProxyType({})) -> None:
         """Start empty.
@@ -293,6 +294,7 @@ class Registry:
         self.specs = self.catalogues["spec"]
         self.wrappers = self.catalogues["wrapper"]
         self.backends = self.catalogues["backend"]
+        self.formats = self.catalogues["format"]
         self.model_adapters = self.catalogues["model_adapter"]
 
     def add(self, entries: Sequence[Entry]) -> None:

@@ -8,14 +8,18 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import itertools
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import attrs
 
-from kvframe.errors import SpecError, UnknownNameError
+from kvframe.errors import SpecError
+from kvframe.formats import ITEM_BYTES as ITEM_BYTES
+from kvframe.formats import PLAIN, KVFormat, known_dtype
+from kvframe.formats import STATE_ALIGNMENT_BYTES as STATE_ALIGNMENT_BYTES
+from kvframe.formats import StateTensor as StateTensor
+from kvframe.formats import align_up as align_up
 
 TokenRange = tuple[int, int]
 """Token positions ``[start, stop)``."""
@@ -26,21 +30,6 @@ TOKENS = "tokens"
 ENCODER = "encoder"
 """What a request's encoder makes of its input: a sequence that is whole before the first token is computed."""
 
-ITEM_BYTES: Mapping[str, int] = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-    "uint8": 1,
-}
-"""Bytes per element of every dtype a state tensor may have, by torch's name."""
-
-STATE_ALIGNMENT_BYTES = 16
-"""Every layer's part of a page starts at a multiple of this, the width of a vector load."""
-
 
 def _positive(instance: Any, attribute: attrs.Attribute[int], value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -49,36 +38,13 @@ def _positive(instance: Any, attribute: attrs.Attribute[int], value: int) -> Non
         )
 
 
-def _known_dtype(instance: Any, attribute: attrs.Attribute[str], value: str) -> None:
-    if value not in ITEM_BYTES:
-        raise UnknownNameError("dtype", str(value), ITEM_BYTES)
+def _is_format(instance: Any, attribute: attrs.Attribute[KVFormat], value: Any) -> None:
+    if not isinstance(value, KVFormat):
+        raise SpecError(f"{type(instance).__name__}.format must be a KVFormat, not {value!r}")
 
 
 positive_int = attrs.field(validator=_positive)
 """An attrs field for a count or size: a whole number of at least one."""
-
-
-def align_up(num: int, multiple: int) -> int:
-    """Return the smallest multiple of ``multiple`` that is at least ``num``."""
-    return -(-num // multiple) * multiple
-
-
-@attrs.frozen
-class StateTensor:
-    """One tensor of one block of one layer.
-
-    Attributes:
-        shape: Its shape, without the leading block dimension.
-        dtype: Its dtype, by torch's name (``"bfloat16"``).
-    """
-
-    shape: tuple[int, ...]
-    dtype: str = attrs.field(validator=_known_dtype)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensor, without alignment."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @attrs.frozen
@@ -195,6 +161,15 @@ class KVCacheSpec(ABC):
         """
         return 1
 
+    @property
+    def kv_format(self) -> KVFormat:
+        """How its keys and values are stored; the plain format for a type that stores something else."""
+        return PLAIN
+
+    def in_format(self, kv_format: KVFormat) -> KVCacheSpec:
+        """Return the spec that keeps the same keys and values in another format; itself if it stores something else."""
+        return self
+
     def retain_all(self) -> KVCacheSpec:
         """Return the spec that keeps the same state for every past token (what ``hybrid = false`` stores).
 
@@ -289,24 +264,37 @@ class AttentionSpec(KVCacheSpec):
         num_kv_heads: Key/value heads.
         head_size: Elements of a key vector.
         head_size_v: Elements of a value vector; as ``head_size`` unless given.
-        dtype: Element type of the stored keys and values, by torch's name.
+        dtype: Element type of the keys and values as attention reads them, by torch's name.
+        format: How a page stores them.
     """
 
-    layout_fields: ClassVar[frozenset[str]] = frozenset({"num_kv_heads", "head_size", "head_size_v", "dtype"})
+    layout_fields: ClassVar[frozenset[str]] = frozenset({"num_kv_heads", "head_size", "head_size_v", "dtype", "format"})
 
     num_kv_heads: int = positive_int
     head_size: int = positive_int
     head_size_v: int = attrs.field(
         default=attrs.Factory(lambda self: self.head_size, takes_self=True), validator=_positive
     )
-    dtype: str = attrs.field(default="float32", validator=_known_dtype)
+    dtype: str = attrs.field(default="float32", validator=known_dtype)
+    format: KVFormat = attrs.field(default=PLAIN, validator=_is_format)
+
+    @property
+    def kv_format(self) -> KVFormat:
+        """The format that it was given."""
+        return self.format
+
+    def in_format(self, kv_format: KVFormat) -> AttentionSpec:
+        """Return the spec that keeps the same keys and values in another format."""
+        return attrs.evolve(self, format=kv_format)
 
     def state_tensors(self) -> Mapping[str, StateTensor]:
-        """Return ``k: [block_size, num_kv_heads, head_size]`` and ``v: [block_size, num_kv_heads, head_size_v]``."""
-        return {
-            "k": StateTensor((self.block_size, self.num_kv_heads, self.head_size), self.dtype),
-            "v": StateTensor((self.block_size, self.num_kv_heads, self.head_size_v), self.dtype),
-        }
+        """Return what the format makes of the sizes; for the plain one ``k`` and ``v``.
+
+        These are ``[block_size, num_kv_heads, head_size]`` and ``[block_size, num_kv_heads, head_size_v]``.
+        """
+        return self.format.state_tensors(
+            self.block_size, self.num_kv_heads, self.head_size, self.head_size_v, self.dtype
+        )
 
 
 @attrs.frozen(kw_only=True)

@@ -134,6 +134,8 @@ class Stack:
             for place, wrapper in enumerate(rule.wrappers or ()):
                 named.append((f"wrappers[{place}]", registry.wrappers, wrapper.name))
             problems += [f"rules[{index}].{problem}" for problem in _unknown(named)]
+        if self.cache.format is not None:
+            problems += _unknown([("cache.format", registry.formats, self.cache.format.name)])
         if self.engine.prefill_skipping is not None:
             name = self.engine.prefill_skipping.name
             problems += _unknown([("engine.prefill_skipping", registry.wrappers, name)])
@@ -171,6 +173,7 @@ class _OwnersTable:
     spec: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
     wrapper: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
     backend: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
+    format: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
     model_adapter: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
 
 

@@ -32,6 +32,7 @@ CORE = ROOT / "kvframe"
 # The flow of the design, one stage a line. A name stands for a module, or for a package and all that is in it.
 FLOW = (
     ("errors",),
+    ("formats",),
     ("hookspecs", "specs"),
     ("attention.capture", "attention.identity", "attention.metadata", "model.description"),
     ("attention.order", "attention.wrapper", "attention.backend"),
@@ -51,6 +52,7 @@ TORCH_FREE = (
     "kvframe",
     "kvframe.errors",
     "kvframe.hookspecs",
+    "kvframe.formats",
     "kvframe.specs",
     "kvframe.registry",
     "kvframe.checks",
@@ -98,6 +100,7 @@ PUBLIC_MODULES = (
     "kvframe.attention.wrapper",
     "kvframe.builtin.full_attention",
     "kvframe.errors",
+    "kvframe.formats",
     "kvframe.hookspecs",
     "kvframe.model.adapter",
     "kvframe.model.description",

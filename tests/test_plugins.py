@@ -71,6 +71,8 @@ def test_hooks_run_in_life_cycle_order(site: FakeSite) -> None:
         + """
 calls = []
 @hookimpl
+def kvframe_register_formats(register): calls.append("formats")
+@hookimpl
 def kvframe_register_backends(register): calls.append("backends")
 @hookimpl
 def kvframe_register_specs(register): calls.append("specs")
@@ -81,7 +83,13 @@ def kvframe_unusable_reason(): calls.append("unusable_reason")
 """,
     )
     load_plugins()
-    assert sys.modules["kvframe_order.manifest_order"].calls == ["unusable_reason", "configure", "specs", "backends"]
+    assert sys.modules["kvframe_order.manifest_order"].calls == [
+        "unusable_reason",
+        "configure",
+        "specs",
+        "backends",
+        "formats",
+    ]
 
 
 def test_two_plugins_of_one_distribution_both_load(site: FakeSite) -> None:
@@ -257,7 +265,7 @@ def test_name_listed_twice_by_one_distribution_is_broken(site: FakeSite) -> None
 @pytest.mark.parametrize(
     ("api", "stated", "cure"),
     [
-        ("v1_1", "1.1", "upgrade kvframe, or install an older kvframe-new"),
+        ("v1_2", "1.2", "upgrade kvframe, or install an older kvframe-new"),
         ("v2_0", "2.0", "upgrade kvframe, or install an older kvframe-new"),
         ("v0_9", "0.9", "install a newer kvframe-new"),
     ],
@@ -269,7 +277,7 @@ def test_newer_minor_or_other_major_is_refused_before_import(site: FakeSite, api
     record = host.record("new")
     assert (record.status, record.api_version) == ("incompatible", stated)
     assert record.reason == (
-        f"kvframe-new was written for contract version {stated} and this kvframe speaks 1.0; {cure}"
+        f"kvframe-new was written for contract version {stated} and this kvframe speaks 1.1; {cure}"
     )
     assert module not in sys.modules
     assert "kvframe_new" not in sys.modules
@@ -287,7 +295,7 @@ def test_plugin_that_states_no_version_is_told_what_to_add(site: FakeSite) -> No
     module = site.add("kvframe-mute", "mute", GOOD, api=None)
     record = load_plugins().record("mute")
     assert record.status == "incompatible"
-    assert 'its entry-point group "kvframe.v1.api" must hold mute = "v1_0"' in record.reason
+    assert 'its entry-point group "kvframe.v1.api" must hold mute = "v1_1"' in record.reason
     assert module not in sys.modules
 
 
@@ -533,11 +541,12 @@ def test_every_hook_is_documented(hook: str) -> None:
     assert "Args:" in documentation or "Returns:" in documentation
 
 
-def test_the_hooks_of_version_1_0_are_there() -> None:
-    assert hookspecs.API_VERSION == "1.0"
+def test_the_hooks_of_version_1_1_are_there() -> None:
+    assert hookspecs.API_VERSION == "1.1"
     assert HOOKS == [
         "kvframe_configure",
         "kvframe_register_backends",
+        "kvframe_register_formats",
         "kvframe_register_model_adapters",
         "kvframe_register_specs",
         "kvframe_register_wrappers",

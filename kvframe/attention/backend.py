@@ -12,6 +12,7 @@ import torch
 from kvframe.attention.capture import GraphCapture
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.order import BatchOrder
+from kvframe.formats import PLAIN
 from kvframe.specs import LayerSpec
 
 KVCache = Mapping[str, torch.Tensor]
@@ -41,7 +42,10 @@ class Capabilities:
         masks: Mask features, of ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, ``chunk``, and
             ``live_range`` for any mask at all, read off ``KVCacheSpec.live_ranges``.
         extensions: Extensions of the batch metadata that it honours (``{"seq_starts"}``).
-        state: Names of the state tensors it reads (``{"k", "v"}``).
+        state: Names of the state tensors it reads (``{"k", "v"}``), as the plain format stores them.
+        formats: Formats of stored keys and values that it reads and writes itself.
+        takes_copies: Whether it may be given copies of a step's pages, in place of the pool and with a block table of
+            their own: keys and values of any format, read back by the format itself.
         soft_cap: Whether it caps scores.
         sinks: Whether it adds learned sink logits.
         relative_bias: Whether it adds a learned bias to the scores by distance.
@@ -56,6 +60,8 @@ class Capabilities:
     masks: frozenset[str]
     extensions: frozenset[str] = frozenset()
     state: frozenset[str] = frozenset({"k", "v"})
+    formats: frozenset[str] = frozenset({PLAIN.name})
+    takes_copies: bool = False
     soft_cap: bool = False
     sinks: bool = False
     relative_bias: bool = False
@@ -63,6 +69,10 @@ class Capabilities:
     separate_value_size: bool = False
     block_size_multiple: int = 1
     preference: int = 0
+
+    def needs_copies(self, layer: LayerSpec) -> bool:
+        """Return whether it serves a layer on copies of its pages, because it does not read their format."""
+        return layer.spec is not None and layer.spec.kv_format.name not in self.formats
 
     def refusals(self, layer: LayerSpec, device: str, extensions: Collection[str] = ()) -> list[Refusal]:
         """Return every reason why a layer cannot be served; empty if it can.
@@ -85,6 +95,11 @@ class Capabilities:
 
         if device not in self.devices:
             refuse("device", f"runs on {listed(self.devices)}, not on {device}")
+        if self.needs_copies(layer) and not self.takes_copies:
+            refuse(
+                "format", f"reads the formats {listed(self.formats)}, not {spec.kv_format.name}, and takes no copies"
+            )
+        spec = spec.in_format(PLAIN)
         state = spec.state_tensors()
         if set(state) != self.state:
             refuse("state", f"reads the state tensors {listed(self.state)}, not {listed(frozenset(state))}")
@@ -227,6 +242,8 @@ class AttentionBackend(ABC):
     ) -> None:
         """Store new tokens' keys and values. Called before ``forward``, never for a layer that shares a cache.
 
+        The default lets the layers' format do it.
+
         Args:
             key: ``[num_tokens, num_kv_heads, head_size], device``; of a type that stores something else, the first
                 part of that, as its spec says.
@@ -234,8 +251,8 @@ class AttentionBackend(ABC):
             kv_cache: The layer's state tensors; written to.
             slots: Block id and offset of each token, ``[num_tokens], int64, device`` both.
         """
-        kv_cache["k"].index_put_(slots, key.to(kv_cache["k"].dtype))
-        kv_cache["v"].index_put_(slots, value.to(kv_cache["v"].dtype))
+        assert self.layers[0].spec is not None
+        self.layers[0].spec.kv_format.write(key, value, kv_cache, slots)
 
     @abstractmethod
     def forward(

@@ -54,6 +54,7 @@ class TorchBackend(AttentionBackend):
         sinks=True,
         relative_bias=True,
         separate_value_size=True,
+        takes_copies=True,
     )
 
     def __init__(self, layers: Sequence[LayerSpec], device: torch.device) -> None:

@@ -86,6 +86,7 @@ class TorchReferenceBackend(AttentionBackend):
         sinks=True,
         relative_bias=True,
         separate_value_size=True,
+        takes_copies=True,
         preference=-10,
     )
 
