@@ -20,6 +20,8 @@ from kvframe.formats import PLAIN, KVFormat, known_dtype
 from kvframe.formats import STATE_ALIGNMENT_BYTES as STATE_ALIGNMENT_BYTES
 from kvframe.formats import StateTensor as StateTensor
 from kvframe.formats import align_up as align_up
+from kvframe.masks import AttentionMask as AttentionMask
+from kvframe.masks import MaskFunction as MaskFunction
 
 TokenRange = tuple[int, int]
 """Token positions ``[start, stop)``."""
@@ -45,47 +47,6 @@ def _is_format(instance: Any, attribute: attrs.Attribute[KVFormat], value: Any) 
 
 positive_int = attrs.field(validator=_positive)
 """An attrs field for a count or size: a whole number of at least one."""
-
-
-@attrs.frozen
-class AttentionMask:
-    """Which past tokens a query attends to, in the terms that kernels understand.
-
-    Attributes:
-        causal: Whether a query sees only its own and earlier positions, or every token of its request.
-        window: Tokens seen, the query's own included; None for all. Of a causal mask only.
-        num_sink_tokens: Tokens at the start that are seen whatever the window.
-        chunk: Tokens of a chunk that its queries stay within: a query at ``n`` sees ``[n - n % chunk, n]``; None for
-            no chunks. Of a causal mask without window only.
-    """
-
-    causal: bool = True
-    window: int | None = None
-    num_sink_tokens: int = 0
-    chunk: int | None = None
-
-    def __attrs_post_init__(self) -> None:
-        if not self.causal and self.window is not None:
-            raise SpecError(f"a bidirectional mask has no window (here {self.window}): give the spec no mask instead")
-        if self.chunk is not None and (not self.causal or self.window is not None or self.num_sink_tokens):
-            raise SpecError(
-                "a mask of chunks is causal and has no window and no sink tokens: give the spec no mask instead"
-            )
-
-    @property
-    def features(self) -> frozenset[str]:
-        """The mask capabilities that a backend needs.
-
-        Of ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, ``chunk``.
-        """
-        names = ["causal" if self.causal else "bidirectional"]
-        if self.window is not None:
-            names.append("window")
-        if self.num_sink_tokens:
-            names.append("sink_tokens")
-        if self.chunk is not None:
-            names.append("chunk")
-        return frozenset(names)
 
 
 def _union(*ranges: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
@@ -150,6 +111,15 @@ class KVCacheSpec(ABC):
     def mask(self) -> AttentionMask | None:
         """The live range as a mask that kernels understand; None where only ``live_ranges`` can say it."""
         return None
+
+    @property
+    def mask_function(self) -> MaskFunction | None:
+        """The live range as a function of a query's and a key's position; the mask's unless a type gives one.
+
+        For a type whose pattern no mask says it is enough to be served by a backend that compiles such functions. None
+        where only ``live_ranges`` can say it.
+        """
+        return None if self.mask is None else self.mask.sees
 
     @property
     def states_per_block(self) -> int:

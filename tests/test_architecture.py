@@ -32,7 +32,7 @@ CORE = ROOT / "kvframe"
 # The flow of the design, one stage a line. A name stands for a module, or for a package and all that is in it.
 FLOW = (
     ("errors",),
-    ("formats",),
+    ("formats", "masks"),
     ("hookspecs", "specs"),
     ("attention.capture", "attention.identity", "attention.metadata", "model.description"),
     ("attention.order", "attention.wrapper", "attention.backend"),
@@ -53,6 +53,7 @@ TORCH_FREE = (
     "kvframe.errors",
     "kvframe.hookspecs",
     "kvframe.formats",
+    "kvframe.masks",
     "kvframe.specs",
     "kvframe.registry",
     "kvframe.checks",

@@ -84,7 +84,11 @@ def test_the_practical_backend_leaves_out_chunks_and_what_no_mask_says() -> None
     layers = make_layers(TorchBackend.capabilities)
     refused = {name: TorchBackend.capabilities.refusals(layer, "cpu") for name, layer in layers}
     codes = {name.split("=")[0]: {refusal.code for refusal in each} for name, each in refused.items() if each}
-    assert {"chunk": {"mask_chunk"}, "stride": {"mask_live_range"}} == codes
+    assert {
+        "chunk": {"mask_chunk"},
+        "stride": {"mask_live_range"},
+        "function-stride": {"mask_function"},
+    } == codes
 
 
 NARROW = Capabilities(
@@ -123,6 +127,7 @@ def test_what_is_declared_is_not_refused() -> None:
         ("mask_window", {"window": 8}),
         ("mask_chunk", {"chunk": 8}),
         ("mask_live_range", {"stride": 8}),
+        ("mask_function", {"stride": 8, "has_function": True}),
         ("value_size", {"head_size_v": 32}),
         ("block_size", {"block_size": 24}),
     ],

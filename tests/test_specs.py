@@ -7,14 +7,16 @@ import sys
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.errors import SpecError, UnknownNameError
-from kvframe.specs import AttentionMask, KVCacheSpec, StateTensor, TokenRange
+from kvframe.specs import AttentionMask, KVCacheSpec, MaskFunction, StateTensor, TokenRange
 from kvframe.testing.laws import ConformanceError, check_spec
+from kvframe.testing.state import GridSpec
 from tests.plans import RangeSpec, StateSpec, ranged, state
 
 
@@ -88,6 +90,29 @@ def test_mask_features_say_what_a_backend_needs() -> None:
     assert frozenset({"causal", "window", "sink_tokens"}) == AttentionMask(window=3, num_sink_tokens=1).features
 
 
+@pytest.mark.parametrize(
+    ("mask", "seen"),
+    [
+        (AttentionMask(), [0, 1, 2, 3, 4, 5, 6]),
+        (AttentionMask(window=3), [4, 5, 6]),
+        (AttentionMask(window=2, num_sink_tokens=1), [0, 5, 6]),
+        (AttentionMask(chunk=4), [4, 5, 6]),
+        (AttentionMask(causal=False), [0, 1, 2, 3, 4, 5, 6, 7, 8]),
+    ],
+)
+def test_a_mask_is_a_function_of_positions_too(mask: AttentionMask, seen: list[int]) -> None:
+    positions = np.arange(9)
+    assert seen == np.flatnonzero(mask.sees(positions[:, None], positions)[6]).tolist()
+    assert seen == [key for key in range(9) if mask.sees(6, key)]
+
+
+def test_a_type_that_has_a_mask_has_its_function_and_others_may_give_one() -> None:
+    function = full().mask_function
+    assert function is not None
+    assert [True, False] == [function(3, 3), function(3, 4)]
+    assert None is ranged(block_size=4, window=5).mask_function
+
+
 class Alternating(FullAttentionSpec):
     """Every second token stays live: many separate ranges, for the derivations of the base class."""
 
@@ -116,6 +141,11 @@ def test_residency_counts_live_blocks_and_new_ones_once() -> None:
 @pytest.mark.parametrize("block_size", [1, 4, 5, 16])
 def test_full_attention_keeps_the_laws(block_size: int) -> None:
     check_spec(full(block_size), max_tokens=40)
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_a_pattern_with_a_function_keeps_the_laws(block_size: int) -> None:
+    check_spec(GridSpec(block_size=block_size, num_kv_heads=1, head_size=8, stride=6, has_function=True))
 
 
 @pytest.mark.parametrize("options", [{"window": 5}, {"window": 1}, {"window": 6, "num_sink_tokens": 3}, {"chunk": 7}])
@@ -147,6 +177,30 @@ class OtherMask(FullAttentionSpec):
     @property
     def mask(self) -> AttentionMask:
         return AttentionMask(window=9)
+
+
+class OtherFunction(FullAttentionSpec):
+    @property
+    def mask_function(self) -> MaskFunction:
+        return lambda query, key: (key <= query) & (key > query - 4)
+
+
+class SeesTheNextToken(FullAttentionSpec):
+    @property
+    def mask_function(self) -> MaskFunction:
+        return lambda query, key: key <= query + 1
+
+
+class AsksForAnElement(FullAttentionSpec):
+    @property
+    def mask_function(self) -> MaskFunction:
+        return lambda query, key: key <= (query if query > 3 else 3)
+
+
+class LosesAnAxis(FullAttentionSpec):
+    @property
+    def mask_function(self) -> MaskFunction:
+        return lambda query, key: key >= 0
 
 
 class SaysThatItKeepsNothing(FullAttentionSpec):
@@ -189,6 +243,10 @@ class RetainsLess(FullAttentionSpec):
         (EmptyRange, r"law of the past: live_ranges\(0\) is \(\(0, 0\),\)"),
         (Remembers, r"law of forgetting: tokens \[0, 1, 2, 3, 4\] are live at 6 and were not at 5"),
         (OtherMask, r"at 9 the mask shows \[1, 2, 3, 4, 5, 6, 7, 8\], live are \[0, 1, 2, 3, 4, 5, 6, 7, 8\]"),
+        (OtherFunction, r"at 4 mask_function shows \[1, 2, 3, 4\], live and its own are \[0, 1, 2, 3, 4\]"),
+        (SeesTheNextToken, r"at 0 mask_function shows \[0, 1\], live and its own are \[0\]"),
+        (AsksForAnElement, r"mask_function does not take arrays of positions: The truth value of an array"),
+        (LosesAnAxis, r"mask_function returns \(1, 65\), bool for all positions, not \(65, 65\), bool"),
         (SaysThatItKeepsNothing, r"keeps_past is False, and live_ranges gives \(\(0, 1\),\)"),
         (TooFewResident, r"num_resident_blocks\(0, 1\) is 0, and 1 by the live ranges"),
         (TooLowPeak, r"peak_blocks\(1, 1\) is 0, and 1 by the live ranges"),

@@ -39,8 +39,9 @@ class Capabilities:
     Attributes:
         devices: Device types (``"cpu"``, ``"cuda"``).
         dtypes: Cache and query dtypes by torch's name.
-        masks: Mask features, of ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, ``chunk``, and
-            ``live_range`` for any mask at all, read off ``KVCacheSpec.live_ranges``.
+        masks: Mask features, of ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, ``chunk``;
+            ``mask_function`` for any of these and for what else ``KVCacheSpec.mask_function`` says; ``live_range``
+            for any mask at all, read off ``KVCacheSpec.live_ranges``.
         extensions: Extensions of the batch metadata that it honours (``{"seq_starts"}``).
         state: Names of the state tensors it reads (``{"k", "v"}``), as the plain format stores them.
         formats: Formats of stored keys and values that it reads and writes itself.
@@ -105,10 +106,15 @@ class Capabilities:
             refuse("state", f"reads the state tensors {listed(self.state)}, not {listed(frozenset(state))}")
         for dtype in sorted({tensor.dtype for tensor in state.values()} - self.dtypes):
             refuse("dtype", f"stores {listed(self.dtypes)}, not {dtype}")
-        wanted = frozenset({"live_range"}) if spec.mask is None else spec.mask.features
-        if "live_range" not in self.masks:
-            for feature in sorted(wanted - self.masks):
-                refuse(f"mask_{feature}", f"has no mask {feature} ({listed(self.masks)})")
+        has_function = spec.mask_function is not None
+        if not ("live_range" in self.masks or ("mask_function" in self.masks and has_function)):
+            if spec.mask is not None:
+                for feature in sorted(spec.mask.features - self.masks):
+                    refuse(f"mask_{feature}", f"has no mask {feature} ({listed(self.masks)})")
+            elif has_function:
+                refuse("mask_function", f"takes no mask function ({listed(self.masks)})")
+            else:
+                refuse("mask_live_range", f"has no mask live_range ({listed(self.masks)})")
         for extension in sorted(set(extensions) - self.extensions):
             refuse(f"extension_{extension}", f"does not honour the extension {extension}")
         if query.soft_cap is not None and not self.soft_cap:

@@ -163,6 +163,7 @@ def make_masks(block_size: int) -> dict[str, Mapping[str, Any]]:
         f"window=6-sink_tokens={block_size + 1}": {"window": 6, "num_sink_tokens": block_size + 1},
         **{f"chunk={chunk}": {"chunk": chunk} for chunk in chunks},
         "stride=6": {"stride": 6},
+        "function-stride=6": {"stride": 6, "has_function": True},
     }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from kvframe.errors import KVFrameError
 from kvframe.specs import AttentionMask, KVCacheSpec, TokenRange
 
@@ -48,9 +50,33 @@ def check_spec(spec: KVCacheSpec, max_tokens: int = 64, *, num_refused: int = 0)
         for n in range(max_tokens + 1):
             seen, kept = masked_tokens(mask, n), _tokens(live[n])
             _require(seen == kept, spec, f"at {n} the mask shows {sorted(seen)}, live are {sorted(kept)}")
+    _check_mask_function(spec, live)
     _check_derivations(spec, max_tokens)
     _check_stored(spec, max_tokens, num_refused)
     _check_retained(spec, live)
+
+
+def _check_mask_function(spec: KVCacheSpec, live: list[tuple[TokenRange, ...]]) -> None:
+    """Check that a mask function says what the live ranges say, for all positions at once and one by one."""
+    function, is_causal = spec.mask_function, spec.mask is None or spec.mask.causal
+    if function is None:
+        return
+    positions = np.arange(len(live))
+    try:
+        found, one = np.asarray(function(positions[:, None], positions[None, :])), bool(function(1, 0))
+    except (TypeError, ValueError) as error:
+        raise ConformanceError(f"{spec}: mask_function does not take arrays of positions: {error}") from error
+    shape = (len(live), len(live))
+    _require(
+        found.shape == shape and found.dtype == np.bool_,
+        spec,
+        f"mask_function returns {found.shape}, {found.dtype} for all positions, not {shape}, bool",
+    )
+    _require_equal(spec, "mask_function(1, 0)", bool(found[1, 0]), one)
+    for n, ranges in enumerate(live):
+        seen = set(found[n].nonzero()[0].tolist())
+        kept = _tokens(ranges) | {n} if is_causal else set(range(len(live)))
+        _require(seen == kept, spec, f"at {n} mask_function shows {sorted(seen)}, live and its own are {sorted(kept)}")
 
 
 def _check_past(spec: KVCacheSpec, n: int, ranges: tuple[TokenRange, ...]) -> None:

@@ -36,8 +36,9 @@ class AnyMask:
         num_sink_tokens: As in ``AttentionMask``.
         causal: As in ``AttentionMask``.
         chunk: As in ``AttentionMask``.
-        stride: The fixed pattern of Sparse Transformers (arXiv 1904.10509), which only live ranges say: a query sees
-            its run of ``stride`` tokens and the last token of each run before; None for none.
+        stride: The fixed pattern of Sparse Transformers (arXiv 1904.10509), which no mask says: a query sees its run
+            of ``stride`` tokens and the last token of each run before; None for none.
+        has_function: Whether that pattern is said by a mask function too.
     """
 
     window: int | None = None
@@ -45,6 +46,7 @@ class AnyMask:
     causal: bool = True
     chunk: int | None = None
     stride: int | None = None
+    has_function: bool = False
 
     def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
         """Return the chunk's tokens, the pattern's, or the sinks and the window."""
@@ -67,6 +69,18 @@ class AnyMask:
         return AttentionMask(
             causal=self.causal, window=self.window, num_sink_tokens=self.num_sink_tokens, chunk=self.chunk
         )
+
+    @property
+    def mask_function(self) -> Any:
+        """The mask's function; of the fixed pattern its own, if it is to have one."""
+        if self.stride is None:
+            return self.mask.sees
+        return self._sees_pattern if self.has_function else None
+
+    def _sees_pattern(self, query: Any, key: Any) -> Any:
+        assert self.stride is not None
+        run = self.stride
+        return (key <= query) & ((key // run == query // run) | (key % run == run - 1))
 
     def retain_all(self) -> Any:
         """Return full attention over the same state."""
