@@ -1,0 +1,46 @@
+"""For tests of kernels: tensors as a kernel may get them, strided over something larger.
+
+Where nothing is lies NaN or, of whole numbers, all bits set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def poisoned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return NaN; of whole numbers, all bits set."""
+    bits = torch.full((*shape[:-1], shape[-1] * dtype.itemsize), 255, dtype=torch.uint8)
+    return torch.full(shape, float("nan"), dtype=dtype) if dtype.is_floating_point else bits.view(dtype)
+
+
+def scattered(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return the same values, with gaps along every dimension and the dimensions in another order in memory."""
+    order = torch.randperm(tensor.dim(), generator=generator).tolist()
+    gaps = torch.randint(1, 3, (tensor.dim(),), generator=generator).tolist()
+    room = poisoned([tensor.shape[axis] * gaps[axis] + 1 for axis in order], tensor.dtype)
+    view = room.permute([order.index(axis) for axis in range(tensor.dim())])
+    for axis, gap in enumerate(gaps):
+        view = view.narrow(axis, 1, view.shape[axis] - 1)[(slice(None),) * axis + (slice(None, None, gap),)]
+    view.copy_(tensor)
+    return view
+
+
+def paged(num_ids: int, unit: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a pool of poison, and the view of it that a layer has: one block id every ``unit`` elements.
+
+    Views of neighbouring ids overlap if a page has more than ``unit`` elements; the part before the layer's own in each
+    page is another layer's.
+    """
+    size = int(torch.Size(shape).numel())
+    offset = 3
+    pool = poisoned([num_ids * unit + size + offset], dtype)
+    strides = [int(torch.Size(shape[axis + 1 :]).numel()) for axis in range(len(shape))]
+    return pool, pool.as_strided((num_ids, *shape), (unit, *strides), offset)
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Return whether two tensors hold the same bytes, NaN included."""
+    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))

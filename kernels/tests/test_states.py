@@ -1,0 +1,182 @@
+"""The steps of state layers: each kernel does what its reference does, in the pages that it is told alone."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kvframe_kernels.testing import paged, scattered
+from kvframe_kernels.triton.delta import gated_delta_update, gated_delta_update_reference
+from kvframe_kernels.triton.states import (
+    conv_update,
+    conv_update_reference,
+    selective_state_update,
+    selective_state_update_reference,
+)
+
+NUM_IDS, NUM_PLACES = 9, 2
+PLACES = {
+    "in place": (([3, 5, 8], [0, 1, 1]), ([3, 5, 8], [0, 1, 1])),
+    "to other pages": (([3, 5, 8], [0, 1, 1]), ([4, 2, 7], [1, 0, 0])),
+    "from one page": (([3, 3, 3], [1, 1, 1]), ([4, 2, 7], [0, 1, 0])),
+}
+
+
+def run(
+    kernel: Callable[..., torch.Tensor],
+    reference: Callable[..., torch.Tensor],
+    shape: tuple[int, ...],
+    places: str,
+    *arguments: Any,
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = 1e-5,
+    **options: Any,
+) -> None:
+    """Check outputs, states and that nothing else was written."""
+    generator = torch.Generator().manual_seed(len(places))
+    (sources, source_places), (targets, target_places) = PLACES[places]
+    source = torch.tensor(sources), torch.tensor(source_places)
+    target = torch.tensor(targets), torch.tensor(target_places)
+    size = torch.Size(shape).numel()
+    pool, pages = paged(NUM_IDS, NUM_PLACES * size + 5, (NUM_PLACES, *shape), dtype)
+    states = torch.randn(len(sources), *shape, generator=generator).to(dtype)
+    pages[source] = states[:1].expand_as(states) if places == "from one page" else states
+    expected_pool = pool.clone()
+    expected_pages = expected_pool.as_strided(pages.shape, pages.stride(), pages.storage_offset())
+    expected = reference(expected_pages, source, target, *arguments, **options)
+
+    given = [scattered(each, generator) if isinstance(each, torch.Tensor) else each for each in arguments]
+    given = [each if old is None or not _is_expanded(old) else old for each, old in zip(given, arguments, strict=True)]
+    found = kernel(pages, source, target, *given, **options)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(pool, expected_pool, rtol=tolerance, atol=tolerance, equal_nan=True)
+    assert expected_pages[target].isfinite().all()
+
+
+def _is_expanded(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and 0 in value.stride()
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def mamba_inputs(width: int, state_size: int, rows: int = 3) -> list[torch.Tensor | None]:
+    return [
+        drawn(rows, 1, width),
+        2 * drawn(rows, 1, width) - 1,
+        -drawn(1, width, state_size).exp(),
+        drawn(rows, 1, state_size),
+        drawn(rows, 1, state_size),
+    ]
+
+
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize(("width", "state_size"), [(8, 4), (37, 5), (300, 16)])
+def test_a_step_of_mamba(places: str, width: int, state_size: int) -> None:
+    inputs = [*mamba_inputs(width, state_size), drawn(1, width), drawn(3, 1, width), drawn(1, width)]
+    shape = 1, width, state_size
+    run(selective_state_update, selective_state_update_reference, shape, places, *inputs, softplus=True)
+
+
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize(("heads", "groups", "head_size", "state_size"), [(4, 1, 8, 16), (6, 2, 5, 7), (2, 2, 64, 128)])
+def test_a_step_of_mamba_2(places: str, heads: int, groups: int, head_size: int, state_size: int) -> None:
+    inputs = [
+        drawn(3, heads, head_size),
+        (2 * drawn(3, heads, 1)).expand(-1, -1, head_size),
+        -drawn(heads, 1, 1).exp().expand(-1, head_size, state_size),
+        drawn(3, groups, state_size),
+        drawn(3, groups, state_size),
+        drawn(heads, 1).expand(-1, head_size),
+        None,
+        drawn(heads, 1).expand(-1, head_size),
+    ]
+    shape = heads, head_size, state_size
+    run(selective_state_update, selective_state_update_reference, shape, places, *inputs, softplus=True)
+
+
+@pytest.mark.parametrize("left_out", [(), (5,), (6,), (7,), (5, 6, 7)])
+@pytest.mark.parametrize("softplus", [True, False])
+def test_what_a_layer_has_not_is_left_out(left_out: tuple[int, ...], softplus: bool) -> None:
+    inputs: list[Any] = [*mamba_inputs(12, 4), drawn(1, 12), drawn(3, 1, 12), drawn(1, 12)]
+    inputs[1] = inputs[1].abs()
+    inputs = [None if index in left_out else value for index, value in enumerate(inputs)]
+    shape = 1, 12, 4
+    run(selective_state_update, selective_state_update_reference, shape, "in place", *inputs, softplus=softplus)
+
+
+def test_a_small_step_is_not_lost() -> None:
+    # softplus(-18) is 1.5e-8: 1 + 1.5e-8 is 1 in float32.
+    pages = torch.zeros(2, 1, 1, 1, 1)
+    one, row = torch.ones(1, 1, 1), (torch.tensor([1]), torch.tensor([0]))
+    out = selective_state_update(pages, row, row, one, -18 * one, -one, one, one, softplus=True)
+    assert 1.52e-8 == pytest.approx(out.item(), rel=1e-2)
+
+
+def test_states_of_fewer_bits_are_computed_in_float32() -> None:
+    inputs = mamba_inputs(12, 4)
+    inputs = [None if each is None else each.half() for each in inputs]
+    shape = 1, 12, 4
+    reference = selective_state_update_reference
+    run(
+        selective_state_update,
+        reference,
+        shape,
+        "in place",
+        *inputs,
+        dtype=torch.float16,
+        tolerance=2e-3,
+        softplus=True,
+    )
+
+
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize(("channels", "inputs", "width"), [(8, 4, 4), (37, 3, 4), (600, 4, 3), (5, 2, 2)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_step_of_a_convolution(places: str, channels: int, inputs: int, width: int, with_bias: bool) -> None:
+    arguments = [drawn(3, channels), drawn(channels, width), drawn(channels) if with_bias else None]
+    run(conv_update, conv_update_reference, (channels, inputs), places, *arguments, silu=with_bias)
+
+
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "key_size", "value_size"), [(4, 2, 8, 16), (3, 3, 5, 7), (2, 1, 128, 64)]
+)
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("normalise", [False, True])
+def test_a_step_of_the_gated_delta_rule(
+    places: str, heads: int, key_heads: int, key_size: int, value_size: int, per_channel: bool, normalise: bool
+) -> None:
+    inputs = [
+        drawn(3, key_heads, key_size),
+        drawn(3, key_heads, key_size) * key_size**-0.5,
+        drawn(3, heads, value_size),
+        -drawn(3, heads, key_size).abs() if per_channel else -drawn(3, heads).abs(),
+        drawn(3, heads).sigmoid(),
+        key_size**-0.5,
+    ]
+    shape = heads, key_size, value_size
+    run(
+        gated_delta_update,
+        gated_delta_update_reference,
+        shape,
+        places,
+        *inputs,
+        normalise=normalise,
+    )
+
+
+def test_no_rows_are_no_work() -> None:
+    pages, none = torch.zeros(2, 1, 1, 4, 4), (torch.zeros(0, dtype=torch.int64),) * 2
+    empty = torch.zeros(0, 1, 4)
+    assert (0, 1, 4) == selective_state_update(pages, none, none, empty, empty, -pages[0, 0], empty, empty).shape
+    assert (0, 4) == conv_update(pages[:, :, 0], none, none, empty[:, 0], pages[0, 0, 0]).shape
+    delta = gated_delta_update(pages, none, none, empty, empty, empty, empty[..., 0], empty[..., 0], 1.0)
+    assert (0, 1, 4) == delta.shape
