@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from kvframe.errors import SpecError, UnknownNameError
+from kvframe.errors import ContestedNameError, PluginError, SpecError, UnknownNameError
+from kvframe.format_choice import default_format, follow_owners, make_format, store_in
 from kvframe.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, LayerSpec, QuerySpec
 
 if TYPE_CHECKING:
+    from kvframe.formats import KVFormat
     from kvframe.model.description import LayerDescription, ModelDescription
     from kvframe.registry import Registry
     from kvframe.stack import Stack
@@ -86,19 +88,31 @@ def make_layer_specs(
     Args:
         description: The model.
         registry: Where kinds are looked up.
-        stack: Its block size, its KV dtype and its rules' spec options.
+        stack: Its block size, its KV dtype and format, and its rules' spec options.
         dtype: The model's dtype, which the cache has too unless the stack says otherwise. A spec with a field ``dtype``
-            is given the cache's, one with a field ``model_dtype`` the model's.
+            is given the cache's, one with a field ``model_dtype`` the model's. A field ``format`` may be given by name;
+            a layer that shares a cache has its owner's.
 
     Raises:
+        StackError: The stack's format cannot be used.
         SpecError: No plugin provides a layer's kind, or the options do not fit it.
     """
     cache_dtype = dtype if stack.cache.dtype == "auto" else stack.cache.dtype
     dtypes = {"dtype": cache_dtype, "model_dtype": dtype}
-    return tuple(_layer_spec(layer, registry, stack, dtypes) for layer in description.layers)
+    kv_format = default_format(stack, registry)
+    chosen = {
+        layer.name
+        for layer in description.layers
+        if "format" in {**layer.options, **stack.rule_for(layer.name, layer.kind).spec}
+    }
+    return follow_owners(
+        [_layer_spec(layer, registry, stack, dtypes, kv_format) for layer in description.layers], chosen
+    )
 
 
-def _layer_spec(layer: LayerDescription, registry: Registry, stack: Stack, dtypes: Mapping[str, str]) -> LayerSpec:
+def _layer_spec(
+    layer: LayerDescription, registry: Registry, stack: Stack, dtypes: Mapping[str, str], kv_format: KVFormat
+) -> LayerSpec:
     try:
         spec_class = registry.specs.load(layer.kind)
     except UnknownNameError as error:
@@ -125,10 +139,14 @@ def _layer_spec(layer: LayerDescription, registry: Registry, stack: Stack, dtype
     required = {field.name for field in attrs.fields(spec_class) if field.init and field.default is attrs.NOTHING}
     if missing := sorted(required - set(options)):
         raise SpecError(f"layer {layer.name!r}: the cache spec {layer.kind!r} needs {', '.join(missing)}")
+    given = options.pop("format", None)
     try:
         query = QuerySpec(**layer.query) if layer.query else None
-        return LayerSpec(name=layer.name, spec=spec_class(**options), query=query, shares_with=layer.shares_with)
-    except (SpecError, UnknownNameError, TypeError, ValueError) as error:
+        spec = store_in(
+            spec_class(**options), None if given is None else make_format(given, registry), default=kv_format
+        )
+        return LayerSpec(name=layer.name, spec=spec, query=query, shares_with=layer.shares_with)
+    except (SpecError, UnknownNameError, ContestedNameError, PluginError, TypeError, ValueError) as error:
         raise SpecError(f"layer {layer.name!r} ({layer.kind}): {error}") from error
 
 

@@ -60,7 +60,8 @@ class CacheOptions:
         block_size: Tokens per block.
         hybrid: Whether each type keeps only what it needs; if not, every layer keeps every token.
         dtype: Element type of keys and values; ``"auto"`` is the model's.
-        format: How pages store them: a registered format, such as one of fewer bits; None for as they are.
+        format: How pages store them: a registered format, such as one of fewer bits; None, as ``"plain"``, for as they
+            are.
         prefix_caching: Whether requests reuse the blocks of a common prefix.
         preemption: What becomes of a request that has to give its blocks back before it ends: ``"recompute"`` computes
             its tokens again, ``"swap"`` keeps its blocks in host memory, as long as there is room.

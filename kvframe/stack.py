@@ -15,6 +15,7 @@ from cattrs.gen import make_dict_structure_fn, override
 from kvframe.attention.wrapper import check_order
 from kvframe.checks import TABLE, TABLE_OF_TEXTS, TABLES, TEXT, TEXTS, Check, describe, parse_bytes
 from kvframe.errors import ContestedNameError, StackError, UnknownNameError, WrapperError
+from kvframe.formats import PLAIN
 from kvframe.options import AUTO, CacheOptions, EngineOptions, ResolvedRule, Rule, Use
 from kvframe.plugins import PluginPolicy
 from kvframe.registry import Catalogue, Registry, canonical
@@ -134,7 +135,7 @@ class Stack:
             for place, wrapper in enumerate(rule.wrappers or ()):
                 named.append((f"wrappers[{place}]", registry.wrappers, wrapper.name))
             problems += [f"rules[{index}].{problem}" for problem in _unknown(named)]
-        if self.cache.format is not None:
+        if self.cache.format is not None and self.cache.format.name != PLAIN.name:
             problems += _unknown([("cache.format", registry.formats, self.cache.format.name)])
         if self.engine.prefill_skipping is not None:
             name = self.engine.prefill_skipping.name

@@ -19,6 +19,7 @@ from kvframe.cli.options import (
     stack_option,
 )
 from kvframe.cli.render import compact_names, format_bytes, print_facts, print_json, print_table
+from kvframe.formats import PLAIN
 
 if TYPE_CHECKING:
     from kvframe.groups import Grouping
@@ -125,7 +126,8 @@ def _to_dict(
     computed: list[dict[str, Any]],
 ) -> dict[str, Any]:
     plain = planned.to_dict()
-    for group, entry in zip(planned.groups, plain["groups"], strict=True):
+    for group, stored, entry in zip(planned.groups, grouping.groups, plain["groups"], strict=True):
+        entry["formats"] = {name: spec.kv_format.name for name, spec in zip(stored.layers, stored.stored, strict=True)}
         entry["live_range"] = {
             "words": describe_live_range(group.spec, planned.max_model_len),
             "examples": [
@@ -167,13 +169,13 @@ def _print(
                 group.spec.kind,
                 f"{len(group.layers)}: {compact_names(group.layers)}",
                 describe_live_range(group.spec, planned.max_model_len),
-                ", ".join(sorted({tensor.dtype for tensor in group.spec.state_tensors().values()})),
+                _stored_as(stored.stored),
                 str(group.block_size) if group.block_size < planned.max_model_len else "all",
                 format_bytes(group.page_bytes),
                 str(group.pages_per_slab),
                 str(group.peak_blocks),
             )
-            for group in planned.groups
+            for group, stored in zip(planned.groups, grouping.groups, strict=True)
         ],
     )
     if computed:
@@ -208,6 +210,13 @@ def _print(
     )
     if grouping.note is not None:
         click.echo(grouping.note)
+
+
+def _stored_as(specs: Sequence[KVCacheSpec]) -> str:
+    """Return the formats of a group's layers; of plain ones the dtypes."""
+    dtypes = {tensor.dtype for spec in specs if spec.kv_format == PLAIN for tensor in spec.state_tensors().values()}
+    formats = {spec.kv_format.name for spec in specs if spec.kv_format != PLAIN}
+    return ", ".join([*sorted(dtypes), *sorted(formats)])
 
 
 def _bytes_held(planned: KVCachePlan) -> list[tuple[str, str]]:
