@@ -249,9 +249,12 @@ class PaddedLayers:
     def order_for(self, num_computed: Any, query_lens: Any) -> None:
         return None
 
-    def begin_step(self, metadata: Sequence[CommonAttentionMetadata], **_: Any) -> None:
+    def begin_step(
+        self, metadata: Sequence[CommonAttentionMetadata], *, inputs: tuple[torch.Tensor, ...], **_: Any
+    ) -> tuple[torch.Tensor, ...]:
         rows = metadata[0].generating_indices
         self.kept_rows = torch.cat([rows, rows[-1:], rows[-1:]])
+        return inputs
 
 
 class PaddedModel(ScriptedModel):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -66,6 +66,7 @@ class MetadataPlan:
         # cache group.
         self._calls: list[tuple[int, MetadataWrapper]] = []
         self._recipes: list[_Recipe] = []
+        self._builders: dict[int, AttentionMetadataBuilder] = {}
         places: dict[tuple[int, tuple[Identity, ...]], int] = {}
         numbers: dict[Hashable, int] = {}
         for group in groups:
@@ -79,12 +80,14 @@ class MetadataPlan:
             reuse = numbers.setdefault(group.reuse_key, len(numbers))
             chain = numbers.setdefault((group.sequence, group.wrapper_ids), len(numbers))
             self._recipes.append(_Recipe(group, place, reuse, chain))
+            self._builders.setdefault(reuse, group.builder)
 
-    def build(self, metadata: Sequence[CommonAttentionMetadata]) -> list[BuiltMetadata]:
-        """Return what each attention group reads, for a step or a sub-batch of one.
+    def prepare(self, metadata: Sequence[CommonAttentionMetadata]) -> PreparedMetadata:
+        """Apply every chain, and put requests into the order that a builder asks for, where they are not.
 
         Args:
-            metadata: The batch, one value per cache group.
+            metadata: A step or a sub-batch of one, one value per cache group; on the host, if the tensors of what
+                comes out are to go to the device together.
 
         Raises:
             WrapperError: A wrapper cannot take the step.
@@ -93,9 +96,34 @@ class MetadataPlan:
         for place, wrapper in self._calls:
             wrapped.append(apply_wrapper(wrapper, wrapped[place]))
         step = _Step()
-        keys = [step.ask(recipe, wrapped[recipe.place]) for recipe in self._recipes]
-        step.build()
-        return [step.built[key] for key in keys]
+        keys = tuple(step.ask(recipe, wrapped[recipe.place]) for recipe in self._recipes)
+        return PreparedMetadata(keys, step.needs, step.refreshed)
+
+    def build(self, prepared: PreparedMetadata) -> list[BuiltMetadata]:
+        """Return what each attention group reads: the builders of a class build together, then what needs other tables.
+
+        Args:
+            prepared: What ``prepare`` returned, its tensors where the builders are to find them.
+        """
+        built: dict[Key, BuiltMetadata] = {}
+        together: dict[type[AttentionMetadataBuilder], list[Key]] = {}
+        for key in prepared.needs:
+            if key not in prepared.refreshed:
+                together.setdefault(type(self._builders[key[0]]), []).append(key)
+        for builder_class, keys in together.items():
+            needs = [prepared.needs[key] for key in keys]
+            pairs = [(self._builders[key[0]], need.common) for key, need in zip(keys, needs, strict=True)]
+            for key, need, result in zip(keys, needs, builder_class.build_together(pairs), strict=True):
+                built[key] = BuiltMetadata(result, need.num_rows, need.permutation)
+        for key, first in prepared.refreshed.items():
+            need, other, builder = prepared.needs[key], built[first].metadata, self._builders[key[0]]
+            refreshed = attrs.evolve(other, **builder.refreshed_fields(other, need.common))
+            built[key] = BuiltMetadata(refreshed, need.num_rows, need.permutation)
+        return [built[key] for key in prepared.keys]
+
+
+Key = tuple[int, int]
+"""The number of a reuse key, and what tells wrapped metadata apart within a step."""
 
 
 @attrs.frozen(eq=False)
@@ -103,66 +131,60 @@ class _Need:
     """What is to be built for one or more groups.
 
     Attributes:
-        builder: Any of their builders.
-        common: Their wrapped metadata, in the order of requests that the builder asked for.
+        common: Their wrapped metadata, in the order of requests that their builder asked for.
         num_rows: Query rows that their layers have to give.
         permutation: How it came into that order; None if it was.
     """
 
-    builder: AttentionMetadataBuilder
     common: CommonAttentionMetadata
     num_rows: int
     permutation: Permutation | None
 
 
-Key = tuple[int, int]
+@attrs.frozen(eq=False)
+class PreparedMetadata:
+    """A step, or a sub-batch of one, ready to be built: wrapped and ordered.
+
+    Attributes:
+        keys: For each attention group, what it needs.
+        needs: What there is to be built.
+        refreshed: Of these, those that differ from another in tables only, and from which.
+    """
+
+    keys: tuple[Key, ...]
+    needs: Mapping[Key, _Need]
+    refreshed: Mapping[Key, Key]
 
 
 class _Step:
-    """What one step, or sub-batch, needs and has.
+    """What one step, or sub-batch, needs.
 
     Attributes:
-        built: By key, once ``build`` was called.
+        needs: By key.
+        refreshed: The needs that differ from another in tables only, and from which.
     """
 
     def __init__(self) -> None:
-        self.built: dict[Key, BuiltMetadata] = {}
-        self._needs: dict[Key, _Need] = {}
+        self.needs: dict[Key, _Need] = {}
+        self.refreshed: dict[Key, Key] = {}
         self._first: dict[tuple[int, int, int], Key] = {}
-        self._refreshed: dict[Key, Key] = {}
         self._ordered: dict[tuple[BatchOrder, int, int], tuple[CommonAttentionMetadata, Permutation]] = {}
 
     def ask(self, recipe: _Recipe, common: CommonAttentionMetadata) -> Key:
         """Note what a group needs, unless another group needs the same; return its key."""
         key = (recipe.reuse, id(common))
-        if key in self._needs:
+        if key in self.needs:
             return key
         builder, num_rows, permutation = recipe.group.builder, common.slot_mapping.shape[0], None
         if builder.batch_order is not None and not is_ordered(builder.batch_order, common):
             common, permutation = self._permute(builder.batch_order, recipe.chain, common)
-        self._needs[key] = _Need(builder, common, num_rows, permutation)
+        self.needs[key] = _Need(common, num_rows, permutation)
         if builder.table_fields is not None:
             # Behind equal chains, cache groups of one sequence and block size see the same step but for their tables.
             first = self._first.setdefault((recipe.reuse, recipe.chain, common.block_size), key)
             if first != key:
-                self._refreshed[key] = first
+                self.refreshed[key] = first
         return key
-
-    def build(self) -> None:
-        """Build what was asked for: the builders of a class together, then what only needs other tables."""
-        together: dict[type[AttentionMetadataBuilder], list[Key]] = {}
-        for key, need in self._needs.items():
-            if key not in self._refreshed:
-                together.setdefault(type(need.builder), []).append(key)
-        for builder_class, keys in together.items():
-            needs = [self._needs[key] for key in keys]
-            results = builder_class.build_together([(need.builder, need.common) for need in needs])
-            for key, need, result in zip(keys, needs, results, strict=True):
-                self.built[key] = BuiltMetadata(result, need.num_rows, need.permutation)
-        for key, first in self._refreshed.items():
-            need, built = self._needs[key], self.built[first].metadata
-            refreshed = attrs.evolve(built, **need.builder.refreshed_fields(built, need.common))
-            self.built[key] = BuiltMetadata(refreshed, need.num_rows, need.permutation)
 
     def _permute(
         self, order: BatchOrder, chain: int, common: CommonAttentionMetadata

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from kvframe.attention.backend import KVCache
-from kvframe.attention.build import BuiltMetadata, MetadataPlan
+from kvframe.attention.build import BuiltMetadata, MetadataPlan, PreparedMetadata
 from kvframe.attention.capture import GraphCapture
 from kvframe.attention.group import AttentionGroup, form_groups
 from kvframe.attention.local import LocalCaches
@@ -19,6 +19,7 @@ from kvframe.attention.order import find_order
 from kvframe.attention.relative_bias import RELATIVE_BIAS
 from kvframe.attention.selection import Choice
 from kvframe.attention.slots import Slots, split_slots
+from kvframe.attention.staging import Staging
 from kvframe.attention.state import StateLayers, StateStep
 from kvframe.attention.step import StepBatch, input_slots
 from kvframe.attention.sub_batch import split_requests
@@ -120,6 +121,16 @@ class AttentionLayer:
 
 
 @attrs.frozen(eq=False)
+class _PreparedSubBatch:
+    """What was worked out on the host of one sub-batch: all that goes to the device."""
+
+    metadata: PreparedMetadata
+    slots: list[Slots | None]
+    states: list[StateStep]
+    kept_rows: torch.Tensor | None
+
+
+@attrs.frozen(eq=False)
 class _SubBatch:
     """What all groups hold for one sub-batch."""
 
@@ -176,8 +187,8 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         views = {**views, **self.local.views}
         self.dtypes = frozenset(tensor.dtype for view in views.values() for tensor in view.values())
         keeping = [layer for layer in layers if layer.query is None and layer.name in views]
-        self.states = StateLayers(keeping, grouping, views, device)
-        self._device = device
+        self.states = StateLayers(keeping, grouping, views)
+        self._staging = Staging(device)
         self.skipped = tuple(skipped)
         self.kept_rows: torch.Tensor | None = None
         self._steps = tuple(_GroupStep(group) for group in self.groups)
@@ -226,16 +237,25 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         *,
         batch: StepBatch | None = None,
         tables: BlockTables | None = None,
-    ) -> None:
+        inputs: tuple[torch.Tensor, ...] = (),
+    ) -> tuple[torch.Tensor, ...]:
         """Build every attention group's metadata of a step, and work out which states the state layers read and write.
 
+        Metadata that lies on the host goes through the chains there. Then all that the step needs goes to the device in
+        one copy, and the builders build. What a builder copies by itself comes on top.
+
         Args:
-            metadata: The batch, one value per cache group, and behind them what ``local.metadata`` returns of it.
+            metadata: The batch, one value per cache group, and behind them what ``local.metadata`` returns of it; on
+                the host, or on the device.
             sub_batches: Ranges ``[start, stop)`` of requests that the model runs on one after the other, each after
                 ``select_sub_batch``; None for the whole batch at once.
             batch: What the metadata was made of. Read only where there are state layers, or groups that keep state of
                 an input sequence.
             tables: The block tables that it was made with. Likewise.
+            inputs: Further tensors of the step, on the host, such as its token ids; they go along.
+
+        Returns:
+            ``inputs`` on the device.
 
         Raises:
             BackendError: A layer declares a learned tensor and was bound none.
@@ -245,14 +265,19 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         if self._unchecked:
             self._check_bound()
         if sub_batches is None:
-            self._sub_batches = [self._build(metadata, batch, tables, slice(None))]
+            prepared = [self._prepare(metadata, batch, tables, slice(None))]
         else:
             parts = [split_requests(common, sub_batches) for common in metadata]
-            self._sub_batches = [
-                self._build([part[index] for part in parts], batch, tables, slice(start, stop))
+            prepared = [
+                self._prepare([part[index] for part in parts], batch, tables, slice(start, stop))
                 for index, (start, stop) in enumerate(sub_batches)
             ]
+        prepared, inputs = self._staging.to_device((prepared, inputs))
+        self._sub_batches = [
+            _SubBatch(self._plan.build(part.metadata), part.slots, part.states, part.kept_rows) for part in prepared
+        ]
         self.select_sub_batch(0)
+        return inputs
 
     def select_sub_batch(self, index: int) -> None:
         """Let the layers read the metadata of one sub-batch of the step.
@@ -276,25 +301,25 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
             )
         self._unchecked = []
 
-    def _build(
+    def _prepare(
         self,
         metadata: Sequence[CommonAttentionMetadata],
         batch: StepBatch | None,
         tables: BlockTables | None,
         requests: slice,
-    ) -> _SubBatch:
+    ) -> _PreparedSubBatch:
         of_tokens = {index: metadata[index].slot_mapping for index in self._written - self._of_inputs}
         of_inputs: Mapping[int, torch.Tensor] = {}
         if self._of_inputs:
             assert batch is not None
             assert tables is not None
-            of_inputs = input_slots(batch, tables, self._device, requests)
+            of_inputs = input_slots(batch, tables, metadata[0].slot_mapping.device, requests)
         slots = split_slots(metadata, {**of_tokens, **of_inputs})
         kept_rows = None
         if self.skipped and not metadata[0].all_generate:
             kept_rows = metadata[0].generating_indices
         states = self.states.steps(batch, tables, requests)
-        return _SubBatch(self._plan.build(metadata), slots, states, kept_rows)
+        return _PreparedSubBatch(self._plan.prepare(metadata), slots, states, kept_rows)
 
     def __getitem__(self, name: str) -> AttentionLayer:
         return self._layers[name]

@@ -15,6 +15,7 @@ import torch
 
 from kvframe.attention.backend import KVCache
 from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.attention.staging import HOST
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.cache.block_table import BlockTables
 from kvframe.specs import LayerSpec, StateTensor
@@ -49,7 +50,6 @@ class LocalCaches:
         self.is_poisoned = False
         self.max_tokens = max_tokens
         self._max_reqs = max_reqs
-        self._device = device
         self.places: dict[str, int] = {}
         self.views: dict[str, KVCache] = {}
         buffers: dict[Layout, KVCache] = {}
@@ -85,7 +85,7 @@ class LocalCaches:
             batch: The step; all of each request's tokens are in it.
 
         Returns:
-            One value per block size of the step-local layers.
+            One value per block size of the step-local layers, on the host.
         """
         if not self.places:
             return ()
@@ -101,7 +101,7 @@ class LocalCaches:
             columns = np.arange(counts.max())
             ids = (np.cumsum(counts) - counts + 1)[:, None] + columns
             stack.ids[:, : len(rows), : len(columns)] = np.where(columns < counts[:, None], ids, 0)
-        return build_metadata(attrs.evolve(batch, rows=rows), self._tables, self._device)
+        return build_metadata(attrs.evolve(batch, rows=rows), self._tables, HOST)
 
 
 def num_pages(block_size: int, max_tokens: int, max_reqs: int) -> int:

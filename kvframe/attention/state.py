@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from kvframe.attention.backend import KVCache
+from kvframe.attention.staging import HOST
 from kvframe.attention.step import StepBatch
 from kvframe.cache.block_table import BlockTables
 from kvframe.groups import Grouping
@@ -231,19 +232,15 @@ class StateLayers(Mapping[str, StateLayer]):
     Invariant: every layer holds the step that was selected last.
     """
 
-    def __init__(
-        self, layers: Iterable[LayerSpec], grouping: Grouping, views: Mapping[str, KVCache], device: torch.device
-    ) -> None:
+    def __init__(self, layers: Iterable[LayerSpec], grouping: Grouping, views: Mapping[str, KVCache]) -> None:
         """Give each layer its pages.
 
         Args:
             layers: The layers that keep state and do not attend, in the order they run.
             grouping: The cache groups.
             views: Each layer's state tensors.
-            device: Where the model runs.
         """
         self._layers = {layer.name: StateLayer(layer, views[layer.name]) for layer in layers}
-        self._device = device
         # The states of a cache group lie alike for all its layers with as many of them to a page.
         alike: dict[tuple[int, int], list[StateLayer]] = {}
         for layer in self._layers.values():
@@ -252,7 +249,7 @@ class StateLayers(Mapping[str, StateLayer]):
         self._alike = [(group, tuple(members)) for (group, _), members in alike.items()]
 
     def steps(self, batch: StepBatch | None, tables: BlockTables | None, requests: slice) -> list[StateStep]:
-        """Return a step, or some requests of it, as the layers see it.
+        """Return a step, or some requests of it, as the layers see it; on the host.
 
         Args:
             batch: The step; None if there are no layers.
@@ -264,7 +261,7 @@ class StateLayers(Mapping[str, StateLayer]):
             assert batch is not None
             assert tables is not None
             rows, computed, lens = (each[requests] for each in (batch.rows, batch.num_computed, batch.query_lens))
-            steps.append(StateStep.of(rows, computed, lens, tables[group].ids, first.stored, self._device))
+            steps.append(StateStep.of(rows, computed, lens, tables[group].ids, first.stored, HOST))
         return steps
 
     def select(self, steps: Sequence[StateStep]) -> None:

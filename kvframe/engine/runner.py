@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from kvframe.attention.layer import AttentionLayers
-from kvframe.attention.metadata import NO_EXTENSIONS, Extension
+from kvframe.attention.metadata import NO_EXTENSIONS, CommonAttentionMetadata, Extension
+from kvframe.attention.staging import HOST
 from kvframe.attention.step import InputBatch, StepBatch, build_metadata
 from kvframe.cache.block_table import BlockTables
 from kvframe.engine.packing import IntArray, PackedStep
@@ -129,8 +130,8 @@ class ModelRunner:
         requests, positions = batch.token_positions
         if self._layers.skipped and len(logits_indices) < len(positions) and not self._may_skip(batch):
             batch = attrs.evolve(batch, generating_indices=np.arange(len(positions)))
-        metadata = (*build_metadata(batch, self._tables, self.device), *self._layers.local.metadata(batch))
-        wanted = self.to_device(logits_indices)
+        metadata = (*self._build_metadata(batch), *self._layers.local.metadata(batch))
+        inputs = (self.tokens[rows[requests], positions], positions, logits_indices)
         with torch.inference_mode():
             if self.input_lens:
                 self._model.compute_inputs(
@@ -139,14 +140,25 @@ class ModelRunner:
                         for name in new_inputs
                     }
                 )
-            self._layers.begin_step(metadata, batch=batch, tables=self._tables)
-            logits = self._model.forward(
-                self.to_device(self.tokens[rows[requests], positions]), self.to_device(positions), wanted
+            token_ids, positions_there, wanted = self._layers.begin_step(
+                metadata, batch=batch, tables=self._tables, inputs=tuple(torch.from_numpy(each) for each in inputs)
             )
+            logits = self._model.forward(token_ids, positions_there, wanted)
             if self._layers.kept_rows is None:
                 return logits
             # What the layers computed, then padding.
             return logits[: len(wanted)] if batch.generating_indices is logits_indices else logits[wanted]
+
+    def _build_metadata(self, batch: StepBatch) -> tuple[CommonAttentionMetadata, ...]:
+        """Return a step's metadata: on the host, unless one of its extensions is on the device only."""
+        extensions = {
+            name: Extension(extension.values_cpu, extension.axis, extension.values_cpu)
+            for name, extension in batch.extensions.items()
+            if extension.values_cpu is not None
+        }
+        if len(extensions) < len(batch.extensions):
+            return build_metadata(batch, self._tables, self.device)
+        return build_metadata(attrs.evolve(batch, extensions=extensions), self._tables, HOST)
 
     def _input_batch(self, name: str, rows: IntArray, new_inputs: Mapping[str, Collection[int]]) -> InputBatch:
         lens = self.input_lens[name]

@@ -1,0 +1,241 @@
+"""Staging: what a step made on the host goes to the device in one copy.
+
+A step is worked out on the host, chains of wrappers included: their tensors are small, and what is small costs less
+there than a launch on a device. Then all of them lie side by side in pinned memory, and one copy brings them over,
+which nobody waits for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import attrs
+import torch
+
+HOST = torch.device("cpu")
+
+ALIGNMENT = 64
+"""Bytes: each tensor starts at a multiple of this, so that kernels may read it with wide loads."""
+
+T = TypeVar("T")
+Place = tuple[torch.Size, torch.dtype, int]
+"""A tensor's shape, its dtype, and the byte of the memory that it starts at."""
+
+
+class Staging:
+    """Brings the tensors of a step to the device.
+
+    Invariant: host memory is not written to before the copy that was made of it is done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Take the device; where that is the host, nothing is copied."""
+        self._device = device
+        # While the device still reads the one, a step may write to the other.
+        self._buffers = (_HostBuffer(device), _HostBuffer(device))
+        self._turn = 0
+
+    def to_device(self, value: T, into: StagedMemory | None = None) -> T:
+        """Return a value whose tensors are on the device; with the very tensors where that is the host.
+
+        Args:
+            value: Tensors in attrs classes, dataclasses, tuples, lists and mappings. Fields whose names end with
+                ``_cpu`` stay on the host; so does whatever lies in objects of other classes.
+            into: Where the tensors are to lie; fresh memory unless given.
+
+        Raises:
+            ValueError: The tensors have other shapes or dtypes than those that ``into`` was made for.
+        """
+        if self._device.type == HOST.type and into is None:
+            return value
+        tensors = host_tensors(value)
+        places, num_bytes = layout_of(tensors)
+        self._turn = 1 - self._turn
+        host = self._buffers[self._turn].fill(tensors, places, num_bytes)
+        if into is None:
+            views: Sequence[torch.Tensor] = views_of(host.to(self._device, non_blocking=True), places)
+        else:
+            if into.places != places:
+                raise ValueError("the tensors of this step are not those that the memory was laid out for")
+            into.memory.copy_(host, non_blocking=True)
+            views = into.views
+        self._buffers[self._turn].note_copy()
+        there = {id(tensor): view for tensor, view in zip(tensors, views, strict=True)}
+        return replace_tensors(value, lambda tensor: there.get(id(tensor), tensor))
+
+
+class _HostBuffer:
+    """Host memory that copies to a device are made of; pinned where that lets them run by themselves."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_pinned = device.type == "cuda"
+        self._copied = torch.cuda.Event() if self._is_pinned else None
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._places: tuple[Place, ...] | None = None
+        self._views: Sequence[torch.Tensor] = ()
+
+    def fill(self, tensors: Sequence[torch.Tensor], places: tuple[Place, ...], num_bytes: int) -> torch.Tensor:
+        """Write tensors to their places; return the memory, ``[num_bytes], uint8, host``."""
+        if self._copied is not None:
+            self._copied.synchronize()  # of a copy two steps ago, which is done
+        if len(self._memory) < num_bytes:
+            # Made outside of inference mode, so that a later step may write to it in either mode.
+            with torch.inference_mode(False):
+                self._memory = torch.empty(2 * num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+            self._places = None
+        if self._places != places:
+            self._places, self._views = places, views_of(self._memory, places)
+        for view, tensor in zip(self._views, tensors, strict=True):
+            view.copy_(tensor)
+        return self._memory[:num_bytes]
+
+    def note_copy(self) -> None:
+        """Note that a copy of the memory was just asked for."""
+        if self._copied is not None:
+            self._copied.record()
+
+
+@attrs.frozen(eq=False)
+class StagedMemory:
+    """Memory on the device that the tensors of steps of equal shapes are copied to, each always to the same place.
+
+    Attributes:
+        places: Where each tensor lies.
+        memory: ``[num_bytes], uint8, device``.
+        views: The tensors.
+    """
+
+    places: tuple[Place, ...]
+    memory: torch.Tensor
+    views: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, value: Any, device: torch.device) -> StagedMemory:
+        """Return memory for the tensors of a value as ``Staging.to_device`` takes it; what is in it is undefined."""
+        places, num_bytes = layout_of(host_tensors(value))
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return cls(places, memory, tuple(views_of(memory, places)))
+
+
+def layout_of(tensors: Sequence[torch.Tensor]) -> tuple[tuple[Place, ...], int]:
+    """Return a place for each tensor, one behind the other, and the bytes of all of them."""
+    places, end = [], 0
+    for tensor in tensors:
+        places.append((tensor.shape, tensor.dtype, end))
+        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    return tuple(places), end
+
+
+def views_of(memory: torch.Tensor, places: Sequence[Place]) -> list[torch.Tensor]:
+    """Return the tensors that lie in memory of bytes."""
+    # Seen as elements of each dtype once; each tensor is then one operation.
+    size = len(memory) // ALIGNMENT * ALIGNMENT
+    as_dtype: dict[torch.dtype, torch.Tensor] = {}
+    views = []
+    for shape, dtype, start in places:
+        if dtype not in as_dtype:
+            as_dtype[dtype] = memory[:size].view(dtype)
+        strides, step = [1] * len(shape), 1
+        for index in range(len(shape) - 1, -1, -1):
+            strides[index] = step
+            step *= max(1, shape[index])
+        views.append(as_dtype[dtype].as_strided(shape, strides, start // dtype.itemsize))
+    return views
+
+
+# --- values that hold tensors -----------------------------------------------------------------------------------------
+
+
+def host_tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors on the host that a value holds outside of ``_cpu`` fields, each once, in a fixed order."""
+    found: dict[int, torch.Tensor] = {}
+    _collect(value, found, set())
+    return list(found.values())
+
+
+def _collect(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.device.type == HOST.type:
+            found.setdefault(id(value), value)
+        return
+    names = field_names(type(value))
+    if names is not None:
+        if id(value) not in seen:
+            seen.add(id(value))
+            for name in names:
+                _collect(getattr(value, name), found, seen)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _collect(item, found, seen)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            _collect(item, found, seen)
+
+
+def replace_tensors(value: T, change: Callable[[torch.Tensor], torch.Tensor]) -> T:
+    """Return a value with its tensors changed, but for those in fields whose names end with ``_cpu``.
+
+    What stands in several places of the value stands there afterwards too; what does not change is the very same.
+    """
+    result: T = _replace(value, change, {})
+    return result
+
+
+def _replace(value: Any, change: Callable[[torch.Tensor], torch.Tensor], known: dict[int, Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    kind = type(value)
+    names = field_names(kind)
+    if names is not None:
+        if id(value) in known:
+            return known[id(value)]
+        changed = {}
+        for name in names:
+            before = getattr(value, name)
+            after = _replace(before, change, known)
+            if after is not before:
+                changed[name] = after
+        known[id(value)] = result = _evolve(value, changed) if changed else value
+        return result
+    if isinstance(value, Mapping):
+        items = {key: _replace(item, change, known) for key, item in value.items()}
+        if all(items[key] is item for key, item in value.items()):
+            return value
+        return MappingProxyType(items) if kind is MappingProxyType else items
+    if isinstance(value, tuple | list):
+        found = [_replace(item, change, known) for item in value]
+        if all(after is before for after, before in zip(found, value, strict=True)):
+            return value
+        return kind(*found) if hasattr(kind, "_fields") else kind(found)
+    return value
+
+
+def _evolve(value: Any, changed: Mapping[str, Any]) -> Any:
+    """Return a copy with other fields; not by its constructor, which may do more than take them."""
+    copy = object.__new__(type(value))
+    for name in _all_fields(type(value)):
+        object.__setattr__(copy, name, changed[name] if name in changed else getattr(value, name))
+    return copy
+
+
+_FIELDS: dict[type, tuple[str, ...] | None] = {}
+
+
+def field_names(kind: type) -> tuple[str, ...] | None:
+    """Return the fields of an attrs class or a dataclass that are not of the host; None for another class."""
+    try:
+        return _FIELDS[kind]
+    except KeyError:
+        names = None
+        if attrs.has(kind) or dataclasses.is_dataclass(kind):
+            names = tuple(name for name in _all_fields(kind) if not name.endswith("_cpu"))
+        _FIELDS[kind] = names
+        return names
+
+
+def _all_fields(kind: Any) -> tuple[str, ...]:
+    fields = attrs.fields(kind) if attrs.has(kind) else dataclasses.fields(kind)
+    return tuple(field.name for field in fields)
