@@ -133,21 +133,32 @@ def test_another_plugin_changes_the_matrix_and_its_mistakes_are_seen(monkeypatch
     plugin = plugin_with(slightly_wrong=SlightlyWrong, elsewhere=Elsewhere, gone="not_a_module:Backend")
     cells = compose(load_plugins(plugins=[plugin]).registry)
     full = {cell.backend: cell.verdict for cell in cells if cell.layer == "full"}
-    assert {
+    verdicts = {
         "elsewhere": "environment",
         "gone": "import",
         "mla": EQUAL,
         "slightly_wrong": WRONG,
         "torch": EQUAL,
         "torch_reference": EQUAL,
-    } == full
+    }
+    assert verdicts == {name: full[name] for name in verdicts}
     wrong = {cell.layer: cell.detail for cell in cells if cell.verdict == WRONG}
     assert {"full", "full, sharing a cache"} == set(wrong)
     assert "SlightlyWrong on full: mixed: 37 of 37 queries are wrong" in wrong["full"]
-    window = next(line for line in render(cells).splitlines() if line.startswith("| window  "))
-    assert ["`environment`", "`import`", "`mask_window`", "`mask_window`", "equal", "equal"] == [
-        cell.strip() for cell in window.split("|")[2:-1]
-    ]
+    names, window = (
+        next(line for line in render(cells).splitlines() if line.startswith(f"| {label}  "))
+        for label in ("layer", "window")
+    )
+    shown = dict(zip(*([cell.strip(" `") for cell in line.split("|")[2:-1]] for line in (names, window)), strict=True))
+    expected = {
+        "elsewhere": "environment",
+        "gone": "import",
+        "mla": "mask_window",
+        "slightly_wrong": "mask_window",
+        "torch": "equal",
+        "torch_reference": "equal",
+    }
+    assert expected == {name: shown[name] for name in expected}
 
 
 def test_the_command_writes_the_file_and_checks_it(
