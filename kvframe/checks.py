@@ -94,6 +94,10 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
+def _is_wholes(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) > 0 and all(map(_is_whole, value))
+
+
 def _is_size(value: Any) -> bool:
     try:
         return value == "auto" or parse_bytes(value) > 0
@@ -127,6 +131,12 @@ def _is_device(value: Any) -> bool:
 
 WHOLE = Check("a whole number of at least 1", _is_whole)
 WHOLE_OR_NONE = Check(WHOLE.expected, lambda value: value is None or _is_whole(value))
+WHOLES = Check("an array of whole numbers of at least 1", _is_wholes)
+GRAPH_SIZES = Check(
+    "'off', 'auto', or an array of numbers of requests, each at least 1",
+    lambda value: value in ("off", "auto") if isinstance(value, str) else _is_wholes(value),
+    ("off", "auto"),
+)
 SWITCH = Check("true or false", lambda value: isinstance(value, bool))
 TEXT = Check("a string that is not empty", _is_text)
 TEXT_OR_NONE = Check(TEXT.expected, lambda value: value is None or _is_text(value))

@@ -10,6 +10,7 @@ import attrs
 
 from kvframe.checks import (
     DEVICE,
+    GRAPH_SIZES,
     MEMORY,
     SIZE_OR_NONE,
     SWITCH,
@@ -18,6 +19,7 @@ from kvframe.checks import (
     TEXT_OR_NONE,
     WHOLE,
     WHOLE_OR_NONE,
+    WHOLES,
     one_of,
     parse_bytes,
 )
@@ -32,6 +34,10 @@ def _as_bytes(memory: int | str | None) -> Any:
 
 def _as_use(value: Any) -> Any:
     return Use(value) if isinstance(value, str) else value
+
+
+def _as_sizes(value: Any) -> Any:
+    return tuple(sorted(set(value))) if WHOLES.accepts(value) else value
 
 
 @attrs.frozen
@@ -97,6 +103,10 @@ class EngineOptions:
         self_check: Whether a model's packed run is compared with its plain one before it serves.
         prefill_skipping: The wrapper that keeps only a step's generating tokens, for the layers at the model's end that
             keep no cache of their own: they do not compute the rest of a prompt. None computes everything.
+        graphs: For how many requests whole steps are captured as graphs and replayed: steps of fewer requests are
+            padded to the next number, steps of more run as without graphs. ``"auto"`` chooses numbers up to
+            ``max_num_seqs``, and runs without where the model, a wrapper or a backend cannot be captured.
+        graph_query_lens: How many tokens each request computes in the steps that are captured: one in a decode.
     """
 
     max_num_seqs: int = attrs.field(default=64, validator=WHOLE)
@@ -106,6 +116,10 @@ class EngineOptions:
     dtype: str = attrs.field(default="float32", validator=one_of("float64", "float32", "float16", "bfloat16"))
     self_check: bool = attrs.field(default=True, validator=SWITCH)
     prefill_skipping: Use | None = attrs.field(default=None, converter=_as_use)
+    graphs: Literal["off", "auto"] | tuple[int, ...] = attrs.field(
+        default="off", converter=_as_sizes, validator=GRAPH_SIZES
+    )
+    graph_query_lens: tuple[int, ...] = attrs.field(default=(1,), converter=_as_sizes, validator=WHOLES)
 
 
 @attrs.frozen(kw_only=True)

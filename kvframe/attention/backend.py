@@ -146,12 +146,15 @@ class AttentionMetadataBuilder(ABC):
     Attributes:
         capture: For which batches the shapes of what it builds are known beforehand.
         batch_order: The order of requests that it asks for; None for any. What it is given is in that order.
+        on_host: Whether it builds on the host: it is then given metadata that lies there, and the tensors that it makes
+            go to the device in the same copy as all else of the step. If not, it is given metadata on the device.
         table_fields: The fields of what it builds, an attrs class, that depend on the block table or the slots. For
             another cache group with equal layers the framework keeps the others. None where everything is built anew.
     """
 
     capture: GraphCapture = GraphCapture.NEVER
     batch_order: BatchOrder | None = None
+    on_host: bool = False
     table_fields: frozenset[str] | None = None
 
     @property

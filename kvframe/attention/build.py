@@ -83,7 +83,7 @@ class MetadataPlan:
             self._builders.setdefault(reuse, group.builder)
 
     def prepare(self, metadata: Sequence[CommonAttentionMetadata]) -> PreparedMetadata:
-        """Apply every chain, and put requests into the order that a builder asks for, where they are not.
+        """Apply every chain, put requests into the order that a builder asks for, and build what is built on the host.
 
         Args:
             metadata: A step or a sub-batch of one, one value per cache group; on the host, if the tensors of what
@@ -97,7 +97,9 @@ class MetadataPlan:
             wrapped.append(apply_wrapper(wrapper, wrapped[place]))
         step = _Step()
         keys = tuple(step.ask(recipe, wrapped[recipe.place]) for recipe in self._recipes)
-        return PreparedMetadata(keys, step.needs, step.refreshed)
+        at_once = {key: need for key, need in step.needs.items() if self._builders[key[0]].on_host}
+        later = {key: need for key, need in step.needs.items() if key not in at_once}
+        return PreparedMetadata(keys, self._run(at_once, step.refreshed), later, step.refreshed)
 
     def build(self, prepared: PreparedMetadata) -> list[BuiltMetadata]:
         """Return what each attention group reads: the builders of a class build together, then what needs other tables.
@@ -105,21 +107,25 @@ class MetadataPlan:
         Args:
             prepared: What ``prepare`` returned, its tensors where the builders are to find them.
         """
+        built = {**prepared.built, **self._run(prepared.needs, prepared.refreshed)}
+        return [built[key] for key in prepared.keys]
+
+    def _run(self, needs: Mapping[Key, _Need], refreshed: Mapping[Key, Key]) -> dict[Key, BuiltMetadata]:
         built: dict[Key, BuiltMetadata] = {}
         together: dict[type[AttentionMetadataBuilder], list[Key]] = {}
-        for key in prepared.needs:
-            if key not in prepared.refreshed:
+        for key in needs:
+            if key not in refreshed:
                 together.setdefault(type(self._builders[key[0]]), []).append(key)
         for builder_class, keys in together.items():
-            needs = [prepared.needs[key] for key in keys]
-            pairs = [(self._builders[key[0]], need.common) for key, need in zip(keys, needs, strict=True)]
-            for key, need, result in zip(keys, needs, builder_class.build_together(pairs), strict=True):
+            pairs = [(self._builders[key[0]], needs[key].common) for key in keys]
+            for key, result in zip(keys, builder_class.build_together(pairs), strict=True):
+                built[key] = BuiltMetadata(result, needs[key].num_rows, needs[key].permutation)
+        for key, need in needs.items():
+            if key in refreshed:
+                other, builder = built[refreshed[key]].metadata, self._builders[key[0]]
+                result = attrs.evolve(other, **builder.refreshed_fields(other, need.common))
                 built[key] = BuiltMetadata(result, need.num_rows, need.permutation)
-        for key, first in prepared.refreshed.items():
-            need, other, builder = prepared.needs[key], built[first].metadata, self._builders[key[0]]
-            refreshed = attrs.evolve(other, **builder.refreshed_fields(other, need.common))
-            built[key] = BuiltMetadata(refreshed, need.num_rows, need.permutation)
-        return [built[key] for key in prepared.keys]
+        return built
 
 
 Key = tuple[int, int]
@@ -143,15 +149,17 @@ class _Need:
 
 @attrs.frozen(eq=False)
 class PreparedMetadata:
-    """A step, or a sub-batch of one, ready to be built: wrapped and ordered.
+    """A step, or a sub-batch of one: wrapped, ordered, and built as far as that is done on the host.
 
     Attributes:
         keys: For each attention group, what it needs.
+        built: What was built.
         needs: What there is to be built.
-        refreshed: Of these, those that differ from another in tables only, and from which.
+        refreshed: Of all needs, those that differ from another in tables only, and from which.
     """
 
     keys: tuple[Key, ...]
+    built: Mapping[Key, BuiltMetadata]
     needs: Mapping[Key, _Need]
     refreshed: Mapping[Key, Key]
 

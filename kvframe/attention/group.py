@@ -61,11 +61,14 @@ class AttentionGroup:
         """For which batches the group's whole path, chain and builder, can be captured.
 
         A builder that asks for an order may get a permutation of its own in one step and none in the next: not so
-        where all requests are of one kind.
+        where all requests are of one kind. What comes out of a wrapper with effects may have requests of several
+        lengths where those that went in are alike, but for single tokens.
         """
         order, limit = self.builder.batch_order, GraphCapture.ALWAYS
         if order is not None:
             limit = GraphCapture.DECODE if order.extends_first else GraphCapture.UNIFORM
+        if any(wrapper.effects for wrapper in self.wrappers) and self.builder.capture == GraphCapture.UNIFORM:
+            limit = min(limit, GraphCapture.DECODE)
         return min(chain_capture(self.wrappers), self.builder.capture, limit)
 
     @property

@@ -10,8 +10,9 @@ import numpy.typing as npt
 import torch
 
 from kvframe.attention.backend import KVCache
-from kvframe.attention.build import BuiltMetadata, MetadataPlan, PreparedMetadata
+from kvframe.attention.build import BuiltMetadata, MetadataPlan
 from kvframe.attention.capture import GraphCapture
+from kvframe.attention.captured import CapturedStep, PreparedSubBatch, SubBatch
 from kvframe.attention.group import AttentionGroup, form_groups
 from kvframe.attention.local import LocalCaches
 from kvframe.attention.metadata import CommonAttentionMetadata
@@ -20,7 +21,7 @@ from kvframe.attention.relative_bias import RELATIVE_BIAS
 from kvframe.attention.selection import Choice
 from kvframe.attention.slots import Slots, split_slots
 from kvframe.attention.staging import Staging
-from kvframe.attention.state import StateLayers, StateStep
+from kvframe.attention.state import StateLayers
 from kvframe.attention.step import StepBatch, input_slots
 from kvframe.attention.sub_batch import split_requests
 from kvframe.cache.block_table import BlockTables
@@ -120,26 +121,6 @@ class AttentionLayer:
         return output.index_select(0, order.inverse)
 
 
-@attrs.frozen(eq=False)
-class _PreparedSubBatch:
-    """What was worked out on the host of one sub-batch: all that goes to the device."""
-
-    metadata: PreparedMetadata
-    slots: list[Slots | None]
-    states: list[StateStep]
-    kept_rows: torch.Tensor | None
-
-
-@attrs.frozen(eq=False)
-class _SubBatch:
-    """What all groups hold for one sub-batch."""
-
-    built: list[BuiltMetadata]
-    slots: list[Slots | None]
-    states: list[StateStep]
-    kept_rows: torch.Tensor | None
-
-
 class AttentionLayers(Mapping[str, AttentionLayer]):
     """All attention layers of a model, by name, and beside them those that keep state and do not attend.
 
@@ -206,7 +187,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         by_size = sorted(self.groups, key=lambda group: -len(group.layers))
         wishes = [group.builder.batch_order for group in by_size]
         self._wishes = tuple(dict.fromkeys(wish for wish in wishes if wish is not None))
-        self._sub_batches: list[_SubBatch] = []
+        self._sub_batches: list[SubBatch] = []
 
     @property
     def capture(self) -> GraphCapture:
@@ -214,6 +195,15 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         if self.states:
             return GraphCapture.NEVER  # which pages a step reads and writes is worked out on the host
         return min((group.capture for group in self.groups), default=GraphCapture.ALWAYS)
+
+    @property
+    def least_captured(self) -> str:
+        """What sets ``capture``, for a person: a layer and what it runs on."""
+        if self.states:
+            return f"layer {next(iter(self.states))!r}, which keeps a state"
+        group = min(self.groups, key=lambda group: group.capture)
+        chain = "".join(f" behind {wrapper.name!r}" for wrapper in group.wrappers)
+        return f"layer {group.layers[0].name!r}, on the backend {group.backend_name!r}{chain}"
 
     def order_for(self, num_computed: IntArray, query_lens: IntArray) -> IntArray | None:
         """Return the order in which to pack a step's requests, so that the backends need not reorder them.
@@ -273,11 +263,45 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
                 for index, (start, stop) in enumerate(sub_batches)
             ]
         prepared, inputs = self._staging.to_device((prepared, inputs))
-        self._sub_batches = [
-            _SubBatch(self._plan.build(part.metadata), part.slots, part.states, part.kept_rows) for part in prepared
-        ]
+        self._sub_batches = [part.build(self._plan) for part in prepared]
         self.select_sub_batch(0)
         return inputs
+
+    def capture_step(
+        self, metadata: Sequence[CommonAttentionMetadata], inputs: tuple[torch.Tensor, ...]
+    ) -> CapturedStep:
+        """Begin a step whose tensors stay where they are, for a graph that is captured of it.
+
+        Args:
+            metadata: As for ``begin_step``, on the host, at a graph's sizes. The layers keep no states and nothing of
+                other sequences.
+            inputs: As for ``begin_step``.
+
+        Raises:
+            WrapperError: A wrapper cannot take the step.
+        """
+        captured = CapturedStep.of(self._prepare(metadata, None, None, slice(None)), inputs, self._plan, self._staging)
+        self._sub_batches = [captured.step]
+        self.select_sub_batch(0)
+        return captured
+
+    def replay_step(
+        self, captured: CapturedStep, metadata: Sequence[CommonAttentionMetadata], inputs: tuple[torch.Tensor, ...]
+    ) -> None:
+        """Begin a step in the tensors of one that was captured.
+
+        Args:
+            captured: What ``capture_step`` returned.
+            metadata: As for ``capture_step``, at the same sizes.
+            inputs: Likewise.
+
+        Raises:
+            NotReplayableError: Something other than the values of tensors differs from what was captured.
+            WrapperError: A wrapper cannot take the step.
+        """
+        captured.refresh(self._prepare(metadata, None, None, slice(None)), inputs, self._plan, self._staging)
+        self._sub_batches = [captured.step]
+        self.select_sub_batch(0)
 
     def select_sub_batch(self, index: int) -> None:
         """Let the layers read the metadata of one sub-batch of the step.
@@ -307,7 +331,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         batch: StepBatch | None,
         tables: BlockTables | None,
         requests: slice,
-    ) -> _PreparedSubBatch:
+    ) -> PreparedSubBatch:
         of_tokens = {index: metadata[index].slot_mapping for index in self._written - self._of_inputs}
         of_inputs: Mapping[int, torch.Tensor] = {}
         if self._of_inputs:
@@ -319,7 +343,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         if self.skipped and not metadata[0].all_generate:
             kept_rows = metadata[0].generating_indices
         states = self.states.steps(batch, tables, requests)
-        return _PreparedSubBatch(self._plan.prepare(metadata), slots, states, kept_rows)
+        return PreparedSubBatch(self._plan.prepare(metadata), slots, states, kept_rows)
 
     def __getitem__(self, name: str) -> AttentionLayer:
         return self._layers[name]

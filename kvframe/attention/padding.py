@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import attrs
 import torch
 
@@ -34,45 +36,88 @@ def pad_metadata(
     Raises:
         BatchError: The step does not fit into these sizes, or the sizes not together.
     """
-    max_seq_len = metadata.max_seq_len if max_seq_len is None else max_seq_len
-    sizes = {
-        "num_reqs": (num_reqs, metadata.num_reqs),
-        "num_tokens": (num_tokens, max(metadata.slot_mapping.shape[0], max_query_len)),
-        "num_generating": (num_generating, metadata.generating_indices.shape[0]),
-        "max_query_len": (max_query_len, metadata.max_query_len),
-        "max_seq_len": (max_seq_len, metadata.max_seq_len),
-    }
-    for name, (given, least) in sizes.items():
-        if given < least:
-            raise BatchError(f"a graph with {name} = {given} is too small for this step, which needs at least {least}")
-    block_table = _pad(metadata.block_table, num_reqs)
-    num_blocks = max(block_table.shape[1], -(-max_seq_len // metadata.block_size))
-    return attrs.evolve(
-        metadata,
-        query_start_loc=_repeat_last(metadata.query_start_loc, num_reqs + 1),
-        query_start_loc_cpu=_repeat_last(metadata.query_start_loc_cpu, num_reqs + 1),
-        seq_lens=_pad(metadata.seq_lens, num_reqs),
-        seq_lens_cpu=_pad(metadata.seq_lens_cpu, num_reqs),
-        num_reqs=num_reqs,
-        max_query_len=max_query_len,
-        max_seq_len=max_seq_len,
-        block_table=torch.nn.functional.pad(block_table, (0, num_blocks - block_table.shape[1])),
-        slot_mapping=_pad(metadata.slot_mapping, num_tokens),
-        generating_indices=_repeat_last(metadata.generating_indices, num_generating),
-        generating_indices_cpu=_repeat_last(metadata.generating_indices_cpu, num_generating),
-        static_shapes=True,
-        extensions=change_extensions(
-            metadata.extensions,
-            {Axis.REQUEST: lambda values: _pad(values, num_reqs), Axis.TOKEN: lambda values: _pad(values, num_tokens)},
-        ),
-    )
+    return _Padder(num_reqs, num_tokens, num_generating).pad(metadata, max_query_len, max_seq_len)
 
 
-def _pad(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the tensor with rows of zeros behind it."""
-    return torch.cat([tensor, tensor.new_zeros(size - tensor.shape[0], *tensor.shape[1:])])
+def pad_step(
+    metadata: Sequence[CommonAttentionMetadata],
+    *,
+    num_reqs: int,
+    num_tokens: int,
+    num_generating: int,
+    max_query_len: int,
+    max_seq_len: int,
+) -> tuple[CommonAttentionMetadata, ...]:
+    """Return the metadata of all cache groups as ``pad_metadata`` does; what they had in common they have still."""
+    padder = _Padder(num_reqs, num_tokens, num_generating)
+    return tuple(padder.pad(common, max_query_len, max_seq_len) for common in metadata)
 
 
-def _repeat_last(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the tensor with its last element repeated behind it."""
-    return torch.cat([tensor, tensor[-1:].expand(size - tensor.shape[0])])
+class _Padder:
+    """Pads tensors of one step, each once."""
+
+    def __init__(self, num_reqs: int, num_tokens: int, num_generating: int) -> None:
+        self._sizes = {"num_reqs": num_reqs, "num_tokens": num_tokens, "num_generating": num_generating}
+        self._padded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def pad(
+        self, metadata: CommonAttentionMetadata, max_query_len: int, max_seq_len: int | None
+    ) -> CommonAttentionMetadata:
+        max_seq_len = metadata.max_seq_len if max_seq_len is None else max_seq_len
+        num_reqs, num_tokens, num_generating = self._sizes.values()
+        least = {
+            "num_reqs": metadata.num_reqs,
+            "num_tokens": max(metadata.slot_mapping.shape[0], max_query_len),
+            "num_generating": metadata.generating_indices.shape[0],
+            "max_query_len": metadata.max_query_len,
+            "max_seq_len": metadata.max_seq_len,
+        }
+        for name, given in {**self._sizes, "max_query_len": max_query_len, "max_seq_len": max_seq_len}.items():
+            if given < least[name]:
+                raise BatchError(
+                    f"a graph with {name} = {given} is too small for this step, which needs at least {least[name]}"
+                )
+        num_columns = max(metadata.block_table.shape[1], -(-max_seq_len // metadata.block_size))
+        return attrs.evolve(
+            metadata,
+            query_start_loc=self._repeat_last(metadata.query_start_loc, num_reqs + 1),
+            query_start_loc_cpu=self._repeat_last(metadata.query_start_loc_cpu, num_reqs + 1),
+            seq_lens=self._fill(metadata.seq_lens, num_reqs),
+            seq_lens_cpu=self._fill(metadata.seq_lens_cpu, num_reqs),
+            num_reqs=num_reqs,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            block_table=_fill(metadata.block_table, (num_reqs, num_columns)),
+            slot_mapping=self._fill(metadata.slot_mapping, num_tokens),
+            generating_indices=self._repeat_last(metadata.generating_indices, num_generating),
+            generating_indices_cpu=self._repeat_last(metadata.generating_indices_cpu, num_generating),
+            static_shapes=True,
+            extensions=change_extensions(
+                metadata.extensions,
+                {
+                    Axis.REQUEST: lambda values: self._fill(values, num_reqs),
+                    Axis.TOKEN: lambda values: self._fill(values, num_tokens),
+                },
+            ),
+        )
+
+    def _fill(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
+        """Return the tensor with rows of zeros behind it."""
+        return self._once(tensor, lambda: _fill(tensor, (size, *tensor.shape[1:])))
+
+    def _repeat_last(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
+        """Return the tensor with its last element repeated behind it."""
+        return self._once(tensor, lambda: torch.cat([tensor, tensor[-1:].expand(size - tensor.shape[0])]))
+
+    def _once(self, tensor: torch.Tensor, pad: Callable[[], torch.Tensor]) -> torch.Tensor:
+        if id(tensor) not in self._padded:
+            # The tensor is kept too, so that no other one gets its number.
+            self._padded[id(tensor)] = tensor, pad()
+        return self._padded[id(tensor)][1]
+
+
+def _fill(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the tensor at the start of one of zeros."""
+    padded = tensor.new_zeros(shape)
+    padded[tuple(slice(size) for size in tensor.shape)] = tensor
+    return padded

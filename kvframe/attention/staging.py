@@ -29,11 +29,14 @@ class Staging:
     """Brings the tensors of a step to the device.
 
     Invariant: host memory is not written to before the copy that was made of it is done.
+
+    Attributes:
+        device: The device.
     """
 
     def __init__(self, device: torch.device) -> None:
         """Take the device; where that is the host, nothing is copied."""
-        self._device = device
+        self.device = device
         # While the device still reads the one, a step may write to the other.
         self._buffers = (_HostBuffer(device), _HostBuffer(device))
         self._turn = 0
@@ -49,14 +52,14 @@ class Staging:
         Raises:
             ValueError: The tensors have other shapes or dtypes than those that ``into`` was made for.
         """
-        if self._device.type == HOST.type and into is None:
+        if self.device.type == HOST.type and into is None:
             return value
         tensors = host_tensors(value)
         places, num_bytes = layout_of(tensors)
         self._turn = 1 - self._turn
         host = self._buffers[self._turn].fill(tensors, places, num_bytes)
         if into is None:
-            views: Sequence[torch.Tensor] = views_of(host.to(self._device, non_blocking=True), places)
+            views: Sequence[torch.Tensor] = views_of(host.to(self.device, non_blocking=True), places)
         else:
             if into.places != places:
                 raise ValueError("the tensors of this step are not those that the memory was laid out for")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvframe.engine.assembly import Assembly
 from kvframe.engine.core import EngineCore
+from kvframe.engine.graphs import StepGraphs
 from kvframe.engine.prompt import AnyPrompt
 from kvframe.engine.request import Request, RequestOutput, SamplingParams
 from kvframe.engine.runner import SkipPolicy, TokenRunner
@@ -145,6 +146,15 @@ class Engine(EngineCore[Request]):
             max_num_seqs=self.stack.engine.max_num_seqs,
             max_model_len=self._max_model_len,
             skip_policy=skip_policy,
+            graphs=StepGraphs.of(
+                self.stack.engine,
+                assembly.layers,
+                self.model.forward,
+                assembly.device,
+                max_model_len=self._max_model_len,
+                has_inputs=bool(self.model.description.max_input_lens),
+                source=self.stack.source,
+            ),
         )
 
     def _stream(self, request_id: str) -> Iterator[RequestOutput]:

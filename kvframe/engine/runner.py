@@ -15,6 +15,7 @@ from kvframe.attention.metadata import NO_EXTENSIONS, CommonAttentionMetadata, E
 from kvframe.attention.staging import HOST
 from kvframe.attention.step import InputBatch, StepBatch, build_metadata
 from kvframe.cache.block_table import BlockTables
+from kvframe.engine.graphs import StepGraphs
 from kvframe.engine.packing import IntArray, PackedStep
 from kvframe.engine.progress import NO_INPUTS, RequestT
 from kvframe.engine.request import Request
@@ -39,6 +40,7 @@ class ModelRunner:
         input_lens: For each input sequence of the model, ``[max_num_seqs], int64, host``: how long that of the request
             is that has the row; 0 for none.
         device: Where the model runs.
+        graphs: The graphs that steps are replayed from, where they can be; None for none.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         skip_policy: SkipPolicy | None = None,
+        graphs: StepGraphs | None = None,
     ) -> None:
         """Take what a step needs.
 
@@ -62,6 +65,7 @@ class ModelRunner:
             max_num_seqs: The most requests at a time.
             max_model_len: The most tokens of a request.
             skip_policy: Whether layers that can skip tokens of a step do so; always unless given.
+            graphs: The graphs that steps are replayed from, where they can be; none unless given.
         """
         self.tokens: IntArray = np.empty((max_num_seqs, max_model_len), dtype=np.int64)
         self.input_lens: dict[str, IntArray] = {
@@ -72,6 +76,7 @@ class ModelRunner:
         self._tables = tables
         self.device = device
         self._skip_policy = skip_policy
+        self.graphs = graphs
 
     def pack(self, step: ScheduledStep[RequestT]) -> PackedStep[RequestT]:
         """Take note of the tokens of a step's new requests, and pack its requests as the backends ask for it.
@@ -132,6 +137,7 @@ class ModelRunner:
             batch = attrs.evolve(batch, generating_indices=np.arange(len(positions)))
         metadata = (*self._build_metadata(batch), *self._layers.local.metadata(batch))
         inputs = (self.tokens[rows[requests], positions], positions, logits_indices)
+        sizes = None if self.graphs is None else self.graphs.sizes_for(batch, len(logits_indices))
         with torch.inference_mode():
             if self.input_lens:
                 self._model.compute_inputs(
@@ -140,6 +146,10 @@ class ModelRunner:
                         for name in new_inputs
                     }
                 )
+            if self.graphs is not None and sizes is not None:
+                rows_of_graph = self.graphs.run(sizes, metadata, *inputs)
+                if rows_of_graph is not None:
+                    return rows_of_graph[: len(logits_indices)]
             token_ids, positions_there, wanted = self._layers.begin_step(
                 metadata, batch=batch, tables=self._tables, inputs=tuple(torch.from_numpy(each) for each in inputs)
             )

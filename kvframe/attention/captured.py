@@ -1,0 +1,152 @@
+"""Captured steps: metadata that a graph reads, in tensors that stay where they are and get each step's values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import attrs
+import torch
+
+from kvframe.attention.build import BuiltMetadata, MetadataPlan, PreparedMetadata
+from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.attention.slots import Slots
+from kvframe.attention.staging import StagedMemory, Staging, field_names, replace_tensors
+from kvframe.attention.state import StateStep
+
+T = TypeVar("T")
+
+
+class NotReplayableError(Exception):
+    """A step differs from the one that a graph was captured of in something that the graph cannot be told."""
+
+
+@attrs.frozen(eq=False)
+class PreparedSubBatch:
+    """What was worked out on the host of one sub-batch: all that goes to the device."""
+
+    metadata: PreparedMetadata
+    slots: list[Slots | None]
+    states: list[StateStep]
+    kept_rows: torch.Tensor | None
+
+    def build(self, plan: MetadataPlan) -> SubBatch:
+        """Return what the layers read."""
+        return SubBatch(plan.build(self.metadata), self.slots, self.states, self.kept_rows)
+
+
+@attrs.frozen(eq=False)
+class SubBatch:
+    """What all groups hold for one sub-batch."""
+
+    built: list[BuiltMetadata]
+    slots: list[Slots | None]
+    states: list[StateStep]
+    kept_rows: torch.Tensor | None
+
+
+@attrs.frozen(eq=False)
+class CapturedStep:
+    """A step that a graph was captured of.
+
+    Invariant: the tensors that the graph reads are those of ``step`` and ``inputs``, from the capture on.
+
+    Attributes:
+        memory: Where what came from the host lies.
+        step: What the layers read.
+        inputs: The step's further tensors, on the device.
+    """
+
+    memory: StagedMemory
+    step: SubBatch
+    inputs: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(
+        cls, prepared: PreparedSubBatch, inputs: tuple[torch.Tensor, ...], plan: MetadataPlan, staging: Staging
+    ) -> CapturedStep:
+        """Lay a step out in memory of its own.
+
+        Args:
+            prepared: The step, on the host.
+            inputs: Its further tensors, on the host.
+            plan: Builds what is built on the device.
+            staging: Copies to the device.
+        """
+        memory = StagedMemory.of((prepared, inputs), staging.device)
+        prepared, inputs = staging.to_device((prepared, inputs), memory)
+        step = prepared.build(plan)
+        return cls(memory, replace_tensors(step, lambda tensor: _keep(tensor, memory)), inputs)
+
+    def refresh(
+        self, prepared: PreparedSubBatch, inputs: tuple[torch.Tensor, ...], plan: MetadataPlan, staging: Staging
+    ) -> None:
+        """Write another step's values into the tensors of this one; the arguments are those of ``of``.
+
+        Raises:
+            NotReplayableError: Something other than the values of tensors differs.
+        """
+        try:
+            prepared, inputs = staging.to_device((prepared, inputs), self.memory)
+        except ValueError as error:
+            raise NotReplayableError(str(error)) from error
+        refresh(self.step, prepared.build(plan), self.memory.memory, "the step")
+
+
+def _keep(tensor: torch.Tensor, memory: StagedMemory) -> torch.Tensor:
+    """Return the tensor itself where it lies in memory that stays, else a copy that stays."""
+    return tensor if _lies_in(tensor, memory.memory) else tensor.clone()
+
+
+def _lies_in(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+
+
+def refresh(kept: Any, fresh: Any, memory: torch.Tensor, what: str) -> None:
+    """Write the values of tensors into those that stay; host copies stay as they were when a graph was captured.
+
+    Args:
+        kept: Tensors in attrs classes, dataclasses, tuples, lists and mappings.
+        fresh: The same of another step.
+        memory: What lies in it has its values already.
+        what: What it is, for errors.
+
+    Raises:
+        NotReplayableError: Anything but the values of tensors differs; batch metadata may count other tokens.
+    """
+    if isinstance(kept, torch.Tensor) and isinstance(fresh, torch.Tensor):
+        if kept.shape != fresh.shape or kept.dtype != fresh.dtype or kept.device != fresh.device:
+            raise NotReplayableError(f"{what} was {_in_words(kept)} and is {_in_words(fresh)}")
+        if not _lies_in(kept, memory):
+            kept.copy_(fresh)
+        elif kept.data_ptr() != fresh.data_ptr() or kept.stride() != fresh.stride():
+            raise NotReplayableError(f"{what} is another part of what the step brings than it was")
+        return
+    if type(kept) is not type(fresh):
+        raise NotReplayableError(f"{what} was of {type(kept).__name__} and is of {type(fresh).__name__}")
+    names = field_names(type(kept))
+    if names is not None:
+        counts = _COUNTS if isinstance(kept, CommonAttentionMetadata) else ()
+        for name in names:
+            if name not in counts:
+                refresh(getattr(kept, name), getattr(fresh, name), memory, f"{type(kept).__name__}.{name}")
+    elif isinstance(kept, Mapping):
+        if kept.keys() != fresh.keys():
+            raise NotReplayableError(f"{what} had {sorted(map(str, kept))} and has {sorted(map(str, fresh))}")
+        for key, value in kept.items():
+            refresh(value, fresh[key], memory, f"{what}[{key!r}]")
+    elif isinstance(kept, tuple | list):
+        if len(kept) != len(fresh):
+            raise NotReplayableError(f"{what} had {len(kept)} items and has {len(fresh)}")
+        for index, (one, other) in enumerate(zip(kept, fresh, strict=True)):
+            refresh(one, other, memory, f"{what}[{index}]")
+    elif kept is not fresh and kept != fresh:
+        raise NotReplayableError(f"{what} was {kept!r} and is {fresh!r}")
+
+
+_COUNTS = ("num_actual_tokens", "num_generating")
+"""Fields of the batch metadata that say how much of a step is padding."""
+
+
+def _in_words(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"

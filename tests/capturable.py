@@ -1,0 +1,51 @@
+"""The reference backend as a kernel would be: its forward reads tensors on the device, and nothing on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+
+from kvframe.attention.backend import AttentionMetadataBuilder
+from kvframe.attention.capture import GraphCapture
+from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.builtin.torch_reference import TorchReferenceBackend
+
+
+class CapturableReference(TorchReferenceBackend):
+    """May stand in a graph: what it looks up at a replay lies in tensors that stay where they are."""
+
+    level = GraphCapture.ALWAYS
+
+    def make_builder(self) -> AttentionMetadataBuilder:
+        level = self.level
+
+        class Builder(AttentionMetadataBuilder):
+            capture = level
+
+            def build(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
+                return metadata
+
+        return Builder()
+
+    def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> torch.Tensor:
+        extensions = {
+            name: attrs.evolve(extension, values_cpu=extension.values)
+            for name, extension in metadata.extensions.items()
+        }
+        read = attrs.evolve(
+            metadata,
+            query_start_loc_cpu=metadata.query_start_loc,
+            seq_lens_cpu=metadata.seq_lens,
+            extensions=extensions,
+        )
+        return super().forward(layer, query, kv_cache, read, sinks)
+
+
+class DecodesOnly(CapturableReference):
+    level = GraphCapture.DECODE
+
+
+class UniformOnly(CapturableReference):
+    level = GraphCapture.UNIFORM
