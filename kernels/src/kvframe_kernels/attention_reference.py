@@ -1,0 +1,104 @@
+"""Attention over a paged cache in plain torch: what the attention kernels compute, one request after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+
+def read_tokens(kv_cache: Mapping[str, torch.Tensor], kv_format: str, name: str, places: torch.Tensor) -> torch.Tensor:
+    """Return stored vectors as numbers, ``[num_tokens, num_kv_heads, size]``, float32 or more.
+
+    Args:
+        kv_cache: ``k``, ``v`` and, as the format has it, ``k_scale``, ``k_min``, ``v_scale``, ``v_min``: each
+            ``[num_block_ids, block_size, num_kv_heads, …]``.
+        kv_format: ``"plain"``, ``"fp8_tensor"`` (whose scale for all is not in the cache, nor multiplied with
+            here), ``"fp8_token_head"``, ``"int8_token_head"`` or ``"int4_token_head"``.
+        name: ``"k"`` or ``"v"``.
+        places: ``[2, num_tokens], int64``: block id and offset of each token.
+    """
+    stored = kv_cache[name][places[0], places[1]]
+    if kv_format == "int4_token_head":
+        stored = torch.cat([stored & 0xF, stored >> 4], dim=-1)
+    values = stored if stored.dtype == torch.float64 else stored.float()
+    if kv_format.endswith("token_head"):
+        values = values * kv_cache[f"{name}_scale"][places[0], places[1]].float()[..., None]
+    if kv_format == "int4_token_head":
+        values = values + kv_cache[f"{name}_min"][places[0], places[1]].float()[..., None]
+    return values
+
+
+def visible_tokens(
+    positions: torch.Tensor,
+    seq_len: int,
+    *,
+    causal: bool,
+    window: int,
+    num_sink_tokens: int,
+    chunk: int,
+    seq_start: int,
+) -> torch.Tensor:
+    """Return which tokens queries see, ``[num_queries, seq_len], bool``.
+
+    Args:
+        positions: ``[num_queries]``: where they stand.
+        seq_len: Tokens of the sequence.
+        causal: Whether they see only their own and earlier positions; if not, only ``seq_start`` matters.
+        window: How many of these, counted from the query's own; 0 for all.
+        num_sink_tokens: Tokens at the start that are seen whatever the window.
+        chunk: Tokens of a chunk that queries stay within; 0 for none.
+        seq_start: The first token that is not hidden.
+    """
+    tokens, positions = torch.arange(seq_len)[None], positions[:, None]
+    seen = tokens >= seq_start
+    if causal:
+        seen = seen & (tokens <= positions)
+        if window:
+            seen = seen & ((tokens > positions - window) | (tokens < num_sink_tokens))
+        if chunk:
+            seen = seen & (tokens >= positions - positions % chunk)
+    return seen.expand(len(positions), seq_len)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: torch.Tensor,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return one request's attention; zeros for a query that sees nothing.
+
+    ``softmax(cap(scale * q k) + bias) v`` over what is seen, with ``cap(x) = c * tanh(x / c)`` (Gemma 2, arXiv
+    2408.00118), and a learned sink as one more logit in the denominator (GPT-OSS, arXiv 2508.10925).
+
+    Args:
+        query: ``[num_queries, num_heads, head_size]``.
+        key: ``[num_tokens, num_kv_heads, head_size]``.
+        value: ``[num_tokens, num_kv_heads, head_size_v]``.
+        seen: ``[num_queries, num_tokens], bool``.
+        scale: Factor on the products.
+        soft_cap: ``c``; None for none.
+        sinks: ``[num_heads]``; None for none.
+        bias: ``[num_heads, num_queries, num_tokens]``; None for none.
+
+    Returns:
+        ``[num_queries, num_heads, head_size_v]``, in the dtype of keys and values.
+    """
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,thd->hqt", query.to(key.dtype), key) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if bias is not None:
+        scores = scores + bias
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(-1, len(query), 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : len(key)].masked_fill(~seen, 0)
+    return torch.einsum("hqt,thd->qhd", weights, value)

@@ -1,0 +1,121 @@
+"""Compile launches for a GPU that is not there, and read what they take of it.
+
+A launch's tensors may be ``meta`` tensors: only their dtypes and the launch's numbers decide what is compiled, and they
+decide it as they do when the kernel is launched. Under ``TRITON_INTERPRET=1`` there is nothing to compile.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kvframe_kernels.triton.launch import Launch
+
+HOPPER = 90
+"""Compute capability 9.0."""
+
+MAX_SHARED_BYTES = {90: 227 * 1024}
+"""Shared memory that one program may ask for, by compute capability (CUDA programming guide, table of capabilities)."""
+
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
+_ALIGNED = 16
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one program of a compiled launch takes.
+
+    Attributes:
+        registers: Registers of a thread.
+        shared_bytes: Shared memory.
+        stack_bytes: Local memory of a thread: registers that were spilled to device memory, above all.
+        num_warps: Its warps.
+        assembly: The device's instructions, as text.
+    """
+
+    registers: int
+    shared_bytes: int
+    stack_bytes: int
+    num_warps: int
+    assembly: str
+
+    def count(self, instruction: str) -> int:
+        """Return how many instructions there are that begin like this (``"HGMMA"``)."""
+        return len(re.findall(rf"\b{re.escape(instruction)}", self.assembly))
+
+
+def compile_launch(launch: Launch, capability: int = HOPPER) -> Resources:
+    """Return what a launch takes of a GPU; raises Triton's own error where it does not compile.
+
+    Args:
+        launch: The launch; nothing is run.
+        capability: The GPU's compute capability, times ten.
+    """
+    compiled = triton.compile(
+        _source(launch),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
+    )
+    usage = _read(compiled.asm["cubin"], "--dump-resource-usage")
+    registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[-1]) for name in ("REG", "STACK"))
+    return Resources(
+        registers=registers,
+        shared_bytes=compiled.metadata.shared,
+        stack_bytes=stack,
+        num_warps=launch.num_warps,
+        assembly=_read(compiled.asm["cubin"], "-sass"),
+    )
+
+
+def _source(launch: Launch) -> Any:
+    """Return the kernel as it is specialised for these arguments: as ``triton.jit`` does it at a launch."""
+    signature, constants, hints = {}, {}, {}
+    for index, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments.get(parameter.name, parameter.default)
+        kind = "constexpr"
+        if not parameter.is_constexpr and value is not None:
+            kind = _kind(value)
+        signature[parameter.name] = kind
+        if kind == "constexpr":
+            constants[(index,)] = value
+        elif isinstance(value, torch.Tensor) or (isinstance(value, int) and value % _ALIGNED == 0):
+            hints[(index,)] = [["tt.divisibility", _ALIGNED]]
+    return ASTSource(launch.kernel, signature, constants, hints)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return _POINTERS[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    if value == 1:
+        return "constexpr"
+    return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+
+
+def _read(cubin: bytes, option: str) -> str:
+    """Return what Triton's own copy of cuobjdump says of a binary."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        return subprocess.run([tool, option, file.name], check=True, capture_output=True, text=True).stdout

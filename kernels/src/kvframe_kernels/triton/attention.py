@@ -1,0 +1,263 @@
+"""Attention over a paged cache, for prefill, extend and decode alike.
+
+``PagedAttention`` holds what is known of a layer at set-up: its ``plan`` cuts a step into work on the host, and its
+``launches`` are the kernel calls that compute it. ``kvframe_kernels.attention_reference`` says what is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+from kvframe_kernels.triton import attention_kernel
+from kvframe_kernels.triton.attention_plan import Batch, Rules, Tiling, Work, cut, heads_per_tile
+from kvframe_kernels.triton.attention_tilings import suitable_tilings
+from kvframe_kernels.triton.launch import Launch
+
+LOG2_E = math.log2(math.e)
+
+FORMATS: Mapping[str, int] = {
+    "plain": 0,
+    "fp8_tensor": 1,
+    "fp8_token_head": 2,
+    "int8_token_head": 2,
+    "int4_token_head": 3,
+}
+"""The formats of keys and values that the kernel reads, and what it calls their kind."""
+
+TENSOR_SCALED, NIBBLES = 1, 3
+
+PARTS_AT_ONCE = 32
+
+_DOT_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceWork:
+    """Work items for programs of one shape, on the device.
+
+    Attributes:
+        tiling: The programs.
+        items: ``[num_items, 10], int32, device``: as ``attention_plan`` makes them.
+        parts: ``[num_parts, 4], int32, device``: likewise.
+        num_slots: Parts of tiles.
+    """
+
+    tiling: Tiling
+    items: torch.Tensor
+    parts: torch.Tensor
+    num_slots: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedAttention:
+    """Attention of layers that are alike.
+
+    Attributes:
+        num_heads: Query heads.
+        num_kv_heads: KV heads.
+        head_size: Elements of a query and of a key.
+        head_size_v: Elements of a value.
+        block_size: Tokens per block.
+        scale: Factor on the products of queries and keys.
+        causal: Whether queries see only their own and earlier positions; a batch may say that they see all.
+        window: How many of these, counted from the query's own; 0 for all.
+        num_sink_tokens: Tokens at the start that are seen whatever the window.
+        chunk: Tokens of a chunk that its queries stay within: a query at ``n`` sees ``[n - n % chunk, n]``; 0 for none.
+        soft_cap: ``c`` in ``c * tanh(score / c)``; None for none.
+        max_distance: Of a bias by distance, the distances that it tells apart; 0 for no such bias.
+        format: How keys and values are stored, of ``FORMATS``.
+        k_scale: What keys stored as ``fp8_tensor`` are to be multiplied with.
+        v_scale: Likewise for values.
+        num_cores: The device's multiprocessors.
+        tilings: Shapes of programs, by ascending rows; None for those that suit the sizes.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int
+    block_size: int
+    scale: float
+    causal: bool = True
+    window: int = 0
+    num_sink_tokens: int = 0
+    chunk: int = 0
+    soft_cap: float | None = None
+    max_distance: int = 0
+    format: str = "plain"
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    num_cores: int = 132
+    tilings: tuple[Tiling, ...] | None = None
+
+    @property
+    def rules(self) -> Rules:
+        """What decides how steps are cut."""
+        return Rules(
+            num_kv_heads=self.num_kv_heads,
+            group=self.num_heads // self.num_kv_heads,
+            window=self.window,
+            chunk=self.chunk,
+        )
+
+    def plan_key(self, dtype: torch.dtype) -> Hashable:
+        """Return what decides the outcome of ``plan`` beside the batch; queries are of this dtype."""
+        return self.rules, self.causal, self.tilings_for(dtype), self.num_cores
+
+    def plan(self, batch: Batch, dtype: torch.dtype) -> list[Work]:
+        """Return a step's work.
+
+        Args:
+            batch: The step.
+            dtype: Of its queries.
+        """
+        return cut(batch, self.rules, self.tilings_for(dtype), self.num_cores)
+
+    def tilings_for(self, dtype: torch.dtype) -> tuple[Tiling, ...]:
+        """Return the shapes of programs, for queries of this dtype."""
+        if self.tilings is not None:
+            return self.tilings
+        return suitable_tilings(max(self.head_size, self.head_size_v), dtype.itemsize, self.format)
+
+    def launches(
+        self,
+        query: torch.Tensor,
+        kv_cache: Mapping[str, torch.Tensor],
+        block_table: torch.Tensor,
+        work: Sequence[DeviceWork],
+        output: torch.Tensor,
+        *,
+        causal: bool = True,
+        has_starts: bool = False,
+        sinks: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> Iterator[Launch]:
+        """Yield the kernel calls that write a step's ``output``, in their order.
+
+        Args:
+            query: ``[num_tokens, num_heads, head_size], device``; the last axis is contiguous.
+            kv_cache: ``k``, ``v`` and, as the format has it, scales: ``[num_block_ids, block_size, num_kv_heads, …],
+                device``, strided over the pool.
+            block_table: ``[num_reqs, max_blocks], int32, device``.
+            work: What ``plan`` returned, on the device.
+            output: ``[num_tokens, num_heads, head_size_v], device``, contiguous; every row is written.
+            causal: The batch's.
+            has_starts: Whether the batch has tokens that are hidden.
+            sinks: ``[num_heads], device``: learned sink logits; None for none.
+            bias: ``[num_heads, 2 * max_distance + 1], float32, device``: what is added to the scores by distance,
+                times ``log2(e)``; None for none.
+        """
+        kind = FORMATS[self.format]
+        score_scale = self.scale * (self.k_scale if kind == TENSOR_SCALED else 1.0)
+        if score_scale < 0:
+            # The kernel takes a row's largest product for that of its largest score.
+            query, score_scale = -query, -score_scale
+        soft_cap = 0.0
+        if self.soft_cap is not None:
+            score_scale, soft_cap = 2 * score_scale / self.soft_cap, self.soft_cap * LOG2_E
+        key, value, scale = kv_cache["k"], kv_cache["v"], kv_cache.get("k_scale")
+        scale_strides = (0, 0, 0) if scale is None else scale.stride()
+        halves = 2 if kind == NIBBLES else 1
+        block_d, block_dv = (
+            max(16, triton.next_power_of_2(size // halves)) for size in (self.head_size, self.head_size_v)
+        )
+        heads = heads_per_tile(self.num_heads // self.num_kv_heads)
+        sizes = {
+            "NUM_KV_HEADS": self.num_kv_heads,
+            "GROUP": self.num_heads // self.num_kv_heads,
+            "HEADS": heads,
+            "HEAD_SIZE_V": self.head_size_v,
+        }
+        arguments = {
+            "query": query,
+            "key": key,
+            "value": value,
+            "key_scale": scale,
+            "key_min": kv_cache.get("k_min"),
+            "value_scales": kv_cache.get("v_scale"),
+            "value_min": kv_cache.get("v_min"),
+            "sinks": sinks,
+            "bias": bias,
+            "output": output,
+            "block_table": block_table,
+            "score_scale": score_scale * LOG2_E,
+            "value_scale": self.v_scale,
+            "soft_cap": soft_cap,
+            "table_stride": block_table.stride(0),
+            "query_stride": query.stride(0),
+            "query_head_stride": query.stride(1),
+            "key_block_stride": key.stride(0),
+            "key_stride": key.stride(1),
+            "key_head_stride": key.stride(2),
+            "value_block_stride": value.stride(0),
+            "value_stride": value.stride(1),
+            "value_head_stride": value.stride(2),
+            "scale_block_stride": scale_strides[0],
+            "scale_stride": scale_strides[1],
+            "scale_head_stride": scale_strides[2],
+            "HEAD_SIZE": self.head_size,
+            "BLOCK_D": block_d,
+            "BLOCK_DV": block_dv,
+            "BLOCK_SIZE": self.block_size,
+            "FORMAT": kind,
+            "CAUSAL": causal,
+            "WINDOW": self.window if causal else 0,
+            "NUM_SINK_TOKENS": self.num_sink_tokens if causal and self.window else 0,
+            "CHUNK": self.chunk if causal else 0,
+            "HAS_STARTS": has_starts,
+            "HAS_SOFT_CAP": self.soft_cap is not None,
+            "HAS_SINKS": sinks is not None,
+            "MAX_DISTANCE": self.max_distance,
+            "DOT_DTYPE": _dot_dtype(query.dtype),
+            **sizes,
+        }
+        for each in work:
+            tiling = each.tiling
+            num_head_programs = self.num_kv_heads * -(-self.num_heads // self.num_kv_heads // heads)
+            part_rows = (each.num_slots, num_head_programs, tiling.block_m)
+            part_output = query.new_empty((*part_rows, self.head_size_v), dtype=torch.float32)
+            part_weight = query.new_empty(part_rows, dtype=torch.float32)
+            yield Launch(
+                attention_kernel.attend,
+                (each.items.shape[0], num_head_programs),
+                {
+                    **arguments,
+                    "part_output": part_output,
+                    "part_weight": part_weight,
+                    "items": each.items,
+                    "BLOCK_M": tiling.block_m,
+                    "BLOCK_N": tiling.block_n,
+                    "MASK_ALL": tiling.mask_all,
+                },
+                tiling.num_warps,
+                tiling.num_stages,
+            )
+            if len(each.parts):
+                yield Launch(
+                    attention_kernel.join_parts,
+                    (each.parts.shape[0], self.num_heads),
+                    {
+                        "output": output,
+                        "part_output": part_output,
+                        "part_weight": part_weight,
+                        "parts": each.parts,
+                        "BLOCK_M": tiling.block_m,
+                        "BLOCK_DV": triton.next_power_of_2(self.head_size_v),
+                        "BLOCK_PARTS": PARTS_AT_ONCE,
+                        **sizes,
+                    },
+                )
+
+
+def _dot_dtype(dtype: torch.dtype) -> Any:
+    """Return what products are computed in: the queries' dtype, where there is one."""
+    # The interpreter takes bfloat16's bits for those of integers in a product.
+    return tl.float32 if dtype == torch.bfloat16 and knobs.runtime.interpret else _DOT_DTYPES[dtype]

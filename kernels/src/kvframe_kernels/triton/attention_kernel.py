@@ -1,0 +1,495 @@
+"""The device side of paged attention: one kernel for prefill, extend and decode, and one that joins split requests.
+
+Each program computes one tile, a few consecutive queries of one request with the query heads of one KV head side by
+side as rows, over one range of the request's tokens. The loop is that of FlashAttention-2 (arXiv 2307.08691), with
+masks only on the blocks at the ends of what a tile sees; long requests are split over programs as in Flash-Decoding
+(https://crfm.stanford.edu/2023/10/12/flashdecoding.html). ``attention`` says what the arguments are.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,type-arg,misc"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+PLAIN = tl.constexpr(0)
+"""Keys and values as they are."""
+TENSOR_SCALED = tl.constexpr(1)
+"""Numbers of fewer bits, one scale for all: the caller folds it into ``score_scale`` and ``value_scale``."""
+HEAD_SCALED = tl.constexpr(2)
+"""Numbers of fewer bits, a scale for each token and head. From here on, formats have these."""
+NIBBLES = tl.constexpr(3)
+"""Two numbers of four bits per byte, one of each half of a head; a scale and a minimum per token and head."""
+
+ITEM_FIELDS = tl.constexpr(10)
+"""Numbers of a work item: row of the block table, first packed query, queries, position of the first, token behind the
+last that is seen, first token that is not hidden, range of tokens, slot of a part (-1 for a whole tile), first part."""
+PART_FIELDS = tl.constexpr(4)
+"""Numbers of a query that was computed in parts: packed query, first slot, slots, query within the tile."""
+
+
+@triton.jit
+def attend(
+    query,
+    key,
+    value,
+    key_scale,
+    key_min,
+    value_scales,
+    value_min,
+    sinks,
+    bias,
+    output,
+    part_output,
+    part_weight,
+    items,
+    block_table,
+    score_scale,
+    value_scale,
+    soft_cap,
+    table_stride,
+    query_stride,
+    query_head_stride,
+    key_block_stride,
+    key_stride,
+    key_head_stride,
+    value_block_stride,
+    value_stride,
+    value_head_stride,
+    scale_block_stride,
+    scale_stride,
+    scale_head_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_SIZE_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FORMAT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NUM_SINK_TOKENS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    MAX_DISTANCE: tl.constexpr,
+    MASK_ALL: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """Compute one work item for the ``HEADS`` first, second, … query heads of one KV head."""
+    item = items + tl.program_id(0) * ITEM_FIELDS
+    num_queries = tl.load(item + 2)
+    if num_queries == 0:
+        return
+    table_row = tl.load(item)
+    first_query = tl.load(item + 1)
+    position = tl.load(item + 3)
+    stop = tl.load(item + 4)
+    seq_start = tl.load(item + 5)
+    lo = tl.load(item + 6)
+    hi = tl.load(item + 7)
+    slot = tl.load(item + 8)
+    is_first = tl.load(item + 9)
+
+    HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    head_program = tl.program_id(1)
+    kv_head = head_program // HEAD_TILES
+    rows = tl.arange(0, BLOCK_M)
+    query_in_tile = rows // HEADS
+    head_in_group = head_program % HEAD_TILES * HEADS + rows % HEADS
+    is_row = (query_in_tile < num_queries) & (head_in_group < GROUP)
+    heads = kv_head * GROUP + head_in_group
+    positions = position + query_in_tile
+
+    columns = tl.arange(0, BLOCK_D)
+    query_rows = query + (first_query + query_in_tile).to(tl.int64) * query_stride + heads * query_head_stride
+    if FORMAT == NIBBLES:
+        HALF: tl.constexpr = HEAD_SIZE // 2
+        is_column = columns < HALF
+        q = tl.load(query_rows[:, None] + columns[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0)
+        q_high = tl.load(
+            query_rows[:, None] + HALF + columns[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0
+        )
+        q_sum = tl.sum(q.to(tl.float32), 1) + tl.sum(q_high.to(tl.float32), 1)
+        q_high = q_high.to(DOT_DTYPE)
+        acc_high = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
+        acc_min = tl.zeros([BLOCK_M], dtype=tl.float32)
+    else:
+        is_column = columns < HEAD_SIZE
+        q = tl.load(query_rows[:, None] + columns[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0)
+        # These three stand for what only nibbles have.
+        q_high = 0
+        q_sum = 0
+        acc_high = 0
+        acc_min = 0
+    q = q.to(DOT_DTYPE)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
+    weight = tl.zeros([BLOCK_M], dtype=tl.float32)
+    maximum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    if HAS_SINKS:
+        # One more logit in the denominator, once per request.
+        sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
+        maximum = tl.where(is_first != 0, sink, maximum)
+        weight = tl.where(is_first != 0, 1.0, weight)
+
+    # The first token that the tile's first query, and its last one, see; but for sink tokens.
+    low = seq_start
+    last_low = seq_start
+    last_position = position + num_queries - 1
+    if CAUSAL and WINDOW:
+        low = tl.maximum(low, position + 1 - WINDOW)
+        last_low = tl.maximum(last_low, last_position + 1 - WINDOW)
+    if CAUSAL and CHUNK:
+        low = tl.maximum(low, position - position % CHUNK)
+        last_low = tl.maximum(last_low, last_position - last_position % CHUNK)
+
+    key += kv_head * key_head_stride
+    value += kv_head * value_head_stride
+    if FORMAT >= HEAD_SCALED:
+        key_scale += kv_head * scale_head_stride
+        value_scales += kv_head * scale_head_stride
+    if FORMAT == NIBBLES:
+        key_min += kv_head * scale_head_stride
+        value_min += kv_head * scale_head_stride
+    block_table += table_row.to(tl.int64) * table_stride
+    bias_rows = bias
+    if MAX_DISTANCE:
+        bias_rows = bias + heads * (2 * MAX_DISTANCE + 1) + MAX_DISTANCE
+
+    # Up to four runs of blocks: sink tokens, then such of which some queries see a part, all see all, some see a part.
+    if CAUSAL and WINDOW and NUM_SINK_TOKENS:
+        sink_lo = seq_start // BLOCK_N * BLOCK_N
+        sink_hi = tl.minimum(
+            (NUM_SINK_TOKENS + BLOCK_N - 1) // BLOCK_N * BLOCK_N, tl.maximum(low, 0) // BLOCK_N * BLOCK_N
+        )
+        sink_hi = tl.where(is_first != 0, sink_hi, sink_lo)
+    if MASK_ALL:
+        full_lo = hi
+        full_hi = hi
+    else:
+        full_lo = lo
+        if (CAUSAL and (WINDOW or CHUNK)) or HAS_STARTS:
+            full_lo = tl.minimum(tl.maximum((last_low + BLOCK_N - 1) // BLOCK_N * BLOCK_N, lo), hi)
+        if CAUSAL:
+            full_hi = tl.minimum((position + 1) // BLOCK_N * BLOCK_N, hi // BLOCK_N * BLOCK_N)
+        else:
+            full_hi = hi // BLOCK_N * BLOCK_N
+        full_hi = tl.maximum(full_hi, full_lo)
+    for run in tl.static_range(4):
+        if (
+            (run == 0 and CAUSAL and WINDOW != 0 and NUM_SINK_TOKENS != 0)
+            or (run == 1 and (MASK_ALL or (CAUSAL and (WINDOW != 0 or CHUNK != 0)) or HAS_STARTS))
+            or (run >= 2 and not MASK_ALL)
+        ):
+            if run == 0:
+                run_lo, run_hi = sink_lo, sink_hi
+            elif run == 1:
+                run_lo, run_hi = lo, full_lo
+            elif run == 2:
+                run_lo, run_hi = full_lo, full_hi
+            else:
+                run_lo, run_hi = full_hi, hi
+            acc, acc_high, acc_min, weight, maximum = _attend_run(
+                acc,
+                acc_high,
+                acc_min,
+                weight,
+                maximum,
+                q,
+                q_high,
+                q_sum,
+                run_lo,
+                run_hi,
+                positions,
+                is_row,
+                low,
+                stop,
+                seq_start,
+                key,
+                value,
+                key_scale,
+                key_min,
+                value_scales,
+                value_min,
+                bias_rows,
+                block_table,
+                score_scale,
+                soft_cap,
+                key_block_stride,
+                key_stride,
+                value_block_stride,
+                value_stride,
+                scale_block_stride,
+                scale_stride,
+                HEAD_SIZE,
+                HEAD_SIZE_V,
+                BLOCK_D,
+                BLOCK_DV,
+                BLOCK_SIZE,
+                BLOCK_N,
+                FORMAT,
+                CAUSAL,
+                WINDOW,
+                NUM_SINK_TOKENS,
+                CHUNK,
+                HAS_STARTS,
+                HAS_SOFT_CAP,
+                MAX_DISTANCE,
+                run != 2,
+                DOT_DTYPE,
+            )
+
+    # A query that sees nothing gets zeros.
+    share = 1.0 / tl.where(weight == 0.0, 1.0, weight)
+    if FORMAT == TENSOR_SCALED:
+        share = share * value_scale
+    acc = acc * share[:, None]
+    columns_v = tl.arange(0, BLOCK_DV)
+    if FORMAT == NIBBLES:
+        acc = acc + (acc_min * share)[:, None]
+        acc_high = acc_high * share[:, None] + (acc_min * share)[:, None]
+    SIZE: tl.constexpr = HEAD_SIZE_V // 2 if FORMAT == NIBBLES else HEAD_SIZE_V
+    is_stored = is_row[:, None] & (columns_v < SIZE)[None, :]
+    if slot < 0:
+        out_rows = output + (first_query + query_in_tile).to(tl.int64) * (NUM_KV_HEADS * GROUP * HEAD_SIZE_V)
+        out_places = (out_rows + heads * HEAD_SIZE_V)[:, None] + columns_v[None, :]
+        tl.store(out_places, acc.to(output.dtype.element_ty), mask=is_stored)
+        if FORMAT == NIBBLES:
+            tl.store(out_places + SIZE, acc_high.to(output.dtype.element_ty), mask=is_stored)
+    else:
+        part_rows = (slot * (NUM_KV_HEADS * HEAD_TILES) + head_program).to(tl.int64) * BLOCK_M + rows
+        part_places = (part_output + part_rows * HEAD_SIZE_V)[:, None] + columns_v[None, :]
+        tl.store(part_places, acc, mask=is_stored)
+        if FORMAT == NIBBLES:
+            tl.store(part_places + SIZE, acc_high, mask=is_stored)
+        log_weight = tl.where(weight == 0.0, float("-inf"), maximum + tl.log2(tl.where(weight == 0.0, 1.0, weight)))
+        tl.store(part_weight + part_rows, log_weight, mask=is_row)
+
+
+@triton.jit
+def _attend_run(
+    acc,
+    acc_high,
+    acc_min,
+    weight,
+    maximum,
+    q,
+    q_high,
+    q_sum,
+    lo,
+    hi,
+    positions,
+    is_row,
+    low,
+    stop,
+    seq_start,
+    key,
+    value,
+    key_scale,
+    key_min,
+    value_scales,
+    value_min,
+    bias_rows,
+    block_table,
+    score_scale,
+    soft_cap,
+    key_block_stride,
+    key_stride,
+    value_block_stride,
+    value_stride,
+    scale_block_stride,
+    scale_stride,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_SIZE_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FORMAT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NUM_SINK_TOKENS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    MAX_DISTANCE: tl.constexpr,
+    MASKED: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """Return the accumulators after the blocks of ``[lo, hi)``; ``MASKED`` if not all rows see all tokens of them."""
+    columns = tl.arange(0, BLOCK_D)
+    columns_v = tl.arange(0, BLOCK_DV)
+    STORED: tl.constexpr = HEAD_SIZE // 2 if FORMAT == NIBBLES else HEAD_SIZE
+    STORED_V: tl.constexpr = HEAD_SIZE_V // 2 if FORMAT == NIBBLES else HEAD_SIZE_V
+    for start in tl.range(lo, hi, BLOCK_N):
+        tokens = start + tl.arange(0, BLOCK_N)
+        # What no row of the tile sees may be anything, NaN too, and its page may be gone.
+        live = tokens < stop
+        if HAS_STARTS:
+            live = live & (tokens >= seq_start)
+        if CAUSAL and (WINDOW or CHUNK):
+            live = live & ((tokens >= low) | (tokens < NUM_SINK_TOKENS))
+        if BLOCK_SIZE % BLOCK_N == 0:
+            block = tl.load(block_table + start // BLOCK_SIZE).to(tl.int64)
+            within = start % BLOCK_SIZE + tl.arange(0, BLOCK_N)
+        else:
+            entries = block_table + tokens // BLOCK_SIZE
+            block = tl.load(entries, mask=live, other=0).to(tl.int64) if MASKED else tl.load(entries).to(tl.int64)
+            within = tokens % BLOCK_SIZE
+        k_rows = key + block * key_block_stride + within * key_stride
+        v_rows = value + block * value_block_stride + within * value_stride
+        k = _load_rows(k_rows, columns, live, BLOCK_D != STORED, STORED, MASKED)
+        if FORMAT == NIBBLES:
+            scores = tl.dot(q, tl.trans((k & 0xF).to(DOT_DTYPE)), input_precision="ieee")
+            scores = tl.dot(q_high, tl.trans((k >> 4).to(DOT_DTYPE)), scores, input_precision="ieee")
+        else:
+            scores = tl.dot(q, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee")
+        if FORMAT >= HEAD_SCALED:
+            scale_rows = block * scale_block_stride + within * scale_stride
+            k_scale = _load_each(key_scale + scale_rows, live, MASKED)
+            scores = scores * k_scale[None, :]
+        if FORMAT == NIBBLES:
+            k_min = _load_each(key_min + scale_rows, live, MASKED)
+            scores = scores + q_sum[:, None] * k_min[None, :]
+
+        # Scores from here on are for powers of two, once scaled.
+        if HAS_SOFT_CAP:
+            # tanh(x) = 2 / (1 + exp(-2 x)) - 1, and score_scale has 2 log2(e) / soft_cap in it.
+            scores = soft_cap * (2.0 / (1.0 + tl.exp2(-scores * score_scale)) - 1.0)
+        elif MAX_DISTANCE:
+            scores = scores * score_scale
+        if MAX_DISTANCE:
+            distance = tl.minimum(tl.maximum(tokens[None, :] - positions[:, None], -MAX_DISTANCE), MAX_DISTANCE)
+            scores = scores + tl.load(bias_rows[:, None] + distance, mask=is_row[:, None], other=0.0)
+        if MASKED:
+            if CAUSAL:
+                seen = tokens[None, :] <= positions[:, None]
+                if WINDOW:
+                    seen = seen & (
+                        (tokens[None, :] > positions[:, None] - WINDOW) | (tokens < NUM_SINK_TOKENS)[None, :]
+                    )
+                if CHUNK:
+                    seen = seen & (tokens[None, :] >= (positions - positions % CHUNK)[:, None])
+                seen = seen & live[None, :]
+            else:
+                seen = live[None, :]
+            scores = tl.where(seen, scores, float("-inf"))
+        if HAS_SOFT_CAP or MAX_DISTANCE:
+            peak = tl.maximum(maximum, tl.max(scores, 1))
+        else:
+            peak = tl.maximum(maximum, tl.max(scores, 1) * score_scale)
+        # Of a row that has seen nothing yet, both are -inf.
+        shift = tl.where(peak == float("-inf"), 0.0, peak) if MASKED else peak
+        if HAS_SOFT_CAP or MAX_DISTANCE:
+            p = tl.exp2(scores - shift[:, None])
+        else:
+            p = tl.exp2(scores * score_scale - shift[:, None])
+        fade = tl.exp2(maximum - shift)
+        weight = weight * fade + tl.sum(p, 1)
+        acc = acc * fade[:, None]
+        maximum = peak
+
+        v = _load_rows(v_rows, columns_v, live, BLOCK_DV != STORED_V, STORED_V, MASKED)
+        if FORMAT == NIBBLES:
+            v_min = _load_each(value_min + scale_rows, live, MASKED)
+            acc_min = acc_min * fade + tl.sum(p * v_min[None, :], 1)
+            v_high = (v >> 4).to(DOT_DTYPE)
+            v = (v & 0xF).to(DOT_DTYPE)
+        else:
+            v = v.to(DOT_DTYPE)
+        if FORMAT >= HEAD_SCALED:
+            v_scale = _load_each(value_scales + scale_rows, live, MASKED)
+            if tl.float16 == DOT_DTYPE:
+                # Weights times scales would be too small for it.
+                v = (v.to(tl.float32) * v_scale[:, None]).to(DOT_DTYPE)
+                if FORMAT == NIBBLES:
+                    v_high = (v_high.to(tl.float32) * v_scale[:, None]).to(DOT_DTYPE)
+            else:
+                p = p * v_scale[None, :]
+        if FORMAT == NIBBLES:
+            acc_high = tl.dot(p.to(DOT_DTYPE), v_high, acc_high * fade[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(DOT_DTYPE), v, acc, input_precision="ieee")
+    return acc, acc_high, acc_min, weight, maximum
+
+
+@triton.jit
+def _load_rows(rows, columns, live, IS_PADDED: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr):
+    """Return the tokens' vectors; zeros for tokens that are not live, where that is asked for, and in the padding."""
+    places = rows[:, None] + columns[None, :]
+    if MASKED and IS_PADDED:
+        vectors = tl.load(places, mask=live[:, None] & (columns < SIZE)[None, :], other=0.0)
+    elif MASKED:
+        vectors = tl.load(places, mask=live[:, None], other=0.0)
+    elif IS_PADDED:
+        vectors = tl.load(places, mask=(columns < SIZE)[None, :], other=0.0)
+    else:
+        vectors = tl.load(places)
+    return vectors
+
+
+@triton.jit
+def _load_each(places, live, MASKED: tl.constexpr):
+    """Return one number for each token, as float32; likewise."""
+    numbers = tl.load(places, mask=live, other=0.0) if MASKED else tl.load(places)
+    return numbers.to(tl.float32)
+
+
+@triton.jit
+def join_parts(
+    output,
+    part_output,
+    part_weight,
+    parts,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_SIZE_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+):
+    """Add up what the parts of one query found for one head, by their shares in the softmax's denominator."""
+    part = parts + tl.program_id(0) * PART_FIELDS
+    num_parts = tl.load(part + 2)
+    if num_parts == 0:
+        return
+    row = tl.load(part)
+    first_slot = tl.load(part + 1)
+    query_in_tile = tl.load(part + 3)
+    HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    head = tl.program_id(1)
+    head_in_group = head % GROUP
+    head_program = head // GROUP * HEAD_TILES + head_in_group // HEADS
+    row_in_tile = query_in_tile * HEADS + head_in_group % HEADS
+    columns = tl.arange(0, BLOCK_DV)
+    is_column = columns < HEAD_SIZE_V
+    acc = tl.zeros([BLOCK_DV], dtype=tl.float32)
+    weight = 0.0
+    maximum = float("-inf")
+    for start in tl.range(0, num_parts, BLOCK_PARTS):
+        index = start + tl.arange(0, BLOCK_PARTS)
+        is_part = index < num_parts
+        slots = ((first_slot + index) * (NUM_KV_HEADS * HEAD_TILES) + head_program).to(tl.int64) * BLOCK_M + row_in_tile
+        logs = tl.load(part_weight + slots, mask=is_part, other=float("-inf"))
+        vectors = tl.load(
+            part_output + slots[:, None] * HEAD_SIZE_V + columns[None, :],
+            mask=is_part[:, None] & is_column[None, :],
+            other=0.0,
+        )
+        peak = tl.maximum(maximum, tl.max(logs, 0))
+        shift = tl.where(peak == float("-inf"), 0.0, peak)
+        shares = tl.exp2(logs - shift)
+        fade = tl.exp2(maximum - shift)
+        weight = weight * fade + tl.sum(shares, 0)
+        acc = acc * fade + tl.sum(vectors * shares[:, None], 0)
+        maximum = peak
+    acc = acc / tl.where(weight == 0.0, 1.0, weight)
+    place = output + (row.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * HEAD_SIZE_V + columns
+    tl.store(place, acc.to(output.dtype.element_ty), mask=is_column)

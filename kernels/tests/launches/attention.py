@@ -1,0 +1,81 @@
+"""Paged attention: decode and prefill of every format, and the features that change the kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from kvframe_kernels.triton.attention import DeviceWork, PagedAttention
+from kvframe_kernels.triton.launch import Launch
+
+STORED = {
+    "plain": torch.bfloat16,
+    "fp8_tensor": torch.float8_e4m3fn,
+    "fp8_token_head": torch.float8_e4m3fn,
+    "int8_token_head": torch.int8,
+    "int4_token_head": torch.uint8,
+}
+NUM_PAGES, NUM_TOKENS, NUM_KV_HEADS = 1024, 4096, 8
+
+
+def launches() -> dict[str, Launch]:
+    """Return the launches by name."""
+    found: dict[str, Launch] = {}
+
+    def add(name: str, **options: Any) -> None:
+        found.update({f"{name}-{kind}": launch for kind, launch in _launches(**options).items()})
+
+    for kv_format in STORED:
+        add(kv_format, format=kv_format)
+    add("float16", dtype=torch.float16)
+    add("page=128", block_size=128)
+    add("window", window=1024, num_sink_tokens=4)
+    add("bidirectional", causal=False)
+    add("soft_cap-sinks", soft_cap=30.0, has_sinks=True)
+    return found
+
+
+def _launches(
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    head_size: int = 128,
+    group: int = 4,
+    block_size: int = 16,
+    has_sinks: bool = False,
+    **options: Any,
+) -> dict[str, Launch]:
+    def tensor(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
+
+    num_heads = NUM_KV_HEADS * group
+    attention = PagedAttention(
+        num_heads=num_heads,
+        num_kv_heads=NUM_KV_HEADS,
+        head_size=head_size,
+        head_size_v=head_size,
+        block_size=block_size,
+        scale=head_size**-0.5,
+        **options,
+    )
+    kv_format = attention.format
+    stored = STORED[kv_format] if kv_format != "plain" else dtype
+    elements = head_size // (2 if kv_format == "int4_token_head" else 1)
+    cache = {name: tensor(NUM_PAGES, block_size, NUM_KV_HEADS, elements, of=stored) for name in ("k", "v")}
+    if kv_format.endswith("token_head"):
+        names = ("k_scale", "v_scale", "k_min", "v_min") if kv_format.startswith("int4") else ("k_scale", "v_scale")
+        of = torch.float16 if kv_format.startswith("int4") else torch.float32
+        cache |= {name: tensor(NUM_PAGES, block_size, NUM_KV_HEADS, of=of) for name in names}
+    found = {}
+    for tiling in attention.tilings_for(dtype):
+        work = DeviceWork(tiling, tensor(64, 10, of=torch.int32), tensor(8, 4, of=torch.int32), num_slots=16)
+        attend, join = attention.launches(
+            tensor(NUM_TOKENS, num_heads, head_size),
+            cache,
+            tensor(64, 512, of=torch.int32),
+            [work],
+            tensor(NUM_TOKENS, num_heads, head_size),
+            causal=attention.causal,
+            sinks=tensor(num_heads) if has_sinks else None,
+        )
+        found |= {f"rows={tiling.block_m}": attend, f"rows={tiling.block_m}-join": join}
+    return found

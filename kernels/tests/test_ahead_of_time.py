@@ -1,0 +1,54 @@
+"""Every kernel compiles for a Hopper GPU, within what a program may take of it.
+
+A file in ``launches/`` has a function ``launches()``: by name, what a kernel is called with, on ``meta`` tensors. They
+are compiled in a process of their own, without the interpreter, under which there is nothing to compile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+FILES = sorted((HERE / "launches").glob("*.py"))
+MAX_SHARED_BYTES = 227 * 1024
+MAX_REGISTERS = 64 * 1024
+
+SCRIPT = """
+import json, runpy, sys
+from kvframe_kernels.triton.ahead_of_time import compile_launch
+for name, launch in runpy.run_path(sys.argv[1])["launches"]().items():
+    found = compile_launch(launch)
+    figures = {key: getattr(found, key) for key in ("registers", "shared_bytes", "stack_bytes", "num_warps")}
+    counts = {key: found.count(key) for key in ("HGMMA", "HMMA", "LDGSTS.E.BYPASS.LTC128B.128", "LDGSTS.E.BYPASS.128")}
+    print(json.dumps({"name": name, **figures, **counts}), flush=True)
+"""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_launch_compiles_within_the_limits_of_a_multiprocessor(path: Path, tmp_path: Path) -> None:
+    compiled = compile_all(path, tmp_path)
+    assert 0 < len(compiled)
+    for found in compiled:
+        assert MAX_SHARED_BYTES >= found["shared_bytes"], found
+        assert MAX_REGISTERS >= 32 * found["num_warps"] * found["registers"], found
+        assert 0 == found["stack_bytes"], found
+
+
+def compile_all(path: Path, cache: Path) -> list[dict[str, Any]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, path],
+        env={**environment, "TRITON_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert 0 == done.returncode, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]

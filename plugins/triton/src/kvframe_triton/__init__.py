@@ -1,0 +1,1 @@
+"""Paged attention in Triton for kvframe."""

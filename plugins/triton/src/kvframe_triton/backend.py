@@ -1,0 +1,111 @@
+"""Paged attention in Triton: one kernel for prefill, extend and decode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from kvframe_kernels.triton.attention import FORMATS, LOG2_E, PagedAttention
+
+from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
+from kvframe.attention.metadata import SEQ_STARTS
+from kvframe.attention.relative_bias import RELATIVE_BIAS, bias_by_distance
+from kvframe.formats import PLAIN
+from kvframe.specs import LayerSpec
+from kvframe_triton.builder import TritonMetadata, TritonMetadataBuilder
+
+DEFAULT_NUM_CORES = 132
+"""Multiprocessors of a Hopper GPU: for what work is cut where there is no device to ask."""
+
+
+class TritonBackend(AttentionBackend):
+    """Serves every mask that kernels have a name for, on keys and values of every known format."""
+
+    capabilities = Capabilities(
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({"float32", "float16", "bfloat16"}),
+        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk"}),
+        extensions=frozenset({SEQ_STARTS}),
+        formats=frozenset(FORMATS),
+        takes_copies=True,
+        soft_cap=True,
+        sinks=True,
+        relative_bias=True,
+        separate_value_size=True,
+        preference=10,
+    )
+
+    @classmethod
+    def unusable_reason(cls) -> str | None:
+        """Return that there is no CUDA device, if there is none."""
+        return None if torch.cuda.is_available() else "needs a CUDA device; torch sees none"
+
+    def __init__(self, layers: Sequence[LayerSpec], device: torch.device) -> None:
+        super().__init__(layers, device)
+        spec, query = layers[0].spec, layers[0].query
+        assert spec is not None
+        assert query is not None
+        mask, kv_format = spec.mask, spec.kv_format
+        assert mask is not None
+        state = spec.in_format(PLAIN).state_tensors()
+        self._dtype: torch.dtype = getattr(torch, state["k"].dtype)
+        self._attention = PagedAttention(
+            num_heads=query.num_heads,
+            num_kv_heads=state["k"].shape[1],
+            head_size=query.head_size,
+            head_size_v=state["v"].shape[2],
+            block_size=spec.block_size,
+            scale=query.scale,
+            causal=mask.causal,
+            window=mask.window or 0,
+            num_sink_tokens=mask.num_sink_tokens,
+            chunk=mask.chunk or 0,
+            soft_cap=query.soft_cap,
+            max_distance=0 if query.relative_bias is None else query.relative_bias.max_distance,
+            format=kv_format.name,
+            k_scale=getattr(kv_format, "k_scale", 1.0),
+            v_scale=getattr(kv_format, "v_scale", 1.0),
+            num_cores=_num_cores(device),
+        )
+        self._bias_by_distance: dict[str, torch.Tensor] = {}
+
+    def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Keep the layer's tensors, and its bias as the kernel looks it up."""
+        super().bind(layer, parameters)
+        assert layer.query is not None
+        if layer.query.relative_bias is not None:
+            table = bias_by_distance(layer.query.relative_bias, parameters[RELATIVE_BIAS].float())
+            self._bias_by_distance[layer.name] = table * LOG2_E
+
+    def make_builder(self) -> TritonMetadataBuilder:
+        """Return the builder of the step's work items."""
+        return TritonMetadataBuilder(self._attention, self._dtype, self.device)
+
+    def forward(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Launch the kernels of the step."""
+        assert isinstance(metadata, TritonMetadata)
+        query = query if query.stride(-1) == 1 else query.contiguous()
+        output = query.new_empty(query.shape[0], query.shape[1], self._attention.head_size_v)
+        launches = self._attention.launches(
+            query,
+            kv_cache,
+            metadata.block_table,
+            metadata.work,
+            output,
+            causal=metadata.causal,
+            has_starts=metadata.has_starts,
+            sinks=sinks,
+            bias=self._bias_by_distance.get(layer.name),
+        )
+        for launch in launches:
+            launch.run()
+        return output
+
+
+def _num_cores(device: torch.device) -> int:
+    if device.type != "cuda":
+        return DEFAULT_NUM_CORES
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

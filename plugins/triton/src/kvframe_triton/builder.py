@@ -1,0 +1,106 @@
+"""The metadata of attention in Triton: a step's work items, cut on the host and uploaded together."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from kvframe_kernels.triton.attention import DeviceWork, PagedAttention
+from kvframe_kernels.triton.attention_plan import Batch, Work
+
+from kvframe.attention.backend import AttentionMetadataBuilder
+from kvframe.attention.capture import GraphCapture
+from kvframe.attention.metadata import SEQ_STARTS, CommonAttentionMetadata
+
+
+@attrs.frozen(eq=False)
+class TritonMetadata:
+    """What the layers of an attention group read in a step.
+
+    Attributes:
+        block_table: ``[num_reqs, max_blocks], int32, device``.
+        work: The work items, by shape of programs.
+        causal: Whether queries see only their own and earlier positions.
+        has_starts: Whether the batch has tokens that are hidden.
+    """
+
+    block_table: torch.Tensor
+    work: tuple[DeviceWork, ...]
+    causal: bool
+    has_starts: bool
+
+
+class TritonMetadataBuilder(AttentionMetadataBuilder):
+    """Cuts a step into work items."""
+
+    capture = GraphCapture.ALWAYS
+    table_fields = frozenset({"block_table"})
+
+    def __init__(self, attention: PagedAttention, dtype: torch.dtype, device: torch.device) -> None:
+        """Take what the layers of the group have in common.
+
+        Args:
+            attention: Their attention.
+            dtype: The dtype that it is computed in.
+            device: Where they run.
+        """
+        self._attention = attention
+        self._dtype = dtype
+        self._device = device
+
+    @property
+    def reuse_key(self) -> Hashable:
+        """What of the layers decides how a step is cut."""
+        return self._attention.plan_key(self._dtype)
+
+    def build(self, metadata: CommonAttentionMetadata) -> TritonMetadata:
+        """Return the step's work items."""
+        seq_starts = None
+        if SEQ_STARTS in metadata.extensions:
+            values_cpu = metadata.extensions[SEQ_STARTS].values_cpu
+            assert values_cpu is not None
+            seq_starts = values_cpu.numpy()
+        causal = metadata.causal and self._attention.causal
+        batch = Batch(
+            query_start_loc=metadata.query_start_loc_cpu.numpy(),
+            seq_lens=metadata.seq_lens_cpu.numpy(),
+            seq_starts=seq_starts,
+            num_tokens=metadata.slot_mapping.shape[0],
+            causal=causal,
+            max_query_len=metadata.max_query_len,
+            static=metadata.static_shapes,
+        )
+        return TritonMetadata(
+            block_table=_with_whole_rows(metadata.block_table),
+            work=_upload(self._attention.plan(batch, self._dtype), self._device),
+            causal=causal,
+            has_starts=seq_starts is not None,
+        )
+
+    def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
+        """Return the block table."""
+        return {"block_table": _with_whole_rows(metadata.block_table)}
+
+
+def _with_whole_rows(block_table: torch.Tensor) -> torch.Tensor:
+    """Return the table with the entries of a row side by side, as the kernel reads them."""
+    return block_table if block_table.stride(1) == 1 else block_table.contiguous()
+
+
+def _upload(work: Sequence[Work], device: torch.device) -> tuple[DeviceWork, ...]:
+    """Return the same work on the device, in one copy."""
+    arrays = [array for each in work for array in (each.items, each.parts)]
+    # Each array starts at a multiple of 16 bytes: a kernel is compiled for that.
+    ends = np.cumsum([-(-array.size // 4) * 4 for array in arrays])
+    host = np.empty(ends[-1], dtype=np.int32)
+    starts = [0, *ends.tolist()]
+    for start, array in zip(starts, arrays, strict=False):
+        host[start : start + array.size] = array.ravel()
+    there = torch.from_numpy(host).to(device, non_blocking=True)
+    views = iter(
+        there[start : start + array.size].view(array.shape) for start, array in zip(starts, arrays, strict=False)
+    )
+    return tuple(DeviceWork(each.tiling, next(views), next(views), each.num_slots) for each in work)
