@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.metadata import Distribution, DistributionFinder, MetadataPathFinder
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from kvframe.errors import KVFrameError
+from kvframe.plugins import load_plugins
 from tests.fake_distributions import FakeSite
 from tests.serving import PROMPTS, TinyModel, Tokens
 
@@ -17,6 +20,14 @@ from tests.serving import PROMPTS, TinyModel, Tokens
 def _one_thread() -> None:
     # Small tensors: more threads only fight over the cores.
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels_are_compiled() -> None:
+    # Kernels that are compiled at first use say so on stderr: here, and not in the output that a test looks at.
+    for name in (registry := load_plugins().registry).backends.names():
+        with contextlib.suppress(KVFrameError):
+            registry.backends.load(name).unusable_reason()
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,177 @@
+"""Paged attention on a CPU, by the compiled kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+import attrs
+import torch
+
+from kvframe_kernels.cpu.build import load_library
+
+DTYPES: Mapping[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""What queries and caches may be of, each its own, with the number that the kernels know it by."""
+
+PIECE_TOKENS = 256
+"""Keys of a piece of work at least: what takes longer than the thread pool needs to hand out."""
+
+
+class _Step(ctypes.Structure):
+    """``Step`` of ``src/step.h``, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("query", "output")),
+        *((name, ctypes.c_int64) for name in ("query_token_stride", "query_head_stride")),
+        *((name, ctypes.c_void_p) for name in ("key", "value")),
+        *((f"key_{name}_stride", ctypes.c_int64) for name in ("block", "token", "head")),
+        *((f"value_{name}_stride", ctypes.c_int64) for name in ("block", "token", "head")),
+        *((name, ctypes.c_void_p) for name in ("query_start_loc", "seq_lens", "seq_starts", "block_table")),
+        ("block_table_stride", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("sinks", "bias")),
+        *((name, ctypes.c_int64) for name in ("max_distance", "num_reqs", "num_tokens", "block_size")),
+        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_size", "head_size_v")),
+        *((name, ctypes.c_int64) for name in ("query_dtype", "stored_dtype")),
+        *((name, ctypes.c_int64) for name in ("causal", "window", "num_sink_tokens", "chunk")),
+        *((name, ctypes.c_int64) for name in ("num_threads", "piece_tokens")),
+        *((name, ctypes.c_double) for name in ("scale", "soft_cap")),
+    ]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Batch:
+    """Which queries attend to which pages. All tensors are int32, on the host.
+
+    Query ``i`` of request ``r`` stands at position ``seq_lens[r] - query_len[r] + i``.
+
+    Attributes:
+        query_start_loc: ``[num_reqs + 1]``: where each request's queries start in the packed batch.
+        seq_lens: ``[num_reqs]``: keys of each request.
+        block_table: ``[num_reqs, max_blocks]``: block ids by block index.
+        seq_starts: ``[num_reqs]``: keys before this one are not seen; None where all are.
+        causal: Whether queries see only their own and earlier positions, as far as the mask goes; if not, all keys.
+    """
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    seq_starts: torch.Tensor | None = None
+    causal: bool = True
+
+
+@attrs.frozen(kw_only=True)
+class Scoring:
+    """What a layer does with the products of queries and keys.
+
+    Attributes:
+        scale: Multiplied into them.
+        soft_cap: ``soft_cap * tanh(score / soft_cap)`` follows; None for no cap.
+        window: Tokens that a causal query sees, its own included; None for all.
+        num_sink_tokens: Tokens at the start that are seen whatever the window.
+        chunk: A causal query at ``n`` sees ``[n - n % chunk, n]``; None for no chunks.
+    """
+
+    scale: float
+    soft_cap: float | None = None
+    window: int | None = None
+    num_sink_tokens: int = 0
+    chunk: int | None = None
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    batch: Batch,
+    scoring: Scoring,
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the attention of packed queries over the pages of their requests.
+
+    ``kvframe_kernels.cpu.reference.paged_attention`` computes the same in plain torch.
+
+    Args:
+        query: ``[num_tokens, num_heads, head_size]``, host; those behind the last request's are padding.
+        key: ``[num_block_ids, block_size, num_kv_heads, head_size]``, host, any strides but the last.
+        value: ``[num_block_ids, block_size, num_kv_heads, head_size_v]``, likewise, in the dtype of ``key``.
+        batch: The requests.
+        scoring: The layer's scale, cap and mask.
+        sinks: ``[num_heads]``: learned sink logits; None for none.
+        bias: ``[num_heads, 2 * max_distance + 1]``: added to the scores by the distance of a key from its query, held
+            at both ends; None for none.
+
+    Returns:
+        ``[num_tokens, num_heads, head_size_v]``, in the query's dtype: zeros for queries that see no key, and padding.
+
+    Raises:
+        BuildError: The kernels cannot be built here.
+        ValueError: A dtype or a stride is none that the kernels read.
+    """
+    library = load_library()
+    query, key, value = _readable("query", query), _readable("key", key), _readable("value", value)
+    if key.dtype != value.dtype:
+        raise ValueError(f"keys are of {key.dtype} and values of {value.dtype}; they must be of one dtype")
+    starts, lens = _whole("query_start_loc", batch.query_start_loc), _whole("seq_lens", batch.seq_lens)
+    hidden = None if batch.seq_starts is None else _whole("seq_starts", batch.seq_starts)
+    table = batch.block_table
+    if table.dtype != torch.int32 or (table.stride(1) != 1 and table.shape[1] > 1):
+        raise ValueError(f"block_table must be int32 with adjacent columns, not {table.dtype} of {table.stride()}")
+    sinks = None if sinks is None else sinks.float().contiguous()
+    bias = None if bias is None else bias.float().contiguous()
+    num_tokens, num_heads, head_size = query.shape
+    item = key.element_size()
+    output = query.new_empty(num_tokens, num_heads, value.shape[-1])
+    step = _Step(
+        query=query.data_ptr(),
+        output=output.data_ptr(),
+        query_token_stride=query.stride(0),
+        query_head_stride=query.stride(1),
+        key=key.data_ptr(),
+        value=value.data_ptr(),
+        key_block_stride=item * key.stride(0),
+        key_token_stride=item * key.stride(1),
+        key_head_stride=item * key.stride(2),
+        value_block_stride=item * value.stride(0),
+        value_token_stride=item * value.stride(1),
+        value_head_stride=item * value.stride(2),
+        query_start_loc=starts.data_ptr(),
+        seq_lens=lens.data_ptr(),
+        seq_starts=None if hidden is None else hidden.data_ptr(),
+        block_table=table.data_ptr(),
+        block_table_stride=table.stride(0),
+        sinks=None if sinks is None else sinks.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        max_distance=0 if bias is None else bias.shape[1] // 2,
+        num_reqs=lens.shape[0],
+        num_tokens=num_tokens,
+        block_size=key.shape[1],
+        num_heads=num_heads,
+        num_kv_heads=key.shape[2],
+        head_size=head_size,
+        head_size_v=value.shape[-1],
+        query_dtype=DTYPES[query.dtype],
+        stored_dtype=DTYPES[key.dtype],
+        causal=batch.causal,
+        window=scoring.window or 0,
+        num_sink_tokens=scoring.num_sink_tokens,
+        chunk=scoring.chunk or 0,
+        num_threads=torch.get_num_threads(),
+        piece_tokens=PIECE_TOKENS,
+        scale=scoring.scale,
+        soft_cap=scoring.soft_cap or 0.0,
+    )
+    library.kvframe_attention(ctypes.byref(step))
+    return output
+
+
+def _readable(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{name} is of {tensor.dtype}; the kernels read {', '.join(map(str, DTYPES))}")
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def _whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype != torch.int32:
+        raise ValueError(f"{name} must be int32, not {tensor.dtype}")
+    return tensor.contiguous()

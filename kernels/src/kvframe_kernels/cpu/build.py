@@ -1,0 +1,158 @@
+"""Compiling the C++ sources for the machine at hand: once, into the user's cache folder, with the system's compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "src"
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+NATIVE_FLAGS = ("-march=native",)
+TIMEOUT_S = 300
+
+
+class BuildError(Exception):
+    """The kernels cannot be built here; says why in one sentence."""
+
+
+def cache_folder() -> Path:
+    """Return where compiled kernels are kept: ``KVFRAME_KERNELS_CACHE``, or a folder in the user's cache folder."""
+    if chosen := os.environ.get("KVFRAME_KERNELS_CACHE"):
+        return Path(chosen)
+    default = Path("~/Library/Caches" if sys.platform == "darwin" else "~/.cache").expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or default) / "kvframe" / "kernels"
+
+
+def find_compiler() -> str | None:
+    """Return the path of the C++ compiler: ``CXX``, or the first that is found of those that systems have."""
+    chosen = os.environ.get("CXX")
+    return next((path for name in ([chosen] if chosen else COMPILERS) if (path := shutil.which(name))), None)
+
+
+def load_library() -> ctypes.CDLL:
+    """Return the compiled kernels for this machine, building them first where they are not in the cache.
+
+    Whether it works is found out once in a process.
+
+    Raises:
+        BuildError: There is no compiler, or it fails, or what it made does not load.
+    """
+    found = _try_to_load()
+    if isinstance(found, BuildError):
+        raise found
+    return found
+
+
+@functools.cache
+def _try_to_load() -> ctypes.CDLL | BuildError:
+    # torch's thread pool has to be there first: the library finds it among the process's symbols.
+    import torch  # noqa: F401
+
+    try:
+        return ctypes.CDLL(str(build(NATIVE_FLAGS)))
+    except BuildError as error:
+        found = error
+    except OSError as error:
+        found = BuildError(f"its compiled kernels do not load: {error}")
+    print(f"kvframe-kernels: no compiled attention for this CPU: {found}", file=sys.stderr, flush=True)
+    return found
+
+
+def build(machine_flags: Sequence[str]) -> Path:
+    """Return the library that was compiled with these flags, from the cache or made now.
+
+    Processes that want the same library at once wait for the first of them. What takes a while is said in one line.
+
+    Args:
+        machine_flags: What the machine has, in the compiler's words.
+
+    Raises:
+        BuildError: There is no compiler, or it fails, or the cache folder cannot be written to.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        wanted = os.environ.get("CXX") or ", ".join(COMPILERS)
+        raise BuildError(f"there is no C++ compiler to build its kernels with ({wanted})")
+    library = cache_folder() / f"cpu-{fingerprint(compiler, machine_flags)}.so"
+    if library.exists():
+        return library
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with _Lock(library.with_suffix(".lock")):
+            if not library.exists():
+                _compile(compiler, machine_flags, library)
+    except OSError as error:
+        raise BuildError(f"its kernels cannot be built in {library.parent}: {error}") from error
+    return library
+
+
+def fingerprint(compiler: str, machine_flags: Sequence[str]) -> str:
+    """Return what tells libraries apart: sources, flags, the compiler and the machine's processor."""
+    parts = [path.name.encode() + b"\n" + path.read_bytes() for path in sorted(SOURCES.iterdir())]
+    where = Path(compiler).resolve()
+    stat = where.stat()
+    parts += [" ".join((*FLAGS, *machine_flags)).encode(), f"{where} {stat.st_size} {stat.st_mtime_ns}".encode()]
+    parts.append(_processor().encode())
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
+
+
+def _processor() -> str:
+    """Return what decides which instructions there are."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = ("model name", "flags", "Features", "CPU part")
+    found = {line.partition(":")[0].strip(): line for line in lines if line.startswith(named)}
+    return f"{platform.system()} {platform.machine()} {platform.processor()} {sorted(found.values())}"
+
+
+def _compile(compiler: str, machine_flags: Sequence[str], library: Path) -> None:
+    print(
+        f"kvframe-kernels: compiling attention for this CPU with {compiler}, once (about 10 s)",
+        file=sys.stderr,
+        flush=True,
+    )
+    started = time.monotonic()
+    # Made beside its place and then renamed: nobody ever sees half of it.
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder) / library.name
+        command = [compiler, *FLAGS, *machine_flags, "-o", str(made), str(SOURCES / "attention.cpp")]
+        if sys.platform == "darwin":
+            command += ["-undefined", "dynamic_lookup"]
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise BuildError(f"{compiler} took more than {TIMEOUT_S} s to compile its kernels") from None
+        if result.returncode:
+            lines = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
+            raise BuildError(f"{compiler} cannot compile its kernels: {lines[0] if lines else 'it says nothing'}")
+        os.replace(made, library)
+    print(f"kvframe-kernels: compiled in {time.monotonic() - started:.0f} s, kept in {library}", file=sys.stderr)
+
+
+class _Lock:
+    """Held by one process at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        import fcntl
+
+        self._file = self._path.open("w")
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()

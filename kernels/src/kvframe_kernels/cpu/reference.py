@@ -1,0 +1,65 @@
+"""What the compiled kernels compute, in plain torch: one request and one query head at a time, scores and all.
+
+The kernels do the same with the online softmax of Milakov and Gimelshein (arXiv 1805.02867), in tiles as in
+FlashAttention-2 (Dao, arXiv 2307.08691), with keys cut into pieces as in FlashDecoding (Dao et al., 2023), over
+pages as in vLLM's PagedAttention (Kwon et al., arXiv 2309.06180).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvframe_kernels.cpu.attention import Batch, Scoring
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    batch: Batch,
+    scoring: Scoring,
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return what ``kvframe_kernels.cpu.attention.paged_attention`` does, computed in ``dtype``; arguments as there."""
+    output = query.new_zeros(query.shape[0], query.shape[1], value.shape[-1])
+    starts, lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
+    hidden = [0] * len(lens) if batch.seq_starts is None else batch.seq_starts.tolist()
+    for request, (start, stop, length) in enumerate(zip(starts, starts[1:], lens, strict=False)):
+        if start == stop or length == hidden[request]:
+            continue
+        tokens = torch.arange(hidden[request], length)
+        blocks = batch.block_table[request, tokens // key.shape[1]].long()
+        keys, values = (state[blocks, tokens % key.shape[1]].to(dtype) for state in (key, value))
+        positions = length - (stop - start) + torch.arange(stop - start)
+        visible = _visible(positions, tokens, scoring) if batch.causal else None
+        for head in range(query.shape[1]):
+            kv_head = head // (query.shape[1] // key.shape[2])
+            scores = query[start:stop, head].to(dtype) @ keys[:, kv_head].T * scoring.scale
+            if scoring.soft_cap is not None:
+                scores = scoring.soft_cap * torch.tanh(scores / scoring.soft_cap)
+            if bias is not None:
+                far = bias.shape[1] // 2
+                distance = (tokens[None] - positions[:, None]).clamp(-far, far)
+                scores = scores + bias[head, far + distance].to(dtype)
+            if visible is not None:
+                scores = scores.masked_fill(~visible, float("-inf"))
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head].to(dtype).expand(stop - start, 1)], dim=1)
+            weights = torch.softmax(scores, dim=-1)[:, : len(tokens)]
+            # What nobody sees may be anything, NaN included.
+            seen = torch.ones(len(tokens), dtype=torch.bool) if visible is None else visible.any(0)
+            output[start:stop, head] = (weights[:, seen] @ values[seen, kv_head]).to(query.dtype)
+    return output
+
+
+def _visible(positions: torch.Tensor, tokens: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """Return which tokens queries at these positions see, ``[num_queries, num_tokens], bool``."""
+    positions, tokens = positions[:, None], tokens[None]
+    visible = tokens <= positions
+    if scoring.window is not None:
+        visible &= (tokens > positions - scoring.window) | (tokens < scoring.num_sink_tokens)
+    if scoring.chunk is not None:
+        visible &= tokens >= positions - positions % scoring.chunk
+    return visible

@@ -1,0 +1,79 @@
+// Paged attention on a CPU. One function with C linkage; `attention.py` calls it, `reference.py` says what it computes.
+#include <thread>
+#include <type_traits>
+
+#include "decode.h"
+#include "tiles.h"
+
+// The thread pool of the process that torch uses, too, where that is GNU's or one that speaks its interface: a second pool
+// would spin on the same cores. Weak: where there is none, threads are made for the call.
+extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned) __attribute__((weak));
+
+namespace kvframe {
+
+template <class Stored>
+void run_piece(const Step& step, Plan& plan, Scratch& scratch, const Piece& piece) {
+  if (plan.units[piece.unit].kv_head < 0) {
+    Decode<Stored>(step, plan, scratch, piece).run();
+    return;
+  }
+#if defined(KVFRAME_AVX512) && defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<Stored, BFloat16>) {
+    if (step.query_dtype == kBFloat16 && step.head_size % 2 == 0) {
+      Tiles<Stored, PairProduct>(step, plan, scratch, piece).run();
+      return;
+    }
+  }
+#endif
+  Tiles<Stored, FloatProduct>(step, plan, scratch, piece).run();
+}
+
+struct Job {
+  const Step& step;
+  Plan& plan;
+};
+
+void work(void* argument) {
+  static thread_local Scratch scratch;
+  Job& job = *static_cast<Job*>(argument);
+  int count = (int)job.plan.pieces.size();
+  for (int index; (index = job.plan.next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+    const Piece& piece = job.plan.pieces[index];
+    switch (job.step.stored_dtype) {
+      case kFloat32: run_piece<Float32>(job.step, job.plan, scratch, piece); break;
+      case kBFloat16: run_piece<BFloat16>(job.step, job.plan, scratch, piece); break;
+      default: run_piece<Float16>(job.step, job.plan, scratch, piece); break;
+    }
+  }
+}
+
+void run(Job& job, int num_threads) {
+  num_threads = std::min(num_threads, (int)job.plan.pieces.size());
+  if (num_threads <= 1) {
+    work(&job);
+  } else if (GOMP_parallel) {
+    GOMP_parallel(work, &job, (unsigned)num_threads, 0);
+  } else {
+    std::vector<std::thread> others;
+    for (int i = 1; i < num_threads; i++) others.emplace_back(work, &job);
+    work(&job);
+    for (std::thread& other : others) other.join();
+  }
+}
+
+}  // namespace kvframe
+
+extern "C" void kvframe_attention(const kvframe::Step* step) {
+  using namespace kvframe;
+  static thread_local Plan plan;
+  plan.make(*step, kMaxTileRows);
+  // Padded tokens belong to no request.
+  int item = step->query_dtype == kFloat32 ? 4 : 2;
+  int64_t row = step->num_heads * step->head_size_v * item, end = step->query_start_loc[step->num_reqs];
+  std::memset(step->output + end * row, 0, (size_t)((step->num_tokens - end) * row));
+  Job job{*step, plan};
+  run(job, (int)step->num_threads);
+}
+
+// How many floats a vector has: which of the variants was built.
+extern "C" int kvframe_lanes() { return kvframe::kLanes; }

@@ -1,0 +1,57 @@
+// From the products of queries and keys to weights: scale, soft cap, learned bias, mask, and the running softmax of
+// Milakov and Gimelshein (arXiv 1805.02867). Scores are in powers of two from here on.
+#pragma once
+
+#include "work.h"
+
+namespace kvframe {
+
+// Turns `count` products (a multiple of kLanes) of one query with tokens at consecutive positions from `first` on into
+// scores. `products` holds what the scale has been multiplied into already.
+inline void cap_and_bias(const Step& step, int head, int query_position, int first, int count, float* products) {
+  if (step.soft_cap) {
+    Vec inverse = all((float)(1 / step.soft_cap)), cap = all((float)(step.soft_cap * kLog2e));
+    for (int i = 0; i < count; i += kLanes) store(products + i, cap * tanh(load(products + i) * inverse));
+  } else {
+    for (int i = 0; i < count; i += kLanes) store(products + i, load(products + i) * all(kLog2e));
+  }
+  if (step.bias) {
+    int far = (int)step.max_distance;
+    const float* of_head = step.bias + (int64_t)head * (2 * far + 1) + far;
+    for (int i = 0; i < count; i++) {
+      int distance = std::min(std::max(first + i - query_position, -far), far);
+      products[i] += of_head[distance] * kLog2e;
+    }
+  }
+}
+
+// Replaces scores that are not of [low, stop) by minus infinity; `first` is the number of the first.
+inline void hide(float* scores, int count, int first, int low, int stop) {
+  IntVec number = lane_numbers() + first;
+  for (int i = 0; i < count; i += kLanes, number += kLanes) {
+    store(scores + i, choose((number >= low) & (number < stop), load(scores + i), all(kMinusInfinity)));
+  }
+}
+
+// Replaces scores by weights, and returns by how much what was summed up before has shrunk.
+inline float weigh(float* scores, int count, float& top, float& total) {
+  Vec most = load(scores);
+  for (int i = kLanes; i < count; i += kLanes) most = max(most, load(scores + i));
+  float higher = std::max(top, largest(most));
+  if (higher == kMinusInfinity) {
+    for (int i = 0; i < count; i += kLanes) store(scores + i, Vec{});
+    return 1;
+  }
+  Vec sums = {}, subtracted = all(higher);
+  for (int i = 0; i < count; i += kLanes) {
+    Vec weight = exp2(load(scores + i) - subtracted);
+    sums += weight;
+    store(scores + i, weight);
+  }
+  float shrink = higher == top ? 1 : exp2(top - higher);
+  top = higher;
+  total = total * shrink + sum(sums);
+  return shrink;
+}
+
+}  // namespace kvframe

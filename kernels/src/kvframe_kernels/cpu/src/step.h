@@ -1,0 +1,138 @@
+// One call's arguments, as Python fills them in (`attention.py` has the same fields in the same order), and what
+// follows from them: which tokens a query sees, and where these lie.
+#pragma once
+
+#include <algorithm>
+
+#include "stored.h"
+
+namespace kvframe {
+
+enum Dtype { kFloat32, kBFloat16, kFloat16 };
+
+struct Step {
+  // What is computed: [num_tokens, num_heads, head_size] to [num_tokens, num_heads, head_size_v], strides in elements.
+  const char* query;
+  char* output;
+  int64_t query_token_stride, query_head_stride;
+  // The cache, strides in bytes: of blocks, of tokens in a block, of heads.
+  const char *key, *value;
+  int64_t key_block_stride, key_token_stride, key_head_stride;
+  int64_t value_block_stride, value_token_stride, value_head_stride;
+  // The batch: int32 all.
+  const int32_t *query_start_loc, *seq_lens, *seq_starts, *block_table;
+  int64_t block_table_stride;
+  const float* sinks;  // [num_heads] or null
+  const float* bias;   // [num_heads, 2 * max_distance + 1] or null
+  int64_t max_distance;
+  int64_t num_reqs, num_tokens, block_size;
+  int64_t num_heads, num_kv_heads, head_size, head_size_v;
+  int64_t query_dtype, stored_dtype;
+  int64_t causal;
+  int64_t window, num_sink_tokens, chunk;  // 0 for none
+  int64_t num_threads;
+  int64_t piece_tokens;  // keys of a piece of work at least
+  double scale, soft_cap;  // 0 for no cap
+
+  int group_size() const { return (int)(num_heads / num_kv_heads); }
+};
+
+// Positions [start, stop).
+struct Range {
+  int start, stop;
+  int size() const { return stop > start ? stop - start : 0; }
+};
+
+// What the queries of one request see, as a function of their position.
+struct Visible {
+  int seq_start, seq_len, window, num_sinks, chunk;
+  bool causal;
+
+  Visible(const Step& step, int request)
+      : seq_start(step.seq_starts ? step.seq_starts[request] : 0),
+        seq_len(step.seq_lens[request]),
+        window((int)step.window),
+        num_sinks(step.causal && step.window ? (int)step.num_sink_tokens : 0),
+        chunk((int)step.chunk),
+        causal(step.causal != 0) {}
+
+  // The tokens that the query at `position` sees, but for sinks before them.
+  Range near(int position) const {
+    if (!causal) return {seq_start, seq_len};
+    int start = seq_start;
+    if (window) start = std::max(start, position - window + 1);
+    if (chunk) start = std::max(start, position - position % chunk);
+    return {start, position + 1};
+  }
+
+  // The sinks that lie before `start`.
+  Range sinks(int start) const { return {seq_start, std::min(num_sinks, start)}; }
+};
+
+// The tokens that a tile of consecutive queries sees, in order: sinks, then a run. Indices count both as one.
+struct Seen {
+  Range sinks, run;
+
+  Seen(const Visible& visible, int first_position, int last_position) {
+    run = {visible.near(first_position).start, visible.near(last_position).stop};
+    sinks = visible.sinks(run.start);
+  }
+  int size() const { return sinks.size() + run.size(); }
+  int position(int index) const {
+    return index < sinks.size() ? sinks.start + index : run.start + index - sinks.size();
+  }
+  // The first index behind `index` where positions do not go on by one.
+  int stretch_end(int index) const { return index < sinks.size() ? sinks.size() : size(); }
+};
+
+// Where the keys and values of tokens lie.
+struct Pages {
+  const Step& step;
+  const int32_t* blocks;
+
+  Pages(const Step& step, int request) : step(step), blocks(step.block_table + request * step.block_table_stride) {}
+
+  // Fills in where tokens [index, index + count) of `seen` lie, of the first head.
+  void find(const Seen& seen, int index, int count, const char** keys, const char** values) const {
+    int size = (int)step.block_size;
+    for (int i = 0; i < count;) {
+      int position = seen.position(index + i), block = position / size, offset = position - block * size;
+      int run = std::min({count - i, size - offset, seen.stretch_end(index + i) - index - i});
+      const char* key = step.key + blocks[block] * step.key_block_stride + offset * step.key_token_stride;
+      const char* value = step.value + blocks[block] * step.value_block_stride + offset * step.value_token_stride;
+      for (int j = 0; j < run; j++, i++) {
+        keys[i] = key + j * step.key_token_stride;
+        values[i] = value + j * step.value_token_stride;
+      }
+    }
+  }
+};
+
+// A row of the queries as floats, times `factor`, with zeros behind it up to `padded` elements.
+inline void read_query(const Step& step, int64_t token, int head, float factor, int padded, float* to) {
+  int64_t at = token * step.query_token_stride + head * step.query_head_stride;
+  int size = (int)step.head_size;
+  for (int i = 0; i < size; i++) {
+    to[i] = factor * (step.query_dtype == kFloat32    ? Float32::element(step.query + 4 * at, i)
+                      : step.query_dtype == kBFloat16 ? BFloat16::element(step.query + 2 * at, i)
+                                                      : Float16::element(step.query + 2 * at, i));
+  }
+  std::fill(to + size, to + padded, 0.0f);
+}
+
+// A row of the output, `factor` times what is given.
+inline void write_output(const Step& step, int64_t token, int head, float factor, const float* from) {
+  int size = (int)step.head_size_v;
+  int64_t at = (token * step.num_heads + head) * size;
+  for (int i = 0; i < size; i++) {
+    if (step.query_dtype == kFloat32) {
+      Float32::put(step.output + 4 * at, i, factor * from[i]);
+    } else if (step.query_dtype == kBFloat16) {
+      BFloat16::put(step.output + 2 * at, i, factor * from[i]);
+    } else {
+      Float16::put(step.output + 2 * at, i, factor * from[i]);
+    }
+  }
+}
+
+}  // namespace kvframe

@@ -1,0 +1,177 @@
+// How a step is cut into pieces of work, and how the parts of an output are put together.
+//
+// A *unit* is a set of output rows: one query of all heads, or a tile of queries of one KV head's group. Its keys are cut
+// into *pieces* where there are too few units for the threads, or where units differ too much (split-KV, as in
+// FlashDecoding, Dao et al. 2023). Each piece leaves its rows' largest score, the sum of their weights and the weighted
+// sum of values; the last piece of a unit to finish puts them together. Threads take the next piece when they are done
+// with one, so that the lengths of requests do not matter.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "step.h"
+
+namespace kvframe {
+
+struct Unit {
+  int request;
+  int64_t first_token;  // of the packed batch
+  int num_queries, position;  // of the first query
+  int kv_head;  // -1 for all heads
+  int num_rows;
+  Seen seen;
+  int num_pieces;
+  int64_t partial;  // where the rows of its first piece lie
+};
+
+struct Piece {
+  int unit, number;
+  Range keys;  // indices into what its unit sees
+};
+
+struct Plan {
+  std::vector<Unit> units;
+  std::vector<Piece> pieces;
+  std::vector<float> partials;
+  std::unique_ptr<std::atomic<int>[]> unfinished;
+  size_t num_counters = 0;
+  int row_floats = 0;  // of a partial row: the values, the largest score, the sum
+  std::atomic<int> next{0};
+
+  void make(const Step& step, int max_rows);
+};
+
+inline int floats_of_row(const Step& step) { return round_up((int)step.head_size_v, kLanes); }
+
+inline void Plan::make(const Step& step, int max_rows) {
+  units.clear();
+  pieces.clear();
+  int group = step.group_size(), tile = std::max(1, max_rows / group);
+  int64_t total = 0;  // keys times KV heads times tiles
+  for (int request = 0; request < step.num_reqs; request++) {
+    int64_t first = step.query_start_loc[request];
+    int count = (int)(step.query_start_loc[request + 1] - first);
+    if (count == 0) continue;
+    Visible visible(step, request);
+    int position = visible.seq_len - count;
+    // Tiles with the most keys first.
+    for (int start = (count - 1) / tile * tile; start >= 0; start -= tile) {
+      int num = std::min(tile, count - start);
+      Seen seen(visible, position + start, position + start + num - 1);
+      int heads = count == 1 ? 1 : (int)step.num_kv_heads;
+      for (int head = 0; head < heads; head++) {
+        int rows = count == 1 ? (int)step.num_heads : num * group;
+        units.push_back({request, first + start, num, position + start, count == 1 ? -1 : head, rows, seen, 1, 0});
+        total += (int64_t)seen.size() * (count == 1 ? step.num_kv_heads : 1) * (1 + num * group / 64);
+      }
+    }
+  }
+  // Sixteen pieces a thread: then one that others wait for at the end is 3 % of the whole on average.
+  int64_t wanted = step.num_threads > 1 ? total / (16 * step.num_threads) + 1 : total;
+  row_floats = floats_of_row(step) + 2;
+  int64_t num_partial = 0;
+  for (int index = 0; index < (int)units.size(); index++) {
+    Unit& unit = units[index];
+    int64_t cost = (unit.kv_head < 0 ? step.num_kv_heads : 1) * (1 + unit.num_queries * group / 64);
+    int64_t longest = std::max<int64_t>(std::max<int64_t>(wanted / cost, step.piece_tokens), 1);
+    int size = unit.seen.size();
+    unit.num_pieces = (int)std::max<int64_t>(1, (size + longest - 1) / longest);
+    int length = round_up((size + unit.num_pieces - 1) / unit.num_pieces, 16);
+    unit.num_pieces = std::max(1, (size + length - 1) / std::max(length, 1));
+    unit.partial = num_partial;
+    if (unit.num_pieces > 1) num_partial += (int64_t)unit.num_pieces * unit.num_rows;
+    for (int number = 0; number < unit.num_pieces; number++) {
+      pieces.push_back({index, number, {number * length, std::min(size, (number + 1) * length)}});
+    }
+  }
+  if (partials.size() < (size_t)(num_partial * row_floats)) partials.resize(num_partial * row_floats);
+  if (num_counters < units.size()) {
+    num_counters = 2 * units.size();
+    unfinished.reset(new std::atomic<int>[num_counters]);
+  }
+  for (size_t index = 0; index < units.size(); index++) unfinished[index] = units[index].num_pieces;
+  next = 0;
+}
+
+// Memory of one thread that its pieces reuse.
+class Scratch {
+ public:
+  // Forgets what was taken.
+  void reset() { used_ = 0; }
+  float* take(size_t count) {
+    size_t at = used_;
+    used_ += (count + 15) / 16 * 16;
+    return at + base_;
+  }
+  void reserve(size_t count) {
+    if (memory_.size() < count + 16) memory_.resize(count + 16);
+    base_ = memory_.data() + (64 - (uintptr_t)memory_.data() % 64) % 64 / 4;
+  }
+
+ private:
+  std::vector<float> memory_;
+  float* base_ = nullptr;
+  size_t used_ = 0;
+};
+
+// Where a row's output goes.
+struct Place {
+  int64_t token;
+  int head;
+};
+
+inline Place place_of(const Step& step, const Unit& unit, int row) {
+  if (unit.kv_head < 0) return {unit.first_token, row};
+  int group = step.group_size();
+  return {unit.first_token + row / group, unit.kv_head * group + row % group};
+}
+
+// Writes a row: a learned sink is one more score, with no value behind it.
+inline void write_row(const Step& step, Place place, float top, float total, const float* values) {
+  float share = 1;
+  if (step.sinks) {
+    float sink = step.sinks[place.head] * kLog2e, both = std::max(sink, top);
+    share = exp2(top - both);
+    total = total * share + (total == 0 ? 0 : exp2(sink - both));
+  }
+  // Queries that see nothing get zeros.
+  write_output(step, place.token, place.head, total == 0 ? 0 : share / total, values);
+}
+
+// Takes what a piece found: `values: [num_rows, floats_of_row]`, scores in powers of two.
+inline void finish(const Step& step, Plan& plan, const Piece& piece, const float* tops, const float* totals,
+                   const float* values) {
+  const Unit& unit = plan.units[piece.unit];
+  int size = floats_of_row(step);
+  if (unit.num_pieces == 1) {
+    for (int row = 0; row < unit.num_rows; row++) {
+      write_row(step, place_of(step, unit, row), tops[row], totals[row], values + (size_t)row * size);
+    }
+    return;
+  }
+  size_t stride = plan.row_floats, first = (size_t)unit.partial * stride;
+  for (int row = 0; row < unit.num_rows; row++) {
+    float* to = plan.partials.data() + first + ((size_t)piece.number * unit.num_rows + row) * stride;
+    std::copy(values + (size_t)row * size, values + (size_t)(row + 1) * size, to);
+    to[size] = tops[row];
+    to[size + 1] = totals[row];
+  }
+  if (plan.unfinished[piece.unit].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+  for (int row = 0; row < unit.num_rows; row++) {
+    float* whole = plan.partials.data() + first + (size_t)row * stride;
+    for (int number = 1; number < unit.num_pieces; number++) {
+      const float* part = whole + (size_t)number * unit.num_rows * stride;
+      float top = std::max(whole[size], part[size]);
+      if (top == kMinusInfinity) continue;
+      float keep = exp2(whole[size] - top), add = exp2(part[size] - top);
+      for (int i = 0; i < size; i++) whole[i] = whole[i] * keep + part[i] * add;
+      whole[size] = top;
+      whole[size + 1] = whole[size + 1] * keep + part[size + 1] * add;
+    }
+    write_row(step, place_of(step, unit, row), whole[size], whole[size + 1], whole);
+  }
+}
+
+}  // namespace kvframe

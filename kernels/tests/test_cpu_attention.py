@@ -1,0 +1,241 @@
+"""The compiled kernels compute what their reference does, whatever the sizes, strides, threads and pieces."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from kvframe_kernels.cpu import attention, build, reference
+from kvframe_kernels.cpu.attention import Batch, Scoring, paged_attention
+
+LENGTHS = ((0, 1), (40, 1), (0, 70), (300, 1), (13, 5), (129, 1), (90, 40))
+"""Tokens before the step and in it, of each request."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def whole(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def draw(
+    lengths: Sequence[tuple[int, int]] = LENGTHS,
+    *,
+    block_size: int = 16,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_size: int = 32,
+    head_size_v: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Batch]:
+    """Return queries, keys and values in scattered pages between others' that are NaN, and the batch."""
+    generator = torch.Generator().manual_seed(seed)
+    head_size_v = head_size if head_size_v is None else head_size_v
+    lens = [before + new for before, new in lengths]
+    blocks = [-(-length // block_size) for length in lens]
+    ids = torch.randperm(sum(blocks), generator=generator) + 1
+    # Pages of two layers lie one behind the other, each keys and then values, with some room between.
+    sizes = block_size * num_kv_heads * head_size, block_size * num_kv_heads * head_size_v
+    page = 2 * sum(sizes) + 24
+    pool = torch.full((page * (sum(blocks) + 1),), float("nan"), dtype=dtype)
+
+    def view(offset: int, size: int) -> torch.Tensor:
+        shape = sum(blocks) + 1, block_size, num_kv_heads, size
+        return pool.as_strided(shape, (page, num_kv_heads * size, size, 1), offset)
+
+    key, value = view(sum(sizes), head_size), view(sum(sizes) + sizes[0], head_size_v)
+    table = torch.zeros(len(lens), max(blocks), dtype=torch.int32)
+    for row, (length, mine) in enumerate(zip(lens, ids.split(blocks), strict=True)):
+        table[row, : len(mine)] = mine
+        tokens = torch.arange(length)
+        for state in (key, value):
+            drawn = torch.randn(length, *state.shape[2:], generator=generator)
+            state[mine[tokens // block_size], tokens % block_size] = drawn.to(dtype)
+    starts = [0, *torch.tensor([new for _, new in lengths]).cumsum(0).tolist()]
+    query = torch.randn(starts[-1], num_heads, head_size, generator=generator).to(dtype)
+    return query, key, value, Batch(query_start_loc=whole(starts), seq_lens=whole(lens), block_table=table)
+
+
+def check(
+    drawn: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Batch], scoring: Scoring, **learned: torch.Tensor
+) -> None:
+    """Hold the kernels to twice the error that the reference makes in the queries' dtype."""
+    query, key, value, batch = drawn
+    exact = reference.paged_attention(query.double(), key, value, batch, scoring, dtype=torch.float64, **learned)
+    rounded = reference.paged_attention(query, key, value, batch, scoring, dtype=query.dtype, **learned)
+    allowed = 2 * float((rounded - exact).abs().max()) + 4 * torch.finfo(query.dtype).eps * float(exact.abs().max())
+    found = paged_attention(query, key, value, batch, scoring, **learned)
+    assert found.dtype == query.dtype
+    assert float((found - exact).abs().max()) <= allowed
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MASKS: tuple[dict[str, Any], ...] = (
+    {},
+    {"window": 20},
+    {"window": 1},
+    {"window": 9, "num_sink_tokens": 4},
+    {"window": 70, "num_sink_tokens": 90},
+    {"chunk": 24},
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_masks(mask: dict[str, Any], dtype: torch.dtype) -> None:
+    check(draw(dtype=dtype), Scoring(scale=0.3, **mask))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_size", [1, 8, 15, 17, 40, 64, 96, 128, 256])
+def test_head_sizes(head_size: int, dtype: torch.dtype) -> None:
+    check(draw(head_size=head_size, dtype=dtype), Scoring(scale=head_size**-0.5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_size_v", [1, 16, 31, 80, 200])
+def test_values_of_another_size(head_size_v: int, dtype: torch.dtype) -> None:
+    check(draw(head_size_v=head_size_v, dtype=dtype), Scoring(scale=0.2))
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads"), [(1, 1), (3, 3), (2, 1), (6, 2), (5, 1), (12, 2), (7, 1), (16, 2), (71, 1)]
+)
+def test_groups_of_heads(num_heads: int, num_kv_heads: int) -> None:
+    check(draw(num_heads=num_heads, num_kv_heads=num_kv_heads), Scoring(scale=0.2))
+
+
+def test_more_heads_than_a_tile_has_rows() -> None:
+    check(draw([(20, 3), (7, 1)], num_heads=300, num_kv_heads=1, head_size=8), Scoring(scale=0.2))
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 17, 128])
+def test_block_sizes(block_size: int) -> None:
+    check(draw(block_size=block_size), Scoring(scale=0.3, window=33, num_sink_tokens=5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", [{}, {"window": 9, "num_sink_tokens": 4}], ids=str)
+def test_what_is_learned(mask: dict[str, Any], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    learned = {"sinks": torch.randn(4, generator=generator), "bias": torch.randn(4, 2 * 20 + 1, generator=generator)}
+    for names in (("sinks",), ("bias",), ("sinks", "bias")):
+        chosen = {name: learned[name].to(dtype) for name in names}
+        check(draw(dtype=dtype), Scoring(scale=0.3, soft_cap=2.0, **mask), **chosen)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_may_be_of_another_dtype_than_the_cache(dtype: torch.dtype) -> None:
+    query, key, value, batch = draw(dtype=dtype)
+    for other in DTYPES:
+        check((query.to(other), key, value, batch), Scoring(scale=0.3))
+
+
+@pytest.mark.parametrize("hidden", [0, 3, 13])
+def test_hidden_tokens_are_not_seen(hidden: int) -> None:
+    query, key, value, batch = draw([(13, 5), (40, 1), (13, 80)])
+    starts = whole([hidden, hidden, 0])
+    hiding = Batch(
+        query_start_loc=batch.query_start_loc,
+        seq_lens=batch.seq_lens,
+        block_table=batch.block_table,
+        seq_starts=starts,
+    )
+    key[batch.block_table[0, 0], :hidden] = float("nan")
+    value[batch.block_table[0, 0], :hidden] = float("nan")
+    check((query, key, value, hiding), Scoring(scale=0.3, window=15, num_sink_tokens=5))
+
+
+def over_other_keys(*lengths: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Batch]:
+    """Return queries and keys of another sequence, so many of each a request."""
+    _, key, value, batch = draw([(num_keys, 0) for _, num_keys in lengths])
+    starts = [0, *torch.tensor([num for num, _ in lengths]).cumsum(0).tolist()]
+    query = torch.randn(starts[-1], 4, 32, generator=torch.Generator().manual_seed(2))
+    over = Batch(query_start_loc=whole(starts), seq_lens=batch.seq_lens, block_table=batch.block_table, causal=False)
+    return query, key, value, over
+
+
+def test_keys_of_another_sequence() -> None:
+    drawn = over_other_keys((1, 40), (19, 3), (140, 70), (1, 300), (2, 1))
+    check(drawn, Scoring(scale=0.3))
+    # The mask of a layer means nothing there.
+    check(drawn, Scoring(scale=0.3, window=3, num_sink_tokens=1))
+
+
+def test_queries_without_a_key_and_padding_get_zeros() -> None:
+    query, key, value, batch = over_other_keys((1, 0), (5, 0), (2, 9))
+    query = torch.cat([query, torch.full((3, 4, 32), float("nan"))])
+    found = paged_attention(query, key, value, batch, Scoring(scale=0.3), sinks=torch.ones(4))
+    assert not found[:6].any()
+    assert not found[8:].any()
+    assert found[6:8].all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("piece_tokens", [1, 16, 100])
+@pytest.mark.parametrize("num_threads", [2, 5])
+def test_pieces_and_threads_change_nothing(
+    num_threads: int, piece_tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "PIECE_TOKENS", piece_tokens)
+    torch.set_num_threads(num_threads)
+    check(draw(dtype=dtype), Scoring(scale=0.3, window=150, num_sink_tokens=20), sinks=torch.ones(4))
+    torch.set_num_threads(1)
+
+
+def test_one_long_request_is_cut() -> None:
+    torch.set_num_threads(2)
+    check(draw([(3000, 1)]), Scoring(scale=0.3))
+    check(draw([(3000, 2)]), Scoring(scale=0.3))
+    torch.set_num_threads(1)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    query, key, value, batch = draw()
+    check((30 * query, 30 * key, value, batch), Scoring(scale=1.0))
+
+
+def test_nan_in_a_token_that_is_seen_is_not_hidden() -> None:
+    query, key, value, batch = draw([(40, 1), (40, 4)])
+    key[batch.block_table[:, 1].long(), 3] = float("nan")
+    assert paged_attention(query, key, value, batch, Scoring(scale=0.3)).isnan().all()
+
+
+def test_strides_of_queries_are_free() -> None:
+    query, key, value, batch = draw()
+    fused = torch.cat([query, torch.full_like(query, float("nan"))], dim=1)
+    check((fused[:, :4], key, value, batch), Scoring(scale=0.3))
+    check((query.transpose(0, 1).contiguous().transpose(0, 1), key, value, batch), Scoring(scale=0.3))
+
+
+@pytest.mark.parametrize("flags", [("-march=x86-64-v3",), ("-march=x86-64",)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_older_machines(flags: tuple[str, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "x86" not in platform.machine():
+        pytest.skip("these variants are for x86")
+    library = ctypes.CDLL(str(build.build(flags)))
+    assert library.kvframe_lanes() == {"-march=x86-64-v3": 8, "-march=x86-64": 4}[flags[0]]
+    monkeypatch.setattr(attention, "load_library", lambda: library)
+    for mask in MASKS:
+        check(draw(dtype=dtype, head_size=40), Scoring(scale=0.3, **mask))
+    check(draw(dtype=dtype), Scoring(scale=0.3, soft_cap=2.0), sinks=torch.ones(4), bias=torch.randn(4, 41))
+
+
+def test_what_cannot_be_read_is_refused() -> None:
+    query, key, value, batch = draw()
+    scoring = Scoring(scale=1.0)
+    with pytest.raises(ValueError, match=r"query is of torch\.float64; the kernels read torch\.float32"):
+        paged_attention(query.double(), key, value, batch, scoring)
+    with pytest.raises(ValueError, match=r"keys are of torch\.float32 and values of torch\.float16"):
+        paged_attention(query, key, value.half(), batch, scoring)
+    wrong = Batch(query_start_loc=batch.query_start_loc, seq_lens=batch.seq_lens.long(), block_table=batch.block_table)
+    with pytest.raises(ValueError, match=r"seq_lens must be int32, not torch\.int64"):
+        paged_attention(query, key, value, wrong, scoring)

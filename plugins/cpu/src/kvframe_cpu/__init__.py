@@ -1,0 +1,1 @@
+"""Fast paged attention on CPUs for kvframe."""

@@ -1,0 +1,110 @@
+"""Attention on a CPU by compiled kernels, which read keys and values where they lie in their pages."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from kvframe_kernels.cpu.attention import Batch, Scoring, paged_attention
+from kvframe_kernels.cpu.build import BuildError, load_library
+
+from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder, Capabilities, KVCache
+from kvframe.attention.capture import GraphCapture
+from kvframe.attention.metadata import SEQ_STARTS, CommonAttentionMetadata
+from kvframe.attention.relative_bias import RELATIVE_BIAS, bias_by_distance
+from kvframe.specs import LayerSpec
+
+
+class CpuMetadataBuilder(AttentionMetadataBuilder):
+    """Hands on what the kernels read: they cut a step into pieces themselves, in a few microseconds."""
+
+    capture = GraphCapture.ALWAYS
+    table_fields = frozenset({"block_table"})
+
+    def __init__(self, causal: bool) -> None:
+        """Take whether the layers' mask is causal."""
+        self._causal = causal
+
+    @property
+    def reuse_key(self) -> Hashable:
+        """Whether the layers' mask is causal: nothing else of them is read."""
+        return self._causal
+
+    def build(self, metadata: CommonAttentionMetadata) -> Batch:
+        """Return the step's requests."""
+        hidden = metadata.extensions.get(SEQ_STARTS)
+        return Batch(
+            query_start_loc=metadata.query_start_loc,
+            seq_lens=metadata.seq_lens,
+            block_table=metadata.block_table,
+            seq_starts=None if hidden is None else hidden.values,
+            causal=self._causal and metadata.causal,
+        )
+
+    def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
+        """Return the block table."""
+        return {"block_table": metadata.block_table}
+
+
+class CpuBackend(AttentionBackend):
+    """Serves causal, bidirectional, windowed and chunked attention, with soft caps, sinks, learned sinks and biases."""
+
+    capabilities = Capabilities(
+        devices=frozenset({"cpu"}),
+        dtypes=frozenset({"float32", "float16", "bfloat16"}),
+        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk"}),
+        extensions=frozenset({SEQ_STARTS}),
+        soft_cap=True,
+        sinks=True,
+        relative_bias=True,
+        separate_value_size=True,
+        takes_copies=True,
+        preference=10,
+    )
+
+    @classmethod
+    def unusable_reason(cls) -> str | None:
+        """Return why the kernels cannot be built here; builds them where they are not yet."""
+        try:
+            load_library()
+        except BuildError as error:
+            return str(error)
+        return None
+
+    def __init__(self, layers: Sequence[LayerSpec], device: torch.device) -> None:
+        """Take the group's layers."""
+        super().__init__(layers, device)
+        query, spec = layers[0].query, layers[0].spec
+        assert query is not None
+        assert spec is not None
+        assert spec.mask is not None
+        self._mask = spec.mask
+        self._scoring = Scoring(
+            scale=query.scale,
+            soft_cap=query.soft_cap,
+            window=spec.mask.window,
+            num_sink_tokens=spec.mask.num_sink_tokens,
+            chunk=spec.mask.chunk,
+        )
+        self._bias_by_distance: dict[str, torch.Tensor] = {}
+
+    def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Keep the layer's tensors, and its bias as the kernels look it up."""
+        super().bind(layer, parameters)
+        assert layer.query is not None
+        if layer.query.relative_bias is not None:
+            table = parameters[RELATIVE_BIAS]
+            self._bias_by_distance[layer.name] = bias_by_distance(layer.query.relative_bias, table).float()
+
+    def make_builder(self) -> CpuMetadataBuilder:
+        """Return the builder."""
+        return CpuMetadataBuilder(self._mask.causal)
+
+    def forward(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attend to the pages where they lie."""
+        assert isinstance(metadata, Batch)
+        bias = self._bias_by_distance.get(layer.name)
+        return paged_attention(query, kv_cache["k"], kv_cache["v"], metadata, self._scoring, sinks, bias)

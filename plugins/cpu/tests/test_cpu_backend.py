@@ -1,0 +1,126 @@
+"""The backend computes the shared grid, and gives way to others where its kernels cannot be built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kvframe_cpu.backend import CpuBackend
+from kvframe_kernels.cpu import build
+
+from kvframe import LayerSpec, QuerySpec, Stack, load_plugins
+from kvframe.attention.selection import select_backends
+from kvframe.builtin.full_attention import FullAttentionSpec
+from kvframe.errors import BackendError
+from kvframe.testing.case import Request
+from kvframe.testing.conformance import check_backend
+from kvframe.testing.grid import make_cases
+from kvframe.testing.guard import guard
+from kvframe.testing.laws import ConformanceError
+from kvframe.testing.metadata import make_metadata
+
+CASES = make_cases(CpuBackend.capabilities)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_it_computes_the_grid(part: int) -> None:
+    assert 700 < len(CASES)
+    assert {"float32", "float16", "bfloat16"} == {str(case.stored_dtype)[6:] for case in CASES}
+    for case in CASES[part::8]:
+        check_backend(CpuBackend, case)
+
+
+@pytest.mark.parametrize("batch", ["mixed", "uneven", "extend", "decode"])
+def test_finite_values_where_nothing_is_live_change_nothing(batch: str) -> None:
+    chosen = [
+        case for case in CASES if case.name.endswith(f"block=17-{batch}") or case.name == f"full-everything-{batch}"
+    ]
+    assert 9 < len(chosen)
+    for case in chosen:
+        check_backend(CpuBackend, case, poison=1e4)
+
+
+def test_threads_change_nothing() -> None:
+    torch.set_num_threads(2)
+    for case in CASES:
+        if case.name in ("full-block=16-uneven", "window=5-sink_tokens=3-block=16-mixed", "full-bfloat16-extend"):
+            check_backend(CpuBackend, case)
+    torch.set_num_threads(1)
+
+
+class _WithoutCap(CpuBackend):
+    def __init__(self, layers: Any, device: Any) -> None:
+        super().__init__(layers, device)
+        self._scoring = type(self._scoring)(scale=self._scoring.scale)
+
+
+def test_the_grid_sees_mistakes() -> None:
+    (case,) = (case for case in CASES if case.name == "full-soft_cap-mixed")
+    with pytest.raises(ConformanceError, match="queries are wrong"):
+        check_backend(_WithoutCap, case)
+
+
+# --- choosing it ------------------------------------------------------------------------------------------------------
+
+
+def layer(**options: Any) -> LayerSpec:
+    spec = FullAttentionSpec(**{"block_size": 16, "num_kv_heads": 2, "head_size": 16, **options})
+    return LayerSpec(name="layer", spec=spec, query=QuerySpec(num_heads=4, head_size=16, scale=0.25))
+
+
+@pytest.fixture
+def _without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    build._try_to_load.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    yield
+    build._try_to_load.cache_clear()
+
+
+def test_it_is_chosen_on_a_cpu_for_what_it_computes() -> None:
+    registry = load_plugins().registry
+    chosen = [
+        select_backends([layer(dtype=dtype)], Stack(), registry, "cpu")[0].backend for dtype in ("bfloat16", "float64")
+    ]
+    assert ["kvframe-cpu:cpu", "kvframe:torch"] == chosen
+
+
+@pytest.mark.usefixtures("_without_a_compiler")
+def test_without_a_compiler_the_next_one_is_chosen_and_the_reason_is_kept() -> None:
+    (choice,) = select_backends([layer()], Stack(), load_plugins().registry, "cpu")
+    assert "kvframe:torch" == choice.backend
+    (passed_over,) = (candidate for candidate in choice.candidates if candidate.name == "kvframe-cpu:cpu")
+    expected = "there is no C++ compiler to build its kernels with (c++, g++, clang++)"
+    assert expected == choice.why_not(passed_over)
+
+
+@pytest.mark.usefixtures("_without_a_compiler")
+def test_without_a_compiler_a_stack_that_names_it_is_refused() -> None:
+    stack = Stack.from_mapping({"rules": [{"layers": "*", "backend": "cpu"}]})
+    with pytest.raises(BackendError, match=r"backend 'cpu', which cannot serve it: .*no C.. compiler"):
+        select_backends([layer()], stack, load_plugins().registry, "cpu")
+
+
+# --- its metadata -----------------------------------------------------------------------------------------------------
+
+
+def test_building_never_waits_for_the_device() -> None:
+    builder = CpuBackend([layer()], torch.device("cpu")).make_builder()
+    built = builder.build(guard(make_metadata([Request(40, 1), Request(0, 19), Request(4, 0, 0)], 16)))
+    assert 3 == len(built.seq_lens)
+
+
+def test_what_is_built_are_the_tensors_of_the_step() -> None:
+    metadata = make_metadata([Request(40, 1), Request(0, 19)], 16)
+    built = CpuBackend([layer()], torch.device("cpu")).make_builder().build(metadata)
+    assert built.block_table is metadata.block_table
+    assert built.seq_lens is metadata.seq_lens
+    assert built.query_start_loc is metadata.query_start_loc
