@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
-from kvframe.builtin import torch_backend, torch_builder, torch_cut
+from kvframe.builtin import torch_backend, torch_builder
 from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.errors import SpecError
@@ -56,14 +56,25 @@ def test_finite_values_where_nothing_is_live_change_nothing(backend: type[Attent
 @pytest.mark.parametrize(
     ("module", "limit"),
     [
-        (torch_cut, "MAX_PIECE_KEYS"),
+        (torch_builder, "MAX_PIECE_KEYS"),
+        (torch_builder, "MAX_PIECE_BYTES"),
         (torch_builder, "MAX_FOLDED_QUERIES"),
         (torch_backend, "MAX_SCRATCH_ELEMENTS"),
         (torch_builder, "FREE_PADDING_ELEMENTS"),
     ],
 )
 @pytest.mark.parametrize(
-    "name", ["full-block=16-uneven", "full-everything-extend", "full-block=17-decode", "window=5-block=1-mixed"]
+    "name",
+    [
+        "full-block=16-uneven",
+        "full-everything-extend",
+        "full-block=17-decode",
+        "window=5-block=1-mixed",
+        "full-relative_bias-soft_cap-learned_sinks-decode",
+        "full-bfloat16-soft_cap-learned_sinks-decode",
+        "full-short_values-decode",
+        "bidirectional-block=17-cross_decode-padded",
+    ],
 )
 def test_the_practical_backends_limits_bound_memory_and_change_no_result(
     module: ModuleType, limit: str, name: str, monkeypatch: pytest.MonkeyPatch

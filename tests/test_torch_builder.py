@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvframe.attention.backend import AttentionBackend
 from kvframe.attention.metadata import SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
-from kvframe.builtin import torch_builder, torch_cut
+from kvframe.builtin import torch_builder
 from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.builtin.torch_builder import TorchMetadata, TorchMetadataBuilder
 from kvframe.builtin.torch_cut import cut_batches
@@ -109,7 +109,7 @@ def limits(small: bool) -> Iterator[None]:
     """Cut into many pieces where ``small``."""
     with pytest.MonkeyPatch.context() as patch:
         if small:
-            patch.setattr(torch_cut, "MAX_PIECE_KEYS", 48)
+            patch.setattr(torch_builder, "MAX_PIECE_KEYS", 48)
             patch.setattr(torch_builder, "MAX_FOLDED_QUERIES", 6)
             patch.setattr(torch_builder, "FREE_PADDING_ELEMENTS", 0)
         yield
@@ -356,7 +356,30 @@ def test_a_bias_that_differs_from_head_to_head_takes_as_much_memory_as_a_mask() 
     assert max(64 * size for each in sizes for size in each) <= 1 << 24
     assert {32} == {piece.num_queries for piece in built[0].pieces}
     # Decodes are as many to a piece as without a bias.
-    assert 7 == len(sizes[1])
+    without = attrs.evolve(layer, query=attrs.evolve(query, relative_bias=None))
+    assert len(TorchBackend([without], CPU).make_builder().build(steps[1]).pieces) == len(sizes[1])
+
+
+def test_a_decode_gathers_as_much_at_once_as_a_cache_holds() -> None:
+    layer = attrs.evolve(
+        layer_of(block_size=16, num_kv_heads=8, head_size=128),
+        query=QuerySpec(num_heads=8, head_size=128, scale=0.1),
+    )
+    builder = TorchBackend([layer], CPU).make_builder()
+    short = builder.build(metadata_of([Request(511, 1)] * 64, block_size=16))
+    assert [(4, 512, ())] * 16 == [(piece.num_tiles, piece.num_keys, piece.parts) for piece in short.pieces]
+    (long,) = builder.build(metadata_of([Request(9999, 1)], block_size=16)).pieces
+    assert [(0, 128), (128, 256), (256, 384), (384, 512), (512, 625)] == [
+        (part.first_page, part.stop_page) for part in long.parts
+    ]
+
+
+def test_what_no_query_sees_is_hidden_in_the_part_that_holds_it() -> None:
+    with limits(True):
+        common = metadata_of([Request(201, 1, num_hidden=98)], starts=True)
+        (piece,) = TorchBackend([layer_of()], CPU).make_builder().build(common).pieces
+    # 4 tokens to a page, 12 pages to a part; pages before the hidden tokens' last one are not read.
+    assert [[0, 1], [], [10, 11]] == [part.hidden_slots.tolist() for part in piece.parts]
 
 
 def test_tokens_of_requests_without_keys_are_not_computed() -> None:
@@ -397,7 +420,8 @@ def test_a_step_without_a_token_for_any_request_gives_zeros(backend: type[Attent
 def cut(num_queries: IntArray, num_keys: IntArray, free_padding: int) -> tuple[IntArray | None, IntArray]:
     """Return how tiles of one segment are cut."""
     zeros = np.zeros_like(num_keys)
-    return cut_batches(zeros, num_queries, num_keys, np.full_like(num_keys, free_padding), zeros)
+    limit = np.full_like(num_keys, 1 << 16)
+    return cut_batches(zeros, num_queries, num_keys, np.full_like(num_keys, free_padding), zeros, limit)
 
 
 @any_time
@@ -435,6 +459,7 @@ def test_tiles_of_different_segments_are_not_mixed() -> None:
         np.array([100, 90, 10, 95, 90]),
         np.zeros(5, dtype=int),
         np.zeros(5, dtype=int),
+        np.full(5, 1 << 16),
     )
     assert order is not None
     assert ([0, 1, 3, 4, 2], [0, 2, 4, 5]) == (order.tolist(), bounds.tolist())

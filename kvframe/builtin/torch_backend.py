@@ -16,6 +16,8 @@ from kvframe.builtin.torch_builder import TorchMetadata, TorchMetadataBuilder
 from kvframe.builtin.torch_pieces import Piece
 from kvframe.specs import LayerSpec
 
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
 MAX_SCRATCH_ELEMENTS = 1 << 23
 """Elements of a scratch tensor at most: what is larger takes its time anyway, and is not kept."""
 
@@ -80,7 +82,7 @@ class TorchBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Gather each piece's pages and attend to them."""
         assert isinstance(metadata, TorchMetadata)
-        keys, values = kv_cache["k"], kv_cache["v"]
+        values = kv_cache["v"]
         num_tokens, num_heads, head_size = query.shape
         by_distance = self._bias_by_distance.get(layer.name)
         output = None
@@ -88,15 +90,13 @@ class TorchBackend(AttentionBackend):
             num_rows = piece.num_tiles * piece.num_queries
             in_order = piece.query_rows is None
             rows = query[:num_rows] if piece.query_rows is None else query.index_select(0, piece.query_rows)
-            result = _attend(
-                layer,
-                rows.view(piece.num_tiles, piece.num_queries, num_heads, head_size),
-                _gather(piece, pages, keys, query.dtype, self._key_scratch),
-                _gather(piece, pages, values, query.dtype, self._value_scratch),
-                piece,
-                sinks,
-                by_distance,
-            ).reshape(num_rows, num_heads, values.shape[-1])
+            rows = rows.view(piece.num_tiles, piece.num_queries, num_heads, head_size)
+            if piece.parts:
+                result = self._attend_in_parts(layer, rows, kv_cache, piece, pages, sinks, by_distance)
+            else:
+                key, value = self._gather(kv_cache, pages, piece.hidden_slots, piece.num_tiles, query.dtype)
+                result = _attend(layer, rows, key, value, piece, sinks, by_distance)
+            result = result.reshape(num_rows, num_heads, values.shape[-1])
             if in_order and num_rows == num_tokens:
                 return result
             if output is None:
@@ -109,16 +109,76 @@ class TorchBackend(AttentionBackend):
                 output[:num_rows] = result
         return query.new_zeros(num_tokens, num_heads, values.shape[-1]) if output is None else output
 
+    def _gather(
+        self, kv_cache: KVCache, pages: torch.Tensor, hidden_slots: torch.Tensor, num_tiles: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tiles' keys and values, ``[num_tiles, num_heads, num_keys, size]`` both, strided."""
+        scratches = {"k": self._key_scratch, "v": self._value_scratch}
+        key, value = (
+            _gather(kv_cache[name], pages, hidden_slots, num_tiles, dtype, scratch)
+            for name, scratch in scratches.items()
+        )
+        return key, value
+
+    def _attend_in_parts(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        piece: Piece,
+        pages: torch.Tensor,
+        sinks: torch.Tensor | None,
+        by_distance: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return what ``_attend`` returns for one query, without its tile's tokens being gathered all at once."""
+        assert layer.query is not None
+        num_kv_heads = kv_cache["k"].shape[2]
+        block_size = kv_cache["k"].shape[1]
+        (folded,) = _fold(query, num_kv_heads)
+        columns = (folded * layer.query.scale).transpose(1, 2)
+        wide = torch.float32 if query.dtype in LOW_PRECISION else query.dtype
+        scores = query.new_empty(1, num_kv_heads, folded.shape[1], piece.num_keys, dtype=wide)
+        for part in piece.parts:
+            tokens = slice(part.first_page * block_size, part.stop_page * block_size)
+            part_pages = pages[part.first_page : part.stop_page]
+            (key,) = _gather(kv_cache["k"], part_pages, part.hidden_slots, 1, query.dtype, self._key_scratch)
+            # Keys first: the other way round, a few rows of bfloat16 by many columns take ten times as long.
+            scores[0, :, :, tokens] = torch.bmm(key, columns).transpose(1, 2)
+        bias = _bias(piece, by_distance, num_kv_heads, wide)
+        weights = _weights(layer, scores, bias, sinks)[0].to(query.dtype)
+        output = query.new_zeros(num_kv_heads, folded.shape[1], kv_cache["v"].shape[-1], dtype=wide)
+        for part in piece.parts:
+            tokens = slice(part.first_page * block_size, part.stop_page * block_size)
+            part_pages = pages[part.first_page : part.stop_page]
+            (value,) = _gather(kv_cache["v"], part_pages, part.hidden_slots, 1, query.dtype, self._value_scratch)
+            output += torch.bmm(weights[:, :, tokens], value)
+        return output.to(query.dtype).view(1, 1, query.shape[2], -1)
+
 
 def _gather(
-    piece: Piece, pages: torch.Tensor, state: torch.Tensor, dtype: torch.dtype, scratch: Scratch
+    state: torch.Tensor,
+    pages: torch.Tensor,
+    hidden_slots: torch.Tensor,
+    num_tiles: int,
+    dtype: torch.dtype,
+    scratch: Scratch,
 ) -> torch.Tensor:
     """Return the tiles' tokens of one state tensor, ``[num_tiles, num_heads, num_keys, size]``, strided."""
     gathered = scratch.take((pages.shape[0], *state.shape[1:]), state)
     torch.index_select(state, 0, pages, out=gathered)
     tokens = gathered.view(-1, *state.shape[2:])
-    tokens.index_fill_(0, piece.hidden_slots, 0)
-    return tokens.to(dtype).view(piece.num_tiles, piece.num_keys, *state.shape[2:]).transpose(1, 2)
+    tokens.index_fill_(0, hidden_slots, 0)
+    return tokens.to(dtype).view(num_tiles, -1, *state.shape[2:]).transpose(1, 2)
+
+
+def _fold(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """Return ``[num_tiles, num_kv_heads, group_size * num_queries, head_size]`` of queries of one tile after another.
+
+    A KV head's query heads become more queries of that one head, so that keys are never repeated.
+    """
+    num_tiles, num_queries, num_heads, head_size = query.shape
+    folded = query.view(num_tiles, num_queries, num_kv_heads, num_heads // num_kv_heads, head_size)
+    return folded.permute(0, 2, 3, 1, 4).reshape(num_tiles, num_kv_heads, -1, head_size)
 
 
 def _attend(
@@ -132,26 +192,30 @@ def _attend(
 ) -> torch.Tensor:
     """Return ``[num_tiles, num_queries, num_heads, head_size_v]`` for queries of the same shape but the last."""
     assert layer.query is not None
-    num_tiles, num_queries, num_heads, head_size = query.shape
+    num_tiles, num_queries, num_heads, _ = query.shape
     num_kv_heads = key.shape[1]
     group_size = num_heads // num_kv_heads
     if piece.is_causal:
         return scaled_dot_product_attention(
             query.transpose(1, 2), key, value, is_causal=True, scale=layer.query.scale, enable_gqa=group_size > 1
         ).transpose(1, 2)
-    # A KV head's query heads become more queries of that one head, so that keys are never repeated.
-    folded = query.view(num_tiles, num_queries, num_kv_heads, group_size, head_size).permute(0, 2, 3, 1, 4)
-    folded = folded.reshape(num_tiles, num_kv_heads, group_size * num_queries, head_size)
-    bias = None if piece.bias is None else piece.bias.to(query.dtype)
-    if by_distance is not None:
-        learned = _learned_bias(by_distance, piece, num_kv_heads).to(query.dtype)
-        bias = learned if bias is None else learned + bias
+    folded = _fold(query, num_kv_heads)
+    bias = _bias(piece, by_distance, num_kv_heads, query.dtype)
     if layer.query.soft_cap is None and sinks is None:
         result = scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=layer.query.scale)
     else:
         result = _explicit_attention(layer, folded, key, value, bias, sinks)
     result = result.view(num_tiles, num_kv_heads, group_size, num_queries, value.shape[-1])
     return result.permute(0, 3, 1, 2, 4).reshape(num_tiles, num_queries, num_heads, value.shape[-1])
+
+
+def _bias(piece: Piece, by_distance: torch.Tensor | None, num_kv_heads: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return what is added to the scores of folded queries, or to all alike; None for nothing."""
+    bias = None if piece.bias is None else piece.bias.to(dtype)
+    if by_distance is None:
+        return bias
+    learned = _learned_bias(by_distance, piece, num_kv_heads).to(dtype)
+    return learned if bias is None else learned + bias
 
 
 def _learned_bias(by_distance: torch.Tensor, piece: Piece, num_kv_heads: int) -> torch.Tensor:
@@ -178,7 +242,16 @@ def _explicit_attention(
     heads = range(key.shape[1])
     query = query * layer.query.scale
     scores = torch.stack([torch.bmm(query[:, head], key[:, head].transpose(1, 2)) for head in heads], dim=1)
-    if scores.dtype in (torch.float16, torch.bfloat16):
+    weights = _weights(layer, scores, bias, sinks).to(query.dtype)
+    return torch.stack([torch.bmm(weights[:, head], value[:, head]) for head in heads], dim=1)
+
+
+def _weights(
+    layer: LayerSpec, scores: torch.Tensor, bias: torch.Tensor | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the softmax of scaled scores, ``[num_tiles, num_kv_heads, num_rows, num_keys]``, in float32 at least."""
+    assert layer.query is not None
+    if scores.dtype in LOW_PRECISION:
         scores = scores.float()
     if layer.query.soft_cap is not None:
         scores = scores.div_(layer.query.soft_cap).tanh_().mul_(layer.query.soft_cap)
@@ -187,9 +260,8 @@ def _explicit_attention(
     weights = torch.softmax(scores, dim=-1)
     if sinks is not None:
         # One more logit in the denominator scales every weight by the softmax's share against it.
-        num_rows = query.shape[2]
-        logits = sinks.to(scores.dtype).view(key.shape[1], -1, 1)
-        logits = logits.expand(-1, -1, num_rows * key.shape[1] // sinks.shape[0]).reshape(1, key.shape[1], num_rows, 1)
+        num_kv_heads, num_rows = scores.shape[1:3]
+        logits = sinks.to(scores.dtype).view(num_kv_heads, -1, 1)
+        logits = logits.expand(-1, -1, num_rows * num_kv_heads // sinks.shape[0]).reshape(1, num_kv_heads, num_rows, 1)
         weights *= torch.sigmoid(torch.logsumexp(scores, dim=-1, keepdim=True) - logits)
-    weights = weights.to(query.dtype)
-    return torch.stack([torch.bmm(weights[:, head], value[:, head]) for head in heads], dim=1)
+    return weights

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import attrs
@@ -20,6 +20,7 @@ from kvframe.attention.metadata import SEQ_STARTS, CommonAttentionMetadata
 from kvframe.builtin.torch_layout import Layout
 from kvframe.builtin.torch_pieces import Piece, PieceMaker, upload
 from kvframe.builtin.torch_tiles import NO_LIMIT, IntArray, Rules
+from kvframe.formats import StateTensor
 from kvframe.specs import LayerSpec
 
 MAX_FOLDED_QUERIES = 256
@@ -27,6 +28,12 @@ MAX_FOLDED_QUERIES = 256
 
 MAX_BIASED_QUERIES = 2048
 """Rows of a tile with a learned bias, which differs from head to head: the queries of all heads."""
+
+MAX_PIECE_KEYS = 1 << 16
+"""Gathered tokens of a piece of more than one tile: bounds the gathered copy's memory."""
+
+MAX_PIECE_BYTES = 1 << 23
+"""Bytes of a CPU's piece of more than one tile, of keys or of values: the copy is read again while a cache holds it."""
 
 FREE_PADDING_ELEMENTS = 3 << 17
 """Key and value elements that decodes may gather in vain before a second piece, with its own calls, costs less."""
@@ -80,6 +87,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
             free_padding=FREE_PADDING_ELEMENTS // token_elements,
             biased_heads=biased_heads,
             max_distance=0 if bias is None else bias.max_distance,
+            piece_keys=_piece_keys(state.values(), device),
         )
         self._dtype: torch.dtype = getattr(torch, state["k"].dtype)
         self._device = device
@@ -127,6 +135,14 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         return {
             "pages": table.ids(table.start).index_select(0, index).split_with_sizes([len(each) for each in built.pages])
         }
+
+
+def _piece_keys(state: Iterable[StateTensor], device: torch.device) -> int:
+    """Return the gathered tokens of a piece at most."""
+    if device.type != "cpu":
+        return MAX_PIECE_KEYS
+    token_bytes = max(tensor.num_bytes // tensor.shape[0] for tensor in state)
+    return min(MAX_PIECE_KEYS, max(1, MAX_PIECE_BYTES // token_bytes))
 
 
 @attrs.frozen(eq=False)

@@ -8,9 +8,6 @@ import numpy as np
 
 from kvframe.builtin.torch_tiles import IntArray
 
-MAX_PIECE_KEYS = 1 << 16
-"""Gathered tokens of a piece of more than one tile: bounds the gathered copy's memory."""
-
 MAX_BIAS_ELEMENTS = 1 << 24
 """Elements of a learned bias of a piece of more than one tile: as many as a mask has at most."""
 
@@ -19,7 +16,12 @@ MAX_KINDS = 1 << 6
 
 
 def cut_batches(
-    segment: IntArray, num_queries: IntArray, num_keys: IntArray, free_padding: IntArray, biased_heads: IntArray
+    segment: IntArray,
+    num_queries: IntArray,
+    num_keys: IntArray,
+    free_padding: IntArray,
+    biased_heads: IntArray,
+    piece_keys: IntArray,
 ) -> tuple[IntArray | None, IntArray]:
     """Cut tiles into dense batches, in which padding is less than half of the keys and the queries, or little.
 
@@ -29,6 +31,7 @@ def cut_batches(
         num_keys: ``[num_tiles]``: tokens that each reads.
         free_padding: ``[num_tiles]``: tokens that a batch of single queries may read in vain, alike in a segment.
         biased_heads: ``[num_tiles]``: heads with a learned bias of their own, 0 without; alike in a segment.
+        piece_keys: ``[num_tiles]``: tokens that a batch of more than one tile reads at most; alike in a segment.
 
     Returns:
         The order of tiles, None where they stay as they are; where each batch starts in it, and the end.
@@ -40,9 +43,9 @@ def cut_batches(
     uniform = 2 * np.minimum.reduceat(num_keys, starts) > longest
     uniform &= 2 * np.minimum.reduceat(num_queries, starts) > widest
     uniform |= (widest == 1) & (waste <= free_padding[starts])
-    limit = np.full_like(longest, MAX_PIECE_KEYS)
+    limit = piece_keys[starts]
     if biased_heads.any():
-        np.minimum(limit, MAX_BIAS_ELEMENTS // np.maximum(1, widest * biased_heads[starts]), out=limit)
+        limit = np.minimum(limit, MAX_BIAS_ELEMENTS // np.maximum(1, widest * biased_heads[starts]))
     uniform &= counts * longest <= limit
     uniform |= counts == 1
     if uniform.all():

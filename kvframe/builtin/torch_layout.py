@@ -71,8 +71,9 @@ class Layout:
         segment = NUM_KINDS * tiles.group + tiles.kind
         free_padding = np.array([each.free_padding for each in rules])[tiles.group]
         biased_heads = np.array([each.biased_heads for each in rules])[tiles.group]
+        piece_keys = np.array([each.piece_keys for each in rules])[tiles.group]
         num_keys = spans.num_pages * block_size
-        order, bounds = cut_batches(segment, tiles.num_queries, num_keys, free_padding, biased_heads)
+        order, bounds = cut_batches(segment, tiles.num_queries, num_keys, free_padding, biased_heads, piece_keys)
         if order is not None:
             tiles, spans = tiles.take(order), spans.take(order)
         starts, counts = bounds[:-1], bounds[1:] - bounds[:-1]

@@ -17,6 +17,21 @@ from kvframe.builtin.torch_tiles import IntArray
 
 
 @attrs.frozen(eq=False)
+class Part:
+    """Gathered tokens, whole pages, of one long tile.
+
+    Attributes:
+        first_page: The tile's page that it starts with.
+        stop_page: The tile's page behind it.
+        hidden_slots: ``[num_hidden], int64, device``: as in a piece, counted from the part's first token.
+    """
+
+    first_page: int
+    stop_page: int
+    hidden_slots: torch.Tensor
+
+
+@attrs.frozen(eq=False)
 class Piece:
     """Tiles that are computed as one dense batch of ``num_queries`` queries over ``num_keys`` gathered tokens.
 
@@ -35,6 +50,7 @@ class Piece:
         is_causal: Whether query ``i`` of each tile sees gathered tokens ``[0, i]``.
         bias_columns: ``[num_tiles * num_queries * num_keys], int32, device``: for each query and gathered token, the
             column of what ``bias_by_distance`` returns; None without a learned bias.
+        parts: Its tokens, part by part, of a single query over more than are gathered at once; else empty.
     """
 
     num_tiles: int
@@ -47,6 +63,7 @@ class Piece:
     bias: torch.Tensor | None
     is_causal: bool
     bias_columns: torch.Tensor | None
+    parts: tuple[Part, ...]
 
 
 Rows = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -93,6 +110,7 @@ class PieceMaker:
             biases,
             layout.is_fresh,
             self._bias_columns(padded_pages, num_keys.tolist(), read),
+            self._parts(hidden, num_hidden, num_keys),
             strict=True,
         )
         return [Piece(tiles, queries, keys, *rows, *others) for tiles, queries, keys, rows, *others in columns]
@@ -147,6 +165,24 @@ class PieceMaker:
             if limits[group]:
                 distance = keys[piece].view(tiles, 1, -1) - queries[piece].view(tiles, -1, 1)
                 found[piece] = bias_columns(distance, limits[group]).view(-1)
+        return found
+
+    def _parts(self, hidden: IntArray, num_hidden: IntArray, num_keys: IntArray) -> list[tuple[Part, ...]]:
+        layout, size = self._layout, self._layout.block_size
+        found: list[tuple[Part, ...]] = [()] * len(num_keys)
+        limits = np.array([rules.piece_keys for rules in layout.rules])[layout.groups]
+        stops, hidden_stops = num_keys.cumsum(), num_hidden.cumsum()
+        # Batches of several tiles were cut to the limit.
+        for piece in ((layout.queries == 1) & (num_keys > limits)).nonzero()[0].tolist():
+            slots = hidden[hidden_stops[piece] - num_hidden[piece] : hidden_stops[piece]]
+            slots = slots - (stops[piece] - num_keys[piece])
+            num_pages, pages_each = int(layout.widths[piece]), max(1, int(limits[piece]) // size)
+            parts = []
+            for first in range(0, num_pages, pages_each):
+                stop = min(first + pages_each, num_pages)
+                start, end = np.searchsorted(slots, (first * size, stop * size))
+                parts.append(Part(first, stop, upload(slots[start:end] - first * size, self._device)))
+            found[piece] = tuple(parts)
         return found
 
     def _tile_bias(self, hidden: IntArray, padded_pages: IntArray, num_keys: int) -> torch.Tensor:

@@ -40,6 +40,7 @@ class Rules:
         free_padding: Tokens that a piece of single queries may gather in vain.
         biased_heads: Query heads with a learned bias of their own; 0 without such a bias.
         max_distance: The distances up to which it tells keys apart; 0 likewise.
+        piece_keys: Gathered tokens of a piece of more than one tile at most, and of a part of a single query's.
     """
 
     causal: bool
@@ -51,6 +52,7 @@ class Rules:
     free_padding: int
     biased_heads: int
     max_distance: int
+    piece_keys: int
 
 
 @attrs.frozen(eq=False)
