@@ -12,13 +12,9 @@ from typing import Any
 import pytest
 import torch
 from kvframe_kernels.testing import paged, scattered
+from kvframe_kernels.triton.conv import conv_update, conv_update_reference
 from kvframe_kernels.triton.delta import gated_delta_update, gated_delta_update_reference
-from kvframe_kernels.triton.states import (
-    conv_update,
-    conv_update_reference,
-    selective_state_update,
-    selective_state_update_reference,
-)
+from kvframe_kernels.triton.states import selective_state_update, selective_state_update_reference
 
 NUM_IDS, NUM_PLACES = 9, 2
 PLACES = {
@@ -100,6 +96,20 @@ def test_a_step_of_mamba_2(places: str, heads: int, groups: int, head_size: int,
     ]
     shape = heads, head_size, state_size
     run(selective_state_update, selective_state_update_reference, shape, places, *inputs, softplus=True)
+
+
+def test_a_bias_of_its_own_for_each_element_of_a_head() -> None:
+    inputs = [
+        drawn(3, 4, 8),
+        drawn(3, 4, 1).expand(-1, -1, 8),
+        -drawn(4, 1, 1).exp().expand(-1, 8, 16),
+        drawn(3, 1, 16),
+        drawn(3, 1, 16),
+        None,
+        None,
+        drawn(4, 8),
+    ]
+    run(selective_state_update, selective_state_update_reference, (4, 8, 16), "in place", *inputs, softplus=True)
 
 
 @pytest.mark.parametrize("left_out", [(), (5,), (6,), (7,), (5, 6, 7)])

@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvframe_kernels.triton.states import Place
+from kvframe_kernels.triton.launch import Launch
+from kvframe_kernels.triton.places import Place, places, strides
 
 NORM_EPS = 1e-6
 """What keeps the norm of queries and keys from zero, as in flash-linear-attention."""
@@ -46,22 +47,59 @@ def gated_delta_update(
     Returns:
         ``[num_rows, num_heads, value_size], device``, in the dtype of ``value``.
     """
+    out = torch.empty_like(value, memory_format=torch.contiguous_format)
+    if len(value):
+        gated_delta_launch(pages, source, target, query, key, value, gate, beta, out, scale, normalise).run()
+    return out
+
+
+def gated_delta_launch(
+    pages: torch.Tensor,
+    source: Place,
+    target: Place,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    gate: torch.Tensor,
+    beta: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    normalise: bool,
+) -> Launch:
+    """Return what ``gated_delta_update`` launches; ``out`` is what it returns."""
     num_rows, num_heads, value_size = value.shape
     key_size = key.shape[-1]
-    out = torch.empty_like(value, memory_format=torch.contiguous_format)
-    if not num_rows:
-        return out
     block_k = triton.next_power_of_2(key_size)
     block_v = min(triton.next_power_of_2(value_size), max(1, 4096 // block_k))
     per_channel = gate.dim() == 3
-    _delta_step[(triton.cdiv(value_size, block_v), num_heads, num_rows)](
-        pages, *source, *target, query, key, value, gate, beta, out,
-        *pages.stride(), *query.stride(), *key.stride(), *value.stride(),
-        *(gate.stride() if per_channel else (*gate.stride(), 0)), *beta.stride(), *out.stride(),
-        scale, num_heads // key.shape[1], key_size, value_size,
-        PER_CHANNEL=per_channel, NORMALISE=normalise, EPS=NORM_EPS, BLOCK_K=block_k, BLOCK_V=block_v, num_warps=4,
-    )  # fmt: skip
-    return out
+    arguments = {
+        "pages": pages,
+        **places(source, target),
+        "query": query,
+        "key": key,
+        "value": value,
+        "gate": gate,
+        "beta": beta,
+        "out": out,
+        **strides(pages, "s_page", "s_place", "s_head", "s_key", "s_value"),
+        **strides(query, "q_row", "q_head", "q_size"),
+        **strides(key, "k_row", "k_head", "k_size"),
+        **strides(value, "v_row", "v_head", "v_size"),
+        "g_size": 0,
+        **strides(gate, *("g_row", "g_head", "g_size")[: gate.dim()]),
+        **strides(beta, "b_row", "b_head"),
+        **strides(out, "out_row", "out_head", "out_size"),
+        "scale": float(scale),
+        "heads_per_key": num_heads // key.shape[1],
+        "key_size": key_size,
+        "value_size": value_size,
+        "PER_CHANNEL": per_channel,
+        "NORMALISE": normalise,
+        "EPS": NORM_EPS,
+        "BLOCK_K": block_k,
+        "BLOCK_V": block_v,
+    }
+    return Launch(_delta_step, (triton.cdiv(value_size, block_v), num_heads, num_rows), arguments)
 
 
 def gated_delta_update_reference(

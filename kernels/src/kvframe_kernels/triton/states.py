@@ -1,4 +1,4 @@
-"""One token's step of selective state spaces, on states that lie in pages: Mamba, Mamba-2, their convolution.
+"""One token's step of selective state spaces, on states that lie in pages: Mamba, Mamba-2.
 
 A step reads each row's state from one page and writes it to another, or the same: that is the least there is to move.
 With a gather in front and a scatter behind, as kernels over dense states need them, it is three times as much.
@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-Place = tuple[torch.Tensor, torch.Tensor]
-"""Page and place in it of each row's state: ``[num_rows], int64, device`` both."""
+from kvframe_kernels.triton.launch import Launch
+from kvframe_kernels.triton.places import Place, places, silu, strides
 
 _TILE = 4096
 """Elements of a state that one program holds, in registers."""
@@ -57,24 +57,67 @@ def selective_state_update(
     Returns:
         ``[num_rows, num_heads, head_size], device``, in the dtype of ``x``.
     """
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if len(x):
+        selective_state_launch(pages, source, target, x, dt, A, B, C, D, z, dt_bias, out, softplus).run()
+    return out
+
+
+def selective_state_launch(
+    pages: torch.Tensor,
+    source: Place,
+    target: Place,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    out: torch.Tensor,
+    softplus: bool,
+) -> Launch:
+    """Return what ``selective_state_update`` launches; ``out`` is what it returns."""
     num_rows, num_heads, head_size = x.shape
     state_size = pages.shape[-1]
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if not num_rows:
-        return out
     block_n = triton.next_power_of_2(state_size)
     block_p = min(triton.next_power_of_2(head_size), max(1, _TILE // block_n))
-    tied = head_size > 1 and dt.stride(2) == A.stride(1) == A.stride(2) == 0
-    _selective_step[(triton.cdiv(head_size, block_p), num_heads, num_rows)](
-        pages, *source, *target, x, dt, A, B, C, D, z, dt_bias, out,
-        *pages.stride(), *x.stride(), *dt.stride(), *A.stride(), *B.stride(), *C.stride(),
-        *((0, 0) if D is None else D.stride()), *((0, 0, 0) if z is None else z.stride()),
-        *((0, 0) if dt_bias is None else dt_bias.stride()), *out.stride(),
-        num_heads // B.shape[1], head_size, state_size,
-        HAS_D=D is not None, HAS_Z=z is not None, HAS_BIAS=dt_bias is not None, SOFTPLUS=softplus, TIED=tied,
-        BLOCK_P=block_p, BLOCK_N=block_n, num_warps=4,
-    )  # fmt: skip
-    return out
+    per_element = (dt.stride(2), A.stride(1), A.stride(2), 0 if dt_bias is None else dt_bias.stride(1))
+    arguments = {
+        "pages": pages,
+        **places(source, target),
+        "x": x,
+        "dt": dt,
+        "A": A,
+        "B": B,
+        "C": C,
+        "D": D,
+        "z": z,
+        "dt_bias": dt_bias,
+        "out": out,
+        **strides(pages, "s_page", "s_place", "s_head", "s_size", "s_state"),
+        **strides(x, "x_row", "x_head", "x_size"),
+        **strides(dt, "dt_row", "dt_head", "dt_size"),
+        **strides(A, "A_head", "A_size", "A_state"),
+        **strides(B, "B_row", "B_group", "B_state"),
+        **strides(C, "C_row", "C_group", "C_state"),
+        **strides(D, "D_head", "D_size"),
+        **strides(z, "z_row", "z_head", "z_size"),
+        **strides(dt_bias, "bias_head", "bias_size"),
+        **strides(out, "out_row", "out_head", "out_size"),
+        "heads_per_group": num_heads // B.shape[1],
+        "head_size": head_size,
+        "state_size": state_size,
+        "HAS_D": D is not None,
+        "HAS_Z": z is not None,
+        "HAS_BIAS": dt_bias is not None,
+        "SOFTPLUS": softplus,
+        "TIED": head_size > 1 and not any(per_element),
+        "BLOCK_P": block_p,
+        "BLOCK_N": block_n,
+    }
+    return Launch(_selective_step, (triton.cdiv(head_size, block_p), num_heads, num_rows), arguments)
 
 
 def selective_state_update_reference(
@@ -107,67 +150,6 @@ def selective_state_update_reference(
     return out.to(x.dtype)
 
 
-def conv_update(
-    pages: torch.Tensor,
-    source: Place,
-    target: Place,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    silu: bool = False,
-) -> torch.Tensor:
-    """Take one token's step of a short causal convolution over each channel, and shift its inputs by one.
-
-    The algorithm is that of ``causal_conv1d_update`` in Dao-AILab/causal-conv1d; the indices of pages are our own.
-
-    Args:
-        pages: ``[num_block_ids, num_places, num_channels, num_inputs], device``: the last inputs, the latest last;
-            written to at ``target``.
-        source: Where each row's inputs before the token lie.
-        target: Where those after it go; no two are one, and none is another row's source.
-        x: ``[num_rows, num_channels], device``: the token's input.
-        weight: ``[num_channels, width], device``, with ``width <= num_inputs + 1``.
-        bias: ``[num_channels], device``; None for none.
-        silu: Whether the output goes through a SiLU.
-
-    Returns:
-        ``[num_rows, num_channels], device``, in the dtype of ``x``.
-    """
-    num_rows, num_channels = x.shape
-    num_inputs, width = pages.shape[-1], weight.shape[-1]
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if not num_rows:
-        return out
-    block_l = triton.next_power_of_2(num_inputs + 1)
-    block_c = min(triton.next_power_of_2(num_channels), max(1, 2048 // block_l))
-    _conv_step[(triton.cdiv(num_channels, block_c), num_rows)](
-        pages, *source, *target, x, weight, bias, out,
-        *pages.stride(), *x.stride(), *weight.stride(), 0 if bias is None else bias.stride(0), out.stride(0),
-        num_channels, num_inputs, width,
-        HAS_BIAS=bias is not None, SILU=silu, BLOCK_C=block_c, BLOCK_L=block_l, num_warps=4,
-    )  # fmt: skip
-    return out
-
-
-def conv_update_reference(
-    pages: torch.Tensor,
-    source: Place,
-    target: Place,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    silu: bool = False,
-) -> torch.Tensor:
-    """Do what ``conv_update`` does, in plain torch."""
-    inputs = torch.cat([pages[source].float(), x.float()[..., None]], dim=-1)
-    pages[target] = inputs[..., 1:].to(pages.dtype)
-    out = (inputs[..., -weight.shape[-1] :] * weight.float()).sum(-1)
-    out = out if bias is None else out + bias.float()
-    return (functional.silu(out) if silu else out).to(x.dtype)
-
-
 @triton.jit
 def _softplus(x):  # type: ignore[no-untyped-def]
     # log(1 + e) with the rounding of 1 + e taken out again (W. Kahan); a plain log loses small steps altogether.
@@ -175,11 +157,6 @@ def _softplus(x):  # type: ignore[no-untyped-def]
     u = 1.0 + e
     small = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
     return tl.where(x > 20.0, x, small)
-
-
-@triton.jit
-def _silu(x):  # type: ignore[no-untyped-def]
-    return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit
@@ -230,40 +207,5 @@ def _selective_step(  # type: ignore[no-untyped-def]
         result += value * tl.load(D + head * D_head + p * D_size, mask=in_p, other=0.0).to(tl.float32)
     if HAS_Z:
         gate = tl.load(z + row * z_row + head * z_head + p * z_size, mask=in_p, other=0.0).to(tl.float32)
-        result *= _silu(gate)
+        result *= silu(gate)
     tl.store(out + row * out_row + head * out_head + p * out_size, result.to(out.dtype.element_ty), mask=in_p)
-
-
-@triton.jit
-def _conv_step(  # type: ignore[no-untyped-def]
-    pages, source_pages, source_places, target_pages, target_places, x, weight, bias, out,
-    s_page, s_place, s_channel, s_input, x_row, x_channel, w_channel, w_input, b_channel, out_row,
-    num_channels, num_inputs, width,
-    HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(1)
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    at = tl.arange(0, BLOCK_L)
-    in_c = c < num_channels
-    source = tl.load(source_pages + row) * s_page + tl.load(source_places + row) * s_place
-    target = tl.load(target_pages + row) * s_page + tl.load(target_places + row) * s_place
-    before = in_c[:, None] & (at < num_inputs)[None, :]
-    old = tl.load(pages + source + c[:, None] * s_channel + at[None, :] * s_input, mask=before, other=0.0)
-    new = tl.load(x + row * x_row + c * x_channel, mask=in_c, other=0.0)
-    inputs = tl.where((at == num_inputs)[None, :], new[:, None].to(old.dtype), old)
-    tap = at - (num_inputs + 1 - width)
-    taps = in_c[:, None] & ((tap >= 0) & (tap < width))[None, :]
-    weights = tl.load(weight + c[:, None] * w_channel + tap[None, :] * w_input, mask=taps, other=0.0)
-    # Every input moves to where another thread may still have to read one.
-    tl.debug_barrier()
-    moved = in_c[:, None] & ((at > 0) & (at <= num_inputs))[None, :]
-    tl.store(pages + target + c[:, None] * s_channel + (at - 1)[None, :] * s_input, inputs, mask=moved)
-
-    latest = new.to(tl.float32)
-    exact = tl.where((at == num_inputs)[None, :], latest[:, None], old.to(tl.float32))
-    result = tl.sum(exact * weights.to(tl.float32), axis=1)
-    if HAS_BIAS:
-        result += tl.load(bias + c * b_channel, mask=in_c, other=0.0).to(tl.float32)
-    if SILU:
-        result = _silu(result)
-    tl.store(out + row * out_row + c, result.to(out.dtype.element_ty), mask=in_c)

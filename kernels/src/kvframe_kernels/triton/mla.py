@@ -1,0 +1,211 @@
+"""Attention over paged latents in the absorbed form, for decodes and whatever else is to be read as it lies there.
+
+``LatentAttention`` holds what is known of a layer at set-up; its ``plan`` cuts a step into work on the host, as that of
+keys and values does, and ``launches`` are the one to four kernel calls that compute it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import triton
+
+from kvframe_kernels.triton import attention_kernel, mla_kernel
+from kvframe_kernels.triton.attention import LOG2_E, PARTS_AT_ONCE, DeviceWork, _dot_dtype
+from kvframe_kernels.triton.attention_plan import Batch, Rules, Tiling, Work, cut
+from kvframe_kernels.triton.launch import Launch
+
+
+def heads_per_program(num_heads: int, most: int) -> int:
+    """Return the most query heads that a program can take so that all programs take as many."""
+    return next(heads for heads in range(min(num_heads, most), 0, -1) if num_heads % heads == 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Attention of layers over latents that are alike.
+
+    Attributes:
+        num_heads: Query heads.
+        latent_size: Elements of a latent.
+        rope_size: Elements of the rotated part behind it.
+        block_size: Tokens per block.
+        scale: Factor on the products of queries and keys.
+        causal: Whether queries see only their own and earlier positions; a batch may say that they see all.
+        num_cores: The device's multiprocessors.
+        tilings: Shapes of programs, by ascending rows; None for those that suit the sizes.
+    """
+
+    num_heads: int
+    latent_size: int
+    rope_size: int
+    block_size: int
+    scale: float
+    causal: bool = True
+    num_cores: int = 132
+    tilings: tuple[Tiling, ...] | None = None
+
+    def plan_key(self, dtype: torch.dtype) -> Hashable:
+        """Return what decides the outcome of ``plan`` beside the batch; queries are of this dtype."""
+        return self.rules_for(dtype), self.causal, self.tilings_for(dtype), self.num_cores
+
+    def plan(self, batch: Batch, dtype: torch.dtype) -> list[Work]:
+        """Return a step's work.
+
+        Args:
+            batch: The step.
+            dtype: Of its queries.
+        """
+        return cut(batch, self.rules_for(dtype), self.tilings_for(dtype), self.num_cores)
+
+    def tilings_for(self, dtype: torch.dtype) -> tuple[Tiling, ...]:
+        """Return the shapes of programs, for queries of this dtype."""
+        return self.tilings or suitable_tilings(self.latent_size, dtype.itemsize, self.block_size)
+
+    def rules_for(self, dtype: torch.dtype) -> Rules:
+        """Return what decides how steps are cut: as if each program's share of the heads had keys of its own."""
+        heads = heads_per_program(self.num_heads, self.tilings_for(dtype)[-1].block_m)
+        return Rules(num_kv_heads=self.num_heads // heads, group=heads)
+
+    def launches(
+        self,
+        absorbed: torch.Tensor,
+        rotated: torch.Tensor,
+        latent: torch.Tensor,
+        block_table: torch.Tensor,
+        work: Sequence[DeviceWork],
+        output: torch.Tensor,
+        *,
+        causal: bool = True,
+        has_starts: bool = False,
+    ) -> Iterator[Launch]:
+        """Yield the kernel calls that write a step's ``output``, in their order.
+
+        Args:
+            absorbed: ``[num_tokens, num_heads, latent_size], device``: the queries' other part, multiplied with what
+                makes keys of latents; the last axis is contiguous.
+            rotated: ``[num_tokens, num_heads, rope_size], device``: their rotated part; likewise.
+            latent: ``[num_block_ids, block_size, latent_size + rope_size], device``, strided over the pool.
+            block_table: ``[num_reqs, max_blocks], int32, device``.
+            work: What ``plan`` returned, on the device.
+            output: ``[num_tokens, num_heads, latent_size], device``, contiguous; every row is written. It is still to
+                be multiplied with what makes values of latents.
+            causal: The batch's.
+            has_starts: Whether the batch has tokens that are hidden.
+        """
+        rules = self.rules_for(absorbed.dtype)
+        sizes = {
+            "NUM_KV_HEADS": rules.num_kv_heads,
+            "GROUP": rules.group,
+            "HEADS": rules.group,
+            "HEAD_SIZE_V": self.latent_size,
+        }
+        arguments = {
+            "absorbed": absorbed,
+            "rotated": rotated,
+            "latent": latent,
+            "output": output,
+            "block_table": block_table,
+            "score_scale": self.scale * LOG2_E,
+            "table_stride": block_table.stride(0),
+            "absorbed_stride": absorbed.stride(0),
+            "absorbed_head_stride": absorbed.stride(1),
+            "rotated_stride": rotated.stride(0),
+            "rotated_head_stride": rotated.stride(1),
+            "block_stride": latent.stride(0),
+            "token_stride": latent.stride(1),
+            "ROPE_SIZE": self.rope_size,
+            "BLOCK_L": max(16, triton.next_power_of_2(self.latent_size)),
+            "BLOCK_R": max(16, triton.next_power_of_2(self.rope_size)),
+            "BLOCK_SIZE": self.block_size,
+            "CAUSAL": causal,
+            "HAS_STARTS": has_starts,
+            "DOT_DTYPE": _dot_dtype(absorbed.dtype),
+            **sizes,
+        }
+        for each in work:
+            tiling = each.tiling
+            part_rows = each.num_slots, rules.num_kv_heads, tiling.block_m
+            part_output = output.new_empty((*part_rows, self.latent_size), dtype=torch.float32)
+            part_weight = output.new_empty(part_rows, dtype=torch.float32)
+            yield Launch(
+                mla_kernel.attend_latents,
+                (each.items.shape[0], rules.num_kv_heads),
+                {
+                    **arguments,
+                    "part_output": part_output,
+                    "part_weight": part_weight,
+                    "items": each.items,
+                    "BLOCK_M": tiling.block_m,
+                    "BLOCK_N": tiling.block_n,
+                },
+                tiling.num_warps,
+                tiling.num_stages,
+            )
+            if len(each.parts):
+                yield Launch(
+                    attention_kernel.join_parts,
+                    (each.parts.shape[0], self.num_heads),
+                    {
+                        "output": output,
+                        "part_output": part_output,
+                        "part_weight": part_weight,
+                        "parts": each.parts,
+                        "BLOCK_M": tiling.block_m,
+                        "BLOCK_DV": triton.next_power_of_2(self.latent_size),
+                        "BLOCK_PARTS": PARTS_AT_ONCE,
+                        **sizes,
+                    },
+                )
+
+
+def suitable_tilings(latent_size: int, item_bytes: int, block_size: int) -> tuple[Tiling, ...]:
+    """Return shapes of programs, by ascending rows, that a Hopper multiprocessor has the registers and the memory for.
+
+    Args:
+        latent_size: Elements of a latent.
+        item_bytes: Bytes of an element of the queries.
+        block_size: Tokens per block.
+    """
+    if item_bytes > 2 or latent_size > 512:
+        return (_tiling(block_m=16, block_n=16, num_warps=8, num_stages=2, programs_per_core=1),)
+    # The sums of 64 rows of 512 elements fill the registers of two warp groups, and two stages the shared memory. Where
+    # each token's page has to be looked up, more tokens at a time would spill.
+    block_n, num_stages = (64, 2) if block_size % 64 == 0 else (32, 3)
+    return (
+        _tiling(block_m=16, block_n=32, num_warps=4, num_stages=4, programs_per_core=2),
+        _tiling(block_m=64, block_n=block_n, num_warps=8, num_stages=num_stages, programs_per_core=1),
+    )
+
+
+_tiling = partial(Tiling, min_split=256, mask_all=True)
+
+
+def attend_latents_reference(
+    absorbed: torch.Tensor,
+    rotated: torch.Tensor,
+    latent: torch.Tensor,
+    block_table: torch.Tensor,
+    batch: Batch,
+    scale: float,
+) -> torch.Tensor:
+    """Return what ``LatentAttention`` computes, in plain torch; arguments as for its ``launches`` and ``plan``."""
+    latent_size = absorbed.shape[-1]
+    output = torch.zeros_like(absorbed, memory_format=torch.contiguous_format)
+    starts = [0] * len(batch.seq_lens) if batch.seq_starts is None else batch.seq_starts.tolist()
+    for index, (seq_len, hidden) in enumerate(zip(batch.seq_lens.tolist(), starts, strict=True)):
+        rows = slice(int(batch.query_start_loc[index]), int(batch.query_start_loc[index + 1]))
+        tokens = torch.arange(hidden, seq_len, device=latent.device)
+        block_size = latent.shape[1]
+        vectors = latent[block_table[index, tokens // block_size].long(), tokens % block_size].float()
+        query = torch.cat([absorbed[rows], rotated[rows]], dim=-1).float()
+        scores = torch.einsum("qhd,td->hqt", query, vectors) * scale
+        if batch.causal:
+            positions = torch.arange(seq_len - len(query), seq_len, device=latent.device)
+            scores = scores.masked_fill(tokens > positions[:, None], float("-inf"))
+        shares = scores.softmax(-1).nan_to_num(0)
+        output[rows] = torch.einsum("hqt,tl->qhl", shares, vectors[:, :latent_size]).to(output.dtype)
+    return output

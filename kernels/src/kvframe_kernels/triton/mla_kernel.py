@@ -1,0 +1,127 @@
+"""The device side of latent attention: queries of all heads over one vector per token, whose first part is its value.
+
+The absorbed form of DeepSeek-V2 (arXiv 2405.04434, 2.1). A tile of latents is loaded once and multiplied twice, as in
+FlashMLA (github.com/deepseek-ai/FlashMLA); the loop and the items are those of ``attention_kernel``.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvframe_kernels.triton.attention_kernel import ITEM_FIELDS
+
+
+@triton.jit
+def attend_latents(
+    absorbed,
+    rotated,
+    latent,
+    output,
+    part_output,
+    part_weight,
+    items,
+    block_table,
+    score_scale,
+    table_stride,
+    absorbed_stride,
+    absorbed_head_stride,
+    rotated_stride,
+    rotated_head_stride,
+    block_stride,
+    token_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_SIZE_V: tl.constexpr,
+    ROPE_SIZE: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """Compute one work item for the first, second, … ``HEADS`` query heads; each such share of them is a "KV head"."""
+    item = items + tl.program_id(0) * ITEM_FIELDS
+    num_queries = tl.load(item + 2)
+    if num_queries == 0:
+        return
+    table_row = tl.load(item)
+    first_query = tl.load(item + 1)
+    position = tl.load(item + 3)
+    stop = tl.load(item + 4)
+    seq_start = tl.load(item + 5)
+    lo = tl.load(item + 6)
+    hi = tl.load(item + 7)
+    slot = tl.load(item + 8)
+
+    head_program = tl.program_id(1)
+    rows = tl.arange(0, BLOCK_M)
+    query_in_tile = rows // HEADS
+    heads = head_program * GROUP + rows % HEADS
+    is_row = query_in_tile < num_queries
+    positions = position + query_in_tile
+    columns = tl.arange(0, BLOCK_L)
+    columns_r = tl.arange(0, BLOCK_R)
+    in_l = columns < HEAD_SIZE_V
+    in_r = columns_r < ROPE_SIZE
+    packed = (first_query + query_in_tile).to(tl.int64)
+    q_rows = absorbed + packed * absorbed_stride + heads * absorbed_head_stride
+    q = tl.load(q_rows[:, None] + columns[None, :], mask=is_row[:, None] & in_l[None, :], other=0.0).to(DOT_DTYPE)
+    q_rows = rotated + packed * rotated_stride + heads * rotated_head_stride
+    q_r = tl.load(q_rows[:, None] + columns_r[None, :], mask=is_row[:, None] & in_r[None, :], other=0.0).to(DOT_DTYPE)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_L], dtype=tl.float32)
+    weight = tl.zeros([BLOCK_M], dtype=tl.float32)
+    maximum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    block_table += table_row.to(tl.int64) * table_stride
+    for start in tl.range(lo, hi, BLOCK_N):
+        tokens = start + tl.arange(0, BLOCK_N)
+        # What no row of the tile sees may be anything, NaN too, and its page may be gone. Masks cost little here beside
+        # the products, and a second loop for blocks without any would cost registers that there are none of.
+        live = tokens < stop
+        if HAS_STARTS:
+            live = live & (tokens >= seq_start)
+        if BLOCK_SIZE % BLOCK_N == 0:
+            block = tl.load(block_table + start // BLOCK_SIZE).to(tl.int64)
+            within = start % BLOCK_SIZE + tl.arange(0, BLOCK_N)
+        else:
+            block = tl.load(block_table + tokens // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+            within = tokens % BLOCK_SIZE
+        vectors = latent + block * block_stride + within * token_stride
+        c = tl.load(vectors[:, None] + columns[None, :], mask=live[:, None] & in_l[None, :], other=0.0)
+        vectors += HEAD_SIZE_V
+        r = tl.load(vectors[:, None] + columns_r[None, :], mask=live[:, None] & in_r[None, :], other=0.0)
+        c = c.to(DOT_DTYPE)
+        scores = tl.dot(q_r, tl.trans(r.to(DOT_DTYPE)), input_precision="ieee")
+        # Scores from here on are for powers of two.
+        scores = tl.dot(q, tl.trans(c), scores, input_precision="ieee") * score_scale
+        seen = live[None, :]
+        if CAUSAL:
+            seen = seen & (tokens[None, :] <= positions[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+        peak = tl.maximum(maximum, tl.max(scores, 1))
+        # Of a row that has seen nothing yet, both are -inf.
+        shift = tl.where(peak == float("-inf"), 0.0, peak)
+        p = tl.exp2(scores - shift[:, None])
+        fade = tl.exp2(maximum - shift)
+        weight = weight * fade + tl.sum(p, 1)
+        acc = tl.dot(p.to(DOT_DTYPE), c, acc * fade[:, None], input_precision="ieee")
+        maximum = peak
+
+    # A query that sees nothing gets zeros.
+    acc = acc / tl.where(weight == 0.0, 1.0, weight)[:, None]
+    is_stored = is_row[:, None] & in_l[None, :]
+    if slot < 0:
+        out_rows = output + (packed * (NUM_KV_HEADS * GROUP) + heads) * HEAD_SIZE_V
+        tl.store(out_rows[:, None] + columns[None, :], acc.to(output.dtype.element_ty), mask=is_stored)
+    else:
+        part_rows = (slot * NUM_KV_HEADS + head_program).to(tl.int64) * BLOCK_M + rows
+        tl.store((part_output + part_rows * HEAD_SIZE_V)[:, None] + columns[None, :], acc, mask=is_stored)
+        log_weight = tl.where(weight == 0.0, float("-inf"), maximum + tl.log2(tl.where(weight == 0.0, 1.0, weight)))
+        tl.store(part_weight + part_rows, log_weight, mask=is_row)

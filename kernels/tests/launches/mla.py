@@ -1,0 +1,56 @@
+"""Attention over the latents of DeepSeek-V3, and over those of few heads; decodes and extends."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from kvframe_kernels.triton.attention import DeviceWork
+from kvframe_kernels.triton.attention_plan import Batch
+from kvframe_kernels.triton.launch import Launch
+from kvframe_kernels.triton.mla import LatentAttention
+
+NUM_PAGES, NUM_REQS = 4096, 4
+
+
+def launches() -> dict[str, Launch]:
+    """Return the launches by name."""
+    return {
+        f"{str(dtype)[6:]}-heads={num_heads}-page={block_size}-new={num_new}-{index}": launch
+        for dtype, num_heads, block_size, num_new in (
+            (torch.bfloat16, 128, 64, 1),
+            (torch.bfloat16, 128, 16, 1),
+            (torch.bfloat16, 16, 64, 1),
+            (torch.bfloat16, 16, 16, 9),
+            (torch.bfloat16, 16, 64, 9),
+            (torch.float16, 128, 1, 1),
+            (torch.float32, 128, 64, 1),
+        )
+        for index, launch in enumerate(_launches(dtype, num_heads, block_size, num_new))
+    }
+
+
+def _launches(dtype: torch.dtype, num_heads: int, block_size: int, num_new: int) -> list[Launch]:
+    def tensor(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of, device="meta")
+
+    def numbers(array: np.ndarray) -> torch.Tensor:
+        return tensor(*array.shape, of=torch.int32)
+
+    attention = LatentAttention(num_heads=num_heads, latent_size=512, rope_size=64, block_size=block_size, scale=0.1)
+    num_tokens = NUM_REQS * num_new
+    batch = Batch(
+        query_start_loc=np.arange(0, num_tokens + 1, num_new, dtype=np.int32),
+        seq_lens=np.full(NUM_REQS, 8192, dtype=np.int32),
+        seq_starts=None,
+        num_tokens=num_tokens,
+        causal=True,
+        max_query_len=num_new,
+    )
+    work = [
+        DeviceWork(each.tiling, numbers(each.items), numbers(each.parts), each.num_slots)
+        for each in attention.plan(batch, dtype)
+    ]
+    query = tensor(num_tokens, num_heads, 192)
+    latents = tensor(num_tokens, num_heads, 512)
+    pages, table = tensor(NUM_PAGES, block_size, 576), tensor(NUM_REQS, 8192 // block_size, of=torch.int32)
+    return [*attention.launches(latents, query[..., 128:], pages, table, work, latents)]
