@@ -24,4 +24,5 @@ def strides(tensor: torch.Tensor | None, *names: str) -> dict[str, int]:
 @triton.jit
 def silu(x):  # type: ignore[no-untyped-def]
     """Return ``x * sigmoid(x)``."""
-    return x / (1.0 + tl.exp(-x))
+    # What is left of x beyond exp(80) is nothing, and exp(89) is no float32.
+    return x / (1.0 + tl.exp(tl.minimum(-x, 80.0)))

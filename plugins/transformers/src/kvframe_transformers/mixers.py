@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -10,10 +11,13 @@ from torch import nn
 
 from kvframe.attention.state import StateRound, StateRun
 from kvframe.errors import ModelError
+from kvframe_transformers.paged_steps import PagedStep, kernels_run_on
 from kvframe_transformers.routing import RunState, running_step
 from kvframe_transformers.scans import ContinuedScan
 from kvframe_transformers.self_check import relative_difference, tolerance_of
 from kvframe_transformers.states import Forward, Inputs, MixerCall, Numbers, Output, StateView
+
+_log = logging.getLogger(__name__)
 
 _CHECK_TOKENS = 6
 
@@ -25,7 +29,8 @@ class MixerDriver:
 
     The single tokens of all requests are one batch; the tokens of a prompt are a sequence, run in as many pieces as
     states of it are kept. A mixer whose scan starts from nothing, whatever state there is, is given one that goes on
-    from it; where that cannot be, the sequence is continued token by token.
+    from it; where that cannot be, the sequence is continued token by token. Where there are kernels that step its
+    states in their pages, single tokens are computed by them.
     """
 
     def __init__(self, name: str, module: nn.Module, forward: Forward, layer: RunState) -> None:
@@ -49,6 +54,7 @@ class MixerDriver:
         self._forward = forward
         self._layer = layer
         self._continue: Callable[[Inputs, StateView], Output] = self._run
+        self._paged_step: PagedStep | None = None
         self._numbers: Numbers = ((), ())
         self._noted: Inputs = {}
 
@@ -90,6 +96,7 @@ class MixerDriver:
                 except (RuntimeError, ValueError, TypeError):  # a scan that is not as the one it stands for
                     continue
                 if difference <= tolerance:
+                    self._paged_step = self._check_paged_step(inputs, tolerance)
                     return
         raise self._refusal(
             f"gives other outputs where it continues a sequence than for the whole (relative difference "
@@ -100,11 +107,47 @@ class MixerDriver:
         """Yield ways to continue a sequence by several tokens, the best first."""
         if self._reads_its_states(inputs):
             yield self._run
-        is_its_own = getattr(self._forward, "__func__", None) is type(self._module).forward
-        scan = ContinuedScan.of(self._module) if is_its_own else None
+        scan = ContinuedScan.of(self._module) if self._is_its_own else None
         if scan is not None:
             yield lambda inputs, view: scan(view, **self._arguments(inputs, view))
         yield self._token_by_token
+
+    @property
+    def _is_its_own(self) -> bool:
+        """Whether the mixer's forward is the one that its class is written with."""
+        return getattr(self._forward, "__func__", None) is type(self._module).forward
+
+    def _check_paged_step(self, inputs: Inputs, tolerance: float) -> PagedStep | None:
+        """Return what computes single tokens in their pages, if there is such a thing and it gives the same."""
+        device = next(iter(self._layer.pages.values())).device
+        step = PagedStep.of(self._module) if self._is_its_own and kernels_run_on(device) else None
+        if step is None:
+            return None
+        befores = [self._first_half(each).named() for each in (inputs, _each(inputs, lambda tensor: tensor.flip(1)))]
+        index = torch.arange(4, device=device)
+        # One state goes to another page, and one stays in its own.
+        part = StateRound(index[:2], index[1:3], index[:2] * 0, index[[3, 2]], index[:2] * 0)
+        pages = {
+            name: torch.stack([torch.zeros_like(first[0]), first[0], second[0], first[0]]).unsqueeze(1)
+            for name, first, second in ((name, befores[0][name], befores[1][name]) for name in befores[0])
+        }
+        pages = {name: tensor.to(self._layer.pages[name].dtype) for name, tensor in pages.items()}
+        others = {name: tensor.clone() for name, tensor in pages.items()}
+        tokens = _each(inputs, lambda tensor: tensor[:, :2].transpose(0, 1))
+        output = _join(self._round_of(part, tokens, pages))
+        try:
+            found = _join(step(part, others, self._numbers, lambda view: self._arguments(tokens, view)))
+            differences = [relative_difference(found, output)]
+            differences += [relative_difference(others[name], tensor) for name, tensor in pages.items()]
+        except Exception as error:  # whatever Triton or a forward of another kind raises; the mixer runs without
+            _log.warning("%s is computed without kernels for its states: %s", self._name, error)
+            return None
+        if max(differences) > tolerance:
+            _log.warning(
+                "%s is computed without kernels for its states: they differ by %.1e", self._name, max(differences)
+            )
+            return None
+        return step
 
     def _check_planned(self, states: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
         found = {key: (tuple(state.shape[1:]), state.dtype) for key, state in states.items()}
@@ -150,9 +193,14 @@ class MixerDriver:
         )
 
     def _round(self, part: StateRound, inputs: Inputs) -> Output:
-        view = StateView.of(part.read(self._layer.pages), self._numbers)
+        if self._paged_step is None:
+            return self._round_of(part, inputs, self._layer.pages)
+        return self._paged_step(part, self._layer.pages, self._numbers, lambda view: self._arguments(inputs, view))
+
+    def _round_of(self, part: StateRound, inputs: Inputs, pages: Mapping[str, torch.Tensor]) -> Output:
+        view = StateView.of(part.read(pages), self._numbers)
         output = self._run(inputs, view)
-        part.write(self._layer.pages, view.named())
+        part.write(pages, view.named())
         return output
 
     def _piece(self, piece: StateRun, inputs: Inputs) -> Output:

@@ -35,10 +35,8 @@ class ContinuedScan:
             function: Its forward, as it is written.
             scans: What it calls for a scan, by global name.
         """
-        places = {**function.__globals__, **{name: self._continuing(scan) for name, scan in scans.items()}}
-        copy = FunctionType(function.__code__, places, function.__name__, function.__defaults__, function.__closure__)
-        copy.__kwdefaults__ = function.__kwdefaults__
-        self._forward = MethodType(copy, module)
+        scans = {name: self._continuing(scan) for name, scan in scans.items()}
+        self._forward = with_globals(module, function, scans)
         self._state: torch.Tensor | None = None
 
     @classmethod
@@ -49,7 +47,7 @@ class ContinuedScan:
         if not isinstance(function, FunctionType) or any(hasattr(each, "_hf_hook") for each in module.modules()):
             return None
         called = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-        scans = {name: each for name, each in called.items() if callable(each) and _is_scan(each)}
+        scans = {name: each for name, each in called.items() if each and parameters_of(each) >= _SCAN_PARAMETERS}
         return cls(module, function, scans) if scans else None
 
     def __call__(self, view: StateView, **arguments: Any) -> Output:
@@ -96,8 +94,17 @@ class ContinuedScan:
         return run
 
 
-def _is_scan(function: Callable[..., Any]) -> bool:
+def with_globals(module: nn.Module, function: FunctionType, replaced: Mapping[str, Callable[..., Any]]) -> MethodType:
+    """Return a copy of a module's function that finds other things by some global names."""
+    places = {**function.__globals__, **replaced}
+    copy = FunctionType(function.__code__, places, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return MethodType(copy, module)
+
+
+def parameters_of(function: Any) -> frozenset[str]:
+    """Return the names of a function's parameters; none of what is no function."""
     try:
-        return set(inspect.signature(inspect.unwrap(function)).parameters) >= _SCAN_PARAMETERS
+        return frozenset(inspect.signature(inspect.unwrap(function)).parameters) if callable(function) else frozenset()
     except (TypeError, ValueError):  # what has no signature
-        return False
+        return frozenset()

@@ -1,0 +1,63 @@
+"""Single tokens of state mixers in their pages: Triton's interpreter stands for the GPU that the kernels are for."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kvframe_transformers import mixers
+from kvframe_transformers.adapter import TransformersAdapter
+from kvframe_transformers.model import TransformersModel
+from kvframe_transformers.testing import save_tiny
+
+FAMILIES = ("mamba", "jamba", "mamba2", "zamba2", "falcon_h1", "qwen3_next", "olmo_hybrid", "kimi_linear", "lfm2")
+
+
+def logits_of(path: Path, dense_layers: Any) -> tuple[TransformersModel, list[torch.Tensor]]:
+    """Return a model, and its logits for two requests that are continued by one token, three times."""
+    model = TransformersAdapter().load(path, device="cpu", dtype="float32")
+    assert isinstance(model, TransformersModel)
+    layers = dense_layers(model.description.layers)
+    model.attach(layers)
+    found = [*layers.step(model, {0: [5, 6, 7, 8], 1: [9, 3]}).values()]
+    for token in (11, 12, 13):
+        found += layers.step(model, {0: [token], 1: [token + 7]}).values()
+    return model, found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_token_gives_what_it_gives_without_kernels(
+    family: str, tmp_path: Path, dense_layers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny(tmp_path, family)
+    plain, expected = logits_of(tmp_path, dense_layers)
+    assert all(driver._paged_step is None for driver in plain._drivers.values())
+    monkeypatch.setattr(mixers, "kernels_run_on", lambda device: True)
+    model, found = logits_of(tmp_path, dense_layers)
+    assert all(driver._paged_step is not None for driver in model._drivers.values())
+    for logits, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(logits, reference, rtol=1e-4, atol=1e-4)
+
+
+def test_kernels_that_differ_are_not_used(
+    tmp_path: Path, dense_layers: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from kvframe_kernels.triton import states
+
+    save_tiny(tmp_path, "mamba2")
+    right = states.selective_state_update
+    monkeypatch.setattr(mixers, "kernels_run_on", lambda device: True)
+    monkeypatch.setattr(states, "selective_state_update", lambda *args, **options: -right(*args, **options))
+    model, _ = logits_of(tmp_path, dense_layers)
+    assert all(driver._paged_step is None for driver in model._drivers.values())
+    assert "is computed without kernels for its states: they differ by" in caplog.text
+
+
+def test_there_are_no_kernels_for_a_cpu() -> None:
+    assert not mixers.kernels_run_on(torch.device("cpu"))
