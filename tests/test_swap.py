@@ -144,6 +144,40 @@ def test_pages_side_by_side_are_one_copy() -> None:
     assert [] == list(host._runs(0, [], []))
 
 
+@pytest.mark.parametrize("num_staged", [0, 1, 2, 3, 100])
+def test_pages_that_are_side_by_side_in_the_host_store_alone_go_through_a_buffer(
+    num_staged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan(full(num_kv_heads=2), ranged(window=6), num_slabs=12)
+    page, size = plan.groups[0].page_bytes, plan.groups[0].page_bytes // plan.block_id_bytes
+    pool = torch.randint(0, 256, (plan.total_bytes,), dtype=torch.uint8)
+    before = pool.clone()
+    host = HostStorage(plan, pool, 12, staging_bytes=num_staged * page)
+    host.bytes.zero_()
+    first = plan.null_bytes // plan.block_id_bytes
+    block_ids = [first + size * index for index in (4, 0, 7, 2, 1)]
+    host_ids = [first + size * index for index in (2, 3, 4, 5, 0)]
+    moved, copy = [], torch.Tensor.copy_
+
+    def counted(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        moved.append(self)
+        return copy(self, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", counted)
+    host.copy_out(0, block_ids, host_ids)
+    # Four pages in a row, as many at once as the buffer holds, and one.
+    assert {0: 5, 1: 5, 2: 3, 3: 3, 100: 2}[num_staged] == len(moved)
+    pages = host.bytes[: len(host.bytes) // page * page].view(-1, page)
+    assert [0, 2, 3, 4, 5] == pages.any(1).nonzero().flatten().tolist()
+    pool.zero_()
+    host.copy_in(0, host_ids, block_ids)
+    places = [slice(block_id * plan.block_id_bytes, block_id * plan.block_id_bytes + page) for block_id in block_ids]
+    for place in places:
+        assert torch.equal(before[place], pool[place])
+        pool[place] = 0
+    assert not pool.any()
+
+
 def test_what_requests_share_is_shared_again() -> None:
     plan = make_plan(full(), num_slabs=16)
     pool = torch.randint(0, 256, (plan.total_bytes,), dtype=torch.uint8)

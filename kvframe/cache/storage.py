@@ -79,28 +79,35 @@ class KVCacheStorage:
         self.pool[self._plan.null_bytes :] = 255
 
 
+STAGING_BYTES = 16 << 20
+"""Of a GPU's memory, where scattered pages are put side by side, to cross the bus together."""
+
+
 class HostStorage:
     """Owns the bytes of a host store, and copies pages between it and the pool.
 
     A page is contiguous in both, so that it is one copy, and pages that lie side by side in both are one together. The
     memory is pinned where the pool is on a GPU. Copies are then queued behind the step before and in front of the next
-    one, on the stream that computes them: nobody waits for them.
+    one, on the stream that computes them: nobody waits for them. There, pages that lie side by side in the host store
+    alone are one copy too: the GPU gathers and scatters them, through a buffer.
 
     Attributes:
         bytes: ``[num_slabs * slab_bytes], uint8, host``.
         num_slabs: Slabs of the plan's size.
     """
 
-    def __init__(self, plan: KVCachePlan, pool: torch.Tensor, num_slabs: int) -> None:
+    def __init__(self, plan: KVCachePlan, pool: torch.Tensor, num_slabs: int, staging_bytes: int | None = None) -> None:
         """Allocate the bytes.
 
         Args:
             plan: How the pool is cut.
             pool: ``[total_bytes], uint8, device``: the pool.
             num_slabs: How many slabs to allocate.
+            staging_bytes: The size of the buffer for scattered pages, beside the pool; 0 for none. None for
+                ``STAGING_BYTES`` on a GPU, and none elsewhere.
 
         Raises:
-            PlanError: The host has not that much memory.
+            PlanError: The host has not that much memory, or the device none for the buffer.
         """
         self._plan = plan
         self._pool = pool
@@ -111,6 +118,14 @@ class HostStorage:
             self.bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
         except RuntimeError as error:
             raise PlanError(f"the host has no {num_bytes} bytes to swap to; ask for less swap_memory") from error
+        if staging_bytes is None:
+            staging_bytes = STAGING_BYTES if self._is_pinned else 0
+        try:
+            self._staging = torch.empty(staging_bytes // 8, dtype=torch.int64, device=pool.device)
+        except RuntimeError as error:
+            raise PlanError(
+                f"{pool.device} has no {staging_bytes} bytes to swap through; give the cache less memory"
+            ) from error
 
     def copy_out(self, group: int, block_ids: Sequence[int], host_ids: Sequence[int]) -> None:
         """Copy pages of a group from the pool to the host store.
@@ -120,6 +135,12 @@ class HostStorage:
             block_ids: The pages in the pool.
             host_ids: As many pages of the host store; ids count as in the pool, of which it is a copy in shape.
         """
+        if self._is_staged(group, len(block_ids)):
+            pages = self._pages(group)
+            for ids, host_bytes, staged in self._staged(group, block_ids, host_ids):
+                torch.index_select(pages, 0, ids, out=staged)
+                host_bytes.copy_(staged.view(torch.uint8).flatten(), non_blocking=self._is_pinned)
+            return
         for start, host_start, num_bytes in self._runs(group, block_ids, host_ids):
             target = self.bytes.narrow(0, host_start - self._plan.null_bytes, num_bytes)
             target.copy_(self._pool.narrow(0, start, num_bytes), non_blocking=self._is_pinned)
@@ -132,6 +153,12 @@ class HostStorage:
             host_ids: The pages in the host store.
             block_ids: As many pages of the pool.
         """
+        if self._is_staged(group, len(block_ids)):
+            pages = self._pages(group)
+            for ids, host_bytes, staged in self._staged(group, block_ids, host_ids):
+                staged.view(torch.uint8).flatten().copy_(host_bytes, non_blocking=self._is_pinned)
+                pages.index_copy_(0, ids, staged)
+            return
         for start, host_start, num_bytes in self._runs(group, block_ids, host_ids):
             source = self.bytes.narrow(0, host_start - self._plan.null_bytes, num_bytes)
             self._pool.narrow(0, start, num_bytes).copy_(source, non_blocking=self._is_pinned)
@@ -148,3 +175,30 @@ class HostStorage:
                     continue
             yield block_ids[first] * unit, host_ids[first] * unit, (index - first) * page_bytes
             first = index
+
+    def _is_staged(self, group: int, num_pages: int) -> bool:
+        """Return whether several pages fit into the buffer, and there are as many."""
+        return min(num_pages, self._staging.nbytes // self._plan.groups[group].page_bytes) > 1
+
+    def _pages(self, group: int) -> torch.Tensor:
+        """Return the pool as ``[num_block_ids, words of a page], int64, device``; rows overlap."""
+        words, unit = self._plan.groups[group].page_bytes // 8, self._plan.block_id_bytes // 8
+        pool = self._pool.view(torch.int64)
+        return pool.as_strided(((pool.numel() - words) // unit + 1, words), (unit, 1))
+
+    def _staged(
+        self, group: int, block_ids: Sequence[int], host_ids: Sequence[int]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield ids of pages that follow each other in the host store, their bytes there, and room in the buffer."""
+        page_bytes = self._plan.groups[group].page_bytes
+        at_once = self._staging.nbytes // page_bytes
+        ids = torch.tensor(block_ids, pin_memory=self._is_pinned).to(self._pool.device, non_blocking=self._is_pinned)
+        first = 0
+        for _, host_start, num_bytes in self._runs(group, host_ids, host_ids):
+            target, stop = host_start - self._plan.null_bytes, first + num_bytes // page_bytes
+            for index in range(first, stop, at_once):
+                part = ids[index : min(index + at_once, stop)]
+                staged = self._staging[: len(part) * page_bytes // 8].view(len(part), -1)
+                yield part, self.bytes.narrow(0, target, staged.nbytes), staged
+                target += staged.nbytes
+            first = stop
