@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import numpy as np
 import pytest
 import torch
@@ -13,6 +9,10 @@ from kvframe_kernels.testing import paged, scattered
 from kvframe_kernels.triton.attention import DeviceWork
 from kvframe_kernels.triton.attention_plan import Batch, Tiling
 from kvframe_kernels.triton.mla import LatentAttention, attend_latents_reference, heads_per_program
+from triton import knobs
+
+DEVICE = "cpu" if knobs.runtime.interpret else "cuda"
+pytestmark = [] if knobs.runtime.interpret else [pytest.mark.gpu]
 
 SMALL = Tiling(block_m=16, block_n=16, num_warps=4, num_stages=1, programs_per_core=1, min_split=16, mask_all=True)
 
@@ -38,14 +38,14 @@ def run(
     ids = torch.randperm(int(num_blocks.sum()), generator=generator) + 1
     table = torch.zeros(len(requests), int(num_blocks.max()) + 1, dtype=torch.int32)
     _, latent = paged(
-        len(ids) + 1, block_size * (latent_size + rope_size) + 7, (block_size, latent_size + rope_size), dtype
+        len(ids) + 1, block_size * (latent_size + rope_size) + 7, (block_size, latent_size + rope_size), dtype, DEVICE
     )
     for row, mine in enumerate(ids.split(num_blocks.tolist())):
         table[row, : len(mine)] = mine
         for index, page in enumerate(mine.tolist()):
             live = slice(0, min(block_size, int(seq_lens[row]) - index * block_size))
-            latent[page, live] = torch.randn(latent[page, live].shape, generator=generator).to(dtype)
-    queries = torch.randn(num_tokens, num_heads, latent_size + rope_size, generator=generator).to(dtype)
+            latent[page, live] = torch.randn(latent[page, live].shape, generator=generator).to(latent)
+    queries = torch.randn(num_tokens, num_heads, latent_size + rope_size, generator=generator).to(DEVICE, dtype)
     absorbed = scattered(queries[..., :latent_size].transpose(-1, 0), generator).transpose(-1, 0).contiguous()
     rotated = queries[..., latent_size:]
     batch = Batch(
@@ -66,11 +66,12 @@ def run(
         num_cores=4,
         tilings=(SMALL,),
     )
-    work = [
-        DeviceWork(each.tiling, torch.from_numpy(each.items), torch.from_numpy(each.parts), each.num_slots)
-        for each in attention.plan(batch, dtype)
-    ]
-    output = torch.full((num_tokens, num_heads, latent_size), float("nan"), dtype=dtype)
+    work = []
+    for each in attention.plan(batch, dtype):
+        items, parts = (torch.from_numpy(array).to(DEVICE) for array in (each.items, each.parts))
+        work.append(DeviceWork(each.tiling, items, parts, each.num_slots))
+    table = table.to(DEVICE)
+    output = torch.full((num_tokens, num_heads, latent_size), float("nan"), dtype=dtype, device=DEVICE)
     for launch in attention.launches(
         absorbed, rotated, latent, table, work, output, causal=batch.causal, has_starts=hidden is not None
     ):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import pytest
 import torch
 from kvframe_kernels.triton.pages import copy_pages, copy_pages_reference
+from triton import knobs
+
+DEVICE = "cpu" if knobs.runtime.interpret else "cuda"
+pytestmark = [] if knobs.runtime.interpret else [pytest.mark.gpu]
 
 
 @pytest.mark.parametrize("page_bytes", [8, 4096, 40_000])
@@ -18,9 +18,14 @@ def test_pages_are_copied_and_nothing_else(page_bytes: int, id_bytes: int, with_
     generator = torch.Generator().manual_seed(page_bytes)
     ids_per_page = -(-page_bytes // id_bytes)
     num_bytes = (6 * ids_per_page + 1) * id_bytes + 5
-    source, target = (torch.randint(0, 256, (num_bytes,), generator=generator).to(torch.uint8) for _ in range(2))
+    source, target = (
+        torch.randint(0, 256, (num_bytes,), generator=generator).to(DEVICE, torch.uint8) for _ in range(2)
+    )
     expected = target.clone()
-    ids = [torch.randperm(6, generator=generator)[:4] * ids_per_page + 1 if chosen else None for chosen in with_ids]
+    ids = [
+        torch.randperm(6, generator=generator)[:4].to(DEVICE) * ids_per_page + 1 if chosen else None
+        for chosen in with_ids
+    ]
     sizes = {"num_pages": 4, "page_bytes": page_bytes, "id_bytes": id_bytes}
     copy_pages_reference(source, expected, *ids, **sizes)
     copy_pages(source, target, *ids, **sizes)

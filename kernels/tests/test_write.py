@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 from collections.abc import Mapping
 
 import pytest
 import torch
 from kvframe_kernels.testing import paged, same_bits, scattered
 from kvframe_kernels.triton.write import FORMATS, write_kv, write_kv_reference
+from triton import knobs
+
+DEVICE = "cpu" if knobs.runtime.interpret else "cuda"
+pytestmark = [] if knobs.runtime.interpret else [pytest.mark.gpu]
 
 BLOCK_SIZE, NUM_IDS = 4, 11
 CODES = {"fp8_tensor": torch.float8_e4m3fn, "fp8_token_head": torch.float8_e4m3fn, "int8_token_head": torch.int8}
@@ -29,15 +29,16 @@ def pages(name: str, heads: int, size_k: int, size_v: int, dtype: torch.dtype) -
             if name.endswith("token_head"):
                 shapes[f"{side}_scale"] = (BLOCK_SIZE, heads), torch.float32
     return {
-        part: paged(NUM_IDS, torch.Size(shape).numel() // 2, shape, kind)[1] for part, (shape, kind) in shapes.items()
+        part: paged(NUM_IDS, torch.Size(shape).numel() // 2, shape, kind, DEVICE)[1]
+        for part, (shape, kind) in shapes.items()
     }
 
 
 def copies(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the same views of copies of their pools."""
+    """Return the same views of copies of their pools, on the host."""
     found = {}
     for name, tensor in state.items():
-        pool = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0).clone()
+        pool = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0).cpu().clone()
         found[name] = pool.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
     return found
 
@@ -54,13 +55,14 @@ def check(
     places = torch.randperm(NUM_IDS // 2 * BLOCK_SIZE, generator=generator)[:num_tokens]
     slots = 1 + 2 * (places // BLOCK_SIZE), places % BLOCK_SIZE
     write_kv_reference(key, value, expected, slots, name, **scales)
-    write_kv(scattered(key, generator), scattered(value, generator), found, slots, name, **scales)
+    given = (scattered(each.to(DEVICE), generator) for each in (key, value))
+    write_kv(*given, found, (slots[0].to(DEVICE), slots[1].to(DEVICE)), name, **scales)
     for part, tensor in found.items():
         whole, other = (
             each.as_strided((each.untyped_storage().nbytes() // each.itemsize,), (1,), 0)
             for each in (tensor, expected[part])
         )
-        assert same_bits(other, whole), part
+        assert same_bits(other, whole.cpu()), part
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -118,6 +120,6 @@ def test_ties_go_to_the_even_code() -> None:
 
 def test_no_tokens_are_no_work() -> None:
     state = pages("plain", 2, 8, 8, torch.float32)
-    none = torch.zeros(0, dtype=torch.int64)
-    write_kv(torch.zeros(0, 2, 8), torch.zeros(0, 2, 8), state, (none, none))
+    none, nothing = torch.zeros(0, dtype=torch.int64, device=DEVICE), torch.zeros(0, 2, 8, device=DEVICE)
+    write_kv(nothing, nothing, state, (none, none))
     assert state["k"].isnan().all()

@@ -10,17 +10,19 @@ from collections.abc import Sequence
 import torch
 
 
-def poisoned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def poisoned(shape: Sequence[int], dtype: torch.dtype, device: str | torch.device = "cpu") -> torch.Tensor:
     """Return NaN; of whole numbers, all bits set."""
-    bits = torch.full((*shape[:-1], shape[-1] * dtype.itemsize), 255, dtype=torch.uint8)
-    return torch.full(shape, float("nan"), dtype=dtype) if dtype.is_floating_point else bits.view(dtype)
+    if dtype.is_floating_point:
+        return torch.full(shape, float("nan"), dtype=dtype, device=device)
+    bits = torch.full((*shape[:-1], shape[-1] * dtype.itemsize), 255, dtype=torch.uint8, device=device)
+    return bits.view(dtype)
 
 
 def scattered(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Return the same values, with gaps along every dimension and the dimensions in another order in memory."""
     order = torch.randperm(tensor.dim(), generator=generator).tolist()
     gaps = torch.randint(1, 3, (tensor.dim(),), generator=generator).tolist()
-    room = poisoned([tensor.shape[axis] * gaps[axis] + 1 for axis in order], tensor.dtype)
+    room = poisoned([tensor.shape[axis] * gaps[axis] + 1 for axis in order], tensor.dtype, tensor.device)
     view = room.permute([order.index(axis) for axis in range(tensor.dim())])
     for axis, gap in enumerate(gaps):
         view = view.narrow(axis, 1, view.shape[axis] - 1)[(slice(None),) * axis + (slice(None, None, gap),)]
@@ -28,7 +30,9 @@ def scattered(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return view
 
 
-def paged(num_ids: int, unit: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def paged(
+    num_ids: int, unit: int, shape: Sequence[int], dtype: torch.dtype, device: str | torch.device = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a pool of poison, and the view of it that a layer has: one block id every ``unit`` elements.
 
     Views of neighbouring ids overlap if a page has more than ``unit`` elements; the part before the layer's own in each
@@ -36,7 +40,7 @@ def paged(num_ids: int, unit: int, shape: Sequence[int], dtype: torch.dtype) -> 
     """
     size = int(torch.Size(shape).numel())
     offset = 3
-    pool = poisoned([num_ids * unit + size + offset], dtype)
+    pool = poisoned([num_ids * unit + size + offset], dtype, device)
     strides = [int(torch.Size(shape[axis + 1 :]).numel()) for axis in range(len(shape))]
     return pool, pool.as_strided((num_ids, *shape), (unit, *strides), offset)
 
