@@ -1,9 +1,11 @@
 """A new attention type, from its definition to a real model, in one script and without packaging.
 
 The type is the fixed pattern of Sparse Transformers (arXiv 1904.10509): a query sees its own stretch of ``stride``
-tokens, and of every earlier stretch the last ``num_summary`` tokens. The script says that once, as a live range.
-Planning, paging, freeing and prefix caching follow from it. A small hybrid model then runs with it, and every token
-that it generates is compared with plain transformers under a dense mask.
+tokens, and of every earlier stretch the last ``num_summary`` tokens. The script says that as a live range: planning,
+paging, freeing and prefix caching follow from it. It says it once more as a function of positions, for FlexAttention
+(``kvframe-flex``). A small hybrid model then runs with it, by the reference backend, which reads live ranges, and by
+FlexAttention, which knows the function only. Every token that it generates is compared with plain transformers under a
+dense mask.
 
     python examples/new_attention_type.py
 """
@@ -21,7 +23,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from kvframe import AttentionSpec, Engine, SamplingParams, Stack, hookimpl, load_plugins, make_layer_specs
 from kvframe.model.recognise import find_adapter
-from kvframe.specs import TokenRange, positive_int
+from kvframe.specs import MaskFunction, TokenRange, positive_int
 
 # --- the attention type: this is all that a researcher writes ---------------------------------------------------------
 
@@ -46,6 +48,14 @@ class FixedPatternSpec(AttentionSpec):
         summaries = [(end - self.num_summary, end) for end in range(self.stride, own + 1, self.stride)]
         return (*summaries, (own, n)) if own < n else tuple(summaries)
 
+    @property
+    def mask_function(self) -> MaskFunction:
+        """Return the same as a function of the positions of queries and keys, which are arrays."""
+        stride, first_summary = self.stride, self.stride - self.num_summary
+        return lambda query, key: (
+            (key <= query) & ((key // stride == query // stride) | (key % stride >= first_summary))
+        )
+
 
 @hookimpl
 def kvframe_register_specs(register: Any) -> None:
@@ -57,13 +67,23 @@ def kvframe_register_specs(register: Any) -> None:
 
 STRIDE, NUM_SUMMARY = 16, 4
 LAYER_TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
-STACK = Stack.from_mapping(
-    {
-        "cache": {"memory": "1MiB", "block_size": 4},
-        # The model's own forward has other masks in these layers, so there is nothing to compare with at attach.
-        "engine": {"self_check": False, "max_num_batched_tokens": 32},
-    }
-)
+BACKENDS: dict[str, dict[str, Any]] = {
+    "torch_reference": {},
+    # So few tokens are not worth the minute that compiling takes.
+    "flex": {"compile": "never"},
+}
+
+
+def make_stack(backend: str) -> Stack:
+    """Return a stack with a small cache, and with a backend for the new type."""
+    return Stack.from_mapping(
+        {
+            "cache": {"memory": "1MiB", "block_size": 4},
+            # The model's own forward has other masks in these layers, so there is nothing to compare with at attach.
+            "engine": {"self_check": False, "max_num_batched_tokens": 32},
+            "rules": [{"kind": "fixed_pattern", "backend": {"name": backend, **BACKENDS[backend]}}],
+        }
+    )
 
 
 def make_model() -> Gemma3ForCausalLM:
@@ -86,9 +106,10 @@ def make_model() -> Gemma3ForCausalLM:
     return Gemma3ForCausalLM(config)
 
 
-def make_engine(path: Path) -> Engine:
+def make_engine(path: Path, backend: str) -> Engine:
     """Read the model's layers, give the windowed ones the new type, and make an engine for them."""
-    registry = load_plugins(STACK.plugins, plugins=[sys.modules[__name__]]).registry
+    stack = make_stack(backend)
+    registry = load_plugins(stack.plugins, plugins=[sys.modules[__name__]]).registry
     model = find_adapter(path, registry).load(path, device="cpu", dtype="float32")
     pattern = {"stride": STRIDE, "num_summary": NUM_SUMMARY}
     layers = tuple(
@@ -102,7 +123,7 @@ def make_engine(path: Path) -> Engine:
         for layer in model.description.layers
     )
     description = attrs.evolve(model.description, layers=layers)
-    return Engine(model, make_layer_specs(description, registry, STACK, "float32"), registry=registry, stack=STACK)
+    return Engine(model, make_layer_specs(description, registry, stack, "float32"), registry=registry, stack=stack)
 
 
 def generate_densely(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
@@ -121,26 +142,29 @@ def generate_densely(model: Any, prompt: list[int], num_tokens: int) -> list[int
 
 
 def main() -> None:
-    """Run three prompts that share a prefix, and compare."""
+    """Run three prompts that share a prefix by both backends, and compare."""
     shared = [token * 7 % 128 for token in range(1, 81)]
     prompts = [[*shared, *tail] for tail in ([5], [9, 9, 2], [100, 3])]
     params = SamplingParams(max_new_tokens=24)
     model = make_model()
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        with make_engine(Path(folder)) as engine:
-            for choice in engine.choices:
-                print(f"{choice.layer}: backend {choice.backend}")
-            outputs = [engine.generate([prompts[0]], params)[0], *engine.generate(prompts[1:], params)]
-            stats = engine.stats()
-            for group, most in zip(engine.plan.groups, stats.peak_blocks_held, strict=True):
-                print(f"{group.spec.kind}: {len(group.layers)} layers, at most {most} blocks held")
-            print(f"generated for the first prompt: {list(outputs[0].token_ids)}")
-            print(f"prefix cache: {stats.cached_prompt_tokens} of {stats.prompt_tokens} prompt tokens")
     expected = [generate_densely(model, prompt, params.max_new_tokens) for prompt in prompts]
-    equal = [list(output.token_ids) == tokens for output, tokens in zip(outputs, expected, strict=True)]
-    print(f"tokens equal to the dense reference: {sum(equal)} of {len(prompts)} requests")
-    if not all(equal):
+    all_equal = True
+    for backend in BACKENDS:
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            with make_engine(Path(folder), backend) as engine:
+                for choice in engine.choices:
+                    print(f"{choice.layer}: backend {choice.backend}")
+                outputs = [engine.generate([prompts[0]], params)[0], *engine.generate(prompts[1:], params)]
+                stats = engine.stats()
+                for group, most in zip(engine.plan.groups, stats.peak_blocks_held, strict=True):
+                    print(f"{group.spec.kind}: {len(group.layers)} layers, at most {most} blocks held")
+                print(f"generated for the first prompt: {list(outputs[0].token_ids)}")
+                print(f"prefix cache: {stats.cached_prompt_tokens} of {stats.prompt_tokens} prompt tokens")
+        equal = [list(output.token_ids) == tokens for output, tokens in zip(outputs, expected, strict=True)]
+        print(f"{backend}: tokens equal to the dense reference: {sum(equal)} of {len(prompts)} requests")
+        all_equal = all_equal and all(equal)
+    if not all_equal:
         sys.exit(1)
 
 

@@ -47,7 +47,8 @@ def test_a_missing_model_is_one_sentence() -> None:
 
 def test_a_new_attention_type_equals_its_dense_reference() -> None:
     output = run("new_attention_type.py")
-    assert "tokens equal to the dense reference: 3 of 3 requests" in output
+    assert "torch_reference: tokens equal to the dense reference: 3 of 3 requests" in output
+    assert "flex: tokens equal to the dense reference: 3 of 3 requests" in output
 
 
 def test_the_new_attention_type_keeps_the_laws() -> None:

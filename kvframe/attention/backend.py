@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import attrs
@@ -212,6 +213,8 @@ class AttentionBackend(ABC):
     conformance_form: ClassVar[str | None] = None
     """Where the conformance kit finds what to know of the state that it reads, ``"module:StateForm"``; None for keys
     and values."""
+    conformance_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Options with which the conformance kit runs it, where the default ones would compile something for each case."""
 
     @classmethod
     def unusable_reason(cls) -> str | None:

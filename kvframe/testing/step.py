@@ -215,7 +215,8 @@ def _make_backend(
     parameters: Mapping[str, torch.Tensor],
 ) -> AttentionBackend:
     options = backend_class.options_class
-    backend = backend_class([layer], device) if options is None else backend_class([layer], device, options())
+    given = () if options is None else (options(**backend_class.conformance_options),)
+    backend = backend_class([layer], device, *given)
     if parameters:
         backend.bind(layer, parameters)
     return backend

@@ -1,0 +1,131 @@
+"""The backend: a step's pages are gathered, and FlexAttention computes what the layers' mask function says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import attrs
+import torch
+from torch.nn.functional import pad
+
+from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
+from kvframe.attention.metadata import SEQ_STARTS
+from kvframe.attention.relative_bias import RELATIVE_BIAS, bias_by_distance
+from kvframe.specs import LayerSpec
+from kvframe_flex.builder import FlexMetadataBuilder, Piece
+from kvframe_flex.kernel import Kernel, Scores, keep_static
+from kvframe_flex.pages import Sight
+
+MIN_CUDA_SIZE = 16
+"""Elements of a vector that FlexAttention's kernels for GPUs take at least; shorter ones get zeros behind them."""
+
+
+@attrs.frozen
+class FlexOptions:
+    """What a stack may say of the backend.
+
+    Attributes:
+        compile: Whether kernels are compiled, when a kind of batch first comes: ``auto`` where a compiler is found,
+            ``always`` or not at all, ``never``, which is slow and needs memory for all scores.
+    """
+
+    compile: str = attrs.field(default="auto", validator=attrs.validators.in_(("auto", "always", "never")))
+
+
+class FlexBackend(AttentionBackend):
+    """Serves every type of attention over keys and values that a mask function says."""
+
+    capabilities = Capabilities(
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=frozenset({"float32", "float16", "bfloat16"}),
+        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk", "mask_function"}),
+        extensions=frozenset({SEQ_STARTS}),
+        soft_cap=True,
+        sinks=True,
+        relative_bias=True,
+        separate_value_size=True,
+        takes_copies=True,
+        preference=-5,
+    )
+    options_class = FlexOptions
+    conformance_options: ClassVar[Mapping[str, Any]] = MappingProxyType({"compile": "never"})
+
+    def __init__(self, layers: Sequence[LayerSpec], device: torch.device, options: Any = None) -> None:
+        """Take the group's layers; raises ``BackendError`` where no compiler is and one has to be."""
+        super().__init__(layers, device, options)
+        spec, query = layers[0].spec, layers[0].query
+        assert spec is not None
+        assert query is not None
+        assert spec.mask_function is not None
+        self._sight = Sight(spec.mask_function, spec.mask, query.has_sinks)
+        self._num_heads = query.num_heads
+        self._kernel = Kernel(spec.mask_function, Scores.of(query), device, (options or FlexOptions()).compile)
+        self._bias_by_distance: dict[str, torch.Tensor] = {}
+        self._scratch: dict[str, torch.Tensor] = {}
+
+    def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Keep the layer's tensors, and its bias as the kernel looks it up."""
+        super().bind(layer, parameters)
+        assert layer.query is not None
+        if layer.query.relative_bias is not None:
+            by_distance = bias_by_distance(layer.query.relative_bias, parameters[RELATIVE_BIAS]).float()
+            keep_static(by_distance)
+            self._bias_by_distance[layer.name] = by_distance
+
+    def make_builder(self) -> FlexMetadataBuilder:
+        """Return the builder of the step's pieces."""
+        return FlexMetadataBuilder(self._sight, self._num_heads, self.device, self._kernel.is_compiled)
+
+    def forward(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Gather each piece's pages and attend to them."""
+        size_v = kv_cache["v"].shape[-1]
+        bias = self._bias_by_distance.get(layer.name)
+        if sinks is not None:
+            sinks = sinks.float()
+            keep_static(sinks)
+        output = None
+        for piece, pages in zip(metadata.pieces, metadata.pages, strict=True):
+            rows = query if piece.query_rows is None else query.index_select(0, piece.query_rows)
+            rows = rows.view(piece.num_tiles, piece.num_queries, *query.shape[1:]).transpose(1, 2)
+            key = self._gather("k", piece, pages, kv_cache["k"], query.dtype)
+            value = self._gather("v", piece, pages, kv_cache["v"], query.dtype)
+            if self.device.type == "cuda":
+                rows, key, value = (_lengthened(each) for each in (rows, key, value))
+            result = self._kernel(rows, key, value, piece.places, metadata.causal, bias, sinks)[..., :size_v]
+            result = result.transpose(1, 2).reshape(-1, query.shape[1], size_v)
+            if piece.output_rows is None:
+                return result
+            if output is None:
+                output = query.new_zeros(query.shape[0], query.shape[1], size_v)
+            output.index_copy_(0, piece.output_rows, result if piece.outputs is None else result[piece.outputs])
+        return query.new_zeros(query.shape[0], query.shape[1], size_v) if output is None else output
+
+    def _gather(
+        self, name: str, piece: Piece, pages: torch.Tensor, state: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the tiles' tokens of one state tensor, ``[num_tiles, num_kv_heads, num_keys, size]``, strided."""
+        shape = len(pages), *state.shape[1:]
+        gathered = self._take(name, math.prod(shape), state).view(shape)
+        torch.index_select(state, 0, pages, out=gathered)
+        tokens = gathered.view(-1, *state.shape[2:])
+        tokens.index_fill_(0, piece.hidden, 0)
+        return tokens.to(dtype).view(piece.num_tiles, piece.num_keys, *state.shape[2:]).transpose(1, 2)
+
+    def _take(self, name: str, num_elements: int, like: torch.Tensor) -> torch.Tensor:
+        """Return memory that the calls reuse: the system takes a while to map fresh pages."""
+        scratch = self._scratch.get(name)
+        if scratch is None or len(scratch) < num_elements:
+            # Made outside of inference mode, so that a later call may write to it in either mode.
+            with torch.inference_mode(False):
+                scratch = self._scratch[name] = torch.empty(num_elements, dtype=like.dtype, device=like.device)
+        return scratch[:num_elements]
+
+
+def _lengthened(vectors: torch.Tensor) -> torch.Tensor:
+    missing = MIN_CUDA_SIZE - vectors.shape[-1]
+    return pad(vectors, (0, missing)) if missing > 0 else vectors

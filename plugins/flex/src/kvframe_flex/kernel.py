@@ -1,0 +1,302 @@
+"""FlexAttention (Dong et al., arXiv 2412.05496) called on gathered tokens: compiled, or over dense scores.
+
+What a query sees and what becomes of a score are two small functions that FlexAttention makes part of its kernel. Both
+look up where a token stands in its request, so they know neither pages nor the batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import torch
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from kvframe.attention.relative_bias import bias_columns
+from kvframe.errors import BackendError
+from kvframe.specs import MaskFunction, QuerySpec
+from kvframe_flex.dense import dense_flex_attention
+from kvframe_flex.pages import SINK
+
+BLOCK = 128
+"""Queries, and tokens, of a block of the block mask: FlexAttention's own."""
+
+MIN_BLOCKS = 2
+"""Blocks that a block mask has at least: a size of one would be a kernel of its own."""
+
+_log = logging.getLogger("kvframe")
+
+
+@attrs.frozen
+class Scores:
+    """What becomes of the scores of a group's layers.
+
+    Attributes:
+        scale: As in ``QuerySpec``.
+        soft_cap: As in ``QuerySpec``.
+        has_sinks: As in ``QuerySpec``.
+        max_distance: Of the learned bias; None where there is none.
+    """
+
+    scale: float
+    soft_cap: float | None
+    has_sinks: bool
+    max_distance: int | None
+
+    @classmethod
+    def of(cls, query: QuerySpec) -> Scores:
+        """Return what a layer's query side says."""
+        bias = query.relative_bias
+        return cls(query.scale, query.soft_cap, query.has_sinks, None if bias is None else bias.max_distance)
+
+    @property
+    def change_scores(self) -> bool:
+        """Whether a score is more than the scaled product."""
+        return self.soft_cap is not None or self.has_sinks or self.max_distance is not None
+
+
+@attrs.frozen(eq=False)
+class Places:
+    """Where the queries and the gathered tokens of a piece stand, and which blocks of tokens are read.
+
+    Attributes:
+        positions: ``[capacity], int32, device``: those of the tokens, tile after tile, then those of the queries.
+        sizes: ``[3], int64, device``: where the queries' start, queries per tile, tokens per tile.
+        num_blocks: ``[num_tiles, 1, query_blocks], int32, device``: blocks of tokens that some query sees in part.
+        blocks: ``[num_tiles, 1, query_blocks, key_blocks], int32, device``: these, in front of the others.
+        num_full_blocks: The same shape: blocks that all queries see.
+        full_blocks: Likewise.
+    """
+
+    positions: torch.Tensor
+    sizes: torch.Tensor
+    num_blocks: torch.Tensor
+    blocks: torch.Tensor
+    num_full_blocks: torch.Tensor
+    full_blocks: torch.Tensor
+
+
+class Kernel:
+    """Attention of one group's layers over the pieces of a step."""
+
+    def __init__(self, sees: MaskFunction, scores: Scores, device: torch.device, compile_mode: str) -> None:
+        """Take what the layers have in common.
+
+        Args:
+            sees: Their mask function.
+            scores: What becomes of a score.
+            device: Where it runs.
+            compile_mode: ``auto``, ``always`` or ``never``.
+
+        Raises:
+            BackendError: It is to be compiled always, and no compiler is there.
+        """
+        self._sees = sees
+        self._scores = scores
+        missing = "" if compile_mode == "never" else missing_compiler(device)
+        if missing and compile_mode == "always":
+            raise BackendError(f"FlexAttention cannot be compiled here: {missing}")
+        if missing:
+            _say_uncompiled(missing)
+        self._may_fail = compile_mode == "auto"
+        self._compiled: Callable[..., torch.Tensor] | None = None
+        self._known: set[tuple[Any, ...]] = set()
+        if compile_mode != "never" and not missing:
+            with _compiling():
+                self._compiled = torch.compile(self._attend, dynamic=True)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether calls go through the compiler."""
+        return self._compiled is not None
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        places: Places,
+        causal: bool,
+        bias: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return attention of a piece, ``[num_tiles, num_heads, num_queries, head_size_v]``.
+
+        Args:
+            query: ``[num_tiles, num_heads, num_queries, head_size], device``.
+            key: ``[num_tiles, num_kv_heads, num_keys, head_size], device``.
+            value: ``[num_tiles, num_kv_heads, num_keys, head_size_v], device``.
+            places: Where they stand.
+            causal: Whether the mask function holds; if not, queries see all tokens that are not hidden.
+            bias: ``[num_heads, 2 * max_distance + 1], device``: the learned bias by distance; None for none.
+            sinks: ``[num_heads], device``: the learned sink logits; None for none.
+
+        Raises:
+            BackendError: It is to be compiled always, and that failed.
+        """
+        arguments = query, key, value, places, causal, bias, sinks
+        if self._compiled is not None:
+            # What torch makes a kernel of its own for.
+            kind = len(query) == 1, query.shape[2] == 1, causal, query.dtype, len(places.positions)
+            try:
+                if kind in self._known:
+                    return self._compiled(*arguments)
+                with _compiling():
+                    result = self._compiled(*arguments)
+                self._known.add(kind)
+                return result
+            except Exception as error:
+                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+                reason = ": ".join([type(error).__name__, *lines[:1]])
+                if not self._may_fail:
+                    raise BackendError(f"compiling FlexAttention failed: {reason}") from error
+                _say_uncompiled(reason)
+                self._compiled = None
+        score, is_seen = self._functions(places, causal, bias, sinks)
+        asked = _chosen(places.num_blocks, places.blocks)
+        full = _chosen(places.num_full_blocks, places.full_blocks)
+        return dense_flex_attention(query, key, value, score, is_seen, asked, full, BLOCK, self._scores.scale)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        places: Places,
+        causal: bool,
+        bias: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        score, is_seen = self._functions(places, causal, bias, sinks)
+        block_mask = BlockMask.from_kv_blocks(
+            places.num_blocks,
+            places.blocks,
+            places.num_full_blocks,
+            places.full_blocks,
+            BLOCK_SIZE=BLOCK,
+            mask_mod=is_seen,
+            seq_lengths=(query.shape[2], key.shape[2]),
+            compute_q_blocks=False,
+        )
+        result = flex_attention(
+            query,
+            key,
+            value,
+            score_mod=score,
+            block_mask=block_mask,
+            scale=self._scores.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        assert isinstance(result, torch.Tensor)
+        return result
+
+    def _functions(
+        self, places: Places, causal: bool, bias: torch.Tensor | None, sinks: torch.Tensor | None
+    ) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
+        """Return what becomes of a score, None for nothing, and whether a query sees a token."""
+        sees, scores, positions, sizes = self._sees, self._scores, places.positions, places.sizes
+
+        def position_of_query(tile: Any, index: Any) -> Any:
+            return positions[sizes[0] + tile * sizes[1] + index]
+
+        def position_of_key(tile: Any, index: Any) -> Any:
+            return positions[tile * sizes[2] + index]
+
+        def is_seen(tile: Any, head: Any, query_index: Any, key_index: Any) -> Any:
+            position = position_of_key(tile, key_index)
+            seen = position >= 0
+            if causal:
+                seen = seen & sees(position_of_query(tile, query_index), position)
+            return seen | (position == SINK) if scores.has_sinks else seen
+
+        def score(value: Any, tile: Any, head: Any, query_index: Any, key_index: Any) -> Any:
+            if scores.soft_cap is not None:
+                value = scores.soft_cap * torch.tanh(value / scores.soft_cap)
+            position = position_of_key(tile, key_index)
+            if bias is not None and scores.max_distance is not None:
+                distance = position - position_of_query(tile, query_index)
+                value = value + bias[head, bias_columns(distance, scores.max_distance)]
+            return value if sinks is None else torch.where(position == SINK, sinks[head], value)
+
+        return score if scores.change_scores else None, is_seen
+
+
+def missing_compiler(device: torch.device) -> str:
+    """Return what is missing to compile for a device, in a few words; empty if nothing is."""
+    if device.type == "cuda":
+        return "" if importlib.util.find_spec("triton") else "Triton is not installed"
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        get_cpp_compiler()
+    except Exception as error:  # torch says in several ways that there is none
+        return str(error).strip().splitlines()[0] if str(error).strip() else "no C++ compiler was found"
+    return ""
+
+
+def find_blocks(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return which blocks of tokens queries see, as the last four attributes of ``Places``.
+
+    Args:
+        seen: ``[num_tiles, num_queries, num_keys], bool, device``.
+    """
+    num_tiles, num_queries, num_keys = seen.shape
+    query_blocks, key_blocks = (max(MIN_BLOCKS, -(-size // BLOCK)) for size in (num_queries, num_keys))
+    columns = torch.nn.functional.pad(seen, (0, key_blocks * BLOCK - num_keys))
+    columns = columns.view(num_tiles, num_queries, key_blocks, BLOCK)
+    rows = 0, 0, 0, query_blocks * BLOCK - num_queries
+    # Rows that are no queries see what the others do.
+    some = torch.nn.functional.pad(columns.any(-1), rows).view(num_tiles, query_blocks, BLOCK, key_blocks).any(2)
+    full = torch.nn.functional.pad(columns.all(-1), rows, value=True)
+    full = full.view(num_tiles, query_blocks, BLOCK, key_blocks).all(2) & some
+    return *_in_front(some & ~full), *_in_front(full)
+
+
+def _in_front(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how many blocks of each row are chosen, and all block indices with these in front."""
+    counts = chosen.sum(-1, dtype=torch.int32)[:, None]
+    order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return counts, order.to(torch.int32)[:, None]
+
+
+def _chosen(counts: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Return which blocks stand in front, ``bool``, in the shape of ``blocks``: the way back from ``_in_front``."""
+    is_chosen = torch.arange(blocks.shape[-1], device=blocks.device) < counts[..., None]
+    return torch.empty_like(is_chosen).scatter_(-1, blocks.long(), is_chosen)
+
+
+def keep_static(*tensors: torch.Tensor) -> None:
+    """Let the compiler take the sizes of tensors as constants.
+
+    What the two functions look up must be so: torch 2.13's template for CPUs mixes up the names of other sizes.
+    """
+    for tensor in tensors:
+        torch._dynamo.mark_static(tensor)
+
+
+def _say_uncompiled(reason: str) -> None:
+    _log.warning("kvframe-flex: FlexAttention runs without being compiled, which is slow (%s)", reason)
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """Let the compiler tell sizes apart that happen to be equal, and take numbers that are no sizes as constants.
+
+    A mask function's numbers are part of the kernel. What torch deprecates of itself is not for its user to hear.
+    """
+    from torch._dynamo import config as dynamo_config
+    from torch.fx.experimental import _config as shapes_config
+
+    configs: tuple[Any, Any] = shapes_config, dynamo_config
+    with (
+        configs[0].patch(use_duck_shape=False),
+        configs[1].patch(specialize_int=True, specialize_float=True),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        yield

@@ -1,0 +1,256 @@
+"""Host arithmetic of the metadata: which queries are computed together, and which pages they read.
+
+Everything is NumPy over all requests of a step at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvframe.attention.metadata import SEQ_STARTS, CommonAttentionMetadata
+from kvframe.specs import AttentionMask, MaskFunction
+
+MAX_TILE_QUERIES = 1024
+"""Queries of a tile at most. A longer prompt is several tiles, each of which gathers what it sees."""
+
+MAX_PIECE_TOKENS = 1 << 16
+"""Gathered tokens of a piece of more than one tile: bounds the gathered copy's memory."""
+
+MAX_PIECE_PAIRS = 1 << 24
+"""Pairs of a query and a gathered token of a piece of more than one tile: bounds the memory of its mask."""
+
+HIDDEN = -1
+"""Stands for the position of a gathered token that no query sees."""
+
+SINK = -2
+"""Stands for the position of a slot for the learned sink logit: every query sees it."""
+
+IntArray = npt.NDArray[np.signedinteger[Any]]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@attrs.frozen
+class Sight:
+    """What the queries of a group's layers see.
+
+    Attributes:
+        sees: The layers' mask function.
+        mask: Their mask, which says faster which pages are read; None where only the function is there.
+        has_sinks: Whether each query sees a learned logit besides.
+    """
+
+    sees: MaskFunction
+    mask: AttentionMask | None
+    has_sinks: bool
+
+
+@attrs.frozen(eq=False)
+class Tiles:
+    """Consecutive queries of one request each; every attribute is ``[num_tiles]``.
+
+    Attributes:
+        request: The row of the batch.
+        first_row: Where the tile's queries start in the packed batch.
+        position: The first query's position; it says nothing where the keys are of another sequence.
+        num_queries: The tile's queries, at least one.
+        start: The first token that is not hidden.
+        stop: The token behind the last one that is seen.
+    """
+
+    request: IntArray
+    first_row: IntArray
+    position: IntArray
+    num_queries: IntArray
+    start: IntArray
+    stop: IntArray
+
+    @classmethod
+    def of(cls, metadata: CommonAttentionMetadata, causal: bool) -> Tiles:
+        """Return the tiles of a step: none for a request without a new token, or without anything to see."""
+        first_row = metadata.query_start_loc_cpu.numpy().astype(np.int64)
+        num_queries, seq_len = np.diff(first_row), metadata.seq_lens_cpu.numpy().astype(np.int64)
+        start = np.zeros_like(seq_len)
+        if SEQ_STARTS in metadata.extensions:
+            values_cpu = metadata.extensions[SEQ_STARTS].values_cpu
+            assert values_cpu is not None
+            start = values_cpu.numpy().astype(np.int64)
+        request = np.flatnonzero((num_queries > 0) & (seq_len > start))
+        counts = -(-num_queries[request] // MAX_TILE_QUERIES)
+        request = request.repeat(counts)
+        skipped = (np.arange(len(request)) - (counts.cumsum() - counts).repeat(counts)) * MAX_TILE_QUERIES
+        taken = np.minimum(num_queries[request] - skipped, MAX_TILE_QUERIES)
+        position = (seq_len - num_queries)[request] + skipped
+        return cls(
+            request=request,
+            first_row=first_row[:-1][request] + skipped,
+            position=position,
+            num_queries=taken,
+            start=start[request],
+            stop=position + taken if causal else seq_len[request],
+        )
+
+    def take(self, index: IntArray | slice) -> Tiles:
+        """Return the tiles at ``index``."""
+        return Tiles(*(getattr(self, field.name)[index] for field in attrs.fields(Tiles)))
+
+
+@attrs.frozen(eq=False)
+class Reads:
+    """The blocks that tiles read.
+
+    Attributes:
+        block: ``[num_reads]``: block indices, tile after tile, ascending.
+        counts: ``[num_tiles]``: how many of them are each tile's.
+    """
+
+    block: IntArray
+    counts: IntArray
+
+    @classmethod
+    def of(cls, tiles: Tiles, sight: Sight, causal: bool, block_size: int) -> Reads:
+        """Return what tiles read: the blocks of what their first query sees, and of their own tokens.
+
+        By the law of forgetting no later query of a tile sees more of the past than the first.
+        """
+        top = -(-tiles.stop // block_size)
+        if causal and sight.mask is None:
+            return cls._by_function(tiles, sight.sees, block_size, top)
+        low, sink_top = tiles.start, np.zeros_like(top)
+        if causal and sight.mask is not None:
+            mask = sight.mask
+            if mask.chunk is not None:
+                low = np.maximum(low, tiles.position - tiles.position % mask.chunk)
+            if mask.window is not None:
+                low = np.maximum(low, tiles.position + 1 - mask.window)
+                sink_top += -(-mask.num_sink_tokens // block_size)
+        first = low // block_size
+        first_sink = np.minimum(tiles.start // block_size, first)
+        sinks = np.maximum(np.minimum(sink_top, first) - first_sink, 0)
+        counts = sinks + top - first
+        place = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
+        of_sinks = place < sinks.repeat(counts)
+        return cls(place + np.where(of_sinks, first_sink.repeat(counts), (first - sinks).repeat(counts)), counts)
+
+    @classmethod
+    def _by_function(cls, tiles: Tiles, sees: MaskFunction, block_size: int, top: IntArray) -> Reads:
+        """Return the blocks with a token that the function shows the first query; all tokens are asked for."""
+        tile = np.arange(len(top)).repeat(top * block_size)
+        block_start = (top.cumsum() - top).repeat(top)
+        key = (np.arange(len(block_start)) - block_start).repeat(block_size) * block_size
+        key += np.tile(np.arange(block_size), len(block_start))
+        position = tiles.position[tile]
+        seen = (key >= position) | np.asarray(sees(position, key))
+        seen &= (key >= tiles.start[tile]) & (key < tiles.stop[tile])
+        is_read = seen.reshape(-1, block_size).any(axis=1)
+        return cls(
+            (np.arange(len(block_start)) - block_start)[is_read],
+            np.bincount(np.arange(len(top)).repeat(top)[is_read], minlength=len(top)),
+        )
+
+
+@attrs.frozen(eq=False)
+class HostPiece:
+    """Tiles that are computed as one dense batch, on the host.
+
+    Attributes:
+        num_queries: Queries per tile; shorter tiles repeat their last one.
+        num_keys: Gathered tokens per tile, whole pages.
+        page_rows: ``[num_tiles * num_pages]``: the row in the block table of each page to gather.
+        page_columns: ``[num_tiles * num_pages]``: its column.
+        query_rows: ``[num_tiles * num_queries]``: rows of the packed batch.
+        query_positions: ``[num_tiles * num_queries]``: where the queries stand.
+        outputs: ``[num_outputs]``: which of these are no repetitions.
+        key_positions: ``[num_tiles * num_keys]``: where the gathered tokens stand, or ``HIDDEN``, or ``SINK``.
+        hidden: ``[num_hidden]``: which of these no query sees.
+    """
+
+    num_queries: int
+    num_keys: int
+    page_rows: IntArray
+    page_columns: IntArray
+    query_rows: IntArray
+    query_positions: IntArray
+    outputs: IntArray
+    key_positions: IntArray
+    hidden: IntArray
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles in the batch."""
+        return len(self.key_positions) // self.num_keys
+
+
+def cut_pieces(
+    metadata: CommonAttentionMetadata, sight: Sight, causal: bool, num_heads_at_once: int
+) -> Iterator[HostPiece]:
+    """Yield the dense batches of a step: tiles of similar lengths together.
+
+    Args:
+        metadata: The step.
+        sight: What queries see.
+        causal: Whether they see only their own and earlier positions.
+        num_heads_at_once: For how many heads scores exist at a time: one more factor in what bounds the memory.
+    """
+    tiles = Tiles.of(metadata, causal)
+    if not len(tiles.request):
+        return
+    reads = Reads.of(tiles, sight, causal, metadata.block_size)
+    # Tiles within a power of two of queries, and of four of pages, are not worth a batch of their own.
+    kind = np.frexp(tiles.num_queries - 1)[1] * 64 + np.frexp(reads.counts)[1] // 2
+    order = np.lexsort([-reads.counts, kind])
+    starts = reads.counts.cumsum() - reads.counts
+    bounds = [0]
+    for stop in [*(np.flatnonzero(np.diff(kind[order])) + 1).tolist(), len(order)]:
+        while bounds[-1] < stop:
+            group = order[bounds[-1] : stop]
+            num_keys = int(reads.counts[group[0]]) * metadata.block_size
+            pairs = num_keys * int(tiles.num_queries[group].max()) * num_heads_at_once
+            bounds.append(min(stop, bounds[-1] + max(1, min(MAX_PIECE_TOKENS // num_keys, MAX_PIECE_PAIRS // pairs))))
+    for begin, end in itertools.pairwise(bounds):
+        index = order[begin:end]
+        yield _lay_out(tiles.take(index), reads.block, starts[index], reads.counts[index], metadata, sight, causal)
+
+
+def _lay_out(
+    tiles: Tiles,
+    blocks: IntArray,
+    starts: IntArray,
+    counts: IntArray,
+    metadata: CommonAttentionMetadata,
+    sight: Sight,
+    causal: bool,
+) -> HostPiece:
+    size, num_tiles = metadata.block_size, len(counts)
+    # A slot for the sink logit is the last one of a page that repeats another, which nobody sees.
+    num_pages = int(counts.max()) + sight.has_sinks
+    place = np.arange(num_pages)
+    is_read = place < counts[:, None]
+    columns = blocks[starts[:, None] + np.where(is_read, place, 0)]
+    key = (columns[:, :, None] * size + np.arange(size)).reshape(num_tiles, -1)
+    seen = is_read.repeat(size, axis=1) & (key >= tiles.start[:, None]) & (key < tiles.stop[:, None])
+    if causal:
+        first = tiles.position[:, None]
+        seen &= (key >= first) | np.asarray(sight.sees(first, key))
+    key_positions = np.where(seen, key, HIDDEN)
+    if sight.has_sinks:
+        key_positions[:, -1] = SINK
+    num_queries = int(tiles.num_queries.max())
+    query = np.arange(num_queries)
+    within = np.minimum(query, tiles.num_queries[:, None] - 1)
+    return HostPiece(
+        num_queries=num_queries,
+        num_keys=num_pages * size,
+        page_rows=tiles.request.repeat(num_pages),
+        page_columns=columns.reshape(-1),
+        query_rows=(tiles.first_row[:, None] + within).reshape(-1),
+        query_positions=(tiles.position[:, None] + within).reshape(-1),
+        outputs=np.flatnonzero(query < tiles.num_queries[:, None]),
+        key_positions=key_positions.reshape(-1),
+        hidden=np.flatnonzero(~seen),
+    )

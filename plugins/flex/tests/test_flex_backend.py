@@ -1,0 +1,202 @@
+"""The backend computes what mask functions say, compiled or densely, within bounded memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import attrs
+import pytest
+import torch
+from kvframe_flex import kernel, pages
+from kvframe_flex.backend import FlexBackend, FlexOptions
+from kvframe_flex.kernel import find_blocks
+
+from kvframe import LayerSpec, Stack, load_plugins
+from kvframe.attention.selection import select_backends
+from kvframe.errors import BackendError, StackError
+from kvframe.testing.case import Request
+from kvframe.testing.conformance import check_backend
+from kvframe.testing.grid import make_cases, make_layer
+from kvframe.testing.laws import ConformanceError
+from kvframe.testing.metadata import make_metadata
+
+CASES = {case.name: case for case in make_cases(FlexBackend.capabilities)}
+CPU = torch.device("cpu")
+
+
+class Compiled(FlexBackend):
+    """With the compiler, where the kit leaves it out."""
+
+    conformance_options: ClassVar[Mapping[str, Any]] = {"compile": "always"}
+
+
+class AsItComes(FlexBackend):
+    """With the options that it has by default."""
+
+    conformance_options: ClassVar[Mapping[str, Any]] = {}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def layer_of(**options: Any) -> LayerSpec:
+    return make_layer(FlexBackend.capabilities, **options)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), 1e4], ids=["nan", "large"])
+def test_it_computes_the_grid(poison: float) -> None:
+    dtypes = {"float32", "float16", "bfloat16"}
+    assert dtypes == {str(case.stored_dtype)[6:] for case in CASES.values()}
+    assert any(name.startswith("function-stride=6") for name in CASES)
+    for case in CASES.values():
+        if poison != poison or case.name.endswith(("mixed", "uneven")):
+            check_backend(FlexBackend, case, poison=poison)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "function-stride=6-block=16-decode",
+        "full-relative_bias-soft_cap-learned_sinks-prefill",
+    ],
+)
+def test_it_computes_cases_compiled(name: str) -> None:
+    check_backend(Compiled, CASES[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name",
+    [
+        "function-stride=6-block=16-decode",
+        "function-stride=6-block=17-mixed",
+        "full-relative_bias-soft_cap-learned_sinks-mixed",
+        "window=5-sink_tokens=3-bfloat16-mixed",
+        "bidirectional-float16-cross_mixed",
+    ],
+)
+def test_it_computes_cases_on_a_gpu(name: str) -> None:
+    check_backend(Compiled, CASES[name], "cuda")
+
+
+@pytest.mark.parametrize("limit", [1, 7, 300])
+def test_small_limits_cut_the_work_and_change_nothing(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MAX_TILE_QUERIES", "MAX_PIECE_TOKENS", "MAX_PIECE_PAIRS"):
+        monkeypatch.setattr(pages, name, limit)
+    for case in CASES.values():
+        if "block=17" in case.name and ("mixed" in case.name or "hidden" in case.name):
+            check_backend(FlexBackend, case)
+
+
+class _OneTokenMore(FlexBackend):
+    def __init__(self, layers: Any, device: Any, options: Any) -> None:
+        super().__init__(layers, device, options)
+        sees = self._sight.sees
+        wider = attrs.evolve(self._sight, sees=lambda query, key: sees(query, key) | (key == query - 5), mask=None)
+        self._sight, self._kernel._sees = wider, wider.sees
+
+
+class _SinksOfOtherHeads(FlexBackend):
+    def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> Any:
+        return super().forward(layer, query, kv_cache, metadata, None if sinks is None else sinks.flip(0))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [(_OneTokenMore, "window=5-block=16-decode"), (_SinksOfOtherHeads, "full-learned_sinks-mixed")],
+)
+def test_the_grid_sees_mistakes(wrong: type[FlexBackend], name: str) -> None:
+    with pytest.raises(ConformanceError):
+        check_backend(wrong, CASES[name])
+
+
+def test_it_serves_what_a_function_says_and_refuses_what_only_live_ranges_say() -> None:
+    refusals = FlexBackend.capabilities.refusals
+    assert [] == refusals(layer_of(stride=6, has_function=True), "cpu")
+    assert ["mask_live_range"] == [each.code for each in refusals(layer_of(stride=6), "cpu")]
+
+
+# --- which pages are read, and which blocks of tokens -----------------------------------------------------------------
+
+
+def pages_read(num_computed: int, num_new: int, **options: Any) -> list[int]:
+    layer = layer_of(block_size=4, **options)
+    builder = FlexBackend([layer], CPU, FlexOptions(compile="never")).make_builder()
+    built = builder.build(make_metadata([Request(num_computed, num_new)], block_size=4))
+    return sorted(set(built.page_columns.tolist()))
+
+
+def test_only_pages_with_a_token_that_is_seen_are_read() -> None:
+    assert [0, 1, 2, 3, 4, 5] == pages_read(20, 1)
+    assert [4, 5] == pages_read(20, 1, window=4)
+    assert [0, 4, 5] == pages_read(20, 1, window=4, num_sink_tokens=1)
+    assert [3, 4, 5] == pages_read(20, 1, chunk=7)
+    assert [1, 3, 4, 5] == pages_read(20, 1, stride=8, has_function=True)
+    assert [1, 3, 4, 5, 6] == pages_read(20, 6, stride=8, has_function=True)
+
+
+def test_a_block_mask_tells_blocks_that_are_seen_whole_from_those_seen_in_part() -> None:
+    position = torch.arange(300)
+    counts, blocks, full_counts, full_blocks = find_blocks((position[None, :] <= position[:, None])[None])
+    assert [[[1, 1, 1]]] == counts.tolist()
+    assert [0, 1, 2] == blocks[0, 0, :, 0].tolist()
+    assert [[[0, 1, 2]]] == full_counts.tolist()
+    assert [0, 1] == full_blocks[0, 0, 2, :2].tolist()
+
+
+def test_rows_behind_a_single_query_change_no_block() -> None:
+    seen = torch.ones(1, 1, 256, dtype=torch.bool)
+    seen[..., -1] = False
+    counts, blocks, full_counts, full_blocks = find_blocks(seen)
+    assert (1, 1) == (counts[0, 0, 0], blocks[0, 0, 0, 0])
+    assert (1, 0) == (full_counts[0, 0, 0], full_blocks[0, 0, 0, 0])
+    assert (0, 0) == (counts[0, 0, 1], full_counts[0, 0, 1])
+
+
+# --- the compiler -----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_compiler_one_line_says_so_and_the_result_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kernel, "missing_compiler", lambda device: "no C++ compiler was found")
+    with caplog.at_level(logging.WARNING, logger="kvframe"):
+        check_backend(AsItComes, CASES["full-block=16-decode"])
+    assert 1 == len(caplog.messages)
+    assert caplog.messages[0].endswith("without being compiled, which is slow (no C++ compiler was found)")
+    with pytest.raises(BackendError, match="cannot be compiled here: no C\\+\\+ compiler was found"):
+        Compiled([layer_of()], CPU, FlexOptions(compile="always"))
+
+
+def test_a_kernel_that_cannot_be_compiled_falls_back_only_if_it_may(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(function: Any, **_: Any) -> Any:
+        def call(*_: Any) -> Any:
+            raise RuntimeError("the linker is gone")
+
+        return call
+
+    monkeypatch.setattr(kernel, "missing_compiler", lambda device: "")
+    monkeypatch.setattr(kernel.torch, "compile", failing)
+    with caplog.at_level(logging.WARNING, logger="kvframe"):
+        check_backend(AsItComes, CASES["full-block=16-mixed"])
+    assert 1 == len(caplog.messages)
+    assert "RuntimeError: the linker is gone" in caplog.messages[0]
+    with pytest.raises(BackendError, match="compiling FlexAttention failed: RuntimeError: the linker is gone"):
+        check_backend(Compiled, CASES["full-block=16-mixed"])
+
+
+def test_the_stack_says_whether_to_compile() -> None:
+    def choose(**options: Any) -> Any:
+        rule = {"layers": "*", "backend": {"name": "flex", **options}}
+        return select_backends([layer_of()], Stack.from_mapping({"rules": [rule]}), load_plugins().registry, "cpu")[0]
+
+    assert FlexOptions() == choose().backend_options
+    assert "never" == choose(compile="never").backend_options.compile
+    with pytest.raises(StackError, match=r"backend 'flex': 'compile' must be in .*; its options: compile"):
+        choose(compile="sometimes")
