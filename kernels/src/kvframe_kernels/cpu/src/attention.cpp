@@ -13,18 +13,23 @@ namespace kvframe {
 
 template <class Stored>
 void run_piece(const Step& step, Plan& plan, Scratch& scratch, const Piece& piece) {
-  if (plan.units[piece.unit].kv_head < 0) {
-    Decode<Stored>(step, plan, scratch, piece).run();
-    return;
-  }
+  bool decodes = plan.units[piece.unit].kv_head < 0;
 #if defined(KVFRAME_AVX512) && defined(__AVX512BF16__)
   if constexpr (std::is_same_v<Stored, BFloat16>) {
     if (step.query_dtype == kBFloat16 && step.head_size % 2 == 0) {
-      Tiles<Stored, PairProduct>(step, plan, scratch, piece).run();
+      if (decodes) {
+        Decode<Stored, PairKeys>(step, plan, scratch, piece).run();
+      } else {
+        Tiles<Stored, PairProduct>(step, plan, scratch, piece).run();
+      }
       return;
     }
   }
 #endif
+  if (decodes) {
+    Decode<Stored, FloatKeys<Stored>>(step, plan, scratch, piece).run();
+    return;
+  }
   Tiles<Stored, FloatProduct>(step, plan, scratch, piece).run();
 }
 

@@ -1,12 +1,23 @@
-// One query per request, all heads at once: keys and values are read from their pages just once, in the order that they
-// lie there, and nothing is copied. The group of query heads that share a KV head is computed together.
+// One query per request, all heads at once: keys and values are read from their pages just once, in the order in which they
+// lie there, which is what the processor's own prefetching follows best, and nothing is copied. A chunk's keys are
+// multiplied token by token, then its values are added a few tokens at a time.
 #pragma once
 
+#include "product.h"
 #include "scores.h"
 
 namespace kvframe {
 
 constexpr int kChunk = 16;  // tokens at a time
+constexpr int kTokens = 4;  // of these, whose values are added at a time
+// How far ahead of what is computed memory is asked for. The processor's own prefetching stops at the end of a run of
+// pages and keeps too few lines on their way; these requests have to be spread evenly, as only so many fit in its queue.
+constexpr int kAheadBytes = 32768;
+#if defined(KVFRAME_AVX512)
+constexpr int kHeads = 16;  // query heads whose products are in registers
+#else
+constexpr int kHeads = 8;
+#endif
 
 #if defined(KVFRAME_AVX512)
 // The sums of sixteen vectors, each in the lane of its number.
@@ -27,59 +38,74 @@ inline __m512 sums_of_sixteen(const __m512* v) {
 }
 #endif
 
-// Multiplies `kGroup` queries, `stride` floats apart, with the keys of a chunk, into `products: [kGroup, kChunk]`.
-template <class Stored, int kGroup>
-inline void multiply_keys(const float* queries, int stride, int size, const char* const* keys, float* products) {
-#if defined(KVFRAME_AVX512)
-  constexpr int kTokens = 16 / kGroup;
-#else
-  constexpr int kTokens = 2;
+// Keys as floats, for queries that are floats, too.
+template <class Stored>
+struct FloatKeys {
+  static constexpr int kPerVec = kLanes;
+  static Vec full(const char* row, int i) { return Stored::full(row, i); }
+  static Vec few(const char* row, int i, int count) { return Stored::few(row, i, count); }
+  static Vec multiply_add(Vec query, Vec key, Vec sum) { return fma(query, key, sum); }
+};
+
+#if defined(KVFRAME_AVX512) && defined(__AVX512BF16__)
+// Keys and queries of bfloat16 as they are, two a float.
+struct PairKeys {
+  static constexpr int kPerVec = 2 * kLanes;
+  static Vec full(const char* row, int i) { return *reinterpret_cast<const LooseVec*>(row + 2 * i); }
+  static Vec few(const char* row, int i, int count) {
+    return (Vec)_mm512_maskz_loadu_epi16((__mmask32)((1ull << count) - 1), row + 2 * i);
+  }
+  static Vec multiply_add(Vec query, Vec key, Vec sum) {
+    return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)query, (__m512bh)key);
+  }
+};
 #endif
-  int whole = size / kLanes * kLanes;
-#pragma GCC unroll 1
-  for (int t = 0; t < kChunk; t += kTokens) {
-    Vec sums[kGroup][kTokens] = {};
-#pragma GCC unroll 1
-    for (int i = 0; i < whole; i += kLanes) {
-      Vec query[kGroup];
-#pragma GCC unroll 8
-      for (int g = 0; g < kGroup; g++) query[g] = load(queries + g * stride + i);
+
+inline void fetch(const char* from) { __builtin_prefetch(from, 0, 3); }
+
+// The products of one token's keys with kHeads queries, `stride` floats apart, the first of which is `head`. Where kGroup
+// is 0, any number of query heads shares a KV head. `ahead` is the key of a later token, which is fetched meanwhile.
+template <class Keys, int kGroup>
+inline void multiply_token(const Step& step, const float* queries, int stride, int head, const char* key,
+                           float* products, const char* ahead) {
+  int size = (int)step.head_size, whole = size / Keys::kPerVec * Keys::kPerVec, group = step.group_size();
+  int last = (int)step.num_heads - 1;
+  Vec sums[kHeads] = {};
+  constexpr int kShare = kGroup ? kGroup : 1;
 #pragma GCC unroll 16
-      for (int j = 0; j < kTokens; j++) {
-        Vec key = Stored::full(keys[t + j], i);
-#pragma GCC unroll 8
-        for (int g = 0; g < kGroup; g++) sums[g][j] = fma(query[g], key, sums[g][j]);
-      }
+  for (int h = 0; h < kHeads; h += kShare) {
+    // Heads behind the last repeat it.
+    const char* row = key + std::min(head + h, last) / (kGroup ? kGroup : group) * step.key_head_stride;
+    const float* mine[kShare];
+#pragma GCC unroll 16
+    for (int g = 0; g < kShare; g++) mine[g] = queries + std::min(head + h + g, last) * stride;
+    int at = 0;
+    int64_t offset = row - key;
+#pragma GCC unroll 1
+    for (int i = 0; i < whole; i += Keys::kPerVec, at += kLanes) {
+      fetch(ahead + offset + 64 * (i / Keys::kPerVec));
+      Vec part = Keys::full(row, i);
+#pragma GCC unroll 16
+      for (int g = 0; g < kShare; g++) sums[h + g] = Keys::multiply_add(load(mine[g] + at), part, sums[h + g]);
     }
     if (whole < size) {
+      Vec part = Keys::few(row, whole, size - whole);
 #pragma GCC unroll 16
-      for (int j = 0; j < kTokens; j++) {
-        Vec key = Stored::few(keys[t + j], whole, size - whole);
-#pragma GCC unroll 8
-        for (int g = 0; g < kGroup; g++) sums[g][j] = fma(load(queries + g * stride + whole), key, sums[g][j]);
-      }
+      for (int g = 0; g < kShare; g++) sums[h + g] = Keys::multiply_add(load(mine[g] + at), part, sums[h + g]);
     }
-#if defined(KVFRAME_AVX512)
-    alignas(64) float found[16];
-    _mm512_store_ps(found, sums_of_sixteen(reinterpret_cast<const __m512*>(&sums[0][0])));
-#pragma GCC unroll 8
-    for (int g = 0; g < kGroup; g++) {
-#pragma GCC unroll 16
-      for (int j = 0; j < kTokens; j++) products[g * kChunk + t + j] = found[g * kTokens + j];
-    }
-#else
-    for (int g = 0; g < kGroup; g++) {
-      for (int j = 0; j < kTokens; j++) products[g * kChunk + t + j] = sum(sums[g][j]);
-    }
-#endif
   }
+#if defined(KVFRAME_AVX512)
+  _mm512_storeu_ps(products, sums_of_sixteen(reinterpret_cast<const __m512*>(sums)));
+#else
+  for (int h = 0; h < kHeads; h++) products[h] = sum(sums[h]);
+#endif
 }
 
-// outputs[g] = outputs[g] * shrink[g] + sum over tokens of weights[g][token] * value.
-template <class Stored, int kGroup>
-inline void add_values(const float* weights, const float* shrink, const char* const* values, int count, int size,
-                       float* outputs, int stride) {
-  constexpr int kVecs = kLanes == 16 ? 4 : 2;
+// outputs[g] = outputs[g] * shrink[g] + the sum over kCount tokens of weights[token][g] * value, for kGroup heads.
+template <class Stored, int kGroup, int kCount>
+inline void add_values(const float* weights, int weight_stride, const float* shrink, const char* const* values,
+                       int ahead, int64_t offset, int size, float* outputs, int stride) {
+  constexpr int kVecs = kLanes == 16 ? 4 : 1;
   int i = 0;
 #pragma GCC unroll 1
   for (; i + kVecs * kLanes <= size; i += kVecs * kLanes) {
@@ -87,16 +113,21 @@ inline void add_values(const float* weights, const float* shrink, const char* co
 #pragma GCC unroll 8
     for (int g = 0; g < kGroup; g++) {
 #pragma GCC unroll 4
-      for (int j = 0; j < kVecs; j++) sums[g][j] = load(outputs + g * stride + i + j * kLanes) * all(shrink[g]);
+      for (int j = 0; j < kVecs; j++) {
+        Vec before = load(outputs + g * stride + i + j * kLanes);
+        sums[g][j] = shrink ? before * all(shrink[g]) : before;
+      }
     }
-#pragma GCC unroll 1
-    for (int t = 0; t < count; t++) {
+#pragma GCC unroll 4
+    for (int t = 0; t < kCount; t++) {
       Vec value[kVecs];
 #pragma GCC unroll 4
-      for (int j = 0; j < kVecs; j++) value[j] = Stored::full(values[t], i + j * kLanes);
+      for (int j = 0; j < kVecs; j++) value[j] = Stored::full(values[t] + offset, i + j * kLanes);
+#pragma GCC unroll 4
+      for (int j = 0; j < kVecs * kLanes * Stored::kBytes; j += 64) fetch(values[t + ahead] + offset + i * Stored::kBytes + j);
 #pragma GCC unroll 8
       for (int g = 0; g < kGroup; g++) {
-        Vec weight = all(weights[g * kChunk + t]);
+        Vec weight = all(weights[t * weight_stride + g]);
 #pragma GCC unroll 4
         for (int j = 0; j < kVecs; j++) sums[g][j] = fma(weight, value[j], sums[g][j]);
       }
@@ -109,119 +140,136 @@ inline void add_values(const float* weights, const float* shrink, const char* co
   }
 #pragma GCC unroll 1
   for (; i < size; i += kLanes) {
-    Vec sums[kGroup];
     int left = size - i;
-#pragma GCC unroll 8
-    for (int g = 0; g < kGroup; g++) sums[g] = load(outputs + g * stride + i) * all(shrink[g]);
-    for (int t = 0; t < count; t++) {
-      Vec value = left >= kLanes ? Stored::full(values[t], i) : Stored::few(values[t], i, left);
-#pragma GCC unroll 8
-      for (int g = 0; g < kGroup; g++) sums[g] = fma(all(weights[g * kChunk + t]), value, sums[g]);
+    for (int g = 0; g < kGroup; g++) {
+      Vec sums = load(outputs + g * stride + i);
+      if (shrink) sums *= all(shrink[g]);
+      for (int t = 0; t < kCount; t++) {
+        const char* row = values[t] + offset;
+        Vec value = left >= kLanes ? Stored::full(row, i) : Stored::few(row, i, left);
+        sums = fma(all(weights[t * weight_stride + g]), value, sums);
+      }
+      store(outputs + g * stride + i, sums);
     }
-#pragma GCC unroll 8
-    for (int g = 0; g < kGroup; g++) store(outputs + g * stride + i, sums[g]);
   }
 }
 
-inline void prefetch(const char* from, int num_bytes) {
-  for (int i = 0; i < num_bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
-}
-
-template <class Stored>
+template <class Stored, class Keys>
 class Decode {
  public:
+  static constexpr bool kPairs = Keys::kPerVec > kLanes;
+
   Decode(const Step& step, Plan& plan, Scratch& scratch, const Piece& piece)
       : step_(step),
         plan_(plan),
         piece_(piece),
         unit_(plan.units[piece.unit]),
-        query_stride_(round_up((int)step.head_size, kLanes)),
-        value_stride_(floats_of_row(step)) {
+        group_(step.group_size()),
+        heads_(round_up((int)step.num_heads, std::max(kHeads, kLanes))),
+        query_stride_(round_up((int)step.head_size, Keys::kPerVec) * kLanes / Keys::kPerVec),
+        value_stride_(floats_of_row(step)),
+        ahead_(std::min(kChunk, std::max(kTokens, kAheadBytes / std::max(1, row_bytes(step))))) {
     scratch.reset();
-    int heads = (int)step.num_heads;
-    scratch.reserve((size_t)heads * (query_stride_ + value_stride_ + 2) + 256);
-    queries_ = scratch.take((size_t)heads * query_stride_);
-    outputs_ = scratch.take((size_t)heads * value_stride_);
-    tops_ = scratch.take(heads);
-    totals_ = scratch.take(heads);
+    scratch.reserve((size_t)heads_ * (query_stride_ + value_stride_ + 3 + kChunk) + 256);
+    queries_ = scratch.take((size_t)heads_ * query_stride_);
+    outputs_ = scratch.take((size_t)heads_ * value_stride_);
+    tops_ = scratch.take(heads_);
+    totals_ = scratch.take(heads_);
+    shrinks_ = scratch.take(heads_);
+    scores_ = scratch.take((size_t)kChunk * heads_);
   }
 
   void run() {
-    int heads = (int)step_.num_heads;
-    for (int head = 0; head < heads; head++) {
-      read_query(step_, unit_.first_token, head, (float)step_.scale, query_stride_, queries_ + head * query_stride_);
+    for (int head = 0; head < step_.num_heads; head++) {
+      float* to = queries_ + head * query_stride_;
+      if constexpr (kPairs) {
+        int64_t from = unit_.first_token * step_.query_token_stride + head * step_.query_head_stride;
+        std::memset(to, 0, 4 * query_stride_);
+        std::memcpy(to, step_.query + 2 * from, 2 * step_.head_size);
+      } else {
+        read_query(step_, unit_.first_token, head, 1.0f, query_stride_, to);
+      }
     }
-    std::fill(outputs_, outputs_ + heads * value_stride_, 0.0f);
-    std::fill(tops_, tops_ + heads, kMinusInfinity);
-    std::fill(totals_, totals_ + heads, 0.0f);
+    std::fill(outputs_, outputs_ + heads_ * value_stride_, 0.0f);
+    // Low enough to stand for none, and finite: differences are numbers.
+    std::fill(tops_, tops_ + heads_, kNone);
+    std::fill(totals_, totals_ + heads_, 0.0f);
     Pages pages(step_, unit_.request);
     const Seen& seen = unit_.seen;
-    Chunk chunks[2];
-    int stop = piece_.keys.stop, at = piece_.keys.start;
-    if (at < stop) chunks[0].find(pages, seen, at, stop);
-    for (int number = 0; at < stop; number++) {
-      Chunk &chunk = chunks[number & 1], &next = chunks[(number + 1) & 1];
-      int behind = at + chunk.count;
-      next.count = 0;
-      if (behind < stop) next.find(pages, seen, behind, stop);
-      compute(chunk, next, seen.position(at));
-      at = behind;
+    // Of this chunk and of the next one; behind the last token it is repeated.
+    const char *keys[2 * kChunk], *values[2 * kChunk];
+    int stop = piece_.keys.stop;
+    for (int at = piece_.keys.start; at < stop;) {
+      int count = std::min({kChunk, stop - at, seen.stretch_end(at) - at});
+      int known = std::min(count + kChunk, stop - at);
+      pages.find(seen, at, known, keys, values);
+      for (int i = known; i < 2 * kChunk; i++) keys[i] = keys[known - 1], values[i] = values[known - 1];
+      compute(keys, values, count, seen.position(at));
+      at += count;
+    }
+    for (int head = 0; head < step_.num_heads; head++) {
+      if (totals_[head] == 0) tops_[head] = kMinusInfinity;
     }
     finish(step_, plan_, piece_, tops_, totals_, outputs_);
   }
 
  private:
-  // Tokens at consecutive positions; those behind `count` repeat the last one.
-  struct Chunk {
-    const char *keys[kChunk], *values[kChunk];
-    int count = 0;
+  static constexpr float kNone = -1e30f;
 
-    void find(const Pages& pages, const Seen& seen, int at, int stop) {
-      count = std::min({kChunk, stop - at, seen.stretch_end(at) - at});
-      pages.find(seen, at, count, keys, values);
-      for (int i = count; i < kChunk; i++) keys[i] = keys[count - 1], values[i] = values[count - 1];
-    }
-  };
+  static int row_bytes(const Step& step) { return (int)(step.num_kv_heads * step.head_size) * Stored::kBytes; }
 
-  void compute(const Chunk& chunk, const Chunk& next, int position) {
-    int group = step_.group_size();
-    const char *keys[kChunk], *values[kChunk];
-    for (int kv_head = 0; kv_head < step_.num_kv_heads; kv_head++) {
-      for (int t = 0; t < kChunk; t++) {
-        keys[t] = chunk.keys[t] + kv_head * step_.key_head_stride;
-        values[t] = chunk.values[t] + kv_head * step_.value_head_stride;
+  void compute(const char* const* keys, const char* const* values, int count, int position) {
+    for (int t = 0; t < count; t++) {
+      switch (group_) {
+        case 1: multiply<1>(keys[t], t, keys[t + ahead_]); break;
+        case 2: multiply<2>(keys[t], t, keys[t + ahead_]); break;
+        case 4: multiply<4>(keys[t], t, keys[t + ahead_]); break;
+        case 8: multiply<8>(keys[t], t, keys[t + ahead_]); break;
+        default: multiply<0>(keys[t], t, keys[t + ahead_]); break;
       }
-      for (int t = 0; t < next.count; t++) {
-        prefetch(next.keys[t] + kv_head * step_.key_head_stride, (int)step_.head_size * Stored::kBytes);
-        prefetch(next.values[t] + kv_head * step_.value_head_stride, (int)step_.head_size_v * Stored::kBytes);
-      }
-      int first = kv_head * group, done = 0;
-      for (; group - done >= 4; done += 4) attend<4>(first + done, keys, values, chunk.count, position);
-      if (group - done >= 2) attend<2>(first + done, keys, values, chunk.count, position), done += 2;
-      if (group - done >= 1) attend<1>(first + done, keys, values, chunk.count, position);
     }
+    cap_and_bias_heads(step_, (float)step_.scale, unit_.position, position, count, heads_, scores_);
+    weigh_heads(count, heads_, scores_, tops_, totals_, shrinks_);
+    const float* shrinks = shrinks_;
+    int t = 0;
+    for (; t + kTokens <= count; t += kTokens, shrinks = nullptr) add<kTokens>(values + t, t, shrinks);
+    for (; t < count; t++, shrinks = nullptr) add<1>(values + t, t, shrinks);
   }
 
   template <int kGroup>
-  void attend(int head, const char* const* keys, const char* const* values, int count, int position) {
-    alignas(64) float scores[kGroup * kChunk], shrink[kGroup];
-    multiply_keys<Stored, kGroup>(queries_ + head * query_stride_, query_stride_, (int)step_.head_size, keys, scores);
-    for (int g = 0; g < kGroup; g++) {
-      float* mine = scores + g * kChunk;
-      cap_and_bias(step_, head + g, unit_.position, position, kChunk, mine);
-      if (count < kChunk) hide(mine, kChunk, 0, 0, count);
-      shrink[g] = weigh(mine, kChunk, tops_[head + g], totals_[head + g]);
+  void multiply(const char* key, int t, const char* ahead) {
+    for (int head = 0; head < step_.num_heads; head += kHeads) {
+      multiply_token<Keys, kGroup>(step_, queries_, query_stride_, head, key, scores_ + t * heads_ + head, ahead);
     }
-    add_values<Stored, kGroup>(scores, shrink, values, count, (int)step_.head_size_v, outputs_ + head * value_stride_,
-                               value_stride_);
+  }
+
+  template <int kCount>
+  void add(const char* const* values, int t, const float* shrinks) {
+    for (int kv_head = 0; kv_head < step_.num_kv_heads; kv_head++) {
+      int first = kv_head * group_, done = 0;
+      int64_t offset = kv_head * step_.value_head_stride;
+      for (; group_ - done >= 4; done += 4) add_heads<4, kCount>(values, t, shrinks, offset, first + done);
+      if (group_ - done >= 2) add_heads<2, kCount>(values, t, shrinks, offset, first + done), done += 2;
+      if (group_ - done >= 1) add_heads<1, kCount>(values, t, shrinks, offset, first + done);
+    }
+  }
+
+  template <int kGroup, int kCount>
+  void add_heads(const char* const* values, int t, const float* shrinks, int64_t offset, int head) {
+    add_values<Stored, kGroup, kCount>(scores_ + t * heads_ + head, heads_, shrinks ? shrinks + head : nullptr, values,
+                                       ahead_, offset, (int)step_.head_size_v, outputs_ + head * value_stride_,
+                                       value_stride_);
   }
 
   const Step& step_;
   Plan& plan_;
   const Piece& piece_;
   const Unit& unit_;
+  int group_;
+  int heads_;  // query heads, and room behind them
   int query_stride_, value_stride_;
-  float *queries_, *outputs_, *tops_, *totals_;
+  int ahead_;  // tokens
+  float *queries_, *outputs_, *tops_, *totals_, *shrinks_, *scores_;
 };
 
 }  // namespace kvframe

@@ -54,4 +54,44 @@ inline float weigh(float* scores, int count, float& top, float& total) {
   return shrink;
 }
 
+// The same of a chunk of tokens and one query of all heads, `scores: [num_tokens, stride]`, heads side by side; what is
+// behind `num_heads` is computed, too.
+inline void cap_and_bias_heads(const Step& step, float factor, int query_position, int first, int num_tokens, int stride,
+                               float* scores) {
+  if (step.soft_cap) {
+    Vec inverse = all((float)(factor / step.soft_cap)), cap = all((float)(step.soft_cap * kLog2e));
+    for (int i = 0; i < num_tokens * stride; i += kLanes) store(scores + i, cap * tanh(load(scores + i) * inverse));
+  } else {
+    Vec both = all(factor * kLog2e);
+    for (int i = 0; i < num_tokens * stride; i += kLanes) store(scores + i, load(scores + i) * both);
+  }
+  if (!step.bias) return;
+  int far = (int)step.max_distance;
+  for (int t = 0; t < num_tokens; t++) {
+    int distance = std::min(std::max(first + t - query_position, -far), far);
+    const float* column = step.bias + far + distance;
+    for (int head = 0; head < step.num_heads; head++) {
+      scores[t * stride + head] += column[(int64_t)head * (2 * far + 1)] * kLog2e;
+    }
+  }
+}
+
+// Replaces scores by weights, updates each head's largest score and sum, and says by how much its sum has shrunk.
+inline void weigh_heads(int num_tokens, int stride, float* scores, float* tops, float* totals, float* shrinks) {
+  for (int head = 0; head < stride; head += kLanes) {
+    float* mine = scores + head;
+    Vec top = load(tops + head), higher = top;
+    for (int t = 0; t < num_tokens; t++) higher = max(higher, load(mine + t * stride));
+    Vec shrink = exp2(top - higher), total = load(totals + head) * shrink;
+    for (int t = 0; t < num_tokens; t++) {
+      Vec weight = exp2(load(mine + t * stride) - higher);
+      total += weight;
+      store(mine + t * stride, weight);
+    }
+    store(tops + head, higher);
+    store(totals + head, total);
+    store(shrinks + head, shrink);
+  }
+}
+
 }  // namespace kvframe
