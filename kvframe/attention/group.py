@@ -10,6 +10,7 @@ import torch
 
 from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.attention.capture import GraphCapture
+from kvframe.attention.copies import CopyScratch, make_backend
 from kvframe.attention.identity import Identity
 from kvframe.attention.selection import Choice
 from kvframe.attention.wrapper import WrapperChain, chain_capture
@@ -84,6 +85,7 @@ def form_groups(
     grouping: Grouping,
     device: torch.device,
     local: Mapping[str, int] | None = None,
+    scratch: CopyScratch | None = None,
 ) -> tuple[AttentionGroup, ...]:
     """Return the attention groups, in the order of their first layers, with one backend instance each.
 
@@ -93,11 +95,14 @@ def form_groups(
         grouping: The cache groups.
         device: Where the backends run.
         local: For each step-local layer, the place of its metadata among theirs; None for no such layer.
+        scratch: Memory for copies of pages, which backends are given that do not read their layers' format; a new one
+            unless given.
 
     Raises:
         BackendError: A backend could not be set up.
     """
     local, num_cache_groups = local or {}, len(grouping.groups)
+    scratch = CopyScratch(device) if scratch is None else scratch
     members: dict[Any, list[tuple[LayerSpec, Choice]]] = {}
     for layer, choice in zip(layers, choices, strict=True):
         place = local.get(layer.name)
@@ -107,7 +112,7 @@ def form_groups(
     formed = []
     for (cache_group, *_), group in members.items():
         choice = group[0][1]
-        backend = _make_backend(choice, [each.wrapped for _, each in group], device)
+        backend = _make_backend(choice, [each.wrapped for _, each in group], device, scratch)
         formed.append(
             AttentionGroup(
                 cache_group=cache_group,
@@ -124,10 +129,11 @@ def form_groups(
     return tuple(formed)
 
 
-def _make_backend(choice: Choice, layers: Sequence[LayerSpec], device: torch.device) -> AttentionBackend:
-    options = () if choice.backend_options is None else (choice.backend_options,)
+def _make_backend(
+    choice: Choice, layers: Sequence[LayerSpec], device: torch.device, scratch: CopyScratch
+) -> AttentionBackend:
     try:
-        return choice.backend_class(layers, device, *options)
+        return make_backend(choice.backend_class, layers, device, choice.backend_options, scratch)
     except Exception as error:
         raise BackendError(
             f"backend {choice.backend!r} could not be set up for {layers[0].name!r}: {type(error).__name__}: {error}"

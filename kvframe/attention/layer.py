@@ -13,6 +13,7 @@ from kvframe.attention.backend import KVCache
 from kvframe.attention.build import BuiltMetadata, MetadataPlan
 from kvframe.attention.capture import GraphCapture
 from kvframe.attention.captured import CapturedStep, PreparedSubBatch, SubBatch
+from kvframe.attention.copies import CopyScratch
 from kvframe.attention.group import AttentionGroup, form_groups
 from kvframe.attention.local import LocalCaches
 from kvframe.attention.metadata import CommonAttentionMetadata
@@ -26,6 +27,7 @@ from kvframe.attention.step import StepBatch, input_slots
 from kvframe.attention.sub_batch import split_requests
 from kvframe.cache.block_table import BlockTables
 from kvframe.errors import BackendError
+from kvframe.formats import PLAIN
 from kvframe.groups import Grouping
 from kvframe.specs import TOKENS, LayerSpec
 
@@ -132,7 +134,9 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         local: Where the layers that keep nothing of the past find the running step.
         states: The layers that the model computes itself, on pages that it is given; by name.
         skipped: The layers that compute only the generating tokens of a step, in the order they run.
-        dtypes: The dtypes of what all of them keep.
+        copies: Memory for copies of pages, for backends that do not read the format of their layers.
+        dtypes: The dtypes of what all of them keep, as it is read.
+        rounding: How far apart values are that their formats tell apart, by the largest; 0 for plain formats.
         kept_rows: ``[num_generating + padding], int64, device``: the rows of the packed batch that the skipped layers
             compute in this step; None for all. The model cuts its hidden states to them before the first of these
             layers, and gives logits for exactly these rows.
@@ -164,9 +168,13 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         """
         attending = [layer for layer in layers if layer.query is not None]
         self.local = LocalCaches((), device, max_tokens=0, max_reqs=0) if local is None else local
-        self.groups = form_groups(attending, choices, grouping, device, self.local.places)
+        self.copies = CopyScratch(device)
+        self.groups = form_groups(attending, choices, grouping, device, self.local.places, self.copies)
         views = {**views, **self.local.views}
-        self.dtypes = frozenset(tensor.dtype for view in views.values() for tensor in view.values())
+        stored = [layer.spec for layer in layers if layer.spec is not None and layer.name in views]
+        states = (tensor for spec in stored for tensor in spec.in_format(PLAIN).state_tensors().values())
+        self.dtypes = frozenset(getattr(torch, tensor.dtype) for tensor in states)
+        self.rounding = max((spec.kv_format.rounding for spec in stored), default=0.0)
         keeping = [layer for layer in layers if layer.query is None and layer.name in views]
         self.states = StateLayers(keeping, grouping, views)
         self._staging = Staging(device)

@@ -18,6 +18,7 @@ from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.staging import HOST
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.cache.block_table import BlockTables
+from kvframe.cache.storage import fill_pages
 from kvframe.specs import LayerSpec, StateTensor
 
 Layout = tuple[tuple[str, StateTensor], ...]
@@ -94,7 +95,7 @@ class LocalCaches:
         assert not batch.num_computed.any(), "a layer that keeps nothing sees whole requests"
         if self.is_poisoned:
             for tensor in self._tensors:
-                tensor[1:] = math.nan
+                fill_pages(tensor, slice(1, None), math.nan)
         rows = np.arange(len(batch.rows))
         for stack in self._tables.stacks:
             counts = -(-batch.query_lens // stack.block_size)

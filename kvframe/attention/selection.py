@@ -28,11 +28,14 @@ class Candidate:
         name: Its registered name, with its distribution (``"kvframe-triton:triton"``).
         refusals: Why it cannot serve the layer; empty if it can.
         preference: What it declares of itself; the highest that can serve is taken.
+        on_copies: Whether it would be given copies of the layer's pages, because it does not read their format; one
+            that reads them itself is taken first.
     """
 
     name: str
     refusals: tuple[Refusal, ...] = ()
     preference: int = 0
+    on_copies: bool = False
 
 
 @attrs.frozen(kw_only=True)
@@ -67,7 +70,20 @@ class Choice:
             return ""
         if candidate.refusals:
             return "; ".join(refusal.reason for refusal in candidate.refusals)
+        if candidate.on_copies and not self.on_copies:
+            return f"can serve this layer, on copies of what is stored as {self.format}; {self.backend} reads it itself"
         return f"can serve this layer; {self.backend} is preferred"
+
+    @property
+    def on_copies(self) -> bool:
+        """Whether the backend is given copies of the layer's pages, because it does not read their format."""
+        return self.candidates[0].on_copies
+
+    @property
+    def format(self) -> str:
+        """The name of the format that the layer is stored in."""
+        assert self.wrapped.spec is not None
+        return self.wrapped.spec.kv_format.name
 
 
 def select_backends(
@@ -77,7 +93,8 @@ def select_backends(
 
     The chain is the stack's, or else the one that the layer's cache spec has by default. A backend that the stack
     names is taken or refused, never replaced. ``"auto"`` takes, of the backends whose declared capabilities cover the
-    layer as its chain leaves it, the one with the highest preference, then the first by name.
+    layer as its chain leaves it, those that read its format themselves, of these the one with the highest preference,
+    then the first by name.
 
     A layer that keeps state and does not attend is computed by the model, so nothing is chosen for it.
 
@@ -172,7 +189,7 @@ def _choose(
     able = [candidate for candidate in candidates if not candidate.refusals]
     if not able:
         raise BackendError(_nobody(layer, rule.backend, candidates))
-    best = min(able, key=lambda candidate: (-candidate.preference, candidate.name))
+    best = min(able, key=lambda candidate: (candidate.on_copies, -candidate.preference, candidate.name))
     rest = [candidate for candidate in candidates if candidate is not best]
     backend_class = classes[best.name]
     backend_options = _make_options(rule.backend, backend_class)
@@ -208,7 +225,13 @@ def _consider(
         return Candidate(name=entry.id, refusals=(Refusal("import", str(error)),)), None
     capabilities = backend_class.capabilities
     refusals = [Refusal("environment", reason)] if reason else capabilities.refusals(layer, device, extensions)
-    return Candidate(name=entry.id, refusals=tuple(refusals), preference=capabilities.preference), backend_class
+    candidate = Candidate(
+        name=entry.id,
+        refusals=tuple(refusals),
+        preference=capabilities.preference,
+        on_copies=capabilities.needs_copies(layer),
+    )
+    return candidate, backend_class
 
 
 def _nobody(layer: LayerSpec, asked: Use, candidates: Sequence[Candidate]) -> str:

@@ -68,11 +68,12 @@ class KVCacheStorage:
         Args:
             group: The pages' group.
             block_ids: The pages.
-            value: What to write; NaN shows any read of state that nobody needs.
+            value: What to write; NaN, which in a tensor of whole numbers is all bits set, shows any read of state
+                that nobody needs.
         """
         for layer in self._plan.groups[group].layers:
             for tensor in self.views[layer].values():
-                tensor[list(block_ids)] = value
+                fill_pages(tensor, list(block_ids), value)
 
     def poison(self) -> None:
         """Make everything but the null page read as NaN, in every dtype of floats."""
@@ -81,6 +82,22 @@ class KVCacheStorage:
 
 STAGING_BYTES = 16 << 20
 """Of a GPU's memory, where scattered pages are put side by side, to cross the bus together."""
+
+
+def fill_pages(tensor: torch.Tensor, pages: list[int] | slice, value: float) -> None:
+    """Fill pages of one state tensor with one value, of any dtype.
+
+    Args:
+        tensor: ``[num_pages, …], device``; written to.
+        pages: Which.
+        value: What to write; NaN, in a tensor of whole numbers, as all bits set.
+    """
+    if math.isnan(value) and not tensor.is_floating_point():
+        tensor.view(torch.uint8)[pages] = 255
+    elif tensor.dtype.itemsize == 1:  # Floats of eight bits have no index operations of their own.
+        tensor.view(torch.uint8)[pages] = int(torch.tensor(value, dtype=tensor.dtype).view(torch.uint8))
+    else:
+        tensor[pages] = value
 
 
 class HostStorage:

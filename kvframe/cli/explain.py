@@ -11,6 +11,7 @@ import click
 
 from kvframe.cli.options import dtype_option, json_option, load_checked_plugins, read_stack, stack_option
 from kvframe.cli.render import compact_names, print_json, print_table
+from kvframe.formats import PLAIN
 
 if TYPE_CHECKING:
     from kvframe.attention.selection import Choice
@@ -60,9 +61,10 @@ def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice | None, backen
         "kind": layer.spec.kind,
         "group": grouping.group_of(layer.name).index if layer.spec.keeps_past else None,
         "shares_with": grouping.follows.get(layer.name),
+        "format": layer.spec.kv_format.name,
     }
     if choice is None:
-        return {**place, "wrappers": [], "backend": None, "others": []}
+        return {**place, "wrappers": [], "backend": None, "on_copies": False, "others": []}
     considered = {candidate.name: candidate for candidate in choice.candidates}
     others = [
         {
@@ -80,6 +82,7 @@ def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice | None, backen
         **place,
         "wrappers": [_in_words(wrapper) for wrapper in choice.wrappers],
         "backend": choice.backend,
+        "on_copies": choice.on_copies,
         "others": others,
     }
 
@@ -88,6 +91,16 @@ def _in_words(wrapper: MetadataWrapper) -> str:
     """Return a wrapper's name, with its parameters if it has any."""
     parameters = ", ".join(f"{name} = {value}" for name, value in attrs.asdict(wrapper, recurse=False).items())
     return f"{wrapper.name} ({parameters})" if parameters else wrapper.name
+
+
+def _served_by(explained: dict[str, Any]) -> str:
+    """Return a layer's backend, and of a layer that is not stored plainly how it is read."""
+    backend, kv_format = explained["backend"], explained["format"]
+    if backend is None:
+        return "computed by the model"
+    if kv_format == PLAIN.name:
+        return str(backend)
+    return f"{backend}, on copies of {kv_format}" if explained["on_copies"] else f"{backend}, on {kv_format}"
 
 
 def _print(model: str, explained: list[dict[str, Any]]) -> None:
@@ -100,7 +113,7 @@ def _print(model: str, explained: list[dict[str, Any]]) -> None:
             str("none" if each["group"] is None else each["group"])
             + (f" (of {each['shares_with']})" if each["shares_with"] else ""),
             " → ".join(each["wrappers"]) or "none",
-            each["backend"] or "computed by the model",
+            _served_by(each),
             others or "none",
         )
         alike.setdefault(row, []).append(each["layer"])

@@ -6,6 +6,7 @@ import attrs
 import torch
 
 from kvframe.attention.wrapper import WrapperChain
+from kvframe.formats import PLAIN
 from kvframe.specs import KVCacheSpec, LayerSpec, QuerySpec
 from kvframe.testing.state import KEYS_AND_VALUES, StateForm
 
@@ -82,8 +83,9 @@ class Case:
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """The cache's dtype."""
-        dtype: torch.dtype = getattr(torch, next(iter(self.spec.state_tensors().values())).dtype)
+        """The cache's dtype; of a layer that is not stored plainly, the one that it is read in."""
+        state = self.spec.in_format(PLAIN).state_tensors()
+        dtype: torch.dtype = getattr(torch, next(iter(state.values())).dtype)
         return dtype
 
     @property

@@ -101,7 +101,7 @@ def _reference(case: Case, inputs: Sequence[Inputs], learned: Learned, dtype: to
         if case.query.relative_bias is not None:
             table = learned.parameters[RELATIVE_BIAS]
             bias = relative_bias(case.query.relative_bias, table, request.num_computed, request.seq_len)
-        query, key, value = (each.to(dtype) for each in (tensors.query, tensors.key, tensors.value))
+        query, key, value = (each.to(dtype) for each in (tensors.query, tensors.read_key, tensors.read_value))
         key, value = case.form.expand(case.layer, key, value, learned.parameters)
         yield dense_attention(case.query, query, key, value, visible, learned.sinks, bias).double()
 

@@ -17,7 +17,8 @@ from kvframe.attention.backend import Capabilities, Refusal
 from kvframe.attention.capture import GraphCapture
 from kvframe.attention.metadata import SEQ_STARTS
 from kvframe.attention.wrapper import FieldUse, WrapperChain, bind_chain, chain_capture, check_order
-from kvframe.errors import WrapperError
+from kvframe.errors import SpecError, WrapperError
+from kvframe.formats import PLAIN, KVFormat
 from kvframe.specs import LayerSpec, QuerySpec, align_up
 from kvframe.testing.batches import (
     HIDDEN_CROSS_STARTS,
@@ -27,6 +28,7 @@ from kvframe.testing.batches import (
     cross_batches,
 )
 from kvframe.testing.case import Case, Request
+from kvframe.testing.formats import applicable, installed_formats
 from kvframe.testing.state import KEYS_AND_VALUES, RELATIVE_BIAS, SOFT_CAP, StateForm
 
 SCALE = 0.4
@@ -47,6 +49,9 @@ CACHE_OWNER = "owner"
 
 NUM_PADDING = 3
 
+FORMAT_BATCHES = ("decode", "mixed")
+"""The batches that are computed for each format beside those of the main masks."""
+
 PADDED_BATCHES = ("decode", "mixed", "cross_decode", "cross_mixed", "cross_without_keys", *PARTLY_GENERATING)
 """The batches that are also computed at the sizes of a graph."""
 
@@ -56,6 +61,7 @@ def make_cases(
     device: str = "cpu",
     chains: Sequence[WrapperChain] = (),
     form: StateForm = KEYS_AND_VALUES,
+    formats: Sequence[KVFormat] | None = None,
 ) -> tuple[Case, ...]:
     """Return every case that a backend with these capabilities must compute.
 
@@ -64,8 +70,14 @@ def make_cases(
         device: Where it runs.
         chains: Wrapper chains, as a stack gives them, that it has to work behind; it has to work without any too.
         form: The state that it reads (``form_of``).
+        formats: Formats that layers may be stored in: those that it declares it reads, and through copies all others if
+            it takes such; the installed ones unless given.
+
+    Raises:
+        ConformanceError: It declares a format that is not among them.
     """
     found: list[Case] = []
+    stored = _formats(capabilities, formats)
     for name, layer in make_layers(capabilities, form):
         if not capabilities.refusals(layer, device):
             assert layer.spec is not None
@@ -80,8 +92,12 @@ def make_cases(
                 found += _cases(name, layer, cross)
             if name.startswith("full-block") and "bidirectional" in capabilities.masks:
                 found += _not_causal([*cases, *_cases(name, layer, cross)])
+    for kv_format in stored:
+        found += _format_cases(kv_format, capabilities, device, form)
     for chain in chains:
         found += _chain_cases(chain, capabilities, device, form)
+        for kv_format in stored:
+            found += _chain_format_cases(chain, kv_format, capabilities, device, form)
     return tuple(attrs.evolve(case, form=form) for case in found)
 
 
@@ -196,6 +212,70 @@ def _cases(name: str, layer: LayerSpec, batches: Mapping[str, tuple[Request, ...
 
 def _not_causal(cases: Sequence[Case]) -> list[Case]:
     return [attrs.evolve(case, name=f"{case.name}-not_causal", causal=False) for case in cases]
+
+
+# --- formats ----------------------------------------------------------------------------------------------------------
+
+
+def _formats(capabilities: Capabilities, formats: Sequence[KVFormat] | None) -> list[KVFormat]:
+    if formats is None:
+        reads_others = capabilities.takes_copies or capabilities.formats - {PLAIN.name}
+        formats = installed_formats() if reads_others else ()
+    return applicable(formats, capabilities.formats, capabilities.takes_copies)
+
+
+def _in_format(layer: LayerSpec, kv_format: KVFormat) -> LayerSpec | None:
+    """Return the layer in a format; None if it stores something else, or such sizes cannot be stored."""
+    assert layer.spec is not None
+    spec = layer.spec.in_format(kv_format)
+    try:
+        spec.state_tensors()
+    except SpecError:
+        return None
+    return attrs.evolve(layer, spec=spec) if spec.kv_format == kv_format else None
+
+
+def _format_cases(kv_format: KVFormat, capabilities: Capabilities, device: str, form: StateForm) -> Iterator[Case]:
+    """Yield the main masks under every batch, and few of the batches for what else may differ."""
+    sizes = sorted({align_up(size, capabilities.block_size_multiple) for size in (1, 16, 17)})
+    head_size = min(capabilities.head_sizes or {8})
+    main = {mask: {"block_size": sizes[-2], **options} for mask, options in MAIN_MASKS.items()}
+    further: dict[str, Mapping[str, Any]] = {f"full-block={size}": {"block_size": size} for size in sizes}
+    further |= {f"window=5-block={size}": {"block_size": size, "window": 5} for size in sizes}
+    further |= {f"full-{name}": changes for name, changes in form.features(head_size).items()}
+    further |= {f"full-head_size={size}": {"head_size": size} for size in sorted(capabilities.head_sizes or {40})}
+    further |= {f"full-{dtype}": {"dtype": dtype} for dtype in _dtypes(capabilities)[1:]}
+    further["chunk=6"] = {"chunk": 6}
+    further["stride=6"] = {"stride": 6}
+    further["full-soft_cap-learned_sinks"] = {"soft_cap": SOFT_CAP, "has_sinks": True}
+    for name, options in {**main, **further}.items():
+        layer = _in_format(make_layer(capabilities, form, **options), kv_format)
+        if layer is None or capabilities.refusals(layer, device):
+            continue
+        assert layer.spec is not None
+        batches = backend_batches(layer.spec.block_size)
+        if _has_bidirectional_mask(layer):
+            batches |= cross_batches(layer.spec.block_size)
+        if name not in main:
+            batches = {batch: requests for batch, requests in batches.items() if batch in FORMAT_BATCHES}
+        yield from _cases(f"{kv_format.name}-{name}", layer, batches)
+
+
+def _chain_format_cases(
+    chain: WrapperChain, kv_format: KVFormat, capabilities: Capabilities, device: str, form: StateForm
+) -> Iterator[Case]:
+    block_size = align_up(16, capabilities.block_size_multiple)
+    for mask, options in {"full": {}, "chunk=6": {"chunk": 6}}.items():
+        owner = _in_format(make_layer(capabilities, form, block_size=block_size, **options), kv_format)
+        for suffix, layer in (("", owner), ("-shared", None if owner is None else share_cache(owner))):
+            if layer is None or chain_refusals(chain, layer, capabilities, device):
+                continue
+            label = "+".join(wrapper.name for wrapper in chain)
+            batches = {**backend_batches(block_size), **PARTLY_GENERATING}
+            wanted = {batch: batches[batch] for batch in (*FORMAT_BATCHES, "unfinished")}
+            for case in _cases(f"{label}-{kv_format.name}-{mask}{suffix}", layer, wanted):
+                if not case.num_padding or chain_capture(chain) is GraphCapture.ALWAYS:
+                    yield attrs.evolve(case, wrappers=chain)
 
 
 # --- chains -----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import attrs
 import torch
 
 from kvframe.attention.backend import AttentionBackend
+from kvframe.formats import PLAIN
 from kvframe.specs import AttentionMask, AttentionSpec, KVCacheSpec, LayerSpec, TokenRange
 
 SOFT_CAP = 2.0
@@ -161,11 +162,11 @@ class KeysAndValues(StateForm):
 
     def head_size_v(self, spec: KVCacheSpec) -> int:
         """Return the size of the state ``v``."""
-        return spec.state_tensors()["v"].shape[-1]
+        return spec.in_format(PLAIN).state_tensors()["v"].shape[-1]
 
     def draw(self, spec: KVCacheSpec, num_tokens: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``[num_tokens, num_kv_heads, head_size]`` and ``[num_tokens, num_kv_heads, head_size_v]``."""
-        tensors = spec.state_tensors()
+        tensors = spec.in_format(PLAIN).state_tensors()
         return draw(num_tokens, *tensors["k"].shape[1:]), draw(num_tokens, *tensors["v"].shape[1:])
 
 

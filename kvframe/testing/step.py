@@ -6,6 +6,7 @@ read of those shows in the output.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder
+from kvframe.attention.copies import CopyScratch, make_backend
 from kvframe.attention.metadata import NO_EXTENSIONS, SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
 from kvframe.attention.order import is_ordered, permute
 from kvframe.attention.padding import pad_metadata
@@ -24,10 +26,12 @@ from kvframe.attention.wrapper import DROPS_TOKENS, WrapperChain, apply_chain, b
 from kvframe.cache.block_table import BlockTable
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.storage import KVCacheStorage
+from kvframe.formats import PLAIN
 from kvframe.groups import Grouping, group_layers
 from kvframe.plan import KVCachePlan, plan_cache
 from kvframe.specs import LayerSpec
 from kvframe.testing.case import Case
+from kvframe.testing.formats import round_trip
 from kvframe.testing.laws import ConformanceError
 
 _SPREAD = 1.5
@@ -41,11 +45,15 @@ class Inputs:
         query: ``[num_new, num_heads, head_size]``.
         key: ``[seq_len, …]``: what is stored, as the case's form gives it to ``write_kv``.
         value: ``[seq_len, …]``: likewise.
+        read_key: ``[seq_len, …]``: what the layer's format makes of it; of a plain one the same.
+        read_value: ``[seq_len, …]``: likewise.
     """
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
+    read_key: torch.Tensor
+    read_value: torch.Tensor
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -111,7 +119,13 @@ def draw_inputs(case: Case, generator: torch.Generator) -> list[Inputs]:
     for request in case.requests:
         wanted = draw(request.num_new, query.num_heads, query.head_size).to(case.query_dtype)
         key, value = case.form.draw(case.spec, request.seq_len, lambda *shape: draw(*shape).to(case.stored_dtype))
-        inputs.append(Inputs(query=wanted, key=key.to(case.query_dtype), value=value.to(case.query_dtype)))
+        key, value = read_key, read_value = key.to(case.query_dtype), value.to(case.query_dtype)
+        if case.spec.kv_format != PLAIN:
+            # What was stored once is, stored again, far from the next code: a kernel that divides with another rounding
+            # stores the same.
+            key, value = (each.to(case.query_dtype) for each in round_trip(case.spec.kv_format, key, value))
+            read_key, read_value = round_trip(case.spec.kv_format, key, value)
+        inputs.append(Inputs(query=wanted, key=key, value=value, read_key=read_key, read_value=read_value))
     return inputs
 
 
@@ -141,7 +155,7 @@ def run_step(
     owner, grouping, plan = _plan(case)
     storage = KVCacheStorage(plan, grouping, device)
     kv_cache = storage.views[case.layer.name]
-    storage.pool.view(case.stored_dtype).fill_(poison)
+    _fill(storage, case, poison)
     manager = KVCacheManager(plan, max_num_seqs=len(inputs) + 1, prefix_caching=False)
     _give_pages(manager, case)
     rows = [manager.row(str(index)) for index in range(len(inputs))]
@@ -159,7 +173,7 @@ def run_step(
         live = torch.tensor(positions, dtype=torch.int64)
         block, offset = _slots(manager.tables[0], row, live)
         slots = block.to(device), offset.to(device)
-        writer.write_kv(tensors.key[live].to(device), tensors.value[live].to(device), kv_cache, slots)
+        _write(writer, case, tensors.key[live], tensors.value[live], storage, slots)
 
     metadata = _make_metadata(case, manager, rows, device)
 
@@ -170,7 +184,7 @@ def run_step(
 
     if not case.is_cross:
         slots = metadata.slot_mapping // metadata.block_size, metadata.slot_mapping % metadata.block_size
-        writer.write_kv(packed(lambda each: each.key), packed(lambda each: each.value), kv_cache, slots)
+        _write(writer, case, packed(lambda each: each.key), packed(lambda each: each.value), storage, slots)
     guard = _WriteGuard([storage.pool, *_tensors(metadata)])
     wrapped = apply_chain(chain, metadata)
     guard.check("a wrapper wrote to the batch metadata")
@@ -194,6 +208,35 @@ def run_step(
     return Output(values=values, refreshed=refreshed, rows=kept[: wrapped.num_actual_tokens], num_tokens=len(kept))
 
 
+def _fill(storage: KVCacheStorage, case: Case, poison: float) -> None:
+    """Fill the pool with what a backend must not let through."""
+    if case.spec.kv_format == PLAIN:
+        storage.pool.view(case.stored_dtype).fill_(poison)
+    else:
+        # Any format's parts of a page: NaN as floats, and large codes; or finite floats of any length, and such codes.
+        storage.pool.fill_(0xFF if math.isnan(poison) else 0x5E)
+
+
+def _write(
+    writer: AttentionBackend,
+    case: Case,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    storage: KVCacheStorage,
+    slots: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Let a backend store tokens, and look at the bytes that it must not touch."""
+    kv_cache, before = storage.views[case.layer.name], storage.pool.clone()
+    writer.write_kv(key.to(storage.pool.device), value.to(storage.pool.device), kv_cache, slots)
+    changed = storage.pool != before
+    for tensor in kv_cache.values():
+        # The views are of the pool's bytes: the same places of what has changed are those that may.
+        item, strides = tensor.element_size(), [stride * tensor.element_size() for stride in tensor.stride()]
+        changed.as_strided((*tensor.shape, item), (*strides, 1), tensor.storage_offset() * item)[slots] = False
+    if changed.any():
+        raise ConformanceError(f"write_kv changes {int(changed.sum())} bytes beside its slots")
+
+
 def _build_and_refresh(builder: AttentionMetadataBuilder, common: CommonAttentionMetadata) -> Any:
     """Return what a builder builds for a group without a page, brought to this one's tables as the framework does."""
     without_pages = attrs.evolve(
@@ -215,8 +258,8 @@ def _make_backend(
     parameters: Mapping[str, torch.Tensor],
 ) -> AttentionBackend:
     options = backend_class.options_class
-    given = () if options is None else (options(**backend_class.conformance_options),)
-    backend = backend_class([layer], device, *given)
+    given = None if options is None else options(**backend_class.conformance_options)
+    backend = make_backend(backend_class, [layer], device, given, CopyScratch(device))
     if parameters:
         backend.bind(layer, parameters)
     return backend

@@ -1,0 +1,294 @@
+"""Copies: how a backend serves layers that are stored in a format that it does not read.
+
+Before a layer attends, the pages that the step's queries may see are read back by the format itself into memory that
+all layers share, in the dtype that attention computes in. The backend is given these in place of the pool, with a block
+table of their own, and knows nothing of it. Which pages they are is worked out once a step, from the metadata's host
+copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Self
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
+from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.formats import PLAIN, StateTensor
+from kvframe.specs import AttentionMask, LayerSpec
+
+IntArray = npt.NDArray[np.int64]
+
+
+class CopyScratch:
+    """Owns the memory of a model's copies.
+
+    Invariant: what lies in it is of use from a layer's read to the end of the same layer's call, so all layers share
+    it. It grows to the most that a step has needed: keys and values of every token that its queries see, for one layer.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Own nothing yet.
+
+        Args:
+            device: Where the copies lie.
+        """
+        self._device = device
+        self._buffers: dict[tuple[str, StateTensor], torch.Tensor] = {}
+        self._remembered: set[tuple[str, StateTensor]] = set()
+        self._kept: list[torch.Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it holds."""
+        return sum(buffer.nbytes for buffer in (*self._buffers.values(), *self._kept))
+
+    def take(self, state: Mapping[str, StateTensor], num_pages: int, *, is_static: bool) -> KVCache:
+        """Return tensors for the null page and for ``num_pages`` pages behind it, ``[1 + num_pages, …], device``.
+
+        Args:
+            state: The tensors of one page, in the plain format.
+            num_pages: How many pages.
+            is_static: Whether a graph may remember where they lie: they then stay there.
+        """
+        return {name: self._take((name, tensor), 1 + num_pages, is_static) for name, tensor in state.items()}
+
+    def _take(self, key: tuple[str, StateTensor], num_pages: int, is_static: bool) -> torch.Tensor:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape[0] < num_pages:
+            if buffer is not None and key in self._remembered:
+                self._kept.append(buffer)
+            # Outside of inference mode, so that a later call may write to it in either mode. Requests grow by a page
+            # now and then: not each of them is to cost an allocation.
+            with torch.inference_mode(False):
+                shape = (num_pages + num_pages // 8, *key[1].shape)
+                buffer = torch.zeros(shape, dtype=getattr(torch, key[1].dtype), device=self._device)
+            self._buffers[key] = buffer
+        if is_static:
+            self._remembered.add(key)
+        return buffer[:num_pages]
+
+
+def make_backend(
+    backend_class: type[AttentionBackend],
+    layers: Sequence[LayerSpec],
+    device: torch.device,
+    options: Any,
+    scratch: CopyScratch,
+) -> AttentionBackend:
+    """Return a backend for layers that its capabilities cover, behind copies if it does not read their format.
+
+    Args:
+        backend_class: The backend.
+        layers: All with the same spec and query side.
+        device: Where their caches lie.
+        options: An instance of its ``options_class``; None if it has none.
+        scratch: Memory for copies.
+    """
+    further = () if options is None else (options,)
+    if not backend_class.capabilities.needs_copies(layers[0]):
+        return backend_class(layers, device, *further)
+    inner = backend_class([_as_plain(layer) for layer in layers], device, *further)
+    return CopyingBackend(inner, layers, device, scratch)
+
+
+def _as_plain(layer: LayerSpec) -> LayerSpec:
+    assert layer.spec is not None
+    return attrs.evolve(layer, spec=layer.spec.in_format(PLAIN))
+
+
+@attrs.frozen(eq=False)
+class CopiedMetadata:
+    """What the layers of an attention group read in a step.
+
+    Attributes:
+        built: What the backend's own builder made, for the copies.
+        pages: ``[num_pages], int32, device``: the pages to copy.
+        index: ``[num_pages], int64, device``: where they stand in the first columns of the block table, row after row.
+        num_columns: How many columns these are.
+        is_static: Whether the shapes are those of a graph.
+    """
+
+    built: Any
+    pages: torch.Tensor
+    index: torch.Tensor
+    num_columns: int
+    is_static: bool
+
+
+class CopyingBackend(AttentionBackend):
+    """Any backend, on copies."""
+
+    def __init__(
+        self, inner: AttentionBackend, layers: Sequence[LayerSpec], device: torch.device, scratch: CopyScratch
+    ) -> None:
+        """Stand in front of a backend.
+
+        Args:
+            inner: The backend, for the layers in the plain format.
+            layers: The layers as they are stored.
+            device: Where their caches lie.
+            scratch: Memory for copies.
+        """
+        super().__init__(layers, device)
+        assert layers[0].spec is not None
+        self.inner = inner
+        self._plain = {layer.name: _as_plain(layer) for layer in layers}
+        self._state = layers[0].spec.in_format(PLAIN).state_tensors()
+        self._format = layers[0].spec.kv_format
+        self._scratch = scratch
+
+    def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Hand the layer's learned tensors on."""
+        self.inner.bind(self._plain[layer.name], parameters)
+
+    def make_builder(self) -> CopyingBuilder:
+        """Return the backend's builder, behind one that says what is copied."""
+        return CopyingBuilder(self.inner.make_builder(), self._plain[self.layers[0].name])
+
+    def forward(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Copy the pages, and let the backend attend to the copies."""
+        assert isinstance(metadata, CopiedMetadata)
+        copies = self._scratch.take(self._state, metadata.pages.shape[0], is_static=metadata.is_static)
+        self._format.read(kv_cache, metadata.pages, {name: copy[1:] for name, copy in copies.items()})
+        return self.inner.forward(self._plain[layer.name], query, copies, metadata.built, sinks)
+
+
+class CopyingBuilder(AttentionMetadataBuilder):
+    """Says which pages are copied, and lets a backend's own builder build for the copies.
+
+    The copies of a step are numbered row after row of the block table, whatever ids stand in it: another cache group
+    with the same requests has other pages to copy, and nothing else that differs.
+    """
+
+    table_fields = frozenset({"pages"})
+
+    def __init__(self, inner: AttentionMetadataBuilder, layer: LayerSpec) -> None:
+        """Stand in front of a builder.
+
+        Args:
+            inner: The backend's builder.
+            layer: Any layer of the group, in the plain format.
+        """
+        assert layer.spec is not None
+        self.inner = inner
+        self.capture = inner.capture
+        self.batch_order = inner.batch_order
+        self._mask = layer.spec.mask
+        self._layer = layer
+
+    @property
+    def reuse_key(self) -> Hashable:
+        """What decides the backend's own metadata, and what is copied."""
+        key = self.inner.reuse_key
+        return "copies", self._mask, (self._layer.spec, self._layer.query) if key is None else key
+
+    def build(self, metadata: CommonAttentionMetadata) -> CopiedMetadata:
+        """Return what is copied, and what the backend's builder makes of the copies."""
+        (built,) = self.build_together([(self, metadata)])
+        return built
+
+    @classmethod
+    def build_together(cls, builds: Sequence[tuple[Self, CommonAttentionMetadata]]) -> list[CopiedMetadata]:
+        """Let the builders of each class build together, for their copies."""
+        indices = [builder._index(metadata) for builder, metadata in builds]
+        together: dict[type[AttentionMetadataBuilder], list[int]] = {}
+        for number, (builder, _) in enumerate(builds):
+            together.setdefault(type(builder.inner), []).append(number)
+        built: dict[int, Any] = {}
+        for builder_class, numbers in together.items():
+            inner = [(builds[number][0].inner, _over_copies(builds[number][1], indices[number])) for number in numbers]
+            built.update(zip(numbers, builder_class.build_together(inner), strict=True))
+        return [
+            CopiedMetadata(
+                built=built[number],
+                pages=_pages(metadata, index),
+                index=index,
+                num_columns=metadata.block_table.shape[1],
+                is_static=metadata.static_shapes,
+            )
+            for number, ((_, metadata), index) in enumerate(zip(builds, indices, strict=True))
+        ]
+
+    def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
+        """Return the pages to copy of another block table."""
+        index, num_columns = built.index, metadata.block_table.shape[1]
+        if num_columns != built.num_columns:
+            row = torch.div(index, built.num_columns, rounding_mode="floor")
+            index = index + row * (num_columns - built.num_columns)
+        return {"pages": _pages(metadata, index)}
+
+    def _index(self, metadata: CommonAttentionMetadata) -> torch.Tensor:
+        """Return where the pages to copy stand in the block table, row after row, ``[num_pages], int64, device``."""
+        mask = self._mask
+        limits = AttentionMask() if mask is None or not (mask.causal and metadata.causal) else mask
+        if metadata.static_shapes:
+            return _static_index(metadata, limits)
+        index = torch.from_numpy(_live_index(metadata, limits))
+        return index.to(metadata.block_table.device, non_blocking=True)
+
+
+def _live_index(metadata: CommonAttentionMetadata, mask: AttentionMask) -> IntArray:
+    """Return the places of the blocks that a query may see: of the sinks, and from the first query's window on.
+
+    Args:
+        metadata: The step.
+        mask: What hides tokens; a causal mask without window or chunk hides nothing that is worked out here.
+    """
+    size, num_columns = metadata.block_size, metadata.block_table.shape[1]
+    seq_lens = metadata.seq_lens_cpu.numpy().astype(np.int64)
+    query_lens = np.diff(metadata.query_start_loc_cpu.numpy())
+    first_query = seq_lens - query_lens
+    low = np.zeros_like(seq_lens)
+    if mask.window is not None:
+        low = np.maximum(first_query + 1 - mask.window, 0)
+    elif mask.chunk is not None:
+        low = first_query - first_query % mask.chunk
+    first, stop = low // size, np.where(query_lens > 0, -(-seq_lens // size), 0)
+    num_sinks = np.minimum(first, -(-mask.num_sink_tokens // size))
+    counts = np.maximum(stop - first, 0) + np.where(query_lens > 0, num_sinks, 0)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    place = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
+    columns = np.where(place < num_sinks[rows], place, place - num_sinks[rows] + first[rows])
+    index: IntArray = rows * num_columns + columns
+    return index
+
+
+def _static_index(metadata: CommonAttentionMetadata, mask: AttentionMask) -> torch.Tensor:
+    """Return places of as many blocks as any such batch needs: all, or what a window reaches at most."""
+    (num_rows, num_columns), size = metadata.block_table.shape, metadata.block_size
+    device = metadata.block_table.device
+    starts = torch.arange(num_rows, device=device).unsqueeze(1) * num_columns
+    num_sinks = -(-mask.num_sink_tokens // size)
+    reach = metadata.max_query_len + (mask.window or mask.chunk or 0)
+    num_reached = reach // size + 2
+    if (mask.window is None and mask.chunk is None) or num_sinks + num_reached >= num_columns:
+        return (starts + torch.arange(num_columns, device=device)).flatten()
+    first_query = metadata.seq_lens - metadata.query_start_loc.diff()
+    if mask.window is not None:
+        low = (first_query + 1 - mask.window).clamp_min(0)
+    else:
+        low = first_query - first_query % (mask.chunk or 1)
+    first = torch.div(low, size, rounding_mode="floor").long().clamp_max(num_columns - num_reached).clamp_min(0)
+    reached = first.unsqueeze(1) + torch.arange(num_reached, device=device)
+    sinks = torch.arange(num_sinks, device=device).expand(num_rows, num_sinks)
+    return (starts + torch.cat([sinks, reached], 1)).flatten()
+
+
+def _pages(metadata: CommonAttentionMetadata, index: torch.Tensor) -> torch.Tensor:
+    return metadata.block_table.reshape(-1).index_select(0, index)
+
+
+def _over_copies(metadata: CommonAttentionMetadata, index: torch.Tensor) -> CommonAttentionMetadata:
+    """Return the step with the block table of the copies, which start behind the null page."""
+    table = torch.zeros_like(metadata.block_table, memory_format=torch.contiguous_format)
+    numbers = torch.arange(1, 1 + index.shape[0], dtype=table.dtype, device=table.device)
+    # A window that reaches back to the sinks names their blocks twice: either copy will do.
+    table.view(-1).index_copy_(0, index, numbers)
+    return attrs.evolve(metadata, block_table=table)

@@ -1,0 +1,236 @@
+"""Formats in the kit: those that are installed, what they make of numbers, and the laws that each keeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from kvframe.formats import PLAIN, KVFormat
+from kvframe.plugins import load_plugins
+from kvframe.registry import Registry
+from kvframe.testing.guard import DeviceTensor, ReadOnlyTensor, ScalarGuard
+from kvframe.testing.laws import ConformanceError
+
+BLOCK_SIZE = 3
+NUM_PAGES = 5
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def installed_formats(registry: Registry | None = None) -> tuple[KVFormat, ...]:
+    """Return every format but the plain one, without options, by name.
+
+    Args:
+        registry: Where they are looked up; that of the installed plugins unless given.
+    """
+    formats = (load_plugins().registry if registry is None else registry).formats
+    return tuple(formats.load(name)() for name in formats.names())
+
+
+def round_trip(
+    kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor, dtype: str = "float32"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a format makes of tokens' keys and values: stored once and read back, in float32.
+
+    Args:
+        kv_format: The format.
+        key: ``[num_tokens, num_kv_heads, head_size], host``.
+        value: ``[num_tokens, num_kv_heads, head_size_v], host``.
+        dtype: What attention computes in, by torch's name.
+    """
+    num_tokens, num_heads = key.shape[:2]
+    state = kv_format.state_tensors(1, num_heads, key.shape[2], value.shape[2], dtype)
+    cache = {
+        name: torch.zeros(num_tokens, *tensor.shape, dtype=getattr(torch, tensor.dtype))
+        for name, tensor in state.items()
+    }
+    tokens = torch.arange(num_tokens)
+    kv_format.write(key, value, cache, (tokens, torch.zeros_like(tokens)))
+    out = {"k": torch.empty(num_tokens, 1, *key.shape[1:]), "v": torch.empty(num_tokens, 1, *value.shape[1:])}
+    kv_format.read(cache, tokens, out)
+    return out["k"].squeeze(1), out["v"].squeeze(1)
+
+
+def check_format(kv_format: KVFormat, *, head_size: int = 16, head_size_v: int = 8) -> None:
+    """Check that a format stores and reads back as the contract says, in pages that lie as those of a pool do.
+
+    * *rounding*: what is read back differs from what was stored by ``rounding`` times the vector's largest element at
+      most (beyond what the dtype rounds), and zeros are zeros;
+    * *slots*: what other slots hold reads the same after a write as before, and no byte of another page changes;
+    * *reading*: nothing of the cache changes; pages may be asked for in any order, several times, and none at all;
+    * *NaN*: an element that is NaN reads as NaN, and no other token and head does;
+    * *waiting*: neither asks the device for a value.
+
+    Args:
+        kv_format: The format; the numbers that are stored are of ordinary size.
+        head_size: Elements of a key.
+        head_size_v: Elements of a value.
+
+    Raises:
+        ConformanceError: The first thing that does not hold.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for dtype in DTYPES:
+        for num_heads in (1, 2):
+            key = torch.randn(2 * BLOCK_SIZE, num_heads, head_size, generator=generator).to(dtype)
+            value = torch.randn(2 * BLOCK_SIZE, num_heads, head_size_v, generator=generator).to(dtype)
+            _check_rounding(kv_format, key, value)
+            _check_slots(kv_format, key, value)
+            _check_reading(kv_format, key, value)
+            _check_nan(kv_format, key, value)
+
+
+class _Pages:
+    """Pages of one layer beside those of another in a pool: the stride of a block id is not that of a page."""
+
+    def __init__(self, kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.kv_format = kv_format
+        self.shapes = {"k": key.shape[1:], "v": value.shape[1:]}
+        self.dtype = key.dtype
+        name = str(key.dtype).removeprefix("torch.")
+        state = kv_format.state_tensors(BLOCK_SIZE, key.shape[1], key.shape[2], value.shape[2], name)
+        offset, places = 16, {}
+        for part, tensor in state.items():
+            places[part] = offset
+            offset += -(-tensor.num_bytes // 16) * 16
+        self.page_bytes = offset + 16
+        # Ids count units of 16 bytes, so that the views of neighbouring ids overlap.
+        self.pool = torch.full(((NUM_PAGES + 1) * self.page_bytes,), 255, dtype=torch.uint8)
+        self.cache = {}
+        for part, tensor in state.items():
+            item = getattr(torch, tensor.dtype)
+            strides = [math.prod(tensor.shape[axis + 1 :]) for axis in range(len(tensor.shape))]
+            num_ids = NUM_PAGES * self.page_bytes // 16 + 1
+            self.cache[part] = self.pool.view(item).as_strided(
+                (num_ids, *tensor.shape), (16 // item.itemsize, *strides), places[part] // item.itemsize
+            )
+
+    def ids(self, *pages: int) -> torch.Tensor:
+        """Return the block ids of pages."""
+        return torch.tensor(pages, dtype=torch.int64) * (self.page_bytes // 16)
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, first_slot: int = BLOCK_SIZE) -> None:
+        """Store tokens from a slot on, as a device that must not be waited for."""
+        slots = torch.arange(first_slot, first_slot + len(key))
+        places = (slots // BLOCK_SIZE) * (self.page_bytes // 16), slots % BLOCK_SIZE
+        cache = {name: tensor.as_subclass(DeviceTensor) for name, tensor in self.cache.items()}
+        with ScalarGuard(), torch.inference_mode():
+            self.kv_format.write(
+                key.as_subclass(DeviceTensor),
+                value.as_subclass(DeviceTensor),
+                cache,
+                (places[0].as_subclass(DeviceTensor), places[1].as_subclass(DeviceTensor)),
+            )
+
+    def read(self, *pages: int, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """Return the tokens of pages, ``[num_pages * block_size, num_kv_heads, size]``."""
+        # Not filled: what lies behind them is to stay.
+        whole = {
+            name: torch.full((len(pages) + 2, BLOCK_SIZE, *shape), 7, dtype=dtype or self.dtype)
+            for name, shape in self.shapes.items()
+        }
+        out = {name: tensor[1 : 1 + len(pages)].as_subclass(DeviceTensor) for name, tensor in whole.items()}
+        cache: Mapping[str, torch.Tensor] = {
+            name: tensor.as_subclass(ReadOnlyTensor) for name, tensor in self.cache.items()
+        }
+        with ScalarGuard():
+            self.kv_format.read(cache, self.ids(*pages).int().as_subclass(DeviceTensor), out)
+        for tensor in whole.values():
+            _require((tensor[[0, -1]] == 7).all(), self.kv_format, "read() writes beside the pages of out")
+        return {name: tensor[1 : 1 + len(pages)].flatten(0, 1) for name, tensor in whole.items()}
+
+
+def _check_rounding(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) -> None:
+    pages = _Pages(kv_format, key, value)
+    pages.write(key, value)
+    found = pages.read(1, 2)
+    for name, expected in (("k", key), ("v", value)):
+        largest = expected.abs().amax(-1, keepdim=True).double()
+        allowed = (kv_format.rounding + torch.finfo(key.dtype).eps) * largest
+        error = (found[name].double() - expected.double()).abs()
+        worst = float((error / largest).amax())
+        _require(
+            bool((error <= allowed).all()),
+            kv_format,
+            f"{name} of {key.dtype} is read back with an error of {worst:.3g} of the largest element, and rounding is "
+            f"{kv_format.rounding:.3g}",
+        )
+    pages.write(torch.zeros_like(key), torch.zeros_like(value))
+    zeros = pages.read(1, 2)
+    _require(not zeros["k"].any() and not zeros["v"].any(), kv_format, "zeros are read back as something else")
+
+
+def _check_slots(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) -> None:
+    pages = _Pages(kv_format, key, value)
+    pages.write(key, value)
+    before, content = pages.read(1, 2), pages.pool.clone()
+    first = BLOCK_SIZE + 1  # one token in the middle of page 1
+    pages.write(2 * key[:1], 2 * value[:1], first)
+    after = pages.read(1, 2)
+    untouched = [0, *range(2, 2 * BLOCK_SIZE)]
+    for name in ("k", "v"):
+        _require(_same(before[name][untouched], after[name][untouched]), kv_format, "write() changes other slots")
+    changed = (content != pages.pool).nonzero().flatten()
+    start, stop = pages.page_bytes, 2 * pages.page_bytes
+    _require(bool(((changed >= start) & (changed < stop)).all()), kv_format, "write() changes bytes of other pages")
+    nothing = pages.pool.clone()
+    pages.write(key[:0], value[:0])
+    _require(_same(nothing, pages.pool), kv_format, "writing no token changes something")
+
+
+def _check_reading(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) -> None:
+    pages = _Pages(kv_format, key, value)
+    pages.write(key, value)
+    content = pages.pool.clone()
+    in_order, other = pages.read(1, 2), pages.read(2, 1, 2)
+    for name in ("k", "v"):
+        first, second = in_order[name].split(BLOCK_SIZE)
+        _require(_same(other[name], torch.cat([second, first, second])), kv_format, "pages depend on those beside them")
+    pages.read()
+    _require(_same(content, pages.pool), kv_format, "read() changes the cache")
+    wide = pages.read(1, 2, dtype=torch.float64)
+    for name in ("k", "v"):
+        _require(_same(wide[name].to(key.dtype), in_order[name]), kv_format, "what is read depends on the dtype of out")
+
+
+def _check_nan(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) -> None:
+    key, value = key.clone(), value.clone()
+    for tensor in (key, value):
+        tensor[2, -1, 1] = math.nan
+    pages = _Pages(kv_format, key, value)
+    pages.write(key, value)
+    for name, tensor in pages.read(1, 2).items():
+        _require(bool(tensor[2, -1, 1].isnan()), kv_format, f"NaN in {name} is read back as {float(tensor[2, -1, 1])}")
+        tensor[2, -1] = 0
+        _require(not tensor.isnan().any(), kv_format, f"NaN in {name} spreads to other tokens or heads")
+
+
+def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors hold the same bits."""
+    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
+
+
+def _require(holds: bool | torch.Tensor, kv_format: KVFormat, message: str) -> None:
+    if not holds:
+        raise ConformanceError(f"{kv_format}: {message}")
+
+
+def applicable(formats: Sequence[KVFormat], names: frozenset[str], takes_copies: bool) -> list[KVFormat]:
+    """Return the formats that a backend has to serve: those it reads itself, and all if it takes copies.
+
+    Args:
+        formats: What there is.
+        names: What the backend reads itself.
+        takes_copies: Whether it takes copies of other pages.
+
+    Raises:
+        ConformanceError: It declares a format that is not among them, so that nobody could say whether it reads it.
+    """
+    missing = sorted(names - {PLAIN.name} - {kv_format.name for kv_format in formats})
+    if missing:
+        raise ConformanceError(
+            f"the capabilities declare the formats {', '.join(missing)}, which no installed plugin provides; install "
+            "it, or give the formats to check"
+        )
+    return [kv_format for kv_format in formats if takes_copies or kv_format.name in names]
