@@ -74,7 +74,7 @@ class KVFormat(ABC):
     """The registered name (``"int8_token_head"``), which backends that read the format themselves declare."""
     rounding: ClassVar[float] = 0.0
     """How far apart neighbouring stored values are, by the largest that they are scaled to: as ``torch.finfo(…).eps``
-    of a dtype. 0 where nothing is rounded beyond the spec's dtype. The check of a model at its start allows for it."""
+    of a dtype. 0 where nothing is rounded beyond the spec's dtype."""
 
     @abstractmethod
     def state_tensors(

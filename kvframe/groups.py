@@ -186,7 +186,7 @@ def group_layers(layers: Sequence[LayerSpec], *, hybrid: bool = True) -> Groupin
     members: dict[tuple[object, ...], list[tuple[str, KVCacheSpec]]] = {}
     for layer in layers:
         if layer.shares_with is None and layer.spec is not None and layer.spec.keeps_past:
-            stored = layer.spec if hybrid else layer.spec.retain_all()
+            stored = layer.spec if hybrid else layer.spec.retain_all().in_format(layer.spec.kv_format)
             members.setdefault(stored.group_key, []).append((layer.name, stored))
     groups = tuple(
         KVCacheGroup(

@@ -112,6 +112,7 @@ PUBLIC_MODULES = (
 # What a plugin's tests may import beside these.
 TEST_MODULES = (
     "kvframe.testing.conformance",
+    "kvframe.testing.formats",
     "kvframe.testing.grid",
     "kvframe.testing.laws",
     "kvframe.testing.wrappers",

@@ -39,13 +39,14 @@ class CopyScratch:
         """
         self._device = device
         self._buffers: dict[tuple[str, StateTensor], torch.Tensor] = {}
-        self._remembered: set[tuple[str, StateTensor]] = set()
-        self._kept: list[torch.Tensor] = []
+        # What graphs remember, among it what is in use no more.
+        self._remembered: dict[int, torch.Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
         """Bytes that it holds."""
-        return sum(buffer.nbytes for buffer in (*self._buffers.values(), *self._kept))
+        buffers = {buffer.data_ptr(): buffer for buffer in self._buffers.values()} | self._remembered
+        return sum(buffer.nbytes for buffer in buffers.values())
 
     def take(self, state: Mapping[str, StateTensor], num_pages: int, *, is_static: bool) -> KVCache:
         """Return tensors for the null page and for ``num_pages`` pages behind it, ``[1 + num_pages, …], device``.
@@ -60,8 +61,6 @@ class CopyScratch:
     def _take(self, key: tuple[str, StateTensor], num_pages: int, is_static: bool) -> torch.Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape[0] < num_pages:
-            if buffer is not None and key in self._remembered:
-                self._kept.append(buffer)
             # Outside of inference mode, so that a later call may write to it in either mode. Requests grow by a page
             # now and then: not each of them is to cost an allocation.
             with torch.inference_mode(False):
@@ -69,7 +68,7 @@ class CopyScratch:
                 buffer = torch.zeros(shape, dtype=getattr(torch, key[1].dtype), device=self._device)
             self._buffers[key] = buffer
         if is_static:
-            self._remembered.add(key)
+            self._remembered[buffer.data_ptr()] = buffer
         return buffer[:num_pages]
 
 

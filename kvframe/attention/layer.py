@@ -136,7 +136,6 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         skipped: The layers that compute only the generating tokens of a step, in the order they run.
         copies: Memory for copies of pages, for backends that do not read the format of their layers.
         dtypes: The dtypes of what all of them keep, as it is read.
-        rounding: How far apart values are that their formats tell apart, by the largest; 0 for plain formats.
         kept_rows: ``[num_generating + padding], int64, device``: the rows of the packed batch that the skipped layers
             compute in this step; None for all. The model cuts its hidden states to them before the first of these
             layers, and gives logits for exactly these rows.
@@ -174,7 +173,6 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         stored = [layer.spec for layer in layers if layer.spec is not None and layer.name in views]
         states = (tensor for spec in stored for tensor in spec.in_format(PLAIN).state_tensors().values())
         self.dtypes = frozenset(getattr(torch, tensor.dtype) for tensor in states)
-        self.rounding = max((spec.kv_format.rounding for spec in stored), default=0.0)
         keeping = [layer for layer in layers if layer.query is None and layer.name in views]
         self.states = StateLayers(keeping, grouping, views)
         self._staging = Staging(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import attrs
 import torch
@@ -15,15 +16,19 @@ from kvframe.attention.selection import Choice, select_backends
 from kvframe.attention.skipping import find_skippable_layers
 from kvframe.cache.storage import HostStorage, KVCacheStorage
 from kvframe.errors import StackError
+from kvframe.formats import PLAIN
 from kvframe.groups import Grouping, group_layers, make_layer_specs
 from kvframe.model.adapter import LoadedModel
 from kvframe.model.recognise import find_adapter
-from kvframe.plan import KVCachePlan
+from kvframe.plan import KVCachePlan, plan_cache
 from kvframe.plugins import load_plugins
 from kvframe.registry import Registry
 from kvframe.sizing import choose_max_model_len, num_host_slabs, plan_for_stack
 from kvframe.specs import LayerSpec
 from kvframe.stack import Stack
+
+PLAIN_TOKENS = 1024
+"""The longest request of a set-up that a model is compared with itself in."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -73,13 +78,61 @@ def assemble(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, regi
         PluginError: A wrapper cannot be imported.
         BackendError: No backend serves a layer, the one that was named cannot, or one could not be set up.
     """
-    device = torch.device(stack.engine.device)
     max_model_len = choose_max_model_len(model.description, stack)
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
     plan = plan_for_stack(grouping, stack, max_model_len, model.description.max_input_lens)
+    return _assemble(model, layers, stack, registry, grouping, plan, num_host_slabs(plan, stack))
+
+
+def assemble_plain(assembly: Assembly, layers: Sequence[LayerSpec], registry: Registry) -> Assembly:
+    """Return a set-up in which every layer is stored as it is, for comparing the model with itself; small.
+
+    What a format rounds off says nothing of whether the model attends as its masks say, and would hide it.
+
+    Args:
+        assembly: The set-up that is to serve.
+        layers: The layer specs that it was made of.
+        registry: Where backends and wrappers are looked up.
+
+    Returns:
+        A set-up of its own with room for a few short requests; ``assembly`` itself if its layers are plain.
+
+    Raises:
+        BackendError: No backend serves a layer in the plain format, or the one that was named does not.
+    """
+    plain = tuple(
+        layer if layer.spec is None else attrs.evolve(layer, spec=layer.spec.in_format(PLAIN)) for layer in layers
+    )
+    if plain == tuple(layers):
+        return assembly
+    model, stack = assembly.model, assembly.stack
+    grouping = group_layers(plain, hybrid=stack.cache.hybrid)
+    limits: dict[str, Any] = {
+        "max_model_len": min(assembly.max_model_len, PLAIN_TOKENS),
+        "max_num_batched_tokens": stack.engine.max_num_batched_tokens,
+        "max_input_lens": model.description.max_input_lens,
+        "pages_per_slab": [1] * len(grouping.groups),
+    }
+    # A first plan says how many slabs one request takes, the second has them.
+    slab_bytes = max((group.page_bytes for group in grouping.groups), default=0)
+    enough = (len(grouping.groups) + 1) * slab_bytes
+    peaks = plan_cache(grouping, memory_bytes=enough, **limits).peak_blocks(limits["max_model_len"])
+    plan = plan_cache(grouping, memory_bytes=enough + sum(peaks) * slab_bytes, **limits)
+    return _assemble(model, plain, stack, registry, grouping, plan)
+
+
+def _assemble(
+    model: LoadedModel,
+    layers: Sequence[LayerSpec],
+    stack: Stack,
+    registry: Registry,
+    grouping: Grouping,
+    plan: KVCachePlan,
+    host_slabs: int = 0,
+) -> Assembly:
+    device = torch.device(stack.engine.device)
     skipped = _skipped_layers(model, layers, stack)
     choices = select_backends(layers, stack, registry, device.type, skipped)
-    host_slabs = num_host_slabs(plan, stack)
     storage = KVCacheStorage(plan, grouping, device)
     local = LocalCaches(
         layers, device, max_tokens=stack.engine.max_num_batched_tokens, max_reqs=stack.engine.max_num_seqs
@@ -88,7 +141,7 @@ def assemble(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, regi
         model=model,
         stack=stack,
         device=device,
-        max_model_len=max_model_len,
+        max_model_len=plan.max_model_len,
         grouping=grouping,
         plan=plan,
         choices=choices,

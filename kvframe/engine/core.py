@@ -14,7 +14,7 @@ from typing import Generic, Protocol, Self
 from kvframe.attention.selection import Choice
 from kvframe.cache.manager import KVCacheManager
 from kvframe.engine.admission import Admission
-from kvframe.engine.assembly import Assembly, assemble, load_model
+from kvframe.engine.assembly import Assembly, assemble, assemble_plain, load_model
 from kvframe.engine.progress import RequestT
 from kvframe.engine.request_table import RequestTable
 from kvframe.engine.runner import SkipPolicy
@@ -116,10 +116,14 @@ class EngineCore(ABC, Generic[RequestT]):
         )
         self._runner = self._make_runner(assembly, skip_policy)
         self._requests: RequestTable[RequestT] = RequestTable()
-        model.attach(assembly.layers)
+        checked = assemble_plain(assembly, layers, registry) if stack.engine.self_check else assembly
+        model.attach(checked.layers)
         try:
             if stack.engine.self_check:
-                model.self_check(partial(run_packed, assembly))
+                model.self_check(partial(run_packed, checked))
+            if checked is not assembly:
+                model.detach()
+                model.attach(assembly.layers)
         except BaseException:
             model.detach()
             raise

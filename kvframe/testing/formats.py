@@ -164,6 +164,8 @@ def _check_rounding(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor)
 def _check_slots(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) -> None:
     pages = _Pages(kv_format, key, value)
     pages.write(key, value)
+    others = torch.cat([pages.pool[: pages.page_bytes], pages.pool[3 * pages.page_bytes :]])
+    _require((others == 255).all(), kv_format, "write() changes bytes of other pages")
     before, content = pages.read(1, 2), pages.pool.clone()
     first = BLOCK_SIZE + 1  # one token in the middle of page 1
     pages.write(2 * key[:1], 2 * value[:1], first)

@@ -13,6 +13,7 @@ from kvframe_kv_formats import Fp8Tensor, Fp8TokenHead, Int4TokenHead, Int8Token
 
 from kvframe.errors import SpecError
 from kvframe.formats import KVFormat, StateTensor
+from kvframe.testing.formats import check_format
 
 FORMATS = (Fp8Tensor(), Fp8TokenHead(), Int8TokenHead(), Int4TokenHead())
 ids = [kv_format.name for kv_format in FORMATS]
@@ -50,6 +51,12 @@ def round_trip(kv_format: KVFormat, values: torch.Tensor) -> torch.Tensor:
 
 def draw(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("kv_format", FORMATS, ids=ids)
+@pytest.mark.parametrize("sizes", [(16, 8), (2, 2), (40, 128)])
+def test_a_format_keeps_the_laws(kv_format: KVFormat, sizes: tuple[int, int]) -> None:
+    check_format(kv_format, head_size=sizes[0], head_size_v=sizes[1])
 
 
 # --- what a page holds ------------------------------------------------------------------------------------------------

@@ -102,7 +102,6 @@ class DenseLayers(Mapping[str, DenseLayer]):
         self.skipped: tuple[str, ...] = ()
         self.kept_rows: torch.Tensor | None = None
         self.dtypes = frozenset({torch.float32})
-        self.rounding = 0.0
         self._layers = {each.name: DenseLayer(each, self) for each in descriptions if each.query}
         self.states = {each.name: DenseState(each) for each in descriptions if not each.query}
         self._lengths: dict[int, int] = {}

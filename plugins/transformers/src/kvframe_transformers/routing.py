@@ -70,10 +70,6 @@ class RunLayers(Protocol):
         """The dtypes of what all of them keep."""
 
     @property
-    def rounding(self) -> float:
-        """How far apart values are that their formats tell apart, by the largest; 0 for plain formats."""
-
-    @property
     def kept_rows(self) -> torch.Tensor | None:
         """``[num_kept], int64, device``: the rows that they compute in this step; None for all."""
 

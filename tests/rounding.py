@@ -1,0 +1,26 @@
+"""Plain pages that hold what a format reads back: what a cache in that format is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from kvframe.attention.backend import AttentionBackend, KVCache
+from kvframe.builtin.torch_backend import TorchBackend
+from kvframe.formats import KVFormat
+from kvframe.testing.formats import round_trip
+
+
+@contextmanager
+def rounding(kv_format: KVFormat) -> Iterator[None]:
+    """Let the torch backend store, in plain pages, what is read back from a format."""
+
+    def write_kv(self: TorchBackend, key: Any, value: Any, kv_cache: KVCache, slots: Any) -> None:
+        AttentionBackend.write_kv(self, *round_trip(kv_format, key, value), kv_cache, slots)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchBackend, "write_kv", write_kv)
+        yield

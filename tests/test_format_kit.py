@@ -1,0 +1,192 @@
+"""The kit finds what is wrong with a format, and with a backend that says it reads one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import attrs
+import pytest
+import torch
+
+from kvframe.attention.backend import KVCache
+from kvframe.builtin.torch_reference import TorchReferenceBackend
+from kvframe.formats import PLAIN, KVFormat, PlainFormat, StateTensor
+from kvframe.testing.conformance import check_backend
+from kvframe.testing.formats import check_format, installed_formats, round_trip
+from kvframe.testing.grid import make_cases
+from kvframe.testing.laws import ConformanceError
+
+
+@attrs.frozen(kw_only=True)
+class Halves(PlainFormat):
+    """Keys and values of half their size."""
+
+    name: ClassVar[str] = "halves"
+
+    def write(self, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
+        super().write(key / 2, value / 2, kv_cache, slots)
+
+    def read(self, kv_cache: Any, block_ids: Any, out: Any) -> None:
+        super().read(kv_cache, block_ids, out)
+        for tensor in out.values():
+            tensor.mul_(2)
+
+
+class Coarse(Halves):
+    """Rounds, and does not say so."""
+
+    def write(self, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
+        super().write((key * 16).round() / 16, value, kv_cache, slots)
+
+
+class NextSlot(Halves):
+    def write(self, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
+        super().write(key, value, kv_cache, slots)
+        blocks, offsets = slots
+        super().write(key, value, kv_cache, (blocks, offsets + 1 - 3 * (offsets == 2).long()))
+        super().write(key, value, kv_cache, slots)
+
+
+class NextPage(Halves):
+    def write(self, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
+        super().write(key, value, kv_cache, slots)
+        kv_cache["k"][-1] = 0
+
+
+class Forgetful(Halves):
+    def read(self, kv_cache: Any, block_ids: Any, out: Any) -> None:
+        super().read(kv_cache, block_ids.sort().values, out)
+
+
+class Beside(Halves):
+    def read(self, kv_cache: Any, block_ids: Any, out: Any) -> None:
+        super().read(kv_cache, block_ids, out)
+        whole = out["k"]
+        whole.as_strided(whole.shape, whole.stride(), whole.storage_offset() + whole[0].numel() if len(whole) else 0)[
+            -1:
+        ] = 0
+
+
+class HidesNaN(Halves):
+    def write(self, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
+        super().write(key.nan_to_num(), value, kv_cache, slots)
+
+
+class SpreadsNaN(Halves):
+    def write(self, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
+        super().write(key + key.sum() * 0, value, kv_cache, slots)
+
+
+class Waits(Halves):
+    def write(self, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
+        super().write(key, value, kv_cache, tuple(torch.tensor(each.tolist()) for each in slots))
+
+
+@pytest.mark.parametrize("kv_format", [PLAIN, Halves(), *installed_formats()], ids=lambda each: each.name)
+def test_formats_that_keep_the_laws_pass(kv_format: KVFormat) -> None:
+    check_format(kv_format)
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "message"),
+    [
+        (Coarse, "k of torch.float32 is read back with an error of .* of the largest element, and rounding is 0"),
+        (NextSlot, r"write\(\) changes other slots"),
+        (NextPage, r"write\(\) changes bytes of other pages"),
+        (Forgetful, "pages depend on those beside them"),
+        (Beside, r"read\(\) writes beside the pages of out"),
+        (HidesNaN, "NaN in k is read back as 0.0"),
+        (SpreadsNaN, "NaN in k spreads to other tokens or heads"),
+        (Waits, "tolist makes the host wait for the device"),
+    ],
+)
+def test_the_kit_says_what_is_wrong(kv_format: type[KVFormat], message: str) -> None:
+    with pytest.raises(ConformanceError, match=message):
+        check_format(kv_format())
+
+
+# --- backends ---------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class Swapped(Halves):
+    """Values first."""
+
+    name: ClassVar[str] = "swapped"
+
+    def state_tensors(self, *sizes: Any) -> Mapping[str, StateTensor]:
+        return dict(reversed(super().state_tensors(*sizes).items()))
+
+
+class ReadsHalves(TorchReferenceBackend):
+    """Reads pages of halves itself."""
+
+    capabilities = attrs.evolve(
+        TorchReferenceBackend.capabilities, formats=frozenset({"plain", "halves"}), takes_copies=False
+    )
+
+    def forward(self, layer: Any, query: Any, kv_cache: KVCache, metadata: Any, sinks: Any) -> torch.Tensor:
+        if layer.spec.kv_format != PLAIN:
+            kv_cache = {name: tensor * self.factor for name, tensor in kv_cache.items()}
+        return super().forward(layer, query, kv_cache, metadata, sinks)
+
+    factor = 2.0
+
+
+class ReadsWrong(ReadsHalves):
+    factor = 2.01
+
+
+class WritesBeside(ReadsHalves):
+    def write_kv(self, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
+        super().write_kv(key, value, kv_cache, slots)
+        kv_cache["v"][7, 0, 0, 0] = 1
+
+
+def cases_of(backend: type[TorchReferenceBackend], *formats: KVFormat) -> list[Any]:
+    return [case for case in make_cases(backend.capabilities, formats=formats) if case.spec.kv_format != PLAIN]
+
+
+def test_a_backend_is_checked_on_every_format_that_it_reads() -> None:
+    cases = cases_of(ReadsHalves, Halves(), Swapped())
+    assert {Halves()} == {case.spec.kv_format for case in cases}
+    assert len(cases) > 50
+    for case in cases[::5]:
+        check_backend(ReadsHalves, case)
+        check_backend(ReadsHalves, case, poison=1e4)
+
+
+def test_a_backend_that_takes_copies_is_checked_on_all() -> None:
+    cases = cases_of(TorchReferenceBackend, Halves(), Swapped())
+    assert {Halves(), Swapped()} == {case.spec.kv_format for case in cases}
+    for case in cases[::11]:
+        check_backend(TorchReferenceBackend, case)
+
+
+def test_installed_formats_are_checked_unless_others_are_given() -> None:
+    names = {case.spec.kv_format.name for case in make_cases(TorchReferenceBackend.capabilities)}
+    assert {"plain", *(each.name for each in installed_formats())} == names
+    assert {"int8_token_head"} < names
+
+
+def test_a_format_that_nobody_has_cannot_be_declared() -> None:
+    with pytest.raises(ConformanceError, match="declare the formats halves, which no installed plugin provides"):
+        make_cases(ReadsHalves.capabilities)
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"), [(ReadsWrong, "queries are wrong"), (WritesBeside, "write_kv changes .* beside its slots")]
+)
+def test_a_backend_that_reads_or_writes_a_format_wrongly_is_found(backend: Any, message: str) -> None:
+    (case,) = [case for case in cases_of(backend, Halves()) if case.name == "halves-full-block=16-mixed"]
+    with pytest.raises(ConformanceError, match=message):
+        check_backend(backend, case)
+
+
+def test_a_round_trip_is_what_a_format_makes_of_numbers() -> None:
+    key, value = torch.tensor([[[1.0, 3.0]]]), torch.tensor([[[0.0, 127.0]]])
+    (int8,) = [each for each in installed_formats() if each.name == "int8_token_head"]
+    stored_key, stored_value = round_trip(int8, key, value)
+    torch.testing.assert_close(stored_key, torch.tensor([[[42 * 3 / 127, 3.0]]]))
+    assert torch.equal(value, stored_value)
