@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from kvframe_kernels.triton.attention import FORMATS, LOG2_E, PagedAttention
+from kvframe_kernels.triton.write import write_kv
 
 from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
 from kvframe.attention.metadata import SEQ_STARTS
@@ -66,7 +67,7 @@ class TritonBackend(AttentionBackend):
             format=kv_format.name,
             k_scale=getattr(kv_format, "k_scale", 1.0),
             v_scale=getattr(kv_format, "v_scale", 1.0),
-            num_cores=_num_cores(device),
+            num_cores=num_cores(device),
         )
         self._bias_by_distance: dict[str, torch.Tensor] = {}
 
@@ -81,6 +82,13 @@ class TritonBackend(AttentionBackend):
     def make_builder(self) -> TritonMetadataBuilder:
         """Return the builder of the step's work items."""
         return TritonMetadataBuilder(self._attention, self._dtype, self.device)
+
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Store keys and values in the layers' format, in one launch."""
+        attention = self._attention
+        write_kv(key, value, kv_cache, slots, attention.format, attention.k_scale, attention.v_scale)
 
     def forward(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
@@ -105,7 +113,8 @@ class TritonBackend(AttentionBackend):
         return output
 
 
-def _num_cores(device: torch.device) -> int:
+def num_cores(device: torch.device) -> int:
+    """Return a device's multiprocessors, for which work is cut."""
     if device.type != "cuda":
         return DEFAULT_NUM_CORES
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

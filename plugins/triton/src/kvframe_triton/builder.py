@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from kvframe_kernels.triton.attention import DeviceWork, PagedAttention
 from kvframe_kernels.triton.attention_plan import Batch, Work
+from kvframe_kernels.triton.mla import LatentAttention
 
 from kvframe.attention.backend import AttentionMetadataBuilder
 from kvframe.attention.capture import GraphCapture
@@ -39,7 +40,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder):
     capture = GraphCapture.ALWAYS
     table_fields = frozenset({"block_table"})
 
-    def __init__(self, attention: PagedAttention, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, attention: PagedAttention | LatentAttention, dtype: torch.dtype, device: torch.device) -> None:
         """Take what the layers of the group have in common.
 
         Args:

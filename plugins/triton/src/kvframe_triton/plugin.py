@@ -7,10 +7,11 @@ from kvframe.hookspecs import Register, hookimpl
 
 @hookimpl
 def kvframe_register_backends(register: Register) -> None:
-    """Register the backend of keys and values."""
-    register(
-        "triton",
-        "kvframe_triton.backend:TritonBackend",
-        needs=("torch", "triton", "kvframe_kernels"),
-        install="pip install 'kvframe-triton[triton]'",
-    )
+    """Register the backends of keys and values, and of latents."""
+    for name, target in (("triton", "backend:TritonBackend"), ("triton_mla", "latents:TritonMLABackend")):
+        register(
+            name,
+            f"kvframe_triton.{target}",
+            needs=("torch", "triton", "kvframe_kernels"),
+            install="pip install 'kvframe-triton[triton]'",
+        )

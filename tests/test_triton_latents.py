@@ -1,0 +1,64 @@
+"""The Triton backend for latents computes what attention over the expanded latents is, under the interpreter here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kvframe_mla import MLASpec
+from kvframe_mla.testing import Latents
+from kvframe_triton.latents import TritonMLABackend
+from triton import knobs
+
+from kvframe import LayerSpec, QuerySpec
+from kvframe.errors import BackendError
+from kvframe.testing.case import Case, Request
+from kvframe.testing.conformance import check_backend
+from kvframe.testing.grid import make_cases
+from kvframe.testing.metadata import make_metadata
+
+CASES = make_cases(TritonMLABackend.capabilities, "cuda", form=Latents())
+STRIDE = 3
+"""The interpreter is slow: each size and each kind of batch comes up several times."""
+
+
+@pytest.mark.skipif(not knobs.runtime.interpret, reason="a CUDA device is there, on which all cases are run")
+@pytest.mark.parametrize("case", CASES[::STRIDE], ids=lambda case: case.name)
+def test_it_computes_the_grid_under_the_interpreter(case: Case) -> None:
+    check_backend(TritonMLABackend, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("poison", [float("nan"), 1e4], ids=["nan", "large"])
+def test_it_computes_the_grid_on_a_gpu(poison: float) -> None:
+    for case in CASES:
+        check_backend(TritonMLABackend, case, "cuda", poison=poison)
+
+
+def layer(**options: Any) -> LayerSpec:
+    spec = MLASpec(block_size=4, latent_size=16, rope_size=4, head_size_v=8)
+    return LayerSpec(
+        name="layer", spec=spec, query=QuerySpec(**{"num_heads": 4, "head_size": 12, "scale": 1, **options})
+    )
+
+
+@pytest.mark.parametrize(("parameters", "found"), [({}, "None"), ({"kv_up": torch.ones(4, 17, 16)}, r"\(4, 17, 16\)")])
+def test_an_up_projection_that_does_not_fit_is_refused(parameters: dict[str, torch.Tensor], found: str) -> None:
+    served = TritonMLABackend([layer()], torch.device("cpu"))
+    with pytest.raises(
+        BackendError, match=rf"'layer' needs the parameter kv_up of shape \(4, 16, 16\), and got {found}"
+    ):
+        served.bind(layer(), parameters)
+
+
+def test_a_layer_without_its_up_projection_is_named() -> None:
+    served = TritonMLABackend([layer()], torch.device("cpu"))
+    built = served.make_builder().build(make_metadata([Request(3, 1)], 4))
+    with pytest.raises(BackendError, match="'layer' attends to latents, and its model bound no kv_up"):
+        served.forward(layer(), torch.ones(1, 4, 12), {"latent": torch.ones(2, 4, 20)}, built, None)
+
+
+def test_queries_that_are_all_rotated_are_refused() -> None:
+    with pytest.raises(BackendError, match="queries of 4 elements, which leave nothing beside the rotated part of 4"):
+        TritonMLABackend([layer(head_size=4)], torch.device("cpu"))
