@@ -7,10 +7,13 @@ VENV := .venv
 READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 JOBS ?= 2
+# Other engines that benchmarks measure against, each in an environment of its own.
+PEERS ?= .cache/peers
+VLLM := $(PEERS)/vllm
 # Small tensors: more threads than one only fight over the cores that the test processes use.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup test lint demo bench clean
+.PHONY: help setup test lint demo bench peer clean
 
 help: ## list these commands
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -35,11 +38,22 @@ test: lint ## lint, then every test: core, plugins, examples
 demo: $(READY) ## train a small hybrid model (once) and serve 32 prompts that share a prefix
 	$(BIN)/python examples/demo/demo.py
 
-bench: $(READY) ## measure against transformers, and parts by themselves; record the results
+bench: $(READY) ## measure against transformers and, after make peer, vLLM; and parts by themselves; record the results
 	$(BIN)/python benchmarks/generate.py
 	$(BIN)/python benchmarks/skipping.py
 	$(BIN)/python benchmarks/metadata.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/cpu_attention.py
+
+peer: $(VLLM)/.ready ## make .cache/peers/vllm, vLLM's CPU build in an environment of its own, to measure against
+
+$(VLLM)/.ready: benchmarks/requirements-vllm.txt
+	@test -n "$(PYTHON)" || { echo "vLLM needs Python 3.11 or newer; none was found on PATH" >&2; exit 1; }
+	@echo "Setting up $(VLLM): 2 GB, allow a few minutes"
+	@$(PYTHON) -m venv --clear $(VLLM)
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@$(VLLM)/bin/python -c 'import vllm.v1.core.kv_cache_manager'
+	@touch $@
 
 clean: ## remove .venv, caches and the trained demo model
 	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build

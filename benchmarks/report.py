@@ -18,7 +18,7 @@ def write_report(record: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def heading(title: str, record: Mapping[str, Any], note: str) -> list[str]:
+def heading(title: str, record: Mapping[str, Any], note: str, *, dtype: str = "float32") -> list[str]:
     """Return a page's first lines: its title, and where and how its figures were measured."""
     machine = record["machine"]
     return [
@@ -29,7 +29,7 @@ def heading(title: str, record: Mapping[str, Any], note: str) -> list[str]:
         "",
         f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} torch thread(s), {machine['system']}; "
         f"Python {machine['python']}, torch {machine['torch']}, transformers {machine['transformers']}, "
-        f"kvframe {machine['kvframe']} at {machine['commit']}. float32, {note}.",
+        f"kvframe {machine['kvframe']} at {machine['commit']}. {dtype}, {note}.",
     ]
 
 
