@@ -103,6 +103,7 @@ class EngineOptions:
         self_check: Whether a model's packed run is compared with its plain one before it serves.
         prefill_skipping: The wrapper that keeps only a step's generating tokens, for the layers at the model's end that
             keep no cache of their own: they do not compute the rest of a prompt. None computes everything.
+        compile: Whether the model around the attention is compiled by ``torch.compile``, when it is attached.
         graphs: For how many requests whole steps are captured as graphs and replayed: steps of fewer requests are
             padded to the next number, steps of more run as without graphs. ``"auto"`` chooses numbers up to
             ``max_num_seqs``, and runs without where the model, a wrapper or a backend cannot be captured.
@@ -116,6 +117,7 @@ class EngineOptions:
     dtype: str = attrs.field(default="float32", validator=one_of("float64", "float32", "float16", "bfloat16"))
     self_check: bool = attrs.field(default=True, validator=SWITCH)
     prefill_skipping: Use | None = attrs.field(default=None, converter=_as_use)
+    compile: bool = attrs.field(default=False, validator=SWITCH)
     graphs: Literal["off", "auto"] | tuple[int, ...] = attrs.field(
         default="off", converter=_as_sizes, validator=GRAPH_SIZES
     )

@@ -96,6 +96,7 @@ PUBLIC_MODULES = (
     "kvframe.attention.capture",
     "kvframe.attention.layer",
     "kvframe.attention.metadata",
+    "kvframe.attention.operator",
     "kvframe.attention.order",
     "kvframe.attention.relative_bias",
     "kvframe.attention.state",

@@ -79,7 +79,7 @@ class EngineCore(ABC, Generic[RequestT]):
             UnknownNameError: A cache spec's default chain names a wrapper that no plugin registers.
             PluginError: A wrapper cannot be imported.
             BackendError: No backend serves a layer, the one that was named cannot, or one could not be set up.
-            ModelError: The model cannot be attached, or computes something else than it does by itself.
+            ModelError: The model cannot be attached or compiled, or computes something else than it does by itself.
         """
         self.model = model
         self.stack = stack = Stack() if stack is None else stack
@@ -119,6 +119,8 @@ class EngineCore(ABC, Generic[RequestT]):
         checked = assemble_plain(assembly, layers, registry) if stack.engine.self_check else assembly
         model.attach(checked.layers)
         try:
+            if stack.engine.compile:
+                model.compile()
             if stack.engine.self_check:
                 model.self_check(partial(run_packed, checked))
             if checked is not assembly:

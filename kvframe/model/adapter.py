@@ -98,6 +98,19 @@ class LoadedModel(ABC):
     def detach(self) -> None:
         """Leave the model as it was before ``attach``. Safe to call twice."""
 
+    def compile(self, backend: Any = "inductor") -> None:
+        """Let ``forward`` run compiled by ``torch.compile``, around the attention, until ``detach``.
+
+        Called at set-up, behind ``attach``, where the stack asks for it.
+
+        Args:
+            backend: What compiles: a name that torch knows, or a callable as ``torch.compile`` takes it.
+
+        Raises:
+            ModelError: The model cannot be compiled here.
+        """
+        raise ModelError(f"{self.description.name} cannot be compiled by its model adapter; leave compile out")
+
     @abstractmethod
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
         """Run one packed step; the attention layers already hold the step's metadata.

@@ -14,13 +14,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from kvframe.attention.operator import Attend
 from kvframe.errors import ModelError
 from kvframe.model.adapter import LoadedModel
 from kvframe.model.description import LayerDescription, ModelDescription, Pooling
 from kvframe_transformers.checkpoint import one_sentence, quiet
+from kvframe_transformers.compiled import CompiledBody
 from kvframe_transformers.latents import Latents
 from kvframe_transformers.mixers import MixerDriver
-from kvframe_transformers.routing import RUN_TIME, Attend, Route, Routes, RunLayers, RunningStep, running
+from kvframe_transformers.routing import RUN_TIME, Route, Routes, RunLayers, RunningStep, running, running_step
 from kvframe_transformers.self_check import RunPacked, compare_runs
 from kvframe_transformers.sentence_transformers import read_pooling
 from kvframe_transformers.skipping import RowCutter, blocks_from
@@ -38,6 +40,9 @@ class TransformersModel(LoadedModel):
     attached nothing differs but the name of its attention implementation, the switches of temperatures that are taken
     over, latents that are handed through unexpanded, the forwards of mixers that keep a state, and hooks on the layers
     that leave rows out.
+
+    Attributes:
+        compiled: The compiled model; None where it runs as it is.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class TransformersModel(LoadedModel):
         self._drivers: dict[nn.Module, MixerDriver] = {}
         self._latents = _NO_LATENTS
         self._cutter: RowCutter | None = None
+        self.compiled: CompiledBody | None = None
 
     def without_head(self) -> LoadedModel:
         """Return the same model, of which the body runs and gives its last hidden states."""
@@ -141,6 +147,29 @@ class TransformersModel(LoadedModel):
             self.detach()
             raise
 
+    def compile(self, backend: Any = "inductor") -> None:
+        """Compile the model around its attention, and run a few tokens through it.
+
+        Args:
+            backend: What compiles: a name that torch knows, or a callable as ``torch.compile`` takes it.
+
+        Raises:
+            ModelError: It keeps a state, which mixers read in Python, or torch cannot compile it here.
+        """
+        if self._drivers or self.description.max_input_lens:
+            why = "keeps a state" if self._drivers else "has an encoder"
+            raise ModelError(f"{self.description.name} {why}, and cannot be compiled; leave compile out")
+        modules = self._modules()
+        sizes = {modules[layer.name]: _value_size(layer) for layer in self._attending}
+        self.compiled = CompiledBody(self._body, sizes, backend)
+        try:
+            self._note_rows(modules, 3, None)
+        except Exception as error:  # whatever a compiler does
+            raise ModelError(
+                f"{self.description.name} cannot be compiled here ({one_sentence(error)}); leave compile out"
+            ) from error
+        self.compiled.note_probe()
+
     def detach(self) -> None:
         """Give the model its own attention back. Safe to call twice."""
         for config, implementation in self._original:
@@ -148,6 +177,9 @@ class TransformersModel(LoadedModel):
         self._temperatures.switch_on()
         self._mixers.switch_off()
         self._latents.give_back()
+        if self.compiled is not None:
+            self.compiled.give_back()
+        self.compiled = None
         if self._cutter is not None:
             self._cutter.remove()
         self._cutter = None
@@ -210,7 +242,11 @@ class TransformersModel(LoadedModel):
     def _run(self, input_ids: torch.Tensor, positions: torch.Tensor | None, **inputs: Any) -> torch.Tensor:
         if self._takes_positions:
             inputs["position_ids"] = None if positions is None else positions.unsqueeze(0) + self._first_position
-        output = self._body(input_ids=input_ids.unsqueeze(0), use_cache=False, **inputs)
+        step, body = running_step(), self._body
+        # Rows are left out by hooks, which a compiler does not see; plain runs are those of the model as it is.
+        if self.compiled is not None and step is not None and step.kept_rows is None:
+            body = self.compiled
+        output = body(input_ids=input_ids.unsqueeze(0), use_cache=False, **inputs)
         rows: torch.Tensor = (output.logits if self.description.generates else output.last_hidden_state)[0]
         return rows
 
@@ -328,7 +364,11 @@ def _noting_layer(layer: LayerDescription, num_rows: dict[str, int]) -> Attend:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_rows[layer.name] = len(query)
-        size = layer.options.get("head_size_v") or layer.options["head_size"]
-        return query.new_zeros(*query.shape[:2], size)
+        return query.new_zeros(*query.shape[:2], _value_size(layer))
 
     return run
+
+
+def _value_size(layer: LayerDescription) -> int:
+    size: int = layer.options.get("head_size_v") or layer.options["head_size"]
+    return size

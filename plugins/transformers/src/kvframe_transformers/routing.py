@@ -12,27 +12,18 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from kvframe.attention.operator import Attend, OpaqueAttention
 from kvframe.attention.state import StateStep
 from kvframe.errors import ModelError
 from kvframe.model.description import LayerDescription
 from kvframe_transformers.discovery import scale_of
 from kvframe_transformers.temperature import Temperature
 
+OPAQUE = "kvframe_attend"
+"""The attribute of a compiled model's attention modules that holds what the compiler does not look into."""
+
 RUN_TIME = "kvframe"
 """The attention implementation of an attached model. It has no mask implementation, so that no mask is built."""
-
-
-class Attend(Protocol):
-    """What a module's call is routed to."""
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attend: ``[num_tokens, num_heads, head_size]`` to ``[num_tokens, num_heads, head_size_v]``, device."""
 
 
 class RunState(Protocol):
@@ -182,6 +173,44 @@ def _run_attention(
     Returns:
         ``[1, num_tokens, num_heads, head_size_v], device``, and no attention weights.
     """
+    if torch.compiler.is_compiling():
+        opaque: OpaqueAttention = getattr(module, OPAQUE)
+        packed = opaque(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), s_aux)
+        return packed.unsqueeze(0), None
+    route = _route_of(module)[1]
+    if scale_of(scaling, query.shape[-1]) != route.scale or softcap != route.soft_cap:
+        raise ModelError(
+            f"layer {route.name!r} asks for scale {scaling} and soft cap {softcap}, but was planned with "
+            f"{route.scale} and {route.soft_cap}; its checkpoint and its config do not belong together"
+        )
+    out = attend_now(module, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), s_aux)
+    return out.unsqueeze(0), None
+
+
+def attend_now(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend by the engine's layer, in the step that runs; arguments and result are those of ``AttentionLayer``.
+
+    Args:
+        module: The model's attention module.
+        query: As the module gives it.
+        key: Likewise; of a layer that shares another's cache, not looked at.
+        value: Likewise.
+        sinks: Likewise.
+    """
+    step, route = _route_of(module)
+    if route.temperature is not None:
+        cut = route.skipped and step.kept_rows is not None
+        query = route.temperature.scale(query, step.positions[step.kept_rows] if cut else step.positions)
+    return route.layer(query, None, None, sinks) if route.shares else route.layer(query, key, value, sinks)
+
+
+def _route_of(module: nn.Module) -> tuple[RunningStep, Route]:
     step = _STEP.get()
     route = None if step is None else step.routes.get(module)
     if step is None or route is None:
@@ -189,21 +218,7 @@ def _run_attention(
             f"{type(module).__name__} ran outside of the engine that it is attached to; close the engine (or detach "
             "the model) before calling the model directly"
         )
-    if scale_of(scaling, query.shape[-1]) != route.scale or softcap != route.soft_cap:
-        raise ModelError(
-            f"layer {route.name!r} asks for scale {scaling} and soft cap {softcap}, but was planned with "
-            f"{route.scale} and {route.soft_cap}; its checkpoint and its config do not belong together"
-        )
-    queries = query[0].transpose(0, 1)
-    if route.temperature is not None:
-        cut = route.skipped and step.kept_rows is not None
-        queries = route.temperature.scale(queries, step.positions[step.kept_rows] if cut else step.positions)
-    out = (
-        route.layer(queries, None, None, s_aux)
-        if route.shares
-        else route.layer(queries, key[0].transpose(0, 1), value[0].transpose(0, 1), s_aux)
-    )
-    return out.unsqueeze(0), None
+    return step, route
 
 
 AttentionInterface.register(RUN_TIME, _run_attention)

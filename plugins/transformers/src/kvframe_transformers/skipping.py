@@ -78,6 +78,8 @@ class RowCutter:
         self._handles = []
 
     def _cut_inputs(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        if torch.compiler.is_compiling():
+            return None  # compiled code runs the steps that keep all rows
         step = running_step()
         if step is None or step.kept_rows is None:
             return None
@@ -94,6 +96,8 @@ class RowCutter:
         }
 
     def _note_output(self, block: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         step = running_step()
         if step is not None and _is_ambiguous(step):
             self._cut_already = tuple(_tensors(output))

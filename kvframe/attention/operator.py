@@ -1,0 +1,103 @@
+"""Attention as one operator of torch: a compiled model calls it and does not look into it.
+
+A compiler cannot follow a layer to the step that runs: which metadata it reads, which pages, which kernel. So a
+compiled model calls ``kvframe::attend`` in place of the layer, of which the compiler knows the shape of the output.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+import torch
+
+
+class Attend(Protocol):
+    """What is called, as ``AttentionLayer`` is."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend: ``[num_rows, num_heads, head_size]`` to ``[num_rows, num_heads, head_size_v]``, device."""
+
+
+class OpaqueAttention:
+    """Calls a layer's attention as an operator, at compile time and after.
+
+    The operator writes to pages that no compiler knows of. It is never left out or moved before what it depends on:
+    its output is used, and what a layer reads of another's pages, that layer wrote on the way to the query.
+    """
+
+    def __init__(self, attend: Attend, head_size_v: int) -> None:
+        """Take the call.
+
+        Args:
+            attend: What is called when the model runs.
+            head_size_v: The size of its output's heads.
+        """
+        self._attend = attend
+        self._head_size_v = head_size_v
+        self._name = str(next(_NUMBERS))
+        _CALLS[self._name] = self
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend; arguments and result are those of ``AttentionLayer.__call__``."""
+        output: torch.Tensor = torch.ops.kvframe.attend(query, key, value, sinks, self._name, self._head_size_v)
+        return output
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Do what the operator stands for."""
+        return self._attend(query, key, value, sinks)
+
+
+_NUMBERS = itertools.count()
+_CALLS: WeakValueDictionary[str, OpaqueAttention] = WeakValueDictionary()
+_LIBRARY = torch.library.Library("kvframe", "DEF")
+_LIBRARY.define(
+    "attend(Tensor query, Tensor? key, Tensor? value, Tensor? sinks, str layer, SymInt head_size_v) -> Tensor"
+)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    layer: str,
+    head_size_v: int,
+) -> torch.Tensor:
+    # As the compiler was told: memory of its own, without gaps.
+    output = _CALLS[layer].run(query, key, value, sinks).contiguous()
+    return output.clone() if output.data_ptr() == query.data_ptr() else output
+
+
+def _fake(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    layer: str,
+    head_size_v: int,
+) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], head_size_v)
+
+
+_LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")
+torch.library.register_fake("kvframe::attend", _fake, lib=_LIBRARY)
