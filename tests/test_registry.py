@@ -62,7 +62,7 @@ def test_contested_name_belongs_to_nobody(site: FakeSite) -> None:
     site.add("kvframe-b", "b", registers("backends", ("fast", "b:B")))
     host = load_plugins()
     assert {host.record("a").status, host.record("b").status} == {"loaded"}
-    assert host.registry.backends.names() == ("only_a", "torch", "torch_reference")
+    assert host.registry.backends.names() == ("only_a", "torch", "torch_reference", "torch_varlen")
     assert host.registry.backends.contested() == {"fast": ("kvframe-a", "kvframe-b")}
     with pytest.raises(ContestedNameError) as caught:
         host.registry.backends.get("fast")

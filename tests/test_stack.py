@@ -331,12 +331,13 @@ def test_unknown_names_are_one_error_with_path_and_nearest(site: FakeSite) -> No
         stack.check_names(load_plugins().registry)
     assert str(caught.value).splitlines() == [
         "my.toml: 5 problems",
-        "  plugins.owners.backend.tortch: there is no backend named 'tortch'; known: torch, torch_reference; "
-        "did you mean 'torch'?",
+        "  plugins.owners.backend.tortch: there is no backend named 'tortch'; known: torch, torch_reference, "
+        "torch_varlen; did you mean 'torch'?",
         "  plugins.owners.backend.torch: there is no owner named 'kvfrane'; known: kvframe; did you mean 'kvframe'?",
         "  rules[0].kind: there is no cache spec named 'ful_attention'; known: full_attention; "
         "did you mean 'full_attention'?",
-        "  rules[0].backend: there is no backend named 'torhc'; known: torch, torch_reference; did you mean 'torch'?",
+        "  rules[0].backend: there is no backend named 'torhc'; known: torch, torch_reference, torch_varlen; "
+        "did you mean 'torch'?",
         "  rules[0].wrappers[0]: there is no wrapper named 'local'; none is known",
     ]
 

@@ -48,6 +48,9 @@ class Capabilities:
         formats: Formats of stored keys and values that it reads and writes itself.
         takes_copies: Whether it may be given copies of a step's pages, in place of the pool and with a block table of
             their own: keys and values of any format, read back by the format itself.
+        reads_dead_tokens: Whether it reads, beside what is live, tokens that the window has left behind in a page that
+            holds live ones, and gives them a weight of zero. They are the request's own and were written, so they are
+            finite where the model's keys and values are.
         soft_cap: Whether it caps scores.
         sinks: Whether it adds learned sink logits.
         relative_bias: Whether it adds a learned bias to the scores by distance.
@@ -64,6 +67,7 @@ class Capabilities:
     state: frozenset[str] = frozenset({"k", "v"})
     formats: frozenset[str] = frozenset({PLAIN.name})
     takes_copies: bool = False
+    reads_dead_tokens: bool = False
     soft_cap: bool = False
     sinks: bool = False
     relative_bias: bool = False
@@ -122,6 +126,9 @@ class Capabilities:
             refuse("soft_cap", "does not cap scores")
         if query.has_sinks and not self.sinks:
             refuse("sinks", "does not add learned sinks")
+        if self.reads_dead_tokens and spec.mask is not None and spec.mask.window == 1:
+            # Between steps nothing is live, so that the page of the next token may be another one.
+            refuse("mask_window", "reads what lies before a window, and before one of a single token nothing is kept")
         if query.relative_bias is not None and not self.relative_bias:
             refuse("relative_bias", "adds no learned bias to the scores")
         if self.head_sizes is not None and query.head_size not in self.head_sizes:

@@ -13,6 +13,7 @@ def kvframe_register_specs(register: Register) -> None:
 
 @hookimpl
 def kvframe_register_backends(register: Register) -> None:
-    """Register the practical torch backend and the reference that every backend is measured against."""
+    """Register the practical torch backend, the reference of all backends, and the one on torch's paged attention."""
     register("torch", "kvframe.builtin.torch_backend:TorchBackend", needs="torch")
     register("torch_reference", "kvframe.builtin.torch_reference:TorchReferenceBackend", needs="torch")
+    register("torch_varlen", "kvframe.builtin.torch_varlen:TorchVarlenBackend", needs="torch")

@@ -30,7 +30,7 @@ from kvframe.formats import PLAIN
 from kvframe.groups import Grouping, group_layers
 from kvframe.plan import KVCachePlan, plan_cache
 from kvframe.specs import LayerSpec
-from kvframe.testing.case import Case
+from kvframe.testing.case import Case, Request
 from kvframe.testing.formats import round_trip
 from kvframe.testing.laws import ConformanceError
 
@@ -168,9 +168,7 @@ def run_step(
             backend_class, attrs.evolve(seen, name=owner, shares_with=None), device, learned.parameters
         )
     for row, request, tensors in zip(rows, case.requests, inputs, strict=True):
-        ranges = case.spec.live_ranges(request.num_cached)
-        positions = [token for start, stop in ranges for token in range(max(start, request.num_hidden), stop)]
-        live = torch.tensor(positions, dtype=torch.int64)
+        live = torch.tensor(_written_tokens(backend_class, case, request), dtype=torch.int64)
         block, offset = _slots(manager.tables[0], row, live)
         slots = block.to(device), offset.to(device)
         _write(writer, case, tensors.key[live], tensors.value[live], storage, slots)
@@ -325,6 +323,16 @@ def _longest(case: Case) -> int:
 def _extend(manager: KVCacheManager, name: str, num_tokens: int) -> None:
     has_room = manager.extend(name, num_tokens)
     assert has_room
+
+
+def _written_tokens(backend_class: type[AttentionBackend], case: Case, request: Request) -> list[int]:
+    """Return which cached tokens are there: live ones, and others in their pages where a backend reads those too."""
+    spec, end = case.spec, request.num_cached
+    ranges = spec.live_ranges(end)
+    if backend_class.capabilities.reads_dead_tokens:
+        size = spec.block_size
+        ranges = tuple((start * size, min(stop * size, end)) for start, stop in spec.live_blocks(end))
+    return [token for start, stop in ranges for token in range(max(start, request.num_hidden), stop)]
 
 
 def _slots(table: BlockTable, row: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
