@@ -16,7 +16,7 @@ from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.hookspecs import Register
 from kvframe.registry import Registry
 from kvframe.testing import composition
-from kvframe.testing.composition import EQUAL, WRONG, Cell, compose, main, render
+from kvframe.testing.composition import EQUAL, MISSING, WRONG, Cell, compose, main, render
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases
 
@@ -56,8 +56,9 @@ def test_every_chain_of_up_to_two_wrappers_stands_before_every_backend(
 def test_every_wrapper_and_every_backend_computes_something(registry: Registry, cells: tuple[Cell, ...]) -> None:
     equal = [cell for cell in cells if cell.verdict == EQUAL]
     assert {*registry.wrappers.names()} == {name for cell in equal for name in cell.chain}
-    usable = {name for name in registry.backends.names() if registry.backends.load(name).unusable_reason() is None}
-    assert usable == {cell.backend for cell in equal if cell.chain}
+    missing = {cell.backend for cell in cells if cell.verdict in MISSING}
+    assert {"torch", "torch_reference", "mla"} <= {*registry.backends.names()} - missing
+    assert {*registry.backends.names()} - missing == {cell.backend for cell in equal if cell.chain}
 
 
 @pytest.mark.parametrize(
@@ -146,13 +147,16 @@ def test_another_plugin_changes_the_matrix_and_its_mistakes_are_seen(monkeypatch
     wrong = {cell.layer: cell.detail for cell in cells if cell.verdict == WRONG}
     assert {"full", "full, sharing a cache"} == set(wrong)
     assert "SlightlyWrong on full: mixed: 37 of 37 queries are wrong" in wrong["full"]
-    lines = render(cells).splitlines()
-    header, window = (next(line for line in lines if line.startswith(start)) for start in ("| layer  ", "| window  "))
-    columns = zip(header.split("|")[2:-1], window.split("|")[2:-1], strict=True)
-    row = {name.strip(" `"): cell.strip() for name, cell in columns}
-    assert ["`environment`", "`import`", "`mask_window`", "`mask_window`", "equal", "equal"] == [
-        row[name] for name in expected
-    ]
+    text = render(cells)
+    names, window = (
+        next(line for line in text.splitlines() if line.startswith(f"| {label}  ")) for label in ("layer", "window")
+    )
+    shown = dict(zip(*([cell.strip(" `") for cell in line.split("|")[2:-1]] for line in (names, window)), strict=True))
+    expected = {"mla": "mask_window", "slightly_wrong": "mask_window", "torch": "equal", "torch_reference": "equal"}
+    assert expected == {name: shown[name] for name in expected}
+    assert not {"elsewhere", "gone"} & {*shown}
+    _, _, missing = text.partition("## Backends that do not run where this was made\n")
+    assert {"- `elsewhere`: `environment`", "- `gone`: `import`"} <= {*missing.splitlines()}
 
 
 def test_the_command_writes_the_file_and_checks_it(

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from kvframe.specs import LayerSpec
 
 
+UNUSABLE = (["import"], ["environment"])
+"""Codes of a backend that no layer can have in this environment."""
+
+
 @click.command(short_help="Say which wrappers and backend each layer gets, and why.")
 @click.argument("model", type=click.Path(path_type=Path), metavar="MODEL_OR_CONFIG")
 @stack_option
@@ -104,10 +108,14 @@ def _served_by(explained: dict[str, Any]) -> str:
 
 
 def _print(model: str, explained: list[dict[str, Any]]) -> None:
-    """Print one row for all layers that are explained alike."""
+    """Print one row for all layers that are explained alike, and once what no layer can have here."""
     alike: dict[tuple[str, ...], list[str]] = {}
+    unusable: dict[str, str] = {}
     for each in explained:
-        others = "; ".join(f"{other['backend']}: {other['reason']}" for other in each["others"])
+        unusable |= {other["backend"]: other["reason"] for other in each["others"] if other["codes"] in UNUSABLE}
+        others = "; ".join(
+            f"{other['backend']}: {other['reason']}" for other in each["others"] if other["codes"] not in UNUSABLE
+        )
         row = (
             each["kind"],
             str("none" if each["group"] is None else each["group"])
@@ -122,3 +130,5 @@ def _print(model: str, explained: list[dict[str, Any]]) -> None:
         ("layers", "kind", "group", "wrappers", "backend", "other backends"),
         [(f"{len(names)}: {compact_names(names)}", *row) for row, names in alike.items()],
     )
+    if unusable:
+        print_table("not usable here", ("backend", "reason"), [*unusable.items()])

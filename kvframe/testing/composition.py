@@ -31,6 +31,9 @@ from kvframe.testing.state import RELATIVE_BIAS, SOFT_CAP, StateForm, form_of
 EQUAL = "equal"
 WRONG = "WRONG"
 
+MISSING = ("environment", "import")
+"""Verdicts on a backend that cannot run at all where the matrix is made."""
+
 MAX_CHAIN = 2
 """Wrappers of a chain at most: every pair is in the matrix, one with itself too."""
 
@@ -189,11 +192,16 @@ def _cases(chain: WrapperChain, label: str, layer: LayerSpec, causal: bool) -> I
 
 
 def render(cells: Sequence[Cell]) -> str:
-    """Return the matrix as Markdown: a table per chain, with a row per kind of layer and a column per backend."""
+    """Return the matrix as Markdown: a table per chain, with a row per kind of layer and a column per backend.
+
+    Backends that cannot run are listed at the end.
+    """
     parts = [INTRODUCTION]
     tables = []
     refused = []
-    for chain, group in itertools.groupby(cells, key=lambda cell: cell.chain):
+    missing = {cell.backend: cell.verdict for cell in cells if cell.verdict in MISSING}
+    here = [cell for cell in cells if cell.backend not in missing]
+    for chain, group in itertools.groupby(here, key=lambda cell: cell.chain):
         members = [*group]
         title = " → ".join(f"`{name}`" for name in chain) or "No wrapper"
         verdicts = {cell.verdict for cell in members}
@@ -204,6 +212,9 @@ def render(cells: Sequence[Cell]) -> str:
     parts += tables
     if refused:
         parts.append(f"## Refused on every layer\n\n{''.join(refused)}")
+    if missing:
+        listed = "".join(f"- `{backend}`: {_shown(verdict)}\n" for backend, verdict in missing.items())
+        parts.append(f"## Backends that do not run where this was made\n\n{listed}")
     return "\n".join(parts)
 
 

@@ -1,0 +1,1 @@
+"""FlashAttention-2 and FlashAttention-3 for kvframe."""

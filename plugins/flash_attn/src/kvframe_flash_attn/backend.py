@@ -1,0 +1,161 @@
+"""FlashAttention-2 (arXiv 2307.08691): https://github.com/Dao-AILab/flash-attention, package ``flash-attn``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import flash_attn
+import numpy as np
+import torch
+
+from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder, Capabilities, KVCache
+from kvframe.attention.capture import GraphCapture
+from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.specs import LayerSpec
+from kvframe_flash_attn.shared import DTYPES, HEAD_SIZES, sees, unusable_reason, with_sinks
+
+
+@attrs.frozen(eq=False)
+class FlashAttnMetadata:
+    """A step as the library takes it.
+
+    Attributes:
+        common: The batch.
+        num_queries: Queries of each request, where all have as many and lie in the order of the requests; else 0.
+        key_start_loc: ``[num_reqs + 1], int32, device``: where each request's keys would start, side by side. The
+            function for requests of any length knows the number of keys by the difference; where pages are, the block
+            table says.
+    """
+
+    common: CommonAttentionMetadata
+    num_queries: int
+    key_start_loc: torch.Tensor | None
+
+
+class FlashAttnMetadataBuilder(AttentionMetadataBuilder):
+    """Finds out which of the library's two functions a step is for."""
+
+    capture = GraphCapture.UNIFORM
+    reuse_key = ("flash_attn",)
+
+    def build(self, metadata: CommonAttentionMetadata) -> FlashAttnMetadata:
+        """Return the step."""
+        num_queries = _num_queries(metadata)
+        if num_queries:
+            return FlashAttnMetadata(metadata, num_queries, None)
+        key_start_loc = torch.nn.functional.pad(metadata.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        return FlashAttnMetadata(metadata, 0, key_start_loc)
+
+
+def _num_queries(metadata: CommonAttentionMetadata) -> int:
+    """Return how many queries each request has, if that is one number and there is a row for each; else 0.
+
+    Padded requests count as others: their rows are padded tokens.
+    """
+    most, num_tokens = metadata.max_query_len, metadata.slot_mapping.shape[0]
+    if not most or num_tokens < metadata.num_reqs * most or metadata.num_actual_tokens % most:
+        return 0
+    num_reqs = metadata.num_actual_tokens // most
+    starts = metadata.query_start_loc_cpu.numpy()[: num_reqs + 1]
+    return most if bool((starts == np.arange(num_reqs + 1) * most).all()) else 0
+
+
+class FlashAttnBackend(AttentionBackend):
+    """Serves causal, bidirectional and windowed attention with soft caps and learned sinks.
+
+    Pages hold a multiple of 256 tokens.
+    """
+
+    capabilities = Capabilities(
+        devices=frozenset({"cuda"}),
+        dtypes=DTYPES,
+        masks=frozenset({"causal", "bidirectional", "window"}),
+        soft_cap=True,
+        sinks=True,
+        head_sizes=HEAD_SIZES,
+        block_size_multiple=256,
+        takes_copies=True,
+        reads_dead_tokens=True,
+        preference=20,
+    )
+
+    @classmethod
+    def unusable_reason(cls) -> str | None:
+        """Return why there is no device to run on."""
+        return unusable_reason((8, 0))
+
+    def make_builder(self) -> FlashAttnMetadataBuilder:
+        """Return the step's builder."""
+        return FlashAttnMetadataBuilder()
+
+    def forward(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attend to the pages where they lie."""
+        assert isinstance(metadata, FlashAttnMetadata)
+        assert layer.query is not None
+        common, keys = metadata.common, kv_cache["k"]
+        causal, window = sees(layer, common)
+        options = {
+            "block_table": common.block_table,
+            "softmax_scale": layer.query.scale,
+            "causal": causal,
+            "window_size": window,
+            "softcap": layer.query.soft_cap or 0.0,
+        }
+        rows = query.to(keys.dtype)
+        if metadata.num_queries:
+            output, normaliser = self._uniform(rows, kv_cache, metadata, options, sinks is not None)
+        else:
+            output, normaliser = self._varied(rows, kv_cache, metadata, options, sinks is not None)
+        if normaliser is not None:
+            assert sinks is not None
+            output = with_sinks(output, normaliser, sinks)
+        output = output.to(query.dtype)
+        if len(output) == len(query):
+            return output
+        return torch.cat([output, output.new_zeros(len(query) - len(output), *output.shape[1:])])
+
+    @staticmethod
+    def _uniform(
+        query: torch.Tensor, kv_cache: KVCache, metadata: FlashAttnMetadata, options: dict[str, Any], with_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return attention of as many queries for each request, by the function that splits long requests."""
+        common, num_queries = metadata.common, metadata.num_queries
+        num_rows = common.num_reqs * num_queries
+        result = flash_attn.flash_attn_with_kvcache(
+            query[:num_rows].view(common.num_reqs, num_queries, *query.shape[1:]),
+            kv_cache["k"],
+            kv_cache["v"],
+            cache_seqlens=common.seq_lens,
+            return_softmax_lse=with_lse,
+            **options,
+        )
+        if not with_lse:
+            return result.view(num_rows, *query.shape[1:]), None
+        output, lse = result
+        return output.view(num_rows, *query.shape[1:]), lse.transpose(0, 1).reshape(query.shape[1], num_rows)
+
+    @staticmethod
+    def _varied(
+        query: torch.Tensor, kv_cache: KVCache, metadata: FlashAttnMetadata, options: dict[str, Any], with_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return attention of requests of any length."""
+        common = metadata.common
+        result = flash_attn.flash_attn_varlen_func(
+            query,
+            kv_cache["k"],
+            kv_cache["v"],
+            cu_seqlens_q=common.query_start_loc,
+            cu_seqlens_k=metadata.key_start_loc,
+            # It takes 1 as a word for row r being the one query of request r, which the other function is for.
+            max_seqlen_q=max(2, common.max_query_len),
+            max_seqlen_k=common.max_seq_len,
+            return_attn_probs=with_lse,
+            **options,
+        )
+        if not with_lse:
+            return result, None
+        output, lse, _ = result
+        return output, lse

@@ -1,0 +1,118 @@
+"""FlashAttention-3 (arXiv 2407.08608): ``hopper`` of https://github.com/Dao-AILab/flash-attention, for Hopper GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import attrs
+import flash_attn_interface
+import torch
+
+from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder, Capabilities, KVCache
+from kvframe.attention.capture import GraphCapture
+from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.specs import LayerSpec
+from kvframe_flash_attn.shared import DTYPES, HEAD_SIZES, sees, unusable_reason, with_sinks
+
+
+@attrs.frozen(eq=False)
+class FlashAttn3Metadata:
+    """A step as the library takes it.
+
+    Attributes:
+        common: The batch, with the requests cut to the pages that a window reaches.
+    """
+
+    common: CommonAttentionMetadata
+
+
+class FlashAttn3MetadataBuilder(AttentionMetadataBuilder):
+    """Cuts requests to the pages that their first query's window reaches.
+
+    The kernels read tiles of more tokens than a page, so that what lies before those pages, the null page, would be
+    read, and multiplied by zero.
+    """
+
+    capture = GraphCapture.ALWAYS
+
+    def __init__(self, layer: LayerSpec) -> None:
+        """Take any layer of the group."""
+        assert layer.spec is not None
+        mask = layer.spec.mask
+        assert mask is not None
+        self._window = mask.window if mask.causal else None
+
+    @property
+    def reuse_key(self) -> Hashable:
+        """The window."""
+        return ("flash_attn_3", self._window)
+
+    def build(self, metadata: CommonAttentionMetadata) -> FlashAttn3Metadata:
+        """Return the step."""
+        if self._window is None or not metadata.causal:
+            return FlashAttn3Metadata(metadata)
+        block_size, table = metadata.block_size, metadata.block_table
+        first_query = metadata.seq_lens - metadata.query_start_loc.diff()
+        first_block = (first_query - (self._window - 1)).clamp(min=0) // block_size
+        columns = torch.arange(table.shape[1], device=table.device) + first_block[:, None]
+        return FlashAttn3Metadata(
+            attrs.evolve(
+                metadata,
+                seq_lens=(metadata.seq_lens - first_block * block_size).to(torch.int32),
+                block_table=table.gather(1, columns.clamp(max=table.shape[1] - 1)),
+            )
+        )
+
+
+class FlashAttn3Backend(AttentionBackend):
+    """Serves causal, bidirectional and windowed attention with soft caps and learned sinks, on pages of any size."""
+
+    capabilities = Capabilities(
+        devices=frozenset({"cuda"}),
+        dtypes=DTYPES,
+        masks=frozenset({"causal", "bidirectional", "window"}),
+        soft_cap=True,
+        sinks=True,
+        head_sizes=HEAD_SIZES,
+        takes_copies=True,
+        reads_dead_tokens=True,
+        preference=21,
+    )
+
+    @classmethod
+    def unusable_reason(cls) -> str | None:
+        """Return why there is no device to run on."""
+        return unusable_reason((9, 0))
+
+    def make_builder(self) -> FlashAttn3MetadataBuilder:
+        """Return the step's builder."""
+        return FlashAttn3MetadataBuilder(self.layers[0])
+
+    def forward(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attend to the pages where they lie."""
+        assert isinstance(metadata, FlashAttn3Metadata)
+        assert layer.query is not None
+        common, keys = metadata.common, kv_cache["k"]
+        causal, window = sees(layer, common)
+        result = flash_attn_interface.flash_attn_with_kvcache(
+            query.to(keys.dtype),
+            keys,
+            kv_cache["v"],
+            cache_seqlens=common.seq_lens,
+            page_table=common.block_table,
+            cu_seqlens_q=common.query_start_loc,
+            max_seqlen_q=common.max_query_len,
+            softmax_scale=layer.query.scale,
+            causal=causal,
+            window_size=window,
+            softcap=layer.query.soft_cap or 0.0,
+            return_softmax_lse=sinks is not None,
+        )
+        if sinks is None:
+            output: torch.Tensor = result
+            return output.to(query.dtype)
+        output, normaliser, *_ = result
+        return with_sinks(output, normaliser, sinks).to(query.dtype)

@@ -1,0 +1,53 @@
+"""What both backends do around the library's functions."""
+
+from __future__ import annotations
+
+import torch
+
+from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.specs import LayerSpec
+
+DTYPES = frozenset({"float16", "bfloat16"})
+
+HEAD_SIZES = frozenset(range(8, 257, 8))
+
+
+def unusable_reason(least: tuple[int, int]) -> str | None:
+    """Return why there is no device to run on, in one sentence; None if there is one.
+
+    Args:
+        least: The compute capability that the library's kernels are for.
+    """
+    if not torch.cuda.is_available():
+        return "needs a CUDA device; torch sees none"
+    found = torch.cuda.get_device_capability()
+    if found < least:
+        return f"needs compute capability {least[0]}.{least[1]} or more, and the device has {found[0]}.{found[1]}"
+    return None
+
+
+def sees(layer: LayerSpec, metadata: CommonAttentionMetadata) -> tuple[bool, tuple[int, int]]:
+    """Return whether keys behind a query are hidden, and how many it sees before and behind it; -1 for all."""
+    assert layer.spec is not None
+    mask = layer.spec.mask
+    assert mask is not None
+    if not (metadata.causal and mask.causal):
+        return False, (-1, -1)
+    return True, (-1, -1) if mask.window is None else (mask.window - 1, 0)
+
+
+def with_sinks(output: torch.Tensor, normaliser: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Return attention with one more logit per head in the denominator (GPT-OSS, arXiv 2508.10925).
+
+    It scales every weight by the softmax's share against the logit, so it can be added behind the kernel.
+
+    Args:
+        output: ``[num_tokens, num_heads, head_size], device``: attention without it.
+        normaliser: ``[num_heads, num_tokens], float32, device``: the logarithm of the denominator.
+        sinks: ``[num_heads], device``: the logits.
+
+    Returns:
+        As ``output``, in float32.
+    """
+    share = torch.sigmoid(normaliser.float() - sinks.float()[:, None]).T
+    return output * share[..., None]

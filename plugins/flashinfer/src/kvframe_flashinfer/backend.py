@@ -1,0 +1,102 @@
+"""FlashInfer (arXiv 2501.01005): https://github.com/flashinfer-ai/flashinfer, package ``flashinfer-python``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from flashinfer.jit import env
+from flashinfer.jit.cpp_ext import get_cuda_path
+
+from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
+from kvframe.specs import LayerSpec
+from kvframe_flashinfer.builder import FlashInferMetadata, FlashInferMetadataBuilder, Problem
+
+KERNELS = ("auto", "fa2", "fa3")
+
+
+@attrs.frozen(kw_only=True)
+class FlashInferOptions:
+    """Options of the backend.
+
+    Attributes:
+        kernels: Which of FlashInfer's kernels prompts are computed with: ``"fa2"``, ``"fa3"`` on Hopper GPUs, or
+            ``"auto"`` for what FlashInfer takes on the device.
+    """
+
+    kernels: str = attrs.field(default="auto", validator=attrs.validators.in_(KERNELS))
+
+
+class FlashInferBackend(AttentionBackend):
+    """Serves causal, bidirectional and windowed attention with soft caps and learned sinks, on pages of any size."""
+
+    capabilities = Capabilities(
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({"float16", "bfloat16"}),
+        masks=frozenset({"causal", "bidirectional", "window"}),
+        soft_cap=True,
+        sinks=True,
+        head_sizes=frozenset({64, 128, 256}),
+        takes_copies=True,
+        reads_dead_tokens=True,
+        preference=15,
+    )
+    options_class = FlashInferOptions
+
+    @classmethod
+    def unusable_reason(cls) -> str | None:
+        """Return why there is no device, or no way to get at the kernels."""
+        if not torch.cuda.is_available():
+            return "needs a CUDA device; torch sees none"
+        found = torch.cuda.get_device_capability()
+        if found < (8, 0):
+            return f"needs compute capability 8.0 or more, and the device has {found[0]}.{found[1]}"
+        if not env.FLASHINFER_AOT_DIR.exists() and not _has_compiler():
+            return "has no compiled kernels (flashinfer-jit-cache), and finds no nvcc to compile them"
+        return None
+
+    def __init__(self, layers: Sequence[LayerSpec], device: torch.device, options: FlashInferOptions) -> None:
+        """Take the group's layers, and let FlashInfer load their kernels, or compile them once, which takes minutes."""
+        super().__init__(layers, device, options)
+        self._problem = Problem.of(layers[0])
+        self._builder = FlashInferMetadataBuilder(self._problem, device, options.kernels)
+        self._builder.load_kernels()
+
+    def make_builder(self) -> FlashInferMetadataBuilder:
+        """Return the step's builder, which plans."""
+        return self._builder
+
+    def forward(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Run the step's plans."""
+        assert isinstance(metadata, FlashInferMetadata)
+        pages = kv_cache["k"], kv_cache["v"]
+        rows = query.to(self._problem.query_dtype)
+        output = None
+        for part in metadata.parts:
+            result: torch.Tensor
+            if sinks is None:
+                result = part.wrapper.run(rows[part.rows], pages)
+            else:
+                result, normaliser = part.wrapper.run(rows[part.rows], pages, return_lse=True)
+                # Its logarithms are to the base of 2. One more logit in the denominator scales every weight by the
+                # softmax's share against it.
+                result = result * torch.sigmoid(normaliser * math.log(2) - sinks.float())[..., None]
+            if len(result) == len(query):
+                return result.to(query.dtype)
+            if output is None:
+                output = query.new_zeros(*query.shape[:2], result.shape[-1])
+            output[part.rows] = result
+        return torch.zeros_like(query) if output is None else output
+
+
+def _has_compiler() -> bool:
+    try:
+        return (Path(get_cuda_path()) / "bin" / "nvcc").exists()
+    except RuntimeError:  # what it raises where there is no CUDA at all
+        return False

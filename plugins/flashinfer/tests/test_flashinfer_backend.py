@@ -1,0 +1,369 @@
+"""The backend's arithmetic on a stand-in for the library, and the library itself on a GPU."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from kvframe_kernels.flash_reference import paged_attention
+
+from kvframe import LayerSpec, load_plugins
+from kvframe.attention.backend import AttentionBackend
+from kvframe.attention.wrapper import WrapperChain
+from kvframe.errors import PluginError
+from kvframe.testing.case import Case, Request
+from kvframe.testing.conformance import check_backend
+from kvframe.testing.grid import make_cases, make_layer
+from kvframe.testing.laws import ConformanceError
+from kvframe.testing.metadata import make_metadata
+
+CHAINS = (("decode_only",), ("chunked_local",), ("decode_only", "chunked_local"))
+
+
+# --- a stand-in for FlashInfer 0.6.9 ----------------------------------------------------------------------------------
+
+
+class Wrapper:
+    """What both wrappers have in common."""
+
+    made: ClassVar[list[Wrapper]]
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+        assert kv_layout == "NHD"
+        assert float_workspace_buffer.nbytes == 128 << 20
+        self.plans = 0
+        self.made.append(self)
+
+    def remember(
+        self,
+        query_starts: torch.Tensor,
+        starts: torch.Tensor,
+        ids: torch.Tensor,
+        last_page_lens: torch.Tensor,
+        sizes: tuple[int, int, int, int],
+        options: dict[str, Any],
+    ) -> None:
+        assert {torch.int32} == {each.dtype for each in (query_starts, starts, ids, last_page_lens)}
+        counts, page_size = starts.diff(), sizes[3]
+        assert len(ids) == starts[-1]
+        assert bool(((last_page_lens > 0) == (counts > 0)).all())
+        self.plans += 1
+        self.query_starts, self.sizes, self.options = query_starts, sizes, options
+        self.seq_lens = ((counts - 1) * page_size + last_page_lens).clamp(min=0).to(torch.int32)
+        self.table = torch.zeros(len(counts), max(1, int(counts.max())), dtype=torch.int32)
+        for row, (start, stop) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+            self.table[row, : stop - start] = ids[start:stop]
+
+    def attend(self, q: torch.Tensor, paged_kv_cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = paged_kv_cache
+        assert keys.stride() == values.stride()
+        assert (q.shape[1], keys.shape[2], q.shape[2], keys.shape[1]) == self.sizes
+        assert q.dtype == self.options["q_data_type"]
+        assert keys.dtype == values.dtype == self.options["kv_data_type"]
+        assert len(q) == self.query_starts[-1]
+        output, lse = paged_attention(
+            q,
+            keys,
+            values,
+            self.query_starts,
+            self.seq_lens,
+            self.table,
+            scale=self.options["sm_scale"],
+            causal=self.options["causal"],
+            window=(self.options["window_left"], -1),
+            soft_cap=self.options["logits_soft_cap"] or 0.0,
+        )
+        lse = lse.masked_fill(lse == float("inf"), -5e4)
+        return output, (lse / math.log(2)).T
+
+
+class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
+    made: ClassVar[list[Wrapper]] = []
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", backend: str = "auto") -> None:
+        super().__init__(float_workspace_buffer, kv_layout)
+        self.backend = backend
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        causal: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: torch.dtype = torch.float16,
+        kv_data_type: torch.dtype | None = None,
+        max_token_per_sequence: int | None = None,
+    ) -> None:
+        assert max_token_per_sequence == int(qo_indptr.diff().max())
+        options = {
+            "causal": causal,
+            "sm_scale": sm_scale,
+            "window_left": window_left,
+            "logits_soft_cap": logits_soft_cap,
+            "q_data_type": q_data_type,
+            "kv_data_type": kv_data_type,
+        }
+        sizes = num_qo_heads, num_kv_heads, head_dim_qk, page_size
+        self.remember(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, sizes, options)
+
+    def run(self, q: torch.Tensor, paged_kv_cache: Any, return_lse: bool = False) -> Any:
+        output, lse = self.attend(q, paged_kv_cache)
+        return (output, lse) if return_lse else output
+
+
+class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
+    made: ClassVar[list[Wrapper]] = []
+
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_tensor_cores: bool = False
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout)
+        self.use_tensor_cores = use_tensor_cores
+
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: torch.dtype = torch.float16,
+        kv_data_type: torch.dtype | None = None,
+        sm_scale: float | None = None,
+    ) -> None:
+        options = {
+            "causal": False,
+            "sm_scale": sm_scale,
+            "window_left": window_left,
+            "logits_soft_cap": logits_soft_cap,
+            "q_data_type": q_data_type,
+            "kv_data_type": kv_data_type,
+        }
+        rows = torch.arange(len(indptr), dtype=torch.int32)
+        self.remember(rows, indptr, indices, last_page_len, (num_qo_heads, num_kv_heads, head_dim, page_size), options)
+
+    def run(self, q: torch.Tensor, paged_kv_cache: Any, return_lse: bool = False) -> Any:
+        output, lse = self.attend(q, paged_kv_cache)
+        output[self.seq_lens == 0] = float("nan")  # it divides by a denominator of zero
+        return (output, lse) if return_lse else output
+
+
+OWN_MODULES = ("backend", "builder")
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleType]:
+    """The stand-in in place of the library."""
+    modules = {name: ModuleType(name) for name in ("flashinfer", "flashinfer.jit", "flashinfer.jit.cpp_ext")}
+    for wrapper in (BatchPrefillWithPagedKVCacheWrapper, BatchDecodeWithPagedKVCacheWrapper):
+        monkeypatch.setattr(wrapper, "made", [])
+        setattr(modules["flashinfer"], wrapper.__name__, wrapper)
+    env = ModuleType("flashinfer.jit.env")
+    vars(env)["FLASHINFER_AOT_DIR"] = tmp_path / "aot"
+    vars(modules["flashinfer.jit"])["env"] = env
+    vars(modules["flashinfer.jit.cpp_ext"])["get_cuda_path"] = lambda: str(tmp_path)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in OWN_MODULES:
+        monkeypatch.delitem(sys.modules, f"kvframe_flashinfer.{name}", raising=False)
+    yield modules["flashinfer"]
+    for name in OWN_MODULES:
+        sys.modules.pop(f"kvframe_flashinfer.{name}", None)
+
+
+def load() -> type[AttentionBackend]:
+    found: type[AttentionBackend] = importlib.import_module("kvframe_flashinfer.backend").FlashInferBackend
+    return found
+
+
+# --- the grid ---------------------------------------------------------------------------------------------------------
+
+
+def chains() -> tuple[WrapperChain, ...]:
+    wrappers = load_plugins().registry.wrappers
+    return tuple(tuple(wrappers.load(name)() for name in chain) for chain in CHAINS)
+
+
+def cases(backend_class: type[AttentionBackend], *, wrapped: bool = False) -> list[Case]:
+    if not wrapped:
+        return [*make_cases(backend_class.capabilities, "cuda")]
+    return [case for case in make_cases(backend_class.capabilities, "cuda", chains=chains()) if case.wrappers]
+
+
+def test_it_computes_the_grid(library: ModuleType) -> None:
+    backend_class = load()
+    found = cases(backend_class)
+    assert 300 < len(found)
+    for case in found:
+        check_backend(backend_class, case)
+
+
+def test_it_computes_the_grid_behind_wrappers(library: ModuleType) -> None:
+    backend_class = load()
+    found = cases(backend_class, wrapped=True)
+    assert 100 < len(found)
+    for case in found:
+        check_backend(backend_class, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "behind wrappers"])
+def test_the_library_computes_the_grid_on_a_gpu(wrapped: bool) -> None:
+    try:
+        backend_class = load_plugins().registry.backends.load("flashinfer")
+    except PluginError as error:
+        pytest.skip(str(error))
+    if reason := backend_class.unusable_reason():
+        pytest.skip(reason)
+    # Each size, dtype and feature is another kernel to compile: those of one head size and dtype are enough here.
+    for case in cases(backend_class, wrapped=wrapped):
+        if case.query.head_size == 64 and case.query_dtype == torch.bfloat16:
+            check_backend(backend_class, case, "cuda")
+
+
+@pytest.mark.parametrize("missing", ["the cut", "the declaration"])
+def test_the_grid_sees_mistakes(missing: str, library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend_class = load()
+    case = next(case for case in cases(backend_class) if case.name == "window=5-block=16-uneven")
+    if missing == "the cut":
+        builder = importlib.import_module("kvframe_flashinfer.builder")
+        of = builder.PageLists.of
+        monkeypatch.setattr(builder.PageLists, "of", lambda metadata, window: of(metadata, None))
+    else:
+        capabilities = attrs.evolve(backend_class.capabilities, reads_dead_tokens=False)
+        monkeypatch.setattr(backend_class, "capabilities", capabilities)
+    with pytest.raises(ConformanceError, match="NaN is state that is not live"):
+        check_backend(backend_class, case)
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def make_backend(library: ModuleType, **options: Any) -> tuple[LayerSpec, AttentionBackend]:
+    backend_class = load()
+    layer = make_layer(backend_class.capabilities, block_size=16, **options)
+    given = backend_class.options_class
+    assert given is not None
+    return layer, backend_class([layer], torch.device("cpu"), given())
+
+
+def parts(backend: AttentionBackend, requests: list[Request]) -> list[tuple[type, slice]]:
+    built = backend.make_builder().build(make_metadata(requests, 16))
+    return [(type(part.wrapper), part.rows) for part in built.parts]
+
+
+DECODE, PREFILL = BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+
+
+@pytest.mark.parametrize(
+    ("requests", "expected"),
+    [
+        ([Request(40, 1), Request(7, 1)], [(DECODE, slice(0, 2))]),
+        ([Request(0, 9), Request(7, 2)], [(PREFILL, slice(0, 11))]),
+        ([Request(40, 1), Request(7, 1), Request(0, 9)], [(DECODE, slice(0, 2)), (PREFILL, slice(2, 11))]),
+        ([Request(0, 1, num_keys=8), Request(0, 1, num_keys=0)], [(PREFILL, slice(0, 2))]),
+    ],
+    ids=["decodes", "prompts", "both", "a decode without keys"],
+)
+def test_decodes_and_other_requests_are_planned_apart(
+    requests: list[Request], expected: list[tuple[type, slice]], library: ModuleType
+) -> None:
+    _, backend = make_backend(library)
+    assert expected == parts(backend, requests)
+
+
+def test_kernels_are_loaded_at_set_up(library: ModuleType) -> None:
+    make_backend(library)
+    assert ([1], [1]) == tuple([each.plans for each in wrapper.made] for wrapper in (DECODE, PREFILL))
+
+
+def test_a_wrapper_is_planned_again_only_when_nobody_holds_its_plan(library: ModuleType) -> None:
+    _, backend = make_backend(library)
+    builder, step = backend.make_builder(), make_metadata([Request(40, 1)], 16)
+    held = [builder.build(step) for _ in range(3)]
+    assert 3 == len({id(built.parts[0].wrapper) for built in held}) == len(DECODE.made)
+    del held
+    gc.collect()
+    for _ in range(5):
+        builder.build(step)
+    assert 3 == len(DECODE.made)
+
+
+@pytest.mark.parametrize(("num_heads", "expected"), [(2, False), (4, False), (8, True), (16, True)])
+def test_decodes_of_large_groups_run_on_tensor_cores(num_heads: int, expected: bool, library: ModuleType) -> None:
+    make_backend(library, num_heads=num_heads)
+    (wrapper,) = DECODE.made
+    assert isinstance(wrapper, DECODE)
+    assert expected is wrapper.use_tensor_cores
+
+
+def test_pages_that_a_window_has_left_are_not_in_the_lists() -> None:
+    from kvframe_flashinfer.pages import PageLists
+
+    metadata = make_metadata([Request(40, 1), Request(7, 3), Request(15, 1)], 4)
+    table = metadata.block_table
+    whole, cut = PageLists.of(metadata, None), PageLists.of(metadata, 6)
+    assert [0, 11, 14, 18] == whole.starts.tolist()
+    assert [1, 2, 4] == whole.last_page_lens.tolist() == cut.last_page_lens.tolist()
+    # Queries at 40, 7 and 15 see from 35, 2 and 10 on: blocks 8, 0 and 2.
+    assert [0, 3, 6, 8] == cut.starts.tolist()
+    assert [*table[0, 8:11].tolist(), *table[1, :3].tolist(), *table[2, 2:4].tolist()] == cut.ids.tolist()
+    part = cut.part(1, 3)
+    assert ([0, 3, 5], [2, 4]) == (part.starts.tolist(), part.last_page_lens.tolist())
+    assert np.int32 == part.starts.dtype
+
+
+# --- where it runs ----------------------------------------------------------------------------------------------------
+
+
+def test_it_says_why_it_cannot_run_here(library: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    backend_class = load()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "needs a CUDA device; torch sees none" == backend_class.unusable_reason()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert "needs compute capability 8.0 or more, and the device has 7.5" == backend_class.unusable_reason()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    expected = "has no compiled kernels (flashinfer-jit-cache), and finds no nvcc to compile them"
+    assert expected == backend_class.unusable_reason()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    assert backend_class.unusable_reason() is None
+
+
+def test_the_kernels_of_prompts_are_an_option(library: ModuleType) -> None:
+    backend_class = load()
+    assert backend_class.options_class is not None
+    layer = make_layer(backend_class.capabilities)
+    backend_class([layer], torch.device("cpu"), backend_class.options_class(kernels="fa2"))
+    assert ["fa2"] == [wrapper.backend for wrapper in PREFILL.made if isinstance(wrapper, PREFILL)]
+    with pytest.raises(ValueError, match="kernels"):
+        backend_class.options_class(kernels="fa4")
+
+
+def test_head_sizes_without_kernels_are_refused(library: ModuleType) -> None:
+    capabilities = load().capabilities
+    layer = make_layer(capabilities, head_size=80)
+    assert ["head_size"] == [refusal.code for refusal in capabilities.refusals(layer, "cuda")]
