@@ -123,6 +123,7 @@ def check(
     on_device = [
         DeviceWork(
             each.tiling,
+            each.heads,
             torch.from_numpy(each.items).to(DEVICE),
             torch.from_numpy(each.parts).to(DEVICE),
             each.num_slots,

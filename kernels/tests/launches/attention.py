@@ -15,6 +15,8 @@ STORED = {
     "int8_token_head": torch.int8,
     "int4_token_head": torch.uint8,
 }
+ENDS = slice(0, None, 3)
+"""The shape for decodes and the one for prompts."""
 NUM_PAGES, NUM_TOKENS, NUM_KV_HEADS = 1024, 4096, 8
 
 
@@ -27,11 +29,18 @@ def launches() -> dict[str, Launch]:
 
     for kv_format in STORED:
         add(kv_format, format=kv_format)
-    add("float16", dtype=torch.float16)
-    add("page=128", block_size=128)
-    add("window", window=1024, num_sink_tokens=4)
-    add("bidirectional", causal=False)
-    add("soft_cap-sinks", soft_cap=30.0, has_sinks=True)
+        add(f"{kv_format}-head_size=256", format=kv_format, head_size=256, shapes=slice(0, None, 2))
+    for head_size in (64, 512, 576):
+        add(f"head_size={head_size}", head_size=head_size, shapes=slice(-1, None))
+    add("float32", dtype=torch.float32)
+    add("float16", dtype=torch.float16, shapes=ENDS)
+    add("page=128", block_size=128, shapes=ENDS)
+    add("window", window=1024, num_sink_tokens=4, shapes=ENDS)
+    add("chunk", chunk=8192, shapes=slice(-1, None))
+    add("bidirectional", causal=False, shapes=slice(-1, None))
+    add("soft_cap-sinks", soft_cap=30.0, has_sinks=True, shapes=ENDS)
+    add("bias", max_distance=128, shapes=ENDS)
+    add("multi_query", group=71, shapes=slice(2, None))
     return found
 
 
@@ -42,6 +51,7 @@ def _launches(
     group: int = 4,
     block_size: int = 16,
     has_sinks: bool = False,
+    shapes: slice = slice(None),
     **options: Any,
 ) -> dict[str, Launch]:
     def tensor(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
@@ -66,8 +76,9 @@ def _launches(
         of = torch.float16 if kv_format.startswith("int4") else torch.float32
         cache |= {name: tensor(NUM_PAGES, block_size, NUM_KV_HEADS, of=of) for name in names}
     found = {}
-    for tiling in attention.tilings_for(dtype):
-        work = DeviceWork(tiling, tensor(64, 10, of=torch.int32), tensor(8, 4, of=torch.int32), num_slots=16)
+    for tiling in attention.tilings_for(dtype)[shapes]:
+        heads = min(group, 64)
+        work = DeviceWork(tiling, heads, tensor(64, 10, of=torch.int32), tensor(8, 4, of=torch.int32), num_slots=16)
         attend, join = attention.launches(
             tensor(NUM_TOKENS, num_heads, head_size),
             cache,
@@ -76,6 +87,11 @@ def _launches(
             tensor(NUM_TOKENS, num_heads, head_size),
             causal=attention.causal,
             sinks=tensor(num_heads) if has_sinks else None,
+            bias=tensor(num_heads, 2 * attention.max_distance + 1, of=torch.float32)
+            if attention.max_distance
+            else None,
         )
-        found |= {f"rows={tiling.block_m}": attend, f"rows={tiling.block_m}-join": join}
+        found[f"rows={tiling.block_m}"] = attend
+    if dtype == torch.float32:
+        found["join"] = join
     return found

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton import knobs
 
 from kvframe_kernels.triton import attention_kernel
-from kvframe_kernels.triton.attention_plan import Batch, Rules, Tiling, Work, cut, heads_per_tile
+from kvframe_kernels.triton.attention_plan import Batch, Rules, Tiling, Work, cut
 from kvframe_kernels.triton.attention_tilings import suitable_tilings
 from kvframe_kernels.triton.launch import Launch
 
@@ -45,12 +45,14 @@ class DeviceWork:
 
     Attributes:
         tiling: The programs.
+        heads: Query heads of a program.
         items: ``[num_items, 10], int32, device``: as ``attention_plan`` makes them.
         parts: ``[num_parts, 4], int32, device``: likewise.
         num_slots: Parts of tiles.
     """
 
     tiling: Tiling
+    heads: int
     items: torch.Tensor
     parts: torch.Tensor
     num_slots: int
@@ -169,11 +171,9 @@ class PagedAttention:
         block_d, block_dv = (
             max(16, triton.next_power_of_2(size // halves)) for size in (self.head_size, self.head_size_v)
         )
-        heads = heads_per_tile(self.num_heads // self.num_kv_heads)
         sizes = {
             "NUM_KV_HEADS": self.num_kv_heads,
             "GROUP": self.num_heads // self.num_kv_heads,
-            "HEADS": heads,
             "HEAD_SIZE_V": self.head_size_v,
         }
         arguments = {
@@ -221,7 +221,7 @@ class PagedAttention:
         }
         for each in work:
             tiling = each.tiling
-            num_head_programs = self.num_kv_heads * -(-self.num_heads // self.num_kv_heads // heads)
+            num_head_programs = self.num_kv_heads * -(-self.num_heads // self.num_kv_heads // each.heads)
             part_rows = (each.num_slots, num_head_programs, tiling.block_m)
             part_output = query.new_empty((*part_rows, self.head_size_v), dtype=torch.float32)
             part_weight = query.new_empty(part_rows, dtype=torch.float32)
@@ -233,6 +233,7 @@ class PagedAttention:
                     "part_output": part_output,
                     "part_weight": part_weight,
                     "items": each.items,
+                    "HEADS": each.heads,
                     "BLOCK_M": tiling.block_m,
                     "BLOCK_N": tiling.block_n,
                     "MASK_ALL": tiling.mask_all,
@@ -249,6 +250,7 @@ class PagedAttention:
                         "part_output": part_output,
                         "part_weight": part_weight,
                         "parts": each.parts,
+                        "HEADS": each.heads,
                         "BLOCK_M": tiling.block_m,
                         "BLOCK_DV": triton.next_power_of_2(self.head_size_v),
                         "BLOCK_PARTS": PARTS_AT_ONCE,

@@ -328,6 +328,8 @@ def _attend_run(
     columns_v = tl.arange(0, BLOCK_DV)
     STORED: tl.constexpr = HEAD_SIZE // 2 if FORMAT == NIBBLES else HEAD_SIZE
     STORED_V: tl.constexpr = HEAD_SIZE_V // 2 if FORMAT == NIBBLES else HEAD_SIZE_V
+    # An iteration reads the block ids of the next one, so that loads of keys and values wait for no other load.
+    next_block = _load_blocks(block_table, lo, hi, BLOCK_SIZE, BLOCK_N)
     for start in tl.range(lo, hi, BLOCK_N):
         tokens = start + tl.arange(0, BLOCK_N)
         # What no row of the tile sees may be anything, NaN too, and its page may be gone.
@@ -336,13 +338,10 @@ def _attend_run(
             live = live & (tokens >= seq_start)
         if CAUSAL and (WINDOW or CHUNK):
             live = live & ((tokens >= low) | (tokens < NUM_SINK_TOKENS))
-        if BLOCK_SIZE % BLOCK_N == 0:
-            block = tl.load(block_table + start // BLOCK_SIZE).to(tl.int64)
-            within = start % BLOCK_SIZE + tl.arange(0, BLOCK_N)
-        else:
-            entries = block_table + tokens // BLOCK_SIZE
-            block = tl.load(entries, mask=live, other=0).to(tl.int64) if MASKED else tl.load(entries).to(tl.int64)
-            within = tokens % BLOCK_SIZE
+        block = next_block.to(tl.int64)
+        next_block = _load_blocks(block_table, start + BLOCK_N, hi, BLOCK_SIZE, BLOCK_N)
+        # Where all tokens lie in one block, one division will do.
+        within = start % BLOCK_SIZE + tl.arange(0, BLOCK_N) if BLOCK_SIZE % BLOCK_N == 0 else tokens % BLOCK_SIZE
         k_rows = key + block * key_block_stride + within * key_stride
         v_rows = value + block * value_block_stride + within * value_stride
         k = _load_rows(k_rows, columns, live, BLOCK_D != STORED, STORED, MASKED)
@@ -417,6 +416,17 @@ def _attend_run(
             acc_high = tl.dot(p.to(DOT_DTYPE), v_high, acc_high * fade[:, None], input_precision="ieee")
         acc = tl.dot(p.to(DOT_DTYPE), v, acc, input_precision="ieee")
     return acc, acc_high, acc_min, weight, maximum
+
+
+@triton.jit
+def _load_blocks(block_table, start, hi, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the block ids of the tokens from ``start`` on: one for all, where all lie in one block."""
+    if BLOCK_SIZE % BLOCK_N == 0:
+        blocks = tl.load(block_table + start // BLOCK_SIZE, mask=start < hi, other=0)
+    else:
+        tokens = start + tl.arange(0, BLOCK_N)
+        blocks = tl.load(block_table + tokens // BLOCK_SIZE, mask=tokens < hi, other=0)
+    return blocks
 
 
 @triton.jit

@@ -19,7 +19,7 @@ IntArray = npt.NDArray[np.int32]
 NUM_ITEM_FIELDS = 10
 NUM_PART_FIELDS = 4
 MAX_SMALL_ROWS = 64
-"""Rows of a request, its queries times the query heads of a KV head, up to which it is one tile of small programs."""
+"""Rows of a request, its queries times the query heads of a program, up to which it is one tile of small programs."""
 LONG = 1.25
 """A tile that sees this many times a program's fair share is split, where there are enough tiles for all programs."""
 
@@ -95,20 +95,22 @@ class Work:
 
     Attributes:
         tiling: The programs.
+        heads: Query heads of a program.
         items: ``[num_items, 10]``: as the kernel reads them.
         parts: ``[num_parts, 4]``: queries of tiles that were split.
         num_slots: Parts of tiles.
     """
 
     tiling: Tiling
+    heads: int
     items: IntArray
     parts: IntArray
     num_slots: int
 
 
-def heads_per_tile(group: int) -> int:
-    """Return how many query heads of a KV head one program computes."""
-    return min(group, MAX_SMALL_ROWS)
+def _heads_per_tile(group: int, tilings: Sequence[Tiling]) -> int:
+    """Return how many query heads of a KV head one program computes, of whatever shape it is."""
+    return min(group, MAX_SMALL_ROWS, tilings[-1].block_m)
 
 
 def cut(batch: Batch, rules: Rules, tilings: Sequence[Tiling], num_cores: int) -> list[Work]:
@@ -122,20 +124,22 @@ def cut(batch: Batch, rules: Rules, tilings: Sequence[Tiling], num_cores: int) -
         tilings: Shapes of programs, by ascending rows; the last one takes what is too long for the others.
         num_cores: Multiprocessors of the device.
     """
-    heads = heads_per_tile(rules.group)
+    heads = _heads_per_tile(rules.group, tilings)
     requests = _requests(batch)
-    limit = min(MAX_SMALL_ROWS // heads, batch.max_query_len)
+    # A request of so many queries at most is one tile, but for the padding.
+    limit = min(MAX_SMALL_ROWS, tilings[-1].block_m) // heads
+    limit = min(limit, batch.max_query_len)
     query_lens = requests[2]
     has_large = batch.max_query_len > limit
     if has_large and not batch.static:
         limit = int(query_lens.max(where=query_lens <= limit, initial=0))
     if not has_large:
-        return [_cut_alike(requests, batch, rules, _tiling_for(limit * heads, tilings), num_cores)]
+        return [_cut_alike(requests, batch, rules, _tiling_for(limit * heads, tilings), heads, num_cores)]
     if limit == 0:
-        return [_cut_alike(requests, batch, rules, tilings[-1], num_cores)]
+        return [_cut_alike(requests, batch, rules, tilings[-1], heads, num_cores)]
     is_small = query_lens <= limit
     return [
-        _cut_alike(requests.compress(chosen, axis=1), batch, rules, tiling, num_cores)
+        _cut_alike(requests.compress(chosen, axis=1), batch, rules, tiling, heads, num_cores)
         for chosen, tiling in ((is_small, _tiling_for(limit * heads, tilings)), (~is_small, tilings[-1]))
     ]
 
@@ -161,9 +165,8 @@ def _requests(batch: Batch) -> IntArray:
     return requests
 
 
-def _cut_alike(requests: IntArray, batch: Batch, rules: Rules, tiling: Tiling, num_cores: int) -> Work:
+def _cut_alike(requests: IntArray, batch: Batch, rules: Rules, tiling: Tiling, heads: int, num_cores: int) -> Work:
     """Return the work of some requests, for programs of one shape."""
-    heads = heads_per_tile(rules.group)
     queries_per_tile = tiling.block_m // heads
     tiles = _tiles(requests, queries_per_tile)
     _, _, num_queries, position, stop, hidden = tiles
@@ -208,7 +211,7 @@ def _cut_alike(requests: IntArray, batch: Batch, rules: Rules, tiling: Tiling, n
     np.minimum(lo + num_blocks * tiling.block_n, stop, out=used[:, 7], casting="unsafe")
     used[:, 8] = slots
     used[:, 9] = part == 0
-    return Work(tiling, items, parts, num_slots)
+    return Work(tiling, heads, items, parts, num_slots)
 
 
 def _tiles(requests: IntArray, queries_per_tile: int) -> IntArray:

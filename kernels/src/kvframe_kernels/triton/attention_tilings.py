@@ -1,10 +1,22 @@
-"""Shapes of programs for the sizes of heads, chosen from what they take of a Hopper multiprocessor."""
+"""Shapes of programs for the sizes of heads.
+
+They were chosen by what programs take of a Hopper multiprocessor (65,536 registers, 227 KiB of shared memory), as
+``ahead_of_time`` reports it: no register is spilled, and
+
+- decodes, which wait for memory, have two or three programs on a multiprocessor, each with the loads of two iterations
+  in flight: 4.3 TB/s times the microsecond that a load takes under load are 33 KiB for each of 132 multiprocessors;
+- prompts, which wait for the tensor cores, have as many rows as the accumulators leave registers for: with 128 rows of
+  bfloat16 a key is used for 128 products per element that is read from the L2 cache.
+"""
 
 from __future__ import annotations
 
 from functools import cache
 
 from kvframe_kernels.triton.attention_plan import Tiling
+
+_DECODE_PART, _PROMPT_PART = 256, 1024
+"""Tokens of a part at least: a part costs as much as a few dozen tokens when it is joined."""
 
 
 @cache
@@ -16,16 +28,48 @@ def suitable_tilings(head_size: int, item_bytes: int, kv_format: str) -> tuple[T
         item_bytes: Bytes of an element of the queries.
         kv_format: How keys and values are stored.
     """
-    # Nibbles have two accumulators.
-    rows = 64 if kv_format == "int4_token_head" else 128
-    small = Tiling(block_m=16, block_n=64, num_warps=4, num_stages=3, programs_per_core=4, min_split=256, mask_all=True)
-    large = Tiling(
+    if item_bytes == 4:
+        # Products of float32 are no tensor cores' work: a program's operands are in registers.
+        tokens = 32 if head_size <= 128 else 16
+        return _masked(16, tokens, warps=8), _masked(32, 16, warps=8, programs=1)
+    if head_size > 512:
+        return (_masked(16, 16, warps=8, stages=2, programs=1),)
+    if head_size > 256:
+        return _masked(16, 16), _masked(64, 16, warps=8, programs=1)
+    is_nibbles = kv_format == "int4_token_head"
+    if head_size > 128:
+        if kv_format == "plain":
+            return _masked(16, 32), _masked(64, 32, programs=1), _open(128, 32)
+        if is_nibbles:
+            return _masked(16, 32), _masked(64, 32, warps=8, programs=1)
+        return _masked(16, 32), _masked(32, 32, warps=8, programs=1), _open(64, 32)
+    if is_nibbles:
+        return _masked(16, 64), _masked(32, 32), _masked(64, 32), _open(64, 32, warps=4)
+    tokens = 128 if head_size <= 64 and kv_format == "plain" else 64
+    return _masked(16, tokens), _masked(32, 64), _masked(64, 64, programs=2), _open(128, 64)
+
+
+def _masked(rows: int, tokens: int, *, warps: int = 4, stages: int = 3, programs: int = 3) -> Tiling:
+    """Return a shape whose every block is masked, for few queries."""
+    return Tiling(
         block_m=rows,
-        block_n=64,
-        num_warps=rows // 16,
-        num_stages=3,
+        block_n=tokens,
+        num_warps=warps,
+        num_stages=stages,
+        programs_per_core=programs,
+        min_split=_DECODE_PART,
+        mask_all=True,
+    )
+
+
+def _open(rows: int, tokens: int, *, warps: int = 8, stages: int = 3) -> Tiling:
+    """Return a shape whose blocks are masked at the ends only, for many queries."""
+    return Tiling(
+        block_m=rows,
+        block_n=tokens,
+        num_warps=warps,
+        num_stages=stages,
         programs_per_core=1,
-        min_split=1024,
+        min_split=_PROMPT_PART,
         mask_all=False,
     )
-    return small, large

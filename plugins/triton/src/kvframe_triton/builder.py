@@ -104,4 +104,4 @@ def _upload(work: Sequence[Work], device: torch.device) -> tuple[DeviceWork, ...
     views = iter(
         there[start : start + array.size].view(array.shape) for start, array in zip(starts, arrays, strict=False)
     )
-    return tuple(DeviceWork(each.tiling, next(views), next(views), each.num_slots) for each in work)
+    return tuple(DeviceWork(each.tiling, each.heads, next(views), next(views), each.num_slots) for each in work)
