@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from kvframe_kernels.triton.mla import LatentAttention
 from kvframe_mla import MLASpec
 from kvframe_mla.testing import Latents
+from kvframe_triton import latents_builder
 from kvframe_triton.latents import TritonMLABackend
 from triton import knobs
 
@@ -34,6 +37,42 @@ def test_it_computes_the_grid_under_the_interpreter(case: Case) -> None:
 def test_it_computes_the_grid_on_a_gpu(poison: float) -> None:
     for case in CASES:
         check_backend(TritonMLABackend, case, "cuda", poison=poison)
+
+
+def few_cases() -> list[Case]:
+    return [case for case in CASES if case.name.startswith(("full-block=17", "full-long_values"))][::2]
+
+
+@pytest.mark.skipif(not knobs.runtime.interpret, reason="a CUDA device is there, on which all cases are run")
+@pytest.mark.parametrize("most", [1, None], ids=["expanded", "absorbed"])
+def test_each_form_computes_what_the_other_does(most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latents_builder.Forms, "most_absorbed", most)
+    # One head's keys and values at a time.
+    monkeypatch.setattr(latents_builder, "MAX_EXPANDED", 1)
+    for case in few_cases():
+        check_backend(TritonMLABackend, case)
+
+
+def test_up_to_170_queries_of_deepseek_v3_attend_to_latents() -> None:
+    latents = LatentAttention(num_heads=128, latent_size=512, rope_size=64, block_size=16, scale=1.0)
+    forms = latents_builder.Forms(latents=latents, nope_size=128, head_size_v=128)
+    assert 170 == forms.most_absorbed
+    assert [128, 32, 1] == [forms.heads_at_once(num_tokens) for num_tokens in (1000, 8192, 1 << 20)]
+    small = latents_builder.Forms(latents=replace(latents, latent_size=128), nope_size=128, head_size_v=128)
+    assert small.most_absorbed is None
+
+
+def test_decodes_are_absorbed_and_prompts_are_expanded() -> None:
+    builder = TritonMLABackend([layer()], torch.device("cpu")).make_builder()
+    assert builder.batch_order is not None
+    decodes = builder.build(make_metadata([Request(30, 1), Request(5, 2)], 4))
+    assert (3, None) == (decodes.num_absorbed, decodes.expanded)
+    mixed = builder.build(make_metadata([Request(30, 1), Request(9, 20), Request(0, 30)], 4))
+    assert 1 == mixed.num_absorbed
+    assert mixed.expanded is not None
+    table = make_metadata([Request(30, 1), Request(9, 20), Request(0, 30)], 4).block_table
+    assert [*table[1, :8].tolist(), *table[2, :8].tolist()] == mixed.expanded.pages.tolist()
+    assert [[*range(8)], [*range(8, 16)]] == mixed.expanded.metadata.block_table.tolist()
 
 
 def layer(**options: Any) -> LayerSpec:

@@ -69,7 +69,7 @@ def run(
     work = []
     for each in attention.plan(batch, dtype):
         items, parts = (torch.from_numpy(array).to(DEVICE) for array in (each.items, each.parts))
-        work.append(DeviceWork(each.tiling, items, parts, each.num_slots))
+        work.append(DeviceWork(**vars(each) | {"items": items, "parts": parts}))
     table = table.to(DEVICE)
     output = torch.full((num_tokens, num_heads, latent_size), float("nan"), dtype=dtype, device=DEVICE)
     for launch in attention.launches(

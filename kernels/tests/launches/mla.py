@@ -47,7 +47,7 @@ def _launches(dtype: torch.dtype, num_heads: int, block_size: int, num_new: int)
         max_query_len=num_new,
     )
     work = [
-        DeviceWork(each.tiling, numbers(each.items), numbers(each.parts), each.num_slots)
+        DeviceWork(**vars(each) | {"items": numbers(each.items), "parts": numbers(each.parts)})
         for each in attention.plan(batch, dtype)
     ]
     query = tensor(num_tokens, num_heads, 192)

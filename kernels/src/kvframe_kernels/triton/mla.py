@@ -176,7 +176,7 @@ def suitable_tilings(latent_size: int, item_bytes: int, block_size: int) -> tupl
     # each token's page has to be looked up, more tokens at a time would spill.
     block_n, num_stages = (64, 2) if block_size % 64 == 0 else (32, 3)
     return (
-        _tiling(block_m=16, block_n=32, num_warps=4, num_stages=4, programs_per_core=2),
+        _tiling(block_m=16, block_n=32, num_warps=4, num_stages=3, programs_per_core=2),
         _tiling(block_m=64, block_n=block_n, num_warps=8, num_stages=num_stages, programs_per_core=1),
     )
 

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from kvframe_kernels.triton.attention import DeviceWork, PagedAttention
 from kvframe_kernels.triton.attention_plan import Batch, Work
-from kvframe_kernels.triton.mla import LatentAttention
 
 from kvframe.attention.backend import AttentionMetadataBuilder
 from kvframe.attention.capture import GraphCapture
@@ -40,7 +39,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder):
     capture = GraphCapture.ALWAYS
     table_fields = frozenset({"block_table"})
 
-    def __init__(self, attention: PagedAttention | LatentAttention, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, attention: PagedAttention, dtype: torch.dtype, device: torch.device) -> None:
         """Take what the layers of the group have in common.
 
         Args:
@@ -59,39 +58,43 @@ class TritonMetadataBuilder(AttentionMetadataBuilder):
 
     def build(self, metadata: CommonAttentionMetadata) -> TritonMetadata:
         """Return the step's work items."""
-        seq_starts = None
-        if SEQ_STARTS in metadata.extensions:
-            values_cpu = metadata.extensions[SEQ_STARTS].values_cpu
-            assert values_cpu is not None
-            seq_starts = values_cpu.numpy()
-        causal = metadata.causal and self._attention.causal
-        batch = Batch(
-            query_start_loc=metadata.query_start_loc_cpu.numpy(),
-            seq_lens=metadata.seq_lens_cpu.numpy(),
-            seq_starts=seq_starts,
-            num_tokens=metadata.slot_mapping.shape[0],
-            causal=causal,
-            max_query_len=metadata.max_query_len,
-            static=metadata.static_shapes,
-        )
+        batch = batch_of(metadata, self._attention.causal)
         return TritonMetadata(
-            block_table=_with_whole_rows(metadata.block_table),
-            work=_upload(self._attention.plan(batch, self._dtype), self._device),
-            causal=causal,
-            has_starts=seq_starts is not None,
+            block_table=with_whole_rows(metadata.block_table),
+            work=upload(self._attention.plan(batch, self._dtype), self._device),
+            causal=batch.causal,
+            has_starts=batch.seq_starts is not None,
         )
 
     def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
         """Return the block table."""
-        return {"block_table": _with_whole_rows(metadata.block_table)}
+        return {"block_table": with_whole_rows(metadata.block_table)}
 
 
-def _with_whole_rows(block_table: torch.Tensor) -> torch.Tensor:
+def batch_of(metadata: CommonAttentionMetadata, causal: bool) -> Batch:
+    """Return a step as its work is cut; ``causal`` is what the layers' mask says."""
+    seq_starts = None
+    if SEQ_STARTS in metadata.extensions:
+        values_cpu = metadata.extensions[SEQ_STARTS].values_cpu
+        assert values_cpu is not None
+        seq_starts = values_cpu.numpy()
+    return Batch(
+        query_start_loc=metadata.query_start_loc_cpu.numpy(),
+        seq_lens=metadata.seq_lens_cpu.numpy(),
+        seq_starts=seq_starts,
+        num_tokens=metadata.slot_mapping.shape[0],
+        causal=metadata.causal and causal,
+        max_query_len=metadata.max_query_len,
+        static=metadata.static_shapes,
+    )
+
+
+def with_whole_rows(block_table: torch.Tensor) -> torch.Tensor:
     """Return the table with the entries of a row side by side, as the kernel reads them."""
     return block_table if block_table.stride(1) == 1 else block_table.contiguous()
 
 
-def _upload(work: Sequence[Work], device: torch.device) -> tuple[DeviceWork, ...]:
+def upload(work: Sequence[Work], device: torch.device) -> tuple[DeviceWork, ...]:
     """Return the same work on the device, in one copy."""
     arrays = [array for each in work for array in (each.items, each.parts)]
     # Each array starts at a multiple of 16 bytes: a kernel is compiled for that.

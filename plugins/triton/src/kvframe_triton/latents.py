@@ -1,4 +1,8 @@
-"""Attention over paged latents in Triton: absorbed, so that one read of a latent is key and value of all heads."""
+"""Attention over paged latents in Triton.
+
+Where requests generate it is absorbed, so that one read of a latent is key and value of all heads; where prompts are
+read in, keys and values are made of the latents first, for a few heads at a time.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from kvframe.attention.metadata import SEQ_STARTS
 from kvframe.errors import BackendError
 from kvframe.specs import LayerSpec
 from kvframe_triton.backend import num_cores
-from kvframe_triton.builder import TritonMetadata, TritonMetadataBuilder
+from kvframe_triton.latents_builder import ExpandedMetadata, Forms, LatentMetadata, LatentMetadataBuilder
 
 KV_UP = "kv_up"
 """The layer's parameter ``[num_heads, nope_size + head_size_v, latent_size]``: what makes a head's key, then its value,
@@ -51,7 +55,7 @@ class TritonMLABackend(AttentionBackend):
         self._head_size_v: int = sizes.head_size_v
         self._nope_size = query.head_size - sizes.rope_size
         self._dtype: torch.dtype = getattr(torch, spec.state_tensors()["latent"].dtype)
-        self._attention = LatentAttention(
+        attention = LatentAttention(
             num_heads=query.num_heads,
             latent_size=sizes.latent_size,
             rope_size=sizes.rope_size,
@@ -59,7 +63,7 @@ class TritonMLABackend(AttentionBackend):
             scale=query.scale,
             num_cores=num_cores(device),
         )
-        self._up: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._forms = Forms(latents=attention, nope_size=self._nope_size, head_size_v=self._head_size_v)
         if self._nope_size < 1:
             raise BackendError(
                 f"layer {layers[0].name!r} has queries of {query.head_size} elements, which leave nothing beside the "
@@ -68,18 +72,16 @@ class TritonMLABackend(AttentionBackend):
 
     def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
         """Take ``kv_up`` of a layer; raises ``BackendError`` where it is missing or of another shape."""
-        attention = self._attention
+        attention = self._forms.latents
         expected = attention.num_heads, self._nope_size + self._head_size_v, attention.latent_size
         found = tuple(parameters[KV_UP].shape) if KV_UP in parameters else None
         if found != expected:
             raise BackendError(f"layer {layer.name!r} needs the parameter {KV_UP} of shape {expected}, and got {found}")
         super().bind(layer, parameters)
-        key_up, value_up = parameters[KV_UP].split_with_sizes([self._nope_size, self._head_size_v], dim=1)
-        self._up[layer.name] = key_up, value_up.transpose(1, 2)
 
-    def make_builder(self) -> TritonMetadataBuilder:
+    def make_builder(self) -> LatentMetadataBuilder:
         """Return the builder of the step's work items."""
-        return TritonMetadataBuilder(self._attention, self._dtype, self.device)
+        return LatentMetadataBuilder(self._forms, self._dtype, self.device)
 
     def write_kv(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: tuple[torch.Tensor, torch.Tensor]
@@ -93,31 +95,79 @@ class TritonMLABackend(AttentionBackend):
             slots: Block id and offset of each token, ``[num_tokens], int64, device`` both.
         """
         latent = kv_cache["latent"].unsqueeze(2)
-        parts = latent.split_with_sizes([self._attention.latent_size, self._attention.rope_size], dim=-1)
+        parts = latent.split_with_sizes([self._forms.latents.latent_size, self._forms.latents.rope_size], dim=-1)
         write_kv(key, value, {"k": parts[0], "v": parts[1]}, slots)
 
     def forward(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Launch the kernels of the step, with the up-projection multiplied into queries before and outputs behind."""
-        assert isinstance(metadata, TritonMetadata)
-        if layer.name not in self._up:
+        """Compute the first tokens in the absorbed form, and the others in the expanded one."""
+        assert isinstance(metadata, LatentMetadata)
+        if layer.name not in self.parameters:
             raise BackendError(f"layer {layer.name!r} attends to latents, and its model bound no {KV_UP}")
-        key_up, value_up = (each.to(query.dtype) for each in self._up[layer.name])
+        kv_up = self.parameters[layer.name][KV_UP].to(query.dtype)
         query = query if query.stride(-1) == 1 else query.contiguous()
+        num_absorbed, expanded = metadata.num_absorbed, metadata.expanded
+        if expanded is None:
+            return self._absorbed(query, kv_cache["latent"], kv_up, metadata)
+        output = query.new_empty(*query.shape[:2], self._head_size_v)
+        if num_absorbed:
+            output[:num_absorbed] = self._absorbed(query[:num_absorbed], kv_cache["latent"], kv_up, metadata)
+        self._expanded(query[num_absorbed:], kv_cache["latent"], kv_up, expanded, output[num_absorbed:])
+        return output
+
+    def _absorbed(
+        self, query: torch.Tensor, latent: torch.Tensor, kv_up: torch.Tensor, metadata: LatentMetadata
+    ) -> torch.Tensor:
+        """Attend to latents, with the up-projection multiplied into queries before and outputs behind."""
+        attention, step = self._forms.latents, metadata.absorbed
+        key_up, value_up = kv_up.split_with_sizes([self._nope_size, self._head_size_v], dim=1)
         nope, rotated = query.tensor_split([self._nope_size], dim=-1)
         absorbed = torch.bmm(nope.transpose(0, 1), key_up).transpose(0, 1)
-        latents = query.new_empty(*query.shape[:2], self._attention.latent_size)
-        launches = self._attention.launches(
+        found = query.new_empty(*query.shape[:2], attention.latent_size)
+        for launch in attention.launches(
             absorbed,
             rotated,
-            kv_cache["latent"],
-            metadata.block_table,
-            metadata.work,
-            latents,
-            causal=metadata.causal,
-            has_starts=metadata.has_starts,
-        )
-        for launch in launches:
+            latent,
+            step.block_table,
+            step.work,
+            found,
+            causal=step.causal,
+            has_starts=step.has_starts,
+        ):
             launch.run()
-        return torch.bmm(latents.transpose(0, 1), value_up).transpose(0, 1)
+        return torch.bmm(found.transpose(0, 1), value_up.transpose(1, 2)).transpose(0, 1)
+
+    def _expanded(
+        self,
+        query: torch.Tensor,
+        latent: torch.Tensor,
+        kv_up: torch.Tensor,
+        expanded: ExpandedMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """Make keys and values of the latents for a few heads at a time, and attend to these."""
+        attention, step = expanded.attention, expanded.metadata
+        latent_size, nope_size = self._forms.latents.latent_size, self._nope_size
+        tokens = latent.index_select(0, expanded.pages).to(query.dtype)
+        latents, rotated = tokens.tensor_split([latent_size], dim=-1)
+        for first in range(0, query.shape[1], attention.num_heads):
+            heads = slice(first, first + attention.num_heads)
+            made = (latents.flatten(0, 1) @ kv_up[heads].flatten(0, 1).T).view(
+                *latents.shape[:2], attention.num_heads, -1
+            )
+            key = made.new_empty(*made.shape[:3], attention.head_size)
+            key[..., :nope_size] = made[..., :nope_size]
+            key[..., nope_size:] = rotated.unsqueeze(2)
+            found = query.new_empty(query.shape[0], attention.num_heads, self._head_size_v)
+            for launch in attention.launches(
+                query[:, heads],
+                {"k": key, "v": made[..., nope_size:]},
+                step.block_table,
+                step.work,
+                found,
+                causal=step.causal,
+                has_starts=step.has_starts,
+            ):
+                launch.run()
+            output[:, heads] = found

@@ -1,0 +1,174 @@
+"""The metadata of latent attention in Triton: few queries attend to latents, many to keys and values made of them."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+import torch
+from kvframe_kernels.triton.attention import PagedAttention
+from kvframe_kernels.triton.attention_plan import Batch
+from kvframe_kernels.triton.mla import LatentAttention
+
+from kvframe.attention.backend import AttentionMetadataBuilder
+from kvframe.attention.capture import GraphCapture
+from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.attention.order import BatchOrder
+from kvframe_triton.builder import TritonMetadata, batch_of, upload, with_whole_rows
+
+MAX_EXPANDED = 1 << 27
+"""Elements of keys and values made of latents that exist at a time, unless those of one head are more."""
+
+
+@attrs.frozen(kw_only=True)
+class Forms:
+    """The two forms of a layer's attention (DeepSeek-V2, arXiv 2405.04434, 2.1).
+
+    Attributes:
+        latents: The absorbed form.
+        nope_size: Elements of a query and of a key that are not rotated.
+        head_size_v: Elements of a value.
+    """
+
+    latents: LatentAttention
+    nope_size: int
+    head_size_v: int
+
+    @property
+    def most_absorbed(self) -> int | None:
+        """The most queries of a long context that cost less absorbed; None if any number does.
+
+        Absorbed, a query and a token that it sees take ``2 * latent_size + rope_size`` products per head; expanded they
+        take ``nope_size + rope_size + head_size_v``, and each token ``latent_size * (nope_size + head_size_v)`` once.
+        """
+        made = self.nope_size + self.head_size_v
+        more = 2 * self.latents.latent_size - made
+        return self.latents.latent_size * made // more if more > 0 else None
+
+    def heads_at_once(self, num_tokens: int) -> int:
+        """Return for how many heads so many tokens are expanded at a time; it is the same number each time."""
+        per_head = num_tokens * (2 * self.nope_size + self.latents.rope_size + self.head_size_v)
+        most = min(max(1, MAX_EXPANDED // max(1, per_head)), self.latents.num_heads)
+        return next(heads for heads in range(most, 0, -1) if self.latents.num_heads % heads == 0)
+
+    def expanded(self, num_heads: int) -> PagedAttention:
+        """Return attention over the keys and values of so many heads."""
+        return PagedAttention(
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_size=self.nope_size + self.latents.rope_size,
+            head_size_v=self.head_size_v,
+            block_size=self.latents.block_size,
+            scale=self.latents.scale,
+            num_cores=self.latents.num_cores,
+        )
+
+
+@attrs.frozen(eq=False)
+class ExpandedMetadata:
+    """The part of a step whose latents are made into keys and values.
+
+    Attributes:
+        pages: ``[num_pages], int32, device``: the pages of its requests, one request's behind the other's.
+        attention: Attention over the heads that are computed at a time.
+        metadata: Its work; the block table says where in ``pages`` each block is.
+    """
+
+    pages: torch.Tensor
+    attention: PagedAttention
+    metadata: TritonMetadata
+
+
+@attrs.frozen(eq=False)
+class LatentMetadata:
+    """What the layers of an attention group read in a step.
+
+    Attributes:
+        num_absorbed: The packed tokens, the first ones, that attend to latents.
+        absorbed: The work of these.
+        expanded: The others; None if there are none.
+    """
+
+    num_absorbed: int
+    absorbed: TritonMetadata
+    expanded: ExpandedMetadata | None
+
+
+class LatentMetadataBuilder(AttentionMetadataBuilder):
+    """Cuts a step into work items, in the form that costs less."""
+
+    capture = GraphCapture.ALWAYS
+
+    def __init__(self, forms: Forms, dtype: torch.dtype, device: torch.device) -> None:
+        """Take what the layers of the group have in common.
+
+        Args:
+            forms: Their attention.
+            dtype: The dtype that it is computed in.
+            device: Where they run.
+        """
+        self._forms = forms
+        self._dtype = dtype
+        self._device = device
+        self._most = forms.most_absorbed
+        if self._most is not None:
+            self.batch_order = BatchOrder(decode_threshold=self._most)
+
+    def build(self, metadata: CommonAttentionMetadata) -> LatentMetadata:
+        """Return the step's work items; at the sizes of a captured graph, all of them absorbed."""
+        batch = batch_of(metadata, causal=True)
+        num_reqs, most = len(batch.seq_lens), self._most
+        if most is not None and not batch.static and batch.max_query_len > most:
+            is_long = np.diff(batch.query_start_loc) > most
+            # Longer requests are behind the others, and rows of padding behind these.
+            num_reqs = int(is_long.argmax()) if is_long.any() else num_reqs
+        if num_reqs == len(batch.seq_lens):
+            return LatentMetadata(batch.num_tokens, self._absorbed(batch, metadata.block_table), None)
+        first, others = _split(batch, num_reqs)
+        return LatentMetadata(
+            num_absorbed=first.num_tokens,
+            absorbed=self._absorbed(first, metadata.block_table[:num_reqs]),
+            expanded=self._expanded(others, metadata.block_table[num_reqs:]),
+        )
+
+    def _absorbed(self, batch: Batch, block_table: torch.Tensor) -> TritonMetadata:
+        work = upload(self._forms.latents.plan(batch, self._dtype), self._device) if batch.num_tokens else ()
+        return TritonMetadata(with_whole_rows(block_table), work, batch.causal, batch.seq_starts is not None)
+
+    def _expanded(self, batch: Batch, block_table: torch.Tensor) -> ExpandedMetadata:
+        block_size = self._forms.latents.block_size
+        starts = np.zeros_like(batch.seq_lens) if batch.seq_starts is None else batch.seq_starts
+        first_pages = starts // block_size
+        num_pages = np.where(np.diff(batch.query_start_loc) > 0, -(-batch.seq_lens // block_size) - first_pages, 0)
+        ends = num_pages.cumsum()
+        rows = np.arange(len(num_pages)).repeat(num_pages)
+        columns = np.arange(len(rows)) + (first_pages - ends + num_pages)[rows]
+        table = np.zeros((len(num_pages), int(columns.max(initial=0)) + 1), dtype=np.int32)
+        table[rows, columns] = np.arange(len(rows))
+        places = torch.from_numpy(np.stack([rows, columns])).to(block_table.device, non_blocking=True)
+        attention = self._forms.expanded(self._forms.heads_at_once(len(rows) * block_size))
+        work = upload(attention.plan(batch, self._dtype), self._device)
+        there = torch.from_numpy(table).to(self._device, non_blocking=True)
+        return ExpandedMetadata(
+            pages=block_table[places[0], places[1]],
+            attention=attention,
+            metadata=TritonMetadata(there, work, batch.causal, batch.seq_starts is not None),
+        )
+
+
+def _split(batch: Batch, num_reqs: int) -> tuple[Batch, Batch]:
+    """Return the first requests of a batch, and the others with the padding."""
+    starts = batch.query_start_loc
+    num_tokens = int(starts[num_reqs])
+
+    def part(begin: int, end: int, num_part_tokens: int) -> Batch:
+        return Batch(
+            query_start_loc=starts[begin : end + 1] - starts[begin],
+            seq_lens=batch.seq_lens[begin:end],
+            seq_starts=None if batch.seq_starts is None else batch.seq_starts[begin:end],
+            num_tokens=num_part_tokens,
+            causal=batch.causal,
+            max_query_len=int(np.diff(starts[begin : end + 1]).max(initial=0)),
+        )
+
+    last = len(batch.seq_lens)
+    return part(0, num_reqs, num_tokens), part(num_reqs, last, batch.num_tokens - num_tokens)
