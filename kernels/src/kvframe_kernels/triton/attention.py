@@ -216,6 +216,7 @@ class PagedAttention:
             "HAS_SOFT_CAP": self.soft_cap is not None,
             "HAS_SINKS": sinks is not None,
             "MAX_DISTANCE": self.max_distance,
+            "IS_ALIKE": key.stride() == value.stride(),
             "DOT_DTYPE": _dot_dtype(query.dtype),
             **sizes,
         }

@@ -79,6 +79,7 @@ def attend(
     HAS_SOFT_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     MAX_DISTANCE: tl.constexpr,
+    IS_ALIKE: tl.constexpr,
     MASK_ALL: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
@@ -242,6 +243,7 @@ def attend(
                 HAS_STARTS,
                 HAS_SOFT_CAP,
                 MAX_DISTANCE,
+                IS_ALIKE,
                 run != 2,
                 DOT_DTYPE,
             )
@@ -320,6 +322,7 @@ def _attend_run(
     HAS_STARTS: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     MAX_DISTANCE: tl.constexpr,
+    IS_ALIKE: tl.constexpr,
     MASKED: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
@@ -340,14 +343,20 @@ def _attend_run(
             live = live & ((tokens >= low) | (tokens < NUM_SINK_TOKENS))
         block = next_block.to(tl.int64)
         next_block = _load_blocks(block_table, start + BLOCK_N, hi, BLOCK_SIZE, BLOCK_N)
-        # Where all tokens lie in one block, one division will do.
-        within = start % BLOCK_SIZE + tl.arange(0, BLOCK_N) if BLOCK_SIZE % BLOCK_N == 0 else tokens % BLOCK_SIZE
-        k_rows = key + block * key_block_stride + within * key_stride
-        v_rows = value + block * value_block_stride + within * value_stride
+        if BLOCK_SIZE % BLOCK_N == 0:
+            within = start % BLOCK_SIZE + tl.arange(0, BLOCK_N)
+        elif BLOCK_N % BLOCK_SIZE == 0:
+            within = tl.arange(0, BLOCK_N) % BLOCK_SIZE
+        else:
+            within = tokens % BLOCK_SIZE
+        k_offsets = block * key_block_stride + within * key_stride
+        v_offsets = k_offsets if IS_ALIKE else block * value_block_stride + within * value_stride
+        k_rows = key + k_offsets
+        v_rows = value + v_offsets
         k = _load_rows(k_rows, columns, live, BLOCK_D != STORED, STORED, MASKED)
         if FORMAT == NIBBLES:
-            scores = tl.dot(q, tl.trans((k & 0xF).to(DOT_DTYPE)), input_precision="ieee")
-            scores = tl.dot(q_high, tl.trans((k >> 4).to(DOT_DTYPE)), scores, input_precision="ieee")
+            scores = tl.dot(q, tl.trans(_as_numbers(k & 0xF, DOT_DTYPE)), input_precision="ieee")
+            scores = tl.dot(q_high, tl.trans(_as_numbers(k >> 4, DOT_DTYPE)), scores, input_precision="ieee")
         else:
             scores = tl.dot(q, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee")
         if FORMAT >= HEAD_SCALED:
@@ -399,8 +408,8 @@ def _attend_run(
         if FORMAT == NIBBLES:
             v_min = _load_each(value_min + scale_rows, live, MASKED)
             acc_min = acc_min * fade + tl.sum(p * v_min[None, :], 1)
-            v_high = (v >> 4).to(DOT_DTYPE)
-            v = (v & 0xF).to(DOT_DTYPE)
+            v_high = _as_numbers(v >> 4, DOT_DTYPE)
+            v = _as_numbers(v & 0xF, DOT_DTYPE)
         else:
             v = v.to(DOT_DTYPE)
         if FORMAT >= HEAD_SCALED:
@@ -427,6 +436,19 @@ def _load_blocks(block_table, start, hi, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.c
         tokens = start + tl.arange(0, BLOCK_N)
         blocks = tl.load(block_table + tokens // BLOCK_SIZE, mask=tokens < hi, other=0)
     return blocks
+
+
+@triton.jit
+def _as_numbers(nibbles, DOT_DTYPE: tl.constexpr):
+    """Return numbers below 16 in a floating-point dtype."""
+    # Put into the lowest bits of the mantissa of a power of two, they are what exceeds it: no conversion is needed.
+    if tl.bfloat16 == DOT_DTYPE:
+        numbers = (nibbles.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True) - 128.0
+    elif tl.float16 == DOT_DTYPE:
+        numbers = (nibbles.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0
+    else:
+        numbers = nibbles.to(DOT_DTYPE)
+    return numbers.to(DOT_DTYPE)
 
 
 @triton.jit

@@ -1,0 +1,186 @@
+"""A step is cut into work for programs: all of it, once, in parts of about the same length, with shapes for graphs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from kvframe_kernels.triton.attention_plan import Batch, Rules, Tiling, Work, cut
+
+ROW, FIRST_QUERY, NUM_QUERIES, POSITION, STOP, START, LO, HI, SLOT, IS_FIRST = range(10)
+HEADS, GROUP, CORES = 2, 4, 24
+RULES = Rules(num_kv_heads=HEADS, group=GROUP)
+
+
+def shape(rows: int, tokens: int, **options: Any) -> Tiling:
+    defaults = {"num_warps": 4, "num_stages": 3, "programs_per_core": 1, "min_split": 32, "mask_all": True}
+    return Tiling(block_m=rows, block_n=tokens, **{**defaults, **options})
+
+
+TILINGS = (shape(16, 16), shape(64, 16), shape(128, 16, min_split=64, mask_all=False))
+
+
+def batch(query_lens: Sequence[int], seq_lens: Sequence[int], padding: int = 0, **options: Any) -> Batch:
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    return Batch(
+        query_start_loc=starts,
+        seq_lens=np.array(seq_lens, dtype=np.int32),
+        seq_starts=None,
+        num_tokens=int(starts[-1]) + padding,
+        **{"causal": True, "max_query_len": max(query_lens), **options},
+    )
+
+
+def cut_step(step: Batch, rules: Rules = RULES, num_cores: int = CORES) -> list[Work]:
+    return cut(step, rules, TILINGS, num_cores)
+
+
+STEPS = {
+    "decodes": batch([1] * 5, [3, 700, 16, 17, 90]),
+    "drafts": batch([4, 3, 4], [40, 30, 900]),
+    "prompts": batch([100, 37], [100, 37]),
+    "mixed": batch([1, 200, 1, 9], [500, 300, 7, 2000]),
+    "padded": batch([1, 20], [50, 60], padding=70),
+    "without tokens": batch([1, 0, 3], [5, 9, 3]),
+}
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", STEPS)
+def test_every_query_is_in_one_tile_and_sees_every_token_once(name: str, static: bool) -> None:
+    step = STEPS[name]
+    step = Batch(**{**vars(step), "static": static})
+    num_real = int(step.query_start_loc[-1])
+    longest = int(step.seq_lens.max())
+    seen = np.zeros((step.num_tokens, longest), dtype=int)
+    tiles = np.zeros(step.num_tokens, dtype=int)
+    for work in cut_step(step):
+        for item in work.items[work.items[:, NUM_QUERIES] > 0]:
+            queries = slice(item[FIRST_QUERY], item[FIRST_QUERY] + item[NUM_QUERIES])
+            seen[queries, item[LO] : item[HI]] += 1
+            tiles[queries] += item[IS_FIRST]
+            assert item[NUM_QUERIES] * work.heads <= work.tiling.block_m
+    assert (tiles == 1).all()
+    query_lens = np.diff(step.query_start_loc)
+    positions = np.concatenate([np.arange(s - q, s) for q, s in zip(query_lens, step.seq_lens, strict=True)])
+    for query, position in enumerate(positions):
+        assert (seen[query, : position + 1] == 1).all()
+    assert (seen[num_real:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("rules", "first"),
+    [(Rules(num_kv_heads=2, group=4, window=100), 900), (Rules(num_kv_heads=2, group=4, chunk=300), 900)],
+    ids=["window", "chunk"],
+)
+def test_what_no_query_sees_is_not_read(rules: Rules, first: int) -> None:
+    (work,) = cut_step(batch([1], [1000]), rules)
+    # Whole blocks of 16 tokens.
+    assert first // 16 * 16 == work.items[:, LO].min()
+    assert 1000 == work.items[:, HI].max()
+
+
+def test_a_batch_that_is_not_causal_sees_all_from_its_start_on() -> None:
+    step = Batch(**{**vars(batch([1], [1000], causal=False)), "seq_starts": np.array([500], dtype=np.int32)})
+    (work,) = cut_step(step, Rules(num_kv_heads=2, group=4, window=100))
+    assert (496, 1000, 500) == (work.items[:, LO].min(), work.items[:, HI].max(), work.items[0, START])
+
+
+def test_few_long_requests_fill_one_wave_of_programs() -> None:
+    (work,) = cut_step(batch([1, 1], [4000, 1000]))
+    # Of 24 cores two programs, one for each KV head, make a wave of 12 items; all parts are of similar length.
+    assert 10 <= len(work.items) <= 12
+    lengths = work.items[:, HI] - work.items[:, LO]
+    assert lengths.max() <= 1.3 * 5000 / 12
+    assert [*range(len(work.items))] == sorted(work.items[:, SLOT])
+    assert work.num_slots == len(work.items)
+
+
+def test_where_there_are_tiles_for_all_programs_only_long_ones_are_split() -> None:
+    (even,) = cut_step(batch([1] * 40, [500] * 40))
+    assert (40, 0) == (len(even.items), even.num_slots)
+    (uneven,) = cut_step(batch([1] * 40, [500] * 39 + [50_000]))
+    assert 39 == (uneven.items[:, SLOT] < 0).sum()
+    assert 5 <= uneven.num_slots <= 12
+
+
+def test_short_requests_are_not_split() -> None:
+    (work,) = cut_step(batch([1], [32]))
+    assert (1, 0, 0) == (len(work.items), work.num_slots, len(work.parts))
+
+
+def test_a_tile_in_parts_is_joined_for_each_of_its_queries() -> None:
+    (work,) = cut_step(batch([3], [800]))
+    num_parts = len(work.items)
+    assert 1 < num_parts
+    assert [[query, 0, num_parts, query] for query in range(3)] == work.parts.tolist()
+
+
+def test_long_tiles_come_first() -> None:
+    (work,) = cut_step(batch([400], [400]), num_cores=2)
+    assert [400, 384, 352] == work.items[:3, STOP].tolist()
+
+
+def test_decodes_and_prompts_of_a_step_have_programs_of_their_own() -> None:
+    small, large = cut_step(STEPS["mixed"])
+    assert (64, 128) == (small.tiling.block_m, large.tiling.block_m)
+    small, large = cut_step(batch([1, 200], [500, 300]))
+    assert (16, 128) == (small.tiling.block_m, large.tiling.block_m)
+
+
+def test_one_kv_head_for_more_query_heads_than_a_program_has_rows() -> None:
+    (work,) = cut_step(batch([1, 1], [5, 9]), Rules(num_kv_heads=1, group=128))
+    assert (64, 64) == (work.heads, work.tiling.block_m)
+
+
+FAMILIES: dict[str, list[Batch]] = {
+    "decodes": [batch([1] * 4, lens, static=True) for lens in ([5] * 4, [3000, 1, 1, 1], [70_000, 40_000, 9, 9])],
+    "padded decodes": [
+        batch([1, 1, 0, 0], [900, 3, 0, 0], padding=2, static=True),
+        batch([1] * 4, [5] * 4, static=True),
+    ],
+    "drafts": [batch([4] * 3, lens, static=True) for lens in ([5] * 3, [3000, 9, 9])],
+    "any": [
+        batch([100, 1, 1], [100, 5, 5000], padding=18, static=True, max_query_len=120),
+        batch([40, 40, 40], [40, 50_000, 60], static=True, max_query_len=120),
+        batch([1, 1, 0], [4, 4, 0], padding=118, static=True, max_query_len=120),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_at_a_graphs_sizes_the_shapes_are_those_of_any_batch(name: str) -> None:
+    shapes = [
+        [(work.tiling, work.items.shape, work.parts.shape, work.num_slots) for work in cut_step(step)]
+        for step in FAMILIES[name]
+    ]
+    assert shapes[1:] == shapes[:-1]
+    for step in FAMILIES[name]:
+        for work in cut_step(step):
+            assert work.items[:, SLOT].max() < work.num_slots
+
+
+def test_nothing_loops_over_requests() -> None:
+    def count(num_reqs: int) -> int:
+        step = batch([1] * num_reqs + [50], [40 * (index + 1) for index in range(num_reqs + 1)])
+        num_instructions = 0
+
+        def trace(frame: FrameType, event: str, argument: Any) -> Any:
+            nonlocal num_instructions
+            frame.f_trace_opcodes = True
+            num_instructions += event == "opcode"
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            cut_step(step, num_cores=4 * num_reqs)
+        finally:
+            sys.settrace(before)
+        return num_instructions
+
+    assert count(300) <= 1.1 * count(30)
