@@ -21,6 +21,8 @@ from kvframe.testing.metadata import make_metadata
 
 CAPABILITIES = TorchVarlenBackend.capabilities
 HEAD_SIZES = (8, 40, 256)
+FORMATS = ("plain", "int8_token_head")
+"""Formats of the cases: copies of pages are the same to a backend whatever they were read from."""
 
 
 class AuxRequest(NamedTuple):
@@ -98,7 +100,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 
 def cases(chains: tuple[WrapperChain, ...] = ()) -> list[Case]:
-    found = make_cases(CAPABILITIES, "cuda", chains=chains)
+    found = [case for case in make_cases(CAPABILITIES, "cuda", chains=chains) if case.spec.kv_format.name in FORMATS]
     return [case for case in found if "head_size=" not in case.name or case.query.head_size in HEAD_SIZES]
 
 

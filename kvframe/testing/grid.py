@@ -239,7 +239,8 @@ def _format_cases(kv_format: KVFormat, capabilities: Capabilities, device: str, 
     """Yield the main masks under every batch, and few of the batches for what else may differ."""
     sizes = sorted({align_up(size, capabilities.block_size_multiple) for size in (1, 16, 17)})
     head_size = min(capabilities.head_sizes or {8})
-    main = {mask: {"block_size": sizes[-2], **options} for mask, options in MAIN_MASKS.items()}
+    usual = align_up(16, capabilities.block_size_multiple)
+    main = {mask: {"block_size": usual, **options} for mask, options in MAIN_MASKS.items()}
     further: dict[str, Mapping[str, Any]] = {f"full-block={size}": {"block_size": size} for size in sizes}
     further |= {f"window=5-block={size}": {"block_size": size, "window": 5} for size in sizes}
     further |= {f"full-{name}": changes for name, changes in form.features(head_size).items()}

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Everything that only a GPU can show, in one call of under ten minutes: what the machine is, the tests marked `gpu`, and
+# the measurements of benchmarks/gpu.py.
+#
+#     benchmarks/gpu.sh [--wheels FOLDER] [--out FOLDER]
+#
+# It needs no network and installs nothing into the machine's Python, which has to hold torch, triton, pytest and the
+# packages that kvframe needs. What is missing there can be brought as wheels; a folder `aot` beside them holds modules of
+# FlashInfer that were compiled before (aot/NAME/NAME.so), for compiling them takes minutes.
+# It writes gpu.json, gpu.md, gpu_machine.txt and gpu_tests.txt to the folder, benchmarks/results unless given.
+set -u
+cd "$(dirname "$0")/.." || exit 2
+root=$PWD wheels="" out="" python=${PYTHON:-python3}
+while [ $# -gt 0 ]; do
+    case $1 in
+        --wheels) wheels=$(realpath "$2") || exit 2; shift 2 ;;
+        --out) mkdir -p "$2" && out=$(realpath "$2") || exit 2; shift 2 ;;
+        *) sed -n '2,11s/^# \{0,1\}//p' "benchmarks/gpu.sh"; [ "$1" = --help ]; exit $? ;;
+    esac
+done
+out=${out:-$root/benchmarks/results}
+mkdir -p "$out"
+site=$(mktemp -d) || exit 2
+trap 'rm -rf "$site"' EXIT
+export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 TOKENIZERS_PARALLELISM=false
+
+if [ -n "$wheels" ]; then
+    "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheels"/*.whl || exit 2
+    [ -d "$wheels/aot" ] && mkdir -p "$site/flashinfer/data" && cp -r "$wheels/aot" "$site/flashinfer/data/"
+fi
+sources=$("$python" benchmarks/gpu_environment.py "$site") || exit 2
+export PYTHONPATH="$site:$sources${PYTHONPATH:+:$PYTHONPATH}"
+
+{
+    nvidia-smi 2>&1 || echo "no nvidia-smi"
+    "$python" -m torch.utils.collect_env 2>&1
+    "$python" -m kvframe plugins 2>&1
+} > "$out/gpu_machine.txt"
+
+echo "== tests marked gpu"
+timeout 250 "$python" -m pytest -m gpu -q -rs -W default -p no:cacheprovider --timeout 150 2>&1 | tee "$out/gpu_tests.txt" | tail -40
+tests=${PIPESTATUS[0]}
+
+echo "== measurements"
+timeout 330 "$python" benchmarks/gpu.py --budget 250 --results "$out"
+measured=$?
+echo "== tests: $tests (5: there are none, 124: out of time), measurements: $measured; results in $out"
+[ "$tests" -eq 0 ] && [ "$measured" -eq 0 ]

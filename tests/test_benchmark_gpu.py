@@ -1,0 +1,177 @@
+"""The benchmark of a GPU: its floors, its page, its checks; the script itself runs on a CPU over small cases."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from kvframe import load_plugins
+from kvframe.builtin.torch_backend import TorchBackend
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return importlib.import_module("gpu")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("results")
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--tiny", "--results", str(folder)]
+    command += ["--backend", "torch", "--backend", "mla"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def record_of(path: Path) -> Any:
+    return json.loads((path / "gpu.json").read_text(encoding="utf-8"))
+
+
+# --- floors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "microseconds"),
+    [
+        ("decode: 16 x 2k", 31),
+        ("decode: 64 x 8k", 500),
+        ("decode: 1 x 32k", 31),
+        ("prefill: prompt of 8k", 696),
+        ("window: window of 1k, prompt of 8k", 163),
+        ("chunked local: chunks of 1k, prompt of 8k", 87),
+        ("decode-only: prompt of 8k, its last token alone", 8),
+        ("MLA decode: 64 x 8k, 128 heads", 185),
+        ("Mamba-2 update: 128 requests", 156),
+    ],
+)
+def test_floors_are_bytes_over_bandwidth_or_operations_over_rate(
+    name: str, microseconds: int, script: ModuleType
+) -> None:
+    (case,) = (case for case in script.cases() if f"{case.group}: {case.name}" == name)
+    # At 4.3 TB/s and 790 TFLOP/s, an H200's.
+    ceilings = sys.modules["gpu_cases"].ISSUED
+    assert microseconds == round(case.floor(ceilings) * 1e6)
+
+
+def test_names_of_cases_are_their_own(script: ModuleType) -> None:
+    names = [f"{case.group}: {case.name}" for case in script.cases()]
+    assert len(set(names)) == len(names)
+
+
+def test_calls_take_turns_over_more_than_a_cache_holds(script: ModuleType) -> None:
+    steps = sys.modules["gpu_steps"]
+    for case in script.cases():
+        read = steps.rotation(case) * case.kv_bytes()
+        assert read >= 256 << 20 or steps.rotation(case) == steps.MAX_ROTATION
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_case_is_measured_and_right(results: Path) -> None:
+    found = record_of(results)["cases"]
+    expected = {
+        "tiny: 3 x 40": {"torch", "SDPA, dense"},
+        "tiny: prompt of 70": {"torch", "SDPA, dense"},
+        "tiny: window": {"torch"},
+        "tiny: chunks": {"torch"},
+        "tiny: last token": {"torch"},
+        "tiny: latents": {"mla"},
+    }
+    assert expected == {name: {*case["measured"]} for name, case in found.items()}
+    measured = [(name, each) for case in found.values() for name, each in case["measured"].items()]
+    assert all(each["seconds"] > 0 and not each["reason"] for _, each in measured)
+    assert all(each["error"] < 0.02 for name, each in measured if name != "SDPA, dense")
+
+
+def test_the_page_shows_every_time(results: Path) -> None:
+    page = (results / "gpu.md").read_text(encoding="utf-8")
+    for case in record_of(results)["cases"].values():
+        for each in case["measured"].values():
+            assert f"{each['seconds'] * 1e6:,.1f} (" in page
+
+
+class Wrong(TorchBackend):
+    def forward(self, *args: Any) -> torch.Tensor:
+        return 1.1 * super().forward(*args)
+
+
+class Raising(TorchBackend):
+    def forward(self, *args: Any) -> torch.Tensor:
+        raise RuntimeError("no kernel")
+
+
+@pytest.mark.parametrize(("backend", "reason"), [(Wrong, "wrong"), (Raising, "RuntimeError: no kernel")])
+def test_what_computes_something_else_or_fails_is_not_timed(
+    backend: type[TorchBackend], reason: str, script: ModuleType
+) -> None:
+    case = sys.modules["gpu_cases"].TINY[0]
+    measured = script.measure(case, backend, load_plugins().registry, torch.device("cpu"))
+    assert (None, reason) == (measured.seconds, measured.reason)
+
+
+def test_a_layer_that_a_backend_refuses_is_left_out(script: ModuleType) -> None:
+    latents = sys.modules["gpu_cases"].TINY[-1]
+    assert script.measure(latents, TorchBackend, load_plugins().registry, torch.device("cpu")) is None
+
+
+def test_what_a_backend_would_read_from_copies_is_left_out(script: ModuleType) -> None:
+    stored = attrs.evolve(sys.modules["gpu_cases"].TINY[0], format="fp8_tensor")
+    assert "format" == script.why_refused(stored, TorchBackend, load_plugins().registry, "cpu")
+
+
+# --- the committed page -----------------------------------------------------------------------------------------------
+
+
+def test_the_committed_page_has_a_row_for_every_case(script: ModuleType) -> None:
+    path = BENCHMARKS / "results" / "gpu.json"
+    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    page = (BENCHMARKS / "results" / "gpu.md").read_text(encoding="utf-8")
+    assert script.write_report(record, tuple(script.cases())) == page
+    assert all(f"| {case.name} |" in page for case in script.cases())
+
+
+def test_cases_without_a_figure_are_rows_that_say_so(results: Path, script: ModuleType) -> None:
+    page = script.write_report(record_of(results), tuple(script.cases()))
+    assert "| 16 x 2k | 31.3 | not measured yet |" in page
+
+
+# --- the shell script -------------------------------------------------------------------------------------------------
+
+
+def test_packages_are_found_without_being_installed(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "gpu_environment.py"), str(tmp_path)]
+    sources = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    assert str(ROOT / "plugins/mla/src") in sources.split(":")
+    code = (
+        "import importlib.metadata as m, sys; "
+        "found = {d.name for d in m.distributions(path=[sys.argv[1]])}; "
+        "points = {p.value for d in m.distributions(path=[sys.argv[1]]) for p in d.entry_points}; "
+        "print('kvframe-mla' in found, 'kvframe' in found, 'kvframe_mla.plugin' in points)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert "True True True" == shown.stdout.strip()
+
+
+def test_the_script_says_how_it_is_called() -> None:
+    done = subprocess.run([str(BENCHMARKS / "gpu.sh"), "--help"], capture_output=True, text=True, check=False)
+    assert 0 == done.returncode, done.stderr
+    assert "benchmarks/gpu.sh [--wheels FOLDER] [--out FOLDER]" in done.stdout
+    assert 0 == subprocess.run(["bash", "-n", str(BENCHMARKS / "gpu.sh")], check=False).returncode
