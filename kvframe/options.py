@@ -14,6 +14,7 @@ from kvframe.checks import (
     MEMORY,
     SIZE_OR_NONE,
     SWITCH,
+    SWITCH_OR_FILE,
     TABLE,
     TEXT,
     TEXT_OR_NONE,
@@ -103,6 +104,8 @@ class EngineOptions:
         self_check: Whether a model's packed run is compared with its plain one before it serves.
         prefill_skipping: The wrapper that keeps only a step's generating tokens, for the layers at the model's end that
             keep no cache of their own: they do not compute the rest of a prompt. None computes everything.
+        measured_times: Whether ``backend = "auto"`` goes by the times that ``kvframe tune`` measured, where there are
+            any; a file names another table than the user's own.
         compile: Whether the model around the attention is compiled by ``torch.compile``, when it is attached.
         graphs: For how many requests whole steps are captured as graphs and replayed: steps of fewer requests are
             padded to the next number, steps of more run as without graphs. ``"auto"`` chooses numbers up to
@@ -117,6 +120,7 @@ class EngineOptions:
     dtype: str = attrs.field(default="float32", validator=one_of("float64", "float32", "float16", "bfloat16"))
     self_check: bool = attrs.field(default=True, validator=SWITCH)
     prefill_skipping: Use | None = attrs.field(default=None, converter=_as_use)
+    measured_times: bool | str = attrs.field(default=True, validator=SWITCH_OR_FILE)
     compile: bool = attrs.field(default=False, validator=SWITCH)
     graphs: Literal["off", "auto"] | tuple[int, ...] = attrs.field(
         default="off", converter=_as_sizes, validator=GRAPH_SIZES

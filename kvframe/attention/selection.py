@@ -10,6 +10,7 @@ import attrs
 from kvframe.attention.backend import AttentionBackend, Refusal
 from kvframe.attention.identity import Identity
 from kvframe.attention.skipping import why_not_skipped
+from kvframe.attention.times import MeasuredTime, TimesTable, in_words, layer_shape, read_times, time_key
 from kvframe.attention.wrapper import DROPS_TOKENS, MetadataWrapper, WrapperChain, bind_chain, check_order
 from kvframe.errors import BackendError, KVFrameError, StackError, WrapperError
 from kvframe.options import AUTO, Use
@@ -27,15 +28,17 @@ class Candidate:
     Attributes:
         name: Its registered name, with its distribution (``"kvframe-triton:triton"``).
         refusals: Why it cannot serve the layer; empty if it can.
-        preference: What it declares of itself; the highest that can serve is taken.
+        preference: What it declares of itself; the highest that can serve is taken, unless measured times decide.
         on_copies: Whether it would be given copies of the layer's pages, because it does not read their format; one
             that reads them itself is taken first.
+        time: How long it takes for such a layer on this device, if that was measured.
     """
 
     name: str
     refusals: tuple[Refusal, ...] = ()
     preference: int = 0
     on_copies: bool = False
+    time: MeasuredTime | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -52,6 +55,7 @@ class Choice:
         backend_options: An instance of the class's ``options_class``; None if it has none.
         backend_id: What the backend is, with its parameters.
         candidates: Every backend that was looked at, the chosen one first.
+        by_time: Whether measured times decided.
     """
 
     layer: str
@@ -63,6 +67,7 @@ class Choice:
     backend_options: Any
     backend_id: Identity
     candidates: tuple[Candidate, ...]
+    by_time: bool = False
 
     def why_not(self, candidate: Candidate) -> str:
         """Return in one sentence why ``candidate`` was passed over; empty for the chosen one."""
@@ -70,6 +75,10 @@ class Choice:
             return ""
         if candidate.refusals:
             return "; ".join(refusal.reason for refusal in candidate.refusals)
+        if self.by_time:
+            if candidate.time is None:
+                return f"can serve this layer; it was not measured, and {self.backend} was"
+            return f"can serve this layer; it takes longer ({in_words(candidate.time)})"
         if candidate.on_copies and not self.on_copies:
             return f"can serve this layer, on copies of what is stored as {self.format}; {self.backend} reads it itself"
         return f"can serve this layer; {self.backend} is preferred"
@@ -94,7 +103,8 @@ def select_backends(
     The chain is the stack's, or else the one that the layer's cache spec has by default. A backend that the stack
     names is taken or refused, never replaced. ``"auto"`` takes, of the backends whose declared capabilities cover the
     layer as its chain leaves it, those that read its format themselves, of these the one with the highest preference,
-    then the first by name.
+    then the first by name. If that one was measured on this device (``kvframe tune``), it takes the fastest of those
+    that were.
 
     A layer that keeps state and does not attend is computed by the model, so nothing is chosen for it.
 
@@ -112,17 +122,18 @@ def select_backends(
         BackendError: No backend can serve a layer, or the named one cannot; says why for each. A layer that the model
             computes is given a backend or wrappers.
         WrapperError: A wrapper cannot serve a layer, or may not stand where it does.
-        StackError: Options do not fit the wrapper or backend that they are for, or ``prefill_skipping`` is a wrapper
-            that drops nothing.
+        StackError: Options do not fit the wrapper or backend that they are for, ``prefill_skipping`` is a wrapper that
+            drops nothing, or the table of measured times that the stack names cannot be read.
         PluginError: A wrapper cannot be imported, or a parameter of a wrapper or backend cannot be hashed.
         UnknownNameError: A cache spec's default chain names a wrapper that no plugin registers.
     """
     _check_skipping(stack, registry)
+    times = read_times(stack.engine.measured_times, stack.source)
     for layer in layers:
         if layer.query is None and layer.spec is not None:
             _check_not_chosen(layer, layer.spec.kind, stack)
     return tuple(
-        _choose(layer, layers, stack, registry, device, skipped) for layer in layers if layer.query is not None
+        _choose(layer, layers, stack, registry, device, skipped, times) for layer in layers if layer.query is not None
     )
 
 
@@ -158,6 +169,7 @@ def _choose(
     registry: Registry,
     device: str,
     skipped: Collection[str],
+    times: TimesTable,
 ) -> Choice:
     assert layer.spec is not None
     rule = stack.rule_for(layer.name, layer.spec.kind)
@@ -186,10 +198,16 @@ def _choose(
         candidates.append(candidate)
         if backend_class is not None:
             classes[candidate.name] = backend_class
+    if rule.backend == AUTO and times.times:
+        shape = layer_shape(wrapped, wrappers)
+        candidates = [
+            attrs.evolve(candidate, time=times.times.get(time_key(device, shape, candidate.name)))
+            for candidate in candidates
+        ]
     able = [candidate for candidate in candidates if not candidate.refusals]
     if not able:
         raise BackendError(_nobody(layer, rule.backend, candidates))
-    best = min(able, key=lambda candidate: (candidate.on_copies, -candidate.preference, candidate.name))
+    best, by_time = _best(able)
     rest = [candidate for candidate in candidates if candidate is not best]
     backend_class = classes[best.name]
     backend_options = _make_options(rule.backend, backend_class)
@@ -206,7 +224,20 @@ def _choose(
         backend_options=backend_options,
         backend_id=Identity.of(best.name.rpartition(":")[0], backend_class, _parameters(backend_options)),
         candidates=(best, *rest),
+        by_time=by_time,
     )
+
+
+def _best(able: Sequence[Candidate]) -> tuple[Candidate, bool]:
+    """Return the candidate to take, and whether measured times say so.
+
+    Times decide only if the one that is preferred was measured, and another to compare it with.
+    """
+    preferred = min(able, key=lambda candidate: (candidate.on_copies, -candidate.preference, candidate.name))
+    measured = [(candidate.time.score, candidate.name, candidate) for candidate in able if candidate.time is not None]
+    if preferred.time is None or len(measured) < 2:
+        return preferred, False
+    return min(measured, key=lambda item: item[:2])[2], True
 
 
 def _parameters(options: Any) -> dict[str, Any]:

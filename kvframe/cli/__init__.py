@@ -20,6 +20,7 @@ _COMMANDS: Mapping[str, str] = {
     "embed": "kvframe.cli.embed:embed",
     "plan": "kvframe.cli.plan:plan",
     "explain": "kvframe.cli.explain:explain",
+    "tune": "kvframe.cli.tune:tune",
     "plugins": "kvframe.cli.plugins:plugins",
 }
 """The commands by name, in the order that ``--help`` lists them, as import strings."""

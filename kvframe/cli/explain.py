@@ -68,7 +68,8 @@ def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice | None, backen
         "format": layer.spec.kv_format.name,
     }
     if choice is None:
-        return {**place, "wrappers": [], "backend": None, "on_copies": False, "others": []}
+        nothing: dict[str, Any] = {"backend": None, "on_copies": False, "by_time": False, "seconds": {}, "others": []}
+        return {**place, "wrappers": [], **nothing}
     considered = {candidate.name: candidate for candidate in choice.candidates}
     others = [
         {
@@ -87,6 +88,12 @@ def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice | None, backen
         "wrappers": [_in_words(wrapper) for wrapper in choice.wrappers],
         "backend": choice.backend,
         "on_copies": choice.on_copies,
+        "by_time": choice.by_time,
+        "seconds": {
+            candidate.name: dict(candidate.time.seconds)
+            for candidate in choice.candidates
+            if candidate.time is not None
+        },
         "others": others,
     }
 
@@ -98,13 +105,18 @@ def _in_words(wrapper: MetadataWrapper) -> str:
 
 
 def _served_by(explained: dict[str, Any]) -> str:
-    """Return a layer's backend, and of a layer that is not stored plainly how it is read."""
+    """Return a layer's backend, how it reads what is not stored plainly, and how long it takes if that decided."""
+    from kvframe.attention.times import MeasuredTime, in_words
+
     backend, kv_format = explained["backend"], explained["format"]
     if backend is None:
         return "computed by the model"
-    if kv_format == PLAIN.name:
-        return str(backend)
-    return f"{backend}, on copies of {kv_format}" if explained["on_copies"] else f"{backend}, on {kv_format}"
+    words = str(backend)
+    if kv_format != PLAIN.name:
+        words += f", on copies of {kv_format}" if explained["on_copies"] else f", on {kv_format}"
+    if explained["by_time"]:
+        words += f" ({in_words(MeasuredTime(explained['seconds'][backend]))})"
+    return words
 
 
 def _print(model: str, explained: list[dict[str, Any]]) -> None:

@@ -1,0 +1,218 @@
+"""``kvframe tune``: measure the backends that can serve a model's layers, for ``backend = "auto"`` to go by."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import click
+
+from kvframe.cli.options import device_option, dtype_option, json_option, load_checked_plugins, read_stack, stack_option
+from kvframe.cli.render import compact_names, print_json, print_table
+from kvframe.errors import KVFrameError, StackError
+
+if TYPE_CHECKING:
+    from kvframe.attention.selection import Choice
+    from kvframe.attention.times import MeasuredTime
+    from kvframe.registry import Registry
+    from kvframe.specs import LayerSpec
+    from kvframe.stack import Stack
+
+MIN_CONTEXT = 8
+
+
+@click.command(short_help='Measure the backends on this device, for backend = "auto".')
+@click.argument("model", type=click.Path(path_type=Path), metavar="MODEL_OR_CONFIG")
+@stack_option
+@device_option
+@dtype_option
+@click.option(
+    "--context",
+    type=click.IntRange(min=MIN_CONTEXT),
+    default=2048,
+    show_default=True,
+    metavar="N",
+    help="Tokens of the longest request that is measured; the model's limit at most.",
+)
+@click.option(
+    "--backend",
+    "backends",
+    multiple=True,
+    metavar="NAME",
+    help="Measure this backend only, or these where it is given several times; all unless given.",
+)
+@click.option(
+    "--table",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The table to add the times to; the user's own unless given, or what the stack names.",
+)
+@json_option
+def tune(
+    model: Path,
+    stack_file: Path | None,
+    device: str | None,
+    dtype: str | None,
+    context: int,
+    backends: tuple[str, ...],
+    table: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure every backend that can serve a model's layers, once for each shape of layer, and write a table of times.
+
+    MODEL_OR_CONFIG is what `kvframe plan` takes; no weights are read. Three kinds of steps are measured: 16 decodes,
+    one prompt, and 8 decodes beside a part of a prompt. Backends are compared by the geometric mean of these times,
+    weighted 0.6, 0.2 and 0.2. `kvframe explain` shows the times that decide.
+    """
+    import torch
+
+    from kvframe.attention.selection import select_backends
+    from kvframe.attention.times import TimesTable, default_path, time_key
+    from kvframe.groups import make_layer_specs
+    from kvframe.model.recognise import describe_model
+
+    stack = read_stack(stack_file, engine={"device": device, "dtype": dtype})
+    _check_device(stack)
+    registry = load_checked_plugins(stack).registry
+    description = describe_model(model, registry)
+    layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
+    named = stack.engine.measured_times
+    path = table or (Path(named) if isinstance(named, str) else default_path())
+    known = _read(path)
+    context = max(MIN_CONTEXT, min(context, description.max_model_len))
+    unmeasured = attrs.evolve(stack, engine=attrs.evolve(stack.engine, measured_times=False))
+    choices = select_backends(layers, unmeasured, registry, torch.device(stack.engine.device).type)
+    wanted = {registry.backends.get(name).id for name in backends or registry.backends.names()}
+    results = [*_measure_all(layers, choices, unmeasured, registry, context, wanted)]
+    times = {
+        time_key(stack.engine.device, result.shape, result.backend): result.time for result in results if result.time
+    }
+    if times:
+        updated = TimesTable(known.times, known.notes) if known else TimesTable()
+        updated = updated.with_times(times, {result.shape: result.note for result in results})
+        try:
+            updated.write(path)
+        except OSError as error:
+            raise StackError(f"{path}: the table of times cannot be written: {error.strerror}") from error
+    if as_json:
+        print_json({"table": str(path), "context": context, "results": [_in_json(result) for result in results]})
+        return
+    _print(description.name, results, path)
+
+
+@attrs.frozen(kw_only=True)
+class Result:
+    """What became of one backend for one shape of layer.
+
+    Attributes:
+        layers: The layers of this shape.
+        shape: The shape, as the table has it.
+        note: The shape, for a person.
+        backend: The backend.
+        time: What was measured; None where it could not be.
+        problem: Why not; empty if it was.
+    """
+
+    layers: tuple[str, ...]
+    shape: str
+    note: str
+    backend: str
+    time: MeasuredTime | None
+    problem: str = ""
+
+
+def _check_device(stack: Stack) -> None:
+    """Refuse a device that is not there, which nothing can be measured on."""
+    import torch
+
+    try:
+        torch.empty(0, device=stack.engine.device)
+    except (RuntimeError, AssertionError) as error:  # a build of torch without the device asserts
+        reason = str(error).strip().splitlines()[0]
+        raise StackError(f"{stack.source}: engine.device {stack.engine.device!r} cannot be used: {reason}") from error
+
+
+def _read(path: Path) -> Any:
+    """Return the table to add to; None where there is none, or one that cannot be read and is written anew."""
+    from kvframe.attention.times import TimesTable
+
+    if not path.exists():
+        return None
+    try:
+        return TimesTable.read(path)
+    except ValueError as error:
+        click.echo(f"kvframe: {path} is written anew: {error}", err=True)
+        return None
+
+
+def _measure_all(
+    layers: Sequence[LayerSpec],
+    choices: Sequence[Choice],
+    stack: Stack,
+    registry: Registry,
+    context: int,
+    wanted: Collection[str],
+) -> Iterator[Result]:
+    """Measure each shape of layer that ``backend = "auto"`` has a choice for."""
+    import torch
+
+    from kvframe.attention.times import layer_shape
+    from kvframe.attention.tuning import able, is_measured, measure
+
+    device = torch.device(stack.engine.device)
+    by_name = {layer.name: layer for layer in layers}
+    alike: dict[str, list[Choice]] = {}
+    for choice in choices:
+        if is_measured(choice):
+            alike.setdefault(layer_shape(choice.wrapped, choice.wrappers), []).append(choice)
+    for shape, members in alike.items():
+        layer = by_name[members[0].layer]
+        names = tuple(choice.layer for choice in members)
+        for backend in (name for name in able(members[0]) if name in wanted):
+            click.echo(f"{compact_names(names)}: {backend}", err=True)
+            found, problem = None, ""
+            try:
+                found = measure(layer, backend, stack, registry, device, context, time.perf_counter, len(members))
+            except (KVFrameError, RuntimeError, MemoryError) as error:  # torch has RuntimeErrors for all sorts of lacks
+                problem = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            yield Result(layers=names, shape=shape, note=_note(layer), backend=backend, time=found, problem=problem)
+
+
+def _note(layer: LayerSpec) -> str:
+    return f"{layer.spec}, {layer.query}"
+
+
+def _in_json(result: Result) -> dict[str, Any]:
+    seconds = None if result.time is None else dict(result.time.seconds)
+    return {
+        "layers": list(result.layers),
+        "shape": result.shape,
+        "backend": result.backend,
+        "seconds": seconds,
+        "score": None if result.time is None else result.time.score,
+        "problem": result.problem,
+    }
+
+
+def _print(model: str, results: Sequence[Result], path: Path) -> None:
+    from kvframe.attention.times import WEIGHTS
+
+    if not results:
+        click.echo(f"{model}: nothing to measure: of the backends that are asked for, none has another to compare with")
+        return
+
+    def in_ms(result: Result) -> list[str]:
+        if result.time is None:
+            return [result.problem, *[""] * len(WEIGHTS)]
+        return [f"{1e3 * seconds:.3f}" for seconds in (*result.time.seconds.values(), result.time.score)]
+
+    rows = [(f"{len(each.layers)}: {compact_names(each.layers)}", each.backend, *in_ms(each)) for each in results]
+    print_table(
+        f"{model}: milliseconds of a step, per layer",
+        ("layers", "backend", *(f"{kind} ({weight})" for kind, weight in WEIGHTS.items()), "weighted mean"),
+        rows,
+    )
+    click.echo(f"written to {path}" if any(result.time for result in results) else "nothing was measured")
