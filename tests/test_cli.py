@@ -304,7 +304,7 @@ def test_a_disabled_plugin_is_listed_with_its_reason(tmp_path: Path) -> None:
 
 def test_explain_says_for_each_layer_what_was_chosen_and_why_not_the_others(layers: Path, tmp_path: Path) -> None:
     stack = tmp_path / "stack.toml"
-    stack.write_text('[plugins]\ndisabled = ["cpu"]\n')
+    stack.write_text('[plugins]\ndisabled = ["cpu", "numba"]\n')
     explained = run_json("explain", layers, "--stack", stack)["layers"]
     best = "kvframe:torch"
     assert ["l.0", "l.1", "l.2", "l.3"] == [layer["layer"] for layer in explained]

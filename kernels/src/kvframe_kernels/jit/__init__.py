@@ -1,0 +1,1 @@
+"""Kernels for CPUs that numba compiles: a library does, and no compiler has to be there."""

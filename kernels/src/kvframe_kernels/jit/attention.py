@@ -1,0 +1,115 @@
+"""Paged attention on a CPU by loops that numba compiles. What it computes: ``kvframe_kernels.attention_reference``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from kvframe_kernels.jit.loops import finish
+from kvframe_kernels.jit.plan import Mask, Work
+from kvframe_kernels.jit.threads import run
+
+STORED = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+"""How the loops are given each dtype."""
+
+
+@attrs.frozen(eq=False)
+class Batch:
+    """What the loops read of a step.
+
+    Attributes:
+        work: The items.
+        block_table: ``[num_reqs, max_blocks], int32``.
+        mask: What queries see in this step.
+    """
+
+    work: Work
+    block_table: torch.Tensor
+    mask: Mask
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    batch: Batch,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend to pages where they lie.
+
+    The first call for a dtype compiles the loops, in about ten seconds; numba keeps them for the next process.
+
+    Args:
+        query: ``[num_tokens, num_heads, head_size], CPU``.
+        key: ``[num_block_ids, block_size, num_kv_heads, head_size]``, float32, bfloat16 or float16, strided.
+        value: ``[num_block_ids, block_size, num_kv_heads, head_size_v]``, likewise.
+        batch: The step.
+        scale: Factor on the products.
+        soft_cap: ``c`` in ``c * tanh(x / c)``; None for none.
+        sinks: ``[num_heads]``: learned sink logits; None for none.
+        bias: ``[num_heads, 2 * max_distance + 1], float32``: added to the score of a token ``i - max_distance`` behind
+            the query; None for none.
+
+    Returns:
+        ``[num_tokens, num_heads, head_size_v]``, in the query's dtype.
+    """
+    num_tokens, num_heads, head_size = query.shape
+    work = batch.work
+    num_rows = num_tokens + int(work.first_part[-1])
+    outputs = torch.empty(num_rows, num_heads, value.shape[-1])
+    sums = np.zeros((num_rows, num_heads, 2), np.float32)
+    key_memory, key_strides = _memory(key)
+    value_memory, value_strides = _memory(value)
+    table = batch.block_table.contiguous()
+    biases = torch.empty(num_heads, 0) if bias is None else bias.float().contiguous()
+    sizes = {
+        "num_items": len(work.items),
+        "num_reqs": table.shape[0],
+        "max_blocks": table.shape[1],
+        "num_tokens": num_tokens,
+        "num_rows": num_rows,
+        "num_heads": num_heads,
+        "num_kv_heads": key.shape[2],
+        "head_size": head_size,
+        "value_size": value.shape[3],
+        "num_biases": biases.shape[1],
+        "key_elements": len(key_memory),
+        "value_elements": len(value_memory),
+        "block_size": key.shape[1],
+        "causal": batch.mask.causal,
+        "window": batch.mask.window,
+        "num_sink_tokens": batch.mask.num_sink_tokens,
+        "chunk": batch.mask.chunk,
+    }
+    arrays = {
+        "items": work.items,
+        "query": (query.float() * scale).contiguous().numpy(),
+        "key": key_memory,
+        "value": value_memory,
+        "key_strides": key_strides,
+        "value_strides": value_strides,
+        "table": table.numpy(),
+        "bias": biases.numpy(),
+        "outputs": outputs.numpy(),
+        "sums": sums,
+    }
+    run(key_memory.dtype, sizes, arrays, soft_cap or 0.0, work.num_threads)
+    logits = np.empty(0, np.float32) if sinks is None else sinks.float().contiguous().numpy()
+    finish(outputs.numpy(), sums, num_tokens, work.first_part, logits)
+    return outputs[:num_tokens].to(query.dtype)
+
+
+def _memory(state: torch.Tensor) -> tuple[Any, Any]:
+    """Return the memory from a state tensor's first element on, and its strides but the last, which is 1."""
+    if state.stride(3) != 1:
+        state = state.contiguous()
+    state = state.view(STORED[state.dtype])
+    num_elements = state.untyped_storage().nbytes() // state.element_size() - int(state.storage_offset())
+    return state.as_strided((num_elements,), (1,)).numpy(), np.array(state.stride()[:3])

@@ -1,0 +1,129 @@
+"""A step as work items for threads: tiles of queries, and of single long queries parts of their tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.signedinteger[Any]]
+
+MAX_ROWS = 32
+"""Query heads of a KV head times queries, of a tile of several queries: what a core's first cache holds."""
+
+MIN_PART_TOKENS = 512
+"""Tokens of a part of a single query at least."""
+
+PARTS_PER_THREAD = 4
+"""Parts that a step of one long query is cut into, for each thread."""
+
+
+@attrs.frozen
+class Mask:
+    """What queries see.
+
+    Attributes:
+        causal: Whether only their own and earlier positions.
+        window: How many of these, counted from the query's own; 0 for all.
+        num_sink_tokens: Tokens at the start that are seen whatever the window.
+        chunk: Tokens of a chunk that queries stay within; 0 for none.
+    """
+
+    causal: bool
+    window: int
+    num_sink_tokens: int
+    chunk: int
+
+
+@attrs.frozen(eq=False)
+class Work:
+    """A step's items.
+
+    Attributes:
+        items: ``[num_items, 11], int64``: the request; its first query's row in the packed batch, and how many queries;
+            the first token and the one behind the last; likewise of sink tokens before these; the first query's
+            position; the first KV head and the one behind the last; the first row that is written.
+        first_part: ``[num_tokens + 1], int64``: where each query's parts start; see ``loops.finish``.
+        num_threads: Threads that are worth waking.
+    """
+
+    items: IntArray
+    first_part: IntArray
+    num_threads: int
+
+
+SMALL = 1 << 12
+"""Tokens times KV heads times rows, by fours, of all items: waking threads for less costs more than it saves."""
+
+
+def plan(
+    starts: IntArray,
+    seq_lens: IntArray,
+    seq_starts: IntArray | None,
+    num_tokens: int,
+    mask: Mask,
+    num_heads: int,
+    num_kv_heads: int,
+    num_threads: int,
+) -> Work:
+    """Return a step's work.
+
+    Args:
+        starts: ``[num_reqs + 1]``: where each request's queries start.
+        seq_lens: ``[num_reqs]``: tokens of each request, or of the sequence that its keys are of.
+        seq_starts: ``[num_reqs]``: tokens before these are hidden; None for none.
+        num_tokens: Rows of the query, padding included.
+        mask: What queries see.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        num_threads: Threads that there are.
+    """
+    starts, seq_lens = starts.astype(np.int64), seq_lens.astype(np.int64)
+    first_seen = np.zeros_like(seq_lens) if seq_starts is None else seq_starts.astype(np.int64)
+    group, num_new = num_heads // num_kv_heads, np.diff(starts)
+    tile = max(1, MAX_ROWS // group)
+    counts = np.where(seq_lens > first_seen, -(-num_new // tile), 0)
+    request = np.arange(len(seq_lens)).repeat(counts)
+    skipped = _counted(counts) * tile
+    queries = np.minimum(num_new[request] - skipped, tile)
+    position = (seq_lens - num_new)[request] + skipped
+    low, stop = first_seen[request], seq_lens[request]
+    first_sink = stop_sink = low
+    if mask.causal:
+        stop = position + queries
+        if mask.window:
+            low = np.maximum(low, position + 1 - mask.window)
+            stop_sink = np.maximum(first_sink, np.minimum(low, mask.num_sink_tokens))
+        if mask.chunk:
+            low = np.maximum(low, position - position % mask.chunk)
+    first_query = starts[:-1][request] + skipped
+    single = queries == 1
+    columns = np.stack([request, first_query, queries, low, stop, first_sink, stop_sink, position])
+
+    part_tokens = max(MIN_PART_TOKENS, int((stop - low)[single].sum()) // (PARTS_PER_THREAD * num_threads))
+    num_parts = np.where(single, np.maximum(1, -(-(stop - low) // part_tokens)), num_kv_heads)
+    index, part = np.arange(len(request)).repeat(num_parts), _counted(num_parts)
+    columns, single = columns[:, index], single[index]
+    split = single & (num_parts[index] > 1)
+    begins = columns[3] + part * part_tokens
+    columns[4] = np.where(split, np.minimum(begins + part_tokens, columns[4]), columns[4])
+    columns[3] = np.where(split, begins, columns[3])
+    columns[6] = np.where(split & (part > 0), columns[5], columns[6])
+    first_head = np.where(single, 0, part)
+    stop_head = np.where(single, num_kv_heads, part + 1)
+    row = np.where(split, num_tokens + np.cumsum(split) - 1, columns[1])
+    items = np.stack([*columns, first_head, stop_head, row], axis=1)
+
+    per_token = np.zeros(num_tokens + 1, dtype=np.int64)
+    np.add.at(per_token, columns[1][split] + 1, 1)
+    cost = (columns[4] - columns[3] + columns[6] - columns[5]) * (stop_head - first_head) * -(-columns[2] * group // 4)
+    threads = 1 if int(cost.sum()) <= SMALL else min(num_threads, len(items))
+    return Work(items, np.cumsum(per_token), threads)
+
+
+def _counted(counts: IntArray) -> IntArray:
+    """Return ``0, 1, …`` for each count, one after the other."""
+    places: IntArray = np.arange(int(counts.sum())) - (counts.cumsum() - counts).repeat(counts)
+    return places

@@ -1,0 +1,144 @@
+"""A step's items over threads: those of torch where they can be had, so that no two pools wait for one core.
+
+torch's OpenMP threads spin for milliseconds after each of its operations: others would find the cores taken.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import carray, cfunc, njit, types
+
+from kvframe_kernels.jit.loops import attend
+from kvframe_kernels.jit.numbers import memory_at, take_next
+
+SIZES = (
+    "num_items",
+    "num_reqs",
+    "max_blocks",
+    "num_tokens",
+    "num_rows",
+    "num_heads",
+    "num_kv_heads",
+    "head_size",
+    "value_size",
+    "num_biases",
+    "key_elements",
+    "value_elements",
+    "block_size",
+    "causal",
+    "window",
+    "num_sink_tokens",
+    "chunk",
+)
+ARRAYS = ("items", "query", "key", "value", "key_strides", "value_strides", "table", "bias", "outputs", "sums")
+CALL = np.dtype(
+    [("counter", np.int64), ("soft_cap", np.float64), *((name, np.int64) for name in (*SIZES, *ARRAYS))], align=True
+)
+"""What ``loops.attend`` is called with: numbers, the addresses of arrays, and how many items were taken."""
+
+Entry = Any
+"""A compiled function that each thread calls with the address of a ``CALL``, and that ends when no item is left."""
+
+
+@njit(nogil=True, error_model="numpy")
+def _attend_to_items(call: Any, key: Any, value: Any, counter: Any) -> None:
+    items = carray(memory_at(call.items), (call.num_items, 11), np.int64)
+    query = carray(memory_at(call.query), (call.num_tokens, call.num_heads, call.head_size), np.float32)
+    key_strides = carray(memory_at(call.key_strides), (3,), np.int64)
+    value_strides = carray(memory_at(call.value_strides), (3,), np.int64)
+    table = carray(memory_at(call.table), (call.num_reqs, call.max_blocks), np.int32)
+    bias = carray(memory_at(call.bias), (call.num_heads, call.num_biases), np.float32)
+    outputs = carray(memory_at(call.outputs), (call.num_rows, call.num_heads, call.value_size), np.float32)
+    sums = carray(memory_at(call.sums), (call.num_rows, call.num_heads, 2), np.float32)
+    item = take_next(counter)
+    while item < call.num_items:
+        attend(
+            items,
+            item,
+            query,
+            key,
+            value,
+            key_strides,
+            value_strides,
+            call.num_kv_heads,
+            table,
+            call.block_size,
+            call.causal != 0,
+            call.window,
+            call.num_sink_tokens,
+            call.chunk,
+            np.float32(call.soft_cap),
+            bias,
+            outputs,
+            sums,
+        )
+        item = take_next(counter)
+
+
+@cache
+def make_entry(dtype: np.dtype[Any]) -> Entry:
+    """Return the entry for pages of float32, uint16 (bfloat16) or int16 (float16); compiles it if nobody has yet."""
+
+    @cfunc(types.void(types.voidptr), cache=True)
+    def entry(address: Any) -> None:
+        call = carray(address, 1, CALL)[0]
+        key = carray(memory_at(call.key), (call.key_elements,), dtype)
+        value = carray(memory_at(call.value), (call.value_elements,), dtype)
+        _attend_to_items(call, key, value, address)
+
+    return entry
+
+
+@cache
+def _start_in_torchs_threads() -> Any:
+    """Return ``GOMP_parallel`` of the OpenMP library that torch has loaded; None where it is another one."""
+    try:
+        # By the name that torch's own copy goes by: what is loaded already is returned.
+        start = ctypes.CDLL("libgomp.so.1").GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    start.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    start.restype = None
+    return start
+
+
+_pools: dict[int, ThreadPoolExecutor] = {}
+# The threads of a process are not there in one that is forked from it.
+os.register_at_fork(after_in_child=_pools.clear)
+
+
+def run(
+    dtype: np.dtype[Any], sizes: Mapping[str, int], arrays: Mapping[str, Any], soft_cap: float, threads: int
+) -> None:
+    """Attend to all items of a step.
+
+    Args:
+        dtype: Of the pages, as the loops are given it.
+        sizes: ``SIZES``, by name.
+        arrays: ``ARRAYS``, by name, each contiguous.
+        soft_cap: Of scores; 0 for none.
+        threads: How many to use.
+    """
+    call = np.zeros(1, CALL)
+    call["soft_cap"] = soft_cap
+    for name, size in sizes.items():
+        call[name] = size
+    for name, array in arrays.items():
+        call[name] = array.ctypes.data
+    entry, address = make_entry(dtype), call.ctypes.data
+    start = _start_in_torchs_threads()
+    if threads == 1:
+        entry.ctypes(address)
+    elif start is not None:
+        start(entry.address, address, threads, 0)
+    else:
+        pool = _pools.setdefault(threads, ThreadPoolExecutor(threads, thread_name_prefix="kvframe-attention"))
+        for each in [pool.submit(entry.ctypes, address) for _ in range(threads)]:
+            each.result()

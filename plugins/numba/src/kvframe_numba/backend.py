@@ -1,0 +1,117 @@
+"""The backend: a step is cut into work for threads once, and each layer's pages are read where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from kvframe_kernels.jit.attention import Batch, paged_attention
+from kvframe_kernels.jit.plan import Mask, plan
+
+from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder, Capabilities, KVCache
+from kvframe.attention.metadata import SEQ_STARTS, CommonAttentionMetadata
+from kvframe.attention.relative_bias import RELATIVE_BIAS, bias_by_distance
+from kvframe.specs import LayerSpec
+
+
+class NumbaMetadataBuilder(AttentionMetadataBuilder):
+    """Cuts a step into work items."""
+
+    table_fields = frozenset({"block_table"})
+
+    def __init__(self, layer: LayerSpec) -> None:
+        """Take what the layers of the group have in common."""
+        assert layer.spec is not None
+        assert layer.query is not None
+        mask = layer.spec.mask
+        assert mask is not None
+        self._mask = Mask(
+            causal=mask.causal,
+            window=mask.window or 0,
+            num_sink_tokens=mask.num_sink_tokens,
+            chunk=mask.chunk or 0,
+        )
+        self._num_heads = layer.query.num_heads
+        self._num_kv_heads = layer.spec.state_tensors()["k"].shape[1]
+
+    @property
+    def reuse_key(self) -> Hashable:
+        """What of the mask and of the layers' heads decides how a step is cut."""
+        return self._mask, self._num_heads, self._num_kv_heads
+
+    def build(self, metadata: CommonAttentionMetadata) -> Batch:
+        """Return the step's work, one thread's after the other's."""
+        mask = attrs.evolve(self._mask, causal=self._mask.causal and metadata.causal)
+        seq_starts = None
+        if SEQ_STARTS in metadata.extensions:
+            values_cpu = metadata.extensions[SEQ_STARTS].values_cpu
+            assert values_cpu is not None
+            seq_starts = values_cpu.numpy()
+        work = plan(
+            metadata.query_start_loc_cpu.numpy(),
+            metadata.seq_lens_cpu.numpy(),
+            seq_starts,
+            metadata.slot_mapping.shape[0],
+            mask,
+            self._num_heads,
+            self._num_kv_heads,
+            torch.get_num_threads(),
+        )
+        return Batch(work=work, block_table=metadata.block_table, mask=mask)
+
+    def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
+        """Return the block table."""
+        return {"block_table": metadata.block_table}
+
+
+class NumbaBackend(AttentionBackend):
+    """Serves every mask that kernels know, with soft caps, sinks, learned sink logits and biases."""
+
+    capabilities = Capabilities(
+        devices=frozenset({"cpu"}),
+        dtypes=frozenset({"float32", "float16", "bfloat16"}),
+        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk"}),
+        extensions=frozenset({SEQ_STARTS}),
+        soft_cap=True,
+        sinks=True,
+        relative_bias=True,
+        separate_value_size=True,
+        takes_copies=True,
+        preference=5,
+    )
+
+    def __init__(self, layers: Sequence[LayerSpec], device: torch.device) -> None:
+        """Take the group's layers."""
+        super().__init__(layers, device)
+        self._bias_by_distance: dict[str, torch.Tensor] = {}
+
+    def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Keep the layer's tensors, and its bias as the loops look it up."""
+        super().bind(layer, parameters)
+        assert layer.query is not None
+        if layer.query.relative_bias is not None:
+            table = parameters[RELATIVE_BIAS]
+            self._bias_by_distance[layer.name] = bias_by_distance(layer.query.relative_bias, table)
+
+    def make_builder(self) -> NumbaMetadataBuilder:
+        """Return the builder of the step's work."""
+        return NumbaMetadataBuilder(self.layers[0])
+
+    def forward(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attend to the pages where they lie."""
+        assert isinstance(metadata, Batch)
+        assert layer.query is not None
+        return paged_attention(
+            query,
+            kv_cache["k"],
+            kv_cache["v"],
+            metadata,
+            scale=layer.query.scale,
+            soft_cap=layer.query.soft_cap,
+            sinks=sinks,
+            bias=self._bias_by_distance.get(layer.name),
+        )

@@ -1,0 +1,35 @@
+"""The backend computes what attention is, on every kind of batch and mask that it declares."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kvframe_kernels.jit import plan
+from kvframe_numba.backend import NumbaBackend
+
+from kvframe.testing.case import Case
+from kvframe.testing.conformance import check_backend
+from kvframe.testing.grid import make_cases
+
+CASES = make_cases(NumbaBackend.capabilities)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_it_computes_what_it_declares(case: Case) -> None:
+    check_backend(NumbaBackend, case)
+
+
+@pytest.mark.parametrize("case", CASES[::5], ids=lambda case: case.name)
+def test_split_over_threads_and_tokens_it_computes_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "SMALL", 0)
+    monkeypatch.setattr(plan, "MIN_PART_TOKENS", 3)
+    torch.set_num_threads(3)
+    try:
+        check_backend(NumbaBackend, case, poison=1e4)
+    finally:
+        torch.set_num_threads(1)
