@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kvframe_kernels.cpu import attention, build, reference
-from kvframe_kernels.cpu.attention import Batch, Scoring, paged_attention
+from kvframe_kernels.cpu.attention import Batch, Scales, Scoring, paged_attention
 
 LENGTHS = ((0, 1), (40, 1), (0, 70), (300, 1), (13, 5), (129, 1), (90, 40))
 """Tokens before the step and in it, of each request."""
@@ -64,9 +64,7 @@ def draw(
     return query, key, value, Batch(query_start_loc=whole(starts), seq_lens=whole(lens), block_table=table)
 
 
-def check(
-    drawn: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Batch], scoring: Scoring, **learned: torch.Tensor
-) -> None:
+def check(drawn: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Batch], scoring: Scoring, **learned: Any) -> None:
     """Hold the kernels to twice the error that the reference makes in the queries' dtype."""
     query, key, value, batch = drawn
     exact = reference.paged_attention(query.double(), key, value, batch, scoring, dtype=torch.float64, **learned)
@@ -179,9 +177,8 @@ def test_queries_without_a_key_and_padding_get_zeros() -> None:
     assert found[6:8].all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("piece_tokens", [1, 16, 100])
-@pytest.mark.parametrize("num_threads", [2, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_threads", "piece_tokens"), [(1, 1), (2, 16), (3, 100)])
 def test_pieces_and_threads_change_nothing(
     num_threads: int, piece_tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +193,74 @@ def test_one_long_request_is_cut() -> None:
     check(draw([(3000, 1)]), Scoring(scale=0.3))
     check(draw([(3000, 2)]), Scoring(scale=0.3))
     torch.set_num_threads(1)
+
+
+def scattered(values: torch.Tensor) -> torch.Tensor:
+    """Return values with strides of another kind than their shape's, between numbers that are nobody's."""
+    pool = torch.full((len(values), 3, *values.shape[1:]), 77, dtype=torch.float32).to(values.dtype)
+    pool[:, 1] = values
+    return pool[:, 1]
+
+
+def coded(stored: torch.dtype, head_size: int, **options: Any) -> tuple[Any, Scales]:
+    """Return queries and a batch as ``draw`` does, with random codes in pages, and random scales for them."""
+    query, key, _, batch = draw(head_size=head_size, **options)
+    generator = torch.Generator().manual_seed(3)
+    shape = key.shape[:3]
+
+    def scale(dtype: torch.dtype) -> torch.Tensor:
+        return scattered((torch.rand(shape, generator=generator) * 0.02 + 0.01).to(dtype))
+
+    if stored == torch.uint8:
+        codes = [torch.randint(0, 256, (*shape, head_size // 2), generator=generator).to(stored) for _ in range(2)]
+        half = torch.float16
+        lows = [scattered(torch.randn(shape, generator=generator).to(half)) for _ in range(2)]
+        scales = Scales(key_scale=scale(half), value_scale=scale(half), key_min=lows[0], value_min=lows[1])
+    else:
+        drawn = [torch.randn(*shape, head_size, generator=generator) * 40 for _ in range(2)]
+        codes = [each.clamp(-127, 127).to(stored) for each in drawn]
+        scales = Scales(key_scale=scale(torch.float32), value_scale=scale(torch.float32))
+    return (query, codes[0], codes[1], batch), scales
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_size", [8, 30, 64, 128])
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8, torch.uint8])
+def test_codes_with_scales(stored: torch.dtype, head_size: int, dtype: torch.dtype) -> None:
+    drawn, scales = coded(stored, head_size, dtype=dtype)
+    for mask in ({}, {"window": 9, "num_sink_tokens": 4}):
+        check(drawn, Scoring(scale=head_size**-0.5, soft_cap=5.0, **mask), scales=scales, sinks=torch.ones(4))
+
+
+def test_codes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "PIECE_TOKENS", 16)
+    torch.set_num_threads(2)
+    for stored in (torch.float8_e4m3fn, torch.int8, torch.uint8):
+        drawn, scales = coded(stored, 32, num_heads=7, num_kv_heads=1)
+        check(drawn, Scoring(scale=0.2), scales=scales)
+    torch.set_num_threads(1)
+
+
+def test_every_eight_bit_float_is_read_as_torch_reads_it() -> None:
+    codes = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn)
+    key = torch.zeros(257, 1, 1, 1, dtype=torch.float8_e4m3fn)
+    value = key.clone()
+    value[1:, 0, 0, 0] = codes
+    # One request for each code, and one more query for each so that both ways are taken.
+    for num_queries in (1, 2):
+        batch = Batch(
+            query_start_loc=whole(range(0, 256 * num_queries + 1, num_queries)),
+            seq_lens=whole([1] * 256),
+            block_table=torch.arange(1, 257, dtype=torch.int32)[:, None],
+            causal=False,
+        )
+        found = paged_attention(torch.ones(256 * num_queries, 1, 1), key, value, batch, Scoring(scale=1.0))
+        torch.testing.assert_close(found.flatten()[::num_queries], codes.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_one_factor_for_all() -> None:
+    drawn, _ = coded(torch.float8_e4m3fn, 32)
+    check(drawn, Scoring(scale=0.01, key_factor=0.5, value_factor=3.0), sinks=torch.ones(4))
 
 
 def test_large_scores_do_not_overflow() -> None:
@@ -227,6 +292,9 @@ def test_older_machines(flags: tuple[str, ...], dtype: torch.dtype, monkeypatch:
     for mask in MASKS:
         check(draw(dtype=dtype, head_size=40), Scoring(scale=0.3, **mask))
     check(draw(dtype=dtype), Scoring(scale=0.3, soft_cap=2.0), sinks=torch.ones(4), bias=torch.randn(4, 41))
+    for stored in (torch.float8_e4m3fn, torch.int8, torch.uint8):
+        drawn, scales = coded(stored, 40, dtype=dtype)
+        check(drawn, Scoring(scale=0.2), scales=scales)
 
 
 def test_what_cannot_be_read_is_refused() -> None:

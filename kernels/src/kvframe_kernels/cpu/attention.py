@@ -11,10 +11,24 @@ import torch
 from kvframe_kernels.cpu.build import load_library
 
 DTYPES: Mapping[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""What queries and caches may be of, each its own, with the number that the kernels know it by."""
+"""What queries may be of, with the number that the kernels know it by."""
+
+STORED: Mapping[torch.dtype, int] = {**DTYPES, torch.float8_e4m3fn: 3, torch.int8: 4, torch.uint8: 5}
+"""What keys and values may be of; ``uint8`` stands for two codes of four bits."""
+
+PLANES = ("key", "value", "key_scale", "value_scale", "key_min", "value_min")
 
 PIECE_TOKENS = 256
 """Keys of a piece of work at least: what takes longer than the thread pool needs to hand out."""
+
+
+class _Plane(ctypes.Structure):
+    """``Plane`` of ``src/step.h``."""
+
+    _fields_ = [
+        ("at", ctypes.c_void_p),
+        *((f"{name}_stride", ctypes.c_int64) for name in ("block", "token", "head")),
+    ]
 
 
 class _Step(ctypes.Structure):
@@ -23,18 +37,16 @@ class _Step(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "output")),
         *((name, ctypes.c_int64) for name in ("query_token_stride", "query_head_stride")),
-        *((name, ctypes.c_void_p) for name in ("key", "value")),
-        *((f"key_{name}_stride", ctypes.c_int64) for name in ("block", "token", "head")),
-        *((f"value_{name}_stride", ctypes.c_int64) for name in ("block", "token", "head")),
+        *((name, _Plane) for name in PLANES),
         *((name, ctypes.c_void_p) for name in ("query_start_loc", "seq_lens", "seq_starts", "block_table")),
         ("block_table_stride", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("sinks", "bias")),
         *((name, ctypes.c_int64) for name in ("max_distance", "num_reqs", "num_tokens", "block_size")),
         *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_size", "head_size_v")),
-        *((name, ctypes.c_int64) for name in ("query_dtype", "stored_dtype")),
+        *((name, ctypes.c_int64) for name in ("query_dtype", "stored_dtype", "scale_dtype")),
         *((name, ctypes.c_int64) for name in ("causal", "window", "num_sink_tokens", "chunk")),
         *((name, ctypes.c_int64) for name in ("num_threads", "piece_tokens")),
-        *((name, ctypes.c_double) for name in ("scale", "soft_cap")),
+        *((name, ctypes.c_double) for name in ("scale", "soft_cap", "value_factor")),
     ]
 
 
@@ -69,6 +81,8 @@ class Scoring:
         window: Tokens that a causal query sees, its own included; None for all.
         num_sink_tokens: Tokens at the start that are seen whatever the window.
         chunk: A causal query at ``n`` sees ``[n - n % chunk, n]``; None for no chunks.
+        key_factor: What all stored keys are multiplied by.
+        value_factor: What all stored values are multiplied by.
     """
 
     scale: float
@@ -76,6 +90,25 @@ class Scoring:
     window: int | None = None
     num_sink_tokens: int = 0
     chunk: int | None = None
+    key_factor: float = 1.0
+    value_factor: float = 1.0
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Scales:
+    """What turns codes back into numbers: ``code * scale + min``, for each token and head.
+
+    All are ``[num_block_ids, block_size, num_kv_heads]``, host, any strides, all in float32 or all in float16; None for
+    1 and 0.
+    """
+
+    key_scale: torch.Tensor | None = None
+    value_scale: torch.Tensor | None = None
+    key_min: torch.Tensor | None = None
+    value_min: torch.Tensor | None = None
+
+
+NO_SCALES = Scales()
 
 
 def paged_attention(
@@ -86,6 +119,7 @@ def paged_attention(
     scoring: Scoring,
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    scales: Scales = NO_SCALES,
 ) -> torch.Tensor:
     """Return the attention of packed queries over the pages of their requests.
 
@@ -93,13 +127,15 @@ def paged_attention(
 
     Args:
         query: ``[num_tokens, num_heads, head_size]``, host; those behind the last request's are padding.
-        key: ``[num_block_ids, block_size, num_kv_heads, head_size]``, host, any strides but the last.
+        key: ``[num_block_ids, block_size, num_kv_heads, head_size]``, host, any strides but the last; of ``STORED``. In
+            ``uint8`` it is half as long: byte ``j`` has element ``j`` in its low half and ``j + head_size / 2`` above.
         value: ``[num_block_ids, block_size, num_kv_heads, head_size_v]``, likewise, in the dtype of ``key``.
         batch: The requests.
         scoring: The layer's scale, cap and mask.
         sinks: ``[num_heads]``: learned sink logits; None for none.
         bias: ``[num_heads, 2 * max_distance + 1]``: added to the scores by the distance of a key from its query, held
             at both ends; None for none.
+        scales: What belongs to keys and values that are codes.
 
     Returns:
         ``[num_tokens, num_heads, head_size_v]``, in the query's dtype: zeros for queries that see no key, and padding.
@@ -109,7 +145,11 @@ def paged_attention(
         ValueError: A dtype or a stride is none that the kernels read.
     """
     library = load_library()
-    query, key, value = _readable("query", query), _readable("key", key), _readable("value", value)
+    query, key, value = (
+        _readable("query", query, DTYPES),
+        _readable("key", key, STORED),
+        _readable("value", value, STORED),
+    )
     if key.dtype != value.dtype:
         raise ValueError(f"keys are of {key.dtype} and values of {value.dtype}; they must be of one dtype")
     starts, lens = _whole("query_start_loc", batch.query_start_loc), _whole("seq_lens", batch.seq_lens)
@@ -120,21 +160,16 @@ def paged_attention(
     sinks = None if sinks is None else sinks.float().contiguous()
     bias = None if bias is None else bias.float().contiguous()
     num_tokens, num_heads, head_size = query.shape
-    item = key.element_size()
-    output = query.new_empty(num_tokens, num_heads, value.shape[-1])
+    head_size_v = value.shape[-1] * (2 if value.dtype == torch.uint8 else 1)
+    output = query.new_empty(num_tokens, num_heads, head_size_v)
+    of_scales = [scales.key_scale, scales.value_scale, scales.key_min, scales.value_min]
+    scale_dtype = next((tensor.dtype for tensor in of_scales if tensor is not None), torch.float32)
     step = _Step(
         query=query.data_ptr(),
         output=output.data_ptr(),
         query_token_stride=query.stride(0),
         query_head_stride=query.stride(1),
-        key=key.data_ptr(),
-        value=value.data_ptr(),
-        key_block_stride=item * key.stride(0),
-        key_token_stride=item * key.stride(1),
-        key_head_stride=item * key.stride(2),
-        value_block_stride=item * value.stride(0),
-        value_token_stride=item * value.stride(1),
-        value_head_stride=item * value.stride(2),
+        **{name: _plane(tensor) for name, tensor in zip(PLANES, [key, value, *of_scales], strict=True)},
         query_start_loc=starts.data_ptr(),
         seq_lens=lens.data_ptr(),
         seq_starts=None if hidden is None else hidden.data_ptr(),
@@ -149,25 +184,34 @@ def paged_attention(
         num_heads=num_heads,
         num_kv_heads=key.shape[2],
         head_size=head_size,
-        head_size_v=value.shape[-1],
+        head_size_v=head_size_v,
         query_dtype=DTYPES[query.dtype],
-        stored_dtype=DTYPES[key.dtype],
+        stored_dtype=STORED[key.dtype],
+        scale_dtype=DTYPES[scale_dtype],
         causal=batch.causal,
         window=scoring.window or 0,
         num_sink_tokens=scoring.num_sink_tokens,
         chunk=scoring.chunk or 0,
         num_threads=torch.get_num_threads(),
         piece_tokens=PIECE_TOKENS,
-        scale=scoring.scale,
+        scale=scoring.scale * scoring.key_factor,
         soft_cap=scoring.soft_cap or 0.0,
+        value_factor=scoring.value_factor,
     )
     library.kvframe_attention(ctypes.byref(step))
     return output
 
 
-def _readable(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype not in DTYPES:
-        raise ValueError(f"{name} is of {tensor.dtype}; the kernels read {', '.join(map(str, DTYPES))}")
+def _plane(tensor: torch.Tensor | None) -> _Plane:
+    if tensor is None:
+        return _Plane()
+    item, (block, token, head, *_) = tensor.element_size(), tensor.stride()
+    return _Plane(tensor.data_ptr(), item * block, item * token, item * head)
+
+
+def _readable(name: str, tensor: torch.Tensor, dtypes: Mapping[torch.dtype, int]) -> torch.Tensor:
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} is of {tensor.dtype}; the kernels read {', '.join(map(str, dtypes))}")
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from kvframe_kernels.cpu.attention import Batch, Scoring
+from kvframe_kernels.cpu.attention import NO_SCALES, Batch, Scales, Scoring
 
 
 def paged_attention(
@@ -20,9 +20,12 @@ def paged_attention(
     scoring: Scoring,
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    scales: Scales = NO_SCALES,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Return what ``kvframe_kernels.cpu.attention.paged_attention`` does, computed in ``dtype``; arguments as there."""
+    key = numbers(key, scales.key_scale, scales.key_min, dtype) * scoring.key_factor
+    value = numbers(value, scales.value_scale, scales.value_min, dtype) * scoring.value_factor
     output = query.new_zeros(query.shape[0], query.shape[1], value.shape[-1])
     starts, lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
     hidden = [0] * len(lens) if batch.seq_starts is None else batch.seq_starts.tolist()
@@ -31,7 +34,7 @@ def paged_attention(
             continue
         tokens = torch.arange(hidden[request], length)
         blocks = batch.block_table[request, tokens // key.shape[1]].long()
-        keys, values = (state[blocks, tokens % key.shape[1]].to(dtype) for state in (key, value))
+        keys, values = (state[blocks, tokens % key.shape[1]] for state in (key, value))
         positions = length - (stop - start) + torch.arange(stop - start)
         visible = _visible(positions, tokens, scoring) if batch.causal else None
         for head in range(query.shape[1]):
@@ -52,6 +55,18 @@ def paged_attention(
             seen = torch.ones(len(tokens), dtype=torch.bool) if visible is None else visible.any(0)
             output[start:stop, head] = (weights[:, seen] @ values[seen, kv_head]).to(query.dtype)
     return output
+
+
+def numbers(
+    codes: torch.Tensor, scale: torch.Tensor | None, low: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return what codes stand for, in ``dtype``: bytes of two, low halves first, as ``code * scale + low``."""
+    if codes.dtype == torch.uint8:
+        codes = torch.cat([codes & 15, codes >> 4], dim=-1)
+    found = codes.to(dtype)
+    if scale is not None:
+        found = found * scale.to(dtype).unsqueeze(-1)
+    return found if low is None else found + low.to(dtype).unsqueeze(-1)
 
 
 def _visible(positions: torch.Tensor, tokens: torch.Tensor, scoring: Scoring) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from kvframe_kernels.cpu.attention import Batch, Scoring, paged_attention
+from kvframe_kernels.cpu.attention import Batch, Scales, Scoring, paged_attention
 from kvframe_kernels.cpu.build import BuildError, load_library
 
 from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder, Capabilities, KVCache
@@ -55,6 +55,7 @@ class CpuBackend(AttentionBackend):
         dtypes=frozenset({"float32", "float16", "bfloat16"}),
         masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk"}),
         extensions=frozenset({SEQ_STARTS}),
+        formats=frozenset({"plain", "fp8_tensor", "fp8_token_head", "int8_token_head", "int4_token_head"}),
         soft_cap=True,
         sinks=True,
         relative_bias=True,
@@ -86,6 +87,9 @@ class CpuBackend(AttentionBackend):
             window=spec.mask.window,
             num_sink_tokens=spec.mask.num_sink_tokens,
             chunk=spec.mask.chunk,
+            # A format with one scale for all has it as a parameter.
+            key_factor=getattr(spec.kv_format, "k_scale", 1.0),
+            value_factor=getattr(spec.kv_format, "v_scale", 1.0),
         )
         self._bias_by_distance: dict[str, torch.Tensor] = {}
 
@@ -107,4 +111,10 @@ class CpuBackend(AttentionBackend):
         """Attend to the pages where they lie."""
         assert isinstance(metadata, Batch)
         bias = self._bias_by_distance.get(layer.name)
-        return paged_attention(query, kv_cache["k"], kv_cache["v"], metadata, self._scoring, sinks, bias)
+        scales = Scales(
+            key_scale=kv_cache.get("k_scale"),
+            value_scale=kv_cache.get("v_scale"),
+            key_min=kv_cache.get("k_min"),
+            value_min=kv_cache.get("v_min"),
+        )
+        return paged_attention(query, kv_cache["k"], kv_cache["v"], metadata, self._scoring, sinks, bias, scales)

@@ -47,7 +47,10 @@ void work(void* argument) {
     switch (job.step.stored_dtype) {
       case kFloat32: run_piece<Float32>(job.step, job.plan, scratch, piece); break;
       case kBFloat16: run_piece<BFloat16>(job.step, job.plan, scratch, piece); break;
-      default: run_piece<Float16>(job.step, job.plan, scratch, piece); break;
+      case kFloat16: run_piece<Float16>(job.step, job.plan, scratch, piece); break;
+      case kFloat8: run_piece<Float8>(job.step, job.plan, scratch, piece); break;
+      case kInt8: run_piece<Int8>(job.step, job.plan, scratch, piece); break;
+      default: run_piece<Nibble>(job.step, job.plan, scratch, piece); break;
     }
   }
 }

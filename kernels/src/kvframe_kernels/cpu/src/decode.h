@@ -41,18 +41,20 @@ inline __m512 sums_of_sixteen(const __m512* v) {
 // Keys as floats, for queries that are floats, too.
 template <class Stored>
 struct FloatKeys {
-  static constexpr int kPerVec = kLanes;
-  static Vec full(const char* row, int i) { return Stored::full(row, i); }
-  static Vec few(const char* row, int i, int count) { return Stored::few(row, i, count); }
+  static constexpr int kPerVec = kLanes, kBytes = Stored::kBytes;
+  static constexpr bool kScaled = Stored::kScaled;
+  static Vec full(const char* row, int i, int size) { return Stored::full(row, i, size); }
+  static Vec few(const char* row, int i, int count, int size) { return Stored::few(row, i, count, size); }
   static Vec multiply_add(Vec query, Vec key, Vec sum) { return fma(query, key, sum); }
 };
 
 #if defined(KVFRAME_AVX512) && defined(__AVX512BF16__)
 // Keys and queries of bfloat16 as they are, two a float.
 struct PairKeys {
-  static constexpr int kPerVec = 2 * kLanes;
-  static Vec full(const char* row, int i) { return *reinterpret_cast<const LooseVec*>(row + 2 * i); }
-  static Vec few(const char* row, int i, int count) {
+  static constexpr int kPerVec = 2 * kLanes, kBytes = 2;
+  static constexpr bool kScaled = false;
+  static Vec full(const char* row, int i, int) { return *reinterpret_cast<const LooseVec*>(row + 2 * i); }
+  static Vec few(const char* row, int i, int count, int) {
     return (Vec)_mm512_maskz_loadu_epi16((__mmask32)((1ull << count) - 1), row + 2 * i);
   }
   static Vec multiply_add(Vec query, Vec key, Vec sum) {
@@ -67,7 +69,7 @@ inline void fetch(const char* from) { __builtin_prefetch(from, 0, 3); }
 // is 0, any number of query heads shares a KV head. `ahead` is the key of a later token, which is fetched meanwhile.
 template <class Keys, int kGroup>
 inline void multiply_token(const Step& step, const float* queries, int stride, int head, const char* key,
-                           float* products, const char* ahead) {
+                           float* products, const char* ahead, const float* scales, const float* lows) {
   int size = (int)step.head_size, whole = size / Keys::kPerVec * Keys::kPerVec, group = step.group_size();
   int last = (int)step.num_heads - 1;
   Vec sums[kHeads] = {};
@@ -75,7 +77,10 @@ inline void multiply_token(const Step& step, const float* queries, int stride, i
 #pragma GCC unroll 16
   for (int h = 0; h < kHeads; h += kShare) {
     // Heads behind the last repeat it.
-    const char* row = key + std::min(head + h, last) / (kGroup ? kGroup : group) * step.key_head_stride;
+    int kv_head = std::min(head + h, last) / (kGroup ? kGroup : group);
+    const char* row = key + kv_head * step.key.head_stride;
+    Vec scale = {}, low = {};
+    if constexpr (Keys::kScaled) scale = all(scales[kv_head]), low = all(lows[kv_head]);
     const float* mine[kShare];
 #pragma GCC unroll 16
     for (int g = 0; g < kShare; g++) mine[g] = queries + std::min(head + h + g, last) * stride;
@@ -83,13 +88,16 @@ inline void multiply_token(const Step& step, const float* queries, int stride, i
     int64_t offset = row - key;
 #pragma GCC unroll 1
     for (int i = 0; i < whole; i += Keys::kPerVec, at += kLanes) {
-      fetch(ahead + offset + 64 * (i / Keys::kPerVec));
-      Vec part = Keys::full(row, i);
+      if (i * Keys::kBytes % 64 == 0) fetch(ahead + offset + i * Keys::kBytes);
+      Vec part = Keys::full(row, i, size);
+      if constexpr (Keys::kScaled) part = fma(part, scale, low);
 #pragma GCC unroll 16
       for (int g = 0; g < kShare; g++) sums[h + g] = Keys::multiply_add(load(mine[g] + at), part, sums[h + g]);
     }
     if (whole < size) {
-      Vec part = Keys::few(row, whole, size - whole);
+      // Zeros of the query stand against what is behind the last element.
+      Vec part = Keys::few(row, whole, size - whole, size);
+      if constexpr (Keys::kScaled) part = fma(part, scale, low);
 #pragma GCC unroll 16
       for (int g = 0; g < kShare; g++) sums[h + g] = Keys::multiply_add(load(mine[g] + at), part, sums[h + g]);
     }
@@ -104,7 +112,8 @@ inline void multiply_token(const Step& step, const float* queries, int stride, i
 // outputs[g] = outputs[g] * shrink[g] + the sum over kCount tokens of weights[token][g] * value, for kGroup heads.
 template <class Stored, int kGroup, int kCount>
 inline void add_values(const float* weights, int weight_stride, const float* shrink, const char* const* values,
-                       int ahead, int64_t offset, int size, float* outputs, int stride) {
+                       int ahead, int64_t offset, int size, const float* scales, const float* lows, int scale_stride,
+                       float* outputs, int stride) {
   constexpr int kVecs = kLanes == 16 ? 4 : 1;
   int i = 0;
 #pragma GCC unroll 1
@@ -122,7 +131,10 @@ inline void add_values(const float* weights, int weight_stride, const float* shr
     for (int t = 0; t < kCount; t++) {
       Vec value[kVecs];
 #pragma GCC unroll 4
-      for (int j = 0; j < kVecs; j++) value[j] = Stored::full(values[t] + offset, i + j * kLanes);
+      for (int j = 0; j < kVecs; j++) {
+        value[j] = Stored::full(values[t] + offset, i + j * kLanes, size);
+        if constexpr (Stored::kScaled) value[j] = fma(value[j], all(scales[t * scale_stride]), all(lows[t * scale_stride]));
+      }
 #pragma GCC unroll 4
       for (int j = 0; j < kVecs * kLanes * Stored::kBytes; j += 64) fetch(values[t + ahead] + offset + i * Stored::kBytes + j);
 #pragma GCC unroll 8
@@ -146,7 +158,8 @@ inline void add_values(const float* weights, int weight_stride, const float* shr
       if (shrink) sums *= all(shrink[g]);
       for (int t = 0; t < kCount; t++) {
         const char* row = values[t] + offset;
-        Vec value = left >= kLanes ? Stored::full(row, i) : Stored::few(row, i, left);
+        Vec value = left >= kLanes ? Stored::full(row, i, size) : Stored::few(row, i, left, size);
+        if constexpr (Stored::kScaled) value = fma(value, all(scales[t * scale_stride]), all(lows[t * scale_stride]));
         sums = fma(all(weights[t * weight_stride + g]), value, sums);
       }
       store(outputs + g * stride + i, sums);
@@ -170,12 +183,15 @@ class Decode {
         value_stride_(floats_of_row(step)),
         ahead_(std::min(kChunk, std::max(kTokens, kAheadBytes / std::max(1, row_bytes(step))))) {
     scratch.reset();
-    scratch.reserve((size_t)heads_ * (query_stride_ + value_stride_ + 3 + kChunk) + 256);
+    scratch.reserve((size_t)heads_ * (query_stride_ + value_stride_ + 3 + 5 * kChunk) + 512);
     queries_ = scratch.take((size_t)heads_ * query_stride_);
     outputs_ = scratch.take((size_t)heads_ * value_stride_);
     tops_ = scratch.take(heads_);
     totals_ = scratch.take(heads_);
     shrinks_ = scratch.take(heads_);
+    size_t scales = (size_t)kChunk * step.num_kv_heads;
+    key_scales_ = scratch.take(scales), key_lows_ = scratch.take(scales);
+    value_scales_ = scratch.take(scales), value_lows_ = scratch.take(scales);
     scores_ = scratch.take((size_t)kChunk * heads_);
   }
 
@@ -202,9 +218,10 @@ class Decode {
     for (int at = piece_.keys.start; at < stop;) {
       int count = std::min({kChunk, stop - at, seen.stretch_end(at) - at});
       int known = std::min(count + kChunk, stop - at);
-      pages.find(seen, at, known, keys, values);
+      pages.find(seen, at, known, step_.key, keys);
+      pages.find(seen, at, known, step_.value, values);
       for (int i = known; i < 2 * kChunk; i++) keys[i] = keys[known - 1], values[i] = values[known - 1];
-      compute(keys, values, count, seen.position(at));
+      compute(keys, values, pages, at, count);
       at += count;
     }
     for (int head = 0; head < step_.num_heads; head++) {
@@ -218,7 +235,13 @@ class Decode {
 
   static int row_bytes(const Step& step) { return (int)(step.num_kv_heads * step.head_size) * Stored::kBytes; }
 
-  void compute(const char* const* keys, const char* const* values, int count, int position) {
+  void compute(const char* const* keys, const char* const* values, const Pages& pages, int at, int count) {
+    if constexpr (Stored::kScaled) {
+      read_scales(pages, at, count, step_.key_scale, 1.0f, key_scales_);
+      read_scales(pages, at, count, step_.key_min, 0.0f, key_lows_);
+      read_scales(pages, at, count, step_.value_scale, 1.0f, value_scales_);
+      read_scales(pages, at, count, step_.value_min, 0.0f, value_lows_);
+    }
     for (int t = 0; t < count; t++) {
       switch (group_) {
         case 1: multiply<1>(keys[t], t, keys[t + ahead_]); break;
@@ -228,7 +251,7 @@ class Decode {
         default: multiply<0>(keys[t], t, keys[t + ahead_]); break;
       }
     }
-    cap_and_bias_heads(step_, (float)step_.scale, unit_.position, position, count, heads_, scores_);
+    cap_and_bias_heads(step_, (float)step_.scale, unit_.position, unit_.seen.position(at), count, heads_, scores_);
     weigh_heads(count, heads_, scores_, tops_, totals_, shrinks_);
     const float* shrinks = shrinks_;
     int t = 0;
@@ -236,10 +259,23 @@ class Decode {
     for (; t < count; t++, shrinks = nullptr) add<1>(values + t, t, shrinks);
   }
 
+  // Reads what a plane has for each token and KV head into [kChunk, num_kv_heads].
+  void read_scales(const Pages& pages, int at, int count, const Plane& plane, float missing, float* to) {
+    int heads = (int)step_.num_kv_heads;
+    const char* found[kChunk];
+    if (plane.at) pages.find(unit_.seen, at, count, plane, found);
+    for (int t = 0; t < count; t++) {
+      for (int head = 0; head < heads; head++) {
+        to[t * heads + head] = plane.at ? read_scale(step_, found[t] + head * plane.head_stride) : missing;
+      }
+    }
+  }
+
   template <int kGroup>
   void multiply(const char* key, int t, const char* ahead) {
     for (int head = 0; head < step_.num_heads; head += kHeads) {
-      multiply_token<Keys, kGroup>(step_, queries_, query_stride_, head, key, scores_ + t * heads_ + head, ahead);
+      multiply_token<Keys, kGroup>(step_, queries_, query_stride_, head, key, scores_ + t * heads_ + head, ahead,
+                                   key_scales_ + t * step_.num_kv_heads, key_lows_ + t * step_.num_kv_heads);
     }
   }
 
@@ -247,7 +283,7 @@ class Decode {
   void add(const char* const* values, int t, const float* shrinks) {
     for (int kv_head = 0; kv_head < step_.num_kv_heads; kv_head++) {
       int first = kv_head * group_, done = 0;
-      int64_t offset = kv_head * step_.value_head_stride;
+      int64_t offset = kv_head * step_.value.head_stride;
       for (; group_ - done >= 4; done += 4) add_heads<4, kCount>(values, t, shrinks, offset, first + done);
       if (group_ - done >= 2) add_heads<2, kCount>(values, t, shrinks, offset, first + done), done += 2;
       if (group_ - done >= 1) add_heads<1, kCount>(values, t, shrinks, offset, first + done);
@@ -256,9 +292,11 @@ class Decode {
 
   template <int kGroup, int kCount>
   void add_heads(const char* const* values, int t, const float* shrinks, int64_t offset, int head) {
+    int64_t first_scale = t * step_.num_kv_heads + head / group_;
     add_values<Stored, kGroup, kCount>(scores_ + t * heads_ + head, heads_, shrinks ? shrinks + head : nullptr, values,
-                                       ahead_, offset, (int)step_.head_size_v, outputs_ + head * value_stride_,
-                                       value_stride_);
+                                       ahead_, offset, (int)step_.head_size_v, value_scales_ + first_scale,
+                                       value_lows_ + first_scale, (int)step_.num_kv_heads,
+                                       outputs_ + head * value_stride_, value_stride_);
   }
 
   const Step& step_;
@@ -270,6 +308,7 @@ class Decode {
   int query_stride_, value_stride_;
   int ahead_;  // tokens
   float *queries_, *outputs_, *tops_, *totals_, *shrinks_, *scores_;
+  float *key_scales_, *key_lows_, *value_scales_, *value_lows_;
 };
 
 }  // namespace kvframe

@@ -8,17 +8,22 @@
 
 namespace kvframe {
 
-enum Dtype { kFloat32, kBFloat16, kFloat16 };
+enum Dtype { kFloat32, kBFloat16, kFloat16, kFloat8, kInt8, kNibble };
+
+// A tensor [num_block_ids, block_size, num_kv_heads, ...] of the cache, null for none, with its strides in bytes.
+struct Plane {
+  const char* at;
+  int64_t block_stride, token_stride, head_stride;
+};
 
 struct Step {
   // What is computed: [num_tokens, num_heads, head_size] to [num_tokens, num_heads, head_size_v], strides in elements.
   const char* query;
   char* output;
   int64_t query_token_stride, query_head_stride;
-  // The cache, strides in bytes: of blocks, of tokens in a block, of heads.
-  const char *key, *value;
-  int64_t key_block_stride, key_token_stride, key_head_stride;
-  int64_t value_block_stride, value_token_stride, value_head_stride;
+  // The cache. Scales and smallest elements are of one token and head; null where there are none.
+  Plane key, value;
+  Plane key_scale, value_scale, key_min, value_min;
   // The batch: int32 all.
   const int32_t *query_start_loc, *seq_lens, *seq_starts, *block_table;
   int64_t block_table_stride;
@@ -27,12 +32,13 @@ struct Step {
   int64_t max_distance;
   int64_t num_reqs, num_tokens, block_size;
   int64_t num_heads, num_kv_heads, head_size, head_size_v;
-  int64_t query_dtype, stored_dtype;
+  int64_t query_dtype, stored_dtype, scale_dtype;
   int64_t causal;
   int64_t window, num_sink_tokens, chunk;  // 0 for none
   int64_t num_threads;
   int64_t piece_tokens;  // keys of a piece of work at least
   double scale, soft_cap;  // 0 for no cap
+  double value_factor;  // of all values
 
   int group_size() const { return (int)(num_heads / num_kv_heads); }
 };
@@ -92,21 +98,21 @@ struct Pages {
 
   Pages(const Step& step, int request) : step(step), blocks(step.block_table + request * step.block_table_stride) {}
 
-  // Fills in where tokens [index, index + count) of `seen` lie, of the first head.
-  void find(const Seen& seen, int index, int count, const char** keys, const char** values) const {
+  // Fills in where what belongs to tokens [index, index + count) of `seen` lies in a plane, of the first head.
+  void find(const Seen& seen, int index, int count, const Plane& plane, const char** found) const {
     int size = (int)step.block_size;
     for (int i = 0; i < count;) {
       int position = seen.position(index + i), block = position / size, offset = position - block * size;
       int run = std::min({count - i, size - offset, seen.stretch_end(index + i) - index - i});
-      const char* key = step.key + blocks[block] * step.key_block_stride + offset * step.key_token_stride;
-      const char* value = step.value + blocks[block] * step.value_block_stride + offset * step.value_token_stride;
-      for (int j = 0; j < run; j++, i++) {
-        keys[i] = key + j * step.key_token_stride;
-        values[i] = value + j * step.value_token_stride;
-      }
+      const char* at = plane.at + blocks[block] * plane.block_stride + offset * plane.token_stride;
+      for (int j = 0; j < run; j++, i++) found[i] = at + j * plane.token_stride;
     }
   }
 };
+
+inline float read_scale(const Step& step, const char* at) {
+  return step.scale_dtype == kFloat32 ? Float32::element(at, 0) : Float16::element(at, 0);
+}
 
 // A row of the queries as floats, times `factor`, with zeros behind it up to `padded` elements.
 inline void read_query(const Step& step, int64_t token, int head, float factor, int padded, float* to) {

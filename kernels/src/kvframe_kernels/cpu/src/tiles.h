@@ -53,10 +53,11 @@ class Tiles {
     for (int at = piece_.keys.start; at < piece_.keys.stop;) {
       int count = std::min({kTileTokens, piece_.keys.stop - at, seen.stretch_end(at) - at});
       const char *keys[kTileTokens], *values[kTileTokens];
-      pages.find(seen, at, count, keys, values);
-      for (int t = 0; t < count; t++) {
-        keys[t] += unit_.kv_head * step_.key_head_stride;
-        values[t] += unit_.kv_head * step_.value_head_stride;
+      find(pages, at, count, step_.key, keys);
+      find(pages, at, count, step_.value, values);
+      if constexpr (Stored::kScaled) {
+        read_scales(pages, at, count, step_.key_scale, step_.key_min, key_scales_, key_lows_);
+        read_scales(pages, at, count, step_.value_scale, step_.value_min, value_scales_, value_lows_);
       }
       pack_keys(keys, count);
       pack_values(values, count);
@@ -67,6 +68,30 @@ class Tiles {
   }
 
  private:
+  void find(const Pages& pages, int at, int count, const Plane& plane, const char** found) {
+    pages.find(unit_.seen, at, count, plane, found);
+    for (int t = 0; t < count; t++) found[t] += unit_.kv_head * plane.head_stride;
+  }
+
+  void read_scales(const Pages& pages, int at, int count, const Plane& scale, const Plane& low, float* scales,
+                   float* lows) {
+    const char* found[kTileTokens];
+    if (scale.at) find(pages, at, count, scale, found);
+    for (int t = 0; t < count; t++) scales[t] = scale.at ? read_scale(step_, found[t]) : 1.0f;
+    if (low.at) find(pages, at, count, low, found);
+    for (int t = 0; t < count; t++) lows[t] = low.at ? read_scale(step_, found[t]) : 0.0f;
+  }
+
+  // Elements from `i` on of a row of codes, as what they stand for.
+  static Vec decode(const char* row, int i, int size, float scale, float low) {
+    int left = size - i;
+    if (left <= 0) return Vec{};
+    Vec codes = left >= kLanes ? Stored::full(row, i, size) : Stored::few(row, i, left, size);
+    if constexpr (!Stored::kScaled) return codes;
+    Vec found = fma(codes, all(scale), all(low));
+    return left >= kLanes ? found : choose(lane_numbers() < left, found, Vec{});
+  }
+
   void pack_queries() {
     for (int row = 0; row < round_up(rows_, kTileRows); row++) {
       // Rows behind the last repeat it.
@@ -88,17 +113,16 @@ class Tiles {
     for (int t = 0; t < kTileTokens; t += kLanes) {
       for (int i = 0; i < depth_; i += kLanes) {
         Vec block[kLanes];
-        for (int j = 0; j < kLanes; j++) block[j] = t + j < count ? key_part(keys[t + j], i) : Vec{};
+        for (int j = 0; j < kLanes; j++) block[j] = t + j < count ? key_part(keys[t + j], i, t + j) : Vec{};
         transpose(block);
         for (int j = 0; j < kLanes; j++) store(keys_ + (size_t)(i + j) * kTileTokens + t, block[j]);
       }
     }
   }
 
-  Vec key_part(const char* row, int i) {
+  Vec key_part(const char* row, int i, int t) {
     if constexpr (kDepth == 1) {
-      int left = size_ - i;
-      return left >= kLanes ? Stored::full(row, i) : left > 0 ? Stored::few(row, i, left) : Vec{};
+      return decode(row, i, size_, key_scales_[t], key_lows_[t]);
     } else {
       int left = 4 * (size_ / 2 - i);
       if (left >= 4 * kLanes) return load(reinterpret_cast<const float*>(row) + i);
@@ -150,7 +174,7 @@ class Tiles {
       for (int i = 0; i < value_size_; i += kLanes) {
         int left = std::min(kLanes, value_size_ - i);
         if constexpr (kDepth == 1) {
-          store(to + i, left == kLanes ? Stored::full(values[t], i) : Stored::few(values[t], i, left));
+          store(to + i, decode(values[t], i, value_size_, value_scales_[t], value_lows_[t]));
         } else {
 #if defined(KVFRAME_AVX512)
           __mmask16 mask = (__mmask16)((1u << left) - 1);
@@ -228,6 +252,7 @@ class Tiles {
   int depth_;  // elements or pairs of a query
   int value_stride_;
   float *queries_, *outputs_, *tops_, *totals_, *keys_, *values_, *scores_, *weights_;
+  float key_scales_[kTileTokens], key_lows_[kTileTokens], value_scales_[kTileTokens], value_lows_[kTileTokens];
 };
 
 }  // namespace kvframe

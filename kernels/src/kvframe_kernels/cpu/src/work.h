@@ -137,7 +137,7 @@ inline void write_row(const Step& step, Place place, float top, float total, con
     total = total * share + (total == 0 ? 0 : exp2(sink - both));
   }
   // Queries that see nothing get zeros.
-  write_output(step, place.token, place.head, total == 0 ? 0 : share / total, values);
+  write_output(step, place.token, place.head, total == 0 ? 0 : share / total * (float)step.value_factor, values);
 }
 
 // Takes what a piece found: `values: [num_rows, floats_of_row]`, scores in powers of two.
