@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from kvframe_triton.backend import TritonBackend
+from kvframe_triton.builder import TritonMetadata
 from triton import knobs
 
-from kvframe.testing.case import Case
+from kvframe import LayerSpec, load_plugins
+from kvframe.attention.capture import GraphCapture
+from kvframe.attention.padding import pad_metadata
+from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
-from kvframe.testing.grid import make_cases
+from kvframe.testing.grid import make_cases, make_layer
+from kvframe.testing.guard import guard
+from kvframe.testing.laws import ConformanceError
+from kvframe.testing.metadata import make_metadata
 
 CASES = make_cases(TritonBackend.capabilities, "cuda")
-STRIDE = 7
-"""The interpreter takes about a second for a case: each kind of mask and each kind of batch comes up several times."""
+STRIDE = 11
+"""The interpreter takes about a second for a case: each kind of mask, batch and format comes up several times."""
+
+interpreted = pytest.mark.skipif(
+    not knobs.runtime.interpret, reason="a CUDA device is there, on which all cases are run"
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -21,10 +34,16 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.skipif(not knobs.runtime.interpret, reason="a CUDA device is there, on which all cases are run")
+@interpreted
 @pytest.mark.parametrize("case", CASES[::STRIDE], ids=lambda case: case.name)
 def test_it_computes_the_grid_under_the_interpreter(case: Case) -> None:
     check_backend(TritonBackend, case)
+
+
+@interpreted
+def test_finite_values_where_nothing_is_live_change_nothing() -> None:
+    for case in CASES[5 :: 12 * STRIDE]:
+        check_backend(TritonBackend, case, poison=1e4)
 
 
 @pytest.mark.gpu
@@ -32,3 +51,94 @@ def test_it_computes_the_grid_under_the_interpreter(case: Case) -> None:
 def test_it_computes_the_grid_on_a_gpu(poison: float) -> None:
     for case in CASES:
         check_backend(TritonBackend, case, "cuda", poison=poison)
+
+
+class _WithoutLastPart(TritonBackend):
+    def make_builder(self) -> object:  # type: ignore[override]
+        builder = super().make_builder()
+        build = builder.build
+
+        def build_wrongly(metadata: object) -> TritonMetadata:
+            built = build(metadata)  # type: ignore[arg-type]
+            for work in built.work:
+                work.parts[:, 2].clamp_(max=1)
+            return built
+
+        vars(builder)["build"] = build_wrongly
+        return builder
+
+
+@interpreted
+def test_the_grid_sees_a_part_that_is_left_out() -> None:
+    case = next(case for case in CASES if case.name == "full-block=16-uneven")
+    with pytest.raises(ConformanceError, match="queries are wrong"):
+        check_backend(_WithoutLastPart, case)
+
+
+# --- metadata ---------------------------------------------------------------------------------------------------------
+
+
+def layer(**options: object) -> LayerSpec:
+    return make_layer(TritonBackend.capabilities, **options)
+
+
+def build(requests: Sequence[Request], device: str = "cpu") -> TritonMetadata:
+    return TritonBackend([layer()], torch.device(device)).make_builder().build(make_metadata(requests, 16))
+
+
+def test_building_never_waits_for_the_device() -> None:
+    builder = TritonBackend([layer()], torch.device("cpu")).make_builder()
+    requests = [Request(40, 1), Request(0, 19), Request(4000, 7), Request(16, 1), Request(0, 1), Request(4, 0, 0)]
+    assert 2 == len(builder.build(guard(make_metadata(requests, 16))).work)
+
+
+@pytest.mark.parametrize("requests", [[Request(5000, 1)] * 3, [Request(41, 1), Request(3000, 700)]])
+def test_all_work_of_a_step_is_one_copy_of_aligned_arrays(requests: list[Request]) -> None:
+    tensors = [tensor for work in build(requests).work for tensor in (work.items, work.parts)]
+    assert 1 == len({tensor.untyped_storage().data_ptr() for tensor in tensors})
+    assert {0} == {tensor.storage_offset() * tensor.element_size() % 16 for tensor in tensors}
+
+
+def test_a_graph_of_any_batch_finds_work_of_the_same_shapes() -> None:
+    builder = TritonBackend([layer()], torch.device("cpu")).make_builder()
+    assert GraphCapture.ALWAYS == builder.capture
+    shapes = set()
+    for requests in ([Request(9, 1)] * 4, [Request(8000, 1), Request(3, 20), Request(500, 9)], [Request(0, 24)]):
+        padded = pad_metadata(
+            make_metadata(requests, 16), num_reqs=4, num_tokens=32, num_generating=4, max_query_len=24, max_seq_len=8192
+        )
+        built = builder.build(padded)
+        shapes.add(tuple((work.tiling, work.items.shape, work.parts.shape, work.num_slots) for work in built.work))
+    assert 1 == len(shapes)
+
+
+def test_layers_that_differ_in_what_does_not_cut_a_step_share_their_metadata() -> None:
+    def key(**options: object) -> object:
+        return TritonBackend([layer(**options)], torch.device("cpu")).make_builder().reuse_key
+
+    assert key() == key(soft_cap=2.0) == key(has_sinks=True)
+    assert key() != key(window=5)
+    assert key() != key(num_heads=2)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_it_runs_on_cuda_devices_only_and_says_so() -> None:
+    assert ["device"] == [refusal.code for refusal in TritonBackend.capabilities.refusals(layer(), "cpu")]
+    assert load_plugins().registry.backends.load("triton") is TritonBackend
+    expected = None if torch.cuda.is_available() else "needs a CUDA device; torch sees none"
+    assert expected == TritonBackend.unusable_reason()
+
+
+def test_a_mask_that_only_live_ranges_say_is_refused() -> None:
+    refused = TritonBackend.capabilities.refusals(layer(stride=6), "cuda")
+    assert ["mask_live_range"] == [refusal.code for refusal in refused]
+
+
+def test_queries_that_lie_apart_are_read_as_they_are() -> None:
+    served = TritonBackend([layer()], torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    built = build([Request(0, 3)], served.device.type)
+    cache = {name: torch.ones(9, 16, 2, 8, device=served.device) for name in ("k", "v")}
+    query = torch.ones(3, 8, 4, device=served.device).transpose(1, 2)
+    assert torch.equal(torch.ones_like(query), served.forward(layer(), query, cache, built, None))
