@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from attention_shapes import Buffers, Shape
 
-SLOW_SECONDS = 1.0
+SLOW_SECONDS = 0.1
 """A step that takes longer is timed once in a turn."""
 
 
