@@ -217,7 +217,7 @@ class PagedAttention:
             "HAS_SINKS": sinks is not None,
             "MAX_DISTANCE": self.max_distance,
             "IS_ALIKE": key.stride() == value.stride(),
-            "DOT_DTYPE": _dot_dtype(query.dtype),
+            "DOT_DTYPE": dot_dtype(query.dtype),
             **sizes,
         }
         for each in work:
@@ -260,7 +260,7 @@ class PagedAttention:
                 )
 
 
-def _dot_dtype(dtype: torch.dtype) -> Any:
+def dot_dtype(dtype: torch.dtype) -> Any:
     """Return what products are computed in: the queries' dtype, where there is one."""
     # The interpreter takes bfloat16's bits for those of integers in a product.
     return tl.float32 if dtype == torch.bfloat16 and knobs.runtime.interpret else _DOT_DTYPES[dtype]

@@ -332,7 +332,7 @@ def _attend_run(
     STORED: tl.constexpr = HEAD_SIZE // 2 if FORMAT == NIBBLES else HEAD_SIZE
     STORED_V: tl.constexpr = HEAD_SIZE_V // 2 if FORMAT == NIBBLES else HEAD_SIZE_V
     # An iteration reads the block ids of the next one, so that loads of keys and values wait for no other load.
-    next_block = _load_blocks(block_table, lo, hi, BLOCK_SIZE, BLOCK_N)
+    next_block = load_blocks(block_table, lo, hi, BLOCK_SIZE, BLOCK_N)
     for start in tl.range(lo, hi, BLOCK_N):
         tokens = start + tl.arange(0, BLOCK_N)
         # What no row of the tile sees may be anything, NaN too, and its page may be gone.
@@ -342,7 +342,7 @@ def _attend_run(
         if CAUSAL and (WINDOW or CHUNK):
             live = live & ((tokens >= low) | (tokens < NUM_SINK_TOKENS))
         block = next_block.to(tl.int64)
-        next_block = _load_blocks(block_table, start + BLOCK_N, hi, BLOCK_SIZE, BLOCK_N)
+        next_block = load_blocks(block_table, start + BLOCK_N, hi, BLOCK_SIZE, BLOCK_N)
         if BLOCK_SIZE % BLOCK_N == 0:
             within = start % BLOCK_SIZE + tl.arange(0, BLOCK_N)
         elif BLOCK_N % BLOCK_SIZE == 0:
@@ -428,7 +428,7 @@ def _attend_run(
 
 
 @triton.jit
-def _load_blocks(block_table, start, hi, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def load_blocks(block_table, start, hi, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the block ids of the tokens from ``start`` on: one for all, where all lie in one block."""
     if BLOCK_SIZE % BLOCK_N == 0:
         blocks = tl.load(block_table + start // BLOCK_SIZE, mask=start < hi, other=0)

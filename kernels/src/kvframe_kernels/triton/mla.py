@@ -14,7 +14,7 @@ import torch
 import triton
 
 from kvframe_kernels.triton import attention_kernel, mla_kernel
-from kvframe_kernels.triton.attention import LOG2_E, PARTS_AT_ONCE, DeviceWork, _dot_dtype
+from kvframe_kernels.triton.attention import LOG2_E, PARTS_AT_ONCE, DeviceWork, dot_dtype
 from kvframe_kernels.triton.attention_plan import Batch, Rules, Tiling, Work, cut
 from kvframe_kernels.triton.launch import Launch
 
@@ -123,7 +123,7 @@ class LatentAttention:
             "BLOCK_SIZE": self.block_size,
             "CAUSAL": causal,
             "HAS_STARTS": has_starts,
-            "DOT_DTYPE": _dot_dtype(absorbed.dtype),
+            "DOT_DTYPE": dot_dtype(absorbed.dtype),
             **sizes,
         }
         for each in work:

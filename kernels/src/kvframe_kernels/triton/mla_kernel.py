@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvframe_kernels.triton.attention_kernel import ITEM_FIELDS
+from kvframe_kernels.triton.attention_kernel import ITEM_FIELDS, load_blocks
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def attend_latents(
     maximum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     block_table += table_row.to(tl.int64) * table_stride
     # An iteration reads the block ids of the next one, so that loads of latents wait for no other load.
-    next_block = _load_blocks(block_table, lo, hi, BLOCK_SIZE, BLOCK_N)
+    next_block = load_blocks(block_table, lo, hi, BLOCK_SIZE, BLOCK_N)
     for start in tl.range(lo, hi, BLOCK_N):
         tokens = start + tl.arange(0, BLOCK_N)
         # What no row of the tile sees may be anything, NaN too, and its page may be gone. Masks cost little here beside
@@ -90,7 +90,7 @@ def attend_latents(
         if HAS_STARTS:
             live = live & (tokens >= seq_start)
         block = next_block.to(tl.int64)
-        next_block = _load_blocks(block_table, start + BLOCK_N, hi, BLOCK_SIZE, BLOCK_N)
+        next_block = load_blocks(block_table, start + BLOCK_N, hi, BLOCK_SIZE, BLOCK_N)
         within = start % BLOCK_SIZE + tl.arange(0, BLOCK_N) if BLOCK_SIZE % BLOCK_N == 0 else tokens % BLOCK_SIZE
         vectors = latent + block * block_stride + within * token_stride
         c = tl.load(vectors[:, None] + columns[None, :], mask=live[:, None] & in_l[None, :], other=0.0)
@@ -124,14 +124,3 @@ def attend_latents(
         tl.store((part_output + part_rows * HEAD_SIZE_V)[:, None] + columns[None, :], acc, mask=is_stored)
         log_weight = tl.where(weight == 0.0, float("-inf"), maximum + tl.log2(tl.where(weight == 0.0, 1.0, weight)))
         tl.store(part_weight + part_rows, log_weight, mask=is_row)
-
-
-@triton.jit
-def _load_blocks(block_table, start, hi, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the block ids of the tokens from ``start`` on: one for all, where all lie in one block."""
-    if BLOCK_SIZE % BLOCK_N == 0:
-        blocks = tl.load(block_table + start // BLOCK_SIZE, mask=start < hi, other=0)
-    else:
-        tokens = start + tl.arange(0, BLOCK_N)
-        blocks = tl.load(block_table + tokens // BLOCK_SIZE, mask=tokens < hi, other=0)
-    return blocks
