@@ -4,9 +4,9 @@
 #
 #     benchmarks/gpu.sh [--wheels FOLDER] [--out FOLDER]
 #
-# It needs no network and installs nothing into the machine's Python, which has to hold torch, triton, pytest and the
-# packages that kvframe needs. What is missing there can be brought as wheels; a folder `aot` beside them holds modules of
-# FlashInfer that were compiled before (aot/NAME/NAME.so), for compiling them takes minutes.
+# It needs no network and installs nothing into the machine's Python, which has to hold torch, triton, pytest with its
+# plugins xdist and timeout, and what kvframe needs. What is missing there can be brought as wheels; a folder `aot` beside
+# them holds modules of FlashInfer that were compiled before (aot/NAME/NAME.so), for compiling them takes minutes.
 # It writes gpu.json, gpu.md, gpu_machine.txt and gpu_tests.txt to the folder, benchmarks/results unless given.
 set -u
 cd "$(dirname "$0")/.." || exit 2
@@ -38,7 +38,7 @@ export PYTHONPATH="$site:$sources${PYTHONPATH:+:$PYTHONPATH}"
 } > "$out/gpu_machine.txt"
 
 echo "== tests marked gpu"
-timeout 250 "$python" -m pytest -m gpu -q -rs -W default -p no:cacheprovider --timeout 150 2>&1 | tee "$out/gpu_tests.txt" | tail -40
+timeout 250 "$python" -m pytest -m gpu -q -rs -n 4 -W default -p no:cacheprovider --timeout 200 2>&1 | tee "$out/gpu_tests.txt" | tail -40
 tests=${PIPESTATUS[0]}
 
 echo "== measurements"

@@ -27,7 +27,7 @@ from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
 
-FORMATS = ("plain", "int8_token_head")
+FORMATS = ("plain", "fp8_tensor", "int8_token_head")
 """Formats of the cases: copies of pages are the same to a backend whatever they were read from."""
 CHAINS = (("decode_only",), ("chunked_local",), ("decode_only", "chunked_local"))
 
@@ -66,7 +66,9 @@ class Wrapper:
         for row, (start, stop) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
             self.table[row, : stop - start] = ids[start:stop]
 
-    def attend(self, q: torch.Tensor, paged_kv_cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(
+        self, q: torch.Tensor, paged_kv_cache: Any, k_scale: float, v_scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = paged_kv_cache
         assert keys.stride() == values.stride()
         assert (q.shape[1], keys.shape[2], q.shape[2], keys.shape[1]) == self.sizes
@@ -80,13 +82,13 @@ class Wrapper:
             self.query_starts,
             self.seq_lens,
             self.table,
-            scale=self.options["sm_scale"],
+            scale=self.options["sm_scale"] * k_scale,
             causal=self.options["causal"],
             window=(self.options["window_left"], -1),
             soft_cap=self.options["logits_soft_cap"] or 0.0,
         )
         lse = lse.masked_fill(lse == float("inf"), -5e4)
-        return output, (lse / math.log(2)).T
+        return output * v_scale, (lse / math.log(2)).T
 
 
 class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
@@ -126,8 +128,15 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         sizes = num_qo_heads, num_kv_heads, head_dim_qk, page_size
         self.remember(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, sizes, options)
 
-    def run(self, q: torch.Tensor, paged_kv_cache: Any, return_lse: bool = False) -> Any:
-        output, lse = self.attend(q, paged_kv_cache)
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Any,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        output, lse = self.attend(q, paged_kv_cache, k_scale or 1.0, v_scale or 1.0)
         return (output, lse) if return_lse else output
 
 
@@ -166,8 +175,15 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         rows = torch.arange(len(indptr), dtype=torch.int32)
         self.remember(rows, indptr, indices, last_page_len, (num_qo_heads, num_kv_heads, head_dim, page_size), options)
 
-    def run(self, q: torch.Tensor, paged_kv_cache: Any, return_lse: bool = False) -> Any:
-        output, lse = self.attend(q, paged_kv_cache)
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Any,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        output, lse = self.attend(q, paged_kv_cache, k_scale or 1.0, v_scale or 1.0)
         output[self.seq_lens == 0] = float("nan")  # it divides by a denominator of zero
         return (output, lse) if return_lse else output
 
@@ -257,6 +273,16 @@ def test_the_grid_sees_mistakes(missing: str, library: ModuleType, monkeypatch: 
         monkeypatch.setattr(backend_class, "capabilities", capabilities)
     with pytest.raises(ConformanceError, match="NaN is state that is not live"):
         check_backend(backend_class, case)
+
+
+def test_eight_bit_floats_are_read_where_they_lie_with_the_scales_of_their_format(library: ModuleType) -> None:
+    backend_class = load()
+    kv_format = load_plugins().registry.formats.load("fp8_tensor")(k_scale=0.5, v_scale=2.0)
+    layer = make_layer(backend_class.capabilities, format=kv_format)
+    assert not backend_class.capabilities.needs_copies(layer)
+    case = Case(name="fp8_tensor-scales", layer=layer, requests=(Request(40, 1), Request(0, 9)))
+    check_backend(backend_class, case)
+    assert {torch.float8_e4m3fn} == {wrapper.options["kv_data_type"] for wrapper in (*DECODE.made, *PREFILL.made)}
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------

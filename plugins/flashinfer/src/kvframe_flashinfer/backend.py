@@ -41,6 +41,7 @@ class FlashInferBackend(AttentionBackend):
         soft_cap=True,
         sinks=True,
         head_sizes=frozenset({64, 128, 256}),
+        formats=frozenset({"plain", "fp8_tensor"}),
         takes_copies=True,
         reads_dead_tokens=True,
         preference=15,
@@ -76,14 +77,15 @@ class FlashInferBackend(AttentionBackend):
         """Run the step's plans."""
         assert isinstance(metadata, FlashInferMetadata)
         pages = kv_cache["k"], kv_cache["v"]
+        scales = {"k_scale": self._problem.key_scale, "v_scale": self._problem.value_scale}
         rows = query.to(self._problem.query_dtype)
         output = None
         for part in metadata.parts:
             result: torch.Tensor
             if sinks is None:
-                result = part.wrapper.run(rows[part.rows], pages)
+                result = part.wrapper.run(rows[part.rows], pages, **scales)
             else:
-                result, normaliser = part.wrapper.run(rows[part.rows], pages, return_lse=True)
+                result, normaliser = part.wrapper.run(rows[part.rows], pages, return_lse=True, **scales)
                 # Its logarithms are to the base of 2. One more logit in the denominator scales every weight by the
                 # softmax's share against it.
                 result = result * torch.sigmoid(normaliser * math.log(2) - sinks.float())[..., None]

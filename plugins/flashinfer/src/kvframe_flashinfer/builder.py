@@ -12,6 +12,7 @@ import torch
 from kvframe.attention.backend import AttentionMetadataBuilder
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.order import BatchOrder, split_batch
+from kvframe.formats import PLAIN
 from kvframe.specs import LayerSpec
 from kvframe_flashinfer.pages import IntArray, PageLists
 from kvframe_flashinfer.plans import Wrappers, workspace
@@ -31,6 +32,8 @@ class Problem:
         query_dtype: What the kernels compute in.
         stored_dtype: What pages hold.
         scale: Factor on the scores.
+        key_scale: Factor on stored keys.
+        value_scale: Factor on stored values.
         soft_cap: As in ``QuerySpec``.
         causal: Whether the layers' mask is.
         window: As in ``AttentionMask``.
@@ -42,6 +45,8 @@ class Problem:
     query_dtype: torch.dtype
     stored_dtype: torch.dtype
     scale: float
+    key_scale: float
+    value_scale: float
     soft_cap: float | None
     causal: bool
     window: int | None
@@ -53,14 +58,17 @@ class Problem:
         assert layer.query is not None
         key, mask = layer.spec.state_tensors()["k"], layer.spec.mask
         assert mask is not None
-        dtype = getattr(torch, key.dtype)
+        kv_format: Any = layer.spec.kv_format
+        is_plain = kv_format.name == PLAIN.name
         return cls(
             num_heads=layer.query.num_heads,
             num_kv_heads=key.shape[1],
             head_size=layer.query.head_size,
-            query_dtype=dtype,
-            stored_dtype=dtype,
+            query_dtype=getattr(torch, layer.spec.in_format(PLAIN).state_tensors()["k"].dtype),
+            stored_dtype=getattr(torch, key.dtype),
             scale=layer.query.scale,
+            key_scale=1.0 if is_plain else kv_format.k_scale,
+            value_scale=1.0 if is_plain else kv_format.v_scale,
             soft_cap=layer.query.soft_cap,
             causal=mask.causal,
             window=mask.window,
