@@ -39,6 +39,9 @@ NOT_TIMED = ("torch_reference",)
 MAX_FREE = 0.8
 """Share of the device's free memory that a case may take."""
 
+MAX_BACKEND_SECONDS = 60.0
+"""What one backend may take of a run, compiling included, so that one which compiles for each case leaves time."""
+
 HOST_REQUESTS = 256
 HOST_CALLS = 30
 
@@ -273,11 +276,12 @@ def run(
         "host": {},
     }
     record["host"] = measure_host(backends, registry, device)
+    spent = dict.fromkeys(backends, 0.0)
     for case in wanted:
         if time.monotonic() > end:
             break
         print(f"{case.group}: {case.name}", file=sys.stderr, flush=True)
-        found = measure_case(case, backends, registry, device)
+        found = measure_case(case, backends, registry, device, spent)
         record["cases"][f"{case.group}: {case.name}"] = {
             "floor_seconds": case.floor(ceilings),
             "bytes": case.num_bytes(),
@@ -290,14 +294,23 @@ def run(
 
 
 def measure_case(
-    case: Case, backends: dict[str, type[AttentionBackend]], registry: Registry, device: torch.device
+    case: Case,
+    backends: dict[str, type[AttentionBackend]],
+    registry: Registry,
+    device: torch.device,
+    spent: dict[str, float],
 ) -> dict[str, Measured]:
-    """Return what each system does on a case."""
+    """Return what each system does on a case; adds the seconds that each backend took to ``spent``."""
     if isinstance(case, StateCase):
         return measure_states(case, device)
     found = {}
     for name, backend_class in backends.items():
+        if spent[name] > MAX_BACKEND_SECONDS:
+            found[name] = Measured(reason="out of time")
+            continue
+        start = time.monotonic()
         measured = measure(case, backend_class, registry, device)
+        spent[name] += time.monotonic() - start
         if measured is not None:
             found[name] = measured
     dense = None if isinstance(case, LatentCase) else measure_dense(case, device)

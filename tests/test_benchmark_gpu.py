@@ -127,6 +127,15 @@ def test_what_computes_something_else_or_fails_is_not_timed(
     assert (None, reason) == (measured.seconds, measured.reason)
 
 
+def test_a_backend_that_took_its_share_of_the_time_leaves_the_rest_to_the_others(script: ModuleType) -> None:
+    case, spent = sys.modules["gpu_cases"].TINY[2], {"slow": 61.0, "torch": 0.0}
+    backends = {"slow": TorchBackend, "torch": TorchBackend}
+    found = script.measure_case(case, backends, load_plugins().registry, torch.device("cpu"), spent)
+    assert (None, "out of time") == (found["slow"].seconds, found["slow"].reason)
+    assert found["torch"].seconds > 0
+    assert spent["torch"] > 0
+
+
 def test_a_layer_that_a_backend_refuses_is_left_out(script: ModuleType) -> None:
     latents = sys.modules["gpu_cases"].TINY[-1]
     assert script.measure(latents, TorchBackend, load_plugins().registry, torch.device("cpu")) is None
