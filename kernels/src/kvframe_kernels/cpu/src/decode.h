@@ -63,8 +63,6 @@ struct PairKeys {
 };
 #endif
 
-inline void fetch(const char* from) { __builtin_prefetch(from, 0, 3); }
-
 // The products of one token's keys with kHeads queries, `stride` floats apart, the first of which is `head`. Where kGroup
 // is 0, any number of query heads shares a KV head. `ahead` is the key of a later token, which is fetched meanwhile.
 template <class Keys, int kGroup>

@@ -15,6 +15,7 @@ template <class Stored, class Product>
 class Tiles {
  public:
   static constexpr int kDepth = Product::kDepth;
+  static constexpr int kPartBytes = kDepth * Stored::kBytes;
 
   Tiles(const Step& step, Plan& plan, Scratch& scratch, const Piece& piece)
       : step_(step),
@@ -52,9 +53,12 @@ class Tiles {
     const Seen& seen = unit_.seen;
     for (int at = piece_.keys.start; at < piece_.keys.stop;) {
       int count = std::min({kTileTokens, piece_.keys.stop - at, seen.stretch_end(at) - at});
-      const char *keys[kTileTokens], *values[kTileTokens];
-      find(pages, at, count, step_.key, keys);
-      find(pages, at, count, step_.value, values);
+      // Of this tile and of the next one, which is fetched while this one is packed.
+      const char *keys[2 * kTileTokens], *values[2 * kTileTokens];
+      int known = std::min(2 * kTileTokens, piece_.keys.stop - at);
+      find(pages, at, known, step_.key, keys);
+      find(pages, at, known, step_.value, values);
+      for (int t = known; t < 2 * kTileTokens; t++) keys[t] = keys[known - 1], values[t] = values[known - 1];
       if constexpr (Stored::kScaled) {
         read_scales(pages, at, count, step_.key_scale, step_.key_min, key_scales_, key_lows_);
         read_scales(pages, at, count, step_.value_scale, step_.value_min, value_scales_, value_lows_);
@@ -114,6 +118,9 @@ class Tiles {
       for (int i = 0; i < depth_; i += kLanes) {
         Vec block[kLanes];
         for (int j = 0; j < kLanes; j++) block[j] = t + j < count ? key_part(keys[t + j], i, t + j) : Vec{};
+        if (i * kPartBytes % 64 == 0) {
+          for (int j = 0; j < kLanes; j++) fetch(keys[kTileTokens + t + j] + i * kPartBytes);
+        }
         transpose(block);
         for (int j = 0; j < kLanes; j++) store(keys_ + (size_t)(i + j) * kTileTokens + t, block[j]);
       }
@@ -173,6 +180,9 @@ class Tiles {
       float* to = values_ + (size_t)(t / kDepth) * value_stride_;
       for (int i = 0; i < value_size_; i += kLanes) {
         int left = std::min(kLanes, value_size_ - i);
+        for (int j = 0; j < kDepth; j++) {
+          if (i * Stored::kBytes % 64 == 0) fetch(values[kTileTokens + t + j] + i * Stored::kBytes);
+        }
         if constexpr (kDepth == 1) {
           store(to + i, decode(values[t], i, value_size_, value_scales_[t], value_lows_[t]));
         } else {
