@@ -43,10 +43,10 @@ def dense_flex_attention(
         for place, size in enumerate((num_tiles, num_heads, num_queries, num_keys))
     )
     folded = query.reshape(num_tiles, num_kv_heads, -1, head_size)
-    scores = (folded @ key.transpose(2, 3)).view(num_tiles, num_heads, num_queries, num_keys)
-    if scores.dtype in (torch.float16, torch.bfloat16):
-        scores = scores.float()
-    scores = scores * scale
+    # Products are rounded once, whatever the order in which a matrix library adds them up.
+    wide = torch.float64 if query.dtype == torch.float32 else torch.float32
+    scores = (folded.to(wide) @ key.to(wide).transpose(2, 3)).mul_(scale).float()
+    scores = scores.view(num_tiles, num_heads, num_queries, num_keys)
     if score is not None:
         scores = score(scores, tile, head, query_index, key_index)
     rows, columns = query_index.flatten() // block_size, key_index.flatten() // block_size
