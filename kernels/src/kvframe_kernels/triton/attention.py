@@ -223,12 +223,13 @@ class PagedAttention:
         for each in work:
             tiling = each.tiling
             num_head_programs = self.num_kv_heads * -(-self.num_heads // self.num_kv_heads // each.heads)
+            grid = (each.items.shape[0], num_head_programs)
             part_rows = (each.num_slots, num_head_programs, tiling.block_m)
             part_output = query.new_empty((*part_rows, self.head_size_v), dtype=torch.float32)
             part_weight = query.new_empty(part_rows, dtype=torch.float32)
             yield Launch(
                 attention_kernel.attend,
-                (each.items.shape[0], num_head_programs),
+                grid[::-1] if tiling.mask_all else grid,
                 {
                     **arguments,
                     "part_output": part_output,

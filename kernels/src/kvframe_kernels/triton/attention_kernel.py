@@ -84,7 +84,9 @@ def attend(
     DOT_DTYPE: tl.constexpr,
 ):
     """Compute one work item for the ``HEADS`` first, second, … query heads of one KV head."""
-    item = items + tl.program_id(0) * ITEM_FIELDS
+    # Programs with numbers that follow one another run at a time. Decodes of all heads then read the same pages; a
+    # prompt's tiles read the same head, which stays in the cache.
+    item = items + tl.program_id(1 if MASK_ALL else 0) * ITEM_FIELDS
     num_queries = tl.load(item + 2)
     if num_queries == 0:
         return
@@ -99,7 +101,7 @@ def attend(
     is_first = tl.load(item + 9)
 
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    head_program = tl.program_id(1)
+    head_program = tl.program_id(0 if MASK_ALL else 1)
     kv_head = head_program // HEAD_TILES
     rows = tl.arange(0, BLOCK_M)
     query_in_tile = rows // HEADS

@@ -46,7 +46,7 @@ def suitable_tilings(head_size: int, item_bytes: int, kv_format: str) -> tuple[T
     if is_nibbles:
         return _masked(16, 64), _masked(32, 32), _masked(64, 32), _open(64, 32, warps=4)
     tokens = 128 if head_size <= 64 and kv_format == "plain" else 64
-    return _masked(16, tokens), _masked(32, 64), _masked(64, 64, programs=2), _open(128, 64)
+    return _masked(16, tokens), _masked(32, 64, programs=2), _masked(64, 64, programs=2), _open(128, 64)
 
 
 def _masked(rows: int, tokens: int, *, warps: int = 4, stages: int = 3, programs: int = 3) -> Tiling:
