@@ -53,7 +53,7 @@ class Recorder(AttentionBackend):
     """Returns what its metadata was."""
 
     capabilities = Capabilities(
-        devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), masks=frozenset({"causal"}), preference=5
+        devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), masks=frozenset({"causal"}), preference=99
     )
 
     def forward(
@@ -170,7 +170,7 @@ def test_auto_takes_the_highest_preference_and_says_why_not_the_others() -> None
     assert {"kvframe:torch", "kvframe:torch_reference"} < set(reasons)
     assert all("is preferred" in reason for name, reason in reasons.items() if name != choice.backend)
     (choice,) = select_backends(attending("a", soft_cap=30.0), Stack(), host.registry, "cpu")
-    assert choice.backend.endswith(":torch")
+    assert not choice.backend.endswith(":recorder")
     reasons = {candidate.name: choice.why_not(candidate) for candidate in choice.candidates}
     assert "does not cap scores" in next(reason for name, reason in reasons.items() if name.endswith(":recorder"))
 
