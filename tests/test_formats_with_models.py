@@ -14,8 +14,12 @@ from kvframe_kv_formats import Fp8Tensor, Fp8TokenHead, Int4TokenHead, Int8Token
 
 from kvframe import Engine, Prompt, SamplingParams, Stack
 from kvframe.builtin.torch_backend import TorchBackend
+from kvframe.engine import graphs as graphs_module
 from kvframe.errors import ModelError
 from kvframe.formats import PLAIN, KVFormat
+from kvframe.plugins import load_plugins
+from tests.attending import plugin
+from tests.capturable import CapturableReference
 from tests.encoder_decoder import encoder_inputs
 from tests.rounding import rounding
 from tests.serving import PROMPTS, TinyModel, served
@@ -159,3 +163,23 @@ def test_what_a_format_rounds_off_hides_no_wrong_attention(models: Any, monkeypa
     )
     with pytest.raises(ModelError, match=r"gives other logits .*, allowed 3\.5e-04"):
         models("llama").engine(format="int4_token_head", self_check=True, backend="torch")
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "llama4_text"])
+def test_steps_that_are_replayed_copy_the_pages_of_each_step(
+    models: Any, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs_module, "SHORTEST_CONTEXT", 18)
+    registry = load_plugins(plugins=[plugin("mine", backends={"capturable": CapturableReference})]).registry
+    model = attrs.evolve(models(family), registry=registry)
+    options = {"backend": "capturable", "format": "int8_token_head"}
+    with model.engine(**options) as engine:
+        expected = served(engine)
+    with model.engine(**options, graphs=[2, 4, 8]) as engine:
+        assert {True} == {choice.on_copies for choice in engine.choices}
+        assert expected == served(engine)
+        runner: Any = engine._runner
+        assert runner.graphs.num_replays >= 4
