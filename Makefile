@@ -42,6 +42,7 @@ bench: $(READY) ## measure against transformers and, after make peer, vLLM; and 
 	$(BIN)/python benchmarks/generate.py
 	$(BIN)/python benchmarks/skipping.py
 	$(BIN)/python benchmarks/metadata.py
+	$(BIN)/python benchmarks/formats.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/cpu_attention.py
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvframe.errors import KVFrameError
+from kvframe.formats import PLAIN
 from kvframe.specs import AttentionMask, KVCacheSpec, TokenRange
 
 
@@ -51,6 +52,7 @@ def check_spec(spec: KVCacheSpec, max_tokens: int = 64, *, num_refused: int = 0)
             seen, kept = masked_tokens(mask, n), _tokens(live[n])
             _require(seen == kept, spec, f"at {n} the mask shows {sorted(seen)}, live are {sorted(kept)}")
     _check_mask_function(spec, live)
+    _check_format(spec)
     _check_derivations(spec, max_tokens)
     _check_stored(spec, max_tokens, num_refused)
     _check_retained(spec, live)
@@ -83,6 +85,15 @@ def _check_past(spec: KVCacheSpec, n: int, ranges: tuple[TokenRange, ...]) -> No
     ends = [0, *(end for item in ranges for end in item), n]
     in_order = all(start < stop for start, stop in ranges) and ends == sorted(ends)
     _require(in_order, spec, f"law of the past: live_ranges({n}) is {ranges}, not sorted, disjoint and within [0, {n})")
+
+
+def _check_format(spec: KVCacheSpec) -> None:
+    """Check that a spec that takes a format keeps it, and in it the tokens that it kept."""
+    plain = spec.in_format(PLAIN)
+    _require(plain.kv_format == PLAIN, spec, f"in_format(PLAIN) is in the format {plain.kv_format.name}")
+    again = plain.in_format(spec.kv_format)
+    _require(again.kv_format == spec.kv_format, spec, "in_format() does not lead back to its own format")
+    _require(again == spec, spec, "in_format() changes more than the format")
 
 
 def _check_derivations(spec: KVCacheSpec, max_tokens: int) -> None:

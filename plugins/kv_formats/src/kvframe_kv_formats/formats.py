@@ -132,7 +132,9 @@ class Fp8Tensor(CodedFormat):
 
     def decode(self, side: str, parts: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
         """Write the stored numbers times the scale."""
-        out.copy_(parts[side])
+        from kvframe_kv_formats.codes import widen_fp8
+
+        widen_fp8(parts[side], out)
         if self._scale(side) != 1:
             out.mul_(self._scale(side))
 
@@ -168,7 +170,12 @@ class ScaledTokenHead(CodedFormat):
 
     def decode(self, side: str, parts: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
         """Write the codes times the scale."""
-        out.copy_(parts[side])
+        from kvframe_kv_formats.codes import widen_fp8
+
+        if parts[side].dtype.is_floating_point:
+            widen_fp8(parts[side], out)
+        else:
+            out.copy_(parts[side])
         out.mul_(parts[f"{side}_scale"].unsqueeze(-1))
 
 

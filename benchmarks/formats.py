@@ -1,0 +1,191 @@
+"""Measure what formats of stored keys and values cost in accuracy, and what they save in memory and time.
+
+    python benchmarks/formats.py [--repeats N] [--threads N] [--texts N] [--context N] [--results FOLDER]
+
+benchmarks/README.md says how, and what the figures mean.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import random
+import shlex
+import string
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import models
+import torch
+from format_layers import Decode, Stored, decode_seconds, draw_data, memory, output_error, usable_backends
+from formats_report import write_report
+from generate import SEED, describe_machine
+from transformers import AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from kvframe import Engine, SamplingParams, Stack
+from kvframe.formats import PLAIN
+from kvframe.plugins import load_plugins
+from kvframe.testing.formats import installed_formats
+
+TEXT_TOKENS = 384
+SEGMENT_TOKENS = 40
+"""As many as the demo's model was trained to say again."""
+
+NUM_NEW_TOKENS = 48
+NUM_REQS = 16
+SPEED_DTYPES = ("float32", "bfloat16")
+
+
+def ways() -> list[Stored]:
+    """Return the plain formats of three dtypes, and every installed format under float32."""
+    plain = [Stored(dtype, PLAIN, dtype) for dtype in ("float32", "float16", "bfloat16")]
+    return [*plain, *(Stored(each.name, each, "float32") for each in installed_formats())]
+
+
+# --- the trained model ------------------------------------------------------------------------------------------------
+
+
+def make_texts(path: Path, count: int) -> list[list[int]]:
+    """Return pieces of library source that the model was not trained on."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    source = tokenizer.encode(inspect.getsource(shlex) + inspect.getsource(string))
+    step = max(1, (len(source) - TEXT_TOKENS) // max(1, count - 1))
+    return [source[start : start + TEXT_TOKENS] for start in range(0, count * step, step)]
+
+
+def make_copy_tasks(texts: Sequence[list[int]], vocab_size: int) -> list[list[int]]:
+    """Return random segments, each behind a text, that the model is to say again from before its windows."""
+    source = random.Random(SEED)
+    segments = ([source.randrange(3, vocab_size) for _ in range(SEGMENT_TOKENS)] for _ in texts)
+    return [[*before, 1, *segment, 2] for before, segment in zip(texts, segments, strict=True)]
+
+
+def serve(path: Path, stored: Stored, texts: Sequence[list[int]], tasks: Sequence[list[int]]) -> dict[str, Any]:
+    """Return what the model makes of texts and tasks, with keys and values stored in one way."""
+    stack = Stack.from_mapping(
+        {
+            "cache": {"memory": "64MiB", "dtype": stored.dtype, "format": stored.kv_format.name},
+            "engine": {"dtype": "float32"},
+        }
+    )
+    greedy = SamplingParams(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
+    with Engine.from_pretrained(path, stack=stack) as engine:
+        scored = engine.generate(texts, SamplingParams(max_new_tokens=1, prompt_logprobs=True))
+        continued = engine.generate([text[:256] for text in texts], greedy)
+        copied = engine.generate(tasks, greedy)
+        backends = sorted({choice.backend for choice in engine.choices})
+    return {
+        "backends": backends,
+        "logprobs": [value for output in scored for value in (output.prompt_logprobs or [])[1:]],
+        "continued": [list(output.token_ids) for output in continued],
+        "copied": [list(output.token_ids) for output in copied],
+    }
+
+
+def compare(found: dict[str, Any], exact: dict[str, Any], tasks: Sequence[list[int]]) -> dict[str, Any]:
+    """Return how one way's results differ from float32's."""
+    logprobs, wanted = torch.tensor(found["logprobs"]), torch.tensor(exact["logprobs"])
+    differences = (logprobs - wanted).abs()
+    pairs = list(zip(found["continued"], exact["continued"], strict=True))
+    right = [
+        ours == asked
+        for output, task in zip(found["copied"], tasks, strict=True)
+        for ours, asked in zip(output[:SEGMENT_TOKENS], task[-SEGMENT_TOKENS - 1 : -1], strict=True)
+    ]
+    return {
+        "backends": found["backends"],
+        "perplexity": math.exp(-float(logprobs.mean())),
+        "logprob_difference_mean": float(differences.mean()),
+        "logprob_difference_max": float(differences.max()),
+        "equal_continuations": sum(ours == theirs for ours, theirs in pairs) / len(pairs),
+        "tokens_before_the_first_difference": sum(_num_alike(*pair) for pair in pairs) / len(pairs),
+        "copied_right": sum(right) / len(right),
+    }
+
+
+def _num_alike(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    pairs = enumerate(zip(ours, theirs, strict=True))
+    return next((index for index, (one, other) in pairs if one != other), len(ours))
+
+
+# --- one run ----------------------------------------------------------------------------------------------------------
+
+
+def measure_speed(context: int, repeats: int) -> list[dict[str, Any]]:
+    """Return rows of every backend, dtype and format."""
+    registry = load_plugins().registry
+    rows = []
+    for backend in usable_backends(registry):
+        for dtype in SPEED_DTYPES:
+            decodes = {
+                kv_format.name: Decode(Stored(kv_format.name, kv_format, dtype), backend, registry, NUM_REQS, context)
+                for kv_format in (PLAIN, *installed_formats())
+            }
+            seconds = decode_seconds(decodes, repeats)
+            rows += [
+                {
+                    "backend": backend,
+                    "dtype": dtype,
+                    "format": name,
+                    "on_copies": decode.on_copies,
+                    "num_bytes": decode.num_bytes,
+                    "seconds": seconds[name],
+                }
+                for name, decode in decodes.items()
+            ]
+            click.echo(f"{backend} {dtype} done", err=True)
+    return rows
+
+
+@click.command()
+@click.option("--repeats", type=click.IntRange(min=1), default=7)
+@click.option("--threads", type=click.IntRange(min=1), default=2)
+@click.option("--texts", "num_texts", type=click.IntRange(min=2), default=16)
+@click.option("--context", type=click.IntRange(min=16), default=2048, help="Tokens of each request, whole pages of 16.")
+@click.option("--model", type=click.Path(path_type=Path), default=None, help="The demo's model unless given.")
+@click.option("--results", type=click.Path(path_type=Path), default=Path(__file__).parent / "results")
+def main(repeats: int, threads: int, num_texts: int, context: int, model: Path | None, results: Path) -> None:
+    """Measure all of it and write one JSON file and one page of results."""
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(threads)
+    path = models.demo() if model is None else model
+    texts = make_texts(path, num_texts)
+    tasks = make_copy_tasks([text[:256] for text in texts], 512)
+    served = {stored.title: serve(path, stored, texts, tasks) for stored in ways()}
+    click.echo("the model is done", err=True)
+    data = {name: draw_data(context, name == "outliers") for name in ("normal", "outliers")}
+    registry = load_plugins().registry
+    record = {
+        "machine": describe_machine(threads),
+        "repeats": repeats,
+        "model": {
+            "num_texts": len(texts),
+            "text_tokens": TEXT_TOKENS,
+            "num_tasks": len(tasks),
+            "ways": {title: compare(found, served["float32"], tasks) for title, found in served.items()},
+        },
+        "random": {
+            stored.title: {name: output_error(stored, each) for name, each in data.items()} for stored in ways()
+        },
+        "memory": {
+            stored.title: memory(
+                stored if stored.kv_format == PLAIN else Stored(stored.title, stored.kv_format, "bfloat16"), registry
+            )
+            for stored in ways()
+        },
+        "speed": {"num_reqs": NUM_REQS, "context": context, "rows": measure_speed(context, repeats)},
+    }
+    results.mkdir(parents=True, exist_ok=True)
+    (results / "formats.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    page = write_report(record)
+    (results / "formats.md").write_text(page, encoding="utf-8")
+    click.echo(page)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
