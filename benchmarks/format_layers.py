@@ -16,6 +16,7 @@ from kvframe.attention.selection import select_backends
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.storage import KVCacheStorage
+from kvframe.errors import PluginError
 from kvframe.formats import PLAIN, KVFormat
 from kvframe.groups import make_layer_specs
 from kvframe.model.layer_file import read_layer_file
@@ -181,7 +182,10 @@ def usable_backends(registry: Registry) -> list[str]:
     """Return the backends of keys and values that run on this machine's CPU, but for those that are a last resort."""
     names = []
     for name in registry.backends.names():
-        backend_class = registry.backends.load(name)
+        try:
+            backend_class = registry.backends.load(name)
+        except PluginError:  # what it needs is not installed
+            continue
         capabilities = backend_class.capabilities
         if (
             "cpu" in capabilities.devices

@@ -24,7 +24,7 @@ def _model(measured: Mapping[str, Any]) -> list[str]:
             f"{way['logprob_difference_max']:.2g}",
             f"{way['equal_continuations']:.0%}",
             f"{way['tokens_before_the_first_difference']:.1f}",
-            f"{way['copied_right']:.1%}",
+            "not measured yet" if way["copied_right"] is None else f"{way['copied_right']:.1%}",
         )
         for name, way in measured["ways"].items()
     ]
