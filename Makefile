@@ -43,6 +43,7 @@ bench: $(READY) ## measure against transformers and, after make peer, vLLM; and 
 	$(BIN)/python benchmarks/skipping.py
 	$(BIN)/python benchmarks/metadata.py
 	$(BIN)/python benchmarks/formats.py
+	$(BIN)/python benchmarks/profile_step.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/cpu_attention.py
 

@@ -5,7 +5,7 @@ The device is torch's ``meta``: it holds no bytes, so whatever asks it for a val
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import attrs
@@ -17,9 +17,10 @@ from kvframe_cross_attention import CrossAttentionSpec
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kvframe.attention.backend import AttentionMetadataBuilder
 from kvframe.attention.layer import AttentionLayers
 from kvframe.attention.local import LocalCaches
-from kvframe.attention.metadata import Axis, Extension
+from kvframe.attention.metadata import Axis, CommonAttentionMetadata, Extension
 from kvframe.attention.selection import select_backends
 from kvframe.attention.skipping import find_skippable_layers
 from kvframe.attention.staging import ALIGNMENT, HOST, StagedMemory, Staging, replace_tensors
@@ -35,6 +36,7 @@ from kvframe.plugins import load_plugins
 from kvframe.specs import LayerSpec
 from kvframe.stack import Stack
 from tests.attending import full, layer, local, plugin
+from tests.capturable import CapturableReference
 from tests.test_attention_steps import Decodes, ShortOnes
 from tests.test_states import states
 
@@ -55,6 +57,28 @@ class Copies(TorchDispatchMode):
         if "cpu" in given and "meta" in given + made:
             self.found.append(str(func))
         return result
+
+
+class OnHost(CapturableReference):
+    """Builds on the host what its layers read on the device."""
+
+    def make_builder(self) -> AttentionMetadataBuilder:
+        class Builder(AttentionMetadataBuilder):
+            on_host = True
+            table_fields = frozenset({"block_table"})
+
+            def build(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
+                assert {HOST} == {metadata.block_table.device, metadata.slot_mapping.device}
+                return attrs.evolve(metadata, **self.refreshed_fields(metadata, metadata))
+
+            def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
+                return {"block_table": metadata.block_table.flip(1).flip(1)}
+
+        return Builder()
+
+    def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> torch.Tensor:
+        assert {META} == {metadata.block_table.device, metadata.seq_lens.device}
+        return query.new_empty(query.shape)  # type: ignore[no-any-return]
 
 
 def every_kind_of_layer() -> tuple[LayerSpec, ...]:
@@ -121,7 +145,7 @@ def copies_of_a_step(backend: str, requests: Sequence[tuple[int, int]], **option
     views = KVCacheStorage(plan, grouping, META).views
     skipped = find_skippable_layers(layers)
     assert 3 == len(skipped)
-    ordered = plugin("mine", backends={"decodes": Decodes, "short_ones": ShortOnes})
+    ordered = plugin("mine", backends={"decodes": Decodes, "short_ones": ShortOnes, "on_host": OnHost})
     choices = select_backends(layers, stack, load_plugins(stack.plugins, [ordered]).registry, "cpu", skipped)
     scratch = LocalCaches(layers, META, max_tokens=64, max_reqs=8)
     attention = AttentionLayers(layers, choices, grouping, views, META, skipped, scratch)
@@ -151,7 +175,7 @@ MIXED = [(9, 1), (0, 7), (5, 3), (13, 1), (0, 2)]
 
 
 @pytest.mark.parametrize("requests", [DECODES, MIXED])
-@pytest.mark.parametrize("backend", ["torch_reference", "decodes", "short_ones"])
+@pytest.mark.parametrize("backend", ["torch_reference", "decodes", "short_ones", "on_host"])
 def test_a_step_is_one_copy_for_all_groups_chains_and_orders(backend: str, requests: list[tuple[int, int]]) -> None:
     assert 1 == len(copies_of_a_step(backend, requests))
 

@@ -178,6 +178,7 @@ class CopyingBuilder(AttentionMetadataBuilder):
         assert layer.spec is not None
         self.inner = inner
         self.capture = inner.capture
+        self.on_host = inner.on_host
         self.batch_order = inner.batch_order
         self._mask = layer.spec.mask
         self._layer = layer

@@ -21,6 +21,7 @@ from kvframe.attention.metadata import NO_EXTENSIONS, SEQ_STARTS, Axis, CommonAt
 from kvframe.attention.order import is_ordered, permute
 from kvframe.attention.padding import pad_metadata
 from kvframe.attention.relative_bias import RELATIVE_BIAS
+from kvframe.attention.staging import HOST, Staging, replace_tensors
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.attention.wrapper import DROPS_TOKENS, WrapperChain, apply_chain, bind_chain
 from kvframe.cache.block_table import BlockTable
@@ -199,7 +200,7 @@ def run_step(
         values = backend.forward(seen, query, kv_cache, built, learned.sinks)
         return values if back is None or len(values) != len(back) else values.index_select(0, back)
 
-    (built,) = builder.build_together([(builder, common)])
+    built = _build(builder, common)
     values = attend(built)
     refreshed = None if builder.table_fields is None else attend(_build_and_refresh(builder, common))
     guard.check("it wrote to the cache, the query or the batch metadata")
@@ -235,6 +236,22 @@ def _write(
         raise ConformanceError(f"write_kv changes {int(changed.sum())} bytes beside its slots")
 
 
+def _build(builder: AttentionMetadataBuilder, common: CommonAttentionMetadata) -> Any:
+    """Return what a builder builds, brought to the device as the framework does."""
+    here, there = _on_host(builder, common)
+    (built,) = builder.build_together([(builder, here)])
+    return there.to_device(built)
+
+
+def _on_host(
+    builder: AttentionMetadataBuilder, common: CommonAttentionMetadata
+) -> tuple[CommonAttentionMetadata, Staging]:
+    """Return metadata where a builder is given it, and what brings its outcome to where the metadata was."""
+    if not builder.on_host:
+        return common, Staging(HOST)
+    return replace_tensors(common, lambda tensor: tensor.to(HOST)), Staging(common.slot_mapping.device)
+
+
 def _build_and_refresh(builder: AttentionMetadataBuilder, common: CommonAttentionMetadata) -> Any:
     """Return what a builder builds for a group without a page, brought to this one's tables as the framework does."""
     without_pages = attrs.evolve(
@@ -242,11 +259,12 @@ def _build_and_refresh(builder: AttentionMetadataBuilder, common: CommonAttentio
         block_table=torch.zeros_like(common.block_table),
         slot_mapping=torch.zeros_like(common.slot_mapping),
     )
-    built = builder.build(without_pages)
-    fields, declared = builder.refreshed_fields(built, common), builder.table_fields or frozenset()
+    here, there = _on_host(builder, common)
+    built = builder.build(_on_host(builder, without_pages)[0])
+    fields, declared = builder.refreshed_fields(built, here), builder.table_fields or frozenset()
     if set(fields) != declared:
         raise ConformanceError(f"its builder refreshes {sorted(fields)}, and declares {sorted(declared)}")
-    return attrs.evolve(built, **fields)
+    return there.to_device(attrs.evolve(built, **fields))
 
 
 def _make_backend(

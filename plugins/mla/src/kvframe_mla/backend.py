@@ -70,7 +70,7 @@ class MLABackend(AttentionBackend):
     def make_builder(self) -> MLAMetadataBuilder:
         """Return the builder of the step's pieces."""
         cost = Cost.of(self._latent_size, self._nope_size, self._head_size_v)
-        return MLAMetadataBuilder(cost, self._num_heads, self.device)
+        return MLAMetadataBuilder(cost, self._num_heads)
 
     def write_kv(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: tuple[torch.Tensor, torch.Tensor]

@@ -9,7 +9,7 @@ import torch
 from kvframe.attention.backend import AttentionMetadataBuilder
 from kvframe.attention.metadata import SEQ_STARTS, CommonAttentionMetadata
 from kvframe_mla.cost import Cost
-from kvframe_mla.pieces import ABSORBED, EXPANDED, SQUARE, HostPiece, IntArray, Tiles, cut_pieces, lay_out
+from kvframe_mla.pieces import ABSORBED, EXPANDED, SQUARE, HostPiece, Tiles, cut_pieces, lay_out
 
 
 @attrs.frozen(eq=False)
@@ -47,17 +47,17 @@ class Piece:
 class MLAMetadataBuilder(AttentionMetadataBuilder):
     """Makes the pieces of a step."""
 
-    def __init__(self, cost: Cost, num_heads: int, device: torch.device) -> None:
+    on_host = True
+
+    def __init__(self, cost: Cost, num_heads: int) -> None:
         """Take what the layers of the group have in common.
 
         Args:
             cost: What decides a request's form.
             num_heads: Query heads.
-            device: Where the pieces are used.
         """
         self._cost = cost
         self._num_heads = num_heads
-        self._device = device
 
     def build(self, metadata: CommonAttentionMetadata) -> tuple[Piece, ...]:
         """Return the step's pieces."""
@@ -66,7 +66,7 @@ class MLAMetadataBuilder(AttentionMetadataBuilder):
             return ()
         size = metadata.block_size
         pieces = cut_pieces(tiles.split(self._num_heads, size), self._num_heads, size)
-        return tuple(self._upload(lay_out(part, size), metadata) for part in pieces)
+        return tuple(_as_tensors(lay_out(part, size), metadata) for part in pieces)
 
     def _tiles(self, metadata: CommonAttentionMetadata) -> Tiles:
         """Return one tile for each request with a new token."""
@@ -93,26 +93,24 @@ class MLAMetadataBuilder(AttentionMetadataBuilder):
         )
         return tiles if num_queries.all() else tiles.take(np.flatnonzero(num_queries))
 
-    def _upload(self, piece: HostPiece, metadata: CommonAttentionMetadata) -> Piece:
-        arrays = [piece.page_rows, piece.page_columns, piece.query_rows, piece.outputs]
-        arrays += [piece.last_seen.reshape(-1), piece.low, piece.hidden]
-        page_rows, page_columns, query_rows, outputs, last_seen, low, hidden = self._to_device(arrays)
-        repeats = len(piece.outputs) < len(piece.query_rows)
-        return Piece(
-            form=piece.form,
-            num_tiles=len(piece.low),
-            num_queries=piece.num_queries,
-            num_tokens=piece.num_pages * metadata.block_size,
-            pages=metadata.block_table[page_rows, page_columns],
-            query_rows=query_rows,
-            outputs=outputs if repeats else None,
-            output_rows=query_rows.index_select(0, outputs) if repeats else query_rows,
-            last_seen=last_seen.view(piece.last_seen.shape),
-            low=low[:, None] if piece.low.any() else None,
-            hidden=hidden,
-        )
 
-    def _to_device(self, arrays: list[IntArray]) -> tuple[torch.Tensor, ...]:
-        """Copy arrays of whole numbers to the device as one."""
-        there = torch.from_numpy(np.concatenate(arrays)).to(self._device, non_blocking=True)
-        return there.split_with_sizes([len(array) for array in arrays])
+def _as_tensors(piece: HostPiece, metadata: CommonAttentionMetadata) -> Piece:
+    arrays = [piece.page_rows, piece.page_columns, piece.query_rows, piece.outputs]
+    arrays += [piece.last_seen.reshape(-1), piece.low, piece.hidden]
+    page_rows, page_columns, query_rows, outputs, last_seen, low, hidden = (
+        torch.from_numpy(array.astype(np.int64, copy=False)) for array in arrays
+    )
+    repeats = len(piece.outputs) < len(piece.query_rows)
+    return Piece(
+        form=piece.form,
+        num_tiles=len(piece.low),
+        num_queries=piece.num_queries,
+        num_tokens=piece.num_pages * metadata.block_size,
+        pages=metadata.block_table[page_rows, page_columns],
+        query_rows=query_rows,
+        outputs=outputs if repeats else None,
+        output_rows=query_rows.index_select(0, outputs) if repeats else query_rows,
+        last_seen=last_seen.view(piece.last_seen.shape),
+        low=low[:, None] if piece.low.any() else None,
+        hidden=hidden,
+    )
