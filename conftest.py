@@ -8,8 +8,19 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
-if not torch.cuda.is_available():
+HAS_GPU = torch.cuda.is_available()
+
+if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ["KVFRAME_TIMES"] = str(Path(__file__).parent / ".cache" / "no_times.json")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests that need a GPU where there is none."""
+    if not HAS_GPU:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none"))

@@ -18,10 +18,7 @@ from tests.attending import plugin
 from tests.capturable import CapturableReference
 from tests.serving import PROMPTS, TinyModel, make_stack
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 FAMILIES = ("llama", "gemma3_text", "llama4_text", "gemma3n_text")
 
 
