@@ -42,6 +42,12 @@ def backend(name: str) -> Stack:
     return Stack.from_mapping({"rules": [{"layers": "*", "backend": name}]})
 
 
+TORCH = backend("torch")
+"""It reads no format but the plain one."""
+
+TORCH_SKIPPING = attrs.evolve(TORCH, engine=SKIPPING.engine)
+
+
 def chunk_layers() -> tuple[LayerSpec, ...]:
     chunks = ChunkedLocalSpec(block_size=4, num_kv_heads=1, head_size=4, chunk=6)
     return share_caches([layer("a", chunks), layer("b", full()), layer("c", chunks)], {"c": "a"})
@@ -77,14 +83,14 @@ ORDERED = plugin("ordered", backends={"decodes_first": DecodesFirst})
 
 
 @pytest.mark.parametrize("hybrid", [True, False], ids=["hybrid", "all-tokens"])
-@pytest.mark.parametrize("stack", [Stack(), SKIPPING, backend("decodes_first")], ids=["all", "skipping", "ordered"])
+@pytest.mark.parametrize("stack", [TORCH, TORCH_SKIPPING, backend("decodes_first")], ids=["all", "skipping", "ordered"])
 @pytest.mark.parametrize("layers", [eight_layers(), chunk_layers(), (layer("s", sinks(6)), layer("f", full()))])
 @pytest.mark.parametrize("kv_format", [INT8, Int4TokenHead()], ids=lambda each: each.name)
 def test_layers_compute_on_copies_what_they_compute_on_plain_pages(
     layers: tuple[LayerSpec, ...], stack: Stack, kv_format: KVFormat, hybrid: bool
 ) -> None:
     with rounding(kv_format):
-        expected = Bench(layers, backend("torch"), hybrid=hybrid).run(MIXED)
+        expected = Bench(layers, TORCH, hybrid=hybrid).run(MIXED)
     bench = Bench(stored(layers, kv_format), stack, [ORDERED], hybrid=hybrid)
     found = bench.run(MIXED)
     for name, values in found.items():
@@ -103,13 +109,13 @@ def test_layers_compute_on_copies_what_they_compute_on_plain_pages(
 def test_sub_batches_together_equal_the_whole(requests: list[tuple[int, int]], first: int, second: int) -> None:
     cuts = sorted({0, min(first, len(requests)), min(second, len(requests)), len(requests)})
     layers = stored(eight_layers())
-    whole = Bench(layers).run(requests)
-    parts = Bench(layers).run(requests, sub_batches=list(itertools.pairwise(cuts)))
+    whole = Bench(layers, TORCH).run(requests)
+    parts = Bench(layers, TORCH).run(requests, sub_batches=list(itertools.pairwise(cuts)))
     assert all(close(whole[name], parts[name]) for name in whole)
 
 
 def test_plain_layers_are_computed_on_their_pages() -> None:
-    bench = Bench([layer("plain", full()), *stored([layer("int8", full())])])
+    bench = Bench([layer("plain", full()), *stored([layer("int8", full())])], TORCH)
     bench.attention.begin_step(bench.metadata(MIXED))
     plain, copied = (step.built.metadata for step in bench.attention._steps)
     assert not isinstance(plain, CopiedMetadata)
@@ -121,7 +127,7 @@ def test_plain_layers_are_computed_on_their_pages() -> None:
 
 def num_copied(spec: AttentionSpec, requests: list[tuple[int, int]], **sizes: int) -> int:
     """Return how many pages of four tokens are copied for each layer in a step."""
-    bench = Bench(stored([layer("layer", spec)]))
+    bench = Bench(stored([layer("layer", spec)]), TORCH)
     (common,) = bench.metadata(requests)
     (builder,) = [group.builder for group in bench.attention.groups]
     built = builder.build(pad_metadata(common, **sizes) if sizes else common)
@@ -201,7 +207,7 @@ def test_a_step_asks_the_device_for_nothing_and_writes_to_no_metadata(name: str)
 
 def test_another_cache_group_copies_its_own_pages_and_reads_the_same_metadata() -> None:
     far = [layer("a", local(60)), layer("b", local(61))]  # two cache groups, and no window that a request reaches
-    bench = Bench(stored(far))
+    bench = Bench(stored(far), TORCH)
     first, second = (group.builder for group in bench.attention.groups)
     assert isinstance(first, CopyingBuilder)
     one, other = bench.metadata([(9, 1), (0, 7)])
@@ -228,7 +234,7 @@ STATE = {"k": StateTensor((4, 1, 4), "float32"), "v": StateTensor((4, 1, 2), "fl
 
 
 def test_all_layers_share_the_memory_of_copies() -> None:
-    bench = Bench(stored(eight_layers()))
+    bench = Bench(stored(eight_layers()), TORCH)
     assert 0 == bench.attention.copies.num_bytes
     bench.run(MIXED)
     # 19 pages of 4 tokens and the null page, an eighth more, keys and values of four elements in four bytes.

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from kvframe_mla.backend import MLABackend
 
+from kvframe.attention.layer import AttentionLayer
 from kvframe.attention.state import StateRound
-from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.cli import main
 from kvframe.engine.request import SamplingParams
 from kvframe.errors import ModelError
@@ -120,13 +119,12 @@ def test_a_mistake_in_any_kind_of_layer_would_show(
         read = StateRound.read
         monkeypatch.setattr(StateRound, "read", lambda *args: {key: 0.9 * old for key, old in read(*args).items()})
     else:
-        backend = MLABackend if kind == "latent" else TorchBackend
-        forward = backend.forward
+        attend = AttentionLayer.__call__
 
-        def turned(self: Any, spec: Any, query: torch.Tensor, *rest: Any) -> torch.Tensor:
-            return forward(self, spec, query * 1.1 if spec.name == layer else query, *rest)
+        def turned(self: AttentionLayer, query: torch.Tensor, *rest: Any) -> torch.Tensor:
+            return attend(self, query * 1.1 if self.spec.name == layer else query, *rest)
 
-        monkeypatch.setattr(backend, "forward", turned)
+        monkeypatch.setattr(AttentionLayer, "__call__", turned)
         with pytest.raises(ModelError, match=f"from layer '{layer}' on"):
             model.engine(self_check=True)
     with model.engine() as engine:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvframe import Engine, SamplingParams, Stack
-from kvframe.builtin.torch_backend import TorchBackend
+from kvframe.attention.layer import AttentionLayer
 from kvframe.errors import ModelError
 from tests.serving import PROMPTS
 
@@ -24,10 +24,8 @@ def test_a_cache_that_rounds_more_than_the_model_passes(models: Any, family: str
 
 
 def test_more_than_that_rounding_is_refused(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = TorchBackend.forward
-    monkeypatch.setattr(
-        TorchBackend, "forward", lambda self, layer, query, *rest: forward(self, layer, query * 1.5, *rest)
-    )
+    attend = AttentionLayer.__call__
+    monkeypatch.setattr(AttentionLayer, "__call__", lambda self, query, *rest: attend(self, query * 1.5, *rest))
     with pytest.raises(ModelError, match=r"gives other logits .*, allowed 8\.8e-02"):
         engine_of(models("llama").path, cache={"memory": "4MiB", "dtype": "bfloat16"})
 

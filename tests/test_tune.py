@@ -33,7 +33,7 @@ def full(block_size: int) -> FullAttentionSpec:
 
 
 LAYER = LayerSpec(name="a", spec=full(4), query=QuerySpec(num_heads=2, head_size=8, scale=1.0))
-ONLY_TORCH = {"plugins": {"disabled": ["cpu", "flex"]}}
+ONLY_TORCH = {"plugins": {"disabled": ["cpu", "flex", "numba"]}}
 
 
 def took(decode: float, prefill: float = 1.0, mixed: float = 1.0) -> MeasuredTime:
@@ -145,7 +145,7 @@ def test_without_a_time_of_the_preferred_one_the_preference_decides(table: Path)
 
 def test_a_backend_that_was_not_measured_says_so(table: Path) -> None:
     TimesTable({key("kvframe-flex:flex"): took(9), key(TORCH): took(1)}).write(table)
-    stack = Stack.from_mapping({"plugins": {"disabled": ["cpu"]}})
+    stack = Stack.from_mapping({"plugins": {"disabled": ["cpu", "numba"]}})
     (choice,) = select_backends([LAYER], stack, load_plugins(stack.plugins).registry, "cpu")
     reasons = {candidate.name: choice.why_not(candidate) for candidate in choice.candidates}
     assert f"can serve this layer; it was not measured, and {TORCH} was" == reasons[REFERENCE]
@@ -226,7 +226,7 @@ def layers(tmp_path: Path) -> Path:
 @pytest.fixture
 def stack_file(tmp_path: Path) -> Path:
     path = tmp_path / "stack.toml"
-    path.write_text('[plugins]\ndisabled = ["cpu", "flex"]\n[engine]\nprefill_skipping = "decode_only"\n')
+    path.write_text('[plugins]\ndisabled = ["cpu", "flex", "numba"]\n[engine]\nprefill_skipping = "decode_only"\n')
     return path
 
 

@@ -47,10 +47,11 @@ def load(typing_context: Any, stored: Any) -> Any:
 
 @njit(inline="always", fastmath=FAST)
 def exponential(x: Any) -> Any:
-    """Return e to the power of ``x``, at most 0, in float32, within 3e-7 and, of small results, 3e-8 times ``-x``.
+    """Return e to the power of ``x``, at most 0, in float32, within 3e-7 and 8e-8 times ``-x``, relative.
 
     Two to the power of the nearest whole number is written as an exponent; the rest is Cephes' polynomial for two to a
-    power (exp2f, Stephen Moshier, netlib.org/cephes).
+    power (exp2f, Stephen Moshier, netlib.org/cephes). The error that grows with ``-x`` is that of
+    the product's rounding.
     """
     scaled = max(x, LOWEST) * LOG2_E
     whole = math.floor(scaled + np.float32(0.5))
