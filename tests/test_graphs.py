@@ -53,9 +53,14 @@ def graphs_of(engine: Engine) -> StepGraphs:
 # --- real models ------------------------------------------------------------------------------------------------------
 
 
+# The reference, and kernels that are given addresses: whatever a step would have moved, they miss.
+REPLAYED = pytest.mark.parametrize("backend", ["capturable", "cpu"])
+
+
+@REPLAYED
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text", "gemma3n_text"])
 def test_replayed_decodes_give_the_tokens_of_steps_without_graphs(
-    models: Callable[[str], TinyModel], family: str, monkeypatch: pytest.MonkeyPatch
+    models: Callable[[str], TinyModel], family: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Requests outgrow the graphs of short ones.
     monkeypatch.setattr(graphs_module, "SHORTEST_CONTEXT", 18)
@@ -63,7 +68,7 @@ def test_replayed_decodes_give_the_tokens_of_steps_without_graphs(
     options: dict[str, Any] = {"prefill_skipping": "decode_only"} if family == "gemma3n_text" else {}
     with model.engine(backend="capturable", **options) as engine:
         expected = served(engine)
-    with model.engine(backend="capturable", graphs=[2, 4, 8], **options) as engine:
+    with model.engine(backend=backend, graphs=[2, 4, 8], **options) as engine:
         assert expected == served(engine)
         graphs = graphs_of(engine)
         assert graphs.num_replays >= 4
@@ -73,15 +78,18 @@ def test_replayed_decodes_give_the_tokens_of_steps_without_graphs(
         assert any(wrapper.name == "chunked_local" for choice in engine.choices for wrapper in choice.wrappers)
 
 
+@REPLAYED
 @pytest.mark.parametrize("family", ["gemma3_text", "llama4_text", "gemma3n_text"])
-def test_steps_of_several_tokens_a_request_are_replayed_too(models: Callable[[str], TinyModel], family: str) -> None:
+def test_steps_of_several_tokens_a_request_are_replayed_too(
+    models: Callable[[str], TinyModel], family: str, backend: str
+) -> None:
     # Prompts are computed in pieces, beside decodes; five tokens of a prompt's nine generate nothing.
     prompts = [ids(start, length) for start, length in ((1, 9), (2, 9), (3, 3), (4, 9), (5, 9), (6, 4))]
     options: dict[str, Any] = {"prefill_skipping": "decode_only"} if family == "gemma3n_text" else {}
-    options |= {"max_num_batched_tokens": 12, "backend": "capturable"}
-    with models(family).engine(**options) as engine:
+    options |= {"max_num_batched_tokens": 12}
+    with models(family).engine(**options, backend="capturable") as engine:
         expected = [output.token_ids for output in engine.generate(prompts, GREEDY)]
-    with models(family).engine(**options, graphs=[1, 2, 4, 8], graph_query_lens=[1, 4, 9]) as engine:
+    with models(family).engine(**options, backend=backend, graphs=[1, 2, 4, 8], graph_query_lens=[1, 4, 9]) as engine:
         assert expected == [output.token_ids for output in engine.generate(prompts, GREEDY)]
         held = graphs_of(engine)._held
         assert {1, 4, 9} == {sizes.query_len for sizes in held}
