@@ -187,6 +187,19 @@ def test_no_backend_for_a_device_is_one_sentence_with_every_reason() -> None:
         select_backends(attending("a"), Stack(), load_plugins().registry, "tpu")
 
 
+class CompilesToFindOut(Recorder):
+    @classmethod
+    def unusable_reason(cls) -> str | None:
+        raise AssertionError("asked about a device that it does not declare")
+
+
+def test_a_backend_for_another_device_is_not_asked_whether_it_could_run() -> None:
+    host = load_plugins(plugins=[plugin("compiling", backends={"compiles": CompilesToFindOut})])
+    stack = Stack.from_mapping({"rules": [{"layers": "*", "backend": "compiles"}]})
+    with pytest.raises(BackendError, match=r"cannot serve it: .*:compiles: runs on cpu, not on cuda$"):
+        select_backends(attending("a", soft_cap=30.0), stack, host.registry, "cuda")
+
+
 def test_a_wrappers_wrong_option_names_its_options() -> None:
     host = load_plugins(plugins=[registering()])
     stack = Stack.from_mapping({"rules": [{"layers": "*", "wrappers": [{"name": "halve", "bye": 3}]}]})

@@ -251,11 +251,15 @@ def _consider(
     entry = registry.backends.get(name)
     try:
         backend_class: type[AttentionBackend] = entry.load()
-        reason = backend_class.unusable_reason()
+        capabilities = backend_class.capabilities
+        refusals = capabilities.refusals(layer, device, extensions)
+        if device not in capabilities.devices:
+            # Its first reason is enough, and it is not asked to find out more: it may compile its kernels for that.
+            refusals = refusals[:1]
+        elif reason := backend_class.unusable_reason():
+            refusals = [Refusal("environment", reason)]
     except KVFrameError as error:
         return Candidate(name=entry.id, refusals=(Refusal("import", str(error)),)), None
-    capabilities = backend_class.capabilities
-    refusals = [Refusal("environment", reason)] if reason else capabilities.refusals(layer, device, extensions)
     candidate = Candidate(
         name=entry.id,
         refusals=tuple(refusals),

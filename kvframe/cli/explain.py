@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from kvframe.specs import LayerSpec
 
 
-UNUSABLE = (["import"], ["environment"])
-"""Codes of a backend that no layer can have in this environment."""
+UNUSABLE = (["import"], ["environment"], ["device"])
+"""Codes of a backend that no layer can have in this environment and on this device."""
 
 
 @click.command(short_help="Say which wrappers and backend each layer gets, and why.")
