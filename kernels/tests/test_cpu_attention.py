@@ -7,6 +7,7 @@ import platform
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from kvframe_kernels.cpu import attention, build, reference
@@ -307,3 +308,21 @@ def test_what_cannot_be_read_is_refused() -> None:
     wrong = Batch(query_start_loc=batch.query_start_loc, seq_lens=batch.seq_lens.long(), block_table=batch.block_table)
     with pytest.raises(ValueError, match=r"seq_lens must be int32, not torch\.int64"):
         paged_attention(query, key, value, wrong, scoring)
+
+
+@pytest.mark.parametrize("length", [1, 20])
+def test_a_query_that_sees_nothing_gets_zeros_whatever_its_sinks(length: int) -> None:
+    query, key, value, batch = draw([(0, length)])
+    batch = attrs.evolve(batch, seq_starts=whole([length]))
+    for sink in (0.5, float("-inf")):
+        output = paged_attention(query, key, value, batch, Scoring(scale=0.2), torch.full((4,), sink))
+        assert torch.equal(torch.zeros_like(output), output)
+
+
+@pytest.mark.parametrize(
+    "scoring", [{"window": 2**32 + 5}, {"window": 5, "num_sink_tokens": 2**32}, {"chunk": 2**32 + 5}]
+)
+def test_masks_that_are_longer_than_any_sequence_hide_nothing(scoring: dict[str, int]) -> None:
+    query, key, value, batch = draw()
+    expected = paged_attention(query, key, value, batch, Scoring(scale=0.2))
+    torch.testing.assert_close(paged_attention(query, key, value, batch, Scoring(scale=0.2, **scoring)), expected)

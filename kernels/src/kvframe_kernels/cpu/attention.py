@@ -21,6 +21,9 @@ PLANES = ("key", "value", "key_scale", "value_scale", "key_min", "value_min")
 PIECE_TOKENS = 256
 """Keys of a piece of work at least: what takes longer than the thread pool needs to hand out."""
 
+MOST_TOKENS = 2**31 - 1
+"""Longer than any sequence: lengths are of 32 bits."""
+
 
 class _Plane(ctypes.Structure):
     """``Plane`` of ``src/step.h``."""
@@ -189,9 +192,9 @@ def paged_attention(
         stored_dtype=STORED[key.dtype],
         scale_dtype=DTYPES[scale_dtype],
         causal=batch.causal,
-        window=scoring.window or 0,
-        num_sink_tokens=scoring.num_sink_tokens,
-        chunk=scoring.chunk or 0,
+        window=min(scoring.window or 0, MOST_TOKENS),
+        num_sink_tokens=min(scoring.num_sink_tokens, MOST_TOKENS),
+        chunk=min(scoring.chunk or 0, MOST_TOKENS),
         num_threads=torch.get_num_threads(),
         piece_tokens=PIECE_TOKENS,
         scale=scoring.scale * scoring.key_factor,

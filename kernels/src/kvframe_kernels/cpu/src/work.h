@@ -131,10 +131,10 @@ inline Place place_of(const Step& step, const Unit& unit, int row) {
 // Writes a row: a learned sink is one more score, with no value behind it.
 inline void write_row(const Step& step, Place place, float top, float total, const float* values) {
   float share = 1;
-  if (step.sinks) {
+  if (step.sinks && total != 0) {
     float sink = step.sinks[place.head] * kLog2e, both = std::max(sink, top);
     share = exp2(top - both);
-    total = total * share + (total == 0 ? 0 : exp2(sink - both));
+    total = total * share + exp2(sink - both);
   }
   // Queries that see nothing get zeros.
   write_output(step, place.token, place.head, total == 0 ? 0 : share / total * (float)step.value_factor, values);
