@@ -67,6 +67,14 @@ def test_a_table_is_what_was_written(table: Path) -> None:
     assert [table.name] == [path.name for path in table.parent.iterdir()]
 
 
+def test_a_table_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    folder = tmp_path / "a_folder"
+    folder.mkdir()
+    with pytest.raises(OSError, match="directory"):
+        TimesTable().write(folder)
+    assert [folder] == [*tmp_path.iterdir()]
+
+
 def test_times_of_another_version_of_the_same_are_replaced() -> None:
     before = TimesTable({key(TORCH, version="0.0"): took(1), key(REFERENCE): took(2), key(TORCH, device="x"): took(3)})
     after = before.with_times({key(TORCH): took(4)}, {})

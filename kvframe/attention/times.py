@@ -126,8 +126,12 @@ class TimesTable:
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
+        try:
+            part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            part.replace(path)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
 
 
 def _as_time(seconds: Mapping[str, Any]) -> MeasuredTime:
