@@ -14,10 +14,11 @@ import pytest
 import torch
 from kvframe_chunked_local import ChunkedLocalSpec
 from kvframe_cross_attention import CrossAttentionSpec
+from kvframe_triton.backend import TritonBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvframe.attention.backend import AttentionMetadataBuilder
+from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.attention.layer import AttentionLayers
 from kvframe.attention.local import LocalCaches
 from kvframe.attention.metadata import Axis, CommonAttentionMetadata, Extension
@@ -78,6 +79,22 @@ class OnHost(CapturableReference):
 
     def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> torch.Tensor:
         assert {META} == {metadata.block_table.device, metadata.seq_lens.device}
+        return query.new_empty(query.shape)  # type: ignore[no-any-return]
+
+
+class Triton(TritonBackend):
+    """Cuts steps as for a CUDA device, and computes nothing."""
+
+    capabilities = attrs.evolve(TritonBackend.capabilities, devices=frozenset({"cpu"}))
+    write_kv = AttentionBackend.write_kv
+
+    @classmethod
+    def unusable_reason(cls) -> str | None:
+        return None
+
+    def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> torch.Tensor:
+        tensors = [metadata.block_table, *(each for work in metadata.work for each in (work.items, work.parts))]
+        assert {META} == {tensor.device for tensor in tensors}
         return query.new_empty(query.shape)  # type: ignore[no-any-return]
 
 
@@ -145,7 +162,9 @@ def copies_of_a_step(backend: str, requests: Sequence[tuple[int, int]], **option
     views = KVCacheStorage(plan, grouping, META).views
     skipped = find_skippable_layers(layers)
     assert 3 == len(skipped)
-    ordered = plugin("mine", backends={"decodes": Decodes, "short_ones": ShortOnes, "on_host": OnHost})
+    ordered = plugin(
+        "mine", backends={"decodes": Decodes, "short_ones": ShortOnes, "on_host": OnHost, "triton_here": Triton}
+    )
     choices = select_backends(layers, stack, load_plugins(stack.plugins, [ordered]).registry, "cpu", skipped)
     scratch = LocalCaches(layers, META, max_tokens=64, max_reqs=8)
     attention = AttentionLayers(layers, choices, grouping, views, META, skipped, scratch)
@@ -175,7 +194,7 @@ MIXED = [(9, 1), (0, 7), (5, 3), (13, 1), (0, 2)]
 
 
 @pytest.mark.parametrize("requests", [DECODES, MIXED])
-@pytest.mark.parametrize("backend", ["torch_reference", "decodes", "short_ones", "on_host"])
+@pytest.mark.parametrize("backend", ["torch_reference", "decodes", "short_ones", "on_host", "triton_here"])
 def test_a_step_is_one_copy_for_all_groups_chains_and_orders(backend: str, requests: list[tuple[int, int]]) -> None:
     assert 1 == len(copies_of_a_step(backend, requests))
 

@@ -13,6 +13,7 @@ from triton import knobs
 from kvframe import LayerSpec, load_plugins
 from kvframe.attention.capture import GraphCapture
 from kvframe.attention.padding import pad_metadata
+from kvframe.attention.staging import Staging
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
@@ -93,10 +94,11 @@ def test_building_never_waits_for_the_device() -> None:
 
 
 @pytest.mark.parametrize("requests", [[Request(5000, 1)] * 3, [Request(41, 1), Request(3000, 700)]])
-def test_all_work_of_a_step_is_one_copy_of_aligned_arrays(requests: list[Request]) -> None:
-    tensors = [tensor for work in build(requests).work for tensor in (work.items, work.parts)]
-    assert 1 == len({tensor.untyped_storage().data_ptr() for tensor in tensors})
-    assert {0} == {tensor.storage_offset() * tensor.element_size() % 16 for tensor in tensors}
+def test_work_is_cut_on_the_host_for_the_steps_one_copy(requests: list[Request]) -> None:
+    assert TritonBackend([layer()], torch.device("meta")).make_builder().on_host
+    built = build(requests, "meta")
+    tensors = [tensor for work in built.work for tensor in (work.items, work.parts)]
+    assert {"cpu"} == {tensor.device.type for tensor in [built.block_table, *tensors]}
 
 
 def test_a_graph_of_any_batch_finds_work_of_the_same_shapes() -> None:
@@ -138,7 +140,7 @@ def test_a_mask_that_only_live_ranges_say_is_refused() -> None:
 
 def test_queries_that_lie_apart_are_read_as_they_are() -> None:
     served = TritonBackend([layer()], torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    built = build([Request(0, 3)], served.device.type)
+    built = Staging(served.device).to_device(build([Request(0, 3)], served.device.type))
     cache = {name: torch.ones(9, 16, 2, 8, device=served.device) for name in ("k", "v")}
     query = torch.ones(3, 8, 4, device=served.device).transpose(1, 2)
     assert torch.equal(torch.ones_like(query), served.forward(layer(), query, cache, built, None))

@@ -3,11 +3,12 @@
 A tile is as many consecutive queries of one request as fill a program's rows. A tile that sees much more than a
 program's fair share of the step is split over the tokens that it sees, and its parts are joined afterwards
 (Flash-Decoding; the shares as in FlashInfer's planner, arXiv 2501.01005). Everything is NumPy over all requests at
-once, for one upload a step.
+once.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -169,48 +170,37 @@ def _cut_alike(requests: IntArray, batch: Batch, rules: Rules, tiling: Tiling, h
     """Return the work of some requests, for programs of one shape."""
     queries_per_tile = tiling.block_m // heads
     tiles = _tiles(requests, queries_per_tile)
-    _, _, num_queries, position, stop, hidden = tiles
-    low = hidden
+    # Field by field: NumPy's work on a step this small is the number of its calls.
+    fields = np.empty((NUM_ITEM_FIELDS, tiles.shape[1]), dtype=np.int32)
+    fields[:6] = tiles
+    _, _, num_queries, position, stop, low, first, last = fields[:8]
     if batch.causal:
+        # Padding sees nothing, whatever its position.
+        np.minimum(position + num_queries, stop, out=stop)
         if rules.window:
             low = np.maximum(low, position + (1 - rules.window))
         elif rules.chunk:
             low = np.maximum(low, position - position % rules.chunk)
-        # Padding sees nothing, whatever its position.
-        stop = np.minimum(position + num_queries, stop)
-    first = low // tiling.block_n
-    num_blocks = np.maximum(-(-stop // tiling.block_n) - first, 0)
+    np.floor_divide(low, tiling.block_n, out=first)
+    num_blocks = (stop + (tiling.block_n - 1)) // tiling.block_n - first
     # Work items that run at a time: each is computed by a program for every KV head.
     wave = max(1, num_cores * tiling.programs_per_core // (rules.num_kv_heads * -(-rules.group // heads)))
-    num_parts = _num_parts(num_blocks, wave, -(-tiling.min_split // tiling.block_n))
-    slots, part, num_slots = np.array(-1), np.array(0), 0
-    parts = np.zeros((0, NUM_PART_FIELDS), dtype=np.int32)
-    if num_parts is not None:
-        num_blocks = -(-num_blocks // num_parts)
-        index = np.arange(len(num_parts)).repeat(num_parts)
-        part = np.arange(len(index)) - (num_parts.cumsum() - num_parts)[index]
-        in_slots = np.where(num_parts > 1, num_parts, 0)
-        num_slots = int(in_slots.sum())
-        first_slot = in_slots.cumsum() - in_slots
-        slots = np.where(in_slots[index] > 0, first_slot[index] + part, -1)
-        parts = _parts(tiles, first_slot, in_slots)
-        tiles, stop, num_blocks = tiles[:, index], stop[index], num_blocks[index]
-        first = first[index] + part * num_blocks
-    num_items = tiles.shape[1]
+    length = _longest_part(num_blocks, wave, -(-tiling.min_split // tiling.block_n))
+    num_slots = 0
+    if length is None:
+        parts = np.zeros((0, NUM_PART_FIELDS), dtype=np.int32)
+        first *= tiling.block_n
+        last[:] = stop
+        fields[8], fields[9] = -1, 1
+    else:
+        fields, parts, num_slots = _split(fields, num_blocks, length, tiling.block_n)
+    num_items = num_used = fields.shape[1]
     if batch.static:
         num_tiles = min(batch.num_tokens, len(batch.seq_lens) + 1 + batch.num_tokens // queries_per_tile)
         num_items, num_slots = num_tiles + wave, 2 * wave
         parts = _padded(parts, min(batch.num_tokens, wave * queries_per_tile))
     items = np.zeros((num_items, NUM_ITEM_FIELDS), dtype=np.int32)
-    used = items[: tiles.shape[1]]
-    used[:, :4] = tiles[:4].T
-    used[:, 4] = stop
-    used[:, 5] = tiles[5]
-    lo = used[:, 6]
-    np.multiply(first, tiling.block_n, out=lo, casting="unsafe")
-    np.minimum(lo + num_blocks * tiling.block_n, stop, out=used[:, 7], casting="unsafe")
-    used[:, 8] = slots
-    used[:, 9] = part == 0
+    items[:num_used] = fields.T
     return Work(tiling, heads, items, parts, num_slots)
 
 
@@ -219,12 +209,11 @@ def _tiles(requests: IntArray, queries_per_tile: int) -> IntArray:
     query_lens = requests[2]
     if np.maximum.reduce(query_lens, initial=0) <= queries_per_tile:
         return requests if np.minimum.reduce(query_lens, initial=1) else requests.compress(query_lens > 0, axis=1)
-    counts = -(-query_lens // queries_per_tile)
+    counts = (query_lens + (queries_per_tile - 1)) // queries_per_tile
+    ends = counts.cumsum(dtype=np.int32)
     index = np.arange(len(counts)).repeat(counts)
-    tiles = requests[:, index]
-    skipped = (
-        np.arange(len(index), dtype=np.int32) - (counts.cumsum(dtype=np.int32) - counts)[index]
-    ) * queries_per_tile
+    skipped = (np.arange(len(index), dtype=np.int32) - (ends - counts).take(index)) * queries_per_tile
+    tiles = requests.take(index, axis=1)
     tiles[1] += skipped
     tiles[3] += skipped
     np.minimum(tiles[2] - skipped, queries_per_tile, out=tiles[2])
@@ -232,18 +221,19 @@ def _tiles(requests: IntArray, queries_per_tile: int) -> IntArray:
     return tiles[:, (tiles[3] + tiles[2]).argsort(kind="stable")[::-1]]
 
 
-def _num_parts(num_blocks: IntArray, wave: int, min_blocks: int) -> npt.NDArray[np.int64] | None:
-    """Return into how many parts each tile is split; None if none is.
+def _longest_part(num_blocks: IntArray, wave: int, min_blocks: int) -> int | None:
+    """Return how many blocks a part of a tile has at most; None if no tile is split.
 
     Args:
-        num_blocks: ``[num_tiles]``: what each reads.
+        num_blocks: ``[num_tiles]``: what each reads; nothing where it is negative.
         wave: Work items that run at a time.
         min_blocks: Blocks of a part at least.
     """
     longest = int(np.maximum.reduce(num_blocks, initial=0))
     if longest <= min_blocks:
         return None
-    share = int(num_blocks.sum()) / wave
+    num_blocks = np.maximum(num_blocks, 0)
+    share = int(np.add.reduce(num_blocks)) / wave
     if 2 * len(num_blocks) <= wave:
         # One wave holds all parts: the shortest parts that fit into it. Those of twice the fair share always do.
         candidates = np.ceil(share * np.arange(8, 17) / 8)[:, None]
@@ -252,22 +242,52 @@ def _num_parts(num_blocks: IntArray, wave: int, min_blocks: int) -> npt.NDArray[
     else:
         if longest <= LONG * share:
             return None
-        length = int(np.ceil(share))
+        length = math.ceil(share)
     length = max(length, min_blocks)
-    if longest <= length:
-        return None
-    num_parts = -(-num_blocks // length)
+    return length if longest > length else None
+
+
+def _split(fields: IntArray, num_blocks: IntArray, length: int, block_n: int) -> tuple[IntArray, IntArray, int]:
+    """Return the work items of tiles, where queries of split ones find their parts, and the number of these parts.
+
+    Args:
+        fields: ``[10, num_tiles]``: the tiles as work items; the last four fields are the first block and undefined.
+        num_blocks: ``[num_tiles]``: what each reads; nothing where it is negative.
+        length: The most blocks of a part.
+        block_n: Tokens of a block.
+    """
     # Parts of a tile are of even length; none is empty, and a tile that sees nothing is one part.
-    even = -(-num_blocks // np.maximum(num_parts, 1))
-    return np.maximum(-(-num_blocks // np.maximum(even, 1)), 1)
-
-
-def _parts(tiles: IntArray, first_slot: npt.NDArray[np.int64], num_slots: npt.NDArray[np.int64]) -> IntArray:
-    """Return where the queries of split tiles find their parts."""
-    query_lens = np.where(num_slots > 0, tiles[2], 0)
-    index = np.arange(len(query_lens)).repeat(query_lens)
-    query = np.arange(len(index)) - (query_lens.cumsum() - query_lens)[index]
-    return np.stack([tiles[1][index] + query, first_slot[index], num_slots[index], query], axis=1).astype(np.int32)
+    num_blocks = np.maximum(num_blocks, 1)
+    num_parts = (num_blocks + (length - 1)) // length
+    even = (num_blocks + (num_parts - 1)) // num_parts
+    num_parts = (num_blocks + (even - 1)) // even
+    fields[7] = even
+    ends = num_parts.cumsum(dtype=np.int32)
+    starts = ends - num_parts
+    index = np.arange(len(num_parts)).repeat(num_parts)
+    items = fields.take(index, axis=1)
+    _, _, _, _, stop, _, first, last, slot, is_first = items
+    first += (np.arange(len(index), dtype=np.int32) - starts.take(index)) * last
+    last += first
+    items[6:8] *= block_n
+    np.minimum(last, stop, out=last)
+    split = np.flatnonzero(num_parts > 1)
+    counts = num_parts[split]
+    slots = counts.cumsum(dtype=np.int32)
+    num_slots = int(slots[-1])
+    slot[:] = -1
+    slot[(num_parts > 1).take(index)] = np.arange(num_slots)
+    is_first[:] = 0
+    is_first[starts] = 1
+    query_lens = fields[2, split]
+    tile = np.arange(len(split)).repeat(query_lens)
+    parts = np.empty((len(tile), NUM_PART_FIELDS), dtype=np.int32)
+    query = np.arange(len(tile)) - (query_lens.cumsum() - query_lens)[tile]
+    parts[:, 0] = fields[1, split][tile] + query
+    parts[:, 1] = (slots - counts)[tile]
+    parts[:, 2] = counts[tile]
+    parts[:, 3] = query
+    return items, parts, num_slots
 
 
 def _padded(rows: IntArray, size: int) -> IntArray:

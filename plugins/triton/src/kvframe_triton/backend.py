@@ -81,7 +81,7 @@ class TritonBackend(AttentionBackend):
 
     def make_builder(self) -> TritonMetadataBuilder:
         """Return the builder of the step's work items."""
-        return TritonMetadataBuilder(self._attention, self._dtype, self.device)
+        return TritonMetadataBuilder(self._attention, self._dtype)
 
     def write_kv(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: tuple[torch.Tensor, torch.Tensor]

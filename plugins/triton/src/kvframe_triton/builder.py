@@ -1,4 +1,4 @@
-"""The metadata of attention in Triton: a step's work items, cut on the host and uploaded together."""
+"""The metadata of attention in Triton: a step's work items, cut on the host."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import attrs
-import numpy as np
 import torch
 from kvframe_kernels.triton.attention import DeviceWork, PagedAttention
 from kvframe_kernels.triton.attention_plan import Batch, Work
@@ -37,19 +36,18 @@ class TritonMetadataBuilder(AttentionMetadataBuilder):
     """Cuts a step into work items."""
 
     capture = GraphCapture.ALWAYS
+    on_host = True
     table_fields = frozenset({"block_table"})
 
-    def __init__(self, attention: PagedAttention, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, attention: PagedAttention, dtype: torch.dtype) -> None:
         """Take what the layers of the group have in common.
 
         Args:
             attention: Their attention.
             dtype: The dtype that it is computed in.
-            device: Where they run.
         """
         self._attention = attention
         self._dtype = dtype
-        self._device = device
 
     @property
     def reuse_key(self) -> Hashable:
@@ -61,7 +59,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder):
         batch = batch_of(metadata, self._attention.causal)
         return TritonMetadata(
             block_table=with_whole_rows(metadata.block_table),
-            work=upload(self._attention.plan(batch, self._dtype), self._device),
+            work=as_tensors(self._attention.plan(batch, self._dtype)),
             causal=batch.causal,
             has_starts=batch.seq_starts is not None,
         )
@@ -94,17 +92,9 @@ def with_whole_rows(block_table: torch.Tensor) -> torch.Tensor:
     return block_table if block_table.stride(1) == 1 else block_table.contiguous()
 
 
-def upload(work: Sequence[Work], device: torch.device) -> tuple[DeviceWork, ...]:
-    """Return the same work on the device, in one copy."""
-    arrays = [array for each in work for array in (each.items, each.parts)]
-    # Each array starts at a multiple of 16 bytes: a kernel is compiled for that.
-    ends = np.cumsum([-(-array.size // 4) * 4 for array in arrays])
-    host = np.empty(ends[-1], dtype=np.int32)
-    starts = [0, *ends.tolist()]
-    for start, array in zip(starts, arrays, strict=False):
-        host[start : start + array.size] = array.ravel()
-    there = torch.from_numpy(host).to(device, non_blocking=True)
-    views = iter(
-        there[start : start + array.size].view(array.shape) for start, array in zip(starts, arrays, strict=False)
+def as_tensors(work: Sequence[Work]) -> tuple[DeviceWork, ...]:
+    """Return the same work as tensors on the host, which the step's copy brings to the device."""
+    return tuple(
+        DeviceWork(each.tiling, each.heads, torch.from_numpy(each.items), torch.from_numpy(each.parts), each.num_slots)
+        for each in work
     )
-    return tuple(DeviceWork(each.tiling, each.heads, next(views), next(views), each.num_slots) for each in work)

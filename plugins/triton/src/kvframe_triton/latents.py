@@ -81,7 +81,7 @@ class TritonMLABackend(AttentionBackend):
 
     def make_builder(self) -> LatentMetadataBuilder:
         """Return the builder of the step's work items."""
-        return LatentMetadataBuilder(self._forms, self._dtype, self.device)
+        return LatentMetadataBuilder(self._forms, self._dtype)
 
     def write_kv(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: tuple[torch.Tensor, torch.Tensor]

@@ -13,7 +13,7 @@ from kvframe.attention.backend import AttentionMetadataBuilder
 from kvframe.attention.capture import GraphCapture
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.order import BatchOrder
-from kvframe_triton.builder import TritonMetadata, batch_of, upload, with_whole_rows
+from kvframe_triton.builder import TritonMetadata, as_tensors, batch_of, with_whole_rows
 
 MAX_EXPANDED = 1 << 27
 """Elements of keys and values made of latents that exist at a time, unless those of one head are more."""
@@ -97,18 +97,17 @@ class LatentMetadataBuilder(AttentionMetadataBuilder):
     """Cuts a step into work items, in the form that costs less."""
 
     capture = GraphCapture.ALWAYS
+    on_host = True
 
-    def __init__(self, forms: Forms, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, forms: Forms, dtype: torch.dtype) -> None:
         """Take what the layers of the group have in common.
 
         Args:
             forms: Their attention.
             dtype: The dtype that it is computed in.
-            device: Where they run.
         """
         self._forms = forms
         self._dtype = dtype
-        self._device = device
         self._most = forms.most_absorbed
         if self._most is not None:
             self.batch_order = BatchOrder(decode_threshold=self._most)
@@ -131,7 +130,7 @@ class LatentMetadataBuilder(AttentionMetadataBuilder):
         )
 
     def _absorbed(self, batch: Batch, block_table: torch.Tensor) -> TritonMetadata:
-        work = upload(self._forms.latents.plan(batch, self._dtype), self._device) if batch.num_tokens else ()
+        work = as_tensors(self._forms.latents.plan(batch, self._dtype)) if batch.num_tokens else ()
         return TritonMetadata(with_whole_rows(block_table), work, batch.causal, batch.seq_starts is not None)
 
     def _expanded(self, batch: Batch, block_table: torch.Tensor) -> ExpandedMetadata:
@@ -144,14 +143,12 @@ class LatentMetadataBuilder(AttentionMetadataBuilder):
         columns = np.arange(len(rows)) + (first_pages - ends + num_pages)[rows]
         table = np.zeros((len(num_pages), int(columns.max(initial=0)) + 1), dtype=np.int32)
         table[rows, columns] = np.arange(len(rows))
-        places = torch.from_numpy(np.stack([rows, columns])).to(block_table.device, non_blocking=True)
         attention = self._forms.expanded(self._forms.heads_at_once(len(rows) * block_size))
-        work = upload(attention.plan(batch, self._dtype), self._device)
-        there = torch.from_numpy(table).to(self._device, non_blocking=True)
+        work = as_tensors(attention.plan(batch, self._dtype))
         return ExpandedMetadata(
-            pages=block_table[places[0], places[1]],
+            pages=block_table[torch.from_numpy(rows), torch.from_numpy(columns)],
             attention=attention,
-            metadata=TritonMetadata(there, work, batch.causal, batch.seq_starts is not None),
+            metadata=TritonMetadata(torch.from_numpy(table), work, batch.causal, batch.seq_starts is not None),
         )
 
 
