@@ -107,9 +107,9 @@ class EngineOptions:
         measured_times: Whether ``backend = "auto"`` goes by the times that ``kvframe tune`` measured, where there are
             any; a file names another table than the user's own.
         compile: Whether the model around the attention is compiled by ``torch.compile``, when it is attached.
-        graphs: For how many requests whole steps are captured as graphs and replayed: steps of fewer requests are
-            padded to the next number, steps of more run as without graphs. ``"auto"`` chooses numbers up to
-            ``max_num_seqs``, and runs without where the model, a wrapper or a backend cannot be captured.
+        graphs: For how many requests whole steps are captured as graphs, when the engine starts, and replayed: steps of
+            fewer requests are padded to the next number, steps of more run as without graphs. ``"auto"`` chooses
+            numbers up to ``max_num_seqs``, and runs without where the model, a wrapper or a backend cannot be captured.
         graph_query_lens: How many tokens each request computes in the steps that are captured: one in a decode.
     """
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -518,6 +519,18 @@ def test_a_terminal_is_told_which_group_limits_prefix_hits(
     told = capsys.readouterr().err
     assert "group 1 (state) made the cached prefix shorter 3 times: alone it had 0 of 4,000 tokens\n" in told
     assert "full_attention" not in told
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_is_told_what_takes_long_at_a_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_terminal: bool
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    log = logging.getLogger("kvframe")
+    with render.log_lines():
+        log.info("capturing %d graphs", 4)
+    log.info("nobody asked")
+    assert ("kvframe: capturing 4 graphs\n" if is_terminal else "") == capsys.readouterr().err
 
 
 def test_a_progress_bar_is_drawn_on_a_terminal(

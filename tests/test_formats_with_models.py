@@ -14,7 +14,7 @@ from kvframe_kv_formats import Fp8Tensor, Fp8TokenHead, Int4TokenHead, Int8Token
 
 from kvframe import Engine, Prompt, SamplingParams, Stack
 from kvframe.builtin.torch_backend import TorchBackend
-from kvframe.engine import graphs as graphs_module
+from kvframe.engine import graph_sizes
 from kvframe.errors import ModelError
 from kvframe.formats import PLAIN, KVFormat
 from kvframe.plugins import load_plugins
@@ -172,7 +172,7 @@ def test_what_a_format_rounds_off_hides_no_wrong_attention(models: Any, monkeypa
 def test_steps_that_are_replayed_copy_the_pages_of_each_step(
     models: Any, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs_module, "SHORTEST_CONTEXT", 18)
+    monkeypatch.setattr(graph_sizes, "SHORTEST_CONTEXT", 18)
     registry = load_plugins(plugins=[plugin("mine", backends={"capturable": CapturableReference})]).registry
     model = attrs.evolve(models(family), registry=registry)
     options = {"backend": "capturable", "format": "int8_token_head"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -19,8 +20,10 @@ from kvframe import Engine, load_plugins
 from kvframe.attention.capture import GraphCapture
 from kvframe.attention.captured import NotReplayableError, refresh
 from kvframe.attention.step import StepBatch
-from kvframe.engine import graphs as graphs_module
-from kvframe.engine.graphs import GraphSizes, StepGraphs, auto_sizes, context_sizes
+from kvframe.engine import graph_sizes
+from kvframe.engine.graph import CalledGraph
+from kvframe.engine.graph_sizes import GraphSizes, auto_sizes, context_sizes
+from kvframe.engine.graphs import StepGraphs
 from kvframe.engine.request import SamplingParams
 from kvframe.errors import StackError
 from kvframe.options import EngineOptions
@@ -63,7 +66,7 @@ def test_replayed_decodes_give_the_tokens_of_steps_without_graphs(
     models: Callable[[str], TinyModel], family: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Requests outgrow the graphs of short ones.
-    monkeypatch.setattr(graphs_module, "SHORTEST_CONTEXT", 18)
+    monkeypatch.setattr(graph_sizes, "SHORTEST_CONTEXT", 18)
     model = models(family)
     options: dict[str, Any] = {"prefill_skipping": "decode_only"} if family == "gemma3n_text" else {}
     with model.engine(backend="capturable", **options) as engine:
@@ -124,7 +127,13 @@ def graphs_for(level: GraphCapture, skipped: tuple[str, ...] = (), **sizes: Any)
         capture = level
 
     Layers.skipped = skipped  # type: ignore[attr-defined]
-    given: dict[str, Any] = {"num_reqs": (2, 4), "query_lens": (1, 3), "max_model_len": 5000, **sizes}
+    given: dict[str, Any] = {
+        "num_reqs": (2, 4),
+        "query_lens": (1, 3),
+        "max_model_len": 5000,
+        "max_num_batched_tokens": 8,
+        **sizes,
+    }
     return StepGraphs(Layers(), lambda *_: torch.empty(0), torch.device("cpu"), **given)  # type: ignore[arg-type]
 
 
@@ -194,6 +203,54 @@ def test_the_sizes_that_are_chosen_end_with_the_most_requests() -> None:
     assert (1, 2, 3, 4, 6, 8, 12, 16, 20) == auto_sizes(20)
     assert (1024, 4096, 5000) == context_sizes(5000)
     assert (128,) == context_sizes(128)
+
+
+# --- before the first request -----------------------------------------------------------------------------------------
+
+
+def test_the_usual_steps_are_captured_before_the_first_request(
+    models: Callable[[str], TinyModel], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kvframe")
+    model = models("gemma3_text")
+    with model.engine(backend="capturable") as engine:
+        expected = served(engine)
+    with model.engine(backend="capturable", graphs=[1, 2, 4, 8], max_model_len=96) as engine:
+        assert [(count, 1, 96) for count in (8, 4, 2, 1)] == [
+            (sizes.num_reqs, sizes.query_len, sizes.max_seq_len) for sizes in graphs_of(engine)._held
+        ]
+        assert expected == served(engine)
+        assert 4 == graphs_of(engine).num_graphs
+        assert graphs_of(engine).num_replays > 0
+    said = [record.message for record in caplog.records if "graphs" in record.message]
+    assert "capturing 4 graphs of steps of up to 8 requests" == said[0]
+    assert said[1].startswith("captured 4 graphs in ")
+
+
+def test_usual_steps_are_uniform_and_no_larger_than_a_step_may_be() -> None:
+    for level, expected in (
+        (GraphCapture.ALWAYS, [(2, 3, 5000), (2, 3, 4096), (2, 3, 1024), (4, 1, 5000)]),
+        (GraphCapture.DECODE, [(4, 1, 5000), (4, 1, 4096), (4, 1, 1024), (2, 1, 5000)]),
+    ):
+        usual = graphs_for(level)._choice.usual(8)
+        assert expected == [(sizes.num_reqs, sizes.query_len, sizes.max_seq_len) for sizes in usual[:4]]
+    assert [] == graphs_for(GraphCapture.ALWAYS)._choice.usual(1)
+
+
+def test_what_there_is_no_memory_to_capture_runs_without_a_graph(
+    models: Callable[[str], TinyModel], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def has_none(graph: CalledGraph, run: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = models("llama")
+    with model.engine(backend="capturable") as engine:
+        expected = served(engine)
+    monkeypatch.setattr(CalledGraph, "capture", has_none)
+    with model.engine(backend="capturable", graphs=[4, 8]) as engine:
+        assert expected == served(engine)
+        assert 0 == graphs_of(engine).num_graphs
+    assert 1 == len([record for record in caplog.records if "has no memory left" in record.message])
 
 
 # --- what cannot be captured ------------------------------------------------------------------------------------------
@@ -269,6 +326,13 @@ def test_what_stays_gets_new_values_and_nothing_else_may_differ() -> None:
     whole = torch.arange(8)
     with pytest.raises(NotReplayableError, match="another part"):
         refresh(whole[:3], whole[2:5], whole, "it")
+
+
+def test_equal_arrays_and_mappings_of_any_kind_are_the_same() -> None:
+    memory = torch.empty(0, dtype=torch.uint8)
+    refresh({"a": np.arange(3)}, MappingProxyType({"a": np.arange(3)}), memory, "it")
+    with pytest.raises(NotReplayableError, match=r"it\['a'\], an array on the host, has other numbers"):
+        refresh({"a": np.arange(3)}, {"a": np.arange(1, 4)}, memory, "it")
 
 
 @pytest.mark.parametrize(

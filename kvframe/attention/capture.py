@@ -9,9 +9,10 @@ class GraphCapture(IntEnum):
     """For which batches a part keeps to shapes that are known beforehand. A chain can do what all its parts can.
 
     A part that is replayed sees ``CommonAttentionMetadata.static_shapes`` set, and makes tensors whose shapes follow
-    from those of its input and from ``max_query_len`` alone. It is called for capture and for replay alike. What a
-    layer's ``forward`` reads beside tensors on the device, it reads at capture only: so nothing else in a builder's
-    metadata may differ from one step to the next, and host copies are not read in ``forward``.
+    from those of its input and from ``max_query_len`` alone. Which tensors it makes, and which it hands on, does not
+    depend on the numbers in them either. It is called for capture and for replay alike. What a layer's ``forward``
+    reads beside tensors on the device, it reads at capture only: so nothing else in a builder's metadata may differ
+    from one step to the next, and host copies are not read in ``forward``.
     """
 
     NEVER = 0

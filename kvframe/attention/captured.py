@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import attrs
+import numpy as np
 import torch
 
 from kvframe.attention.build import BuiltMetadata, MetadataPlan, PreparedMetadata
@@ -122,6 +123,12 @@ def refresh(kept: Any, fresh: Any, memory: torch.Tensor, what: str) -> None:
         elif kept.data_ptr() != fresh.data_ptr() or kept.stride() != fresh.stride():
             raise NotReplayableError(f"{what} is another part of what the step brings than it was")
         return
+    if isinstance(kept, Mapping) and isinstance(fresh, Mapping):
+        if kept.keys() != fresh.keys():
+            raise NotReplayableError(f"{what} had {sorted(map(str, kept))} and has {sorted(map(str, fresh))}")
+        for key, value in kept.items():
+            refresh(value, fresh[key], memory, f"{what}[{key!r}]")
+        return
     if type(kept) is not type(fresh):
         raise NotReplayableError(f"{what} was of {type(kept).__name__} and is of {type(fresh).__name__}")
     names = field_names(type(kept))
@@ -130,16 +137,14 @@ def refresh(kept: Any, fresh: Any, memory: torch.Tensor, what: str) -> None:
         for name in names:
             if name not in counts:
                 refresh(getattr(kept, name), getattr(fresh, name), memory, f"{type(kept).__name__}.{name}")
-    elif isinstance(kept, Mapping):
-        if kept.keys() != fresh.keys():
-            raise NotReplayableError(f"{what} had {sorted(map(str, kept))} and has {sorted(map(str, fresh))}")
-        for key, value in kept.items():
-            refresh(value, fresh[key], memory, f"{what}[{key!r}]")
     elif isinstance(kept, tuple | list):
         if len(kept) != len(fresh):
             raise NotReplayableError(f"{what} had {len(kept)} items and has {len(fresh)}")
         for index, (one, other) in enumerate(zip(kept, fresh, strict=True)):
             refresh(one, other, memory, f"{what}[{index}]")
+    elif isinstance(kept, np.ndarray):
+        if not np.array_equal(kept, fresh):
+            raise NotReplayableError(f"{what}, an array on the host, has other numbers")
     elif kept is not fresh and kept != fresh:
         raise NotReplayableError(f"{what} was {kept!r} and is {fresh!r}")
 

@@ -21,7 +21,7 @@ from kvframe.cli.options import (
     stack_option,
 )
 from kvframe.cli.prompts import read_prompt_token_ids, read_prompts
-from kvframe.cli.render import print_json, progress
+from kvframe.cli.render import log_lines, print_json, progress
 
 if TYPE_CHECKING:
     from kvframe.engine.request import RequestOutput
@@ -116,7 +116,9 @@ def generate(
 
     from kvframe.engine.engine import Engine
 
-    with Engine.from_pretrained(model, stack=stack) as engine, progress("generating", len(prompts)) as show:
+    with log_lines():
+        made = Engine.from_pretrained(model, stack=stack)
+    with made as engine, progress("generating", len(prompts)) as show:
         started = time.perf_counter()
         outputs = engine.generate(prompts, params, on_progress=show)
         stats = {**engine.stats().to_dict(), "seconds": time.perf_counter() - started}

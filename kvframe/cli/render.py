@@ -6,6 +6,7 @@ rich is imported only where there is a terminal to draw on.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -109,6 +110,24 @@ def progress(description: str, total: int) -> Iterator[ShowProgress]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(description, total=total)
         yield lambda done: bar.update(task, completed=done)
+
+
+@contextmanager
+def log_lines() -> Iterator[None]:
+    """Print what kvframe logs while the body runs, such as what takes long at a start, if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    log, handler = logging.getLogger("kvframe"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("kvframe: %(message)s"))
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        log.removeHandler(handler)
 
 
 def format_bytes(num_bytes: int) -> str:

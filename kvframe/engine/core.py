@@ -35,6 +35,9 @@ _log = logging.getLogger("kvframe")
 class Runner(Protocol[RequestT]):
     """Runs steps; what comes of a request's last known token is one number, as the scheduler takes it."""
 
+    def warm_up(self) -> None:
+        """Do once, before the first request, what would make it wait."""
+
     def run(self, step: ScheduledStep[RequestT]) -> list[int]:
         """Compute a step and return an outcome for each request whose last known token it computes."""
 
@@ -126,6 +129,7 @@ class EngineCore(ABC, Generic[RequestT]):
             if checked is not assembly:
                 model.detach()
                 model.attach(assembly.layers)
+            self._runner.warm_up()
         except BaseException:
             model.detach()
             raise

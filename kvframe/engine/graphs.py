@@ -1,12 +1,14 @@
-"""Steps as graphs: which steps are captured, at which sizes, and what becomes of the others.
+"""Steps as graphs: captured, replayed, and what becomes of those that cannot be.
 
 A graph holds one step's work at fixed sizes, so a step is padded to the next ones that there are graphs for: requests
-without tokens, tokens in the null page. Each size is captured when a step first has it.
+without tokens, tokens in the null page. The usual sizes are captured before the first request, others when a step first
+has them.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -18,44 +20,18 @@ from kvframe.attention.captured import CapturedStep, NotReplayableError
 from kvframe.attention.layer import AttentionLayers
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.padding import pad_step
-from kvframe.attention.step import StepBatch
+from kvframe.attention.staging import HOST
+from kvframe.attention.step import StepBatch, build_metadata
+from kvframe.cache.block_table import BlockTables
 from kvframe.engine.graph import CaptureError, StepGraph, graph_factory
+from kvframe.engine.graph_sizes import GraphSizes, SizeChoice, auto_sizes, context_sizes
 from kvframe.engine.packing import IntArray
 from kvframe.errors import StackError
 from kvframe.options import EngineOptions
 
 _log = logging.getLogger("kvframe")
 
-SHORTEST_CONTEXT = 1024
-"""Tokens of the longest request, for the graphs of short ones; the next ones have four times as many, and so on."""
-
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-@attrs.frozen(kw_only=True)
-class GraphSizes:
-    """What a graph is captured for.
-
-    Attributes:
-        num_reqs: Requests, padded ones included.
-        query_len: The most tokens that one of them computes.
-        num_generating: Generating rows, padding included.
-        num_wanted: Rows of logits, padding included.
-        max_seq_len: The most tokens of a request after the step.
-        all_generate: Whether every token does, so that no layer skips any.
-    """
-
-    num_reqs: int
-    query_len: int
-    num_generating: int
-    num_wanted: int
-    max_seq_len: int
-    all_generate: bool
-
-    @property
-    def num_tokens(self) -> int:
-        """Packed tokens, padding included."""
-        return self.num_reqs * self.query_len
 
 
 @attrs.frozen(eq=False)
@@ -83,6 +59,7 @@ class StepGraphs:
         num_reqs: Sequence[int],
         query_lens: Sequence[int],
         max_model_len: int,
+        max_num_batched_tokens: int,
     ) -> None:
         """Take what steps are captured of.
 
@@ -93,16 +70,23 @@ class StepGraphs:
             num_reqs: The numbers of requests that steps are padded to, ascending.
             query_lens: The numbers of tokens of each request that steps are captured for, ascending.
             max_model_len: The most tokens of a request.
+            max_num_batched_tokens: The most tokens of a step; sizes of more, padding included, are captured only when a
+                step first has them.
         """
         self._layers = layers
         self._forward = forward
-        self._num_reqs = tuple(num_reqs)
-        self._query_lens = tuple(query_lens)
-        self._max_seq_lens = context_sizes(max_model_len)
+        self._choice = SizeChoice(
+            num_reqs=tuple(num_reqs),
+            query_lens=tuple(query_lens),
+            max_seq_lens=context_sizes(max_model_len),
+            level=layers.capture,
+            skips=bool(layers.skipped),
+        )
+        self._max_num_tokens = max_num_batched_tokens
         self._make_graph = graph_factory(device)
         self._held: dict[GraphSizes, _Held] = {}
         self._given_up: set[GraphSizes] = set()
-        self._level = layers.capture
+        self._reasons: set[str] = set()
         self.num_replays = 0
 
     @classmethod
@@ -150,6 +134,7 @@ class StepGraphs:
             num_reqs=auto_sizes(options.max_num_seqs) if options.graphs == "auto" else options.graphs,
             query_lens=options.graph_query_lens,
             max_model_len=max_model_len,
+            max_num_batched_tokens=options.max_num_batched_tokens,
         )
 
     @property
@@ -164,35 +149,33 @@ class StepGraphs:
             batch: The step.
             num_wanted: Rows of logits that are wanted.
         """
-        longest, shortest = int(batch.query_lens.max()), int(batch.query_lens.min())
-        needed = GraphCapture.DECODE if longest == 1 else GraphCapture.UNIFORM
-        num_reqs = _next(self._num_reqs, len(batch.rows))
-        query_len: int | None = longest if longest in self._query_lens else None
-        num_generating, all_generate = len(batch.generating_indices), True
-        if num_generating < int(batch.query_lens.sum()):
-            all_generate = False
-            if self._layers.skipped:
-                needed = GraphCapture.ALWAYS  # what is left has requests with and without tokens
-        if self._level is GraphCapture.ALWAYS:
-            query_len = _next(self._query_lens, longest)
-        elif needed > self._level or shortest < longest:
-            return None
-        max_seq_len = _next(self._max_seq_lens, int((batch.num_computed + batch.query_lens).max()))
-        if num_reqs is None or query_len is None or max_seq_len is None or batch.extensions or not num_wanted:
-            return None
-        rows = num_reqs, num_reqs * query_len
-        wanted, generating = _next(rows, num_wanted), rows[1] if all_generate else _next(rows, num_generating)
-        if wanted is None or generating is None:
-            return None
-        sizes = GraphSizes(
-            num_reqs=num_reqs,
-            query_len=query_len,
-            num_generating=generating,
-            num_wanted=wanted,
-            max_seq_len=max_seq_len,
-            all_generate=all_generate,
-        )
+        sizes = self._choice.of(batch, num_wanted)
         return None if sizes in self._given_up else sizes
+
+    def capture_usual(self, tables: BlockTables) -> None:
+        """Capture the steps that are sure to come, so that no request waits for it; say how many, and how long it took.
+
+        What is captured is a step of a few tokens in the null page, so nothing that anybody reads is written to. The
+        largest is first: the others then find their memory.
+
+        Args:
+            tables: Block tables whose first row is empty.
+        """
+        usual = self._choice.usual(self._max_num_tokens)
+        _log.info("capturing %d graphs of steps of up to %d requests", len(usual), max(self._choice.num_reqs))
+        started = time.monotonic()
+        with torch.inference_mode():
+            for sizes in usual:
+                positions = np.arange(sizes.query_len)
+                batch = StepBatch(
+                    rows=np.zeros(1, dtype=np.int64),
+                    num_computed=np.zeros(1, dtype=np.int64),
+                    query_lens=np.array([sizes.query_len]),
+                    generating_indices=positions[-1:],
+                )
+                metadata = build_metadata(batch, tables, HOST)
+                self.run(sizes, metadata, np.zeros_like(positions), positions, positions[-1:])
+        _log.info("captured %d graphs in %.1f s", self.num_graphs, time.monotonic() - started)
 
     def run(
         self,
@@ -213,7 +196,7 @@ class StepGraphs:
 
         Returns:
             Logits of the wanted rows, then padding, good until the next step; None if it could not be run this way,
-            which is said once.
+            and then no step of these sizes is; each reason is said once.
         """
         padded = pad_step(
             metadata,
@@ -239,35 +222,17 @@ class StepGraphs:
         except (NotReplayableError, CaptureError) as error:
             self._held.pop(sizes, None)
             self._given_up.add(sizes)
-            _log.warning("steps of %d requests run without a graph: %s", sizes.num_reqs, error)
+            if str(error) not in self._reasons:
+                self._reasons.add(str(error))
+                _log.warning("steps of %d requests run without a graph: %s", sizes.num_reqs, error)
             return None
         return held.output
 
     def _capture(self, metadata: Sequence[CommonAttentionMetadata], inputs: tuple[torch.Tensor, ...]) -> _Held:
         step, graph = self._layers.capture_step(metadata, inputs), self._make_graph()
         token_ids, positions, wanted = step.inputs
-        return _Held(step, graph, graph.capture(lambda: self._forward(token_ids, positions, wanted)))
-
-
-def auto_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Return numbers of requests up to the most that run at once: powers of two, and halfway to the next."""
-    sizes, size = {max_num_seqs}, 1
-    while size < max_num_seqs:
-        sizes |= {size, min(max_num_seqs, size + size // 2)}
-        size *= 2
-    return tuple(sorted(sizes))
-
-
-def context_sizes(max_model_len: int) -> tuple[int, ...]:
-    """Return the lengths of requests that graphs are captured for: four times as many tokens each, up to the most."""
-    sizes = []
-    size = SHORTEST_CONTEXT
-    while size < max_model_len:
-        sizes.append(size)
-        size *= 4
-    return (*sizes, max_model_len)
-
-
-def _next(sizes: Sequence[int], least: int) -> int | None:
-    """Return the first of ascending sizes that is enough; None if none is."""
-    return next((size for size in sizes if size >= least), None)
+        try:
+            output = graph.capture(lambda: self._forward(token_ids, positions, wanted))
+        except torch.OutOfMemoryError as error:
+            raise CaptureError("the device has no memory left for it; give the cache less") from error
+        return _Held(step, graph, output)

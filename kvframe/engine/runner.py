@@ -78,6 +78,11 @@ class ModelRunner:
         self._skip_policy = skip_policy
         self.graphs = graphs
 
+    def warm_up(self) -> None:
+        """Do once, before the first request, what would make it wait. No row may be set yet."""
+        if self.graphs is not None:
+            self.graphs.capture_usual(self._tables)
+
     def pack(self, step: ScheduledStep[RequestT]) -> PackedStep[RequestT]:
         """Take note of the tokens of a step's new requests, and pack its requests as the backends ask for it.
 

@@ -206,7 +206,12 @@ def _check_static_shapes(wrapper: MetadataWrapper, batches: Mapping[str, Sequenc
         "max_query_len": max(step.max_query_len for step in steps.values()),
         "max_seq_len": max(step.max_seq_len for step in steps.values()),
     }
-    shapes = {name: _shapes(apply_wrapper(wrapper, pad_metadata(step, **sizes))) for name, step in steps.items()}
+    # Graphs are for fewer requests, too, and these are rows without tokens then.
+    fewer = {f"{name} but one": make_metadata(each[:-1], block_size) for name, each in batches.items() if len(each) > 1}
+    shapes = {}
+    for name, step in {**steps, **fewer}.items():
+        padded = pad_metadata(step, **sizes)
+        shapes[name] = _shapes(padded, apply_wrapper(wrapper, padded))
     (first, expected), *others = shapes.items()
     for name, found in others:
         _require_equal(wrapper, f"{name} at a graph's sizes", f"shapes differ from those of {first}", expected, found)
@@ -224,10 +229,15 @@ def _values(metadata: CommonAttentionMetadata, *, copy: bool = False) -> dict[st
     return {name: value.clone() if copy and isinstance(value, torch.Tensor) else value for name, value in found.items()}
 
 
-def _shapes(metadata: CommonAttentionMetadata) -> dict[str, Any]:
-    """Return what a graph is captured for."""
-    tensors = {name: value.shape for name, value in _values(metadata).items() if isinstance(value, torch.Tensor)}
-    return {**tensors, "num_reqs": metadata.num_reqs, "max_query_len": metadata.max_query_len}
+def _shapes(padded: CommonAttentionMetadata, wrapped: CommonAttentionMetadata) -> dict[str, Any]:
+    """Return what a graph is captured for: shapes, and which tensors are those of the batch and which are others."""
+    given, found = _values(padded), _values(wrapped)
+    tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    return {
+        **{name: (value.shape, value is given.get(name)) for name, value in tensors.items()},
+        "num_reqs": wrapped.num_reqs,
+        "max_query_len": wrapped.max_query_len,
+    }
 
 
 def _require_equal(

@@ -130,6 +130,13 @@ def test_a_static_batch_of_decodes_has_as_many_rows_as_before() -> None:
     assert 256 == most_pieces(num_reqs=256, num_tokens=256, max_query_len=1, chunk=8192)
 
 
+def test_which_tensors_a_static_batch_makes_does_not_depend_on_its_requests(make_batch: MakeBatch) -> None:
+    for query_lens_, seq_lens_ in (([1, 1], [6, 9]), ([1, 0], [6, 0])):
+        batch = make_batch(query_lens_, seq_lens_, max_blocks=8, static_query_len=1)
+        virtual = apply_wrapper(ChunkedLocal(chunk=4), batch)
+        assert virtual.query_start_loc is not batch.query_start_loc
+
+
 def piece_counts(num_reqs: int, num_tokens: int, chunk: int) -> Iterator[int]:
     """Yield how many chunks each batch of these sizes touches, wherever its requests stand."""
     most = {0: 0} | {

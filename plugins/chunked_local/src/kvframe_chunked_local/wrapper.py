@@ -123,7 +123,8 @@ class ChunkedLocal(MetadataWrapper):
 
         runs = BlockRuns(metadata.block_table)
         starts = runs.starts(pieces.requests, first_blocks)
-        is_cut = not pieces.one_each or num_reqs > metadata.num_reqs
+        # Nor may it depend on them which tensors are made.
+        is_cut = is_static or not pieces.one_each
         arrays = {"starts": starts, "seq_lens": seq_lens}
         if is_cut:
             arrays["query_start_loc"] = pieces.query_start_loc
