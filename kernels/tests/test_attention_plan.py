@@ -64,6 +64,7 @@ def test_every_query_is_in_one_tile_and_sees_every_token_once(name: str, static:
             seen[queries, item[LO] : item[HI]] += 1
             tiles[queries] += item[IS_FIRST]
             assert item[NUM_QUERIES] * work.heads <= work.tiling.block_m
+            assert 0 <= item[ROW] < len(step.seq_lens)
     assert (tiles == 1).all()
     query_lens = np.diff(step.query_start_loc)
     positions = np.concatenate([np.arange(s - q, s) for q, s in zip(query_lens, step.seq_lens, strict=True)])

@@ -8,7 +8,9 @@ which nobody waits for.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -155,27 +157,26 @@ def views_of(memory: torch.Tensor, places: Sequence[Place]) -> list[torch.Tensor
 def host_tensors(value: Any) -> list[torch.Tensor]:
     """Return the tensors on the host that a value holds outside of ``_cpu`` fields, each once, in a fixed order."""
     found: dict[int, torch.Tensor] = {}
-    _collect(value, found, set())
+    _collect((value,), found, set())
     return list(found.values())
 
 
-def _collect(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None:
-    if isinstance(value, torch.Tensor):
-        if value.device.type == HOST.type:
-            found.setdefault(id(value), value)
-        return
-    names = field_names(type(value))
-    if names is not None:
-        if id(value) not in seen:
-            seen.add(id(value))
-            for name in names:
-                _collect(getattr(value, name), found, seen)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            _collect(item, found, seen)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            _collect(item, found, seen)
+def _collect(values: Iterable[Any], found: dict[int, torch.Tensor], seen: set[int]) -> None:
+    for value in values:
+        kind = type(value)
+        if kind in _SCALARS:
+            continue
+        if kind is torch.Tensor or isinstance(value, torch.Tensor):
+            if value.is_cpu:
+                found.setdefault(id(value), value)
+        elif (fields := _fields(kind)) is not None:
+            if id(value) not in seen:
+                seen.add(id(value))
+                _collect(fields.values(value), found, seen)
+        elif isinstance(value, Mapping):
+            _collect(value.values(), found, seen)
+        elif isinstance(value, tuple | list):
+            _collect(value, found, seen)
 
 
 def replace_tensors(value: T, change: Callable[[torch.Tensor], torch.Tensor]) -> T:
@@ -188,19 +189,20 @@ def replace_tensors(value: T, change: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def _replace(value: Any, change: Callable[[torch.Tensor], torch.Tensor], known: dict[int, Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
     kind = type(value)
-    names = field_names(kind)
-    if names is not None:
+    if kind in _SCALARS:
+        return value
+    if kind is torch.Tensor or isinstance(value, torch.Tensor):
+        return change(value)
+    if (fields := _fields(kind)) is not None:
         if id(value) in known:
             return known[id(value)]
         changed = {}
-        for name in names:
-            before = getattr(value, name)
-            after = _replace(before, change, known)
-            if after is not before:
-                changed[name] = after
+        for name, before in zip(fields.names, fields.values(value), strict=True):
+            if type(before) not in _SCALARS:
+                after = _replace(before, change, known)
+                if after is not before:
+                    changed[name] = after
         known[id(value)] = result = _evolve(value, changed) if changed else value
         return result
     if isinstance(value, Mapping):
@@ -220,25 +222,48 @@ def _evolve(value: Any, changed: Mapping[str, Any]) -> Any:
     """Return a copy with other fields; not by its constructor, which may do more than take them."""
     copy = object.__new__(type(value))
     for name in _all_fields(type(value)):
-        object.__setattr__(copy, name, changed[name] if name in changed else getattr(value, name))
+        _set(copy, name, changed[name] if name in changed else getattr(value, name))
     return copy
 
 
-_FIELDS: dict[type, tuple[str, ...] | None] = {}
+_set = object.__setattr__
+
+_SCALARS = frozenset({bool, int, float, str, type(None)})
+"""What most fields are, and no tensor lies in: seen at a glance, as a step's values are gone through in each step."""
 
 
+@attrs.frozen
+class _Fields:
+    """The fields of a class that are not of the host.
+
+    Attributes:
+        names: Their names.
+        values: Returns them of an instance.
+    """
+
+    names: tuple[str, ...]
+    values: Callable[[Any], tuple[Any, ...]]
+
+
+@cache
+def _fields(kind: type) -> _Fields | None:
+    names = field_names(kind)
+    if names is None:
+        return None
+    if len(names) < 2:
+        return _Fields(names, lambda value: tuple(getattr(value, name) for name in names))
+    return _Fields(names, attrgetter(*names))
+
+
+@cache
 def field_names(kind: type) -> tuple[str, ...] | None:
     """Return the fields of an attrs class or a dataclass that are not of the host; None for another class."""
-    try:
-        return _FIELDS[kind]
-    except KeyError:
-        names = None
-        if attrs.has(kind) or dataclasses.is_dataclass(kind):
-            names = tuple(name for name in _all_fields(kind) if not name.endswith("_cpu"))
-        _FIELDS[kind] = names
-        return names
+    if not attrs.has(kind) and not dataclasses.is_dataclass(kind):
+        return None
+    return tuple(name for name in _all_fields(kind) if not name.endswith("_cpu"))
 
 
+@cache
 def _all_fields(kind: Any) -> tuple[str, ...]:
     fields = attrs.fields(kind) if attrs.has(kind) else dataclasses.fields(kind)
     return tuple(field.name for field in fields)

@@ -18,7 +18,12 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int32]
 
 NUM_ITEM_FIELDS = 10
+ROW, FIRST_QUERY, NUM_QUERIES, POSITION, STOP, START, FIRST, LAST, SLOT, IS_FIRST = range(NUM_ITEM_FIELDS)
+"""Of a work item: its row in the block table, the queries, the first one's position, where what they see stops and what
+is hidden ends, the tokens that are read, where the outcome is put if it is a part, and whether it is a tile's first."""
 NUM_PART_FIELDS = 4
+NO_PARTS = np.zeros((0, NUM_PART_FIELDS), dtype=np.int32)
+EIGHTHS = np.arange(8, 17) / 8
 MAX_SMALL_ROWS = 64
 """Rows of a request, its queries times the query heads of a program, up to which it is one tile of small programs."""
 LONG = 1.25
@@ -127,22 +132,23 @@ def cut(batch: Batch, rules: Rules, tilings: Sequence[Tiling], num_cores: int) -
     """
     heads = _heads_per_tile(rules.group, tilings)
     requests = _requests(batch)
+    query_lens = requests[NUM_QUERIES]
     # A request of so many queries at most is one tile, but for the padding.
     limit = min(MAX_SMALL_ROWS, tilings[-1].block_m) // heads
-    limit = min(limit, batch.max_query_len)
-    query_lens = requests[2]
-    has_large = batch.max_query_len > limit
-    if has_large and not batch.static:
-        limit = int(query_lens.max(where=query_lens <= limit, initial=0))
-    if not has_large:
-        return [_cut_alike(requests, batch, rules, _tiling_for(limit * heads, tilings), heads, num_cores)]
-    if limit == 0:
-        return [_cut_alike(requests, batch, rules, tilings[-1], heads, num_cores)]
+    if batch.max_query_len <= limit:
+        tiling = _tiling_for(batch.max_query_len * heads, tilings)
+        return [_cut_alike(requests, batch, rules, tiling, heads, num_cores)]
     is_small = query_lens <= limit
-    return [
-        _cut_alike(requests.compress(chosen, axis=1), batch, rules, tiling, heads, num_cores)
-        for chosen, tiling in ((is_small, _tiling_for(limit * heads, tilings)), (~is_small, tilings[-1]))
-    ]
+    is_large = ~is_small
+    if not batch.static:
+        is_small &= query_lens > 0
+        limit = int(np.maximum.reduce(query_lens, initial=0, where=is_small))
+    work = []
+    if limit:
+        tiling = _tiling_for(limit * heads, tilings)
+        work.append(_cut_alike(requests.compress(is_small, axis=1), batch, rules, tiling, heads, num_cores))
+    work.append(_cut_alike(requests.compress(is_large, axis=1), batch, rules, tilings[-1], heads, num_cores))
+    return work
 
 
 def _tiling_for(rows: int, tilings: Sequence[Tiling]) -> Tiling:
@@ -150,143 +156,152 @@ def _tiling_for(rows: int, tilings: Sequence[Tiling]) -> Tiling:
 
 
 def _requests(batch: Batch) -> IntArray:
-    """Return each request's row, first packed query, queries, first position, tokens and first token that is seen."""
+    """Return each request as a work item, ``[10, num_reqs]``: its row, queries, tokens and first token that is seen.
+
+    Padding is one more request, which sees nothing. The last four fields are undefined.
+    """
     starts, num_reqs = batch.query_start_loc, len(batch.seq_lens)
     num_padding = batch.num_tokens - int(starts[-1])
-    requests = np.zeros((6, num_reqs + (num_padding > 0)), dtype=np.int32)
-    requests[0] = np.arange(requests.shape[1])
-    requests[1, : num_reqs + 1] = starts[: requests.shape[1]]
-    np.subtract(starts[1:], starts[:-1], out=requests[2, :num_reqs])
-    requests[4, :num_reqs] = batch.seq_lens
-    np.subtract(requests[4], requests[2], out=requests[3])
-    if batch.seq_starts is not None:
-        requests[5, :num_reqs] = batch.seq_starts
+    requests = np.empty((NUM_ITEM_FIELDS, num_reqs + (num_padding > 0)), dtype=np.int32)
+    real = requests[:, :num_reqs] if num_padding else requests
+    real[ROW] = np.arange(num_reqs, dtype=np.int32)
+    real[FIRST_QUERY] = starts[:-1]
+    np.subtract(starts[1:], starts[:-1], out=real[NUM_QUERIES])
+    real[STOP] = batch.seq_lens
+    np.subtract(real[STOP], real[NUM_QUERIES], out=real[POSITION])
+    real[START] = 0 if batch.seq_starts is None else batch.seq_starts
     if num_padding:
-        requests[:, num_reqs] = (0, starts[-1], num_padding, 0, 0, 0)
+        requests[: START + 1, num_reqs] = (0, starts[-1], num_padding, 0, 0, 0)
     return requests
 
 
 def _cut_alike(requests: IntArray, batch: Batch, rules: Rules, tiling: Tiling, heads: int, num_cores: int) -> Work:
     """Return the work of some requests, for programs of one shape."""
     queries_per_tile = tiling.block_m // heads
-    tiles = _tiles(requests, queries_per_tile)
     # Field by field: NumPy's work on a step this small is the number of its calls.
-    fields = np.empty((NUM_ITEM_FIELDS, tiles.shape[1]), dtype=np.int32)
-    fields[:6] = tiles
-    _, _, num_queries, position, stop, low, first, last = fields[:8]
-    if batch.causal:
-        # Padding sees nothing, whatever its position.
-        np.minimum(position + num_queries, stop, out=stop)
-        if rules.window:
-            low = np.maximum(low, position + (1 - rules.window))
-        elif rules.chunk:
-            low = np.maximum(low, position - position % rules.chunk)
-    np.floor_divide(low, tiling.block_n, out=first)
-    num_blocks = (stop + (tiling.block_n - 1)) // tiling.block_n - first
+    tiles = _tiles(requests, queries_per_tile, batch.causal)
+    low: IntArray | None = None if batch.seq_starts is None else tiles[START]
+    if batch.causal and (rules.window or rules.chunk):
+        position = tiles[POSITION]
+        low = position + (1 - rules.window) if rules.window else position - position % rules.chunk
+        np.maximum(low, tiles[START], out=low)
+    first, stop = tiles[FIRST], tiles[STOP]
+    if low is None:
+        first[:] = 0
+        num_tokens = stop
+    else:
+        np.multiply(low // tiling.block_n, tiling.block_n, out=first)
+        num_tokens = np.maximum(stop - first, 0)
     # Work items that run at a time: each is computed by a program for every KV head.
     wave = max(1, num_cores * tiling.programs_per_core // (rules.num_kv_heads * -(-rules.group // heads)))
-    length = _longest_part(num_blocks, wave, -(-tiling.min_split // tiling.block_n))
-    num_slots = 0
-    if length is None:
-        parts = np.zeros((0, NUM_PART_FIELDS), dtype=np.int32)
-        first *= tiling.block_n
-        last[:] = stop
-        fields[8], fields[9] = -1, 1
-    else:
-        fields, parts, num_slots = _split(fields, num_blocks, length, tiling.block_n)
-    num_items = num_used = fields.shape[1]
+    length = _longest_part(num_tokens, wave, tiling)
+    tiles[LAST] = stop
+    tiles[SLOT] = -1
+    tiles[IS_FIRST] = 1
+    parts, num_slots = NO_PARTS, 0
+    if length is not None:
+        tiles, parts, num_slots = _split(tiles, num_tokens, length, tiling.block_n)
+    items = np.ascontiguousarray(tiles.T)
     if batch.static:
         num_tiles = min(batch.num_tokens, len(batch.seq_lens) + 1 + batch.num_tokens // queries_per_tile)
-        num_items, num_slots = num_tiles + wave, 2 * wave
+        items, num_slots = _padded(items, num_tiles + wave), 2 * wave
         parts = _padded(parts, min(batch.num_tokens, wave * queries_per_tile))
-    items = np.zeros((num_items, NUM_ITEM_FIELDS), dtype=np.int32)
-    items[:num_used] = fields.T
     return Work(tiling, heads, items, parts, num_slots)
 
 
-def _tiles(requests: IntArray, queries_per_tile: int) -> IntArray:
+def _tiles(requests: IntArray, queries_per_tile: int, causal: bool) -> IntArray:
     """Return the same columns for tiles: requests cut into so many queries at most."""
-    query_lens = requests[2]
+    query_lens = requests[NUM_QUERIES]
     if np.maximum.reduce(query_lens, initial=0) <= queries_per_tile:
         return requests if np.minimum.reduce(query_lens, initial=1) else requests.compress(query_lens > 0, axis=1)
     counts = (query_lens + (queries_per_tile - 1)) // queries_per_tile
     ends = counts.cumsum(dtype=np.int32)
     index = np.arange(len(counts)).repeat(counts)
     skipped = (np.arange(len(index), dtype=np.int32) - (ends - counts).take(index)) * queries_per_tile
-    tiles = requests.take(index, axis=1)
-    tiles[1] += skipped
-    tiles[3] += skipped
-    np.minimum(tiles[2] - skipped, queries_per_tile, out=tiles[2])
     # The longest first, so that none is left over when the others are done.
-    return tiles[:, (tiles[3] + tiles[2]).argsort(kind="stable")[::-1]]
+    order = (requests[POSITION].take(index) + skipped).argsort()[::-1]
+    skipped = skipped.take(order)
+    tiles = requests.take(index.take(order), axis=1)
+    tiles[FIRST_QUERY] += skipped
+    tiles[POSITION] += skipped
+    num_queries = tiles[NUM_QUERIES]
+    num_queries -= skipped
+    np.minimum(num_queries, queries_per_tile, out=num_queries)
+    if causal:
+        # Padding sees nothing, whatever its position.
+        stop = tiles[STOP]
+        np.minimum(stop, tiles[POSITION] + num_queries, out=stop)
+    return tiles
 
 
-def _longest_part(num_blocks: IntArray, wave: int, min_blocks: int) -> int | None:
-    """Return how many blocks a part of a tile has at most; None if no tile is split.
+def _longest_part(num_tokens: IntArray, wave: int, tiling: Tiling) -> int | None:
+    """Return how many blocks of tokens a part of a tile has at most; None if no tile is split.
 
     Args:
-        num_blocks: ``[num_tiles]``: what each reads; nothing where it is negative.
+        num_tokens: ``[num_tiles]``: what each reads.
         wave: Work items that run at a time.
-        min_blocks: Blocks of a part at least.
+        tiling: The programs.
     """
-    longest = int(np.maximum.reduce(num_blocks, initial=0))
-    if longest <= min_blocks:
+    longest = int(np.maximum.reduce(num_tokens, initial=0))
+    if longest <= tiling.min_split:
         return None
-    num_blocks = np.maximum(num_blocks, 0)
+    block_n = tiling.block_n
+    num_blocks = (num_tokens + (block_n - 1)) // block_n
     share = int(np.add.reduce(num_blocks)) / wave
     if 2 * len(num_blocks) <= wave:
         # One wave holds all parts: the shortest parts that fit into it. Those of twice the fair share always do.
-        candidates = np.ceil(share * np.arange(8, 17) / 8)[:, None]
-        sums = np.ceil(num_blocks / candidates).sum(1)
-        length = int(candidates[min(int((sums > wave).sum()), 8)][0])
+        candidates = np.ceil(share * EIGHTHS)
+        sums = np.ceil(num_blocks / candidates[:, None]).sum(1)
+        length = int(candidates[min(int((sums > wave).sum()), len(EIGHTHS) - 1)])
     else:
-        if longest <= LONG * share:
+        if -(-longest // block_n) <= LONG * share:
             return None
         length = math.ceil(share)
-    length = max(length, min_blocks)
-    return length if longest > length else None
+    length = max(length, -(-tiling.min_split // block_n))
+    return length if longest > length * block_n else None
 
 
-def _split(fields: IntArray, num_blocks: IntArray, length: int, block_n: int) -> tuple[IntArray, IntArray, int]:
+def _split(tiles: IntArray, num_tokens: IntArray, length: int, block_n: int) -> tuple[IntArray, IntArray, int]:
     """Return the work items of tiles, where queries of split ones find their parts, and the number of these parts.
 
     Args:
-        fields: ``[10, num_tiles]``: the tiles as work items; the last four fields are the first block and undefined.
-        num_blocks: ``[num_tiles]``: what each reads; nothing where it is negative.
+        tiles: ``[10, num_tiles]``: the tiles as work items.
+        num_tokens: ``[num_tiles]``: what each reads.
         length: The most blocks of a part.
         block_n: Tokens of a block.
     """
-    # Parts of a tile are of even length; none is empty, and a tile that sees nothing is one part.
-    num_blocks = np.maximum(num_blocks, 1)
-    num_parts = (num_blocks + (length - 1)) // length
-    even = (num_blocks + (num_parts - 1)) // num_parts
-    num_parts = (num_blocks + (even - 1)) // even
-    fields[7] = even
-    ends = num_parts.cumsum(dtype=np.int32)
-    starts = ends - num_parts
-    index = np.arange(len(num_parts)).repeat(num_parts)
-    items = fields.take(index, axis=1)
-    _, _, _, _, stop, _, first, last, slot, is_first = items
-    first += (np.arange(len(index), dtype=np.int32) - starts.take(index)) * last
-    last += first
-    items[6:8] *= block_n
-    np.minimum(last, stop, out=last)
-    split = np.flatnonzero(num_parts > 1)
-    counts = num_parts[split]
-    slots = counts.cumsum(dtype=np.int32)
-    num_slots = int(slots[-1])
-    slot[:] = -1
-    slot[(num_parts > 1).take(index)] = np.arange(num_slots)
-    is_first[:] = 0
-    is_first[starts] = 1
-    query_lens = fields[2, split]
-    tile = np.arange(len(split)).repeat(query_lens)
-    parts = np.empty((len(tile), NUM_PART_FIELDS), dtype=np.int32)
-    query = np.arange(len(tile)) - (query_lens.cumsum() - query_lens)[tile]
-    parts[:, 0] = fields[1, split][tile] + query
-    parts[:, 1] = (slots - counts)[tile]
-    parts[:, 2] = counts[tile]
-    parts[:, 3] = query
+    is_split = num_tokens > length * block_n
+    split = tiles.compress(is_split, axis=1)
+    num_blocks = (num_tokens.compress(is_split) + (block_n - 1)) // block_n
+    # Parts of a tile are of even length, and none is empty.
+    even = -(-num_blocks // -(-num_blocks // length))
+    counts = -(-num_blocks // even)
+    ends = counts.cumsum(dtype=np.int32)
+    starts = ends - counts
+    num_slots = int(ends[-1])
+    slots = np.arange(num_slots, dtype=np.int32)
+    tile = np.arange(len(counts)).repeat(counts)
+    rank = slots - starts.take(tile)
+    size = even.take(tile) * block_n
+    items = split.take(tile, axis=1)
+    first, last = items[FIRST], items[LAST]
+    first += rank * size
+    np.minimum(last, first + size, out=last)
+    items[SLOT] = slots
+    items[IS_FIRST] = rank == 0
+    # Those that are split are the longest: they begin first.
+    items = np.concatenate([items, tiles.compress(~is_split, axis=1)], axis=1)
+    query_lens = split[NUM_QUERIES]
+    joined = np.empty((len(counts), NUM_PART_FIELDS), dtype=np.int32)
+    joined[:, 0] = split[FIRST_QUERY]
+    joined[:, 1] = starts
+    joined[:, 2] = counts
+    joined[:, 3] = 0
+    parts = joined.repeat(query_lens, axis=0)
+    if len(parts) > len(counts):
+        query = np.arange(len(parts)) - (query_lens.cumsum() - query_lens).repeat(query_lens)
+        parts[:, 0] += query
+        parts[:, 3] = query
     return items, parts, num_slots
 
 

@@ -8,11 +8,14 @@ from typing import Any
 import attrs
 import torch
 from kvframe_kernels.triton.attention import DeviceWork, PagedAttention
-from kvframe_kernels.triton.attention_plan import Batch, Work
+from kvframe_kernels.triton.attention_plan import NUM_PART_FIELDS, Batch, Work
 
 from kvframe.attention.backend import AttentionMetadataBuilder
 from kvframe.attention.capture import GraphCapture
 from kvframe.attention.metadata import SEQ_STARTS, CommonAttentionMetadata
+
+NO_PARTS = torch.empty(0, NUM_PART_FIELDS, dtype=torch.int32)
+"""One for all work that has none: what is the same tensor is brought to the device once."""
 
 
 @attrs.frozen(eq=False)
@@ -95,6 +98,12 @@ def with_whole_rows(block_table: torch.Tensor) -> torch.Tensor:
 def as_tensors(work: Sequence[Work]) -> tuple[DeviceWork, ...]:
     """Return the same work as tensors on the host, which the step's copy brings to the device."""
     return tuple(
-        DeviceWork(each.tiling, each.heads, torch.from_numpy(each.items), torch.from_numpy(each.parts), each.num_slots)
+        DeviceWork(
+            each.tiling,
+            each.heads,
+            torch.from_numpy(each.items),
+            torch.from_numpy(each.parts) if len(each.parts) else NO_PARTS,
+            each.num_slots,
+        )
         for each in work
     )
