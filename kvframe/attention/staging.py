@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -203,7 +202,7 @@ def _replace(value: Any, change: Callable[[torch.Tensor], torch.Tensor], known: 
                 after = _replace(before, change, known)
                 if after is not before:
                     changed[name] = after
-        known[id(value)] = result = _evolve(value, changed) if changed else value
+        known[id(value)] = result = _evolve(value, fields, changed) if changed else value
         return result
     if isinstance(value, Mapping):
         items = {key: _replace(item, change, known) for key, item in value.items()}
@@ -218,10 +217,10 @@ def _replace(value: Any, change: Callable[[torch.Tensor], torch.Tensor], known: 
     return value
 
 
-def _evolve(value: Any, changed: Mapping[str, Any]) -> Any:
+def _evolve(value: Any, fields: _Fields, changed: Mapping[str, Any]) -> Any:
     """Return a copy with other fields; not by its constructor, which may do more than take them."""
     copy = object.__new__(type(value))
-    for name in _all_fields(type(value)):
+    for name in fields.all:
         _set(copy, name, changed[name] if name in changed else getattr(value, name))
     return copy
 
@@ -234,36 +233,47 @@ _SCALARS = frozenset({bool, int, float, str, type(None)})
 
 @attrs.frozen
 class _Fields:
-    """The fields of a class that are not of the host.
+    """The fields of an attrs class or a dataclass.
 
     Attributes:
-        names: Their names.
-        values: Returns them of an instance.
+        all: Their names.
+        names: Those that are not of the host.
+        values: Returns these of an instance.
     """
 
+    all: tuple[str, ...]
     names: tuple[str, ...]
     values: Callable[[Any], tuple[Any, ...]]
 
+    @classmethod
+    def of(cls, kind: type) -> _Fields | None:
+        """Return the fields of a class; None if it is neither an attrs class nor a dataclass."""
+        if attrs.has(kind):
+            every = tuple(field.name for field in attrs.fields(kind))
+        elif dataclasses.is_dataclass(kind):
+            every = tuple(field.name for field in dataclasses.fields(kind))
+        else:
+            return None
+        names = tuple(name for name in every if not name.endswith("_cpu"))
+        # Of one name or none, attrgetter does not return a tuple.
+        several = len(names) > 1
+        return cls(
+            every, names, attrgetter(*names) if several else lambda value: (*(getattr(value, n) for n in names),)
+        )
 
-@cache
+
+_FIELDS: dict[type, _Fields | None] = {}
+
+
 def _fields(kind: type) -> _Fields | None:
-    names = field_names(kind)
-    if names is None:
-        return None
-    if len(names) < 2:
-        return _Fields(names, lambda value: tuple(getattr(value, name) for name in names))
-    return _Fields(names, attrgetter(*names))
+    try:
+        return _FIELDS[kind]
+    except KeyError:
+        found = _FIELDS[kind] = _Fields.of(kind)
+        return found
 
 
-@cache
 def field_names(kind: type) -> tuple[str, ...] | None:
     """Return the fields of an attrs class or a dataclass that are not of the host; None for another class."""
-    if not attrs.has(kind) and not dataclasses.is_dataclass(kind):
-        return None
-    return tuple(name for name in _all_fields(kind) if not name.endswith("_cpu"))
-
-
-@cache
-def _all_fields(kind: Any) -> tuple[str, ...]:
-    fields = attrs.fields(kind) if attrs.has(kind) else dataclasses.fields(kind)
-    return tuple(field.name for field in fields)
+    fields = _fields(kind)
+    return None if fields is None else fields.names

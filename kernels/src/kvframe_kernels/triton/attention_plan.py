@@ -213,7 +213,8 @@ def _tiles(requests: IntArray, queries_per_tile: int, causal: bool) -> IntArray:
     """Return the same columns for tiles: requests cut into so many queries at most."""
     query_lens = requests[NUM_QUERIES]
     if np.maximum.reduce(query_lens, initial=0) <= queries_per_tile:
-        return requests if np.minimum.reduce(query_lens, initial=1) else requests.compress(query_lens > 0, axis=1)
+        are_all = bool(np.minimum.reduce(query_lens, initial=1))
+        return requests if are_all else requests.compress(query_lens > 0, axis=1)
     counts = (query_lens + (queries_per_tile - 1)) // queries_per_tile
     ends = counts.cumsum(dtype=np.int32)
     index = np.arange(len(counts)).repeat(counts)
@@ -221,7 +222,7 @@ def _tiles(requests: IntArray, queries_per_tile: int, causal: bool) -> IntArray:
     # The longest first, so that none is left over when the others are done.
     order = (requests[POSITION].take(index) + skipped).argsort()[::-1]
     skipped = skipped.take(order)
-    tiles = requests.take(index.take(order), axis=1)
+    tiles: IntArray = requests.take(index.take(order), axis=1)
     tiles[FIRST_QUERY] += skipped
     tiles[POSITION] += skipped
     num_queries = tiles[NUM_QUERIES]
