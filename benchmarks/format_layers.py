@@ -150,9 +150,9 @@ class Decode:
 
         rows = np.array([manager.row(str(index)) for index in range(num_reqs)])
         ids = torch.from_numpy(manager.tables[0].ids[rows][:, : context // 16]).long()
-        for row in ids:
+        key, value = draw(context, NUM_KV_HEADS), draw(context, NUM_KV_HEADS)
+        for row in ids:  # all requests have the same tokens, in pages of its own
             slots = row.repeat_interleave(16), torch.arange(context) % 16
-            key, value = draw(context, NUM_KV_HEADS), draw(context, NUM_KV_HEADS)
             stored.kv_format.write(key, value, storage.views["layer"], slots)
         ones = np.ones(num_reqs, dtype=np.int64)
         batch = StepBatch(

@@ -24,6 +24,14 @@ def demo() -> Path:
     return path
 
 
+def demo_copy_task() -> tuple[Callable[[torch.Generator], torch.Tensor], int]:
+    """Return what draws a copy task of the demo's training, and how many of its last tokens are the answer."""
+    sys.path.insert(0, str(ROOT / "examples" / "demo"))
+    from make_model import SEGMENT_TOKENS, copy_task
+
+    return copy_task, SEGMENT_TOKENS + 1
+
+
 def llama() -> Path:
     """Return a random Llama of 32 million parameters."""
     return _llama("bench-llama-32m", vocab_size=8192, hidden_size=512, intermediate_size=1408, num_hidden_layers=8)

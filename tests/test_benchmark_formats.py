@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from kvframe_transformers.testing import save_tiny
 from tokenizers import Tokenizer, models
@@ -62,6 +64,39 @@ def test_the_page_has_a_row_for_each(results: Path) -> None:
     rows = re.findall(r"^\| `([a-z0-9_]+)` \|", page, re.M)
     assert 3 * [*PLAIN, *FORMATS] == rows[:21]
     assert "torch" in rows[21:]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("formats")
+
+
+def test_the_other_texts_are_not_what_the_model_was_trained_on(script: Any) -> None:
+    from examples.demo.make_model import MODULES
+
+    assert set(script.LEARNED) <= set(MODULES)
+    assert not set(script.OTHER) & set(MODULES)
+
+
+def test_a_copy_task_asks_for_the_segment_between_its_last_marks(script: Any) -> None:
+    for prompt, answer in script.make_copy_tasks(3):
+        assert (2, 0) == (prompt[-1], answer[-1])
+        assert [1, *answer[:-1], 2] == prompt[-42:]
+        assert (4, 4, 3) == (prompt.count(1), prompt.count(2), prompt.count(0))
+
+
+def test_copied_tokens_count_one_by_one(script: Any) -> None:
+    tasks = [([9], [3, 4, 5, 0]), ([9], [6, 7, 8, 0])]
+    assert 6 / 8 == script.share_right([[3, 4, 5, 0, 17], [6, 3, 8, 8, 17]], tasks)
+    assert script.share_right([], []) is None
+
+
+def test_a_model_that_does_not_copy_is_not_measured_by_copies(script: Any) -> None:
+    script.check_copying(0.96)
+    script.check_copying(None)
+    with pytest.raises(click.ClickException, match=r"90\.0% of the copied tokens right, and has to 95%"):
+        script.check_copying(0.9)
 
 
 # --- the recorded run -------------------------------------------------------------------------------------------------
