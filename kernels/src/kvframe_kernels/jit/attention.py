@@ -8,7 +8,6 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe_kernels.jit.loops import finish
 from kvframe_kernels.jit.plan import Mask, Work
 from kvframe_kernels.jit.threads import run
 
@@ -62,24 +61,27 @@ def paged_attention(
     """
     num_tokens, num_heads, head_size = query.shape
     work = batch.work
-    num_rows = num_tokens + int(work.first_part[-1])
-    outputs = torch.empty(num_rows, num_heads, value.shape[-1])
-    sums = np.zeros((num_rows, num_heads, 2), np.float32)
+    num_parts = int(work.first_part[-1])
+    # Rows of no item stay zeros.
+    outputs = torch.zeros(num_tokens + num_parts, num_heads, value.shape[-1])
+    sums = np.empty((num_parts, num_heads, 2), np.float32)
     key_memory, key_strides = _memory(key)
     value_memory, value_strides = _memory(value)
     table = batch.block_table.contiguous()
     biases = torch.empty(num_heads, 0) if bias is None else bias.float().contiguous()
+    logits = torch.empty(0) if sinks is None else sinks.float().contiguous()
     sizes = {
         "num_items": len(work.items),
         "num_reqs": table.shape[0],
         "max_blocks": table.shape[1],
         "num_tokens": num_tokens,
-        "num_rows": num_rows,
+        "num_parts": num_parts,
         "num_heads": num_heads,
         "num_kv_heads": key.shape[2],
         "head_size": head_size,
         "value_size": value.shape[3],
         "num_biases": biases.shape[1],
+        "num_sinks": len(logits),
         "key_elements": len(key_memory),
         "value_elements": len(value_memory),
         "block_size": key.shape[1],
@@ -97,13 +99,36 @@ def paged_attention(
         "value_strides": value_strides,
         "table": table.numpy(),
         "bias": biases.numpy(),
+        "sinks": logits.numpy(),
         "outputs": outputs.numpy(),
         "sums": sums,
     }
     run(key_memory.dtype, sizes, arrays, soft_cap or 0.0, work.num_threads)
-    logits = np.empty(0, np.float32) if sinks is None else sinks.float().contiguous().numpy()
-    finish(outputs.numpy(), sums, num_tokens, work.first_part, logits)
+    if num_parts:
+        _join_parts(outputs.numpy(), sums, work.first_part, arrays["sinks"])
     return outputs[:num_tokens].to(query.dtype)
+
+
+def _join_parts(outputs: Any, sums: Any, first_part: Any, sinks: Any) -> None:
+    """Put the parts of split queries together: the formula is that of the softmax's own blocks.
+
+    Args:
+        outputs: ``[num_tokens + num_parts, num_heads, head_size_v], float32``: what ``loops.attend`` wrote; the rows of
+            split queries are written.
+        sums: ``[num_parts, num_heads, 2], float32``: likewise.
+        first_part: ``[num_tokens + 1], int64``: where each query's parts start; none where it was not split.
+        sinks: ``[num_heads], float32``: learned sink logits, or ``[0]`` for none.
+    """
+    counts = np.diff(first_part)
+    split = np.flatnonzero(counts)
+    starts = first_part[split]
+    most = np.maximum.reduceat(sums[..., 0], starts)
+    share = np.exp(sums[..., 0] - most.repeat(counts[split], axis=0))
+    weight = np.add.reduceat(share * sums[..., 1], starts)
+    if len(sinks):
+        weight += np.exp(np.minimum(sinks - most, 80))
+    totals = np.add.reduceat(share[..., None] * outputs[len(counts) :], starts)
+    outputs[split] = totals / np.where(weight == 0, 1, weight)[..., None]
 
 
 def _memory(state: torch.Tensor) -> tuple[Any, Any]:

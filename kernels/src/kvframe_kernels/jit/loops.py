@@ -8,81 +8,199 @@ them are computed together. Long single queries are split over their tokens (Fla
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
-from kvframe_kernels.jit.numbers import FAST, exponential, load
+from kvframe_kernels.jit.numbers import FAST, exponential, tangent
+from kvframe_kernels.jit.products import (
+    KEY_PART,
+    KEYS,
+    ROWS,
+    VALUE_PART,
+    VALUES,
+    ZERO,
+    add_values,
+    fetch_row,
+    multiply_keys,
+    padded,
+)
+from kvframe_kernels.jit.vectors import LANES, larger, load, spread, store, zero_where_at_most
 
 TOKENS = 32
 """Tokens of a block."""
+
+AHEAD_BYTES = 1 << 15
+"""How far ahead of what is computed memory is asked for: processors do so by themselves within a page at best."""
 
 HIDDEN = np.float32(-1e30)
 """A score that hides a token: finite, so that a row which sees nothing of a block stays a number."""
 
 
-@njit(inline="always", fastmath=FAST, error_model="numpy")
-def _multiply_keys(scores: Any, t: int, queries: Any, first: int, stop: int, k: Any) -> None:
-    """Set the products of a key with some rows, four at a time: ``scores[first:stop, t]``."""
-    row = first
-    while row + 4 <= stop:
-        q0, q1, q2, q3 = queries[row], queries[row + 1], queries[row + 2], queries[row + 3]
-        s0 = s1 = s2 = s3 = np.float32(0)
-        for d in range(k.shape[0]):
-            x = load(k[d])
-            s0 += x * q0[d]
-            s1 += x * q1[d]
-            s2 += x * q2[d]
-            s3 += x * q3[d]
-        scores[row, t], scores[row + 1, t], scores[row + 2, t], scores[row + 3, t] = s0, s1, s2, s3
-        row += 4
-    while row < stop:
-        q0 = queries[row]
-        s0 = np.float32(0)
-        for d in range(k.shape[0]):
-            s0 += load(k[d]) * q0[d]
-        scores[row, t] = s0
-        row += 1
+class Rows(NamedTuple):
+    """The rows of an item: by KV head, then query, then head of the group. Some behind each KV head's are nobody's.
+
+    Attributes:
+        first_query: The query that the first ones are of.
+        first_head: The KV head that they are of.
+        num_kv_heads: KV heads.
+        group: Query heads of a KV head.
+        used: Rows of a KV head.
+        per_head: The same, with those behind them: a multiple of ``ROWS``.
+        total: All rows, and more behind them: a multiple of ``LANES``.
+    """
+
+    first_query: int
+    first_head: int
+    num_kv_heads: int
+    group: int
+    used: int
+    per_head: int
+    total: int
 
 
-@njit(inline="always", fastmath=FAST, error_model="numpy")
-def _add_values(totals: Any, scores: Any, t: int, first: int, stop: int, v0: Any, v1: Any, v2: Any, v3: Any) -> None:
-    """Add four tokens' values, each times its weight in ``scores[:, t : t + 4]``, to ``totals[first:stop]``."""
-    row = first
-    while row + 2 <= stop:
-        a, b = totals[row], totals[row + 1]
-        a0, a1, a2, a3 = scores[row, t], scores[row, t + 1], scores[row, t + 2], scores[row, t + 3]
-        b0, b1, b2, b3 = scores[row + 1, t], scores[row + 1, t + 1], scores[row + 1, t + 2], scores[row + 1, t + 3]
-        for d in range(v0.shape[0]):
-            x0, x1, x2, x3 = load(v0[d]), load(v1[d]), load(v2[d]), load(v3[d])
-            a[d] += a0 * x0 + a1 * x1 + a2 * x2 + a3 * x3
-            b[d] += b0 * x0 + b1 * x1 + b2 * x2 + b3 * x3
-        row += 2
-    if row < stop:
-        a = totals[row]
-        a0, a1, a2, a3 = scores[row, t], scores[row, t + 1], scores[row, t + 2], scores[row, t + 3]
-        for d in range(v0.shape[0]):
-            a[d] += a0 * load(v0[d]) + a1 * load(v1[d]) + a2 * load(v2[d]) + a3 * load(v3[d])
+@njit(forceinline=True)
+def _query_head(rows: Any, head: int, row: int) -> Any:
+    """Return the query head of a KV head's row."""
+    return (rows.first_head + head) * rows.group + row % rows.group
 
 
-@njit(inline="always", fastmath=FAST, error_model="numpy")
-def _weigh(line: Any, count: int, largest: Any) -> Any:
-    """Turn a row's scores of a block into weights, zeros behind them; return the largest yet and the weights' sum."""
-    most = largest
-    for t in range(count):
-        most = max(most, line[t])
-    added = np.float32(0)
-    for t in range(TOKENS):
-        weight = np.float32(0)
-        if t < count and line[t] > HIDDEN:
-            weight = exponential(line[t] - most)
-        line[t] = weight
-        added += weight
-    return most, added
+@njit(error_model="numpy")
+def _read_queries(query: Any, rows: Any) -> Any:
+    """Return the rows' queries one after the other, each filled up with zeros, as are rows that are nobody's."""
+    head_size = query.shape[2]
+    width = padded(head_size, KEY_PART)
+    queries = np.zeros(rows.total * width, np.float32)
+    for head in range(rows.num_kv_heads):
+        for row in range(rows.used):
+            start = (head * rows.per_head + row) * width
+            token, query_head = rows.first_query + row // rows.group, _query_head(rows, head, row)
+            for d in range(head_size):
+                queries[start + d] = query[token, query_head, d]
+    return queries
 
 
-@njit(nogil=True, fastmath=FAST, error_model="numpy", cache=True)
+@njit(error_model="numpy")
+def _find_tokens(starts: Any, strides: Any, pages: Any, block_size: int, token: int, stop: int) -> None:
+    """Set where tokens from ``token`` on begin; behind the last one it is read again, with no weight."""
+    page, offset = token // block_size, token % block_size
+    for t in range(len(starts)):
+        starts[t] = np.int64(pages[page]) * strides[0] + offset * strides[1]
+        if token + t + 1 < stop:
+            offset += 1
+            if offset == block_size:
+                page, offset = page + 1, 0
+
+
+@njit(forceinline=True, error_model="numpy")
+def _first_seen(at: int, window: int, chunk: int) -> int:
+    """Return the first token, but for sinks, that a causal query at a position sees."""
+    low = 0 if window == 0 else at + 1 - window
+    return low if chunk == 0 else max(low, at - at % chunk)
+
+
+@njit(error_model="numpy")
+def _hide(
+    scores: Any, rows: Any, token: int, count: int, position: int, window: int, num_sink_tokens: int, chunk: int
+) -> None:
+    """Hide what causal queries, the first one at ``position``, do not see of a block of tokens."""
+    last = position + (rows.used - 1) // rows.group
+    if token + count <= position + 1 and token >= _first_seen(last, window, chunk):
+        return
+    for row in range(rows.used):
+        at = position + row // rows.group
+        low = _first_seen(at, window, chunk)
+        for t in range(count):
+            if token + t > at or (token + t < low and token + t >= num_sink_tokens):
+                for head in range(rows.num_kv_heads):
+                    scores[t * rows.total + head * rows.per_head + row] = HIDDEN
+
+
+@njit(error_model="numpy")
+def _add_bias(scores: Any, rows: Any, token: int, count: int, position: int, bias: Any) -> None:
+    """Add the bias by distance, of the nearest that there is."""
+    max_distance = bias.shape[1] // 2
+    for head in range(rows.num_kv_heads):
+        for row in range(rows.used):
+            at, query_head = position + row // rows.group, _query_head(rows, head, row)
+            for t in range(count):
+                distance = min(max(token + t - at, -max_distance), max_distance)
+                scores[t * rows.total + head * rows.per_head + row] += bias[query_head, max_distance + distance]
+
+
+@njit(fastmath=FAST, error_model="numpy")
+def _cap(scores: Any, num_scores: int, soft_cap: Any) -> None:
+    """Keep scores within the soft cap (Gemma 2, arXiv 2408.00118)."""
+    for at in range(0, num_scores, LANES):
+        store(scores, at, tangent(load(scores, at) * (np.float32(1) / soft_cap)) * soft_cap)
+
+
+@njit(fastmath=FAST, error_model="numpy")
+def _weigh(scores: Any, count: int, largest: Any, weights: Any, shares: Any) -> None:
+    """Turn a block's scores into weights, zeros behind them.
+
+    Args:
+        scores: ``[TOKENS * num_rows], float32``: token by token.
+        count: Tokens of the block.
+        largest: ``[num_rows], float32``: the rows' largest scores yet.
+        weights: ``[num_rows], float32``: their sums of weights.
+        shares: ``[num_rows], float32``: written: what was summed before is worth that much of itself.
+    """
+    num_rows = len(largest)
+    for row in range(0, num_rows, LANES):
+        before = load(largest, row)
+        most, added = before, spread(ZERO)
+        for t in range(count):
+            most = larger(most, load(scores, t * num_rows + row))
+        for t in range(count):
+            score = load(scores, t * num_rows + row)
+            weight = zero_where_at_most(HIDDEN, score, exponential(score - most))
+            store(scores, t * num_rows + row, weight)
+            added = added + weight
+        for t in range(count, padded(count, VALUES)):
+            store(scores, t * num_rows + row, spread(ZERO))
+        share = exponential(before - most)
+        store(largest, row, most)
+        store(weights, row, load(weights, row) * share + added)
+        store(shares, row, share)
+
+
+@njit(fastmath=FAST, error_model="numpy")
+def _shrink(totals: Any, shares: Any) -> None:
+    """Multiply each row's totals with its share."""
+    width = len(totals) // len(shares)
+    for row in range(len(shares)):
+        if shares[row] != 1:
+            for at in range(row * width, (row + 1) * width, LANES):
+                store(totals, at, load(totals, at) * shares[row])
+
+
+@njit(error_model="numpy")
+def _write(
+    outputs: Any, sums: Any, first_row: int, rows: Any, totals: Any, largest: Any, weights: Any, sinks: Any
+) -> None:
+    """Write what the rows found: an output for a query, what is to be put together for a part of one."""
+    num_tokens, width = len(outputs) - len(sums), len(totals) // rows.total
+    for head in range(rows.num_kv_heads):
+        for used in range(rows.used):
+            place, query_head = first_row + used // rows.group, _query_head(rows, head, used)
+            row = head * rows.per_head + used
+            factor, weight = np.float32(1), weights[row]
+            if place >= num_tokens:
+                sums[place - num_tokens, query_head, 0] = largest[row]
+                sums[place - num_tokens, query_head, 1] = weight
+            elif weight != 0:
+                if len(sinks):
+                    # One more logit in the denominator (GPT-OSS, arXiv 2508.10925).
+                    weight += math.exp(min(sinks[query_head] - largest[row], np.float32(80)))
+                factor /= weight
+            output = outputs[place, query_head]
+            for d in range(len(output)):
+                output[d] = totals[row * width + d] * factor
+
+
+@njit(nogil=True, error_model="numpy")
 def attend(
     items: Any,
     item: int,
@@ -100,6 +218,7 @@ def attend(
     chunk: int,
     soft_cap: float,
     bias: Any,
+    sinks: Any,
     outputs: Any,
     sums: Any,
 ) -> None:
@@ -123,116 +242,55 @@ def attend(
         chunk: Tokens of a chunk that queries stay within; 0 for none.
         soft_cap: Of scores; 0 for none.
         bias: ``[num_heads, 2 * max_distance + 1], float32``: added by distance; ``[num_heads, 0]`` for none.
-        outputs: ``[num_rows, num_heads, value_size], float32``: written: each row's sum of weighted values.
-        sums: ``[num_rows, num_heads, 2], float32``: written: its largest score, and its sum of weights.
+        sinks: ``[num_heads], float32``: learned sink logits; ``[0]`` for none.
+        outputs: ``[num_tokens + num_parts, num_heads, value_size], float32``: written: for each query its output, zeros
+            where it sees nothing; behind these, for each part its sum of weighted values.
+        sums: ``[num_parts, num_heads, 2], float32``: written: each part's largest score, and its sum of weights.
     """
-    num_heads, head_size, value_size = query.shape[1], query.shape[2], outputs.shape[2]
-    group = num_heads // num_kv_heads
-    max_distance = bias.shape[1] // 2
+    head_size, value_size = query.shape[2], outputs.shape[2]
     request, first_query, num_queries = items[item, 0], items[item, 1], items[item, 2]
     position, first_head, stop_head, first_row = items[item, 7], items[item, 8], items[item, 9], items[item, 10]
-    rows = num_queries * group
-    num_rows = rows * (stop_head - first_head)
-    scores = np.empty((num_rows, TOKENS), np.float32)
-    queries = np.empty((num_rows, head_size), np.float32)
-    totals = np.zeros((num_rows, value_size), np.float32)
-    largest = np.full(num_rows, HIDDEN)
-    weights = np.zeros(num_rows, np.float32)
-    key_at = np.empty(TOKENS, np.int64)
-    value_at = np.empty(TOKENS, np.int64)
-    # Rows go by KV head, then query, then head of the group.
-    for row in range(num_rows):
-        head = (first_head + row // rows) * group + row % group
-        queries[row] = query[first_query + row % rows // group, head]
+    heads, group = stop_head - first_head, query.shape[1] // num_kv_heads
+    per_head = padded(num_queries * group, ROWS)
+    rows = Rows(first_query, first_head, heads, group, num_queries * group, per_head, padded(heads * per_head, LANES))
+    queries = _read_queries(query, rows)
+    totals = np.zeros(rows.total * padded(value_size, VALUE_PART), np.float32)
+    scores = np.zeros(TOKENS * rows.total, np.float32)
+    largest = np.full(rows.total, HIDDEN)
+    weights = np.zeros(rows.total, np.float32)
+    shares = np.empty(rows.total, np.float32)
+    ahead = min(max(AHEAD_BYTES // (heads * head_size * key.itemsize), VALUES), TOKENS)
+    key_starts, value_starts = np.empty(TOKENS + ahead, np.int64), np.empty(TOKENS + ahead, np.int64)
     for part in range(2):
         token, stop_token = items[item, 3 + 2 * part], items[item, 4 + 2 * part]
         while token < stop_token:
             count = min(TOKENS, stop_token - token)
-            for t in range(TOKENS):
-                # Behind the last token that one is read again, with no weight.
-                place = token + min(t, count - 1)
-                page, offset = np.int64(table[request, place // block_size]), place % block_size
-                key_at[t] = page * key_strides[0] + offset * key_strides[1]
-                value_at[t] = page * value_strides[0] + offset * value_strides[1]
-            for t in range(count):
-                for head in range(first_head, stop_head):
-                    start = key_at[t] + head * key_strides[2]
-                    first = (head - first_head) * rows
-                    _multiply_keys(scores, t, queries, first, first + rows, key[start : start + head_size])
-            for row in range(num_rows):
-                at, line = position + row % rows // group, scores[row]
-                if soft_cap > 0:
-                    for t in range(count):
-                        line[t] = soft_cap * math.tanh(line[t] / soft_cap)
-                if max_distance > 0:
-                    head = (first_head + row // rows) * group + row % group
-                    for t in range(count):
-                        distance = min(max(token + t - at, -max_distance), max_distance)
-                        line[t] += bias[head, max_distance + distance]
-                if causal and num_queries > 1:
-                    low = 0 if window == 0 else at + 1 - window
-                    if chunk > 0:
-                        low = max(low, at - at % chunk)
-                    for t in range(count):
-                        place = token + t
-                        if place > at or (place < low and place >= num_sink_tokens):
-                            line[t] = HIDDEN
-                most, added = _weigh(line, count, largest[row])
-                if most > largest[row]:
-                    share = exponential(largest[row] - most)
-                    weights[row] *= share
-                    totals[row] *= share
-                    largest[row] = most
-                weights[row] += added
-            for t in range(0, count, 4):
-                for head in range(first_head, stop_head):
-                    shift, first = head * value_strides[2], (head - first_head) * rows
-                    at0, at1 = value_at[t] + shift, value_at[t + 1] + shift
-                    at2, at3 = value_at[t + 2] + shift, value_at[t + 3] + shift
-                    v0, v1 = value[at0 : at0 + value_size], value[at1 : at1 + value_size]
-                    v2, v3 = value[at2 : at2 + value_size], value[at3 : at3 + value_size]
-                    _add_values(totals, scores, t, first, first + rows, v0, v1, v2, v3)
+            _find_tokens(key_starts, key_strides, table[request], block_size, token, stop_token)
+            _find_tokens(value_starts, value_strides, table[request], block_size, token, stop_token)
+            for t in range(0, count, KEYS):
+                for head in range(heads):
+                    shift = (first_head + head) * key_strides[2]
+                    for i in range(t, t + KEYS):
+                        fetch_row(key, key_starts[i + ahead] + shift, head_size)
+                    a, b = key_starts[t] + shift, key_starts[t + 1] + shift
+                    for row in range(head * per_head, (head + 1) * per_head, ROWS):
+                        place = t * rows.total + row
+                        multiply_keys(scores, place, rows.total, queries, row, key, a, b, head_size)
+            if soft_cap > 0:
+                _cap(scores, count * rows.total, soft_cap)
+            if bias.shape[1] > 0:
+                _add_bias(scores, rows, token, count, position, bias)
+            if causal and num_queries > 1:
+                _hide(scores, rows, token, count, position, window, num_sink_tokens, chunk)
+            _weigh(scores, count, largest, weights, shares)
+            _shrink(totals, shares)
+            for t in range(0, count, VALUES):
+                for head in range(heads):
+                    shift = (first_head + head) * value_strides[2]
+                    for i in range(t, t + VALUES):
+                        fetch_row(value, value_starts[i + ahead] + shift, value_size)
+                    for row in range(head * per_head, (head + 1) * per_head, ROWS):
+                        place = t * rows.total + row
+                        add_values(totals, row, scores, place, rows.total, value, value_starts, t, shift, value_size)
             token += count
-    for row in range(num_rows):
-        head, place = (first_head + row // rows) * group + row % group, first_row + row % rows // group
-        outputs[place, head] = totals[row]
-        sums[place, head, 0] = largest[row]
-        sums[place, head, 1] = weights[row]
-
-
-@njit(nogil=True, fastmath=FAST, error_model="numpy", cache=True)
-def finish(outputs: Any, sums: Any, num_tokens: int, first_part: Any, sinks: Any) -> None:
-    """Add up the parts of split queries, and divide by the sums of weights; zeros where a query sees nothing.
-
-    Args:
-        outputs: ``[num_rows, num_heads, value_size], float32``: what ``attend`` wrote; the first ``num_tokens``
-            rows are written.
-        sums: ``[num_rows, num_heads, 2], float32``: likewise.
-        num_tokens: Rows of the query.
-        first_part: ``[num_tokens + 1], int64``: where each query's parts start among the rows behind these; none where
-            it was not split.
-        sinks: ``[num_heads], float32``: learned sink logits, or ``[0]`` for none.
-    """
-    for row in range(num_tokens):
-        for head in range(outputs.shape[1]):
-            total = outputs[row, head]
-            if first_part[row] < first_part[row + 1]:
-                total[:] = 0
-                most, weight = HIDDEN, np.float32(0)
-                for part in range(num_tokens + first_part[row], num_tokens + first_part[row + 1]):
-                    most = max(most, sums[part, head, 0])
-                for part in range(num_tokens + first_part[row], num_tokens + first_part[row + 1]):
-                    share = exponential(sums[part, head, 0] - most)
-                    weight += share * sums[part, head, 1]
-                    other = outputs[part, head]
-                    for d in range(len(total)):
-                        total[d] += share * other[d]
-            else:
-                most, weight = sums[row, head, 0], sums[row, head, 1]
-            if weight == 0:
-                total[:] = 0
-                continue
-            if len(sinks):
-                # One more logit in the denominator (GPT-OSS, arXiv 2508.10925).
-                weight += math.exp(min(sinks[head] - most, np.float32(80)))
-            total *= np.float32(1) / weight
+    _write(outputs, sums, first_row, rows, totals, largest, weights, sinks)

@@ -1,4 +1,4 @@
-"""What the compiled loops are made of: stored bits as numbers, and an exponential that becomes vector instructions."""
+"""What the compiled loops are made of beside vectors: an exponential and a hyperbolic tangent, and addresses."""
 
 from __future__ import annotations
 
@@ -10,60 +10,48 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from kvframe_kernels.jit.vectors import larger, power_of_two, with_sign
+
+FAST = {"contract"}
+"""Products may go into sums unrounded; every order, NaN and infinity keep their meaning."""
+
 LOG2_E = np.float32(math.log2(math.e))
+LOG_2_HIGH, LOG_2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+"""The logarithm of 2 in two parts, the first of so few digits that small multiples of it are exact."""
+
 LOWEST = np.float32(-87.0)
 """Where the exponential, in float32, is next to nothing."""
 
-FAST = {"contract", "nsz", "arcp", "reassoc"}
-"""Sums in any order; NaN and infinity keep their meaning."""
+ROUNDING = np.float32(1.5 * 2**23)
+"""A number so large that a small one becomes a whole number when it is added."""
 
 
-@intrinsic
-def _float_of_bits(typing_context: Any, bits: Any) -> Any:
-    """Return the float32 that has these 32 bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.int32), generate
-
-
-@intrinsic
-def load(typing_context: Any, stored: Any) -> Any:
-    """Return a stored number as float32: a float32, a bfloat16 as ``uint16``, or a float16 as ``int16``."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        (bits,) = arguments
-        if stored == types.float32:
-            return bits
-        if stored == types.int16:
-            return builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType())
-        # A bfloat16 is the upper half of a float32.
-        wide = builder.shl(builder.zext(bits, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
-        return builder.bitcast(wide, ir.FloatType())
-
-    return types.float32(stored), generate
-
-
-@njit(inline="always", fastmath=FAST)
+@njit(forceinline=True, fastmath=FAST)
 def exponential(x: Any) -> Any:
-    """Return e to the power of ``x``, at most 0, in float32, within 3e-7 and 8e-8 times ``-x``, relative.
+    """Return e to the power of a vector, at most 0, within 1.2e-7, relative.
 
-    Two to the power of the nearest whole number is written as an exponent; the rest is Cephes' polynomial for two to a
-    power (exp2f, Stephen Moshier, netlib.org/cephes). The error that grows with ``-x`` is that of
-    the product's rounding.
+    What ``x`` has beyond a multiple of log 2 is found in two steps, as the logarithm has more digits than a float32
+    (Cody and Waite, Software Manual for the Elementary Functions, 1980). Its exponential is Cephes' polynomial (expf,
+    Stephen Moshier, netlib.org/cephes), and the multiple becomes an exponent.
     """
-    scaled = max(x, LOWEST) * LOG2_E
-    whole = math.floor(scaled + np.float32(0.5))
-    rest = np.float32(scaled - whole)
-    power = np.float32(1.535336188319500e-4)
-    power = power * rest + np.float32(1.339887440266574e-3)
-    power = power * rest + np.float32(9.618437357674640e-3)
-    power = power * rest + np.float32(5.550332471162809e-2)
-    power = power * rest + np.float32(2.402264791363012e-1)
-    power = power * rest + np.float32(6.931472028550421e-1)
-    power = power * rest + np.float32(1.0)
-    return power * _float_of_bits((np.int32(whole) + np.int32(127)) << np.int32(23))
+    limited = larger(x, LOWEST)
+    rounded = limited * LOG2_E + ROUNDING
+    whole = rounded - ROUNDING
+    rest = limited - whole * LOG_2_HIGH - whole * LOG_2_LOW
+    power = rest * np.float32(1.9875691500e-4) + np.float32(1.3981999507e-3)
+    power = power * rest + np.float32(8.3334519073e-3)
+    power = power * rest + np.float32(4.1665795894e-2)
+    power = power * rest + np.float32(1.6666665459e-1)
+    power = power * rest + np.float32(5.0000001201e-1)
+    power = power * (rest * rest) + rest + np.float32(1.0)
+    return power * power_of_two(rounded)
+
+
+@njit(forceinline=True, fastmath=FAST)
+def tangent(x: Any) -> Any:
+    """Return the hyperbolic tangent of a vector, within 1.2e-7."""
+    shrunk = exponential(with_sign(x + x, np.float32(-1)))
+    return with_sign((np.float32(1) - shrunk) / (np.float32(1) + shrunk), x)
 
 
 @intrinsic

@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,12 +25,13 @@ SIZES = (
     "num_reqs",
     "max_blocks",
     "num_tokens",
-    "num_rows",
+    "num_parts",
     "num_heads",
     "num_kv_heads",
     "head_size",
     "value_size",
     "num_biases",
+    "num_sinks",
     "key_elements",
     "value_elements",
     "block_size",
@@ -37,7 +40,7 @@ SIZES = (
     "num_sink_tokens",
     "chunk",
 )
-ARRAYS = ("items", "query", "key", "value", "key_strides", "value_strides", "table", "bias", "outputs", "sums")
+ARRAYS = ("items", "query", "key", "value", "key_strides", "value_strides", "table", "bias", "sinks", "outputs", "sums")
 CALL = np.dtype(
     [("counter", np.int64), ("soft_cap", np.float64), *((name, np.int64) for name in (*SIZES, *ARRAYS))], align=True
 )
@@ -55,8 +58,10 @@ def _attend_to_items(call: Any, key: Any, value: Any, counter: Any) -> None:
     value_strides = carray(memory_at(call.value_strides), (3,), np.int64)
     table = carray(memory_at(call.table), (call.num_reqs, call.max_blocks), np.int32)
     bias = carray(memory_at(call.bias), (call.num_heads, call.num_biases), np.float32)
-    outputs = carray(memory_at(call.outputs), (call.num_rows, call.num_heads, call.value_size), np.float32)
-    sums = carray(memory_at(call.sums), (call.num_rows, call.num_heads, 2), np.float32)
+    sinks = carray(memory_at(call.sinks), (call.num_sinks,), np.float32)
+    num_rows = call.num_tokens + call.num_parts
+    outputs = carray(memory_at(call.outputs), (num_rows, call.num_heads, call.value_size), np.float32)
+    sums = carray(memory_at(call.sums), (call.num_parts, call.num_heads, 2), np.float32)
     item = take_next(counter)
     while item < call.num_items:
         attend(
@@ -76,18 +81,31 @@ def _attend_to_items(call: Any, key: Any, value: Any, counter: Any) -> None:
             call.chunk,
             np.float32(call.soft_cap),
             bias,
+            sinks,
             outputs,
             sums,
         )
         item = take_next(counter)
 
 
+def _digest() -> str:
+    """Return a digest of this folder's code."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
 @cache
 def make_entry(dtype: np.dtype[Any]) -> Entry:
-    """Return the entry for pages of float32, uint16 (bfloat16) or int16 (float16); compiles it if nobody has yet."""
+    """Return the entry for pages of float32, uint16 (bfloat16) or int16 (float16); compiles it if nobody has yet.
+
+    Of what is compiled, numba's cache looks at this file and at what the function closes over: a change of another file
+    is seen by the digest.
+    """
+    sources = _digest()
 
     @cfunc(types.void(types.voidptr), cache=True)
     def entry(address: Any) -> None:
+        assert sources, "closed over, for the cache"
         call = carray(address, 1, CALL)[0]
         key = carray(memory_at(call.key), (call.key_elements,), dtype)
         value = carray(memory_at(call.value), (call.value_elements,), dtype)

@@ -1,0 +1,129 @@
+"""The two products of attention, each key and value once for four rows: both sides stay in the processor's registers.
+
+Rows are as wide as whole vectors, filled up with zeros; keys and values are read as they are stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from kvframe_kernels.jit.numbers import FAST
+from kvframe_kernels.jit.vectors import LANES, fetch, load, load_stored, spread, store, store_sums
+
+ROWS = 4
+"""Rows that are computed together."""
+
+KEYS = 2
+"""Keys that are multiplied together."""
+
+VALUES = 4
+"""Values that are added together."""
+
+KEY_PART, VALUE_PART = LANES, 2 * LANES
+"""Numbers that a query's row, and a row of totals, are a multiple of."""
+
+LINE_BYTES = 64
+"""What is fetched at a time."""
+
+ZERO = np.float32(0)
+
+
+@njit(forceinline=True)
+def padded(size: int, part: int) -> int:
+    """Return the next multiple of ``part``."""
+    return (size + part - 1) // part * part
+
+
+@njit(forceinline=True)
+def fetch_row(stored: Any, start: int, size: int) -> None:
+    """Ask for the memory of a key or value that is read soon."""
+    for place in range(start, start + size, LINE_BYTES // stored.itemsize):
+        fetch(stored, place)
+
+
+@njit(forceinline=True, fastmath=FAST)
+def multiply_keys(
+    scores: Any, place: int, step: int, queries: Any, row: int, key: Any, at_a: int, at_b: int, head_size: int
+) -> None:
+    """Set the scores of four rows for two keys.
+
+    Args:
+        scores: ``[num_scores], float32``: written: four from ``place`` on for key a, and ``step`` behind these for b.
+        place: The first score.
+        step: From a token's scores to the next one's.
+        queries: ``[num_numbers], float32``: rows of ``padded(head_size, KEY_PART)``.
+        row: The first of them.
+        key: ``[num_elements]``: the memory of keys.
+        at_a: Where key a begins.
+        at_b: Where key b begins.
+        head_size: Numbers of a key.
+    """
+    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = spread(ZERO)
+    width = padded(head_size, KEY_PART)
+    for d in range(0, head_size, LANES):
+        left, at = head_size - d, row * width + d
+        a, b = load_stored(key, at_a + d, left), load_stored(key, at_b + d, left)
+        q0, q1 = load(queries, at), load(queries, at + width)
+        q2, q3 = load(queries, at + 2 * width), load(queries, at + 3 * width)
+        a0, b0 = a0 + q0 * a, b0 + q0 * b
+        a1, b1 = a1 + q1 * a, b1 + q1 * b
+        a2, b2 = a2 + q2 * a, b2 + q2 * b
+        a3, b3 = a3 + q3 * a, b3 + q3 * b
+    store_sums(scores, place, a0, a1, a2, a3)
+    store_sums(scores, place + step, b0, b1, b2, b3)
+
+
+@njit(forceinline=True, fastmath=FAST)
+def add_values(
+    totals: Any,
+    row: int,
+    weights: Any,
+    place: int,
+    step: int,
+    value: Any,
+    starts: Any,
+    t: int,
+    shift: int,
+    value_size: int,
+) -> None:
+    """Add four tokens' values, each times its weight, to the totals of four rows.
+
+    Args:
+        totals: ``[num_numbers], float32``: added to: rows of ``padded(value_size, VALUE_PART)``.
+        row: The first of them.
+        weights: ``[num_weights], float32``: four from ``place`` on for the first token, ``step`` behind for the next.
+        place: The first weight.
+        step: From a token's weights to the next one's.
+        value: ``[num_elements]``: the memory of values.
+        starts: ``[num_tokens], int64``: where tokens' values begin.
+        t: The first token.
+        shift: From there to the head's value.
+        value_size: Numbers of a value.
+    """
+    width = padded(value_size, VALUE_PART)
+    for d in range(0, value_size, VALUE_PART):
+        left = value_size - d
+        at0 = row * width + d
+        at1, at2, at3 = at0 + width, at0 + 2 * width, at0 + 3 * width
+        a0, b0 = load(totals, at0), load(totals, at0 + LANES)
+        a1, b1 = load(totals, at1), load(totals, at1 + LANES)
+        a2, b2 = load(totals, at2), load(totals, at2 + LANES)
+        a3, b3 = load(totals, at3), load(totals, at3 + LANES)
+        for i in range(VALUES):
+            start, w = starts[t + i] + shift + d, place + i * step
+            a, b = load_stored(value, start, left), load_stored(value, start + LANES, left - LANES)
+            a0, b0 = a0 + weights[w] * a, b0 + weights[w] * b
+            a1, b1 = a1 + weights[w + 1] * a, b1 + weights[w + 1] * b
+            a2, b2 = a2 + weights[w + 2] * a, b2 + weights[w + 2] * b
+            a3, b3 = a3 + weights[w + 3] * a, b3 + weights[w + 3] * b
+        store(totals, at0, a0)
+        store(totals, at0 + LANES, b0)
+        store(totals, at1, a1)
+        store(totals, at1 + LANES, b1)
+        store(totals, at2, a2)
+        store(totals, at2 + LANES, b2)
+        store(totals, at3, a3)
+        store(totals, at3 + LANES, b3)

@@ -1,0 +1,270 @@
+"""Vectors of float32 for loops that numba compiles: written out, as LLVM finds few of them by itself.
+
+``vector`` is a type of numba's with the operators ``+``, ``-``, ``*`` and ``/``, between vectors and with single
+numbers. To LLVM, a vector that is wider than the processor's is two of these or more: any processor runs it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic, lower_builtin, models, register_model, type_callable
+
+_, _, _features = cpu_target.target_context.codegen().magic_tuple()
+LANES = 16 if "+avx512f" in _features else 8
+"""Numbers of a vector: the processor's that is compiled for has registers for eight and more of them."""
+
+SUMS = 4
+"""Vectors whose numbers are added up at a time."""
+
+_INT, _FLOAT = ir.IntType(32), ir.FloatType()
+_INTS, _VECTOR = ir.VectorType(_INT, LANES), ir.VectorType(_FLOAT, LANES)
+
+
+class _Vector(types.Type):  # type: ignore[misc]
+    pass
+
+
+vector = _Vector("vector")
+
+
+@register_model(_Vector)
+class _Model(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, _VECTOR)
+
+
+def _constant(number: int) -> Any:
+    """Return the vector with a constant in each lane."""
+    return ir.Constant(_INTS, [number] * LANES)
+
+
+def _spread(builder: Any, value: Any) -> Any:
+    """Return the vector with a value in each lane; a vector as it is."""
+    if isinstance(value.type, ir.VectorType):
+        return value
+    nothing = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
+    first = builder.insert_element(nothing, value, ir.Constant(_INT, 0))
+    return _shuffle(builder, first, first, [0] * LANES)
+
+
+def _shuffle(builder: Any, one: Any, other: Any, lanes: Sequence[int]) -> Any:
+    """Return the lanes of two vectors, those of the other one counted on from the first one's."""
+    return builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(_INT, len(lanes)), list(lanes)))
+
+
+def _call(builder: Any, name: str, returned: Any, arguments: Sequence[Any]) -> Any:
+    """Return what one of LLVM's own functions returns."""
+    signature = ir.FunctionType(returned, [each.type for each in arguments])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, signature, name)
+    return builder.call(function, arguments)
+
+
+# --- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def _declare(function: Any, instruction: str) -> None:
+    """Make an operator of Python's an instruction."""
+
+    @type_callable(function)
+    def find_type(context: Any) -> Any:
+        return lambda left, right: vector if vector in (left, right) else None
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return getattr(builder, instruction)(*(_spread(builder, each) for each in arguments))
+
+    for kinds in ((vector, vector), (vector, types.float32), (types.float32, vector)):
+        lower_builtin(function, *kinds)(generate)
+
+
+_declare(operator.add, "fadd")
+_declare(operator.sub, "fsub")
+_declare(operator.mul, "fmul")
+_declare(operator.truediv, "fdiv")
+
+
+@intrinsic
+def spread(typing_context: Any, number: Any) -> Any:
+    """Return the vector with a number in each lane."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _spread(builder, *arguments)
+
+    return vector(types.float32), generate
+
+
+@intrinsic
+def larger(typing_context: Any, value: Any, other: Any) -> Any:
+    """Return the larger of a vector and another one, or a number; ``value`` where that is not a number."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        left, right = (_spread(builder, each) for each in arguments)
+        return builder.select(builder.fcmp_ordered("<", left, right), right, left)
+
+    return vector(vector, other), generate
+
+
+@intrinsic
+def zero_where_at_most(typing_context: Any, limit: Any, compared: Any, value: Any) -> Any:
+    """Return a vector, with zeros where the lanes of one that is compared are at most the limit."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        limit, compared, value = arguments
+        low = builder.fcmp_ordered("<=", compared, _spread(builder, limit))
+        return builder.select(low, ir.Constant(_VECTOR, None), value)
+
+    return vector(types.float32, vector, vector), generate
+
+
+@intrinsic
+def with_sign(typing_context: Any, value: Any, other: Any) -> Any:
+    """Return a vector with the signs of another one, or of a number."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sides = [_spread(builder, each) for each in arguments]
+        return _call(builder, f"llvm.copysign.v{LANES}f32", _VECTOR, sides)
+
+    return vector(vector, other), generate
+
+
+@intrinsic
+def power_of_two(typing_context: Any, exponent: Any) -> Any:
+    """Return two to the power of whole numbers between -126 and 127 to which 1.5 times 2 to the 23rd was added."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        # In floats of that size the last bits are the whole number; shifted up, they are an exponent.
+        bits = builder.shl(builder.bitcast(arguments[0], _INTS), _constant(23))
+        return builder.bitcast(builder.add(bits, _constant(127 << 23)), _VECTOR)
+
+    return vector(vector), generate
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _address(context: Any, builder: Any, kind: Any, place: Sequence[Any], target: Any) -> Any:
+    """Return the address of a contiguous array's element, to read or write a ``target`` there.
+
+    Args:
+        context: Of the compilation.
+        builder: Where instructions are added.
+        kind: The array's type.
+        place: The array, and the element's index.
+        target: The type of what is there.
+    """
+    array, index = place
+    element = builder.gep(context.make_array(kind)(context, builder, array).data, [index])
+    return builder.bitcast(element, ir.PointerType(target))
+
+
+@intrinsic
+def load(typing_context: Any, array: Any, index: Any) -> Any:
+    """Return the vector that lies in an array of float32 from an element on."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(_address(context, builder, array, arguments, _VECTOR), align=4)
+
+    return vector(array, types.intp), generate
+
+
+@intrinsic
+def store(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
+    """Write a vector to an array of float32 from an element on."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        *place, value = arguments
+        builder.store(value, _address(context, builder, array, place, _VECTOR), align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, vector), generate
+
+
+@intrinsic
+def load_stored(typing_context: Any, array: Any, index: Any, count: Any) -> Any:
+    """Return the vector of stored numbers from an element on, zeros in its lanes from ``count`` on.
+
+    The array holds float32, bfloat16 as ``uint16``, or float16 as ``int16``. Nothing behind ``count`` is read.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        bits = ir.VectorType(context.get_value_type(array.dtype), LANES)
+        *place, count = arguments
+        address = _address(context, builder, array, place, bits)
+        whole = builder.icmp_signed(">=", count, ir.Constant(count.type, LANES))
+        with builder.if_else(whole, likely=True) as (then, otherwise):
+            with then:
+                all_lanes = builder.load(address, align=array.dtype.bitwidth // 8)
+                all_from = builder.block
+            with otherwise:
+                few_lanes = _load_few(builder, address, bits, builder.trunc(count, _INT))
+                few_from = builder.block
+        loaded = builder.phi(bits)
+        loaded.add_incoming(all_lanes, all_from)
+        loaded.add_incoming(few_lanes, few_from)
+        return _widen(builder, array.dtype, loaded)
+
+    return vector(array, types.intp, types.intp), generate
+
+
+def _load_few(builder: Any, address: Any, kind: Any, count: Any) -> Any:
+    """Return the vector at an address of which only the first ``count`` lanes are read."""
+    mask = builder.icmp_signed("<", ir.Constant(_INTS, list(range(LANES))), _spread(builder, count))
+    name = f"llvm.masked.load.v{LANES}{'f32' if kind == _VECTOR else 'i16'}.p0"
+    return _call(builder, name, kind, [address, ir.Constant(_INT, 1), mask, ir.Constant(kind, None)])
+
+
+def _widen(builder: Any, stored: Any, bits: Any) -> Any:
+    """Return the numbers that these bits are."""
+    if stored == types.float32:
+        return bits
+    if stored == types.int16:
+        return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), _VECTOR)
+    # A bfloat16 is the upper half of a float32.
+    return builder.bitcast(builder.shl(builder.zext(bits, _INTS), _constant(16)), _VECTOR)
+
+
+@intrinsic
+def store_sums(typing_context: Any, array: Any, index: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Write the sums of four vectors' lanes to an array of float32 from an element on."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        *place, a, b, c, d = arguments
+        # Within each four lanes: (a b a b), (c d c d), then (a b c d).
+        ab, cd = (_add_shuffled(builder, *pair, (0, LANES, 1, LANES + 1)) for pair in ((a, b), (c, d)))
+        sums = _add_shuffled(builder, ab, cd, (0, 1, LANES, LANES + 1))
+        lanes = LANES
+        while lanes > SUMS:
+            lanes //= 2
+            parts = (_shuffle(builder, sums, sums, range(start, start + lanes)) for start in (0, lanes))
+            sums = builder.fadd(*parts)
+        builder.store(sums, _address(context, builder, array, place, sums.type), align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, *[vector] * SUMS), generate
+
+
+def _add_shuffled(builder: Any, one: Any, other: Any, low: Sequence[int]) -> Any:
+    """Return the sum of two choices of each four lanes: those said, and those two lanes higher."""
+    fours = range(0, LANES, SUMS)
+    return builder.fadd(
+        *(_shuffle(builder, one, other, [four + lane + high for four in fours for lane in low]) for high in (0, 2))
+    )
+
+
+@intrinsic
+def fetch(typing_context: Any, array: Any, index: Any) -> Any:
+    """Ask for the memory that an element of an array lies in, to be read soon."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address = _address(context, builder, array, arguments, ir.IntType(8))
+        # To read, for all caches, data.
+        hints = [ir.Constant(_INT, each) for each in (0, 3, 1)]
+        _call(builder, "llvm.prefetch.p0", ir.VoidType(), [address, *hints])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
