@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvframe.errors import PlanError, StackError
+from kvframe.formats import PLAIN, StateTensor
 from kvframe.groups import Grouping
 from kvframe.model.description import ModelDescription
 from kvframe.plan import KVCachePlan, plan_cache
+from kvframe.specs import LayerSpec
 from kvframe.stack import Stack
 
 SHARE_OF_AVAILABLE_MEMORY = 0.5
@@ -35,17 +37,22 @@ def choose_max_model_len(description: ModelDescription, stack: Stack) -> int:
 
 
 def plan_for_stack(
-    grouping: Grouping, stack: Stack, max_model_len: int, max_input_lens: Mapping[str, int] | None = None
+    grouping: Grouping,
+    stack: Stack,
+    max_model_len: int,
+    max_input_lens: Mapping[str, int] | None = None,
+    copied: Sequence[LayerSpec] = (),
 ) -> KVCachePlan:
     """Return the cache plan of a stack's memory, device and limits.
 
     Args:
         grouping: The model's groups.
         stack: Its ``[cache] memory`` and ``[engine]`` limits. ``"auto"`` is what the most requests of the greatest
-            length need, but no more than a share of the memory that is free now. Where no layer keeps anything, there
-            is nothing to measure or to check.
+            length need, but no more than a share of the memory that is free now, copies of pages included. Where no
+            layer keeps anything, there is nothing to measure or to check.
         max_model_len: The most tokens of a request.
         max_input_lens: For each sequence that requests bring beside their tokens, the most tokens of it.
+        copied: The layers whose backends are given copies of their pages.
 
     Raises:
         PlanError: The memory is too small, or ``"auto"`` and nobody says how much is free, or a group keeps state of a
@@ -65,12 +72,36 @@ def plan_for_stack(
         return plan(0)
     if stack.cache.memory != "auto":
         return plan(stack.cache.memory)
-    largest = plan(int(_available_bytes(stack.engine.device) * SHARE_OF_AVAILABLE_MEMORY))
+    available = int(_available_bytes(stack.engine.device) * SHARE_OF_AVAILABLE_MEMORY)
+    largest = plan(available)
+    if copied:
+        copies = copied_bytes(largest, grouping, copied)
+        largest = plan(available * largest.total_bytes // (largest.total_bytes + copies))
     peaks = largest.peak_blocks(max_model_len)
     wanted = largest.num_slabs_for(blocks * stack.engine.max_num_seqs for blocks in peaks)
     if wanted >= largest.num_slabs:
         return largest
     return plan(largest.null_bytes + wanted * largest.slab_bytes)
+
+
+def copied_bytes(plan: KVCachePlan, grouping: Grouping, copied: Sequence[LayerSpec]) -> int:
+    """Return the bytes of the copies that a step reads at most: of every page, for one layer after the other.
+
+    Requests that share pages have a copy each, so that a step of many such requests may take more.
+
+    Args:
+        plan: What is allocated.
+        grouping: The groups that it was made of.
+        copied: The layers whose backends are given copies of their pages.
+    """
+    # Layers whose copies have one shape use the same memory.
+    per_slab: dict[tuple[str, StateTensor], int] = {}
+    for layer in copied:
+        assert layer.spec is not None
+        group = plan.groups[grouping.group_of(layer.name).index]
+        for key in layer.spec.in_format(PLAIN).state_tensors().items():
+            per_slab[key] = max(per_slab.get(key, 0), group.pages_per_slab * key[1].num_bytes)
+    return plan.num_slabs * sum(per_slab.values())
 
 
 def num_host_slabs(plan: KVCachePlan, stack: Stack) -> int:

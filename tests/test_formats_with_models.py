@@ -183,3 +183,19 @@ def test_steps_that_are_replayed_copy_the_pages_of_each_step(
         assert expected == served(engine)
         runner: Any = engine._runner
         assert runner.graphs.num_replays >= 4
+
+
+def test_copies_of_a_graph_that_would_take_more_than_those_of_all_pages_are_not_made(
+    models: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = load_plugins(plugins=[plugin("mine", backends={"capturable": CapturableReference})]).registry
+    model = attrs.evolve(models("llama"), registry=registry)
+    memory = model.tight_memory(80)
+    options = {"backend": "capturable", "format": "int8_token_head", "memory": memory, "max_model_len": 96}
+    with model.engine(**options) as engine:
+        expected = served(engine)
+    with model.engine(**options, graphs=[1, 8]) as engine:
+        assert expected == served(engine)
+        runner: Any = engine._runner
+        assert {1} == {sizes.num_reqs for sizes in runner.graphs._held}
+    assert any("steps of 8 requests run without a graph: copies of" in record.message for record in caplog.records)

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from kvframe import Engine, load_plugins
-from kvframe.attention.capture import GraphCapture
-from kvframe.attention.captured import NotReplayableError, refresh
+from kvframe.attention.capture import GraphCapture, NotReplayableError
+from kvframe.attention.captured import refresh
 from kvframe.attention.step import StepBatch
 from kvframe.engine import graph_sizes
 from kvframe.engine.graph import CalledGraph

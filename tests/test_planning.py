@@ -11,7 +11,8 @@ from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.errors import PlanError, SpecError, UnknownNameError
 from kvframe.groups import group_layers
 from kvframe.plan import plan_cache
-from kvframe.sizing import num_host_slabs, plan_for_stack
+from kvframe.plugins import load_plugins
+from kvframe.sizing import copied_bytes, num_host_slabs, plan_for_stack
 from kvframe.specs import ENCODER, KVCacheSpec, LayerSpec
 from kvframe.stack import Stack
 from tests.plans import RangeSpec, encoder, full, make_plan, ranged, state
@@ -105,6 +106,21 @@ def test_where_nothing_is_kept_no_memory_is_measured_and_none_checked(
     stack = Stack.from_mapping({"cache": {"memory": memory, "preemption": "swap", "swap_memory": 1}})
     plan = plan_for_stack(group_layers([layer("a", None)]), stack, 64)
     assert (0, 0, 0) == (plan.total_bytes, plan.num_slabs, num_host_slabs(plan, stack))
+
+
+def test_auto_leaves_room_for_copies_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvframe.sizing._available_bytes", lambda device: 2**22)
+    kv_format = load_plugins().registry.formats.load("int8_token_head")()
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, format=kv_format)
+    layers = [layer("a", spec), layer("b", spec)]
+    grouping = group_layers(layers)
+    whole = plan_for_stack(grouping, Stack(), 2**16)
+    assert 2**21 - whole.slab_bytes < whole.total_bytes <= 2**21
+    # Of two layers of int8 and scales, one is copied as float32: copies of all pages take almost twice the pages.
+    assert 1.7 * whole.total_bytes < copied_bytes(whole, grouping, layers) < 2 * whole.total_bytes
+    plan = plan_for_stack(grouping, Stack(), 2**16, copied=layers)
+    taken = plan.total_bytes + copied_bytes(plan, grouping, layers)
+    assert 0.98 * 2**21 < taken <= 2**21
 
 
 def test_too_little_memory_says_how_much_is_needed() -> None:

@@ -15,7 +15,8 @@ import torch
 
 from kvframe.attention import times as times_module
 from kvframe.attention import tuning
-from kvframe.attention.selection import Choice, select_backends
+from kvframe.attention.choice import Choice
+from kvframe.attention.selection import select_backends
 from kvframe.attention.times import MeasuredTime, TimeKey, TimesTable, layer_shape, time_key
 from kvframe.attention.tuning import make_batches, measure
 from kvframe.builtin.full_attention import FullAttentionSpec
@@ -157,6 +158,13 @@ def test_a_backend_that_was_not_measured_says_so(table: Path) -> None:
     (choice,) = select_backends([LAYER], stack, load_plugins(stack.plugins).registry, "cpu")
     reasons = {candidate.name: choice.why_not(candidate) for candidate in choice.candidates}
     assert f"can serve this layer; it was not measured, and {TORCH} was" == reasons[REFERENCE]
+
+
+def test_times_are_those_of_the_device_that_the_stack_names(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvframe.attention.times.device_name", lambda device: device)
+    on_the_second = {key(TORCH, device="cpu:1"): took(2.0), key(REFERENCE, device="cpu:1"): took(1.0)}
+    TimesTable().with_times(on_the_second, {}).write(table)
+    assert (TORCH, REFERENCE) == (choose({"device": "cpu:0"}).backend, choose({"device": "cpu:1"}).backend)
 
 
 def test_a_stack_can_name_a_table_or_none(table: Path, tmp_path: Path) -> None:

@@ -23,3 +23,7 @@ class GraphCapture(IntEnum):
     """Batches with the same number of tokens for each request."""
     ALWAYS = 3
     """Any batch."""
+
+
+class NotReplayableError(Exception):
+    """A step cannot be captured, or differs from what a graph was captured of in something that it cannot be told."""

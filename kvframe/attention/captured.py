@@ -10,16 +10,13 @@ import numpy as np
 import torch
 
 from kvframe.attention.build import BuiltMetadata, MetadataPlan, PreparedMetadata
+from kvframe.attention.capture import NotReplayableError
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.slots import Slots
 from kvframe.attention.staging import StagedMemory, Staging, field_names, replace_tensors
 from kvframe.attention.state import StateStep
 
 T = TypeVar("T")
-
-
-class NotReplayableError(Exception):
-    """A step differs from the one that a graph was captured of in something that the graph cannot be told."""
 
 
 @attrs.frozen(eq=False)

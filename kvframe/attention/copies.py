@@ -12,16 +12,14 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Self
 
 import attrs
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
+from kvframe.attention.capture import NotReplayableError
+from kvframe.attention.copied_pages import live_places, static_places
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.formats import PLAIN, StateTensor
 from kvframe.specs import AttentionMask, LayerSpec
-
-IntArray = npt.NDArray[np.int64]
 
 
 class CopyScratch:
@@ -31,13 +29,16 @@ class CopyScratch:
     it. It grows to the most that a step has needed: keys and values of every token that its queries see, for one layer.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, max_static_bytes: int | None = None) -> None:
         """Own nothing yet.
 
         Args:
             device: Where the copies lie.
+            max_static_bytes: The most bytes of the copies of a graph, which have room for as many and as long requests
+                as it is for; None for any.
         """
         self._device = device
+        self._max_static_bytes = max_static_bytes
         self._buffers: dict[tuple[str, StateTensor], torch.Tensor] = {}
         # What graphs remember, among it what is in use no more.
         self._remembered: dict[int, torch.Tensor] = {}
@@ -55,7 +56,17 @@ class CopyScratch:
             state: The tensors of one page, in the plain format.
             num_pages: How many pages.
             is_static: Whether a graph may remember where they lie: they then stay there.
+
+        Raises:
+            NotReplayableError: Copies of a graph take more than they may.
         """
+        if is_static and self._max_static_bytes is not None:
+            num_bytes = (1 + num_pages) * sum(tensor.num_bytes for tensor in state.values())
+            if num_bytes > self._max_static_bytes:
+                raise NotReplayableError(
+                    f"copies of the pages of so many and so long requests take {num_bytes} bytes, more than those of "
+                    f"all pages that there are, {self._max_static_bytes}"
+                )
         return {name: self._take((name, tensor), 1 + num_pages, is_static) for name, tensor in state.items()}
 
     def _take(self, key: tuple[str, StateTensor], num_pages: int, is_static: bool) -> torch.Tensor:
@@ -229,56 +240,9 @@ class CopyingBuilder(AttentionMetadataBuilder):
         mask = self._mask
         limits = AttentionMask() if mask is None or not (mask.causal and metadata.causal) else mask
         if metadata.static_shapes:
-            return _static_index(metadata, limits)
-        index = torch.from_numpy(_live_index(metadata, limits))
+            return static_places(metadata, limits)
+        index = torch.from_numpy(live_places(metadata, limits))
         return index.to(metadata.block_table.device, non_blocking=True)
-
-
-def _live_index(metadata: CommonAttentionMetadata, mask: AttentionMask) -> IntArray:
-    """Return the places of the blocks that a query may see: of the sinks, and from the first query's window on.
-
-    Args:
-        metadata: The step.
-        mask: What hides tokens; a causal mask without window or chunk hides nothing that is worked out here.
-    """
-    size, num_columns = metadata.block_size, metadata.block_table.shape[1]
-    seq_lens = metadata.seq_lens_cpu.numpy().astype(np.int64)
-    query_lens = np.diff(metadata.query_start_loc_cpu.numpy())
-    first_query = seq_lens - query_lens
-    low = np.zeros_like(seq_lens)
-    if mask.window is not None:
-        low = np.maximum(first_query + 1 - mask.window, 0)
-    elif mask.chunk is not None:
-        low = first_query - first_query % mask.chunk
-    first, stop = low // size, np.where(query_lens > 0, -(-seq_lens // size), 0)
-    num_sinks = np.minimum(first, -(-mask.num_sink_tokens // size))
-    counts = np.maximum(stop - first, 0) + np.where(query_lens > 0, num_sinks, 0)
-    rows = np.repeat(np.arange(len(counts)), counts)
-    place = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
-    columns = np.where(place < num_sinks[rows], place, place - num_sinks[rows] + first[rows])
-    index: IntArray = rows * num_columns + columns
-    return index
-
-
-def _static_index(metadata: CommonAttentionMetadata, mask: AttentionMask) -> torch.Tensor:
-    """Return places of as many blocks as any such batch needs: all, or what a window reaches at most."""
-    (num_rows, num_columns), size = metadata.block_table.shape, metadata.block_size
-    device = metadata.block_table.device
-    starts = torch.arange(num_rows, device=device).unsqueeze(1) * num_columns
-    num_sinks = -(-mask.num_sink_tokens // size)
-    reach = metadata.max_query_len + (mask.window or mask.chunk or 0)
-    num_reached = reach // size + 2
-    if (mask.window is None and mask.chunk is None) or num_sinks + num_reached >= num_columns:
-        return (starts + torch.arange(num_columns, device=device)).flatten()
-    first_query = metadata.seq_lens - metadata.query_start_loc.diff()
-    if mask.window is not None:
-        low = (first_query + 1 - mask.window).clamp_min(0)
-    else:
-        low = first_query - first_query % (mask.chunk or 1)
-    first = torch.div(low, size, rounding_mode="floor").long().clamp_max(num_columns - num_reached).clamp_min(0)
-    reached = first.unsqueeze(1) + torch.arange(num_reached, device=device)
-    sinks = torch.arange(num_sinks, device=device).expand(num_rows, num_sinks)
-    return (starts + torch.cat([sinks, reached], 1)).flatten()
 
 
 def _pages(metadata: CommonAttentionMetadata, index: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,9 @@ import torch
 
 from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.attention.capture import GraphCapture
+from kvframe.attention.choice import Choice
 from kvframe.attention.copies import CopyScratch, make_backend
 from kvframe.attention.identity import Identity
-from kvframe.attention.selection import Choice
 from kvframe.attention.wrapper import WrapperChain, chain_capture
 from kvframe.errors import BackendError
 from kvframe.groups import Grouping

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvframe.attention.backend import AttentionBackend, Refusal
+from kvframe.attention.choice import Candidate, Choice
 from kvframe.attention.identity import Identity
 from kvframe.attention.skipping import why_not_skipped
-from kvframe.attention.times import MeasuredTime, TimesTable, in_words, layer_shape, read_times, time_key
-from kvframe.attention.wrapper import DROPS_TOKENS, MetadataWrapper, WrapperChain, bind_chain, check_order
+from kvframe.attention.times import TimesTable, layer_shape, read_times, time_key
+from kvframe.attention.wrapper import DROPS_TOKENS, MetadataWrapper, bind_chain, check_order
 from kvframe.errors import BackendError, KVFrameError, StackError, WrapperError
 from kvframe.options import AUTO, Use
 from kvframe.specs import LayerSpec
@@ -19,80 +20,6 @@ from kvframe.specs import LayerSpec
 if TYPE_CHECKING:
     from kvframe.registry import Registry
     from kvframe.stack import Stack
-
-
-@attrs.frozen(kw_only=True)
-class Candidate:
-    """One backend that was looked at for a layer.
-
-    Attributes:
-        name: Its registered name, with its distribution (``"kvframe-triton:triton"``).
-        refusals: Why it cannot serve the layer; empty if it can.
-        preference: What it declares of itself; the highest that can serve is taken, unless measured times decide.
-        on_copies: Whether it would be given copies of the layer's pages, because it does not read their format; one
-            that reads them itself is taken first.
-        time: How long it takes for such a layer on this device, if that was measured.
-    """
-
-    name: str
-    refusals: tuple[Refusal, ...] = ()
-    preference: int = 0
-    on_copies: bool = False
-    time: MeasuredTime | None = None
-
-
-@attrs.frozen(kw_only=True)
-class Choice:
-    """What was chosen for one layer, and out of what.
-
-    Attributes:
-        layer: The layer's name.
-        wrappers: Its wrapper chain, made for the layer.
-        wrapper_ids: What each of its wrappers is, with its parameters.
-        wrapped: The layer as the backend behind the chain sees it.
-        backend: The chosen backend, with its distribution.
-        backend_class: Its class.
-        backend_options: An instance of the class's ``options_class``; None if it has none.
-        backend_id: What the backend is, with its parameters.
-        candidates: Every backend that was looked at, the chosen one first.
-        by_time: Whether measured times decided.
-    """
-
-    layer: str
-    wrappers: WrapperChain
-    wrapper_ids: tuple[Identity, ...]
-    wrapped: LayerSpec
-    backend: str
-    backend_class: type[AttentionBackend]
-    backend_options: Any
-    backend_id: Identity
-    candidates: tuple[Candidate, ...]
-    by_time: bool = False
-
-    def why_not(self, candidate: Candidate) -> str:
-        """Return in one sentence why ``candidate`` was passed over; empty for the chosen one."""
-        if candidate.name == self.backend:
-            return ""
-        if candidate.refusals:
-            return "; ".join(refusal.reason for refusal in candidate.refusals)
-        if self.by_time:
-            if candidate.time is None:
-                return f"can serve this layer; it was not measured, and {self.backend} was"
-            return f"can serve this layer; it takes longer ({in_words(candidate.time)})"
-        if candidate.on_copies and not self.on_copies:
-            return f"can serve this layer, on copies of what is stored as {self.format}; {self.backend} reads it itself"
-        return f"can serve this layer; {self.backend} is preferred"
-
-    @property
-    def on_copies(self) -> bool:
-        """Whether the backend is given copies of the layer's pages, because it does not read their format."""
-        return self.candidates[0].on_copies
-
-    @property
-    def format(self) -> str:
-        """The name of the format that the layer is stored in."""
-        assert self.wrapped.spec is not None
-        return self.wrapped.spec.kv_format.name
 
 
 def select_backends(
@@ -201,7 +128,7 @@ def _choose(
     if rule.backend == AUTO and times.times:
         shape = layer_shape(wrapped, wrappers)
         candidates = [
-            attrs.evolve(candidate, time=times.times.get(time_key(device, shape, candidate.name)))
+            attrs.evolve(candidate, time=times.times.get(time_key(stack.engine.device, shape, candidate.name)))
             for candidate in candidates
         ]
     able = [candidate for candidate in candidates if not candidate.refusals]

@@ -9,9 +9,10 @@ import attrs
 import numpy as np
 import torch
 
+from kvframe.attention.choice import Choice
 from kvframe.attention.layer import AttentionLayers
 from kvframe.attention.relative_bias import RELATIVE_BIAS
-from kvframe.attention.selection import Choice, select_backends
+from kvframe.attention.selection import select_backends
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.attention.times import MeasuredTime
 from kvframe.attention.wrapper import DROPS_TOKENS

@@ -14,7 +14,7 @@ from kvframe.cli.render import compact_names, print_json, print_table
 from kvframe.formats import PLAIN
 
 if TYPE_CHECKING:
-    from kvframe.attention.selection import Choice
+    from kvframe.attention.choice import Choice
     from kvframe.attention.wrapper import MetadataWrapper
     from kvframe.groups import Grouping
     from kvframe.specs import LayerSpec

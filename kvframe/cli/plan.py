@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from kvframe.groups import Grouping
     from kvframe.model.description import ModelDescription
     from kvframe.plan import KVCachePlan
+    from kvframe.registry import Registry
     from kvframe.specs import KVCacheSpec, LayerSpec
+    from kvframe.stack import Stack
 
 _SHORTEST_LISTED_LEN = 1024
 
@@ -85,7 +87,8 @@ def plan(
     layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
     max_len = choose_max_model_len(description, stack)
-    planned = plan_for_stack(grouping, stack, max_len, description.max_input_lens)
+    copied = _layers_on_copies(layers, stack, registry) if stack.cache.memory == "auto" else []
+    planned = plan_for_stack(grouping, stack, max_len, description.max_input_lens, copied)
     host_bytes = num_host_slabs(planned, stack) * planned.slab_bytes
     if max(num_tokens, default=0) > planned.max_model_len:
         raise click.UsageError(f"--num-tokens: a request has at most {planned.max_model_len} tokens")
@@ -95,6 +98,19 @@ def plan(
         print_json(_to_dict(description, grouping, planned, host_bytes, lengths, computed))
     else:
         _print(description, grouping, planned, host_bytes, lengths, computed)
+
+
+def _layers_on_copies(layers: Sequence[LayerSpec], stack: Stack, registry: Registry) -> list[LayerSpec]:
+    """Return the layers whose pages would be copied in a run, which takes memory beside them."""
+    if all(layer.spec is None or layer.spec.kv_format == PLAIN for layer in layers):
+        return []  # and no backend has to be looked at
+    from kvframe.attention.choice import layers_on_copies
+    from kvframe.attention.selection import select_backends
+    from kvframe.attention.skipping import find_skippable_layers
+
+    skipped = () if stack.engine.prefill_skipping is None else find_skippable_layers(layers)
+    device = stack.engine.device.partition(":")[0]
+    return layers_on_copies(layers, select_backends(layers, stack, registry, device, skipped))
 
 
 def _listed_lens(max_model_len: int) -> list[int]:

@@ -15,7 +15,7 @@ from kvframe.cli.render import compact_names, print_json, print_table
 from kvframe.errors import KVFrameError, StackError
 
 if TYPE_CHECKING:
-    from kvframe.attention.selection import Choice
+    from kvframe.attention.choice import Choice
     from kvframe.attention.times import MeasuredTime
     from kvframe.registry import Registry
     from kvframe.specs import LayerSpec

@@ -10,9 +10,10 @@ from typing import Any
 import attrs
 import torch
 
+from kvframe.attention.choice import Choice, layers_on_copies
 from kvframe.attention.layer import AttentionLayers
 from kvframe.attention.local import LocalCaches
-from kvframe.attention.selection import Choice, select_backends
+from kvframe.attention.selection import select_backends
 from kvframe.attention.skipping import find_skippable_layers
 from kvframe.cache.storage import HostStorage, KVCacheStorage
 from kvframe.errors import StackError
@@ -23,7 +24,7 @@ from kvframe.model.recognise import find_adapter
 from kvframe.plan import KVCachePlan, plan_cache
 from kvframe.plugins import load_plugins
 from kvframe.registry import Registry
-from kvframe.sizing import choose_max_model_len, num_host_slabs, plan_for_stack
+from kvframe.sizing import choose_max_model_len, copied_bytes, num_host_slabs, plan_for_stack
 from kvframe.specs import LayerSpec
 from kvframe.stack import Stack
 
@@ -80,8 +81,10 @@ def assemble(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, regi
     """
     max_model_len = choose_max_model_len(model.description, stack)
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
-    plan = plan_for_stack(grouping, stack, max_model_len, model.description.max_input_lens)
-    return _assemble(model, layers, stack, registry, grouping, plan, num_host_slabs(plan, stack))
+    skipped, choices = _choose(model, layers, stack, registry)
+    copied = layers_on_copies(layers, choices)
+    plan = plan_for_stack(grouping, stack, max_model_len, model.description.max_input_lens, copied)
+    return _assemble(model, layers, stack, grouping, plan, choices, skipped, num_host_slabs(plan, stack))
 
 
 def assemble_plain(assembly: Assembly, layers: Sequence[LayerSpec], registry: Registry) -> Assembly:
@@ -118,21 +121,28 @@ def assemble_plain(assembly: Assembly, layers: Sequence[LayerSpec], registry: Re
     enough = (len(grouping.groups) + 1) * slab_bytes
     peaks = plan_cache(grouping, memory_bytes=enough, **limits).peak_blocks(limits["max_model_len"])
     plan = plan_cache(grouping, memory_bytes=enough + sum(peaks) * slab_bytes, **limits)
-    return _assemble(model, plain, stack, registry, grouping, plan)
+    skipped, choices = _choose(model, plain, stack, registry)
+    return _assemble(model, plain, stack, grouping, plan, choices, skipped)
+
+
+def _choose(
+    model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, registry: Registry
+) -> tuple[tuple[str, ...], tuple[Choice, ...]]:
+    skipped = _skipped_layers(model, layers, stack)
+    return skipped, select_backends(layers, stack, registry, torch.device(stack.engine.device).type, skipped)
 
 
 def _assemble(
     model: LoadedModel,
     layers: Sequence[LayerSpec],
     stack: Stack,
-    registry: Registry,
     grouping: Grouping,
     plan: KVCachePlan,
+    choices: tuple[Choice, ...],
+    skipped: tuple[str, ...],
     host_slabs: int = 0,
 ) -> Assembly:
     device = torch.device(stack.engine.device)
-    skipped = _skipped_layers(model, layers, stack)
-    choices = select_backends(layers, stack, registry, device.type, skipped)
     storage = KVCacheStorage(plan, grouping, device)
     local = LocalCaches(
         layers, device, max_tokens=stack.engine.max_num_batched_tokens, max_reqs=stack.engine.max_num_seqs
@@ -147,7 +157,16 @@ def _assemble(
         choices=choices,
         storage=storage,
         host=HostStorage(plan, storage.pool, host_slabs) if host_slabs else None,
-        layers=AttentionLayers(layers, choices, grouping, storage.views, device, skipped, local),
+        layers=AttentionLayers(
+            layers,
+            choices,
+            grouping,
+            storage.views,
+            device,
+            skipped,
+            local,
+            copied_bytes(plan, grouping, layers_on_copies(layers, choices)),
+        ),
     )
 
 

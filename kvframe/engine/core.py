@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Generic, Protocol, Self
 
-from kvframe.attention.selection import Choice
+from kvframe.attention.choice import Choice
 from kvframe.cache.manager import KVCacheManager
 from kvframe.engine.admission import Admission
 from kvframe.engine.assembly import Assembly, assemble, assemble_plain, load_model

@@ -15,8 +15,8 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe.attention.capture import GraphCapture
-from kvframe.attention.captured import CapturedStep, NotReplayableError
+from kvframe.attention.capture import GraphCapture, NotReplayableError
+from kvframe.attention.captured import CapturedStep
 from kvframe.attention.layer import AttentionLayers
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.padding import pad_step

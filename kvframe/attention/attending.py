@@ -1,0 +1,105 @@
+"""One layer at run time: it finds its cache, its backend and the step's metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+import torch
+
+from kvframe.attention.backend import KVCache
+from kvframe.attention.build import BuiltMetadata
+from kvframe.attention.group import AttentionGroup
+from kvframe.attention.relative_bias import RELATIVE_BIAS
+from kvframe.attention.slots import Slots
+from kvframe.errors import BackendError
+from kvframe.specs import LayerSpec
+
+
+class GroupStep:
+    """What one attention group holds while a step runs."""
+
+    def __init__(self, group: AttentionGroup) -> None:
+        self.group = group
+        self.built = BuiltMetadata(None, 0, None)
+        self.slots: Slots | None = None
+
+
+class AttentionLayer:
+    """One layer, as the model calls it.
+
+    Attributes:
+        spec: The layer.
+        lacks_parameters: Whether it declares a learned tensor that was not bound yet.
+    """
+
+    def __init__(self, spec: LayerSpec, kv_cache: KVCache, step: GroupStep) -> None:
+        self.spec = spec
+        self._wrapped = attrs.evolve(step.group.wrapped, name=spec.name, shares_with=spec.shares_with)
+        self._kv_cache = kv_cache
+        self._step = step
+        self._backend = step.group.backend
+        self._writes = spec.shares_with is None
+        self.lacks_parameters = spec.query is not None and spec.query.relative_bias is not None
+
+    def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Give the layer's learned tensors to its backend, once, before the first step.
+
+        Args:
+            parameters: By name, such as ``relative_bias: [num_buckets, num_heads]``, device.
+
+        Raises:
+            BackendError: The bias that the layer declares is not among them, or has another shape.
+        """
+        query = self.spec.query
+        if query is not None and query.relative_bias is not None:
+            expected = query.relative_bias.num_buckets, query.num_heads
+            found = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+            if found.get(RELATIVE_BIAS) != expected:
+                raise BackendError(
+                    f"layer {self.spec.name!r} declares a relative bias of {expected[0]} buckets for {expected[1]} "
+                    f"heads, and was bound {found or 'nothing'}; bind it {{{RELATIVE_BIAS!r}: a tensor {expected}}}"
+                )
+        self._backend.bind(self._wrapped, parameters)
+        self.lacks_parameters = False
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store the step's keys and values, and attend.
+
+        Args:
+            query: ``[num_rows, num_heads, head_size], device``: the step's tokens; of a skipped layer, the kept ones.
+            key: ``[num_stored, num_kv_heads, head_size], device``: of the step's tokens; of a layer that keeps state of
+                an input sequence, of the tokens of the step's new inputs. Ignored by a layer that shares a cache, and
+                in a step that stores nothing.
+            value: ``[num_stored, num_kv_heads, head_size_v], device``; likewise.
+            sinks: ``[num_heads], device``: learned sink logits; None unless the layer has them.
+
+        Returns:
+            ``[num_rows, num_heads, head_size_v], device``.
+
+        Raises:
+            BackendError: The query has another number of rows than the layer's wrapper chain leaves.
+        """
+        built = self._step.built
+        if query.shape[0] != built.num_rows:
+            raise BackendError(
+                f"layer {self.spec.name!r} was called with {query.shape[0]} query rows, and its wrapper chain leaves "
+                f"{built.num_rows} in this step; a model that skips rows takes them from kept_rows"
+            )
+        slots = self._step.slots
+        if self._writes and slots is not None:
+            assert key is not None
+            assert value is not None
+            self._backend.write_kv(key, value, self._kv_cache, slots)
+        order = built.permutation
+        if order is None:
+            return self._backend.forward(self._wrapped, query, self._kv_cache, built.metadata, sinks)
+        query = query.index_select(0, order.tokens)
+        output = self._backend.forward(self._wrapped, query, self._kv_cache, built.metadata, sinks)
+        return output.index_select(0, order.inverse)

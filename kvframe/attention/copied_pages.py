@@ -1,0 +1,70 @@
+"""Which pages a step's queries may see: their places in the first columns of the block table, row after row."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.specs import AttentionMask
+
+IntArray = npt.NDArray[np.int64]
+
+
+def live_places(metadata: CommonAttentionMetadata, mask: AttentionMask) -> IntArray:
+    """Return the places of the blocks that a query may see: of the sinks, and from the first query's window on.
+
+    Args:
+        metadata: The step.
+        mask: What hides tokens; a causal mask without window or chunk hides nothing that is worked out here.
+
+    Returns:
+        ``[num_pages], int64, host``.
+    """
+    size, num_columns = metadata.block_size, metadata.block_table.shape[1]
+    seq_lens = metadata.seq_lens_cpu.numpy().astype(np.int64)
+    query_lens = np.diff(metadata.query_start_loc_cpu.numpy())
+    first_query = seq_lens - query_lens
+    low = np.zeros_like(seq_lens)
+    if mask.window is not None:
+        low = np.maximum(first_query + 1 - mask.window, 0)
+    elif mask.chunk is not None:
+        low = first_query - first_query % mask.chunk
+    first, stop = low // size, np.where(query_lens > 0, -(-seq_lens // size), 0)
+    num_sinks = np.minimum(first, -(-mask.num_sink_tokens // size))
+    counts = np.maximum(stop - first, 0) + np.where(query_lens > 0, num_sinks, 0)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    place = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
+    columns = np.where(place < num_sinks[rows], place, place - num_sinks[rows] + first[rows])
+    index: IntArray = rows * num_columns + columns
+    return index
+
+
+def static_places(metadata: CommonAttentionMetadata, mask: AttentionMask) -> torch.Tensor:
+    """Return places of as many blocks as any batch of a graph needs: all, or what a window reaches at most.
+
+    Args:
+        metadata: The step, at a graph's sizes.
+        mask: As for ``live_places``.
+
+    Returns:
+        ``[num_pages], int64, device``.
+    """
+    (num_rows, num_columns), size = metadata.block_table.shape, metadata.block_size
+    device = metadata.block_table.device
+    starts = torch.arange(num_rows, device=device).unsqueeze(1) * num_columns
+    num_sinks = -(-mask.num_sink_tokens // size)
+    reach = metadata.max_query_len + (mask.window or mask.chunk or 0)
+    num_reached = reach // size + 2
+    if (mask.window is None and mask.chunk is None) or num_sinks + num_reached >= num_columns:
+        return (starts + torch.arange(num_columns, device=device)).flatten()
+    first_query = metadata.seq_lens - metadata.query_start_loc.diff()
+    if mask.window is not None:
+        low = (first_query + 1 - mask.window).clamp_min(0)
+    else:
+        low = first_query - first_query % (mask.chunk or 1)
+    first = torch.div(low, size, rounding_mode="floor").long().clamp_max(num_columns - num_reached).clamp_min(0)
+    reached = first.unsqueeze(1) + torch.arange(num_reached, device=device)
+    sinks = torch.arange(num_sinks, device=device).expand(num_rows, num_sinks)
+    return (starts + torch.cat([sinks, reached], 1)).flatten()
