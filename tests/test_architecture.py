@@ -116,6 +116,7 @@ TEST_MODULES = (
     "kvframe.testing.formats",
     "kvframe.testing.grid",
     "kvframe.testing.laws",
+    "kvframe.testing.sample",
     "kvframe.testing.wrappers",
 )
 PLUGIN_FILES = sorted((ROOT / "plugins").glob("*/src/**/*.py"))

@@ -20,15 +20,27 @@ from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases
 from kvframe.testing.metadata import make_metadata
+from kvframe.testing.sample import sample
 
 CASES = make_cases(TritonMLABackend.capabilities, "cuda", form=Latents())
-STRIDE = 3
-"""The interpreter is slow: each size and each kind of batch comes up several times."""
+FEW = sample(CASES, [("batch", "state")])
+"""The interpreter is slow: of all cases, those in which every kind of batch comes up with every size."""
+
+interpreted = pytest.mark.skipif(
+    not knobs.runtime.interpret, reason="a CUDA device is there, on which all cases are run"
+)
 
 
-@pytest.mark.skipif(not knobs.runtime.interpret, reason="a CUDA device is there, on which all cases are run")
-@pytest.mark.parametrize("case", CASES[::STRIDE], ids=lambda case: case.name)
-def test_it_computes_the_grid_under_the_interpreter(case: Case) -> None:
+@interpreted
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
+def test_it_computes_some_of_the_grid_under_the_interpreter(case: Case) -> None:
+    check_backend(TritonMLABackend, case)
+
+
+@interpreted
+@pytest.mark.whole
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_it_computes_the_whole_grid_under_the_interpreter(case: Case) -> None:
     check_backend(TritonMLABackend, case)
 
 
@@ -43,7 +55,7 @@ def few_cases() -> list[Case]:
     return [case for case in CASES if case.name.startswith(("full-block=17", "full-long_values"))][::2]
 
 
-@pytest.mark.skipif(not knobs.runtime.interpret, reason="a CUDA device is there, on which all cases are run")
+@interpreted
 @pytest.mark.parametrize("most", [1, None], ids=["expanded", "absorbed"])
 def test_each_form_computes_what_the_other_does(most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latents_builder.Forms, "most_absorbed", most)

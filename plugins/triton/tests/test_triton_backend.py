@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from kvframe_kernels.triton.launch import Launch
 from kvframe_triton.backend import TritonBackend
 from kvframe_triton.builder import TritonMetadata
 from triton import knobs
@@ -20,10 +21,12 @@ from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.guard import guard
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
+from kvframe.testing.sample import sample
+from kvframe.testing.step import Learned, draw_inputs, run_step
 
 CASES = make_cases(TritonBackend.capabilities, "cuda")
-STRIDE = 11
-"""The interpreter takes about a second for a case: each kind of mask, batch and format comes up several times."""
+FEW = sample(CASES)
+"""The interpreter takes about a second for a case: of them, some in which all comes up that does in the grid."""
 
 interpreted = pytest.mark.skipif(
     not knobs.runtime.interpret, reason="a CUDA device is there, on which all cases are run"
@@ -36,15 +39,44 @@ def _one_thread() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("case", CASES[::STRIDE], ids=lambda case: case.name)
-def test_it_computes_the_grid_under_the_interpreter(case: Case) -> None:
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
+def test_it_computes_some_of_the_grid_under_the_interpreter(case: Case) -> None:
+    check_backend(TritonBackend, case)
+
+
+@interpreted
+@pytest.mark.whole
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_it_computes_the_whole_grid_under_the_interpreter(case: Case) -> None:
     check_backend(TritonBackend, case)
 
 
 @interpreted
 def test_finite_values_where_nothing_is_live_change_nothing() -> None:
-    for case in CASES[5 :: 12 * STRIDE]:
+    for case in FEW[::12]:
         check_backend(TritonBackend, case, poison=1e4)
+
+
+@pytest.mark.whole
+def test_what_is_always_computed_of_the_grid_has_every_variant_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: set[object] = set()
+
+    def note(launch: Launch) -> None:
+        name, arguments = launch.kernel.__name__, launch.arguments
+        found.update((name, constant, str(arguments[constant])) for constant in arguments if constant.isupper())
+        if "FORMAT" in arguments:
+            found.add((name, arguments["FORMAT"], arguments["query"].dtype))
+
+    def variants(cases: Sequence[Case]) -> set[object]:
+        found.clear()
+        generator = torch.Generator().manual_seed(0)
+        for case in cases:
+            inputs, learned = draw_inputs(case, generator), Learned.draw(case, generator)
+            run_step(TritonBackend, case, inputs, learned, torch.device("cpu"), poison=0.0)
+        return set(found)
+
+    monkeypatch.setattr(Launch, "run", note)
+    assert variants(CASES) == variants(FEW)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,110 @@
+"""Few of the grid's cases, for a backend that takes long for each: in them, everything comes up that does in the grid.
+
+What a case is made of are its traits: the mask, the block size, the format, the dtype, the kind of batch and so on. A
+sample has every trait of the grid, and every pair of those traits that kernels treat together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from itertools import combinations
+
+from kvframe.formats import PLAIN
+from kvframe.testing.case import Case, Request
+
+TOGETHER = (
+    ("batch", "visible"),
+    ("batch", "format"),
+    ("batch", "is_padded"),
+    ("batch", "causal"),
+    ("is_long", "dtype"),
+    ("dtype", "is_padded"),
+    ("is_long", "state"),
+    ("is_long", "num_heads"),
+    ("block_size", "visible"),
+    ("format", "dtype"),
+    ("format", "state"),
+    ("format", "num_heads"),
+    ("has_sinks", "dtype"),
+    ("has_sinks", "soft_cap"),
+    ("bias", "num_heads"),
+)
+"""Traits whose pairs come up in a sample, unless others are given."""
+
+LONG = 200
+"""Tokens of a request that programs share, where others of its batch are short."""
+
+ROW_TOKENS, COLUMN_TOKENS = 4, 16
+"""New tokens and tokens that an interpreted program takes at a time: what a case costs goes by them."""
+
+
+def sample(cases: Sequence[Case], together: Iterable[tuple[str, str]] = TOGETHER) -> tuple[Case, ...]:
+    """Return few of the cases, in the grid's order, with all that comes up in it.
+
+    Args:
+        cases: What ``make_cases`` returned.
+        together: Names of ``traits`` whose pairs come up.
+    """
+    wanted = {frozenset(pair) for pair in together}
+    pairs = [_pairs(case, wanted) for case in cases]
+    costs = [_cost(case) for case in cases]
+    missing: set[Hashable] = set().union(*pairs)
+    chosen: set[int] = set()
+    while missing:
+        # Greedy, as set covers are: what brings most that is new for its cost.
+        best = max(range(len(cases)), key=lambda index: len(pairs[index] & missing) / costs[index])
+        chosen.add(best)
+        missing -= pairs[best]
+    return tuple(cases[index] for index in sorted(chosen))
+
+
+def traits(case: Case) -> dict[str, Hashable]:
+    """Return what a case is made of, by name."""
+    mask, query = case.spec.mask, case.query
+    state = case.spec.in_format(PLAIN).state_tensors()
+    return {
+        "mask": mask,
+        "visible": mask and (mask.causal, mask.window is None, mask.num_sink_tokens == 0, mask.chunk is None),
+        "block_size": case.spec.block_size,
+        "format": case.spec.kv_format.name,
+        "dtype": case.stored_dtype,
+        "soft_cap": query.soft_cap,
+        "has_sinks": query.has_sinks,
+        "bias": query.relative_bias,
+        "num_heads": query.num_heads,
+        "state": tuple(sorted((name, tensor.shape[1:]) for name, tensor in state.items())),
+        "batch": _kind(case.requests),
+        "is_long": max(request.seq_len for request in case.requests) > LONG,
+        "is_padded": case.num_padding > 0,
+        "causal": case.causal,
+        "wrappers": tuple(wrapper.name for wrapper in case.wrappers),
+    }
+
+
+def _kind(requests: Sequence[Request]) -> Hashable:
+    """Return what tells a kind of batch from others."""
+    return (
+        requests[0].num_keys is not None,
+        frozenset(_part(request) for request in requests),
+        any(request.num_hidden for request in requests),
+        min(request.seq_len for request in requests) == 0,
+    )
+
+
+def _part(request: Request) -> str:
+    if request.num_new == 1 < request.seq_len:
+        return "decode"
+    return "extend" if request.num_computed else "prompt"
+
+
+def _pairs(case: Case, together: Collection[frozenset[str]]) -> set[Hashable]:
+    """Return a case's traits, and the pairs of those that count together."""
+    found = traits(case)
+    pairs: set[Hashable] = set(found.items())
+    return pairs.union(pair for pair in combinations(found.items(), 2) if {pair[0][0], pair[1][0]} in together)
+
+
+def _cost(case: Case) -> float:
+    """Return about what a case costs, in iterations of programs, beside what each costs to set up."""
+    steps = sum(-(-each.num_new // ROW_TOKENS) * -(-each.seq_len // COLUMN_TOKENS) for each in case.requests)
+    return 60.0 + steps

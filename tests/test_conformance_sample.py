@@ -1,0 +1,56 @@
+"""A sample of the grid is small, and everything that a grid is made of comes up in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvframe.attention.backend import Capabilities
+from kvframe.testing.case import Case
+from kvframe.testing.grid import make_cases
+from kvframe.testing.sample import TOGETHER, sample, traits
+
+CASES = make_cases(
+    Capabilities(
+        devices=frozenset({"cpu"}),
+        dtypes=frozenset({"float32", "bfloat16"}),
+        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk"}),
+        soft_cap=True,
+        sinks=True,
+        relative_bias=True,
+    )
+)
+SAMPLE = sample(CASES)
+
+
+def come_up(names: Sequence[str], cases: Sequence[Case]) -> set[object]:
+    return {tuple(traits(case)[name] for name in names) for case in cases}
+
+
+def test_few_of_the_cases_are_enough() -> None:
+    assert len(SAMPLE) <= len(CASES) / 6
+    assert [*SAMPLE] == sorted(SAMPLE, key=CASES.index)
+
+
+@pytest.mark.parametrize("name", traits(CASES[0]))
+def test_whatever_comes_up_in_the_grid_comes_up_in_a_sample(name: str) -> None:
+    assert come_up([name], CASES) == come_up([name], SAMPLE)
+
+
+@pytest.mark.parametrize("names", TOGETHER, ids="-".join)
+def test_what_kernels_treat_together_comes_up_together(names: tuple[str, str]) -> None:
+    assert come_up(names, CASES) == come_up(names, SAMPLE)
+
+
+def test_other_pairs_may_be_asked_for() -> None:
+    names = "bias", "dtype"
+    assert come_up(names, CASES) == come_up(names, sample(CASES, [names]))
+    assert 4 < len(come_up(names, CASES))
+
+
+def test_batches_are_told_apart_by_what_requests_do() -> None:
+    start = "bidirectional-block=16-"
+    batches = {case.name.removeprefix(start): traits(case)["batch"] for case in CASES if case.name.startswith(start)}
+    kinds = [batches[name] for name in ("prefill", "extend", "decode", "mixed", "cross_decode", "cross_without_keys")]
+    assert 6 == len(set(kinds))
