@@ -9,10 +9,10 @@ import attrs
 
 from kvframe.errors import ContestedNameError, PluginError, SpecError, UnknownNameError
 from kvframe.format_choice import default_format, follow_owners, make_format, store_in
+from kvframe.formats import KVFormat
 from kvframe.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, LayerSpec, QuerySpec
 
 if TYPE_CHECKING:
-    from kvframe.formats import KVFormat
     from kvframe.model.description import LayerDescription, ModelDescription
     from kvframe.registry import Registry
     from kvframe.stack import Stack
@@ -139,7 +139,10 @@ def _layer_spec(
     required = {field.name for field in attrs.fields(spec_class) if field.init and field.default is attrs.NOTHING}
     if missing := sorted(required - set(options)):
         raise SpecError(f"layer {layer.name!r}: the cache spec {layer.kind!r} needs {', '.join(missing)}")
-    given = options.pop("format", None)
+    # A type of something else than keys and values may have a field of that name for what it likes.
+    field = attrs.fields_dict(spec_class).get("format")
+    takes_format = field is not None and isinstance(field.default, KVFormat)
+    given = options.pop("format", None) if takes_format else None
     try:
         query = QuerySpec(**layer.query) if layer.query else None
         spec = store_in(

@@ -216,7 +216,7 @@ class KVCachePlan:
 def spec_to_dict(spec: KVCacheSpec) -> dict[str, Any]:
     """Return a spec's kind and fields as plain values."""
     fields = attrs.asdict(spec)
-    if "format" in fields:
+    if getattr(spec, "format", None) is spec.kv_format:
         fields["format"] = {"name": spec.kv_format.name, **fields["format"]}
     return {"kind": spec.kind, **fields}
 

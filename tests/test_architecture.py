@@ -237,6 +237,18 @@ def test_a_plugin_imports_no_other_plugin(path: Path) -> None:
     }
 
 
+def test_a_plugin_states_the_version_that_has_what_it_uses() -> None:
+    (paragraph,) = re.findall(r"^1\.1 added.*?\n\n", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL | re.MULTILINE)
+    since_1_1 = [name for name in re.findall(r"`([\w.]+)`", paragraph) if not name.startswith("v1_")]
+    assert "takes_copies" in since_1_1
+    for folder in sorted({path.relative_to(ROOT / "plugins").parts[0] for path in PLUGIN_FILES}):
+        pyproject = tomllib.loads((ROOT / "plugins" / folder / "pyproject.toml").read_text(encoding="utf-8"))
+        (stated,) = pyproject["project"]["entry-points"]["kvframe.v1.api"].values()
+        sources = "\n".join(path.read_text() for path in (ROOT / "plugins" / folder / "src").rglob("*.py"))
+        used = {name for name in since_1_1 if re.search(rf"\b{re.escape(name)}\b", sources)}
+        assert not used or stated == "v1_1", f"{folder} states {stated} and uses {used}"
+
+
 def manifests() -> dict[str, str]:
     """Return each plugin folder's manifest module, as its pyproject.toml states it."""
     found = {}

@@ -6,19 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from click.testing import CliRunner
 from kvframe_kv_formats import Fp8Tensor, Int4TokenHead, Int8TokenHead
 
 from kvframe.cli import main
 from kvframe.errors import KVFrameError, SpecError, StackError
-from kvframe.formats import PLAIN
+from kvframe.formats import PLAIN, StateTensor
 from kvframe.groups import group_layers, make_layer_specs
 from kvframe.model.description import LayerDescription, ModelDescription
 from kvframe.plan import plan_cache
 from kvframe.plugins import load_plugins
-from kvframe.specs import LayerSpec
+from kvframe.specs import KVCacheSpec, LayerSpec, TokenRange
 from kvframe.stack import Stack
+from tests.attending import plugin
 
 SIZES = {"num_kv_heads": 2, "head_size": 8}
 
@@ -106,6 +108,31 @@ def test_what_stores_something_else_or_nothing_stays_as_it_is() -> None:
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class LinesSpec(KVCacheSpec):
+    """Keeps a line of text for each token, in a format of its own."""
+
+    kind = "lines"
+    format: str
+
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
+        return ((0, n),) if n else ()
+
+    def state_tensors(self) -> dict[str, StateTensor]:
+        return {"line": StateTensor((self.block_size, 80), "uint8")}
+
+
+def test_a_type_may_have_a_field_of_that_name_for_something_else() -> None:
+    registry = load_plugins(plugins=[plugin("mine", specs={"lines": LinesSpec})]).registry
+    described_layer = LayerDescription(name="lines", kind="lines", query={}, options={"format": "utf-8"})
+    description = ModelDescription(name="model", layers=(described_layer,), max_model_len=64)
+    stack = Stack.from_mapping({"cache": {"format": "int8_token_head"}})
+    (made,) = make_layer_specs(description, registry, stack, "float32")
+    assert LinesSpec(block_size=16, format="utf-8") == made.spec
+    plan = plan_cache(group_layers([made]), memory_bytes=2**16, max_model_len=64, max_num_batched_tokens=64)
+    assert "utf-8" == plan.to_dict()["groups"][0]["spec"]["format"]
 
 
 def test_an_unknown_format_is_named_with_those_that_there_are() -> None:

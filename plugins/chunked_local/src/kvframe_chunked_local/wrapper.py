@@ -170,5 +170,5 @@ def _upload(
         ends = {name: int(array[-1]) if name == "query_start_loc" else 0 for name, array in arrays.items()}
         return {name: pad(part, (0, num_padding), value=ends[name]) for name, part in parts.items()}
 
-    on_host = unpack(packed)
-    return on_host, on_host if device.type == "cpu" else unpack(packed.to(device, non_blocking=True))
+    host = unpack(packed)
+    return host, host if device.type == "cpu" else unpack(packed.to(device, non_blocking=True))
