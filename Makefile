@@ -46,6 +46,7 @@ bench: $(READY) ## measure against transformers and, after make peer, vLLM; and 
 	$(BIN)/python benchmarks/profile_step.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/cpu_attention.py
+	$(BIN)/python benchmarks/cache.py
 
 peer: $(VLLM)/.ready ## make .cache/peers/vllm, vLLM's CPU build in an environment of its own, to measure against
 

@@ -9,8 +9,6 @@ descriptor of shared memory. Each line of its input is a turn as JSON, each line
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from attention_shapes import Buffers, Shape
+from engine_process import answer_questions
 
 SLOW_SECONDS = 0.1
 """A step that takes longer is timed once in a turn."""
@@ -125,16 +124,14 @@ def do_turn(engine: Engine, shape: Shape, file: int, calls: int) -> dict[str, An
 def main() -> None:
     """Answer turns until there are no more."""
     system, threads, file = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    # What engines print is not an answer.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    torch.set_num_threads(threads)
-    engine = make_engine(system)
-    print(json.dumps(engine.describe()), file=answers)
+
+    def load() -> tuple[dict[str, str], Callable[[dict[str, Any]], Any]]:
+        torch.set_num_threads(threads)
+        engine = make_engine(system)
+        return engine.describe(), lambda turn: do_turn(engine, Shape.of(turn["shape"]), file, turn["calls"])
+
     with torch.inference_mode():
-        for line in sys.stdin:
-            turn = json.loads(line)
-            print(json.dumps(do_turn(engine, Shape.of(turn["shape"]), file, turn["calls"])), file=answers)
+        answer_questions(load)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,8 @@ from attention_kvframe import usable_backends
 from attention_shapes import Buffers, Shape, reference, standard_shapes, tiny_shapes
 from attention_worker import timed
 from cpu_attention_report import write_report
-from generate import describe_machine
+from engine_process import EngineProcess
+from machine import describe_machine
 
 from kvframe.cli.render import progress
 
@@ -40,7 +40,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 """How far an output may be from the float32 reference, in the largest output: the dtype's rounding, and no mistake."""
 
 
-class Worker:
+class Worker(EngineProcess):
     """One engine's process."""
 
     def __init__(self, python: Path | str, system: str, threads: int, file: int) -> None:
@@ -55,35 +55,13 @@ class Worker:
         Raises:
             SystemExit: It does not start.
         """
-        self.name = system
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        if system == VLLM:
-            environment.pop("PYTHONPATH", None)
-        command = [str(python), str(HERE / "attention_worker.py"), system, str(threads), str(file)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[file], env=environment
-        )
-        self.versions: dict[str, str] = self._answer()
+        command = [python, HERE / "attention_worker.py", system, str(threads), str(file)]
+        super().__init__(system, command, threads=threads, is_of_other_environment=system == VLLM, files=[file])
 
     def turn(self, shape: Shape, calls: int) -> dict[str, Any]:
         """Return what the engine measured in a turn, or why it refuses the shape."""
-        assert self._process.stdin is not None
-        print(json.dumps({"shape": dataclasses.asdict(shape), "calls": calls}), file=self._process.stdin, flush=True)
-        answer: dict[str, Any] = self._answer()
+        answer: dict[str, Any] = self.ask({"shape": dataclasses.asdict(shape), "calls": calls})
         return answer
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            sys.exit(f"{self.name} ended with exit code {self._process.wait()}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        """End it."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
 
 
 def read_bandwidth(pool: torch.Tensor) -> float:

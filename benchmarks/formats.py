@@ -21,7 +21,8 @@ import models
 import torch
 from format_layers import Decode, Stored, decode_seconds, draw_data, memory, output_error, usable_backends
 from formats_report import write_report
-from generate import SEED, describe_machine
+from generate import SEED
+from machine import describe_machine
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 

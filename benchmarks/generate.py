@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import platform
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +21,7 @@ import attrs
 import click
 import models
 import torch
+from machine import describe_machine
 from peers import ContinuousBatching, KVFrame, PaddedGenerate, System
 from report import write_report
 from transformers import AutoConfig
@@ -210,33 +207,6 @@ def measure_first_token(workload: Workload, path: Path, repeats: int) -> dict[st
     finally:
         ours.close()
     return seconds
-
-
-def describe_machine(threads: int) -> dict[str, Any]:
-    """Return what the figures depend on besides the code."""
-    packages = ("torch", "transformers", "kvframe", "numpy")
-    root = Path(__file__).resolve().parents[1]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=root, check=False
-    )
-    return {
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "threads": threads,
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        **{name: version(name) for name in packages},
-        "commit": commit.stdout.strip(),
-        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-    }
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def summarise(measured: dict[str, Any]) -> dict[str, float]:

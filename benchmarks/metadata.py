@@ -18,11 +18,12 @@ import attrs
 import click
 import numpy as np
 import torch
-from generate import SEED, describe_machine
+from generate import SEED
 from kvframe_chunked_local.spec import ChunkedLocalSpec
 from kvframe_chunked_local.wrapper import ChunkedLocal
 from kvframe_decode_only.wrapper import DecodeOnly
 from kvframe_sliding_window.spec import SlidingWindowSpec
+from machine import describe_machine
 from metadata_report import write_report
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -20,7 +20,8 @@ import attrs
 import click
 import models
 import torch
-from generate import SEED, describe_machine
+from generate import SEED
+from machine import describe_machine
 from profile_report import write_report
 
 from kvframe import Engine, Stack

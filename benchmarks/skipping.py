@@ -22,7 +22,8 @@ import attrs
 import click
 import models
 import torch
-from generate import SEED, describe_machine
+from generate import SEED
+from machine import describe_machine
 from skipping_report import write_report
 from transformers.utils import logging as transformers_logging
 

@@ -1,0 +1,195 @@
+"""kvframe's cache core, its ``KVCacheManager`` called as the engine calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from itertools import count
+from typing import Any
+
+import attrs
+import numpy as np
+from cache_cases import BLOCK_SIZE, Setting
+from cache_core import Mistake, TokenIds
+from kvframe_sliding_window.spec import SlidingWindowSpec
+
+from kvframe.builtin.full_attention import FullAttentionSpec
+from kvframe.cache.manager import KVCacheManager
+from kvframe.cache.prefix import PrefixKeys
+from kvframe.groups import group_layers
+from kvframe.plan import KVCachePlan, plan_cache
+from kvframe.specs import LayerSpec
+
+SIZES: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 64, "dtype": "float32"}
+PAGE_BYTES = FullAttentionSpec(**SIZES).block_bytes
+
+
+@attrs.frozen(eq=False)
+class Prompt:
+    """A request.
+
+    Attributes:
+        name: Its id.
+        token_ids: Its tokens, which the manager reads and whoever generates appends to.
+    """
+
+    name: str
+    token_ids: TokenIds
+
+
+class KVFrame:
+    """The manager, with the groups that kvframe plans."""
+
+    release_lag = 0
+
+    def __init__(self) -> None:
+        """Start with no manager."""
+        self._names = count()
+        self._step: Callable[[TokenIds], None] = _no_step
+
+    def describe(self) -> dict[str, str]:
+        """Return the version of kvframe."""
+        return {"kvframe": version("kvframe")}
+
+    def build(self, setting: Setting) -> None:
+        """Make the manager; what an earlier one holds is given up."""
+        self._step = _no_step
+        self._growing: set[str] = set()
+        self._one_by_one = setting.one_by_one
+        self._manager = KVCacheManager(
+            plan_of(setting), max_num_seqs=setting.max_num_seqs, prefix_caching=setting.caching
+        )
+
+    def receive(self, token_ids: TokenIds) -> Prompt:
+        """Return a prompt."""
+        return Prompt(str(next(self._names)), token_ids)
+
+    def make_keys(self, prompt: Prompt) -> Any:
+        """Return what a lookup needs of a prompt."""
+        return PrefixKeys(BLOCK_SIZE, "").upto(prompt.token_ids, len(prompt.token_ids))
+
+    def prepare(self, token_ids: TokenIds) -> Prompt:
+        """Return a prompt; its keys are made when it is looked up."""
+        return self.receive(token_ids)
+
+    def look_up(self, prompt: Prompt) -> int:
+        """Return the tokens of a prompt that need not be computed; it also gets their blocks."""
+        return self._manager.start(prompt.name, prompt.token_ids)
+
+    def admit(self, prompt: Prompt) -> int:
+        """Look a prompt up, take its cached blocks and make room for the rest of its tokens; return what was cached."""
+        hit = self._manager.start(prompt.name, prompt.token_ids)
+        self._extend(prompt, len(prompt.token_ids))
+        return hit
+
+    def compute(self, prompt: Prompt, chunk: int) -> int:
+        """Look a prompt up and compute the rest, ``chunk`` tokens in a step; return what was cached."""
+        hit = self._manager.start(prompt.name, prompt.token_ids)
+        for start in range(hit, len(prompt.token_ids), chunk):
+            stop = min(start + chunk, len(prompt.token_ids))
+            self._extend(prompt, stop)
+            self._manager.commit(prompt.name, prompt.token_ids, stop)
+        return hit
+
+    def _extend(self, prompt: Prompt, num_tokens: int) -> None:
+        if not self._manager.extend(prompt.name, num_tokens):
+            raise Mistake("kvframe has no room")
+
+    def pass_through(self, prompt: Prompt) -> None:
+        """Look a prompt up, compute the rest in one step, and let the request go."""
+        manager, name, tokens = self._manager, prompt.name, prompt.token_ids
+        manager.start(name, tokens)
+        if not manager.extend(name, len(tokens)):
+            raise Mistake("kvframe has no room")
+        manager.commit(name, tokens, len(tokens))
+        manager.free(name)
+
+    def let_go(self, prompt: Prompt) -> None:
+        """End a request, or a lookup, and release what it holds."""
+        self._manager.free(prompt.name)
+
+    def generate_from(self, prompts: Sequence[Prompt]) -> None:
+        """Take note of who takes part in steps; all are computed."""
+        together = hasattr(self._manager, "extend_rows") and not self._one_by_one
+        self._step = (Together if together else OneByOne)(self._manager, prompts).step
+
+    def step(self, token_ids: TokenIds) -> None:
+        """Do a decode step."""
+        self._step(token_ids)
+
+    def grow(self, prompt: Prompt, num_tokens: int) -> bool:
+        """Make room for ``num_tokens`` tokens of a prompt, which stay uncomputed; False if there is none."""
+        if prompt.name not in self._growing:
+            self._growing.add(prompt.name)
+            self._manager.start(prompt.name, prompt.token_ids, use_prefix=False)
+        return self._manager.extend(prompt.name, num_tokens)
+
+    def held(self, prompt: Prompt) -> list[tuple[int | None, list[int]]]:
+        """Return each group's window, and the request's block ids in it, 0 where a block is not held."""
+        windows = [getattr(group.spec, "window", None) for group in self._manager.plan.groups]
+        return list(zip(windows, self._manager.block_ids(prompt.name), strict=True))
+
+    def num_held(self) -> int:
+        """Return the blocks that requests hold."""
+        return self._manager.num_held_pages
+
+    def num_evicted(self) -> int:
+        """Return a count that grows by one with each cached block that is given up."""
+        return self._manager.stats.num_evictions
+
+
+def plan_of(setting: Setting) -> KVCachePlan:
+    """Return the plan of a model with these layers."""
+    specs = [
+        FullAttentionSpec(**SIZES) if window is None else SlidingWindowSpec(window=window, **SIZES)
+        for window in setting.windows
+    ]
+    layers = [LayerSpec(name=f"layer{index}", spec=spec) for index, spec in enumerate(specs)]
+    return plan_cache(
+        group_layers(layers),
+        memory_bytes=setting.num_blocks * PAGE_BYTES,
+        max_model_len=setting.max_model_len,
+        max_num_batched_tokens=min(2048, setting.max_model_len),
+    )
+
+
+def _no_step(token_ids: TokenIds) -> None:
+    raise Mistake("nobody takes part in steps")
+
+
+class OneByOne:
+    """The verbs for one request."""
+
+    def __init__(self, manager: KVCacheManager, prompts: Sequence[Prompt]) -> None:
+        """Begin after the prompts."""
+        self._manager, self._prompts = manager, prompts
+
+    def step(self, token_ids: TokenIds) -> None:
+        """Do a decode step."""
+        extend, commit = self._manager.extend, self._manager.commit
+        for prompt, token in zip(self._prompts, token_ids, strict=True):
+            whole = prompt.token_ids
+            num_tokens = len(whole) + 1
+            if not extend(prompt.name, num_tokens):
+                raise Mistake("kvframe has no room")
+            whole.append(token)
+            commit(prompt.name, whole, num_tokens)
+
+
+class Together:
+    """The verbs for all requests of a step."""
+
+    def __init__(self, manager: Any, prompts: Sequence[Prompt]) -> None:
+        """Begin after the prompts."""
+        self._manager, self._prompts = manager, prompts
+        self._rows = np.array([manager.row(prompt.name) for prompt in prompts])
+        self._num_tokens = np.array([len(prompt.token_ids) for prompt in prompts])
+
+    def step(self, token_ids: TokenIds) -> None:
+        """Do a decode step."""
+        self._num_tokens += 1
+        if not self._manager.extend_rows(self._rows, self._num_tokens):
+            raise Mistake("kvframe has no room")
+        for prompt, token in zip(self._prompts, token_ids, strict=True):
+            prompt.token_ids.append(token)
+        self._manager.commit_rows(self._rows, self._num_tokens)

@@ -1,0 +1,79 @@
+"""One engine's cache core in a process of its own, which does what it is told.
+
+    python benchmarks/cache_worker.py ENGINE
+
+ENGINE is ``kvframe``, or ``vllm`` in vLLM's environment. Each line of its input is a question as JSON, each line of its
+output the answer.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from cache_cases import Setting
+from cache_core import Core, settle
+from cache_work import WORKS, Work
+from engine_process import answer_questions
+
+
+def make_core(engine: str) -> Core:
+    """Return the core of an engine."""
+    if engine == "vllm":
+        from cache_vllm import VLLM
+
+        return VLLM()
+    from cache_kvframe import KVFrame
+
+    return KVFrame()
+
+
+class Answers:
+    """Answers to questions, with works set up in between."""
+
+    def __init__(self, make: Callable[[], Core]) -> None:
+        """Start with nothing set up.
+
+        Args:
+            make: Makes a core; each work has one of its own.
+        """
+        self._make = make
+        self._works: dict[str, Work] = {}
+
+    def __call__(self, question: dict[str, Any]) -> Any:
+        """Set a work up, do a turn of one, or check one and give it up."""
+        side = question["side"]
+        match question["do"]:
+            case "set up":
+                setting = setting_of(question["setting"])
+                self._works[side] = WORKS[question["work"]](self._make(), setting, question["sizes"])
+                settle()
+                return None
+            case "turn":
+                return self._works[side].turn()
+            case _:
+                facts = self._works.pop(side).check()
+                gc.unfreeze()
+                gc.collect()
+                return facts
+
+
+def setting_of(values: dict[str, Any]) -> Setting:
+    """Return a setting that went through JSON."""
+    return Setting(**{**values, "windows": tuple(values["windows"])})
+
+
+def main() -> None:
+    """Answer until there are no more questions."""
+    engine = sys.argv[1]
+
+    def load() -> tuple[dict[str, str], Answers]:
+        return make_core(engine).describe(), Answers(lambda: make_core(engine))
+
+    answer_questions(load)
+
+
+if __name__ == "__main__":
+    main()
