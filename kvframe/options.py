@@ -108,7 +108,8 @@ class EngineOptions:
             any; a file names another table than the user's own.
         compile: Whether the model around the attention is compiled by ``torch.compile``, when it is attached.
         graphs: For how many requests whole steps are captured as graphs, when the engine starts, and replayed: steps of
-            fewer requests are padded to the next number, steps of more run as without graphs. ``"auto"`` chooses
+            fewer requests are padded to the next number, steps of more run as without graphs. A
+            number beyond ``max_num_seqs`` stands for that one. ``"auto"`` chooses
             numbers up to ``max_num_seqs``, and runs without where the model, a wrapper or a backend cannot be captured.
         graph_query_lens: How many tokens each request computes in the steps that are captured: one in a decode.
     """

@@ -147,9 +147,9 @@ def test_an_unknown_format_is_named_with_those_that_there_are() -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"name": "int8_token_head", "bits": 7}, "unexpected keyword argument 'bits'; its options: none"),
+        ({"name": "int8_token_head", "bits": 7}, "there is no option 'bits'; its options: none"),
         ({"name": "fp8_tensor", "k_scale": 0}, "k_scale must be a positive number, not 0; its options: k_scale"),
-        ({"name": "plain", "scale": 1}, "unexpected keyword argument 'scale'; its options: none"),
+        ({"name": "plain", "scale": 1}, "there is no option 'scale'; its options: none"),
     ],
 )
 def test_options_that_do_not_fit_are_named_with_those_that_there_are(given: dict[str, Any], reason: str) -> None:

@@ -341,7 +341,14 @@ def test_equal_arrays_and_mappings_of_any_kind_are_the_same() -> None:
         ({"graphs": "always"}, "engine.graphs must be 'off', 'auto', or an array"),
         ({"graphs": [0, 4]}, "engine.graphs must be"),
         ({"graphs": []}, "engine.graphs must be"),
+        ({"graphs": [-2]}, "engine.graphs must be"),
+        ({"graphs": [2.0]}, "engine.graphs must be"),
+        ({"graphs": [True]}, "engine.graphs must be"),
+        ({"graphs": ["8"]}, "engine.graphs must be"),
         ({"graph_query_lens": 3}, "engine.graph_query_lens must be an array of whole numbers"),
+        ({"graph_query_lens": [0]}, "engine.graph_query_lens must be an array of whole numbers"),
+        ({"graph_query_lens": [1, 1.5]}, "engine.graph_query_lens must be an array of whole numbers"),
+        ({"graph_query_lens": []}, "engine.graph_query_lens must be an array of whole numbers"),
     ],
 )
 def test_a_stack_with_wrong_sizes_is_refused(given: Mapping[str, Any], message: str) -> None:
@@ -357,3 +364,17 @@ def test_sizes_are_sorted() -> None:
         ).num_tokens
         == 12
     )
+
+
+def test_sizes_that_no_step_can_have_cost_nothing(models: Callable[[str], TinyModel]) -> None:
+    huge, options = 10**12, {"backend": "capturable", "max_num_seqs": 3}
+    with models("llama").engine(**options) as engine:
+        expected = served(engine)
+    with models("llama").engine(**options, graphs=[2, 2, huge], graph_query_lens=[1, huge]) as engine:
+        assert expected == served(engine)
+        assert {2, 3} == {sizes.num_reqs for sizes in graphs_of(engine)._held}
+        assert {1} == {sizes.query_len for sizes in graphs_of(engine)._held}
+    with pytest.raises(
+        StackError, match=r"graph_query_lens is \[1000000000000\], and a request computes at most \d+ tok"
+    ):
+        models("llama").engine(**options, graphs="auto", graph_query_lens=[huge])

@@ -286,5 +286,34 @@ def test_what_only_one_backend_serves_is_not_measured(tmp_path: Path, table: Pat
     assert not table.exists()
 
 
+@pytest.mark.parametrize("place", ["folder", "folder/file/times.json"])
+def test_a_table_that_cannot_be_written_is_said_before_anything_is_measured(
+    place: str, layers: Path, stack_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").touch()
+    monkeypatch.setattr(tuning, "measure", lambda *_: pytest.fail("it was measured"))
+    path = tmp_path / place
+    reason = "it is a folder" if place == "folder" else f"{path.parent} is no folder"
+    assert f"{path}: the table of times cannot be written: {reason}" in error_of(
+        "tune", layers, "--stack", stack_file, "--table", path
+    )
+
+
+def test_latents_are_drawn_as_their_backend_knows_them(
+    tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A CPU has one backend of latents alone, which would not be measured.
+    monkeypatch.setattr(tuning, "is_measured", lambda choice: True)
+    path = tmp_path / "latents.json"
+    layer = {"kind": "mla", "latent_size": 8, "rope_size": 4, "head_size_v": 8}
+    query = {"num_heads": 2, "head_size": 12}
+    path.write_text(json.dumps({"max_model_len": 32, "layers": [{"name": "a", **layer, "query": query}]}))
+    (result,) = run_json("tune", path, "--context", 8)["results"]
+    assert ("kvframe-mla:mla", "") == (result["backend"], result["problem"])
+    assert result["score"] > 0
+    assert 1 == len(TimesTable.read(table).times)
+
+
 def test_a_device_that_is_not_there_is_one_line(layers: Path) -> None:
     assert "engine.device 'cuda' cannot be used" in error_of("tune", layers, "--device", "cuda")

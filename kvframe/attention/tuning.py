@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import attrs
 import numpy as np
 import torch
 
+from kvframe.attention.backend import AttentionBackend
 from kvframe.attention.choice import Choice
 from kvframe.attention.layer import AttentionLayers
 from kvframe.attention.relative_bias import RELATIVE_BIAS
@@ -24,11 +27,25 @@ from kvframe.groups import Grouping, group_layers
 from kvframe.options import Rule, Use
 from kvframe.plan import KVCachePlan, plan_cache
 from kvframe.registry import Registry
-from kvframe.specs import TOKENS, LayerSpec
+from kvframe.specs import TOKENS, KVCacheSpec, LayerSpec
 from kvframe.stack import Stack
 
 Clock = Callable[[], float]
 """Returns seconds."""
+
+Draw = Callable[..., torch.Tensor]
+"""``draw(*shape)`` returns random numbers of ordinary size."""
+
+
+class StoredForm(Protocol):
+    """What has to be known of state other than keys and values, as ``kvframe.testing.state.StateForm`` has it."""
+
+    def draw(self, spec: KVCacheSpec, num_tokens: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what ``write_kv`` is given for so many tokens: its ``key`` and its ``value``."""
+
+    def draw_parameters(self, layer: LayerSpec, draw: Draw) -> dict[str, torch.Tensor]:
+        """Return the learned tensors that a layer brings."""
+
 
 NUM_REPEATS = 7
 """Timed steps of each kind of batch; their median counts."""
@@ -98,14 +115,24 @@ def measure(
     """
     owner = attrs.evolve(layer, shares_with=None)
     (choice,) = select_backends([owner], _only(backend, layer, stack, registry), registry, device.type)
+    form = _form_of(registry.backends.load(backend))
     batches = make_batches(context)
     grouping = group_layers([owner])
     return MeasuredTime(
         {
-            kind: _measure_batch(owner, choice, grouping, requests, device, clock, num_layers)
+            kind: _measure_batch(owner, choice, grouping, requests, device, clock, num_layers, form)
             for kind, requests in batches.items()
         }
     )
+
+
+def _form_of(backend_class: type[AttentionBackend]) -> StoredForm | None:
+    """Return what a backend says of the state that it reads; None of one that reads keys and values."""
+    if backend_class.conformance_form is None:
+        return None
+    module, _, name = backend_class.conformance_form.partition(":")
+    form: StoredForm = getattr(importlib.import_module(module), name)()
+    return form
 
 
 def _only(backend: str, layer: LayerSpec, stack: Stack, registry: Registry) -> Stack:
@@ -126,6 +153,7 @@ def _measure_batch(
     device: torch.device,
     clock: Clock,
     num_layers: int,
+    form: StoredForm | None,
 ) -> float:
     plan = _plan(grouping, requests)
     manager = KVCacheManager(plan, max_num_seqs=len(requests), prefix_caching=False)
@@ -133,7 +161,7 @@ def _measure_batch(
     layers = AttentionLayers([layer], [choice], grouping, storage.views, device)
     batch = _give_pages(manager, requests)
     metadata = build_metadata(batch, manager.tables, HOST)
-    tensors = _Tensors.draw(layer, int(batch.query_lens.sum()), device)
+    tensors = _Tensors.draw(layer, int(batch.query_lens.sum()), device, form)
     attention = layers[layer.name]
     if tensors.parameters:
         attention.bind(tensors.parameters)
@@ -196,10 +224,10 @@ class _Tensors:
 
     Attributes:
         query: ``[num_tokens, num_heads, head_size], device``.
-        key: ``[num_tokens, num_kv_heads, head_size], device``.
-        value: ``[num_tokens, num_kv_heads, head_size_v], device``.
+        key: ``[num_tokens, num_kv_heads, head_size], device``; of another form, what it says.
+        value: ``[num_tokens, num_kv_heads, head_size_v], device``; likewise.
         sinks: ``[num_heads], device``; None unless the layer has them.
-        parameters: The layer's learned tensors, as far as the core knows of any.
+        parameters: The layer's learned tensors, as far as the core or the form knows of any.
     """
 
     query: torch.Tensor
@@ -209,24 +237,29 @@ class _Tensors:
     parameters: Mapping[str, torch.Tensor]
 
     @classmethod
-    def draw(cls, layer: LayerSpec, num_tokens: int, device: torch.device) -> _Tensors:
-        """Draw them; raises ``BackendError`` for a layer that keeps other state than keys and values."""
+    def draw(cls, layer: LayerSpec, num_tokens: int, device: torch.device, form: StoredForm | None) -> _Tensors:
+        """Draw them; raises ``BackendError`` without a form for a layer that keeps no keys and values."""
         spec, query = layer.spec, layer.query
         assert spec is not None
         assert query is not None
         stored = spec.in_format(PLAIN).state_tensors()
-        if not {"k", "v"} <= set(stored):
+        if form is None and not {"k", "v"} <= set(stored):
             raise BackendError(f"what a {spec.kind!r} layer stores is known to its own backends only")
-        dtype = getattr(torch, stored["k"].dtype)
+        dtype = getattr(torch, next(iter(stored.values())).dtype)
 
         def draw(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, dtype=torch.float32, device=device).to(dtype)
 
+        if form is None:
+            key, value = (draw(num_tokens, *stored[name].shape[1:]) for name in ("k", "v"))
+        else:
+            key, value = form.draw(spec, num_tokens, draw)
         bias = query.relative_bias
+        learned = {} if bias is None else {RELATIVE_BIAS: draw(bias.num_buckets, query.num_heads)}
         return cls(
             query=draw(num_tokens, query.num_heads, query.head_size),
-            key=draw(num_tokens, *stored["k"].shape[1:]),
-            value=draw(num_tokens, *stored["v"].shape[1:]),
+            key=key,
+            value=value,
             sinks=draw(query.num_heads) if query.has_sinks else None,
-            parameters={} if bias is None else {RELATIVE_BIAS: draw(bias.num_buckets, query.num_heads)},
+            parameters={**learned, **({} if form is None else form.draw_parameters(layer, draw))},
         )

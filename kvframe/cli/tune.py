@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -81,6 +82,7 @@ def tune(
     layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
     named = stack.engine.measured_times
     path = table or (Path(named) if isinstance(named, str) else default_path())
+    _check_table(path)
     known = _read(path)
     context = max(MIN_CONTEXT, min(context, description.max_model_len))
     unmeasured = attrs.evolve(stack, engine=attrs.evolve(stack.engine, measured_times=False))
@@ -133,6 +135,24 @@ def _check_device(stack: Stack) -> None:
     except (RuntimeError, AssertionError) as error:  # a build of torch without the device asserts
         reason = str(error).strip().splitlines()[0]
         raise StackError(f"{stack.source}: engine.device {stack.engine.device!r} cannot be used: {reason}") from error
+
+
+def _check_table(path: Path) -> None:
+    """Refuse a table that cannot be read or written, before anything is measured in vain."""
+    folder = path.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    if path.is_dir():
+        reason = "it is a folder"
+    elif path.exists() and not os.access(path, os.R_OK):
+        reason = "it is there already and cannot be read"
+    elif not folder.is_dir():
+        reason = f"{folder} is no folder"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        reason = f"nothing can be written in {folder}"
+    else:
+        return
+    raise StackError(f"{path}: the table of times cannot be written: {reason}")
 
 
 def _read(path: Path) -> Any:

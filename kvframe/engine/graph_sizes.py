@@ -9,6 +9,7 @@ import numpy as np
 
 from kvframe.attention.capture import GraphCapture
 from kvframe.attention.step import StepBatch
+from kvframe.options import EngineOptions
 
 SHORTEST_CONTEXT = 1024
 """Tokens of the longest request, for the graphs of short ones; the next ones have four times as many, and so on."""
@@ -127,6 +128,21 @@ def auto_sizes(max_num_seqs: int) -> tuple[int, ...]:
         sizes |= {size, min(max_num_seqs, size + size // 2)}
         size *= 2
     return tuple(sorted(sizes))
+
+
+def asked_sizes(options: EngineOptions, max_model_len: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the numbers of requests and of tokens of each, ascending, as far as a step may have so many.
+
+    What is padded to costs time and memory, so a number of requests beyond ``max_num_seqs`` stands for that one.
+
+    Args:
+        options: The stack's; they ask for graphs.
+        max_model_len: The most tokens of a request.
+    """
+    most = options.max_num_seqs
+    num_reqs = auto_sizes(most) if isinstance(options.graphs, str) else {min(size, most) for size in options.graphs}
+    longest = min(options.max_num_batched_tokens, max_model_len)
+    return tuple(sorted(num_reqs)), tuple(size for size in options.graph_query_lens if size <= longest)
 
 
 def context_sizes(max_model_len: int) -> tuple[int, ...]:

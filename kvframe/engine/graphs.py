@@ -24,7 +24,7 @@ from kvframe.attention.staging import HOST
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.cache.block_table import BlockTables
 from kvframe.engine.graph import CaptureError, StepGraph, graph_factory
-from kvframe.engine.graph_sizes import GraphSizes, SizeChoice, auto_sizes, context_sizes
+from kvframe.engine.graph_sizes import GraphSizes, SizeChoice, asked_sizes, context_sizes
 from kvframe.engine.packing import IntArray
 from kvframe.errors import StackError
 from kvframe.options import EngineOptions
@@ -127,12 +127,18 @@ class StepGraphs:
             return None
         if why is not None:
             raise StackError(f'{source}: engine.graphs names sizes, but {why}; "auto" runs such steps without')
+        num_reqs, query_lens = asked_sizes(options, max_model_len)
+        if not query_lens:
+            raise StackError(
+                f"{source}: engine.graph_query_lens is {list(options.graph_query_lens)}, and a request computes at "
+                f"most {min(options.max_num_batched_tokens, max_model_len)} tokens in a step"
+            )
         return cls(
             layers,
             forward,
             device,
-            num_reqs=auto_sizes(options.max_num_seqs) if options.graphs == "auto" else options.graphs,
-            query_lens=options.graph_query_lens,
+            num_reqs=num_reqs,
+            query_lens=query_lens,
             max_model_len=max_model_len,
             max_num_batched_tokens=options.max_num_batched_tokens,
         )

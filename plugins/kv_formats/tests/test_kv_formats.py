@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 from kvframe_kv_formats import Fp8Tensor, Fp8TokenHead, Int4TokenHead, Int8TokenHead
+from kvframe_kv_formats.formats import MAX_SCALE, MIN_SCALE
 
 from kvframe.errors import SpecError
 from kvframe.formats import KVFormat, StateTensor
@@ -106,6 +107,18 @@ def test_only_floats_that_attention_computes_in_are_stored(kv_format: KVFormat) 
 def test_a_scale_is_a_positive_number(scale: object) -> None:
     with pytest.raises(SpecError, match="v_scale must be a positive number, not"):
         Fp8Tensor(v_scale=scale)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scale", [1e-60, 1e-40, 1e37, 10**400])
+def test_a_scale_is_one_that_float32_computes_with(scale: float) -> None:
+    with pytest.raises(SpecError, match=r"k_scale must be from 1\.18e-38 to 6\.65e\+35, as float32"):
+        Fp8Tensor(k_scale=scale)
+
+
+@pytest.mark.parametrize("scale", [MIN_SCALE, MAX_SCALE])
+def test_the_outermost_scales_give_back_what_they_can_hold(scale: float) -> None:
+    largest = torch.full((4, 1, 8), 448 * scale)
+    assert torch.equal(largest, round_trip(Fp8Tensor(k_scale=scale), largest))
 
 
 # --- the numbers ------------------------------------------------------------------------------------------------------

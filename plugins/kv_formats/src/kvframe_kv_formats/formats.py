@@ -97,9 +97,16 @@ class CodedFormat(KVFormat):
             read_pages({name: kv_cache[name] for name in names}, block_ids, out[side], self.decode, side)
 
 
-def _positive_float(instance: Any, attribute: attrs.Attribute[float], value: float) -> None:
+MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**119
+"""The smallest normal float32, and the largest power of two that it can multiply the largest code, 448, by."""
+
+
+def _usable_scale(instance: Any, attribute: attrs.Attribute[float], value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise SpecError(f"{attribute.name} must be a positive number, not {value!r}")
+    if not MIN_SCALE <= value <= MAX_SCALE:
+        reach = f"from {MIN_SCALE:.3g} to {MAX_SCALE:.3g}"
+        raise SpecError(f"{attribute.name} must be {reach}, as float32 computes with it, not {value!r}")
 
 
 @attrs.frozen(kw_only=True)
@@ -117,8 +124,8 @@ class Fp8Tensor(CodedFormat):
     name: ClassVar[str] = "fp8_tensor"
     rounding: ClassVar[float] = 0.125
 
-    k_scale: float = attrs.field(default=1.0, validator=_positive_float)
-    v_scale: float = attrs.field(default=1.0, validator=_positive_float)
+    k_scale: float = attrs.field(default=1.0, validator=_usable_scale)
+    v_scale: float = attrs.field(default=1.0, validator=_usable_scale)
 
     def parts(self, side: str, size: int) -> Mapping[str, tuple[tuple[int, ...], str]]:
         """Return the vector in eight-bit floats."""
