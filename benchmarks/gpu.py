@@ -24,6 +24,7 @@ from gpu_cases import TINY, Case, LatentCase, StateCase, cases
 from gpu_report import write_report
 from gpu_steps import BLOCK_SIZE, ERROR, make_chain, make_layer, make_steps, needed_bytes
 from gpu_timing import measure_ceilings, seconds_each, time_calls
+from machine import command_line
 
 from kvframe.attention.backend import AttentionBackend
 from kvframe.attention.wrapper import bind_chain
@@ -208,7 +209,7 @@ def measure_host(
     return found
 
 
-def describe(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
+def describe(device: torch.device, command: str) -> dict[str, Any]:
     """Return what the figures depend on besides the code."""
     root = Path(__file__).resolve().parents[1]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=root)
@@ -222,7 +223,7 @@ def describe(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
         "triton": _version("triton"),
         "python": platform.python_version(),
         "commit": commit.stdout.strip() or "unknown",
-        "command": " ".join(command),
+        "command": command,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
 
@@ -251,8 +252,7 @@ def main(budget: float, device: str, tiny: bool, names: tuple[str, ...], results
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     wanted = TINY if tiny else tuple(cases())
     if device != "none":
-        command = ["python", "benchmarks/gpu.py", *sys.argv[1:]]
-        for record in run(torch.device(device), wanted, names, time.monotonic() + budget, command):
+        for record in run(torch.device(device), wanted, names, time.monotonic() + budget, command_line()):
             path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             page.write_text(write_report(record, wanted), encoding="utf-8")
     page.write_text(write_report(record, wanted), encoding="utf-8")
@@ -260,7 +260,7 @@ def main(budget: float, device: str, tiny: bool, names: tuple[str, ...], results
 
 
 def run(
-    device: torch.device, wanted: Sequence[Case], names: Sequence[str], end: float, command: Sequence[str]
+    device: torch.device, wanted: Sequence[Case], names: Sequence[str], end: float, command: str
 ) -> Iterator[dict[str, Any]]:
     """Yield the record of a run on a device after each case, so that what was measured is kept whatever comes."""
     torch.set_grad_enabled(False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -27,9 +28,18 @@ def describe_machine(threads: int) -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: version(name) for name in packages},
         "commit": commit.stdout.strip(),
-        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": command_line(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
+
+
+def command_line() -> str:
+    """Return how the script was called, for a shell; without where it writes to, which decides no figure."""
+    arguments = [*sys.argv[1:]]
+    if "--results" in arguments:
+        place = arguments.index("--results")
+        del arguments[place : place + 2]
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
 
 
 def _processor() -> str:

@@ -8,7 +8,6 @@ benchmarks/README.md says what the figures mean. Nothing is loaded or run: the m
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -17,6 +16,7 @@ from typing import Any
 
 import attrs
 import click
+from machine import command_line
 from memory_report import write_report
 from padded_groups import PaddedGroups
 
@@ -150,7 +150,7 @@ def main(files: Sequence[str], results: Path) -> None:
     registry = load_plugins().registry
     chosen = [model for model in MODELS if model.file in (files or [each.file for each in MODELS])]
     record = {
-        "command": " ".join(["python", "benchmarks/memory.py", *sys.argv[1:]]),
+        "command": command_line(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "kvframe": version("kvframe"),
         "memory_bytes": MEMORY_BYTES,

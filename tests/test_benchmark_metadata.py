@@ -54,7 +54,7 @@ def test_every_part_is_measured_beside_a_dense_operation(results: Path) -> None:
 def test_the_record_says_where_and_how(results: Path) -> None:
     machine = json.loads((results / "metadata.json").read_text(encoding="utf-8"))["machine"]
     assert {"processor", "cores", "threads", "python", "torch", "numpy", "kvframe", "command"} <= set(machine)
-    assert machine["command"].startswith("python benchmarks/metadata.py")
+    assert "python benchmarks/metadata.py --repeats 1" == machine["command"]
 
 
 def test_the_page_shows_every_figure(results: Path) -> None:
