@@ -26,13 +26,16 @@ from kvframe_kernels.jit.products import (
     multiply_keys,
     padded,
 )
-from kvframe_kernels.jit.vectors import LANES, larger, load, spread, store, zero_where_at_most
+from kvframe_kernels.jit.vectors import LANES, larger, load, load_stored, spread, store, zero_where_at_most
 
 TOKENS = 32
 """Tokens of a block."""
 
 AHEAD_BYTES = 1 << 15
 """How far ahead of what is computed memory is asked for: processors do so by themselves within a page at best."""
+
+LINE_BYTES = 64
+"""How much a processor reads from memory at a time."""
 
 HIDDEN = np.float32(-1e30)
 """A score that hides a token: finite, so that a row which sees nothing of a block stays a number."""
@@ -69,15 +72,15 @@ def _query_head(rows: Any, head: int, row: int) -> Any:
 @njit(error_model="numpy")
 def _read_queries(query: Any, rows: Any) -> Any:
     """Return the rows' queries one after the other, each filled up with zeros, as are rows that are nobody's."""
-    head_size = query.shape[2]
-    width = padded(head_size, KEY_PART)
+    num_heads, head_size = query.shape[1:]
+    numbers, width = query.reshape(query.size), padded(head_size, KEY_PART)
     queries = np.zeros(rows.total * width, np.float32)
     for head in range(rows.num_kv_heads):
         for row in range(rows.used):
-            start = (head * rows.per_head + row) * width
             token, query_head = rows.first_query + row // rows.group, _query_head(rows, head, row)
-            for d in range(head_size):
-                queries[start + d] = query[token, query_head, d]
+            start, at = (head * rows.per_head + row) * width, (token * num_heads + query_head) * head_size
+            for d in range(0, head_size, LANES):
+                store(queries, start + d, load_stored(numbers, at + d, head_size - d))
     return queries
 
 
@@ -195,9 +198,9 @@ def _write(
                     # One more logit in the denominator (GPT-OSS, arXiv 2508.10925).
                     weight += math.exp(min(sinks[query_head] - largest[row], np.float32(80)))
                 factor /= weight
-            output = outputs[place, query_head]
+            output, total = outputs[place, query_head], totals[row * width : (row + 1) * width]
             for d in range(len(output)):
-                output[d] = totals[row * width + d] * factor
+                output[d] = total[d] * factor
 
 
 @njit(nogil=True, error_model="numpy")
@@ -259,6 +262,7 @@ def attend(
     largest = np.full(rows.total, HIDDEN)
     weights = np.zeros(rows.total, np.float32)
     shares = np.empty(rows.total, np.float32)
+    line = LINE_BYTES // key.itemsize
     ahead = min(max(AHEAD_BYTES // (heads * head_size * key.itemsize), VALUES), TOKENS)
     key_starts, value_starts = np.empty(TOKENS + ahead, np.int64), np.empty(TOKENS + ahead, np.int64)
     for part in range(2):
@@ -271,7 +275,7 @@ def attend(
                 for head in range(heads):
                     shift = (first_head + head) * key_strides[2]
                     for i in range(t, t + KEYS):
-                        fetch_row(key, key_starts[i + ahead] + shift, head_size)
+                        fetch_row(key, key_starts[i + ahead] + shift, head_size, line)
                     a, b = key_starts[t] + shift, key_starts[t + 1] + shift
                     for row in range(head * per_head, (head + 1) * per_head, ROWS):
                         place = t * rows.total + row
@@ -288,7 +292,7 @@ def attend(
                 for head in range(heads):
                     shift = (first_head + head) * value_strides[2]
                     for i in range(t, t + VALUES):
-                        fetch_row(value, value_starts[i + ahead] + shift, value_size)
+                        fetch_row(value, value_starts[i + ahead] + shift, value_size, line)
                     for row in range(head * per_head, (head + 1) * per_head, ROWS):
                         place = t * rows.total + row
                         add_values(totals, row, scores, place, rows.total, value, value_starts, t, shift, value_size)

@@ -25,9 +25,6 @@ VALUES = 4
 KEY_PART, VALUE_PART = LANES, 2 * LANES
 """Numbers that a query's row, and a row of totals, are a multiple of."""
 
-LINE_BYTES = 64
-"""What is fetched at a time."""
-
 ZERO = np.float32(0)
 
 
@@ -38,10 +35,13 @@ def padded(size: int, part: int) -> int:
 
 
 @njit(forceinline=True)
-def fetch_row(stored: Any, start: int, size: int) -> None:
-    """Ask for the memory of a key or value that is read soon."""
-    for place in range(start, start + size, LINE_BYTES // stored.itemsize):
+def fetch_row(stored: Any, start: int, size: int, line: int) -> None:
+    """Ask for the memory of a key or value that is read soon, in steps of ``line`` numbers."""
+    # No range: it divides by its step.
+    place = start
+    while place < start + size:
         fetch(stored, place)
+        place += line
 
 
 @njit(forceinline=True, fastmath=FAST)
