@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from kvframe_kernels.attention_reference import attention, read_tokens, visible_tokens
 from kvframe_kernels.jit import plan as planning
 from kvframe_kernels.jit import threads
 from kvframe_kernels.jit.attention import Batch, paged_attention
-from kvframe_kernels.jit.numbers import exponential, tangent
 from kvframe_kernels.jit.plan import Mask, Work, plan
-from kvframe_kernels.jit.vectors import LANES, load, store
-from numba import njit
 
 HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 24, 5
 CAUSAL = Mask(causal=True, window=0, num_sink_tokens=0, chunk=0)
@@ -123,34 +117,3 @@ def test_a_window_starts_where_the_first_query_of_a_tile_sees() -> None:
 def test_little_work_wakes_no_thread() -> None:
     assert 1 == work_of([(3, 1)], num_threads=4).num_threads
     assert 4 == work_of([(2047, 1)] * 16, num_threads=4).num_threads
-
-
-def apply(function: Callable[[Any], Any], numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    """Return what a function of vectors finds."""
-
-    @njit
-    def run(numbers: Any, found: Any) -> None:
-        for at in range(0, len(numbers), LANES):
-            store(found, at, function(load(numbers, at)))
-
-    found = np.empty_like(numbers)
-    run(numbers, found)
-    return found.astype(np.float64)
-
-
-def test_the_exponential_is_as_exact_as_it_says() -> None:
-    x = np.linspace(-87, 0, 1 << 18, dtype=np.float32)
-    errors = apply(exponential, x) / np.exp(x.astype(np.float64)) - 1
-    assert np.abs(errors).max() < 1.2e-7
-
-
-def test_the_hyperbolic_tangent_is_as_exact_as_it_says() -> None:
-    x = np.concatenate([np.linspace(-30, 30, 1 << 18), np.linspace(-0.1, 0.1, 1 << 16)]).astype(np.float32)
-    errors = apply(tangent, x) - np.tanh(x.astype(np.float64))
-    assert np.abs(errors).max() < 1.2e-7
-
-
-def test_what_is_no_number_stays_none() -> None:
-    x = np.full(LANES, np.nan, np.float32)
-    assert np.isnan(apply(exponential, x)).all()
-    assert np.isnan(apply(tangent, x)).all()

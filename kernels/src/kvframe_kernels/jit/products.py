@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 
 from kvframe_kernels.jit.numbers import FAST
-from kvframe_kernels.jit.vectors import LANES, fetch, load, load_stored, spread, store, store_sums
+from kvframe_kernels.jit.vectors import LANES, fetch, load, load_spread, load_stored, spread, store, store_sums
 
 ROWS = 4
 """Rows that are computed together."""
@@ -115,10 +115,12 @@ def add_values(
         for i in range(VALUES):
             start, w = starts[t + i] + shift + d, place + i * step
             a, b = load_stored(value, start, left), load_stored(value, start + LANES, left - LANES)
-            a0, b0 = a0 + weights[w] * a, b0 + weights[w] * b
-            a1, b1 = a1 + weights[w + 1] * a, b1 + weights[w + 1] * b
-            a2, b2 = a2 + weights[w + 2] * a, b2 + weights[w + 2] * b
-            a3, b3 = a3 + weights[w + 3] * a, b3 + weights[w + 3] * b
+            w0, w1 = load_spread(weights, w), load_spread(weights, w + 1)
+            w2, w3 = load_spread(weights, w + 2), load_spread(weights, w + 3)
+            a0, b0 = a0 + w0 * a, b0 + w0 * b
+            a1, b1 = a1 + w1 * a, b1 + w1 * b
+            a2, b2 = a2 + w2 * a, b2 + w2 * b
+            a3, b3 = a3 + w3 * a, b3 + w3 * b
         store(totals, at0, a0)
         store(totals, at0 + LANES, b0)
         store(totals, at1, a1)

@@ -15,12 +15,15 @@ from numba import types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, lower_builtin, models, register_model, type_callable
 
-_, _, _features = cpu_target.target_context.codegen().magic_tuple()
+_platform, _, _features = cpu_target.target_context.codegen().magic_tuple()
 LANES = 16 if "+avx512f" in _features else 8
 """Numbers of a vector: the processor's that is compiled for has registers for eight and more of them."""
 
 SUMS = 4
 """Vectors whose numbers are added up at a time."""
+
+_CONVERTS_HALVES = "+f16c" in _features or not _platform.startswith(("x86", "i"))
+"""Whether the processor does; LLVM would call a function that is not there."""
 
 _INT, _FLOAT = ir.IntType(32), ir.FloatType()
 _INTS, _VECTOR = ir.VectorType(_INT, LANES), ir.VectorType(_FLOAT, LANES)
@@ -173,6 +176,16 @@ def load(typing_context: Any, array: Any, index: Any) -> Any:
 
 
 @intrinsic
+def load_spread(typing_context: Any, array: Any, index: Any) -> Any:
+    """Return the vector with an element of an array of float32 in each lane."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _spread(builder, builder.load(_address(context, builder, array, arguments, _FLOAT)))
+
+    return vector(array, types.intp), generate
+
+
+@intrinsic
 def store(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
     """Write a vector to an array of float32 from an element on."""
 
@@ -222,10 +235,27 @@ def _widen(builder: Any, stored: Any, bits: Any) -> Any:
     """Return the numbers that these bits are."""
     if stored == types.float32:
         return bits
-    if stored == types.int16:
+    if stored == types.int16 and _CONVERTS_HALVES:
         return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), _VECTOR)
+    wide = builder.zext(bits, _INTS)
+    if stored == types.int16:
+        return _widen_halves(builder, wide)
     # A bfloat16 is the upper half of a float32.
-    return builder.bitcast(builder.shl(builder.zext(bits, _INTS), _constant(16)), _VECTOR)
+    return builder.bitcast(builder.shl(wide, _constant(16)), _VECTOR)
+
+
+def _widen_halves(builder: Any, wide: Any) -> Any:
+    """Return the numbers that bits of float16 are."""
+    # Where a float32 has its exponent, that of a float16 is too small by 112; its largest one means infinity or NaN.
+    size = builder.and_(wide, _constant(0x7FFF))
+    scaled = builder.fmul(
+        builder.bitcast(builder.shl(size, _constant(13)), _VECTOR), ir.Constant(_VECTOR, [2.0**112] * LANES)
+    )
+    found = builder.bitcast(scaled, _INTS)
+    is_number = builder.icmp_unsigned("<", size, _constant(0x7C00))
+    found = builder.select(is_number, found, builder.or_(found, _constant(0x7F800000)))
+    sign = builder.shl(builder.and_(wide, _constant(0x8000)), _constant(16))
+    return builder.bitcast(builder.or_(found, sign), _VECTOR)
 
 
 @intrinsic
