@@ -10,8 +10,11 @@ from kvframe_numba.backend import NumbaBackend
 from kvframe.testing.case import Case
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases
+from kvframe.testing.sample import sample
 
 CASES = make_cases(NumbaBackend.capabilities)
+FEW = sample(CASES)
+"""Of all cases, some in which all comes up that does in the grid."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -19,13 +22,8 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_it_computes_what_it_declares(case: Case) -> None:
-    check_backend(NumbaBackend, case)
-
-
-@pytest.mark.parametrize("case", CASES[::5], ids=lambda case: case.name)
-def test_split_over_threads_and_tokens_it_computes_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_in_parts(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a case that is split over threads and tokens as only large ones are."""
     monkeypatch.setattr(plan, "SMALL", 0)
     monkeypatch.setattr(plan, "MIN_PART_TOKENS", 3)
     torch.set_num_threads(3)
@@ -33,3 +31,20 @@ def test_split_over_threads_and_tokens_it_computes_the_same(case: Case, monkeypa
         check_backend(NumbaBackend, case, poison=1e4)
     finally:
         torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
+def test_it_computes_what_it_declares(case: Case) -> None:
+    check_backend(NumbaBackend, case)
+
+
+@pytest.mark.parametrize("case", FEW[::2], ids=lambda case: case.name)
+def test_split_over_threads_and_tokens_it_computes_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_in_parts(case, monkeypatch)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_it_computes_the_whole_grid(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_backend(NumbaBackend, case)
+    check_in_parts(case, monkeypatch)

@@ -43,7 +43,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attend to pages where they lie.
 
-    The first call for a dtype compiles the loops, in about ten seconds; numba keeps them for the next process.
+    The first call for a dtype compiles the loops, in about five seconds; numba keeps them for the next process.
 
     Args:
         query: ``[num_tokens, num_heads, head_size], CPU``.
