@@ -93,6 +93,19 @@ def test_masks(mask: dict[str, Any], dtype: torch.dtype) -> None:
     check(draw(dtype=dtype), Scoring(scale=0.3, **mask))
 
 
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_few_queries_of_a_request(mask: dict[str, Any]) -> None:
+    lengths = [(300, 2), (40, 3), (0, 4), (129, 1), (17, 4)]
+    learned = {"sinks": torch.ones(4), "bias": torch.randn(4, 41, generator=torch.Generator().manual_seed(1))}
+    for dtype in DTYPES:
+        check(draw(lengths, dtype=dtype), Scoring(scale=0.3, soft_cap=2.0, **mask), **learned)
+    for heads, kv_heads in ((8, 8), (7, 1), (24, 3)):
+        check(draw(lengths, num_heads=heads, num_kv_heads=kv_heads), Scoring(scale=0.3, **mask))
+    for stored in (torch.float8_e4m3fn, torch.int8, torch.uint8):
+        drawn, scales = coded(stored, 40, lengths=lengths)
+        check(drawn, Scoring(scale=0.2, **mask), scales=scales)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_size", [1, 8, 15, 17, 40, 64, 96, 128, 256])
 def test_head_sizes(head_size: int, dtype: torch.dtype) -> None:

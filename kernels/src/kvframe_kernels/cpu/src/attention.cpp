@@ -18,7 +18,7 @@ void run_piece(const Step& step, Plan& plan, Scratch& scratch, const Piece& piec
   if constexpr (std::is_same_v<Stored, BFloat16>) {
     if (step.query_dtype == kBFloat16 && step.head_size % 2 == 0) {
       if (decodes) {
-        Decode<Stored, PairKeys>(step, plan, scratch, piece).run();
+        Decode<Stored, PairKeys<Stored>>(step, plan, scratch, piece).run();
       } else {
         Tiles<Stored, PairProduct>(step, plan, scratch, piece).run();
       }

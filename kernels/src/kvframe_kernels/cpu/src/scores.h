@@ -54,10 +54,10 @@ inline float weigh(float* scores, int count, float& top, float& total) {
   return shrink;
 }
 
-// The same of a chunk of tokens and one query of all heads, `scores: [num_tokens, stride]`, heads side by side; what is
-// behind `num_heads` is computed, too.
-inline void cap_and_bias_heads(const Step& step, float factor, int query_position, int first, int num_tokens, int stride,
-                               float* scores) {
+// The same of a chunk of tokens and all rows of a unit of all heads, `scores: [num_tokens, stride]`, rows side by side; what
+// is behind the last row is computed, too.
+inline void cap_and_bias_rows(const Step& step, const Unit& unit, float factor, int first, int num_tokens, int stride,
+                              float* scores) {
   if (step.soft_cap) {
     Vec inverse = all((float)(factor / step.soft_cap)), cap = all((float)(step.soft_cap * kLog2e));
     for (int i = 0; i < num_tokens * stride; i += kLanes) store(scores + i, cap * tanh(load(scores + i) * inverse));
@@ -67,30 +67,31 @@ inline void cap_and_bias_heads(const Step& step, float factor, int query_positio
   }
   if (!step.bias) return;
   int far = (int)step.max_distance;
-  for (int t = 0; t < num_tokens; t++) {
-    int distance = std::min(std::max(first + t - query_position, -far), far);
-    const float* column = step.bias + far + distance;
-    for (int head = 0; head < step.num_heads; head++) {
-      scores[t * stride + head] += column[(int64_t)head * (2 * far + 1)] * kLog2e;
+  for (int row = 0; row < unit.num_rows; row++) {
+    Place place = place_of(step, unit, row);
+    const float* of_head = step.bias + (int64_t)place.head * (2 * far + 1) + far;
+    int position = unit.position + (int)(place.token - unit.first_token);
+    for (int t = 0; t < num_tokens; t++) {
+      scores[t * stride + row] += of_head[std::min(std::max(first + t - position, -far), far)] * kLog2e;
     }
   }
 }
 
-// Replaces scores by weights, updates each head's largest score and sum, and says by how much its sum has shrunk.
-inline void weigh_heads(int num_tokens, int stride, float* scores, float* tops, float* totals, float* shrinks) {
-  for (int head = 0; head < stride; head += kLanes) {
-    float* mine = scores + head;
-    Vec top = load(tops + head), higher = top;
+// Replaces scores by weights, updates each row's largest score and sum, and says by how much its sum has shrunk.
+inline void weigh_rows(int num_tokens, int stride, float* scores, float* tops, float* totals, float* shrinks) {
+  for (int row = 0; row < stride; row += kLanes) {
+    float* mine = scores + row;
+    Vec top = load(tops + row), higher = top;
     for (int t = 0; t < num_tokens; t++) higher = max(higher, load(mine + t * stride));
-    Vec shrink = exp2(top - higher), total = load(totals + head) * shrink;
+    Vec shrink = exp2(top - higher), total = load(totals + row) * shrink;
     for (int t = 0; t < num_tokens; t++) {
       Vec weight = exp2(load(mine + t * stride) - higher);
       total += weight;
       store(mine + t * stride, weight);
     }
-    store(tops + head, higher);
-    store(totals + head, total);
-    store(shrinks + head, shrink);
+    store(tops + row, higher);
+    store(totals + row, total);
+    store(shrinks + row, shrink);
   }
 }
 

@@ -118,10 +118,14 @@ inline float read_scale(const Step& step, const char* at) {
 inline void read_query(const Step& step, int64_t token, int head, float factor, int padded, float* to) {
   int64_t at = token * step.query_token_stride + head * step.query_head_stride;
   int size = (int)step.head_size;
-  for (int i = 0; i < size; i++) {
-    to[i] = factor * (step.query_dtype == kFloat32    ? Float32::element(step.query + 4 * at, i)
-                      : step.query_dtype == kBFloat16 ? BFloat16::element(step.query + 2 * at, i)
-                                                      : Float16::element(step.query + 2 * at, i));
+  auto read = [&](auto stored) {
+    using Stored = decltype(stored);
+    for (int i = 0; i < size; i++) to[i] = factor * Stored::element(step.query + Stored::kBytes * at, i);
+  };
+  switch (step.query_dtype) {
+    case kFloat32: read(Float32()); break;
+    case kBFloat16: read(BFloat16()); break;
+    default: read(Float16()); break;
   }
   std::fill(to + size, to + padded, 0.0f);
 }

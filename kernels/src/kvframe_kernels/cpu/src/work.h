@@ -1,6 +1,6 @@
 // How a step is cut into pieces of work, and how the parts of an output are put together.
 //
-// A *unit* is a set of output rows: one query of all heads, or a tile of queries of one KV head's group. Its keys are cut
+// A *unit* is a set of output rows: few queries of all heads, or a tile of queries of one KV head's group. Its keys are cut
 // into *pieces* where there are too few units for the threads, or where units differ too much (split-KV, as in
 // FlashDecoding, Dao et al. 2023). Each piece leaves its rows' largest score, the sum of their weights and the weighted
 // sum of values; the last piece of a unit to finish puts them together. Threads take the next piece when they are done
@@ -14,6 +14,10 @@
 #include "step.h"
 
 namespace kvframe {
+
+// So many queries of a request, and of these so many times the group of a KV head, are few: reading their keys takes longer
+// than multiplying them.
+constexpr int kMostFew = 4, kMostFewRows = 32;
 
 struct Unit {
   int request;
@@ -50,21 +54,26 @@ inline void Plan::make(const Step& step, int max_rows) {
   pieces.clear();
   int group = step.group_size(), tile = std::max(1, max_rows / group);
   int64_t total = 0;  // keys times KV heads times tiles
+  auto few = [&](int count) { return count <= kMostFew && (count == 1 || count * group <= kMostFewRows); };
   for (int request = 0; request < step.num_reqs; request++) {
     int64_t first = step.query_start_loc[request];
     int count = (int)(step.query_start_loc[request + 1] - first);
     if (count == 0) continue;
     Visible visible(step, request);
     int position = visible.seq_len - count;
+    if (few(count)) {
+      Seen seen(visible, position, position + count - 1);
+      units.push_back({request, first, count, position, -1, count * (int)step.num_heads, seen, 1, 0});
+      total += (int64_t)seen.size() * step.num_kv_heads;
+      continue;
+    }
     // Tiles with the most keys first.
     for (int start = (count - 1) / tile * tile; start >= 0; start -= tile) {
       int num = std::min(tile, count - start);
       Seen seen(visible, position + start, position + start + num - 1);
-      int heads = count == 1 ? 1 : (int)step.num_kv_heads;
-      for (int head = 0; head < heads; head++) {
-        int rows = count == 1 ? (int)step.num_heads : num * group;
-        units.push_back({request, first + start, num, position + start, count == 1 ? -1 : head, rows, seen, 1, 0});
-        total += (int64_t)seen.size() * (count == 1 ? step.num_kv_heads : 1) * (1 + num * group / 64);
+      for (int head = 0; head < step.num_kv_heads; head++) {
+        units.push_back({request, first + start, num, position + start, head, num * group, seen, 1, 0});
+        total += (int64_t)seen.size() * (1 + num * group / 64);
       }
     }
   }
@@ -74,7 +83,7 @@ inline void Plan::make(const Step& step, int max_rows) {
   int64_t num_partial = 0;
   for (int index = 0; index < (int)units.size(); index++) {
     Unit& unit = units[index];
-    int64_t cost = (unit.kv_head < 0 ? step.num_kv_heads : 1) * (1 + unit.num_queries * group / 64);
+    int64_t cost = unit.kv_head < 0 ? step.num_kv_heads : 1 + unit.num_queries * group / 64;
     int64_t longest = std::max<int64_t>(std::max<int64_t>(wanted / cost, step.piece_tokens), 1);
     int size = unit.seen.size();
     unit.num_pieces = (int)std::max<int64_t>(1, (size + longest - 1) / longest);
@@ -122,10 +131,11 @@ struct Place {
   int head;
 };
 
+// Rows are those of one KV head after the other, and of each its queries', with their group of heads side by side.
 inline Place place_of(const Step& step, const Unit& unit, int row) {
-  if (unit.kv_head < 0) return {unit.first_token, row};
-  int group = step.group_size();
-  return {unit.first_token + row / group, unit.kv_head * group + row % group};
+  int group = step.group_size(), head_rows = unit.num_queries * group, kv_head = unit.kv_head;
+  if (kv_head < 0) kv_head = row / head_rows, row %= head_rows;
+  return {unit.first_token + row / group, kv_head * group + row % group};
 }
 
 // Writes a row: a learned sink is one more score, with no value behind it.

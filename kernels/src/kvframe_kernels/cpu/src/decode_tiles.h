@@ -1,0 +1,179 @@
+// The two products of a decode, for a few rows of queries and a few tokens that lie in their pages: sums stay in registers,
+// each key is read once for several queries and each query once for several keys. Memory that is needed later is fetched
+// meanwhile, spread evenly, as only so many requests fit in the processor's queue.
+#pragma once
+
+#include "operands.h"
+
+namespace kvframe {
+
+#if defined(KVFRAME_AVX512)
+constexpr int kTileSums = 16;  // products of a tile: rows times tokens
+constexpr int kValueVecs = 4;  // of a row of values, whose sums are in registers
+#else
+constexpr int kTileSums = 8;
+constexpr int kValueVecs = 2;
+#endif
+
+#if defined(KVFRAME_AVX512)
+// The sums of sixteen vectors, each in the lane of its number.
+__attribute__((always_inline)) inline __m512 sums_of_sixteen(const __m512* v) {
+  __m512 pairs[8], fours[4];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
+    fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  __m512 left = _mm512_add_ps(_mm512_shuffle_f32x4(fours[0], fours[1], 0x88), _mm512_shuffle_f32x4(fours[0], fours[1], 0xdd));
+  __m512 right = _mm512_add_ps(_mm512_shuffle_f32x4(fours[2], fours[3], 0x88), _mm512_shuffle_f32x4(fours[2], fours[3], 0xdd));
+  return _mm512_add_ps(_mm512_shuffle_f32x4(left, right, 0x88), _mm512_shuffle_f32x4(left, right, 0xdd));
+}
+#endif
+
+// A vector that stays in a register: compilers read it again for each use otherwise, and a core reads two at a time at most.
+__attribute__((always_inline)) inline Vec keep(Vec vec) {
+#if defined(KVFRAME_AVX512)
+  asm("" : "+v"(vec));
+#endif
+  return vec;
+}
+
+// scores[t * stride + r]: the product of the query in row r with the key of token t, `offset` bytes behind keys[t]. The
+// queries' first vectors lie side by side, then their second ones, and so on. Meanwhile the same of the tokens
+// `later` is fetched, if it is not null.
+template <class Keys, int kRows>
+inline void multiply_tile(const float* queries, const char* const* keys, const char* const* later, int64_t offset,
+                          int size, float* scores, int stride) {
+  constexpr int kTokens = kTileSums / kRows, kVecs = Keys::kVecs;
+  Vec sums[kTileSums] = {};
+  const char *mine[kTokens], *fetched[kTokens];
+#pragma GCC unroll 16
+  for (int t = 0; t < kTokens; t++) mine[t] = keys[t] + offset, fetched[t] = (later ? later : keys)[t] + offset;
+  auto add_unit = [&](auto read) __attribute__((always_inline)) {
+    Vec query[kVecs * kRows];
+#pragma GCC unroll 16
+    for (int i = 0; i < kVecs * kRows; i++) query[i] = keep(load(queries + i * kLanes));
+#pragma GCC unroll 16
+    for (int t = 0; t < kTokens; t++) {
+      Vec key[kVecs];
+      read(mine[t], key);
+#pragma GCC unroll 16
+      for (int i = 0; i < kVecs * kRows; i++) {
+        Vec& sum = sums[t * kRows + i % kRows];
+        sum = Keys::multiply_add(query[i], key[i / kRows], sum);
+      }
+    }
+    queries += kVecs * kRows * kLanes;
+  };
+  int at = 0;
+#pragma GCC unroll 1
+  for (; at + Keys::kElements <= size; at += Keys::kElements) {
+    if (later && Keys::bytes(at) % 64 == 0) {
+#pragma GCC unroll 16
+      for (int t = 0; t < kTokens; t++) fetch(fetched[t] + Keys::bytes(at));
+    }
+    add_unit([&](const char* row, Vec* key) __attribute__((always_inline)) { Keys::read(row, at, size, key); });
+  }
+#pragma GCC unroll 1
+  for (; at < size; at += Keys::kElements) {
+    add_unit([&](const char* row, Vec* key) __attribute__((always_inline)) { Keys::read_few(row, at, size, key); });
+  }
+  alignas(64) float products[kTileSums];
+#if defined(KVFRAME_AVX512)
+  _mm512_store_ps(products, sums_of_sixteen(reinterpret_cast<const __m512*>(sums)));
+#else
+  for (int i = 0; i < kTileSums; i++) products[i] = sum(sums[i]);
+#endif
+#pragma GCC unroll 16
+  for (int t = 0; t < kTokens; t++) std::memcpy(scores + t * stride, products + t * kRows, sizeof(float) * kRows);
+}
+
+// The same of one token and kTileSums / kRows KV heads from `offset` on, each with kRows queries of its own, which lie
+// `query_stride` floats behind those of the head before: memory is read in its own order, which is what the processor's
+// prefetching follows best. `scores` are the token's.
+template <class Keys, int kRows>
+inline void multiply_token(const float* queries, int query_stride, const char* key, int64_t head_stride, int size,
+                           const char* later, float* scores) {
+  constexpr int kVecs = Keys::kVecs;
+  Vec sums[kTileSums] = {};
+#pragma GCC unroll 16
+  for (int head = 0; head < kTileSums / kRows; head++, key += head_stride, later += head_stride) {
+    const float* query = queries + head * query_stride;
+    auto add = [&](const Vec* part) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kVecs * kRows; i++) {
+        Vec& sum = sums[head * kRows + i % kRows];
+        sum = Keys::multiply_add(load(query + i * kLanes), part[i / kRows], sum);
+      }
+      query += kVecs * kRows * kLanes;
+    };
+    int at = 0;
+    Vec part[kVecs];
+#pragma GCC unroll 1
+    for (; at + Keys::kElements <= size; at += Keys::kElements) {
+      if (Keys::bytes(at) % 64 == 0) fetch(later + Keys::bytes(at));
+      Keys::read(key, at, size, part);
+      add(part);
+    }
+#pragma GCC unroll 1
+    for (; at < size; at += Keys::kElements) {
+      Keys::read_few(key, at, size, part);
+      add(part);
+    }
+  }
+#if defined(KVFRAME_AVX512)
+  _mm512_storeu_ps(scores, sums_of_sixteen(reinterpret_cast<const __m512*>(sums)));
+#else
+  for (int i = 0; i < kTileSums; i++) scores[i] = sum(sums[i]);
+#endif
+}
+
+// outputs[r] = outputs[r] * shrinks[r] + the sum over kCount tokens of weights[t][r] * value, for `kVecs` vectors from
+// place `at` of the values' order on, all of which are there if `kWhole`. The same of the
+// tokens `later` is fetched, if it is not null.
+template <class Values, int kRows, int kVecs, int kCount, bool kWhole>
+inline void add_tile(const float* weights, int weight_stride, const float* shrinks, const char* const* values,
+                     const char* const* later, int64_t offset, int at, int size, float* outputs, int stride) {
+  Vec sums[kRows][kVecs];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kVecs; j++) sums[r][j] = load(outputs + r * stride + j * kLanes) * all(shrinks[r]);
+  }
+  constexpr int kLines = (Values::bytes(kVecs * kLanes) + 63) / 64;
+  bool fetches = later && Values::bytes(at) % 64 == 0;
+#pragma GCC unroll 8
+  for (int t = 0; t < kCount; t++) {
+    const char* row = values[t] + offset;
+    Vec value[kVecs];
+#pragma GCC unroll 4
+    for (int j = 0; j < kVecs; j += Values::kVecs) {
+      if constexpr (kWhole) {
+        Values::read(row, at + j * kLanes, size, value + j);
+      } else {
+        Values::read_few(row, at + j * kLanes, size, value + j);
+      }
+    }
+    if (fetches) {
+#pragma GCC unroll 4
+      for (int line = 0; line < kLines; line++) fetch(later[t] + offset + Values::bytes(at) + 64 * line);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; r++) {
+      Vec weight = all(weights[t * weight_stride + r]);
+#pragma GCC unroll 4
+      for (int j = 0; j < kVecs; j++) sums[r][j] = fma(weight, value[j], sums[r][j]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; r++) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kVecs; j++) store(outputs + r * stride + j * kLanes, sums[r][j]);
+  }
+}
+
+}  // namespace kvframe
