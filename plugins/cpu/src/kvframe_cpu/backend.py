@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from kvframe_kernels.cpu.attention import Batch, Scales, Scoring, paged_attention
 from kvframe_kernels.cpu.build import BuildError, load_library
+from kvframe_kernels.cpu.write import write_kv
 
 from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder, Capabilities, KVCache
 from kvframe.attention.capture import GraphCapture
@@ -81,6 +82,7 @@ class CpuBackend(AttentionBackend):
         assert spec is not None
         assert spec.mask is not None
         self._mask = spec.mask
+        self._format = spec.kv_format.name
         self._scoring = Scoring(
             scale=query.scale,
             soft_cap=query.soft_cap,
@@ -104,6 +106,13 @@ class CpuBackend(AttentionBackend):
     def make_builder(self) -> CpuMetadataBuilder:
         """Return the builder."""
         return CpuMetadataBuilder(self._mask.causal)
+
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Store keys and values in the layers' format, with the bits that the format itself would store."""
+        scoring = self._scoring
+        write_kv(key, value, kv_cache, slots, self._format, scoring.key_factor, scoring.value_factor)
 
     def forward(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None

@@ -1,13 +1,11 @@
-// Paged attention on a CPU. One function with C linkage; `attention.py` calls it, `reference.py` says what it computes.
-#include <thread>
+// Paged attention on a CPU, and writing keys and values into pages: the functions with C linkage that `attention.py` and
+// `write.py` call. `reference.py` says what attention computes.
 #include <type_traits>
 
 #include "decode.h"
+#include "threads.h"
 #include "tiles.h"
-
-// The thread pool of the process that torch uses, too, where that is GNU's or one that speaks its interface: a second pool
-// would spin on the same cores. Weak: where there is none, threads are made for the call.
-extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned) __attribute__((weak));
+#include "write.h"
 
 namespace kvframe {
 
@@ -55,20 +53,6 @@ void work(void* argument) {
   }
 }
 
-void run(Job& job, int num_threads) {
-  num_threads = std::min(num_threads, (int)job.plan.pieces.size());
-  if (num_threads <= 1) {
-    work(&job);
-  } else if (GOMP_parallel) {
-    GOMP_parallel(work, &job, (unsigned)num_threads, 0);
-  } else {
-    std::vector<std::thread> others;
-    for (int i = 1; i < num_threads; i++) others.emplace_back(work, &job);
-    work(&job);
-    for (std::thread& other : others) other.join();
-  }
-}
-
 }  // namespace kvframe
 
 extern "C" void kvframe_attention(const kvframe::Step* step) {
@@ -80,7 +64,14 @@ extern "C" void kvframe_attention(const kvframe::Step* step) {
   int64_t row = step->num_heads * step->head_size_v * item, end = step->query_start_loc[step->num_reqs];
   std::memset(step->output + end * row, 0, (size_t)((step->num_tokens - end) * row));
   Job job{*step, plan};
-  run(job, (int)step->num_threads);
+  run_on_threads(work, &job, std::min((int)step->num_threads, (int)plan.pieces.size()));
+}
+
+extern "C" void kvframe_write(const kvframe::Write* write) {
+  using namespace kvframe;
+  WriteJob job{*write};
+  int64_t portions = (write->num_tokens + kWriteTokens - 1) / kWriteTokens;
+  run_on_threads(work_on_write, &job, (int)std::min(write->num_threads, portions));
 }
 
 // How many floats a vector has: which of the variants was built.
