@@ -64,7 +64,7 @@ def test_what_is_always_computed_of_the_grid_has_every_variant_of_the_kernels(mo
     def note(launch: Launch) -> None:
         name, arguments = launch.kernel.__name__, launch.arguments
         found.update((name, constant, str(arguments[constant])) for constant in arguments if constant.isupper())
-        if "FORMAT" in arguments:
+        if "query" in arguments:
             found.add((name, arguments["FORMAT"], arguments["query"].dtype))
 
     def variants(cases: Sequence[Case]) -> set[object]:
