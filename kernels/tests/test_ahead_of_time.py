@@ -30,8 +30,8 @@ for name, launch in runpy.run_path(sys.argv[1])["launches"]().items():
         continue
     found = compile_launch(launch)
     figures = {key: getattr(found, key) for key in ("registers", "shared_bytes", "stack_bytes", "num_warps")}
-    counts = {key: found.count(key) for key in ("HGMMA", "HMMA", "LDGSTS")}
-    print(json.dumps({"name": name, **figures, **counts, "wide": found.assembly.count("LDGSTS.E.BYPASS.128")}))
+    counts = {instruction: found.count(instruction) for instruction in sys.argv[3:]}
+    print(json.dumps({"name": name, **figures, **counts}))
 """
 
 
@@ -46,20 +46,23 @@ def test_every_launch_compiles_within_the_limits_of_a_multiprocessor(path: Path,
 
 
 def test_prompts_are_the_tensor_cores_work_and_decodes_load_16_bytes_at_a_time(tmp_path: Path) -> None:
+    loads, wide = "LDGSTS", "LDGSTS.E.BYPASS.128"
+    path = HERE / "launches" / "attention.py"
     compiled = {
-        found["name"]: found for found in compile_all(HERE / "launches" / "attention.py", tmp_path, "^plain-rows")
+        found["name"]: found for found in compile_all(path, tmp_path, "^plain-rows", "HGMMA", "HMMA", loads, wide)
     }
     assert {"plain-rows=16", "plain-rows=32", "plain-rows=64", "plain-rows=128"} == set(compiled)
     for found in compiled.values():
-        assert found["wide"] == found["LDGSTS"] > 0, found
+        assert found[wide] == found[loads] > 0, found
     assert 0 < compiled["plain-rows=16"]["HMMA"]
     assert (0, 0) < (compiled["plain-rows=64"]["HGMMA"], compiled["plain-rows=128"]["HGMMA"])
 
 
-def compile_all(path: Path, cache: Path, names: str = "") -> list[dict[str, Any]]:
+def compile_all(path: Path, cache: Path, names: str = "", *counted: str) -> list[dict[str, Any]]:
+    """Return what the launches of a file take of the GPU, and how many of the instructions to be counted they have."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, path, names],
+        [sys.executable, "-c", SCRIPT, path, names, *counted],
         env={**environment, "TRITON_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,

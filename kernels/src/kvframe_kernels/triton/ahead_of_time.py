@@ -10,6 +10,7 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +50,19 @@ class Resources:
         shared_bytes: Shared memory.
         stack_bytes: Local memory of a thread: registers that were spilled to device memory, above all.
         num_warps: Its warps.
-        assembly: The device's instructions, as text.
+        cubin: The compiled program.
     """
 
     registers: int
     shared_bytes: int
     stack_bytes: int
     num_warps: int
-    assembly: str
+    cubin: bytes
+
+    @cached_property
+    def assembly(self) -> str:
+        """The device's instructions, as text."""
+        return _read(self.cubin, "-sass")
 
     def count(self, instruction: str) -> int:
         """Return how many instructions there are that begin like this (``"HGMMA"``)."""
@@ -82,7 +88,7 @@ def compile_launch(launch: Launch, capability: int = HOPPER) -> Resources:
         shared_bytes=compiled.metadata.shared,
         stack_bytes=stack,
         num_warps=launch.num_warps,
-        assembly=_read(compiled.asm["cubin"], "-sass"),
+        cubin=compiled.asm["cubin"],
     )
 
 
