@@ -190,7 +190,7 @@ def _in_columns(steps: Sequence[dict[str, float]]) -> dict[str, Any]:
 
 
 @click.command()
-@click.option("--steps", type=click.IntRange(min=1), default=32, show_default=True, help="Decodes that are timed.")
+@click.option("--steps", type=click.IntRange(min=1), default=16, show_default=True, help="Decodes that are timed.")
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of torch.")
 @click.option(
     "--workload", "names", type=click.Choice([each.name for each in WORKLOADS]), multiple=True, default=MEASURED

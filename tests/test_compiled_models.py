@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvframe import Engine
+from kvframe import Engine, SamplingParams
 from kvframe.attention.operator import OpaqueAttention
 from kvframe.errors import ModelError
 from tests.scripted_model import ScriptedModel
@@ -50,6 +50,14 @@ def test_a_compiled_model_gives_the_same_tokens_from_one_graph(
         # Any number of tokens, a single one, and likewise of rows of logits: nothing is compiled for a batch.
         assert body.num_graphs <= 4
     assert not [module for module in engine.model.model.modules() if hasattr(module, "kvframe_attend")]  # type: ignore[attr-defined]
+
+
+def test_the_first_step_finds_its_model_compiled(models: Callable[[str], TinyModel]) -> None:
+    with compiled(models("llama").engine(), "eager") as engine:
+        body: Any = engine.model.compiled  # type: ignore[attr-defined]
+        assert 1 == body.num_graphs
+        engine.generate([[3] * 20, [4] * 7], SamplingParams(max_new_tokens=3, ignore_eos=True))
+        assert 1 == body.num_graphs
 
 
 # torch itself warns where its compiler is first used.

@@ -163,7 +163,8 @@ class TransformersModel(LoadedModel):
         sizes = {modules[layer.name]: _value_size(layer) for layer in self._attending}
         self.compiled = CompiledBody(self._body, sizes, backend)
         try:
-            self._note_rows(modules, 3, None)
+            # As a step calls it: called otherwise, the model would be compiled once more for the first of these.
+            self._note_rows(modules, 3, None, num_wanted=2)
         except Exception as error:  # whatever a compiler does
             raise ModelError(
                 f"{self.description.name} cannot be compiled here ({one_sentence(error)}); leave compile out"
@@ -317,7 +318,11 @@ class TransformersModel(LoadedModel):
             )
 
     def _note_rows(
-        self, modules: Mapping[str, nn.Module], num_tokens: int, kept_rows: torch.Tensor | None
+        self,
+        modules: Mapping[str, nn.Module],
+        num_tokens: int,
+        kept_rows: torch.Tensor | None,
+        num_wanted: int | None = None,
     ) -> tuple[dict[str, int], torch.Tensor]:
         """Run tokens through layers that only note how many queries they got; return those numbers and the logits."""
         num_rows: dict[str, int] = {}
@@ -329,7 +334,10 @@ class TransformersModel(LoadedModel):
             running(RunningStep(routes, positions, kept_rows)),
             self._mixers.switched(noting),
         ):
-            return num_rows, self._run(torch.zeros_like(positions), positions)
+            inputs = {}
+            if num_wanted is not None and self._keeps_logits:
+                inputs["logits_to_keep"] = torch.arange(num_wanted, device=self.model.device)
+            return num_rows, self._run(torch.zeros_like(positions), positions, **inputs)
 
     def _blocks_from(self, skipped: Sequence[str]) -> tuple[nn.Module, ...] | None:
         return blocks_from(self.model, [layer.name for layer in self.description.layers], skipped)
