@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, MutableSequence, Sequence
 from importlib.metadata import version
 from itertools import count
 from typing import Any
@@ -15,10 +16,14 @@ from kvframe_sliding_window.spec import SlidingWindowSpec
 
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.prefix import PrefixKeys
 from kvframe.groups import group_layers
 from kvframe.plan import KVCachePlan, plan_cache
 from kvframe.specs import LayerSpec
+
+try:
+    from kvframe.cache.prefix import PrefixKeys
+except ImportError:
+    PrefixKeys = None  # type: ignore[assignment, misc]
 
 SIZES: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 64, "dtype": "float32"}
 PAGE_BYTES = FullAttentionSpec(**SIZES).block_bytes
@@ -34,7 +39,7 @@ class Prompt:
     """
 
     name: str
-    token_ids: TokenIds
+    token_ids: MutableSequence[int]
 
 
 class KVFrame:
@@ -65,12 +70,12 @@ class KVFrame:
         return Prompt(str(next(self._names)), token_ids)
 
     def make_keys(self, prompt: Prompt) -> Any:
-        """Return what a lookup needs of a prompt."""
-        return PrefixKeys(BLOCK_SIZE, "").upto(prompt.token_ids, len(prompt.token_ids))
+        """Return what a lookup needs of a prompt: its tokens as an array, which are compared as they are."""
+        return array("I", prompt.token_ids) if PrefixKeys is None else _hashes(prompt)
 
     def prepare(self, token_ids: TokenIds) -> Prompt:
-        """Return a prompt; its keys are made when it is looked up."""
-        return self.receive(token_ids)
+        """Return a prompt with its tokens as an array."""
+        return Prompt(str(next(self._names)), array("I", token_ids))
 
     def look_up(self, prompt: Prompt) -> int:
         """Return the tokens of a prompt that need not be computed; it also gets their blocks."""
@@ -151,6 +156,10 @@ def plan_of(setting: Setting) -> KVCachePlan:
         max_model_len=setting.max_model_len,
         max_num_batched_tokens=min(2048, setting.max_model_len),
     )
+
+
+def _hashes(prompt: Prompt) -> list[bytes]:
+    return PrefixKeys(BLOCK_SIZE, "").upto(prompt.token_ids, len(prompt.token_ids))
 
 
 def _no_step(token_ids: TokenIds) -> None:

@@ -13,6 +13,8 @@ from cache_cases import BLOCK_SIZE, Setting
 from cache_core import Core, TokenIds, count_calls, draw, expect, timed
 
 SEED = 5
+PASSING = 16 * BLOCK_SIZE
+"""Tokens of the prompts that fill a cache beforehand."""
 
 
 class Work(ABC):
@@ -51,8 +53,11 @@ class Decode(Work):
     """Steps of one token for each request. What is timed at once is a step for each token of a block."""
 
     def __init__(self, core: Core, setting: Setting, sizes: Mapping[str, int]) -> None:
-        """Compute the prompts, and do a first few steps."""
+        """Let others leave cached blocks, compute the prompts, and do a first few steps."""
         super().__init__(core, setting, sizes)
+        others = (draw(self.random, PASSING) for _ in range(sizes.get("num_cached", 0) // (PASSING // BLOCK_SIZE)))
+        for tokens in others:
+            core.pass_through(core.prepare(tokens))
         lengths = [sizes["length"] + index % BLOCK_SIZE for index in range(sizes["num_requests"])]
         self.token_ids = [draw(self.random, length) for length in lengths]
         self.prompts = [core.prepare(list(tokens)) for tokens in self.token_ids]

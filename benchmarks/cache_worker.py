@@ -15,6 +15,7 @@ from typing import Any
 
 from cache_cases import Setting
 from cache_core import Core, settle
+from cache_sharing import STUDIES
 from cache_work import WORKS, Work
 from engine_process import answer_questions
 
@@ -43,9 +44,12 @@ class Answers:
         self._works: dict[str, Work] = {}
 
     def __call__(self, question: dict[str, Any]) -> Any:
-        """Set a work up, do a turn of one, or check one and give it up."""
+        """Set a work up, do a turn of one, check one and give it up, or make a study."""
         side = question["side"]
         match question["do"]:
+            case "study":
+                setting = setting_of(question["setting"])
+                return STUDIES[question["work"]](self._make(), setting, question["sizes"])
             case "set up":
                 setting = setting_of(question["setting"])
                 self._works[side] = WORKS[question["work"]](self._make(), setting, question["sizes"])

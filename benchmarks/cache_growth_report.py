@@ -1,0 +1,48 @@
+"""The page of how the cache core's time grows and its hits fall: the record as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from report import heading, spread, table
+
+
+def write_report(record: Mapping[str, Any]) -> str:
+    """Return the page of results as Markdown."""
+    note = "every side is checked to hold and to find the blocks that it should"
+    lines = heading("The cache core as sizes grow", record, note, dtype="Blocks of 16 tokens")
+    versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    lines += ["", f"Sides: {versions}.", "", "## A decode step", "", "![Time of a step](cache_growth.svg)"]
+    for axis in record["axes"].values():
+        lines += ["", f"### Against {axis['title']}", "", f"{axis['words']}.", "", *_axis(axis)]
+    shared = record["siblings"]
+    lines += ["", "## Tokens found of prompts", "", f"Of {shared['title']}, one after the other:", ""]
+    sides = shared["sides"].items()
+    lines += table(
+        ("", "tokens found of each"), [(name, ", ".join(f"{hit:,}" for hit in hits)) for name, hits in sides]
+    )
+    lines += ["", "![Tokens found after evictions](cache_hits.svg)"]
+    for population in record["populations"].values():
+        lines += ["", f"### {population['title'].capitalize()}", "", *_population(population)]
+    return "\n".join(lines) + "\n"
+
+
+def _axis(axis: Mapping[str, Any]) -> list[str]:
+    rows = []
+    for value, point in axis["points"].items():
+        sides = point["sides"]
+        times = (spread([1e6 * each for each in values["seconds"]], "{:,.1f}") for values in sides.values())
+        ratios = [values["times_as_fast"] for values in sides.values() if values["times_as_fast"]]
+        rows.append((f"{int(value):,}", *times, *(spread(ratio, "{:.1f}") for ratio in ratios)))
+    first = next(iter(axis["points"].values()))["sides"]
+    ratio = ["times as fast"] * (len(first) - 1)
+    return table((axis["title"], *(f"{name}, µs" for name in first), *ratio), rows)
+
+
+def _population(population: Mapping[str, Any]) -> list[str]:
+    rows = []
+    for name, found in population["sides"].items():
+        points = zip(found["evicted"], found["found"], strict=True)
+        rows.append((name, f"{found['num_cached']:,}", ", ".join(f"{x:.0f}: {y:.0f}" for x, y in points)))
+    return table(("", "blocks cached", "% of them evicted: % of the tokens found"), rows)

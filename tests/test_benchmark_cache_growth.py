@@ -1,0 +1,118 @@
+"""What the cache core's benchmarks find as sizes grow and blocks are evicted is recorded, told and drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+NAMES = ("cache", "cache_growth", "cache_growth_cases", "cache_growth_report", "cache_plots", "cache_worker")
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> Iterator[Any]:
+    """Return the modules of the benchmark."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        # Nothing is timed here, and there is much to go through where torch is loaded.
+        patch.setattr("gc.collect", lambda: 0)
+        yield SimpleNamespace(**{name: import_module(name) for name in NAMES})
+
+
+class Here:
+    """An engine's process, in this one."""
+
+    def __init__(self, answers: Any) -> None:
+        self.answers = answers
+
+    def ask(self, question: Any) -> Any:
+        return json.loads(json.dumps(self.answers(json.loads(json.dumps(question)))))
+
+
+@pytest.fixture(scope="module")
+def engines(benchmark: Any) -> dict[str, Here]:
+    """Return kvframe twice, once under the peer's name."""
+    worker = benchmark.cache_worker
+    return {name: Here(worker.Answers(lambda: worker.make_core("kvframe"))) for name in ("vllm", "kvframe")}
+
+
+@pytest.fixture(scope="module")
+def record(benchmark: Any, engines: dict[str, Here]) -> dict[str, Any]:
+    growth, cases = benchmark.cache_growth, benchmark.cache_growth_cases
+    (axis,), (population,) = cases.tiny_axes(), cases.tiny_populations()
+    points = {value: benchmark.cache.measure(case, engines, 2, lambda _: None) for value, case in axis.cases.items()}
+    shared = dataclasses.replace(cases.siblings(), sizes={**cases.siblings().sizes, "shared": 256, "own": 48})
+    places = ("date", "command", "processor", "cores", "threads", "system", "commit")
+    machine = dict.fromkeys((*places, "python", "torch", "transformers", "kvframe"), "?")
+    found = growth.study("eviction", population, engines, lambda make: growth.hits_left(population, make))
+    return {
+        "machine": machine,
+        "repeats": 2,
+        "versions": {},
+        "axes": {axis.name: {"title": axis.title, "words": axis.words, "points": points}},
+        "siblings": growth.study("siblings", shared, engines, lambda make: make()),
+        "populations": {population.name: found},
+    }
+
+
+def test_prompts_that_begin_alike_find_what_they_share_from_the_second_on(record: dict[str, Any]) -> None:
+    assert [0, 256, 256, 256, 256] == record["siblings"]["sides"]["kvframe"]
+
+
+def test_hits_fall_from_all_tokens_to_none_as_blocks_are_evicted(record: dict[str, Any]) -> None:
+    found = record["populations"]["tiny"]["sides"]["kvframe"]
+    assert [0, 100] == [found["evicted"][0], found["evicted"][-1]]
+    assert 50 <= found["evicted"][1] < 100
+    assert [100, 0] == [found["found"][0], found["found"][-1]]
+    assert 2 * 128 // 16 * 2 == found["num_cached"]
+
+
+def test_each_value_of_a_size_is_measured_in_each_round(record: dict[str, Any]) -> None:
+    points = record["axes"]["tiny"]["points"]
+    assert [1, 2] == list(points)
+    for value, point in points.items():
+        assert 2 == len(point["sides"]["kvframe"]["seconds"])
+        assert value == point["sides"]["kvframe"]["num_groups"]
+
+
+def test_the_page_has_every_size_and_side(benchmark: Any, record: dict[str, Any]) -> None:
+    page = benchmark.cache_growth_report.write_report(record)
+    assert "### Against groups" in page
+    assert "| groups | vLLM, µs | kvframe, µs | times as fast |" in page
+    assert "| kvframe | 0, 256, 256, 256, 256 |" in page
+    assert "| kvframe | 32 | 0: 100, 50: 50, 100: 0 |" in page
+
+
+def test_plots_show_every_side_and_depend_on_the_record_alone(
+    benchmark: Any, record: dict[str, Any], tmp_path: Path
+) -> None:
+    for draw, part, label in (
+        (benchmark.cache_plots.plot_growth, "axes", "groups"),
+        (benchmark.cache_plots.plot_hits, "populations", "% of the cached blocks evicted"),
+    ):
+        draw(record[part], tmp_path / "first.svg")
+        draw(json.loads(json.dumps(record[part])), tmp_path / "second.svg")
+        drawn = (tmp_path / "first.svg").read_text(encoding="utf-8")
+        assert drawn == (tmp_path / "second.svg").read_text(encoding="utf-8")
+        for text in ("kvframe", "vLLM", label):
+            assert f">{text}</text>" in drawn
+
+
+def test_cached_blocks_are_there_before_the_steps(benchmark: Any, engines: dict[str, Here]) -> None:
+    case = benchmark.cache_growth_cases.tiny_axes()[0].cases[1]
+    # Prompts of 16 blocks each leave 240 of 256: then the requests' 2 times 5 blocks fit, and these grow into 16 that
+    # are free; with 256 they evict some.
+    for num_cached, evicts in ((240, False), (256, True)):
+        answers = engines["kvframe"].answers
+        setting = dataclasses.asdict(case.sides[1].setting)
+        question = {"side": "one", "work": case.work, "sizes": {**case.sizes, "num_cached": num_cached}}
+        answers({**question, "do": "set up", "setting": setting})
+        assert evicts == (answers._works["one"].core.num_evicted() > 0)
+        answers({**question, "do": "check"})
