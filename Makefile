@@ -45,6 +45,7 @@ bench: $(READY) ## measure against transformers and, after make peer, vLLM; and 
 	$(BIN)/python benchmarks/formats.py
 	$(BIN)/python benchmarks/profile_step.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/memory_traffic.py
 	$(BIN)/python benchmarks/cpu_attention.py
 	$(BIN)/python benchmarks/cache.py
 	$(BIN)/python benchmarks/cache_growth.py
