@@ -158,28 +158,25 @@ def _looking(
     windows: tuple[int | None, ...],
     aim: float | None,
     num_blocks: int = 131_073,
+    max_model_len: int = 16_384,
     **sizes: int,
 ) -> Case:
     sizes = {"length": 8192, "num_prompts": 4, "num_calls": 24, "chunk": 2048, "is_hit": 1, "makes_room": 0, **sizes}
-    told = (
-        f"A prompt whose first {sizes['length']:,} tokens are cached"
-        if sizes["is_hit"]
-        else "A prompt not in the cache"
-    )
-    rest = (
-        ", given its cached blocks and room for the rest."
-        if sizes["makes_room"]
-        else "; its keys, where the lookup needs some, are ready. kvframe's call also gives the request the blocks."
-    )
+    cached = f"whose first {sizes['length']:,} tokens are cached" if sizes["is_hit"] else "that is not cached"
+    words = f"A prompt {cached}: looked up"
     if sizes["makes_room"]:
-        told = f"From a list of token ids: keys are made where the lookup needs some. {told}"
+        words = f"From a list of token ids: keys are made where the lookup needs some. {words}, "
+        words += "given its cached blocks and room for the rest."
+    else:
+        words += "; its keys, where the lookup needs some, are ready. kvframe's call also gives the request the blocks."
+    setting = Setting(windows=windows, num_blocks=num_blocks, max_model_len=max_model_len)
     return Case(
         name=name,
         title=title,
-        words=f"{told}: looked up{rest}",
+        words=words,
         work="LookUp",
         sizes=sizes,
-        sides=sides(Setting(windows=windows, num_blocks=num_blocks), forced=len(windows) > 1),
+        sides=sides(setting, forced=len(windows) > 1),
         aim=aim,
     )
 
@@ -206,6 +203,17 @@ def standard_cases() -> tuple[Case, ...]:
         _looking("hit-6", f"Prefix lookup, 8,192 tokens cached, {of_six}", six, 20),
         _looking("miss-1", "Prefix lookup, nothing cached, full attention", (None,), 1, is_hit=0),
         _looking("miss-6", f"Prefix lookup, nothing cached, {of_six}", six, 1, is_hit=0),
+        _looking(
+            "miss-long",
+            "Prefix lookup of 131,072 tokens, nothing cached, one layer with a window",
+            (WINDOW,),
+            1,
+            length=131_072,
+            max_model_len=262_144,
+            is_hit=0,
+            num_prompts=0,
+            num_calls=4,
+        ),
         _keys("keys", 8192, 5),
         _looking("admit-1", "Admission, 8,192 tokens cached, full attention", (None,), None, makes_room=1),
         _looking("admit-6", f"Admission, 8,192 tokens cached, {of_six}", six, None, makes_room=1),

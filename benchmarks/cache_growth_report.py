@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cache_report import RATIO
 from report import heading, spread, table
 
 
@@ -34,7 +35,7 @@ def _axis(axis: Mapping[str, Any]) -> list[str]:
         sides = point["sides"]
         times = (spread([1e6 * each for each in values["seconds"]], "{:,.1f}") for values in sides.values())
         ratios = [values["times_as_fast"] for values in sides.values() if values["times_as_fast"]]
-        rows.append((f"{int(value):,}", *times, *(spread(ratio, "{:.1f}") for ratio in ratios)))
+        rows.append((f"{int(value):,}", *times, *(spread(ratio, RATIO) for ratio in ratios)))
     first = next(iter(axis["points"].values()))["sides"]
     ratio = ["times as fast"] * (len(first) - 1)
     return table((axis["title"], *(f"{name}, µs" for name in first), *ratio), rows)

@@ -17,6 +17,9 @@ FACTS = {
 """Of what a check says, what is shown: its column, and how a number is written."""
 
 
+RATIO = "{:.3g}"
+
+
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page of results as Markdown."""
     note = "every side is checked to hold and to find the blocks that it should"
@@ -34,7 +37,7 @@ def _summary(cases: Mapping[str, Any]) -> list[str]:
         names = [name for name, values in measured["sides"].items() if values["times_as_fast"]]
         aim = "" if measured["aim"] is None else f"{measured['aim']:g}"
         for index, name in enumerate(names):
-            ratio = spread(measured["sides"][name]["times_as_fast"], "{:.1f}")
+            ratio = spread(measured["sides"][name]["times_as_fast"], RATIO)
             rows.append((measured["title"] if index == 0 else "", name, ratio, aim if index == 0 else ""))
     return table(("", "", "times as fast as vLLM", "aim"), rows) if rows else []
 
@@ -49,5 +52,5 @@ def _sides(measured: Mapping[str, Any]) -> list[str]:
         ratio = values["times_as_fast"]
         facts = (FACTS[fact][1].format(values[fact]) for fact in shown)
         time = spread([scale * each for each in values["seconds"]], "{:,.1f}")
-        rows.append((name, time, spread(ratio, "{:.2f}") if ratio else "", *facts))
+        rows.append((name, time, spread(ratio, RATIO) if ratio else "", *facts))
     return table(("", unit, "times as fast", *(FACTS[fact][0] for fact in shown)), rows)
