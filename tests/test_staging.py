@@ -14,6 +14,7 @@ import pytest
 import torch
 from kvframe_chunked_local import ChunkedLocalSpec
 from kvframe_cross_attention import CrossAttentionSpec
+from kvframe_kv_formats import Fp8TokenHead
 from kvframe_triton.backend import TritonBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,10 +26,12 @@ from kvframe.attention.metadata import Axis, CommonAttentionMetadata, Extension
 from kvframe.attention.selection import select_backends
 from kvframe.attention.skipping import find_skippable_layers
 from kvframe.attention.staging import ALIGNMENT, HOST, StagedMemory, Staging, replace_tensors
+from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.cache.inputs import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.storage import KVCacheStorage
 from kvframe.engine.runner import ModelRunner
+from kvframe.formats import PLAIN, KVFormat
 from kvframe.groups import group_layers, share_caches
 from kvframe.model.adapter import LoadedModel, ModelInput
 from kvframe.model.description import ModelDescription
@@ -80,6 +83,19 @@ class OnHost(CapturableReference):
     def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> torch.Tensor:
         assert {META} == {metadata.block_table.device, metadata.seq_lens.device}
         return query.new_empty(query.shape)  # type: ignore[no-any-return]
+
+
+class CopiesItself(TorchReferenceBackend):
+    """Brings an index over by itself."""
+
+    def make_builder(self) -> AttentionMetadataBuilder:
+        class Builder(AttentionMetadataBuilder):
+            def build(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
+                last = metadata.query_start_loc_cpu[1:] - 1
+                last.to(metadata.slot_mapping.device, non_blocking=True)
+                return metadata
+
+        return Builder()
 
 
 class Triton(TritonBackend):
@@ -149,12 +165,17 @@ class Decoder(LoadedModel):
         return torch.empty(len(logits_indices) if kept is None else len(kept), 8, device=META)
 
 
-def copies_of_a_step(backend: str, requests: Sequence[tuple[int, int]], **options: Any) -> list[str]:
+def copies_of_a_step(
+    backend: str, requests: Sequence[tuple[int, int]], kv_format: KVFormat = PLAIN, **options: Any
+) -> list[str]:
     """Return the copies of a step of requests with so many tokens computed, and so many new."""
     kinds = ("full_attention", "local", "chunked_local", "cross_attention")
     rules = [{"kind": kind, "backend": backend} for kind in kinds]
     stack = Stack.from_mapping({"engine": {"prefill_skipping": "decode_only"}, "rules": rules})
-    layers = every_kind_of_layer()
+    layers = tuple(
+        attrs.evolve(each, spec=each.spec.in_format(kv_format)) if each.query is not None and each.spec else each
+        for each in every_kind_of_layer()
+    )
     grouping = group_layers(layers)
     plan = plan_cache(
         grouping, memory_bytes=400_000, max_model_len=64, max_num_batched_tokens=64, max_input_lens={"encoder": 16}
@@ -163,7 +184,14 @@ def copies_of_a_step(backend: str, requests: Sequence[tuple[int, int]], **option
     skipped = find_skippable_layers(layers)
     assert 3 == len(skipped)
     ordered = plugin(
-        "mine", backends={"decodes": Decodes, "short_ones": ShortOnes, "on_host": OnHost, "triton_here": Triton}
+        "mine",
+        backends={
+            "decodes": Decodes,
+            "short_ones": ShortOnes,
+            "on_host": OnHost,
+            "triton_here": Triton,
+            "copies_itself": CopiesItself,
+        },
     )
     choices = select_backends(layers, stack, load_plugins(stack.plugins, [ordered]).registry, "cpu", skipped)
     scratch = LocalCaches(layers, META, max_tokens=64, max_reqs=8)
@@ -186,7 +214,8 @@ def copies_of_a_step(backend: str, requests: Sequence[tuple[int, int]], **option
             rows, computed, new, np.cumsum(new) - 1, new_inputs={"encoder": fresh} if fresh else {}, **options
         )
     assert (len(requests), 8) == logits.shape
-    return copies.found
+    found: list[str] = copies.found
+    return found
 
 
 DECODES = [(5, 1), (13, 1), (4, 1)]
@@ -194,14 +223,22 @@ MIXED = [(9, 1), (0, 7), (5, 3), (13, 1), (0, 2)]
 
 
 @pytest.mark.parametrize("requests", [DECODES, MIXED])
-@pytest.mark.parametrize("backend", ["torch_reference", "decodes", "short_ones", "on_host", "triton_here"])
+@pytest.mark.parametrize("backend", ["torch", "torch_reference", "decodes", "short_ones", "on_host", "triton_here"])
 def test_a_step_is_one_copy_for_all_groups_chains_and_orders(backend: str, requests: list[tuple[int, int]]) -> None:
     assert 1 == len(copies_of_a_step(backend, requests))
 
 
 @pytest.mark.parametrize("requests", [DECODES, MIXED])
+@pytest.mark.parametrize("backend", ["torch", "torch_reference", "on_host", "triton_here"])
+def test_what_is_copied_from_pages_of_another_format_is_in_that_one_copy(
+    backend: str, requests: list[tuple[int, int]]
+) -> None:
+    assert 1 == len(copies_of_a_step(backend, requests, Fp8TokenHead()))
+
+
+@pytest.mark.parametrize("requests", [DECODES, MIXED])
 def test_a_builder_that_copies_by_itself_makes_nobody_wait(requests: list[tuple[int, int]]) -> None:
-    assert 1 <= len(copies_of_a_step("torch", requests))
+    assert 1 < len(copies_of_a_step("copies_itself", requests))
 
 
 def test_extensions_with_a_host_copy_go_along() -> None:

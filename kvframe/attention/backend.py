@@ -203,6 +203,8 @@ class AttentionMetadataBuilder(ABC):
 
 
 class _PassThroughBuilder(AttentionMetadataBuilder):
+    on_host = True
+
     def build(self, metadata: CommonAttentionMetadata) -> Any:
         return metadata
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.specs import AttentionMask
@@ -41,7 +40,7 @@ def live_places(metadata: CommonAttentionMetadata, mask: AttentionMask) -> IntAr
     return index
 
 
-def static_places(metadata: CommonAttentionMetadata, mask: AttentionMask) -> torch.Tensor:
+def static_places(metadata: CommonAttentionMetadata, mask: AttentionMask) -> IntArray:
     """Return places of as many blocks as any batch of a graph needs: all, or what a window reaches at most.
 
     Args:
@@ -49,22 +48,23 @@ def static_places(metadata: CommonAttentionMetadata, mask: AttentionMask) -> tor
         mask: As for ``live_places``.
 
     Returns:
-        ``[num_pages], int64, device``.
+        ``[num_pages], int64, host``.
     """
     (num_rows, num_columns), size = metadata.block_table.shape, metadata.block_size
-    device = metadata.block_table.device
-    starts = torch.arange(num_rows, device=device).unsqueeze(1) * num_columns
+    starts = np.arange(num_rows, dtype=np.int64)[:, None] * num_columns
     num_sinks = -(-mask.num_sink_tokens // size)
     reach = metadata.max_query_len + (mask.window or mask.chunk or 0)
     num_reached = reach // size + 2
     if (mask.window is None and mask.chunk is None) or num_sinks + num_reached >= num_columns:
-        return (starts + torch.arange(num_columns, device=device)).flatten()
-    first_query = metadata.seq_lens - metadata.query_start_loc.diff()
+        every: IntArray = (starts + np.arange(num_columns)).ravel()
+        return every
+    first_query = metadata.seq_lens_cpu.numpy() - np.diff(metadata.query_start_loc_cpu.numpy())
     if mask.window is not None:
-        low = (first_query + 1 - mask.window).clamp_min(0)
+        low = np.maximum(first_query + 1 - mask.window, 0)
     else:
         low = first_query - first_query % (mask.chunk or 1)
-    first = torch.div(low, size, rounding_mode="floor").long().clamp_max(num_columns - num_reached).clamp_min(0)
-    reached = first.unsqueeze(1) + torch.arange(num_reached, device=device)
-    sinks = torch.arange(num_sinks, device=device).expand(num_rows, num_sinks)
-    return (starts + torch.cat([sinks, reached], 1)).flatten()
+    first = np.clip(low // size, 0, num_columns - num_reached)
+    reached = first[:, None] + np.arange(num_reached)
+    sinks = np.broadcast_to(np.arange(num_sinks), (num_rows, num_sinks))
+    index: IntArray = (starts + np.concatenate([sinks, reached], axis=1)).ravel()
+    return index

@@ -118,14 +118,14 @@ class CopiedMetadata:
     Attributes:
         built: What the backend's own builder made, for the copies.
         pages: ``[num_pages], int32, device``: the pages to copy.
-        index: ``[num_pages], int64, device``: where they stand in the first columns of the block table, row after row.
+        index_cpu: ``[num_pages], int64, host``: where they stand in the block table's first columns, row after row.
         num_columns: How many columns these are.
         is_static: Whether the shapes are those of a graph.
     """
 
     built: Any
     pages: torch.Tensor
-    index: torch.Tensor
+    index_cpu: torch.Tensor
     num_columns: int
     is_static: bool
 
@@ -220,7 +220,7 @@ class CopyingBuilder(AttentionMetadataBuilder):
             CopiedMetadata(
                 built=built[number],
                 pages=_pages(metadata, index),
-                index=index,
+                index_cpu=index,
                 num_columns=metadata.block_table.shape[1],
                 is_static=metadata.static_shapes,
             )
@@ -229,24 +229,21 @@ class CopyingBuilder(AttentionMetadataBuilder):
 
     def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
         """Return the pages to copy of another block table."""
-        index, num_columns = built.index, metadata.block_table.shape[1]
+        index, num_columns = built.index_cpu, metadata.block_table.shape[1]
         if num_columns != built.num_columns:
             row = torch.div(index, built.num_columns, rounding_mode="floor")
             index = index + row * (num_columns - built.num_columns)
         return {"pages": _pages(metadata, index)}
 
     def _index(self, metadata: CommonAttentionMetadata) -> torch.Tensor:
-        """Return where the pages to copy stand in the block table, row after row, ``[num_pages], int64, device``."""
+        """Return where the pages to copy stand in the block table, row after row, ``[num_pages], int64, host``."""
         mask = self._mask
         limits = AttentionMask() if mask is None or not (mask.causal and metadata.causal) else mask
-        if metadata.static_shapes:
-            return static_places(metadata, limits)
-        index = torch.from_numpy(live_places(metadata, limits))
-        return index.to(metadata.block_table.device, non_blocking=True)
+        return torch.from_numpy((static_places if metadata.static_shapes else live_places)(metadata, limits))
 
 
 def _pages(metadata: CommonAttentionMetadata, index: torch.Tensor) -> torch.Tensor:
-    return metadata.block_table.reshape(-1).index_select(0, index)
+    return metadata.block_table.reshape(-1).index_select(0, index.to(metadata.block_table.device, non_blocking=True))
 
 
 def _over_copies(metadata: CommonAttentionMetadata, index: torch.Tensor) -> CommonAttentionMetadata:
@@ -254,5 +251,5 @@ def _over_copies(metadata: CommonAttentionMetadata, index: torch.Tensor) -> Comm
     table = torch.zeros_like(metadata.block_table, memory_format=torch.contiguous_format)
     numbers = torch.arange(1, 1 + index.shape[0], dtype=table.dtype, device=table.device)
     # A window that reaches back to the sinks names their blocks twice: either copy will do.
-    table.view(-1).index_copy_(0, index, numbers)
+    table.view(-1).index_copy_(0, index.to(table.device, non_blocking=True), numbers)
     return attrs.evolve(metadata, block_table=table)

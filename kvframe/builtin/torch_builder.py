@@ -18,7 +18,7 @@ import torch
 from kvframe.attention.backend import AttentionMetadataBuilder
 from kvframe.attention.metadata import SEQ_STARTS, CommonAttentionMetadata
 from kvframe.builtin.torch_layout import Layout
-from kvframe.builtin.torch_pieces import Piece, PieceMaker, upload
+from kvframe.builtin.torch_pieces import Piece, Pieces
 from kvframe.builtin.torch_tiles import NO_LIMIT, IntArray, Rules
 from kvframe.formats import StateTensor
 from kvframe.specs import LayerSpec
@@ -44,21 +44,31 @@ class TorchMetadata:
     """What the layers of an attention group read in a step.
 
     Attributes:
-        pieces: The dense batches.
-        pages: For each piece ``[num_tiles * num_pages], int32, device``: block ids to gather.
-        page_index: ``[num_pages], int32, device``: where those of all pieces stand in the block table, row after row.
+        all_pieces: The dense batches, among those of other groups; None where no request has a new token.
+        first_piece: The group's first one.
+        pages: For each of its pieces ``[num_tiles * num_pages], int32, device``: block ids to gather.
+        page_index_cpu: ``[num_pages], int32, host``: where those of all pieces stand in the block table, row after row.
         row_stride: From one row of that block table to the next.
     """
 
-    pieces: tuple[Piece, ...]
+    all_pieces: Pieces | None
+    first_piece: int
     pages: tuple[torch.Tensor, ...]
-    page_index: torch.Tensor
+    page_index_cpu: torch.Tensor
     row_stride: int
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The dense batches; made when they are first asked for."""
+        if self.all_pieces is None:
+            return ()
+        return self.all_pieces.made()[self.first_piece : self.first_piece + len(self.pages)]
 
 
 class TorchMetadataBuilder(AttentionMetadataBuilder):
-    """Makes the pieces of a step."""
+    """Makes the pieces of a step: on the host what they are made of, and of that, on the device, what is large."""
 
+    on_host = True
     table_fields = frozenset({"pages"})
 
     def __init__(self, layer: LayerSpec, device: torch.device) -> None:
@@ -128,12 +138,14 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
 
     def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
         """Return the pages of all pieces."""
-        table, index = _Table.of(metadata.block_table), built.page_index
+        table, index = _Table.of(metadata.block_table), built.page_index_cpu
         if table.row_stride != built.row_stride:
             row = torch.div(index, built.row_stride, rounding_mode="floor")
             index = index + row * (table.row_stride - built.row_stride)
         return {
-            "pages": table.ids(table.start).index_select(0, index).split_with_sizes([len(each) for each in built.pages])
+            "pages": table.ids(table.start)
+            .index_select(0, index.to(table.rows.device, non_blocking=True))
+            .split_with_sizes([len(each) for each in built.pages])
         }
 
 
@@ -211,27 +223,28 @@ def _build_alike(jobs: Sequence[_Job], dtype: torch.dtype, device: torch.device)
     tables, steps, causal = [job.table for job in jobs], [job.step for job in jobs], jobs[0].causal
     layout = Layout.of(steps, [job.rules for job in jobs], causal, steps[0].block_size)
     if layout is None:
-        nothing = torch.empty(0, dtype=torch.int32, device=device)
-        return [TorchMetadata((), (), nothing, table.row_stride) for table in tables]
+        nothing = torch.empty(0, dtype=torch.int32)
+        return [TorchMetadata(None, 0, (), nothing, table.row_stride) for table in tables]
     padded_pages = layout.padded_pages()
-    maker = PieceMaker(layout, causal, dtype, device)
-    pieces = maker.make([step.num_actual_tokens for step in steps], padded_pages)
+    pieces = Pieces.of(layout, causal, dtype, [step.num_actual_tokens for step in steps], padded_pages)
+    if device.type == "cpu":
+        pieces.made()  # There is no way to go first: what a step's metadata takes is all spent before its first layer.
     index = layout.page_index([table.row_stride for table in tables], padded_pages)
     group_pages = layout.group_pages()
     pages = _take_pages(tables, index, group_pages).split_with_sizes((layout.counts * layout.widths).tolist())
-    page_index = upload(index, device).split_with_sizes(group_pages)
+    page_index = torch.from_numpy(index).split_with_sizes(group_pages)
     found, start = [], 0
     for group, num_pieces in enumerate(np.bincount(layout.groups, minlength=len(steps)).tolist()):
-        part = slice(start, start := start + num_pieces)
-        found.append(TorchMetadata(tuple(pieces[part]), pages[part], page_index[group], tables[group].row_stride))
+        own_pages = pages[start : start + num_pieces]
+        found.append(TorchMetadata(pieces, start, own_pages, page_index[group], tables[group].row_stride))
+        start += num_pieces
     return found
 
 
 def _take_pages(tables: Sequence[_Table], index: IntArray, group_pages: Sequence[int]) -> torch.Tensor:
     """Return the block ids of all groups, for where they stand in each group's table; one gather for each memory."""
-    device = tables[0].rows.device
     starts = np.array([table.start for table in tables], dtype=np.int32)
-    places = upload(index + starts.repeat(group_pages), device)
+    places = torch.from_numpy(index + starts.repeat(group_pages)).to(tables[0].rows.device, non_blocking=True)
     found, first = [], 0
     for _, run in itertools.groupby(zip(tables, group_pages, strict=True), lambda pair: pair[0].place):
         members = list(run)

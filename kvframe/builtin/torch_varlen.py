@@ -41,6 +41,7 @@ class VarlenMetadataBuilder(AttentionMetadataBuilder):
     """Finds out whether each row of a step of decodes is its request's."""
 
     capture = GraphCapture.UNIFORM
+    on_host = True
     reuse_key = ("varlen",)
 
     def build(self, metadata: CommonAttentionMetadata) -> VarlenMetadata:

@@ -37,6 +37,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder):
     """Finds out which of the library's two functions a step is for."""
 
     capture = GraphCapture.UNIFORM
+    on_host = True
     reuse_key = ("flash_attn",)
 
     def build(self, metadata: CommonAttentionMetadata) -> FlashAttnMetadata:

@@ -35,6 +35,7 @@ class FlashAttn3MetadataBuilder(AttentionMetadataBuilder):
     """
 
     capture = GraphCapture.ALWAYS
+    on_host = True
 
     def __init__(self, layer: LayerSpec) -> None:
         """Take any layer of the group."""

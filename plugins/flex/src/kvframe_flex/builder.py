@@ -65,7 +65,11 @@ class FlexMetadata:
 
 
 class FlexMetadataBuilder(AttentionMetadataBuilder):
-    """Makes the pieces of a step."""
+    """Makes the pieces of a step.
+
+    It is not ``on_host``: its block masks are large and made on the device, of arrays that it brings there in one copy
+    of its own.
+    """
 
     table_fields = frozenset({"pages"})
 
