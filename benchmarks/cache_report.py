@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,14 +44,17 @@ def _summary(cases: Mapping[str, Any]) -> list[str]:
 
 
 def _sides(measured: Mapping[str, Any]) -> list[str]:
-    sides = measured["sides"]
+    sides, num_requests = measured["sides"], measured["sizes"].get("num_requests")
     shown = [name for name in FACTS if any(name in values for values in sides.values())]
     fastest = min(min(values["seconds"]) for values in sides.values())
     unit, scale = ("ms", 1e3) if fastest > 1e-3 else ("µs", 1e6)
     rows = []
     for name, values in sides.items():
         ratio = values["times_as_fast"]
-        facts = (FACTS[fact][1].format(values[fact]) for fact in shown)
+        facts = [FACTS[fact][1].format(values[fact]) for fact in shown]
+        if num_requests is not None:
+            facts.insert(0, f"{1e6 * statistics.median(values['seconds']) / num_requests:,.2f}")
         time = spread([scale * each for each in values["seconds"]], "{:,.1f}")
         rows.append((name, time, spread(ratio, RATIO) if ratio else "", *facts))
-    return table(("", unit, "times as fast", *(FACTS[fact][0] for fact in shown)), rows)
+    each = [] if num_requests is None else ["µs for each request"]
+    return table(("", unit, "times as fast", *each, *(FACTS[fact][0] for fact in shown)), rows)

@@ -16,13 +16,17 @@ from cache_core import Mistake, TokenIds
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.core.kv_cache_utils import (
+    _get_kv_cache_groups_uniform_page_size,
+    get_request_block_hasher,
+    init_none_hash,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 from vllm.v1.request import Request
 
 
 class VLLM:
-    """The manager, with a group for each layer: so its planner groups a model that has one layer of its rarest type."""
+    """The manager, with the groups that its planner makes."""
 
     # It releases what a window has passed when the next token's room is made.
     release_lag = 1
@@ -41,16 +45,16 @@ class VLLM:
 
     def build(self, setting: Setting) -> None:
         """Make the manager; what an earlier one holds is given up."""
-        self._windows = setting.windows
         self._running = []
         sizes: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
-        groups = [
-            KVCacheGroupSpec(
-                [f"layer{index}"],
-                FullAttentionSpec(**sizes) if window is None else SlidingWindowSpec(sliding_window=window, **sizes),
-            )
+        specs = {
+            f"layer{index}": FullAttentionSpec(**sizes)
+            if window is None
+            else SlidingWindowSpec(sliding_window=window, **sizes)
             for index, window in enumerate(setting.windows)
-        ]
+        }
+        groups = _get_kv_cache_groups_uniform_page_size(specs)
+        self._windows = [group.kv_cache_spec.sliding_window for group in groups]
         config = KVCacheConfig(
             num_blocks=setting.num_blocks,
             kv_cache_tensors=[],

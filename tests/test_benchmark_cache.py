@@ -106,7 +106,22 @@ def test_the_page_says_the_work_in_words_and_compares_what_was_done_in_one_round
     page = benchmark.cache_report.write_report(record)
     assert "| Pass | kvframe | 2 (1 to 3) | 1 |" in page
     assert f"Pass. {case.words}" in page
+    assert "for each request" not in page
     assert "| vLLM | 2.0 (1.0 to 3.0) |  |" in page
+
+
+def test_the_page_says_what_a_step_costs_for_each_request(benchmark: Any) -> None:
+    case = names(benchmark.cache_cases.tiny_cases())["tiny-decode"]
+    values = {
+        "seconds": [9e-6, 8e-6, 7e-6],
+        "times_as_fast": [],
+        "num_groups": 3,
+        "calls_per_request": 4.0,
+        "num_held": 5,
+    }
+    lines = benchmark.cache_report._sides({**case.to_dict(), "sides": {"vLLM": values}})
+    assert "|  | µs | times as fast | µs for each request | groups |" in lines[0]
+    assert "| vLLM | 8.0 (7.0 to 9.0) |  | 2.00 | 3 | 4.0 | 5 |" == lines[2]
 
 
 def test_without_the_peer_it_says_so_and_measures_the_rest(tmp_path: Path) -> None:
