@@ -30,8 +30,9 @@ from traffic_slabs import PLACEMENTS
 from kvframe.cli.render import progress
 
 SIZE = 32
-USERS = 1.5
-"""So many times as many users as have a typical request that fits hold conversations at once."""
+USERS = {True: 2.5, False: 1.5}
+"""So many times as many users as have a typical request that fits hold conversations at once, where these have several
+turns, of which they share tokens, and where they have one."""
 
 CONVERSATIONS = {True: 1.2, False: 1.6}
 """Conversations for each user, where these have several turns and where they have one."""
@@ -98,7 +99,7 @@ class Job:
 def users(shape: Shape, lengths: Lengths) -> int:
     """Return how many users a shape's memory is too small for."""
     fitting = shape.memory_bytes / shape.live_bytes(min(typical_tokens(lengths), shape.longest // 2))
-    return min(MAX_NUM_SEQS, max(8, round(USERS * fitting)))
+    return min(MAX_NUM_SEQS, max(8, round(USERS[lengths.turns[1] > 1] * fitting)))
 
 
 def figures(outcome: Outcome, memory_bytes: int) -> dict[str, Any]:

@@ -45,10 +45,11 @@ class Cache(Protocol):
     def start(self, request_id: str, token_ids: Tokens[int], *, use_prefix: bool, inputs: Inputs) -> int:
         """Take a request in, on its longest cached prefix; returns the tokens of that."""
 
-    def chunk(self, start: int, stop: int, prompt_end: int, limit: int) -> int:
+    def chunk(self, request_id: str, start: int, stop: int, prompt_end: int, limit: int) -> int:
         """Return up to which token a step may compute a prompt from ``start``, at most ``stop``.
 
         Args:
+            request_id: A request that was taken in.
             start: Its tokens that are computed.
             stop: Up to where the step has the budget.
             prompt_end: Its length.
@@ -96,7 +97,7 @@ class SlabsAndPages:
         self._num_seen[request_id] = [0] * len(self._plan.groups)
         return self._manager.start(request_id, token_ids, use_prefix=use_prefix, inputs=inputs)
 
-    def chunk(self, start: int, stop: int, prompt_end: int, limit: int) -> int:
+    def chunk(self, request_id: str, start: int, stop: int, prompt_end: int, limit: int) -> int:
         """Return ``stop``: a step may end anywhere."""
         return stop
 
@@ -204,10 +205,11 @@ class EqualLayout:
 class EqualPages:
     """Groups of equal blocks in one pool, managed as vLLM's ``KVCacheManager`` does.
 
-    What it takes over (version 0.32, ``vllm/v1/core``): every group has a block table of its own; windows give back
-    what they have passed; of a state the last one is held, and those at the end of a block are findable (``align``),
-    which is where a prompt's steps end; a hit is a multiple of every group's blocks and needs the live range of every
-    group; inputs are not shared.
+    What it takes over (version 0.32 with its defaults, ``vllm/v1/core``): every group has a block table of its own;
+    windows give back what they have passed; of a state the last one is held, and a prompt's steps end where a block
+    does (``align``); windows and states are findable at the last block's end in a prompt, and where it parts from an
+    earlier one (``prefix_cache_retention_interval = 0``); a hit is a multiple of every group's blocks and needs the
+    live range of every group; inputs are not shared.
     """
 
     def __init__(self, layout: EqualLayout, memory_bytes: int) -> None:
@@ -215,7 +217,7 @@ class EqualPages:
         self._layout = layout
         self._memory_bytes = memory_bytes
         self._pool = EqualBlocks(memory_bytes // layout.block_bytes)
-        self._manager = TableManager([group.spec for group in layout.groups], self._pool, last_state_only=True)
+        self._manager = TableManager([group.spec for group in layout.groups], self._pool, few_checkpoints=True)
         self.start = self._manager.start
         self.extend = self._manager.extend
         self.commit = self._manager.commit
@@ -223,8 +225,8 @@ class EqualPages:
         states = [group.spec.block_size for group in layout.groups if group.spec.is_per_block]
         self._state_block = max(states, default=0)
 
-    def chunk(self, start: int, stop: int, prompt_end: int, limit: int) -> int:
-        """Return up to which token a step may compute: where there are states, the end of a block (``Scheduler``)."""
+    def chunk(self, request_id: str, start: int, stop: int, prompt_end: int, limit: int) -> int:
+        """Return up to which token a step may compute: where there are states, to the end of some block."""
         size = self._state_block
         if not size:
             return stop
@@ -234,7 +236,8 @@ class EqualPages:
                 stop = aligned
         next_end = (start // size + 1) * size if start % size else 0
         last_end = (prompt_end - 1) // size * size
-        return max(start, min((end for end in (next_end, last_end) if start < end < stop), default=stop))
+        ends = (next_end, last_end, *self._manager.boundaries(request_id))
+        return max(start, min((end for end in ends if start < end < stop), default=stop))
 
     @property
     def use(self) -> float:
@@ -275,13 +278,13 @@ class ModelOfSlabs:
         """Start with an empty pool."""
         self._plan, self._pool = plan, pool
         specs = [group.spec for group in plan.groups]
-        self._manager = TableManager(specs, pool, last_state_only=False, prefix_caching=prefix_caching)
+        self._manager = TableManager(specs, pool, few_checkpoints=False, prefix_caching=prefix_caching)
         self.start = self._manager.start
         self.extend = self._manager.extend
         self.commit = self._manager.commit
         self.free = self._manager.free
 
-    def chunk(self, start: int, stop: int, prompt_end: int, limit: int) -> int:
+    def chunk(self, request_id: str, start: int, stop: int, prompt_end: int, limit: int) -> int:
         """Return ``stop``: a step may end anywhere."""
         return stop
 

@@ -206,7 +206,7 @@ class Simulation:
     def _compute_prompt(self, request: _Request, budget: int, computed: list[tuple[_Request, int]]) -> int:
         """Let a running request compute more of its prompt; returns how many tokens."""
         stop = min(request.num_known, request.num_computed + budget)
-        stop = self._cache.chunk(request.num_computed, stop, request.num_known, self._budget)
+        stop = self._cache.chunk(request.name, request.num_computed, stop, request.num_known, self._budget)
         if stop == request.num_computed or not self._make_room(request, stop):
             return 0
         computed.append((request, stop))
@@ -221,7 +221,9 @@ class Simulation:
         while True:
             request.starts += 1
             hit = self._cache.start(request.name, token_ids, use_prefix=not request.runs_alone, inputs=request.inputs)
-            stop = self._cache.chunk(hit, min(request.num_known, hit + budget), request.num_known, self._budget)
+            stop = self._cache.chunk(
+                request.name, hit, min(request.num_known, hit + budget), request.num_known, self._budget
+            )
             if stop > hit and self._cache.extend(request.name, stop):
                 break
             self._cache.free(request.name)

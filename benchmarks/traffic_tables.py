@@ -25,6 +25,8 @@ class _Entry:
     published: list[int]
     num_computed: int
     inputs: Inputs
+    boundaries: tuple[int, ...] = ()
+    """Where a later request may want to continue: at the prompt's end, and where it parts from an earlier request."""
     keys: dict[int, list[int]] = attrs.field(factory=dict)
 
 
@@ -32,20 +34,21 @@ class TableManager:
     """Requests and their block tables over a pool: the verbs of a cache, derived from what the groups' specs say."""
 
     def __init__(
-        self, specs: Sequence[KVCacheSpec], pool: Pool, *, last_state_only: bool, prefix_caching: bool = True
+        self, specs: Sequence[KVCacheSpec], pool: Pool, *, few_checkpoints: bool, prefix_caching: bool = True
     ) -> None:
         """Start with no request.
 
         Args:
             specs: The groups'.
             pool: Where blocks come from.
-            last_state_only: Whether a step stores the state after its last token alone; else what the spec says.
+            few_checkpoints: Whether a step stores the state after its last token alone, and windows and states are
+                findable only where a later request may want to continue; else what the spec says, everywhere.
             prefix_caching: Whether anything is found again.
         """
         self._specs = tuple(specs)
         self._keeps_states = [spec.is_per_block for spec in specs]
         self._pool = pool
-        self._last_state_only = last_state_only
+        self._few_checkpoints = few_checkpoints
         self._prefix_caching = prefix_caching
         self._entries: dict[str, _Entry] = {}
         self._sizes = sorted({spec.block_size for spec in specs if spec.sequence == TOKENS})
@@ -57,7 +60,9 @@ class TableManager:
         self._entries[request_id] = entry
         if use_prefix and self._is_shared(entry):
             self._make_keys(entry, token_ids, len(token_ids) - 1)
-            entry.num_computed = hit = self._longest_hit(entry, len(token_ids) - 1)
+            hit, longest = self._longest_hit(entry, len(token_ids) - 1)
+            ends = (longest, (len(token_ids) - 1) // self._alignment * self._alignment)
+            entry.num_computed, entry.boundaries = hit, tuple(end for end in ends if end > hit)
             for group, spec in enumerate(self._specs):
                 ids = [0] * (hit // spec.block_size)
                 for first, stop in spec.live_blocks(hit):
@@ -69,18 +74,20 @@ class TableManager:
                 entry.published[group] = len(ids)
         return entry.num_computed
 
-    def _longest_hit(self, entry: _Entry, most: int) -> int:
+    def _longest_hit(self, entry: _Entry, most: int) -> tuple[int, int]:
+        """Return the longest prefix that every group can continue from, and the longest that any of them can."""
         missing = []
         for group, spec in enumerate(self._specs):
             keys = entry.keys[spec.block_size][: most // spec.block_size]
             missing.append([0, *accumulate(not self._pool.find((group, key)) for key in keys)])
         hit = most - most % self._alignment
+        longest = max(_longest(spec, absent, hit) for spec, absent in zip(self._specs, missing, strict=True))
         while hit:
             shorter = min(_longest(spec, absent, hit) for spec, absent in zip(self._specs, missing, strict=True))
             if shorter == hit:
                 break
             hit = shorter - shorter % self._alignment
-        return hit
+        return hit, longest - longest % self._alignment
 
     def extend(self, request_id: str, num_tokens: int) -> bool:
         """Make room for tokens ``[0, num_tokens)``; False, and nothing changed, if there is none."""
@@ -106,7 +113,7 @@ class TableManager:
             return ()
         last = (num_tokens - 1) // size
         stored: Sequence[tuple[int, int]] = ((last, last + 1),)
-        if not self._last_state_only:
+        if not self._few_checkpoints:
             branch = (num_tokens - 1) // self._alignment * self._alignment
             stored = spec.stored_blocks(entry.num_computed, num_tokens - entry.num_computed, branch)
         first = entry.num_computed // size
@@ -130,9 +137,10 @@ class TableManager:
             ids, size = entry.ids[group], spec.block_size
             if is_shared:
                 keys = entry.keys[size]
-                for index in range(entry.published[group], num_computed // size):
-                    if ids[index]:
-                        self._pool.publish(ids[index], (group, keys[index]))
+                for start, stop in self._findable(entry, spec):
+                    for index in range(max(start, entry.published[group]), min(stop, num_computed // size)):
+                        if ids[index]:
+                            self._pool.publish(ids[index], (group, keys[index]))
                 entry.published[group] = max(entry.published[group], num_computed // size)
             live = spec.live_blocks(num_computed)
             first = min(live[0][0] if live else num_computed // size, num_computed // size)
@@ -142,10 +150,21 @@ class TableManager:
                 ids[entry.first[group] : first] = [0] * (first - entry.first[group])
                 entry.first[group] = first
 
+    def _findable(self, entry: _Entry, spec: KVCacheSpec) -> list[tuple[int, int]]:
+        """Return which of a request's blocks of a group are to be findable once they are full."""
+        every = [(0, len(entry.keys[spec.block_size]))]
+        if not self._few_checkpoints or not _passes_each_token(spec):
+            return every
+        return [live for boundary in entry.boundaries for live in spec.live_blocks(boundary)]
+
     def free(self, request_id: str) -> None:
         """Give back everything that a request holds, its tail first."""
         for group, ids in enumerate(self._entries.pop(request_id).ids):
             self._pool.release(group, [block for block in reversed(ids) if block])
+
+    def boundaries(self, request_id: str) -> tuple[int, ...]:
+        """Return where a later request may want to continue from a request's tokens."""
+        return self._entries[request_id].boundaries
 
     def block_ids(self, request_id: str, group: int) -> list[int]:
         """Return a request's blocks in a group, 0 where none is held."""
@@ -160,6 +179,12 @@ class TableManager:
             for start in range(len(keys) * size, num_tokens - size + 1, size):
                 parent = keys[-1] if keys else 0
                 keys.append(hash((parent, token_ids[start : start + size].tobytes())))
+
+
+def _passes_each_token(spec: KVCacheSpec) -> bool:
+    """Return whether every token makes an earlier one useless: so it is with windows and states, not with chunks."""
+    somewhere = (1 << 20) + 1
+    return spec.live_ranges(somewhere)[0][0] < spec.live_ranges(somewhere + 1)[0][0]
 
 
 def _longest(spec: KVCacheSpec, missing: Sequence[int], num_tokens: int) -> int:
