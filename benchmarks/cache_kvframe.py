@@ -20,11 +20,6 @@ from kvframe.groups import group_layers
 from kvframe.plan import KVCachePlan, plan_cache
 from kvframe.specs import LayerSpec
 
-try:
-    from kvframe.cache.prefix import PrefixKeys
-except ImportError:
-    PrefixKeys = None  # type: ignore[assignment, misc]
-
 SIZES: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 64, "dtype": "float32"}
 PAGE_BYTES = FullAttentionSpec(**SIZES).block_bytes
 
@@ -60,6 +55,7 @@ class KVFrame:
         """Make the manager; what an earlier one holds is given up."""
         self._step = _no_step
         self._growing: set[str] = set()
+        self._running: set[str] = set()
         self._one_by_one = setting.one_by_one
         self._manager = KVCacheManager(
             plan_of(setting), max_num_seqs=setting.max_num_seqs, prefix_caching=setting.caching
@@ -70,25 +66,27 @@ class KVFrame:
         return Prompt(str(next(self._names)), token_ids)
 
     def make_keys(self, prompt: Prompt) -> Any:
-        """Return what a lookup needs of a prompt: its tokens as an array, which are compared as they are."""
-        return array("I", prompt.token_ids) if PrefixKeys is None else _hashes(prompt)
+        """Return what a lookup needs of a prompt: its token ids as an array."""
+        return array("I", prompt.token_ids)
 
     def prepare(self, token_ids: TokenIds) -> Prompt:
-        """Return a prompt with its tokens as an array."""
-        return Prompt(str(next(self._names)), array("I", token_ids))
+        """Return a prompt whose token ids are an array."""
+        return self.receive(array("I", token_ids))
 
     def look_up(self, prompt: Prompt) -> int:
-        """Return the tokens of a prompt that need not be computed; it also gets their blocks."""
-        return self._manager.start(prompt.name, prompt.token_ids)
+        """Return the tokens of a prompt that need not be computed."""
+        return self._manager.find(prompt.token_ids)
 
     def admit(self, prompt: Prompt) -> int:
         """Look a prompt up, take its cached blocks and make room for the rest of its tokens; return what was cached."""
+        self._running.add(prompt.name)
         hit = self._manager.start(prompt.name, prompt.token_ids)
         self._extend(prompt, len(prompt.token_ids))
         return hit
 
     def compute(self, prompt: Prompt, chunk: int) -> int:
         """Look a prompt up and compute the rest, ``chunk`` tokens in a step; return what was cached."""
+        self._running.add(prompt.name)
         hit = self._manager.start(prompt.name, prompt.token_ids)
         for start in range(hit, len(prompt.token_ids), chunk):
             stop = min(start + chunk, len(prompt.token_ids))
@@ -110,13 +108,14 @@ class KVFrame:
         manager.free(name)
 
     def let_go(self, prompt: Prompt) -> None:
-        """End a request, or a lookup, and release what it holds."""
-        self._manager.free(prompt.name)
+        """End a request and release what it holds; a lookup holds nothing."""
+        if prompt.name in self._running:
+            self._running.remove(prompt.name)
+            self._manager.free(prompt.name)
 
     def generate_from(self, prompts: Sequence[Prompt]) -> None:
         """Take note of who takes part in steps; all are computed."""
-        together = hasattr(self._manager, "extend_rows") and not self._one_by_one
-        self._step = (Together if together else OneByOne)(self._manager, prompts).step
+        self._step = (OneByOne if self._one_by_one else Together)(self._manager, prompts).step
 
     def step(self, token_ids: TokenIds) -> None:
         """Do a decode step."""
@@ -126,6 +125,7 @@ class KVFrame:
         """Make room for ``num_tokens`` tokens of a prompt, which stay uncomputed; False if there is none."""
         if prompt.name not in self._growing:
             self._growing.add(prompt.name)
+            self._running.add(prompt.name)
             self._manager.start(prompt.name, prompt.token_ids, use_prefix=False)
         return self._manager.extend(prompt.name, num_tokens)
 
@@ -156,10 +156,6 @@ def plan_of(setting: Setting) -> KVCachePlan:
         max_model_len=setting.max_model_len,
         max_num_batched_tokens=min(2048, setting.max_model_len),
     )
-
-
-def _hashes(prompt: Prompt) -> list[bytes]:
-    return PrefixKeys(BLOCK_SIZE, "").upto(prompt.token_ids, len(prompt.token_ids))
 
 
 def _no_step(token_ids: TokenIds) -> None:

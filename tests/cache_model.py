@@ -6,7 +6,7 @@ What is evicted is the pool's choice, which the model is told; all else it says 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import attrs
@@ -58,6 +58,12 @@ def is_sparse(group: PlannedGroup) -> bool:
     return isinstance(group.spec, StateSpec)
 
 
+def needs_last_token(group: PlannedGroup) -> bool:
+    """Return whether every token needs the one before it, by a mask that says so."""
+    mask = group.spec.mask
+    return mask is not None and mask.chunk is None and mask.window != 1
+
+
 def num_slots(group: PlannedGroup) -> int:
     """Return how many states a page of the group has room for: of every token, or of the last ones."""
     return 1 + group.spec.num_drafts if isinstance(group.spec, StateSpec) else group.block_size
@@ -87,6 +93,12 @@ class CacheModel:
         for key in ended:
             del self.findable[key]
 
+    def let_go(self, findable: set[Page], held: set[int]) -> None:
+        """Forget what somebody holds and nobody can find any more: what it hangs on was given up."""
+        gone = [key for key, page in self.findable.items() if (key[0], page) not in findable and page in held]
+        for key in gone:
+            del self.findable[key]
+
     def reset(self) -> None:
         self.findable.clear()
         self.seen.clear()
@@ -102,7 +114,8 @@ class CacheModel:
         most = len(life.tokens) - 1
         hit = max((n for n in range(0, most + 1, self.alignment) if self.all_hold(life, n)), default=0)
         life.computed = hit if self.of_tokens else 0
-        alone = {g.index: max(n for n in range(most + 1) if self.holds(life, g, n)) for g in self.of_tokens}
+        known = self.known(life, most)
+        alone = {g.index: max(n for n in range(known + 1) if self.holds(life, g, n)) for g in self.of_tokens}
         life.lookups = [[0, 0, 0, 0] for _ in self.plan.groups]
         for group in self.of_tokens:
             limits = any(not self.holds(life, group, n) for n in alone.values() if n > hit)
@@ -127,6 +140,14 @@ class CacheModel:
                     blocks[index] = [page for page in pages if page is not None]
                     life.offered[index] = len(pages)
         return blocks
+
+    def known(self, life: Life, most: int) -> int:
+        """Return up to which token a hit is looked for: any, or the last of a findable block if some type needs one."""
+        if not any(needs_last_token(group) for group in self.of_tokens):
+            return most
+        sizes = {g.index: g.block_size for g in self.of_tokens}
+        ends = (n for n in range(most + 1) for g, size in sizes.items() if n % size == 0)
+        return max((n for n in ends if any((g, life.content(n)) in self.findable for g in sizes)), default=0)
 
     def holds(self, life: Life, group: PlannedGroup, n: int) -> bool:
         """Return whether a request can be continued from ``n`` as far as one group goes."""
@@ -173,24 +194,37 @@ class CacheModel:
                 assert content == self.bytes[page][0], "a stale byte of an input"
         return written
 
-    def commit(self, life: Life, num_computed: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Make findable what is computed; ``block_ids`` are those before anything is given back."""
-        if self.is_caching:
+    def commit(
+        self, life: Life, num_computed: int, block_ids: Sequence[Sequence[int]], found: Set[Page] = frozenset()
+    ) -> None:
+        """Make findable what is computed; ``block_ids`` are those before anything is given back.
+
+        Of equal blocks that of a page in ``found`` is.
+        """
+        # Who ran when the cache was reset publishes nothing any more: its state may be of the model as it was before.
+        if self.is_caching and life.num_resets == self.num_resets:
             for group in self.of_tokens:
                 size = group.block_size
                 for block in range(life.offered[group.index], num_computed // size):
                     if block_ids[group.index][block]:
                         content = life.content((block + 1) * size)
-                        self.findable.setdefault((group.index, content), block_ids[group.index][block])
+                        page = block_ids[group.index][block]
+                        if (group.index, page) in found:
+                            self.findable[group.index, content] = page
+                        self.findable.setdefault((group.index, content), page)
                 life.offered[group.index] = max(life.offered[group.index], num_computed // size)
             for group in self.of_inputs:
                 if not life.offered[group.index]:
                     for block, block_id in enumerate(block_ids[group.index]):
-                        self.findable.setdefault((group.index, (life.salt, life.encoder, block)), block_id)
+                        content = (life.salt, life.encoder, block)
+                        if (group.index, block_id) in found:
+                            self.findable[group.index, content] = block_id
+                        self.findable.setdefault((group.index, content), block_id)
                     life.offered[group.index] = len(block_ids[group.index])
             if self.is_sparse:
                 ends = range(0, num_computed + 1, self.alignment)
                 self.seen |= {life.content(n) for n in ends if n > life.computed}
+        if self.is_caching:
             for total, lookups in zip(self.lookups, life.lookups, strict=False):
                 total[:] = [one + other for one, other in zip(total, lookups, strict=True)]
         life.lookups = []

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import attrs
+import numpy as np
 
 from kvframe.builtin.full_attention import FullAttentionSpec
+from kvframe.cache.manager import KVCacheManager
 from kvframe.groups import group_layers
 from kvframe.plan import KVCachePlan, plan_cache
-from kvframe.specs import ENCODER, AttentionSpec, KVCacheSpec, LayerSpec, StateTensor, TokenRange
+from kvframe.specs import ENCODER, AttentionMask, AttentionSpec, KVCacheSpec, LayerSpec, StateTensor, TokenRange
 
 
 @attrs.frozen(kw_only=True)
@@ -29,6 +31,17 @@ class RangeSpec(AttentionSpec):
         start = max(0, n - self.window + 1)
         sinks = min(self.num_sink_tokens, start)
         return tuple(part for part in ((0, sinks), (start, n)) if part[0] < part[1])
+
+
+@attrs.frozen(kw_only=True)
+class MaskedSpec(RangeSpec):
+    """The same with a mask, so that many positions can be asked at once."""
+
+    kind = "masked"
+
+    @property
+    def mask(self) -> AttentionMask:
+        return AttentionMask(window=self.window or None, num_sink_tokens=self.num_sink_tokens, chunk=self.chunk or None)
 
 
 @attrs.frozen(kw_only=True)
@@ -74,6 +87,10 @@ def ranged(block_size: int = 4, num_kv_heads: int = 1, **options: int) -> RangeS
     return RangeSpec(block_size=block_size, num_kv_heads=num_kv_heads, head_size=4, **options)
 
 
+def masked(block_size: int = 4, num_kv_heads: int = 1, **options: int) -> MaskedSpec:
+    return MaskedSpec(block_size=block_size, num_kv_heads=num_kv_heads, head_size=4, **options)
+
+
 def state(block_size: int = 4, **options: int) -> StateSpec:
     return StateSpec(block_size=block_size, **options)
 
@@ -99,3 +116,19 @@ def make_plan(
         max_input_lens={ENCODER: max_encoder_len},
     )
     return attrs.evolve(plan, num_slabs=num_slabs if specs else 0)
+
+
+def evict(manager: KVCacheManager, group: int, page: int) -> None:
+    """Give up a cached page."""
+    manager._pool.evict(group, np.array([page], dtype=np.int32))
+
+
+def evict_all(manager: KVCacheManager) -> None:
+    """Give up every cached page."""
+    for group in range(len(manager.plan.groups)):
+        manager._pool.evict_oldest(group, manager._pool.num_cached[group])
+
+
+def branch(manager: KVCacheManager, name: str) -> int:
+    """Return where a request parts from earlier ones."""
+    return manager._coordinator.state(manager.row(name)).branch

@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvframe.cache.inputs import InputSequence
+from kvframe.cache.inputs import InputSequence, inputs_root
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.prefix import PrefixKeys
 from kvframe.cache.storage import HostStorage
 from kvframe.errors import PlanError
 from kvframe.groups import group_layers
 from kvframe.plan import KVCachePlan, plan_cache
 from kvframe.specs import ENCODER, KVCacheSpec, LayerSpec
-from tests.plans import encoder, full, make_plan, ranged
+from tests.plans import encoder, evict, evict_all, full, make_plan, ranged
 
 PROMPT = list(range(10))
 
@@ -106,14 +105,11 @@ def test_tokens_share_a_prefix_only_after_equal_inputs() -> None:
     assert 8 == run(manager, "e", inputs=input_of(key=b"other"))
 
 
-def test_keys_of_tokens_tell_every_input_apart() -> None:
+def test_every_set_of_inputs_has_prefixes_of_its_own() -> None:
     one, other = InputSequence(3, b"x"), InputSequence(3, b"y")
-    chains = [PrefixKeys(1, "", inputs) for inputs in ({}, {"a": one}, {"a": other}, {"b": one}, {"a": one, "b": one})]
-    chains.append(PrefixKeys(1, "a", {}))
-    assert 6 == len({chain.upto([1], 1)[0] for chain in chains})
-    assert PrefixKeys(1, "", {"b": other, "a": one}).upto([1], 1) == PrefixKeys(1, "", {"a": one, "b": other}).upto(
-        [1], 1
-    )
+    sets: list[dict[str, InputSequence]] = [{}, {"a": one}, {"a": other}, {"b": one}, {"a": one, "b": one}]
+    assert 5 == len({inputs_root(inputs) for inputs in sets})
+    assert inputs_root({"b": other, "a": one}) == inputs_root({"a": one, "b": other})
 
 
 def test_an_input_that_lost_a_block_in_one_group_is_computed_again() -> None:
@@ -121,7 +117,7 @@ def test_an_input_that_lost_a_block_in_one_group_is_computed_again() -> None:
     run(manager, "a", inputs=input_of())
     lost = manager.block_ids("a")[2][1]
     manager.free("a")
-    manager._pool._evict(2, lost)
+    evict(manager, 2, lost)
     assert 8 == manager.start("b", PROMPT, inputs=input_of())
     assert {ENCODER} == manager.missing_inputs("b")
     assert [[], []] == manager.block_ids("b")[1:]
@@ -165,7 +161,7 @@ def test_a_swapped_input_is_shared_again_or_comes_back_byte_by_byte(is_lost: boo
     places, before = manager.block_ids("a")[1], page_bytes(manager, pool, "a", 1)
     assert manager.swap_out("a")
     if is_lost:
-        manager._pool.forget_cached()
+        evict_all(manager)
         pool.zero_()
     assert manager.swap_in("a", 11)
     assert is_lost or places == manager.block_ids("a")[1]

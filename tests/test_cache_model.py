@@ -6,15 +6,16 @@ import random
 from collections.abc import Sequence
 
 import attrs
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvframe.cache.audit import audit_pool
 from kvframe.cache.inputs import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.specs import ENCODER, KVCacheSpec
 from tests.cache_model import CacheModel, HostCopies, Life, Page, is_sparse, live_blocks
-from tests.plans import StateSpec, encoder, full, make_plan, ranged, state
-from tests.test_cache import check_pool
+from tests.plans import StateSpec, encoder, full, make_plan, masked, ranged, state
 
 MAX_LEN, CHUNK, MAX_ENCODER_LEN, MOST_RUNNING = 40, 8, 9, 4
 BLOCK_SIZES = st.sampled_from([2, 4])
@@ -24,6 +25,9 @@ SPECS = st.one_of(
     st.builds(ranged, BLOCK_SIZES, st.integers(1, 3), window=st.integers(1, 9)),
     st.builds(ranged, BLOCK_SIZES, st.just(1), window=st.integers(1, 6), num_sink_tokens=st.integers(1, 5)),
     st.builds(ranged, BLOCK_SIZES, st.just(2), chunk=st.integers(1, 7)),
+    st.builds(masked, BLOCK_SIZES, st.integers(1, 3), window=st.integers(1, 9)),
+    st.builds(masked, BLOCK_SIZES, st.just(1), window=st.integers(1, 6), num_sink_tokens=st.integers(1, 5)),
+    st.builds(masked, BLOCK_SIZES, st.just(2), chunk=st.integers(1, 7)),
     st.builds(state, st.sampled_from([2, 3, 4]), every=st.integers(0, 3), num_drafts=st.integers(0, 4)),
     st.builds(state, BLOCK_SIZES, every=st.integers(0, 2), num_drafts=st.just(4)),
     st.builds(encoder, BLOCK_SIZES, st.integers(1, 2)),
@@ -68,7 +72,7 @@ class Lives:
         if len(self.running) < MOST_RUNNING:
             events[self.start] = 12
         if self.running:
-            events |= {self.compute: 12, self.free: 6, self.swap_out: 3}
+            events |= {self.compute: 12, self.compute_together: 12, self.free: 6, self.swap_out: 3}
         if self.swapped:
             events[self.drop] = 1
         if self.swapped and len(self.running) < MOST_RUNNING:
@@ -97,7 +101,7 @@ class Lives:
         hit = self.manager.start(name, life.tokens, salt=salt, use_prefix=use_prefix, inputs=inputs_of(encoder))
         assert life.computed == hit
         assert expected == self.manager.block_ids(name)
-        assert life.branch == self.manager._entries[name].blocks.branch
+        assert life.branch == self.manager._coordinator.state(self.manager.row(name)).branch
         self.running[name] = life
         if self.draw.random() < 0.7:
             num_tokens, num_refused = self.draw.randint(3, CHUNK), self.draw.choice([0, 0, 1, 3])
@@ -106,6 +110,34 @@ class Lives:
 
     def compute(self) -> None:
         self.step(self.draw.choice(sorted(self.running)), self.draw.randint(1, CHUNK), self.draw.randint(0, 4))
+
+    def compute_together(self) -> None:
+        """Compute a token or more of several requests, by the verbs for many; all of them have room, or none has."""
+        names = self.draw.sample(sorted(self.running), self.draw.randint(1, len(self.running)))
+        for name in names:
+            life = self.running[name]
+            if life.computed == len(life.tokens) < MAX_LEN:
+                life.tokens.append(self.draw.randint(0, 1))
+        names = [name for name in names if self.running[name].computed < len(self.running[name].tokens)]
+        most = self.draw.choice([1, 1, CHUNK])
+        targets = [min(self.running[name].computed + most, len(self.running[name].tokens)) for name in names]
+        rows = np.array([self.manager.row(name) for name in names], dtype=np.int64)
+        before = {name: self.manager.block_ids(name) for name in names}
+        if not self.manager.extend_rows(rows, np.array(targets, dtype=np.int64)):
+            assert before == {name: self.manager.block_ids(name) for name in names}
+            return
+        blocks = {name: self.manager.block_ids(name) for name in names}
+        for name, target in zip(names, targets, strict=True):
+            life = self.running[name]
+            self.check_room(name, before[name], target)
+            step = life.tokens[life.computed : target]
+            self.check_owned_alone(name, self.model.compute(life, step, blocks[name]))
+        self.manager.commit_rows(rows, np.array(targets, dtype=np.int64))
+        # Of equal blocks that several filled in this step, which are found is the manager's choice.
+        found = set(self.manager.published())
+        for name, target in zip(names, targets, strict=True):
+            self.model.commit(self.running[name], target, blocks[name], found)
+            self.check_kept(name, target)
 
     def step(self, name: str, num_tokens: int, num_refused: int) -> bool:
         """Compute tokens of a request if there is room; the last ones of them are refused."""
@@ -242,15 +274,17 @@ class Lives:
                 assert [*ids, *[0] * (len(table) - len(ids))] == table.tolist()
                 for block_id in filter(None, ids):
                     references[block_id] = references.get(block_id, 0) + 1
-        check_pool(self.manager._pool, self.plan, references)
-        found = {(group, page) for group, index in enumerate(self.manager._pool._index) for page in index.values()}
-        assert {(group, page) for (group, _), page in self.model.findable.items()} == found
-        copies = {name: entry.blocks.block_ids for name, entry in self.manager._swapped.items()}
+        audit_pool(self.manager._pool, self.plan, references)
+        self.manager.audit()
+        if self.model.is_caching:
+            self.model.let_go(set(self.manager.published()), set(references))
+            assert {(group, page) for (group, _), page in self.model.findable.items()} == set(self.manager.published())
+        copies = {name: swapped.blocks.copies for name, swapped in self.manager._swapped.items()}
         assert set(self.swapped) == set(copies)
         for name, (_, resident) in self.swapped.items():
             assert resident == [[host_id != 0 for host_id in ids] for ids in copies[name]]
         in_host = {host_id: 1 for groups in copies.values() for ids in groups for host_id in ids if host_id}
-        check_pool(self.host_pool, self.plan, in_host)
+        audit_pool(self.host_pool, self.plan, in_host)
         assert self.model.lookups == [list(attrs.astuple(each)[1:]) for each in self.manager.stats.lookups]
 
     def end(self) -> None:

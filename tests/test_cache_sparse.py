@@ -9,7 +9,7 @@ from kvframe.cache.inputs import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.stats import GroupLookups
 from kvframe.specs import ENCODER, KVCacheSpec
-from tests.plans import encoder, full, make_plan, ranged, state
+from tests.plans import branch, encoder, evict, evict_all, full, make_plan, ranged, state
 
 
 def make_manager(*specs: KVCacheSpec) -> KVCacheManager:
@@ -84,9 +84,9 @@ def test_a_shared_state_is_not_written_by_who_continues_from_it() -> None:
     manager = make_manager(state(every=1))
     tokens = list(range(8))
     run(manager, "a", [*tokens, 1])
-    shared = manager._pool.find(0, manager._entries["a"].keys[4].upto((), 0)[1])
     assert 8 == manager.start("b", [*tokens, 2])
-    assert shared == manager.block_ids("b")[0][1]
+    shared = manager.block_ids("b")[0][1]
+    assert (0, shared) in set(manager.published())
     assert manager.extend("b", 9)
     assert manager.block_ids("b")[0][2] not in (0, shared, manager.block_ids("a")[0][2])
 
@@ -132,27 +132,25 @@ def test_a_branch_is_known_beyond_the_life_of_the_pages_until_the_cache_is_reset
     tokens = list(range(26))
     run(manager, "a", tokens)
     manager.free("a")
-    manager._pool.forget_cached()
+    evict_all(manager)
     run(manager, "b", tokens)
     assert 24 == manager.start("c", tokens)
     manager.reset_prefix_cache()
     manager.start("d", tokens)
-    assert 0 == manager._entries["d"].blocks.branch
+    assert 0 == branch(manager, "d")
 
 
-def test_only_so_many_prefixes_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframe.cache.lookup.MAX_SEEN_PREFIXES", 6)
+def test_only_so_many_tokens_are_remembered_beyond_the_life_of_their_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvframe.cache.tree.MAX_GHOST_TOKENS", 24)
     manager = make_manager(state())
-    first, second, other = list(range(14)), list(range(50, 64)), list(range(90, 94))
-    branches = []
-    requests = [first, second, [*first[:10], *other], list(range(70, 90)), [*second[:10], *other]]
-    for index, tokens in enumerate(requests):
-        manager.start(str(index), tokens, use_prefix=index > 1)
-        branches.append(manager._entries[str(index)].blocks.branch)
-        assert manager.extend(str(index), len(tokens))
-        manager.commit(str(index), tokens, len(tokens))
+    first, second, third = (list(range(start, start + 14)) for start in (0, 20, 40))
+    for index, tokens in enumerate([first, second, third]):
+        run(manager, str(index), tokens)
         manager.free(str(index))
-    assert [0, 0, 8, 0, 0] == branches
+        evict_all(manager)
+    for name, tokens, expected in (("a", first, 0), ("b", second, 8), ("c", third, 8)):
+        manager.start(name, [*tokens[:10], 90, 91])
+        assert expected == branch(manager, name)
 
 
 # --- what stands in the way of a hit ----------------------------------------------------------------------------------
@@ -177,10 +175,10 @@ def test_several_groups_can_limit_a_hit_and_none_limits_what_nobody_has() -> Non
     assert [0, 0] == [each.times_limiting for each in manager.stats.lookups]
     page = manager.block_ids("nothing there")[0][7]
     manager.free("nothing there")
-    manager._pool._evict(0, page)
-    # Full attention has 28 tokens, and states lie at 8, 16, 24, 32, 36 and 40: either could go on alone from behind 24.
+    evict(manager, 0, page)
+    # The states lie at 8, 16, 24, 32, 36 and 40. Without full attention's block at 32 the later ones are of no use.
     assert 24 == run(manager, "b", tokens)
-    assert [(28, 24, 1), (36, 24, 1)] == [
+    assert [(24, 24, 0), (24, 24, 0)] == [
         (each.found_tokens, each.hit_tokens, each.times_limiting) for each in manager.stats.lookups
     ]
 
@@ -214,7 +212,7 @@ def test_inputs_are_counted_in_their_groups() -> None:
     page = manager.block_ids("a")[1][0]
     manager.free("a")
     manager.free("b")
-    manager._pool._evict(1, page)
+    evict(manager, 1, page)
     manager.start("c", [1, 2], inputs=inputs)
     assert manager.extend("c", 2)
     manager.commit("c", [1, 2], 2)

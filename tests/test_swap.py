@@ -18,7 +18,7 @@ from kvframe.engine.request import RequestOutput, SamplingParams
 from kvframe.engine.stats import EngineStats
 from kvframe.errors import PlanError
 from kvframe.specs import KVCacheSpec
-from tests.plans import full, make_plan, ranged
+from tests.plans import evict_all, full, make_plan, ranged
 from tests.serving import GREEDY, PROMPTS, TinyModel, Tokens, held_pages, ids
 from tests.test_cache import SPECS
 from tests.test_scheduler_under_pressure import MAX_LEN, serve
@@ -223,7 +223,7 @@ def test_a_prefix_that_comes_back_is_found_again_unless_the_cache_was_reset(is_r
     if is_reset:
         manager.reset_prefix_cache()
     else:
-        manager._pool.forget_cached()
+        evict_all(manager)
     assert manager.swap_in("a", 11)
     manager.commit("a", tokens, 11)
     assert (0 if is_reset else 8) == manager.start("b", tokens)

@@ -46,12 +46,18 @@ class TableStack:
         sequence: Which sequence of a request the blocks are of.
         groups: The groups' indices, in the array's order.
         ids: ``[num_groups, max_num_seqs, max_blocks], int32, host``; each group's ``BlockTable.ids`` is a view of it.
+        index: ``[num_groups], int64, host``: ``groups`` as an array.
     """
 
     block_size: int
     sequence: str
     groups: tuple[int, ...]
     ids: npt.NDArray[np.int32]
+    index: npt.NDArray[np.int64] = attrs.field(init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Keep the groups as an array too."""
+        object.__setattr__(self, "index", np.array(self.groups, dtype=np.int64))
 
 
 class BlockTables(Sequence[BlockTable]):

@@ -1,273 +1,544 @@
-"""The coordinator: one request's blocks over any number of groups, derived from live ranges alone."""
+"""The coordinator: the blocks of all running requests over any number of groups, derived from live ranges alone.
+
+Each row knows the computed tokens from which on something happens to it: it lacks room, a block dies, a block is full
+that nobody published. A step compares all rows with these counts at once, and touches those that are due.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
-from kvframe.cache.block_table import BlockTable
+from kvframe.cache.block_table import BlockTables, TableStack
+from kvframe.cache.forgetting import NEVER, MovingGroups, forgetting_of
+from kvframe.cache.free_pages import BlockIds
 from kvframe.cache.inputs import InputBlocks
 from kvframe.cache.lookup import PrefixHit
-from kvframe.cache.pool import BlockPool, PrefixKey
+from kvframe.cache.pool import BlockPool
+from kvframe.cache.tree import PrefixTree
 from kvframe.plan import KVCachePlan, PlannedGroup
 from kvframe.specs import KVCacheSpec
 
+Rows = npt.NDArray[np.int64]
+_FEW = 3
+"""Groups up to which one assignment each is faster than one for all."""
+BlockRange = tuple[int, int]
+
 
 @attrs.define
-class RequestBlocks:
-    """The blocks of one request.
-
-    Invariant: ``block_ids[g][i]`` is a page that this request references, or 0; each row of a block table equals it.
+class RowState:
+    """What a row has beside its numbers.
 
     Attributes:
-        row: Its row in every block table.
-        block_ids: Per group, block ids by block index.
-        live: Per group of the request's tokens, the block index ranges that may hold pages.
-        num_published: Per group, the blocks whose keys were offered to the prefix index.
-        num_computed: Its tokens whose state is computed.
-        branch: Where its tokens part from those of an earlier request; 0 if nothing is known.
         inputs: Its blocks in the groups of inputs.
         missing: The inputs whose state is not computed.
+        branch: Where its tokens part from those of an earlier request; 0 if nothing is known.
+        live: For each group that is asked position by position, the block ranges that may hold pages.
     """
 
-    row: int
-    block_ids: list[list[int]]
-    live: list[tuple[tuple[int, int], ...]]
-    num_published: list[int]
-    num_computed: int
-    branch: int = 0
     inputs: tuple[InputBlocks, ...] = ()
     missing: frozenset[str] = frozenset()
+    branch: int = 0
+    live: dict[int, tuple[BlockRange, ...]] = attrs.field(factory=dict)
+
+
+_PLAIN = RowState()
+
+
+@attrs.frozen
+class SwappedBlocks:
+    """A request's blocks while it is swapped out.
+
+    Attributes:
+        copies: Per group, where its copies lie, by block index; 0 where nothing was resident.
+        num_computed: Its computed tokens.
+        state: What its row had beside.
+    """
+
+    copies: list[list[int]]
+    num_computed: int
+    state: RowState
 
 
 class KVCacheCoordinator:
-    """Derives allocation and release from each group's live ranges. It asks no spec for its type."""
+    """Derives allocation and release from each group's live ranges. It asks no spec for its type.
 
-    def __init__(self, plan: KVCachePlan, pool: BlockPool, tables: Sequence[BlockTable]) -> None:
+    Invariant: the pages that a row holds are those in its row of the block tables; ``num_blocks`` says how many columns
+    of a group are in use.
+
+    Attributes:
+        num_computed: ``[max_num_seqs], int64, host``: each row's computed tokens.
+        num_blocks: ``[num_groups, max_num_seqs], int64, host``: each row's blocks, those that are dead included.
+    """
+
+    def __init__(
+        self,
+        plan: KVCachePlan,
+        pool: BlockPool,
+        tables: BlockTables,
+        tree: PrefixTree | None,
+        num_computed: npt.NDArray[np.int64],
+        next_publication: npt.NDArray[np.int64],
+    ) -> None:
         """Work on a pool and mirror every change into the block tables.
 
         Args:
             plan: The groups.
             pool: The pages.
             tables: One block table per group.
+            tree: Where full blocks are published; None if nowhere.
+            num_computed: ``[max_num_seqs], int64, host``, zeroed.
+            next_publication: Likewise, what the tree says of when it has to be told.
         """
+        max_num_seqs = len(num_computed)
+        self.num_computed = num_computed
+        self.num_blocks = np.zeros((len(plan.groups), max_num_seqs), dtype=np.int64)
         self._groups: tuple[PlannedGroup, ...] = plan.groups
-        self._pool = pool
         self._alignment = plan.alignment
-        self._tables = tuple(tables)
-        self._of_tokens = tuple(group for group in plan.groups if not group.is_of_input)
-        # Types that store every block of a step need not be asked in each.
-        self._is_sparse = [
-            not group.is_of_input and type(group.spec).stored_blocks is not KVCacheSpec.stored_blocks
-            for group in plan.groups
-        ]
-        sizes = [(group.index, group.block_size) for group in self._of_tokens]
-        self._dense = tuple((index, size) for index, size in sizes if not self._is_sparse[index])
-        self._sparse = tuple((index, size) for index, size in sizes if self._is_sparse[index])
+        self._pool = pool
+        self._tables = tables
+        self._tree = tree
+        self._states: list[RowState] = [_PLAIN] * max_num_seqs
+        self._room = np.zeros(max_num_seqs, dtype=np.int64)
+        self._next_death = np.full(max_num_seqs, NEVER, dtype=np.int64)
+        self._next_publication = next_publication
+        of_tokens = [group for group in plan.groups if not group.is_of_input]
+        self._of_tokens = tuple(of_tokens)
+        self._sparse = tuple(g for g in of_tokens if type(g.spec).stored_blocks is not KVCacheSpec.stored_blocks)
+        self._dense = tuple(group for group in of_tokens if group not in self._sparse)
+        moving = {group.index: forgetting_of(group.spec) for group in self._dense}
+        self._asked = (*self._sparse, *(group for group in self._dense if moving[group.index] is None))
+        # Where every group of tokens is dense and in arrays, a batch of rows needs no look at each.
+        self._is_plain = not self._asked and len(of_tokens) == len(plan.groups)
+        self._stacks = [stack for stack in tables.stacks if not plan.groups[stack.groups[0]].is_of_input]
+        self._moving: list[MovingGroups | None] = []
+        for stack in self._stacks:
+            found = [(place, moving.get(group)) for place, group in enumerate(stack.groups)]
+            kinds = [(place, each) for place, each in found if each is not None and (each.window or each.chunk)]
+            self._moving.append(MovingGroups(kinds, max_num_seqs) if kinds else None)
+        for row in range(max_num_seqs):
+            self._begin(row, 0, _PLAIN)
 
-    def start(self, row: int, hit: PrefixHit, inputs: tuple[InputBlocks, ...] = ()) -> RequestBlocks:
-        """Begin a request from what a lookup found, referencing its blocks."""
-        blocks = RequestBlocks(
-            row=row,
-            block_ids=[list(ids) for ids in hit.block_ids],
-            live=[((0, len(ids)),) for ids in hit.block_ids],
-            num_published=[len(ids) for ids in hit.block_ids],
-            num_computed=hit.num_tokens,
-            branch=hit.branch,
-            inputs=inputs,
-            missing=frozenset(each.sequence for each in inputs if not hit.block_ids[each.group]),
-        )
-        for group, (table, ids) in enumerate(zip(self._tables, blocks.block_ids, strict=True)):
-            for block_id in ids:
-                if block_id:
-                    self._pool.reference(group, block_id)
-            table.write(row, 0, ids)
-        return blocks
+    # --- the beginning and the end ------------------------------------------------------------------------------------
 
-    def resume(
-        self, row: int, swapped: RequestBlocks, num_tokens: int, keys: Mapping[int, Sequence[PrefixKey]] | None
-    ) -> tuple[RequestBlocks, list[list[int]]] | None:
-        """Begin a request again where it was swapped out, with room for its tokens ``[0, num_tokens)``.
+    def start(self, row: int, hit: PrefixHit, inputs: tuple[InputBlocks, ...] = ()) -> None:
+        """Begin a request from what a lookup found, holding its blocks; a free row is as one without a token."""
+        if self._is_plain:
+            if not hit.num_tokens:
+                return
+            self._begin(row, hit.num_tokens, _PLAIN)
+        else:
+            missing = frozenset(each.sequence for each in inputs if each.sequence not in hit.inputs)
+            self._begin(row, hit.num_tokens, RowState(inputs, missing, hit.branch))
+        for group in self._of_tokens if hit.num_tokens else ():
+            index, pages = group.index, hit.pages.get(group.index)
+            self.num_blocks[index, row] = hit.num_tokens // group.block_size
+            if pages is not None:
+                table = self._tables[index].ids[row]
+                for start, stop in group.spec.live_blocks(hit.num_tokens):
+                    table[start:stop] = pages[start:stop]
+                    self._pool.hold(index, pages[start:stop])
+        for each in inputs:
+            pages = hit.inputs.get(each.sequence, {}).get(each.group)
+            if pages is not None:
+                self.num_blocks[each.group, row] = each.num_blocks
+                self._tables[each.group].ids[row, : each.num_blocks] = pages
+                self._pool.hold(each.group, pages)
+        if self._is_plain:
+            self._room[row] = hit.num_tokens
+        else:
+            self._note_room(row)
 
-        A block that was published and can still be found is referenced, so that what requests share stays shared; every
-        other one that was resident gets a page to be filled.
+    def _begin(self, row: int, num_computed: int, state: RowState) -> None:
+        self.num_computed[row] = num_computed
+        self._states[row] = state
+        if state is not _PLAIN:
+            for group in self._asked:
+                state.live.setdefault(group.index, ((0, num_computed // group.block_size),))
+        self._next_death[row] = -1 if self._asked or state.inputs else NEVER
+        for moving in self._moving:
+            if moving is not None:
+                moving.start(row, num_computed)
+                self._note_next_death(row, moving)
 
-        Args:
-            row: Its row.
-            swapped: Its blocks as they were; each id is that of a copy, 0 where nothing was resident.
-            num_tokens: The tokens to make room for.
-            keys: The prefix keys of its full blocks, by block size; None to take every page anew.
+    def free(self, row: int) -> None:
+        """Release every block of a row, its tail first: a prefix outlives what hangs on it."""
+        if self._tree is not None:
+            self._tree.leave(row)
+        counts = self.num_blocks[:, row].tolist()
+        for index, count in enumerate(counts):
+            if count:
+                ids = self._tables[index].ids[row, :count]
+                self._release(index, ids[::-1])
+                ids[...] = 0
+        if self._tree is not None:
+            self._tree.clear_row(row, max(counts, default=0))
+        self.num_blocks[:, row] = 0
+        self._room[row] = 0
+        self._begin(row, 0, _PLAIN)
 
-        Returns:
-            Its blocks and, per group, the ids of those to be filled, 0 elsewhere; None, and nothing changed, if there
-            are not enough pages.
-        """
-        found = self._find_again(swapped, keys)
-        places = self._places(swapped, num_tokens)
-        wanted = [
-            len(new) + sum(1 for copy, block_id in zip(copies, ids, strict=True) if copy and not block_id)
-            for copies, ids, new in zip(swapped.block_ids, found, places, strict=True)
-        ]
-        # First of all, so that nothing of it is evicted to make room.
-        for index, ids in enumerate(found):
-            for block_id in filter(None, ids):
-                self._pool.reference(index, block_id)
-        taken = self._pool.allocate(wanted)
-        if taken is None:
-            for index, ids in enumerate(found):
-                self._pool.release(index, [block_id for block_id in reversed(ids) if block_id])
-            return None
-        blocks = attrs.evolve(swapped, row=row, block_ids=[])
-        to_fill: list[list[int]] = []
-        for group, copies, ids, pages in zip(self._groups, swapped.block_ids, found, taken, strict=True):
-            page = iter(pages)
-            fill = [next(page) if copy and not block_id else 0 for copy, block_id in zip(copies, ids, strict=True)]
-            to_fill.append(fill)
-            blocks.block_ids.append([*map(max, ids, fill)])
-            self._tables[group.index].write(row, 0, blocks.block_ids[-1])
-            self._fill(blocks, group, places[group.index], list(page), num_tokens)
-        return blocks, to_fill
+    def blocks(self, row: int) -> list[list[int]]:
+        """Return a row's block ids, one list per group; 0 where a block is not resident."""
+        counts = self.num_blocks[:, row].tolist()
+        return [self._tables[index].ids[row, :count].tolist() for index, count in enumerate(counts)]
 
-    def _find_again(self, swapped: RequestBlocks, keys: Mapping[int, Sequence[PrefixKey]] | None) -> list[list[int]]:
-        """Return per group the pages in which a swapped request's published blocks are found, 0 elsewhere."""
-        of_inputs = {each.group: each.keys for each in swapped.inputs}
-        found = []
-        for group, copies in zip(self._groups, swapped.block_ids, strict=True):
-            known: Sequence[PrefixKey] = ()
-            if keys is not None:
-                known = of_inputs.get(group.index, ()) if group.is_of_input else keys.get(group.block_size, ())
-            known = known[: swapped.num_published[group.index]]
-            ids = [self._pool.find(group.index, key) if copy else 0 for copy, key in zip(copies, known, strict=False)]
-            found.append([*ids, *[0] * (len(copies) - len(ids))])
-        return found
+    def state(self, row: int) -> RowState:
+        """Return what a row has beside its numbers."""
+        return self._states[row]
 
-    def extend(self, blocks: RequestBlocks, num_tokens: int) -> bool:
-        """Give a request room for its tokens ``[0, num_tokens)`` and, the first time, for its inputs.
+    # --- room ---------------------------------------------------------------------------------------------------------
+
+    def extend(self, row: int, num_tokens: int) -> bool:
+        """Give a row room for its tokens ``[0, num_tokens)`` and, the first time, for its inputs.
 
         Returns:
             False, and nothing changed, if there is none.
         """
-        if self._has_room(blocks, num_tokens):
+        if num_tokens <= self._room[row]:
             return True
-        places = self._places(blocks, num_tokens)
-        taken = self._pool.allocate([len(new) for new in places])
+        if self._is_plain:
+            return self._make_plain_room(row, num_tokens)
+        return self._make_room((row,), (num_tokens,))
+
+    def extend_rows(self, rows: Rows, num_tokens: npt.NDArray[np.int64]) -> bool:
+        """Give each of several rows room for its tokens up to ``num_tokens``, or none of them.
+
+        Args:
+            rows: ``[n], int64, host``, each once.
+            num_tokens: ``[n], int64, host``.
+        """
+        due = np.flatnonzero(num_tokens > self._room[rows])
+        if not len(due):
+            return True
+        rows, num_tokens = rows[due], num_tokens[due]
+        if self._is_plain and len(rows) > 1:
+            return self._make_room_at_once(rows, num_tokens)
+        return self._make_room(rows.tolist(), num_tokens.tolist())
+
+    def _make_plain_room(self, row: int, num_tokens: int) -> bool:
+        """Give a plain row room."""
+        counts, new = [0] * len(self._groups), []
+        for stack in self._stacks:
+            have, need = int(self.num_blocks[stack.groups[0], row]), -(-num_tokens // stack.block_size)
+            new.append((have, max(have, need)))
+            for group in stack.groups:
+                counts[group] = max(0, need - have)
+        taken = self._pool.allocate(counts)
         if taken is None:
             return False
-        for group, where, block_ids in zip(self._groups, places, taken, strict=True):
-            self._fill(blocks, group, where, block_ids, num_tokens)
+        room = NEVER
+        for s, (stack, (have, need)) in enumerate(zip(self._stacks, new, strict=True)):
+            if need > have:
+                pages = self._pages_of(stack, counts, taken)
+                stack.ids[:, row, have:need] = pages
+                if self._tree is not None:
+                    self._tree.own_pages[s][:, row, have:need] = pages
+                self._set_num_blocks(stack, row, need)
+            room = min(room, need * stack.block_size)
+        self._room[row] = room
         return True
 
-    def _has_room(self, blocks: RequestBlocks, num_tokens: int) -> bool:
-        """Return whether every block up to ``num_tokens`` has its page: so it is in most steps of one token."""
-        for index, size in self._dense:
-            if len(blocks.block_ids[index]) * size < num_tokens:
-                return False
-        for index, size in self._sparse:
-            ids, current = blocks.block_ids[index], blocks.num_computed // size
-            if (current + 1) * size < num_tokens or current >= len(ids) or not ids[current]:
-                return False
-        return not blocks.missing
+    def _set_num_blocks(self, stack: TableStack, rows: Any, num_blocks: Any) -> None:
+        """Set how many blocks rows have in all groups of a stack."""
+        for group in stack.groups if len(stack.groups) <= _FEW else ():
+            self.num_blocks[group, rows] = num_blocks
+        if len(stack.groups) > _FEW:
+            self.num_blocks[stack.index[:, None], rows] = num_blocks
 
-    def _places(self, blocks: RequestBlocks, num_tokens: int) -> list[Sequence[int]]:
-        """Return per group the indices of the blocks that lack a page to compute tokens up to ``num_tokens``."""
+    def _pages_of(self, stack: TableStack, counts: Sequence[int], taken: BlockIds) -> BlockIds:
+        """Return ``[num_groups, n], int32``: of pages that were taken, those of a stack's groups, ``n`` for each."""
+        first, last = stack.groups[0], stack.groups[-1]
+        if len(counts) == len(stack.groups):
+            return taken.reshape(len(counts), -1)
+        starts = [0, *accumulate(counts)]
+        if last - first + 1 == len(stack.groups):
+            return taken[starts[first] : starts[last + 1]].reshape(len(stack.groups), -1)
+        return np.stack([taken[starts[group] : starts[group + 1]] for group in stack.groups])
+
+    def _make_room_at_once(self, rows: Rows, num_tokens: npt.NDArray[np.int64]) -> bool:
+        """Give plain rows room: with one block more each, as decodes need, in a few operations."""
+        counts = [0] * len(self._groups)
+        new = []
+        for stack in self._stacks:
+            have = self.num_blocks[stack.groups[0], rows]
+            added = np.maximum(-(-num_tokens // stack.block_size) - have, 0)
+            if added.max() > 1:
+                return self._make_room(rows.tolist(), num_tokens.tolist())
+            which = np.flatnonzero(added)
+            new.append((which, have[which]))
+            for group in stack.groups:
+                counts[group] = len(which)
+        taken = self._pool.allocate(counts)
+        if taken is None:
+            return False
+        room = np.full(len(rows), NEVER)
+        for s, (stack, (which, places)) in enumerate(zip(self._stacks, new, strict=True)):
+            if len(which):
+                mine, pages = rows[which], self._pages_of(stack, counts, taken)
+                stack.ids[:, mine, places] = pages
+                if self._tree is not None:
+                    self._tree.own_pages[s][:, mine, places] = pages
+                self._set_num_blocks(stack, mine, places + 1)
+            np.minimum(room, self.num_blocks[stack.groups[0], rows] * stack.block_size, out=room)
+        self._room[rows] = room
+        return True
+
+    def _make_room(self, rows: Sequence[int], num_tokens: Sequence[int]) -> bool:
+        """Give rows room for whatever they lack."""
+        wanted = [self._places(row, target) for row, target in zip(rows, num_tokens, strict=True)]
+        counts = [sum(map(len, places)) for places in zip(*wanted, strict=True)]
+        taken = self._pool.allocate(counts)
+        if taken is None:
+            return False
+        used = [0, *accumulate(counts)]
+        for row, target, places in zip(rows, num_tokens, wanted, strict=True):
+            for index, where in enumerate(places):
+                self._fill(row, index, where, taken[used[index] : used[index] + len(where)], target)
+                used[index] += len(where)
+            self._note_room(row)
+        return True
+
+    def _places(self, row: int, num_tokens: int) -> list[Sequence[int]]:
+        """Return per group the indices of the blocks that a row lacks a page for to compute tokens up to a number."""
         places: list[Sequence[int]] = [()] * len(self._groups)
-        num_computed = blocks.num_computed
-        for group in self._of_tokens:
-            ids, size = blocks.block_ids[group.index], group.block_size
-            if not self._is_sparse[group.index]:
-                places[group.index] = range(len(ids), -(-num_tokens // size))
-            elif num_computed < num_tokens:
-                resume = self._where_others_continue(blocks, num_tokens)
-                stored = group.spec.stored_blocks(num_computed, num_tokens - num_computed, resume)
+        for group in self._dense:
+            places[group.index] = range(int(self.num_blocks[group.index, row]), -(-num_tokens // group.block_size))
+        num_computed = int(self.num_computed[row])
+        if self._sparse and num_computed < num_tokens:
+            resume = self._where_others_continue(self._states[row], num_computed, num_tokens)
+            for group in self._sparse:
+                size, ids = group.block_size, self._tables[group.index].ids[row]
+                count = int(self.num_blocks[group.index, row])
                 places[group.index] = [
                     index
-                    for start, stop in stored
+                    for start, stop in group.spec.stored_blocks(num_computed, num_tokens - num_computed, resume)
                     for index in range(max(start, num_computed // size), stop)
-                    if index >= len(ids) or not ids[index]
+                    if index >= count or not ids[index]
                 ]
-        if blocks.missing:
-            for each in blocks.inputs:
-                if each.sequence in blocks.missing:
-                    places[each.group] = range(len(blocks.block_ids[each.group]), each.num_blocks)
+        missing = self._states[row].missing
+        for each in self._states[row].inputs if missing else ():
+            if each.sequence in missing:
+                places[each.group] = range(int(self.num_blocks[each.group, row]), each.num_blocks)
         return places
 
-    def _where_others_continue(self, blocks: RequestBlocks, num_tokens: int) -> int:
+    def _where_others_continue(self, state: RowState, num_computed: int, num_tokens: int) -> int:
         """Return from where in the tokens up to ``num_tokens`` a later request may want to continue.
 
         Where they part from an earlier request's, or else at the last boundary that all groups have before the last
         token: that one is computed again if the request comes again.
         """
-        if blocks.num_computed < blocks.branch <= num_tokens:
-            return blocks.branch
+        if num_computed < state.branch <= num_tokens:
+            return state.branch
         return (num_tokens - 1) // self._alignment * self._alignment
 
-    def _fill(
-        self, blocks: RequestBlocks, group: PlannedGroup, places: Sequence[int], new: Sequence[int], num_tokens: int
-    ) -> None:
-        """Put a group's new block ids in their places."""
-        ids, table = blocks.block_ids[group.index], self._tables[group.index]
-        if self._is_sparse[group.index]:
-            ids.extend([0] * (-(-num_tokens // group.block_size) - len(ids)))
-            for index, block_id in zip(places, new, strict=True):
-                ids[index] = block_id
-                table.write(blocks.row, index, (block_id,))
-        elif new:
-            table.write(blocks.row, len(ids), new)
-            ids.extend(new)
+    def _fill(self, row: int, index: int, places: Sequence[int], pages: BlockIds, num_tokens: int) -> None:
+        """Put pages of a group in their places."""
+        group = self._groups[index]
+        where = slice(places.start, places.stop) if isinstance(places, range) else places
+        if len(places):
+            self._tables[index].ids[row, where] = pages
+            if self._tree is not None and not group.is_of_input:
+                self._tree.own(row, index, where, pages)
+            last = places[-1] + 1
+            if last > self.num_blocks[index, row]:
+                self.num_blocks[index, row] = last
+        if group in self._sparse:
+            self.num_blocks[index, row] = max(int(self.num_blocks[index, row]), -(-num_tokens // group.block_size))
 
-    def publish(self, blocks: RequestBlocks, keys: Mapping[int, Sequence[PrefixKey]], num_computed: int) -> None:
-        """Make the blocks that ``num_computed`` tokens fill, and those of inputs, findable.
+    def _note_room(self, row: int) -> None:
+        """Work out up to which tokens nothing is missing; of groups that store few blocks, up to the block's end."""
+        room = -1 if self._states[row].missing else NEVER
+        for group in self._dense:
+            room = min(room, int(self.num_blocks[group.index, row]) * group.block_size)
+        for group in self._sparse:
+            current = int(self.num_computed[row]) // group.block_size
+            is_there = current < self.num_blocks[group.index, row] and self._tables[group.index].ids[row, current]
+            room = min(room, (current + 1) * group.block_size if is_there else 0)
+        self._room[row] = room
 
-        Each holds what its key stands for: a step writes every page in the range of its tokens.
-        """
-        for group in self._of_tokens:
-            ids = blocks.block_ids[group.index]
-            num_full = num_computed // group.block_size
-            for index in range(blocks.num_published[group.index], num_full):
-                if ids[index]:
-                    self._pool.publish(group.index, ids[index], keys[group.block_size][index])
-            blocks.num_published[group.index] = max(num_full, blocks.num_published[group.index])
-        for each in blocks.inputs:
-            if not blocks.num_published[each.group]:
-                blocks.num_published[each.group] = each.num_blocks
-                for block_id, key in zip(blocks.block_ids[each.group], each.keys, strict=True):
-                    self._pool.publish(each.group, block_id, key)
+    # --- what is computed ---------------------------------------------------------------------------------------------
 
-    def commit(self, blocks: RequestBlocks, num_computed: int) -> None:
-        """Take note that tokens ``[0, num_computed)`` are computed; release the blocks that no token after them needs.
+    def commit(self, row: int, num_computed: int) -> None:
+        """Take note that a row's tokens ``[0, num_computed)`` are computed; release what no token after them needs.
 
         Inputs are computed with the first of them, and stay.
         """
-        blocks.num_computed = num_computed
-        if blocks.missing:
-            blocks.missing = frozenset()
-        for group in self._of_tokens:
-            index = group.index
-            ids = blocks.block_ids[index]
-            live = group.spec.live_blocks(num_computed)
-            # The block that the next token is written into stays, live or not.
-            current = num_computed // group.block_size
-            if live and live[-1][1] >= current:
-                kept = (*live[:-1], (live[-1][0], len(ids)))
-            else:
-                kept = (*live, (current, len(ids)))
-            before = blocks.live[index]
-            if before and before[-1][1] < len(ids):
-                before = (*before[:-1], (before[-1][0], len(ids)))
-            # Where few blocks are stored, each step says which: those beyond its end are of tokens that were refused.
-            for start, stop in _difference(before, live if self._is_sparse[index] else kept):
-                self._pool.release(index, [block_id for block_id in ids[start:stop] if block_id])
-                ids[start:stop] = [0] * (stop - start)
-                self._tables[index].clear(blocks.row, start, stop)
-            blocks.live[index] = kept
+        self.num_computed[row] = num_computed
+        if num_computed >= self._next_publication[row] and self._tree is not None:
+            self._tree.publish(row)
+        if num_computed >= self._next_death[row]:
+            self._bury(row, num_computed)
 
-    def free(self, blocks: RequestBlocks) -> None:
-        """Release every block of a request, its tail first: a prefix outlives what hangs on it."""
-        for group, (table, ids) in enumerate(zip(self._tables, blocks.block_ids, strict=True)):
-            self._pool.release(group, [block_id for block_id in reversed(ids) if block_id])
-            table.clear(blocks.row, 0, len(ids))
-            ids.clear()
+    def commit_rows(self, rows: Rows, num_computed: npt.NDArray[np.int64]) -> None:
+        """Take note of what is computed of several rows.
+
+        Args:
+            rows: ``[n], int64, host``, each once.
+            num_computed: ``[n], int64, host``.
+        """
+        self.num_computed[rows] = num_computed
+        if self._tree is not None:
+            for row in rows[num_computed >= self._next_publication[rows]].tolist():
+                self._tree.publish(row)
+        due = np.flatnonzero(num_computed >= self._next_death[rows])
+        if not len(due):
+            return
+        rows, num_computed = rows[due], num_computed[due]
+        if self._is_plain and len(rows) > 1:
+            self._bury_at_once(rows, num_computed)
+        else:
+            for row, count in zip(rows.tolist(), num_computed.tolist(), strict=True):
+                self._bury(row, count)
+
+    def _bury_at_once(self, rows: Rows, num_computed: npt.NDArray[np.int64]) -> None:
+        """Release the dead blocks of plain rows."""
+        next_death = np.full(len(rows), NEVER)
+        for s, moving in enumerate(self._moving):
+            if moving is None:
+                continue
+            before, after = moving.dead[:, rows], moving.dead_at(num_computed)
+            np.maximum(before, after, out=after)
+            died = after - before
+            most = int(died.max())
+            for step in range(most):
+                # Nearly always one block of a group and row; a chunk of a prompt kills several.
+                kinds, which = np.nonzero(died > step)
+                blocks = before[kinds, which] + step
+                self._release_dead(s, moving.places[kinds], rows[which], blocks)
+            if most:
+                moving.dead[:, rows] = after
+            np.minimum(next_death, moving.next_death(after), out=next_death)
+        self._next_death[rows] = next_death
+
+    def _release_dead(self, s: int, places: Rows, rows: Rows, blocks: npt.NDArray[np.int64]) -> None:
+        """Release blocks of groups of a stack and of rows, each named by its place, row and index."""
+        stack = self._stacks[s]
+        ids = stack.ids[places, rows, blocks]
+        if np.count_nonzero(ids) < len(ids):
+            is_held = ids != 0
+            places, rows, blocks, ids = places[is_held], rows[is_held], blocks[is_held], ids[is_held]
+        stack.ids[places, rows, blocks] = 0
+        if self._tree is not None:
+            self._tree.own_dead(s, places, rows, blocks, ids)
+        self._pool.release(ids, stack.index[places])
+
+    def _bury(self, row: int, num_computed: int) -> None:
+        """Release the dead blocks of a row."""
+        if self._tree is not None:
+            self._tree.refresh(row)
+        state = self._states[row]
+        if state.missing:
+            state.missing = frozenset()
+            self._note_room(row)
+        for s, moving in enumerate(self._moving):
+            if moving is not None:
+                for place, kind, before in zip(moving.places, moving.types, moving.dead[:, row].tolist(), strict=True):
+                    dead = kind.dead(num_computed)
+                    if dead > before:
+                        self._release_range(row, self._stacks[s].groups[place], before, dead)
+                np.maximum(moving.dead[:, row], moving.dead_at(np.array([num_computed]))[:, 0], out=moving.dead[:, row])
+        for group in self._asked:
+            self._bury_asked(row, group, state, num_computed)
+        self._next_death[row] = -1 if self._asked else NEVER
+        for moving in self._moving:
+            if moving is not None:
+                self._note_next_death(row, moving)
+        if self._sparse:
+            self._note_room(row)
+
+    def _note_next_death(self, row: int, moving: MovingGroups) -> None:
+        nearest = int(moving.next_death(moving.dead[:, [row]])[0])
+        self._next_death[row] = min(int(self._next_death[row]), nearest)
+
+    def _bury_asked(self, row: int, group: PlannedGroup, state: RowState, num_computed: int) -> None:
+        index, count = group.index, int(self.num_blocks[group.index, row])
+        live = group.spec.live_blocks(num_computed)
+        # The block that the next token is written into stays, live or not.
+        current = num_computed // group.block_size
+        is_live = live and live[-1][1] >= current
+        kept = (*live[:-1], (live[-1][0], count)) if is_live else (*live, (current, count))
+        before = state.live[index]
+        if before and before[-1][1] < count:
+            before = (*before[:-1], (before[-1][0], count))
+        # Where few blocks are stored, each step says which: those beyond its end are of tokens that were refused.
+        for start, stop in _difference(before, live if group in self._sparse else kept):
+            self._release_range(row, index, start, stop)
+        state.live[index] = kept
+
+    def _release_range(self, row: int, index: int, start: int, stop: int) -> None:
+        ids = self._tables[index].ids[row, start:stop]
+        if self._tree is not None:
+            self._tree.own_published(row, index, start, stop)
+        self._release(index, ids)
+        ids[...] = 0
+
+    # --- swapping -----------------------------------------------------------------------------------------------------
+
+    def swapped(self, row: int, copies: list[list[int]]) -> SwappedBlocks:
+        """Return what a row is to be begun from again, its blocks copied."""
+        return SwappedBlocks(copies, int(self.num_computed[row]), self._states[row])
+
+    def resume(
+        self, row: int, swapped: SwappedBlocks, num_tokens: int, found: Sequence[Sequence[int]]
+    ) -> list[list[int]] | None:
+        """Begin a request again where it was swapped out, with room for its tokens ``[0, num_tokens)``.
+
+        Args:
+            row: Its row.
+            swapped: What it was.
+            num_tokens: The tokens to make room for.
+            found: Per group, by block index, pages that hold the same as its copies and can be shared; 0 for none.
+
+        Returns:
+            Per group, the block ids of the pages that have to be filled from the copies, 0 elsewhere; None, and nothing
+            changed, if there are not enough pages.
+        """
+        state = attrs.evolve(swapped.state, live=dict(swapped.state.live))
+        self._begin(row, swapped.num_computed, state)
+        for index, copies in enumerate(swapped.copies):
+            self.num_blocks[index, row] = len(copies)
+            shared = np.array(found[index], dtype=np.int32)
+            self._tables[index].ids[row, : len(copies)] = shared
+            # First of all, so that nothing of it is evicted to make room.
+            if len(held := shared[shared != 0]):
+                self._pool.hold(index, held)
+        to_fill = [
+            [place for place, (copy, page) in enumerate(zip(copies, shared, strict=True)) if copy and not page]
+            for copies, shared in zip(swapped.copies, found, strict=True)
+        ]
+        places = [
+            [*lacking, *new] for lacking, new in zip(to_fill, self._places_as_of(row, swapped, num_tokens), strict=True)
+        ]
+        taken = self._pool.allocate([len(each) for each in places])
+        if taken is None:
+            self.free(row)
+            return None
+        filled = [[0] * len(copies) for copies in swapped.copies]
+        for index, (lacking, where) in enumerate(zip(to_fill, places, strict=True)):
+            pages, taken = taken[: len(where)], taken[len(where) :]
+            self._fill(row, index, where, pages, num_tokens)
+            for place, page in zip(lacking, pages.tolist(), strict=False):
+                filled[index][place] = page
+        self._note_room(row)
+        return filled
+
+    def _places_as_of(self, row: int, swapped: SwappedBlocks, num_tokens: int) -> list[Sequence[int]]:
+        """Return what a row lacks besides the pages that it had."""
+        places = self._places(row, num_tokens)
+        return [
+            [place for place in where if place >= len(copies) or not copies[place]]
+            for where, copies in zip(places, swapped.copies, strict=True)
+        ]
+
+    def _release(self, index: int, ids: BlockIds) -> None:
+        held = ids.copy() if np.count_nonzero(ids) == len(ids) else ids[ids != 0]
+        if len(held):
+            self._pool.release(held, index)
 
 
 def _difference(whole: Sequence[tuple[int, int]], kept: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

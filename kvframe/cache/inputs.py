@@ -1,20 +1,24 @@
 """Input sequences: what a request brings beside its own tokens, such as what its encoder reads.
 
 An input is whole before the first token is computed and stays as it is. Its blocks live for as long as the request
-runs, and are found by content: requests with the same input hold them once. The key of block ``i`` is the SHA-256 of a
-root, the salt, the input's key and length, and ``i``.
+runs, and are found by content: requests with the same input hold them once.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
 from kvframe.plan import PlannedGroup
 
-_ROOT = b"kvframe input 1\x00"
+if TYPE_CHECKING:
+    from kvframe.cache.pool import BlockPool
+
+Pages = npt.NDArray[np.int32]
 
 
 @attrs.frozen
@@ -36,21 +40,23 @@ class InputBlocks:
 
     Attributes:
         group: The group's index.
+        salt: Whom the request shares with.
         sequence: Which input it is (``"encoder"``).
+        key: What its content is known by.
         num_tokens: Its tokens.
         num_blocks: Blocks that hold all of it.
-        keys: What each of them is found by; empty where blocks are not cached.
     """
 
     group: int
+    salt: str
     sequence: str
+    key: bytes
     num_tokens: int
     num_blocks: int
-    keys: tuple[bytes, ...]
 
 
 def input_blocks(
-    groups: Iterable[PlannedGroup], inputs: Mapping[str, InputSequence], salt: str, *, are_cached: bool
+    groups: Iterable[PlannedGroup], inputs: Mapping[str, InputSequence], salt: str
 ) -> tuple[InputBlocks, ...]:
     """Return a request's blocks in the groups that keep state of its inputs.
 
@@ -58,17 +64,69 @@ def input_blocks(
         groups: The groups of input sequences.
         inputs: The request's inputs, by name.
         salt: Requests share blocks only with requests of the same salt.
-        are_cached: Whether blocks can be found by their content.
     """
     found = []
     for group in groups:
-        sequence = inputs.get(group.spec.sequence)
-        if sequence is not None:
-            num_blocks = -(-sequence.num_tokens // group.block_size)
-            root = hashlib.sha256(_ROOT + joined(salt.encode(), sequence.key, _number(sequence.num_tokens))).digest()
-            keys = (hashlib.sha256(root + _number(index)).digest() for index in range(num_blocks if are_cached else 0))
-            found.append(InputBlocks(group.index, group.spec.sequence, sequence.num_tokens, num_blocks, tuple(keys)))
+        name = group.spec.sequence
+        if name in inputs:
+            given = inputs[name]
+            num_blocks = -(-given.num_tokens // group.block_size)
+            found.append(InputBlocks(group.index, salt, name, given.key, given.num_tokens, num_blocks))
     return tuple(found)
+
+
+class InputIndex:
+    """The cached inputs: which pages hold them.
+
+    Invariant: a page in it is held or cached, and its owner in the pool is the entry that names it.
+    """
+
+    def __init__(self, num_groups: int) -> None:
+        """Start empty."""
+        self._owners: list[dict[InputBlocks, int]] = [{} for _ in range(num_groups)]
+        self._entries: dict[int, tuple[InputBlocks, Pages]] = {}
+        self._next_owner = 0
+        self.pool: BlockPool  # set by whoever makes both: each needs the other
+
+    def find(self, blocks: InputBlocks) -> Pages | None:
+        """Return the pages of an input in a group; None if not all of it is cached."""
+        pages = self.known(blocks)
+        return pages if pages is not None and pages.all() else None
+
+    def known(self, blocks: InputBlocks) -> Pages | None:
+        """Return the pages of an input in a group, 0 for one that is not cached; None if none is."""
+        owner = self._owners[blocks.group].get(blocks)
+        return None if owner is None else self._entries[owner][1]
+
+    def publish(self, blocks: InputBlocks, pages: Pages) -> None:
+        """Let the pages of an input be found, but for those in whose place others are found."""
+        owner = self._owners[blocks.group].get(blocks)
+        if owner is None:
+            owner = self._owners[blocks.group][blocks] = self._next_owner
+            self._next_owner += 1
+            self._entries[owner] = (blocks, np.zeros(blocks.num_blocks, dtype=np.int32))
+        known = self._entries[owner][1]
+        new = np.flatnonzero(known == 0)
+        known[new] = pages[new]
+        self.pool.publish(owner, pages[new], new)
+
+    def lost(self, owner: int, group: int, indices: npt.NDArray[np.int32]) -> None:
+        """Take note that pages of an input were given up."""
+        blocks, pages = self._entries[owner]
+        pages[indices] = 0
+        if not pages.any():
+            del self._entries[owner], self._owners[group][blocks]
+
+    def published(self) -> Iterator[tuple[int, int]]:
+        """Go through the pages that can be found: the group and block id of each."""
+        for blocks, pages in self._entries.values():
+            yield from ((blocks.group, page) for page in pages[pages != 0].tolist())
+
+    def forget(self) -> None:
+        """Forget every input; whoever has the pool gives up their pages."""
+        self._entries.clear()
+        for owners in self._owners:
+            owners.clear()
 
 
 def inputs_root(inputs: Mapping[str, InputSequence]) -> bytes:

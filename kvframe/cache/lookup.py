@@ -2,63 +2,77 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from types import MappingProxyType
+from typing import Any
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
-from kvframe.cache.inputs import InputBlocks
-from kvframe.cache.pool import BlockPool, PrefixKey
+from kvframe.cache.forgetting import forgetting_of
+from kvframe.cache.inputs import InputBlocks, InputIndex
+from kvframe.cache.reach import longest_alone, longest_of_all
 from kvframe.cache.stats import GroupLookups
-from kvframe.plan import KVCachePlan, PlannedGroup
+from kvframe.cache.tree import NO_MATCH, Match, Namespace, PrefixTree
+from kvframe.plan import KVCachePlan
 from kvframe.specs import KVCacheSpec
 
-MAX_SEEN_PREFIXES = 1 << 16
-"""Prefixes that are remembered, each by a key of 32 bytes, to see where later requests part from them."""
+Pages = npt.NDArray[np.int32]
 
 
-@attrs.frozen
+_NONE: Mapping[Any, Any] = MappingProxyType({})
+
+
+@attrs.define(eq=False)
 class PrefixHit:
     """What of a request is cached: the longest prefix that every group can continue from, and its inputs.
 
     Attributes:
         num_tokens: Tokens that need not be computed.
-        block_ids: Per group, the block ids of these tokens' blocks, 0 where a block is not live any more; in a group
-            of an input, the ids of all its blocks, or nothing.
+        pages: Per group of tokens, the pages of a prefix at least as long, 0 for none; what is live of it is there.
+        inputs: For each input that is cached as a whole, the pages of all its blocks, per group.
         branch: The longest prefix that an earlier request had too, where a type that stores few blocks may have kept
             nothing of it, so that it has to be computed again; 0 if the hit is as long.
-        lookups: Per group, what this lookup found.
+        asked_tokens: Tokens of the request; 0 where nothing was looked for.
+        lookups: Per group, what this lookup found; empty where nothing of its tokens is known, and it has no inputs.
+        match: How far the tokens are known.
     """
 
-    num_tokens: int
-    block_ids: tuple[list[int], ...]
+    num_tokens: int = 0
+    pages: Mapping[int, Pages] = _NONE
+    inputs: Mapping[str, Mapping[int, Pages]] = _NONE
     branch: int = 0
+    asked_tokens: int = 0
     lookups: tuple[GroupLookups, ...] = ()
+    match: Match = NO_MATCH
 
 
 class PrefixLookup:
-    """Finds prefixes and inputs in a pool. It asks no spec for its type."""
+    """Finds prefixes and inputs. It asks no spec for its type."""
 
-    def __init__(self, plan: KVCachePlan, pool: BlockPool) -> None:
-        """Look into a pool.
+    def __init__(self, plan: KVCachePlan, tree: PrefixTree, inputs: InputIndex) -> None:
+        """Look into what is published.
 
         Args:
             plan: The groups.
-            pool: The pages.
+            tree: The prefixes.
+            inputs: The inputs.
         """
-        self._pool = pool
+        self._tree = tree
+        self._inputs = inputs
         self._groups = tuple(group for group in plan.groups if not group.is_of_input)
         self._alignment = plan.alignment
-        self._has_sparse = any(
-            type(group.spec).stored_blocks is not KVCacheSpec.stored_blocks for group in self._groups
-        )
-        self._seen: OrderedDict[PrefixKey, None] = OrderedDict()
+        self._has_sparse = has_sparse(plan)
         self._kinds = tuple(group.spec.kind for group in plan.groups)
+        # Where some type always needs the last token, nothing behind the tokens that are known can be a hit.
+        forgetting = [forgetting_of(group.spec) for group in self._groups]
+        needs_last = [each is not None and not each.chunk and each.window != 1 for each in forgetting]
+        self._ends_with_match = any(needs_last)
+        self._ends_with_pages = self._ends_with_match and not all(needs_last)
 
     def find(
-        self, keys: Mapping[int, Sequence[PrefixKey]], num_tokens: int, inputs: Sequence[InputBlocks] = ()
+        self, namespace: Namespace, tokens: Sequence[int], num_tokens: int, inputs: Sequence[InputBlocks] = ()
     ) -> PrefixHit:
         """Return what is cached of a request's inputs and of its tokens, the last one left out.
 
@@ -66,104 +80,67 @@ class PrefixLookup:
         group that keeps state of it.
 
         Args:
-            keys: The prefix keys of the request's full blocks, by block size.
-            num_tokens: Its tokens, at least one.
+            namespace: Whom it shares with.
+            tokens: Its tokens.
+            num_tokens: How many of them there are, at least one.
             inputs: Its inputs.
         """
+        match = self._tree.match(namespace, tokens, num_tokens - 1)
+        most = match.length if self._ends_with_match else num_tokens - 1
+        if not most and not inputs:
+            return PrefixHit(asked_tokens=num_tokens)
         lookups = tuple(map(GroupLookups, self._kinds))
-        block_ids: list[list[int]] = [[] for _ in lookups]
-        for index, ids in self._find_inputs(inputs, lookups).items():
-            block_ids[index] = ids
-        most = num_tokens - 1
-        found = [
-            _Found(group, keys[group.block_size][: most // group.block_size], self._pool) for group in self._groups
-        ]
-        alone = [each.longest(most) for each in found]
-        hit = self._longest_of_all(found, min(alone, default=0))
-        for each, longest in zip(found, alone, strict=True):
-            index, size = each.group.index, each.group.block_size
-            is_limiting = any(each.longest(other) < other for other in alone if other > hit)
-            lookups[index].add(GroupLookups("", num_tokens, longest, hit, is_limiting))
-            block_ids[index] = held = [0] * (hit // size)
-            for start, stop in each.group.spec.live_blocks(hit):
-                held[start:stop] = each.block_ids[start:stop]
-        branch = self._branch(keys, hit, most) if self._has_sparse else 0
-        return PrefixHit(hit, tuple(block_ids), branch, lookups)
+        of_inputs = self._find_inputs(inputs, lookups) if inputs else _NONE
+        of_stack = self._tree.pages(match, most)
+        if self._ends_with_pages:
+            most = max(_last_page(pages) * size for pages, size in zip(of_stack, self._tree.sizes, strict=True))
+        place = self._tree.place
+        pages = {group.index: of_stack[place[group.index][0]][place[group.index][1]] for group in self._groups}
+        alone = [longest_alone(group, pages[group.index], most) for group in self._groups]
+        held = [(group, pages[group.index]) for group in self._groups]
+        most = min(alone, default=0)
+        is_equal = most == max(alone, default=0) and not most % self._alignment
+        hit = most if is_equal else longest_of_all(held, most)
+        longer = [other for other in set(alone) if other > hit]
+        for (group, row), longest in zip(held, alone, strict=True):
+            limits = any(longest_alone(group, row, other) < other for other in longer)
+            lookups[group.index].add(GroupLookups("", num_tokens, longest, hit, int(limits)))
+        known = match.length - match.length % self._alignment
+        branch = known if self._has_sparse and known > hit else 0
+        return PrefixHit(hit, pages, of_inputs, branch, num_tokens, lookups, match)
 
-    def note(self, keys: Mapping[int, Sequence[PrefixKey]], num_before: int, num_computed: int) -> None:
-        """Remember which prefixes were computed, where a later request may have to be told where it parts from them.
+    def count(self, hit: PrefixHit, totals: Sequence[GroupLookups]) -> None:
+        """Add what a lookup found to the totals of each group."""
+        for total, lookups in zip(totals, hit.lookups, strict=False):
+            total.add(lookups)
+        for group in self._groups if not hit.lookups else ():
+            totals[group.index].asked_tokens += hit.asked_tokens
 
-        Args:
-            keys: The prefix keys of a request's full blocks, by block size.
-            num_before: Tokens up to which it was done before.
-            num_computed: Tokens up to which it is to be done.
-        """
-        if self._has_sparse:
-            size, step = self._groups[0].block_size, self._alignment
-            for num_tokens in range(num_before - num_before % step + step, num_computed + 1, step):
-                self._seen[keys[size][num_tokens // size - 1]] = None
-            while len(self._seen) > MAX_SEEN_PREFIXES:
-                self._seen.popitem(last=False)
-
-    def forget(self) -> None:
-        """Forget which prefixes were computed."""
-        self._seen.clear()
-
-    def _branch(self, keys: Mapping[int, Sequence[PrefixKey]], hit: int, most: int) -> int:
-        """Return the longest prefix, longer than the hit, that was computed before.
-
-        A state at the point where requests part is what a third one wants to continue from: the idea of Marconi,
-        arXiv 2411.19379. What was computed is remembered beyond the life of its pages, which are computed again anyway.
-        """
-        size, step = self._groups[0].block_size, self._alignment
-        for num_tokens in range(most - most % step, hit, -step):
-            key = keys[size][num_tokens // size - 1]
-            if key in self._seen:
-                self._seen.move_to_end(key)
-                return num_tokens
-        return 0
-
-    def _longest_of_all(self, found: Sequence[_Found], most: int) -> int:
-        num_tokens = most - most % self._alignment
-        while num_tokens:
-            shorter = min(each.longest(num_tokens) for each in found)
-            if shorter == num_tokens:
-                break
-            num_tokens = shorter - shorter % self._alignment
-        return num_tokens
-
-    def _find_inputs(self, inputs: Sequence[InputBlocks], lookups: Sequence[GroupLookups]) -> dict[int, list[int]]:
-        """Return the block ids of the inputs that are cached as a whole, by group."""
-        found = {each.group: [self._pool.find(each.group, key) for key in each.keys] for each in inputs}
-        whole = {group: all(ids) for group, ids in found.items()}
-        some = {each.sequence for each in inputs if whole[each.group]}
-        lacking = {each.sequence for each in inputs if not whole[each.group]}
+    def _find_inputs(
+        self, inputs: Sequence[InputBlocks], lookups: Sequence[GroupLookups]
+    ) -> dict[str, dict[int, Pages]]:
+        """Return the pages of the inputs that are cached as a whole."""
+        found = {each.group: self._inputs.find(each) for each in inputs}
+        some = {each.sequence for each in inputs if found[each.group] is not None}
+        lacking = {each.sequence for each in inputs if found[each.group] is None}
+        whole: dict[str, dict[int, Pages]] = {}
         for each in inputs:
-            alone, together = whole[each.group], each.sequence not in lacking
+            pages = found[each.group]
+            alone, together = pages is not None, each.sequence not in lacking
             is_limiting = not alone and each.sequence in some
             size = each.num_tokens
             lookups[each.group].add(GroupLookups("", size, size * alone, size * together, is_limiting))
-        return {each.group: found[each.group] for each in inputs if each.sequence not in lacking}
+            if pages is not None and together:
+                whole.setdefault(each.sequence, {})[each.group] = pages
+        return whole
 
 
-class _Found:
-    """What one lookup found of one group's blocks."""
+def _last_page(pages: Pages) -> int:
+    held = np.flatnonzero(pages.any(axis=0))
+    return int(held[-1]) + 1 if len(held) else 0
 
-    def __init__(self, group: PlannedGroup, keys: Sequence[PrefixKey], pool: BlockPool) -> None:
-        self.group = group
-        self.block_ids = [pool.find(group.index, key) for key in keys]
-        self._missing_before = [0, *accumulate(not block_id for block_id in self.block_ids)]
 
-    def longest(self, num_tokens: int) -> int:
-        """Return the longest prefix of at most ``num_tokens`` tokens that the group holds the live range of."""
-        size, missing = self.group.block_size, self._missing_before
-        num_tokens -= num_tokens % size
-        while num_tokens:
-            for start, stop in self.group.spec.live_blocks(num_tokens):
-                if missing[start] != missing[stop]:
-                    # By the law of forgetting, what is live is live for every shorter prefix that it lies in.
-                    num_tokens = (bisect_right(missing, missing[start], start, stop + 1) - 1) * size
-                    break
-            else:
-                break
-        return num_tokens
+def has_sparse(plan: KVCachePlan) -> bool:
+    """Return whether a type stores few blocks of a step, so that where requests part has to be known."""
+    of_tokens = (group for group in plan.groups if not group.is_of_input)
+    return any(type(group.spec).stored_blocks is not KVCacheSpec.stored_blocks for group in of_tokens)

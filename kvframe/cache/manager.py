@@ -2,36 +2,58 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
+from kvframe.cache.audit import audit_pool
 from kvframe.cache.block_table import BlockTables
-from kvframe.cache.coordinator import KVCacheCoordinator, RequestBlocks
-from kvframe.cache.inputs import InputSequence, input_blocks
-from kvframe.cache.lookup import PrefixHit, PrefixLookup
+from kvframe.cache.coordinator import KVCacheCoordinator, Rows, SwappedBlocks
+from kvframe.cache.forgetting import NEVER
+from kvframe.cache.inputs import InputIndex, InputSequence, input_blocks, inputs_root
+from kvframe.cache.lookup import PrefixHit, PrefixLookup, has_sparse
 from kvframe.cache.pool import BlockPool
-from kvframe.cache.prefix import PrefixKeys
 from kvframe.cache.stats import GroupLookups, KVCacheStats
 from kvframe.cache.swap import HostPages, HostStore
+from kvframe.cache.tree import NO_MATCH, Namespace, PrefixTree
 from kvframe.plan import KVCachePlan
 
+NO_HIT = PrefixHit()
 NO_INPUTS: Mapping[str, InputSequence] = MappingProxyType({})
 
 
 @attrs.define
 class _Entry:
-    blocks: RequestBlocks
-    keys: dict[int, PrefixKeys]
-    uncounted: PrefixHit | None
+    row: int
+    token_ids: Sequence[int]
+    namespace: Namespace
+    uncounted: PrefixHit
     """What was found when it started, until it runs: a request that waits for room is looked up again and again."""
-    next_full: int = 0
-    """Computed tokens from which on a block may be full that was not offered to the prefix index; 0 where blocks of an
-    input may not have been."""
-    num_resets: int = 0
+    num_resets: int
     """Resets of the prefix cache before it started."""
+
+
+@attrs.define
+class _Swapped:
+    entry: _Entry
+    blocks: SwappedBlocks
+
+
+@attrs.frozen
+class _Keepers:
+    """Tells whoever published a page that it is gone."""
+
+    plan: KVCachePlan
+    tree: PrefixTree
+    inputs: InputIndex
+
+    def lost(self, owner: int, group: int, indices: npt.NDArray[np.int32]) -> None:
+        keeper = self.inputs if self.plan.groups[group].is_of_input else self.tree
+        keeper.lost(owner, group, indices)
 
 
 class KVCacheManager:
@@ -71,15 +93,28 @@ class KVCacheManager:
             [group.spec.sequence for group in plan.groups],
             plan.max_input_lens,
         )
-        reserve = plan.num_slabs_for(group.peak_blocks for group in plan.groups)
-        self._pool = BlockPool(plan, reserve_slabs=min(reserve, plan.num_slabs))
-        self._lookup = PrefixLookup(plan, self._pool)
-        self._coordinator = KVCacheCoordinator(plan, self._pool, self.tables)
-        self._block_sizes = sorted({group.block_size for group in plan.groups if not group.is_of_input})
+        num_computed = np.zeros(max_num_seqs, dtype=np.int64)
+        next_publication = np.full(max_num_seqs, NEVER, dtype=np.int64)
+        stacks = [stack for stack in self.tables.stacks if not plan.groups[stack.groups[0]].is_of_input]
+        self._tree = PrefixTree(plan.groups, stacks, num_computed, next_publication, keeps_ghosts=has_sparse(plan))
+        self._inputs = InputIndex(len(plan.groups))
+        keepers = _Keepers(plan, self._tree, self._inputs) if self.prefix_caching else None
+        reserve = min(plan.num_slabs_for(group.peak_blocks for group in plan.groups), plan.num_slabs)
+        self._pool = self._tree.pool = self._inputs.pool = BlockPool(plan, reserve_slabs=reserve, keeper=keepers)
+        self._lookup = PrefixLookup(plan, self._tree, self._inputs)
+        self._coordinator = KVCacheCoordinator(
+            plan,
+            self._pool,
+            self.tables,
+            self._tree if self.prefix_caching else None,
+            num_computed,
+            next_publication,
+        )
         self._input_groups = tuple(group for group in plan.groups if group.is_of_input)
         self._host = None if host_pages is None else HostStore(plan, host_pages)
         self._entries: dict[str, _Entry] = {}
-        self._swapped: dict[str, _Entry] = {}
+        self._swapped: dict[str, _Swapped] = {}
+        self._fresh: dict[int, _Entry] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._num_resets = 0
         self._lookups = [GroupLookups(group.spec.kind) for group in plan.groups]
@@ -101,7 +136,8 @@ class KVCacheManager:
 
         Args:
             request_id: Its name; not in the table.
-            token_ids: Its tokens so far.
+            token_ids: Its tokens so far. They are read again as it runs: whoever adds tokens adds them here, and those
+                that are computed stay as they are. ``array("I", ...)`` is read fastest.
             salt: It shares blocks only with requests of the same salt.
             use_prefix: Whether to look for a cached prefix, and for cached inputs.
             inputs: What it brings beside its tokens, by the name of the sequence, each within the plan's
@@ -113,20 +149,28 @@ class KVCacheManager:
         assert request_id not in self._entries
         assert request_id not in self._swapped
         assert self._free_rows
-        caches = self.prefix_caching
-        keys = {size: PrefixKeys(size, salt, inputs) for size in self._block_sizes} if caches else {}
-        of_inputs = input_blocks(self._input_groups, inputs, salt, are_cached=caches) if inputs else ()
-        hit = PrefixHit(0, tuple([] for _ in self.plan.groups))
-        if caches and use_prefix:
-            known = {size: chain.upto(token_ids, len(token_ids) - 1) for size, chain in keys.items()}
-            hit = self._lookup.find(known, len(token_ids), of_inputs)
-        blocks = self._coordinator.start(self._free_rows.pop(), hit, of_inputs)
-        self._entries[request_id] = _Entry(blocks, keys, hit, num_resets=self._num_resets)
+        namespace = (salt, inputs_root(inputs) if inputs else b"")
+        of_inputs = input_blocks(self._input_groups, inputs, salt) if inputs else ()
+        hit = NO_HIT
+        if self.prefix_caching and use_prefix:
+            hit = self._lookup.find(namespace, token_ids, len(token_ids), of_inputs)
+        row = self._free_rows.pop()
+        self._coordinator.start(row, hit, of_inputs)
+        if self.prefix_caching:
+            self._tree.follow(row, namespace, token_ids, hit.num_tokens, hit.match)
+        self._entries[request_id] = self._fresh[row] = _Entry(row, token_ids, namespace, hit, self._num_resets)
         return hit.num_tokens
+
+    def find(self, token_ids: Sequence[int], *, salt: str = "", inputs: Mapping[str, InputSequence] = NO_INPUTS) -> int:
+        """Return how many tokens ``start`` would find of such a request; it takes and changes nothing."""
+        if not self.prefix_caching:
+            return 0
+        namespace = (salt, inputs_root(inputs) if inputs else b"")
+        return self._lookup.find(namespace, token_ids, len(token_ids)).num_tokens
 
     def missing_inputs(self, request_id: str) -> frozenset[str]:
         """Return the inputs of a request whose state the next step has to compute; none after its first ``commit``."""
-        return self._entries[request_id].blocks.missing
+        return self._coordinator.state(self._entries[request_id].row).missing
 
     def extend(self, request_id: str, num_tokens: int) -> bool:
         """Make room for a request's tokens ``[0, num_tokens)`` and, the first time, for all of its inputs.
@@ -134,7 +178,19 @@ class KVCacheManager:
         Returns:
             False, and nothing changed, if the pool cannot give the pages now.
         """
-        return self._coordinator.extend(self._entries[request_id].blocks, num_tokens)
+        return self._coordinator.extend(self._entries[request_id].row, num_tokens)
+
+    def extend_rows(self, rows: Rows, num_tokens: npt.NDArray[np.int64]) -> bool:
+        """Make room for many requests at once: what ``extend`` does, for all of them or for none.
+
+        Args:
+            rows: ``[n], int64, host``: their rows, each once.
+            num_tokens: ``[n], int64, host``: the tokens to make room for, those before them included.
+
+        Returns:
+            False, and nothing changed, if the pool cannot give the pages now.
+        """
+        return self._coordinator.extend_rows(rows, num_tokens)
 
     def commit(self, request_id: str, token_ids: Sequence[int], num_computed: int) -> None:
         """Take note that the state of tokens ``[0, num_computed)`` is computed, and that of the request's inputs.
@@ -143,22 +199,37 @@ class KVCacheManager:
 
         Args:
             request_id: A request in the table.
-            token_ids: Its tokens, at least ``num_computed`` of them.
+            token_ids: Its tokens, at least ``num_computed`` of them: those that it started with, and others after them.
             num_computed: How many are computed; fewer than there was room made for where tokens were refused.
         """
         entry = self._entries[request_id]
-        if self.prefix_caching and num_computed >= entry.next_full:
-            keys = {size: chain.upto(token_ids, num_computed) for size, chain in entry.keys.items()}
-            self._coordinator.publish(entry.blocks, keys, num_computed)
-            if entry.uncounted is not None:
-                for total, lookups in zip(self._lookups, entry.uncounted.lookups, strict=False):
-                    total.add(lookups)
-                entry.uncounted = None
-            self._lookup.note(keys, entry.blocks.num_computed, num_computed)
-            entry.next_full = min(
-                (num_computed - num_computed % size + size for size in self._block_sizes), default=sys.maxsize
-            )
-        self._coordinator.commit(entry.blocks, num_computed)
+        if token_ids is not entry.token_ids:
+            entry.token_ids = token_ids
+            self._tree.read_from(entry.row, token_ids)
+        if entry.row in self._fresh:
+            self._first_commit(self._fresh.pop(entry.row))
+        self._coordinator.commit(entry.row, num_computed)
+
+    def commit_rows(self, rows: Rows, num_computed: npt.NDArray[np.int64]) -> None:
+        """Take note of what is computed of many requests: what ``commit`` does, for each of them.
+
+        Their tokens are read from what they started with.
+
+        Args:
+            rows: ``[n], int64, host``: their rows, each once.
+            num_computed: ``[n], int64, host``.
+        """
+        for row in self._fresh.keys() & rows.tolist() if self._fresh else ():
+            self._first_commit(self._fresh.pop(row))
+        self._coordinator.commit_rows(rows, num_computed)
+
+    def _first_commit(self, entry: _Entry) -> None:
+        """Count a request's lookup, and publish its inputs, as soon as it runs."""
+        self._lookup.count(entry.uncounted, self._lookups)
+        entry.uncounted = NO_HIT
+        if self.prefix_caching and entry.num_resets == self._num_resets:
+            for each in self._coordinator.state(entry.row).inputs:
+                self._inputs.publish(each, self.tables[each.group].ids[entry.row, : each.num_blocks])
 
     def swap_out(self, request_id: str) -> bool:
         """Move a request's resident pages, of all groups, to host memory and take it out of the table.
@@ -172,12 +243,11 @@ class KVCacheManager:
             RuntimeError: A copy failed; nothing changed.
         """
         entry = self._entries[request_id]
-        copies = None if self._host is None else self._host.put(entry.blocks.block_ids)
+        copies = None if self._host is None else self._host.put(self._coordinator.blocks(entry.row))
         if copies is None:
             return False
-        swapped = attrs.evolve(entry.blocks, row=-1, block_ids=copies)
-        self.free(request_id)
-        self._swapped[request_id] = attrs.evolve(entry, blocks=swapped)
+        self._swapped[request_id] = _Swapped(entry, self._coordinator.swapped(entry.row, copies))
+        self._leave(request_id)
         return True
 
     def swap_in(self, request_id: str, num_tokens: int, *, use_prefix: bool = True) -> bool:
@@ -198,27 +268,51 @@ class KVCacheManager:
         """
         assert self._free_rows
         assert self._host is not None
-        entry = self._swapped[request_id]
-        keys = {size: chain.upto((), 0) for size, chain in entry.keys.items()} if use_prefix else None
-        resumed = self._coordinator.resume(self._free_rows[-1], entry.blocks, num_tokens, keys)
-        if resumed is None:
+        entry, swapped = self._swapped[request_id].entry, self._swapped[request_id].blocks
+        found = self._find_again(entry, swapped, use_prefix)
+        row = self._free_rows[-1]
+        to_fill = self._coordinator.resume(row, swapped, num_tokens, found)
+        if to_fill is None:
             return False
-        blocks, to_fill = resumed
-        copies = entry.blocks.block_ids
         try:
-            self._host.fetch(copies, to_fill)
+            self._host.fetch(swapped.copies, to_fill)
         except BaseException:
-            self._coordinator.free(blocks)
+            self._coordinator.free(row)
             raise
         self._free_rows.pop()
-        self._host.free(copies)
+        self._host.free(swapped.copies)
         del self._swapped[request_id]
-        self._entries[request_id] = resumed_entry = attrs.evolve(entry, blocks=blocks)
-        if entry.num_resets == self._num_resets:
+        self._entries[request_id] = entry
+        entry.row = row
+        if self.prefix_caching and entry.num_resets == self._num_resets:
             # Its next commit offers all its blocks again: what was found by their keys may have been evicted.
-            blocks.num_published = [0] * len(self.plan.groups)
-            resumed_entry.next_full = 0
+            self._tree.follow(row, entry.namespace, entry.token_ids, 0, NO_MATCH)
+        self._fresh[row] = entry
         return True
+
+    def _find_again(self, entry: _Entry, swapped: SwappedBlocks, use_prefix: bool) -> list[list[int]]:
+        """Return per group the pages in which a swapped request's published blocks are found, 0 elsewhere."""
+        found = [[0] * len(copies) for copies in swapped.copies]
+        if not (self.prefix_caching and use_prefix):
+            return found
+        match = self._tree.match(entry.namespace, entry.token_ids, swapped.num_computed)
+        of_stack = self._tree.pages(match, match.length)
+        for index, copies in enumerate(swapped.copies):
+            if index in self._tree.place:
+                s, g = self._tree.place[index]
+                known = of_stack[s][g].tolist()
+            else:
+                known = self._known_input(swapped, index)
+            for place, (copy, page) in enumerate(zip(copies, known, strict=False)):
+                found[index][place] = page if copy else 0
+        return found
+
+    def _known_input(self, swapped: SwappedBlocks, group: int) -> list[int]:
+        for each in swapped.state.inputs:
+            known = self._inputs.known(each) if each.group == group else None
+            if known is not None and each.sequence not in swapped.state.missing:
+                return list(known.tolist())
+        return []
 
     def free(self, request_id: str) -> None:
         """Take a request out of the table, or give up its copy in host memory.
@@ -226,29 +320,34 @@ class KVCacheManager:
         The findable blocks of one in the table stay cached until they are evicted.
         """
         swapped = self._swapped.pop(request_id, None)
-        if swapped is not None:
-            assert self._host is not None
-            self._host.free(swapped.blocks.block_ids)
+        if swapped is None:
+            self._leave(request_id)
             return
-        blocks = self._entries.pop(request_id).blocks
-        self._coordinator.free(blocks)
-        self._free_rows.append(blocks.row)
+        assert self._host is not None
+        self._host.free(swapped.blocks.copies)
+
+    def _leave(self, request_id: str) -> None:
+        row = self._entries.pop(request_id).row
+        self._fresh.pop(row, None)
+        self._coordinator.free(row)
+        self._free_rows.append(row)
 
     def reset_prefix_cache(self) -> None:
-        """Give up every cached page and make held ones unfindable."""
-        self._pool.forget_cached()
-        self._lookup.forget()
+        """Give up every cached page and make held ones unfindable. What runs now publishes nothing any more."""
+        self._pool.forget()
+        self._tree.forget()
+        self._inputs.forget()
         self._num_resets += 1
 
     # --- what is there ------------------------------------------------------------------------------------------------
 
     def row(self, request_id: str) -> int:
         """Return a request's row in every block table."""
-        return self._entries[request_id].blocks.row
+        return self._entries[request_id].row
 
     def block_ids(self, request_id: str) -> list[list[int]]:
         """Return a request's block ids, one list per group; 0 where a block is not resident."""
-        return [list(ids) for ids in self._entries[request_id].blocks.block_ids]
+        return self._coordinator.blocks(self._entries[request_id].row)
 
     @property
     def num_free_rows(self) -> int:
@@ -263,7 +362,27 @@ class KVCacheManager:
     @property
     def num_held_pages(self) -> int:
         """Pages that a request in the table references: 0 when the table is empty."""
-        return self._pool.num_held_pages
+        return sum(self._pool.num_held)
+
+    def published(self) -> Iterator[tuple[int, int]]:
+        """Go through the pages that can be found: the group and block id of each."""
+        for node in self._tree.walk():
+            for pages, groups in zip(node.pages, self._tree.groups, strict=True):
+                for group, row in zip(groups, pages, strict=True):
+                    yield from ((group, page) for page in row[row != 0].tolist())
+        yield from self._inputs.published()
+
+    def audit(self) -> None:
+        """Check that all pages there are, are free, held or cached, and counted right; it takes long.
+
+        Raises:
+            AssertionError: They are not.
+        """
+        holders: Counter[int] = Counter()
+        for entry in self._entries.values():
+            for ids in self._coordinator.blocks(entry.row):
+                holders.update(filter(None, ids))
+        audit_pool(self._pool, self.plan, holders)
 
     @property
     def stats(self) -> KVCacheStats:

@@ -1,282 +1,353 @@
-"""The block pool: who owns which page, what is findable by its prefix key, and what is evicted first."""
+"""The block pool: who owns which page, what is kept for those who may come back, and what is given up for others."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+from kvframe.cache.equal_pages import EqualPages
+from kvframe.cache.eviction import LeastRecentlyUsed
+from kvframe.cache.free_pages import BlockIds, FreePages, Groups
+from kvframe.cache.slabs import Slabs
 from kvframe.plan import KVCachePlan
 
-PrefixKey = bytes
-_NO_GROUP = -1
+Places = npt.NDArray[np.intp]
+_NOBODY = -1
+_MAX_STALE = 1 << 16
+"""Stale entries that the queues of cached pages may have besides as many as there are cached pages."""
+
+
+class Keeper(Protocol):
+    """Who has pages in the pool found by others: told of each page whose content is given up."""
+
+    def lost(self, owner: int, group: int, indices: npt.NDArray[np.int32]) -> None:
+        """Take note that an owner's pages at these indices are gone."""
 
 
 class BlockPool:
-    """Pages cut from slabs, shared by reference count.
+    """Pages, shared by counts of their holders.
 
-    Invariant: every page of a slab is exactly one of *free*, *held* (referenced) or *cached* (unreferenced, but
-    findable by its prefix key), and a slab without held and cached pages belongs to no group.
-
-    A slab is *idle* while none of its pages is held; idle slabs can change their group. An allocation succeeds if and
-    only if the free and cached pages in each group's other slabs, and as many idle slabs as the shortfall needs,
-    cover it.
+    Invariant: every page is exactly one of *free*, *held* (by at least one holder) or *cached* (published by an owner,
+    held by nobody).
 
     Attributes:
-        num_held: Per group, the pages that at least one request references.
+        num_held: Per group, the pages that somebody holds.
         peak_held: Per group, the most of them at once.
-        held_bytes: Bytes of all referenced pages.
+        held_bytes: Bytes of held pages.
         peak_held_bytes: The most of them at once.
+        num_cached: Per group, the cached pages.
         num_evictions: Cached pages whose content was given up so far.
         on_pages_freed: Called with a group and block ids whenever the content of pages ends; None for nobody.
     """
 
-    def __init__(self, plan: KVCachePlan, *, reserve_slabs: int = 0) -> None:
-        """Start with every slab free.
+    def __init__(self, plan: KVCachePlan, *, reserve_slabs: int = 0, keeper: Keeper | None = None) -> None:
+        """Start with every page free.
 
         Args:
             plan: The cut of the pool.
             reserve_slabs: Idle slabs that an allocation leaves alone as long as evicting its own group's cached
                 pages serves it too: so that a lone request always finds the slabs that the plan promised it.
+            keeper: Who publishes pages; None if nobody does.
         """
-        self._plan = plan
-        self._reserve = reserve_slabs
-        self._pages_per_slab = [group.pages_per_slab for group in plan.groups]
-        self._page_ids = [group.page_bytes // plan.block_id_bytes for group in plan.groups]
-        self._null_ids = plan.null_bytes // plan.block_id_bytes
-        self._slab_ids = plan.slab_bytes // plan.block_id_bytes if plan.groups else 1
-        num_slabs = plan.num_slabs
-        self._slab_group = [_NO_GROUP] * num_slabs
-        self._slab_held = [0] * num_slabs
-        self._slab_cached = [0] * num_slabs
-        self._slab_free_pages: list[list[int]] = [[] for _ in range(num_slabs)]
-        self._free_slabs = list(range(num_slabs - 1, -1, -1))
-        self._idle_slabs: OrderedDict[int, int] = OrderedDict()
-        self._open_held: list[dict[int, None]] = [{} for _ in plan.groups]
-        self._open_idle: list[dict[int, None]] = [{} for _ in plan.groups]
-        self._available = [0] * len(plan.groups)
-        self._references: dict[int, int] = {}
-        self._key_of: dict[int, PrefixKey] = {}
-        self._index: list[dict[PrefixKey, int]] = [{} for _ in plan.groups]
-        self._cached: list[OrderedDict[int, int]] = [OrderedDict() for _ in plan.groups]
-        self._clock = 0
-        self.num_held = [0] * len(plan.groups)
-        self.peak_held = [0] * len(plan.groups)
+        num_groups = len(plan.groups)
+        page_ids = [group.page_bytes // plan.block_id_bytes for group in plan.groups]
+        # Pages are apart by the smallest page at least, so that a quotient tells them apart.
+        self._divisor = min(page_ids, default=1)
+        num_places = plan.total_bytes // plan.block_id_bytes // self._divisor + 1 if plan.groups else 1
+        self._free: FreePages = EqualPages(plan) if EqualPages.fit(plan) else Slabs(plan, reserve_slabs)
+        self._keeper = keeper
+        # Holders beyond the first; -1 for a cached page. Zero for a free one too: taking and giving need not write it.
+        self._more_holders = np.zeros(num_places, dtype=np.int32)
+        self._owner = np.full(num_places if keeper is not None else 1, _NOBODY, dtype=np.int32)
+        self._index = np.zeros(num_places if keeper is not None else 1, dtype=np.int32)
+        self._stamp = np.zeros(num_places if keeper is not None else 1, dtype=np.int64)
+        self._cached = LeastRecentlyUsed(num_groups)
+        self._page_bytes = [group.page_bytes for group in plan.groups]
+        self.num_cached = [0] * num_groups
+        self.num_held = [0] * num_groups
+        self.peak_held = [0] * num_groups
         self.held_bytes = 0
         self.peak_held_bytes = 0
         self.num_evictions = 0
         self.on_pages_freed: Callable[[int, list[int]], None] | None = None
 
-    # --- what is there ------------------------------------------------------------------------------------------
+    # --- what is there ------------------------------------------------------------------------------------------------
 
     @property
     def num_idle_slabs(self) -> int:
-        """Slabs that hold no referenced page: free, or with cached pages only."""
-        return len(self._free_slabs) + len(self._idle_slabs)
-
-    @property
-    def num_held_pages(self) -> int:
-        """Pages that at least one request references."""
-        return len(self._references)
+        """Slabs that hold no page that somebody needs."""
+        return self._free.num_idle_slabs
 
     @property
     def num_cached_pages(self) -> int:
-        """Pages that nobody references and that a prefix hit can still take."""
-        return sum(len(cached) for cached in self._cached)
+        """Pages that nobody holds and that a prefix hit can still take."""
+        return sum(self.num_cached)
 
-    def find(self, group: int, key: PrefixKey) -> int:
-        """Return the block id of a group's page with this prefix key; 0 if none is findable."""
-        return self._index[group].get(key, 0)
+    def num_holders(self, block_id: int) -> int:
+        """Return how many hold a page: 1 for a free one too, and -1 for a cached one."""
+        more = int(self._more_holders[block_id // self._divisor])
+        return more + 1 if more >= 0 else -1
 
-    # --- what happens to pages ------------------------------------------------------------------------------------
+    def pages(self) -> BlockIds:
+        """Return all pages that the pool is cut into."""
+        return self._free.cut_pages()
 
-    def allocate(self, num_blocks: Sequence[int]) -> list[list[int]] | None:
+    def free_pages(self) -> BlockIds:
+        """Return those of them that are free."""
+        return self._free.free_pages()
+
+    def count_idle_slabs(self, held: BlockIds) -> int:
+        """Return how many slabs have none of the pages that are held."""
+        return self._free.count_idle_slabs(held)
+
+    # --- what happens to pages ----------------------------------------------------------------------------------------
+
+    def allocate(self, num_blocks: Sequence[int]) -> BlockIds | None:
         """Take pages for each group, evicting cached ones where needed.
 
         Args:
             num_blocks: Pages wanted, per group.
 
         Returns:
-            Block ids per group, each referenced once; None, and nothing changed, if there are not enough.
+            Block ids, one group after the other, each held once; None, and nothing changed, if there are not enough.
         """
-        needed = self._slabs_needed(num_blocks)
-        spare = self.num_idle_slabs - sum(needed)
-        if spare < 0:
-            return None
-        spare = max(0, spare - self._reserve)
-        taken: list[list[int]] = []
-        for group, count in enumerate(num_blocks):
-            blocks: list[int] = []
-            budget = needed[group] + spare
-            for _ in range(count):
-                idle_before = self.num_idle_slabs
-                block_id = self._take(group, may_claim=budget > 0)
-                self._reference_free(group, block_id)
-                blocks.append(block_id)
-                budget -= idle_before - self.num_idle_slabs
-            spare = min(spare, budget)
-            taken.append(blocks)
+        taken = self._free.take(num_blocks, self)
+        if taken is not None:
+            self._count_held(num_blocks)
         return taken
 
-    def reference(self, group: int, block_id: int) -> None:
-        """Add a reference to a held or cached page."""
-        count = self._references.get(block_id, 0)
-        if count == 0:
-            del self._cached[group][block_id]
-            slab = self._slab_of(block_id)
-            self._slab_cached[slab] -= 1
-            self._hold(group, slab)
-        self._references[block_id] = count + 1
+    def hold(self, group: int, block_ids: BlockIds) -> None:
+        """Count one more holder of each page, held or cached."""
+        places = self._places(block_ids)
+        before = self._more_holders[places]
+        self._more_holders[places] = before + 1
+        was_cached = before < 0
+        woken = block_ids[was_cached]
+        if len(woken):
+            self._free.hold(group, woken)
+            self.num_cached[group] -= len(woken)
+            counts = [0] * len(self.num_held)
+            counts[group] = len(woken)
+            self._count_held(counts)
 
-    def release(self, group: int, block_ids: Sequence[int]) -> None:
-        """Drop one reference of each page, in the order in which they shall be evicted."""
-        ended: list[int] = []
-        for block_id in block_ids:
-            count = self._references[block_id] - 1
+    def release(self, block_ids: BlockIds, group: int | Groups) -> None:
+        """Count one holder of each page less. Of pages with none, the published ones are cached and others are free.
+
+        Args:
+            block_ids: The pages, in the order in which they shall be given up; one as often as it has holders that let
+                go of it.
+            group: Their group, or the group of each.
+        """
+        places = self._places(block_ids)
+        before = self._more_holders[places]
+        if np.count_nonzero(before):
+            # A page may come once for each of several holders.
+            np.subtract.at(self._more_holders, places, 1)
+            last = np.flatnonzero(self._more_holders[places] < 0)
+            last = last[np.sort(np.unique(places[last], return_index=True)[1])]
+            self._more_holders[places[last]] = 0
+            block_ids, places = block_ids[last], places[last]
+            group = group if isinstance(group, int) else group[last]
+        if not len(block_ids):
+            return
+        self._free.clock += 1
+        is_cached = self._cache(block_ids, places, group) if self._keeper is not None else False
+        if is_cached is not True:
+            self._give(block_ids, group, is_cached)
+        self._free.let_go(block_ids, group, is_cached)
+        for each, count in _per_group(group, len(block_ids)):
+            self.num_held[each] -= count
+            self.held_bytes -= count * self._page_bytes[each]
+
+    def publish(
+        self, owner: int | BlockIds, block_ids: BlockIds, indices: npt.NDArray[np.int32] | npt.NDArray[np.int64]
+    ) -> None:
+        """Let pages be found through an owner: they are cached when their last holder goes.
+
+        Args:
+            owner: Who it is, or who of each.
+            block_ids: The pages.
+            indices: What the owner knows each by.
+        """
+        places = self._places(block_ids)
+        self._owner[places] = owner
+        self._index[places] = indices
+
+    def owners(self, block_ids: BlockIds) -> npt.NDArray[np.int32]:
+        """Return who published each page; -1 for nobody."""
+        return self._owner[self._places(block_ids)]
+
+    # --- giving up cached pages ---------------------------------------------------------------------------------------
+
+    def drop(self, group: int, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
+        """Give up the cached ones of some pages without telling their keeper, and return which these are.
+
+        Args:
+            group: Their group.
+            block_ids: Published pages, and 0 for none.
+        """
+        places = self._places(block_ids)
+        is_cached: npt.NDArray[np.bool_] = (self._more_holders[places] < 0) & (block_ids != 0)
+        self._owner[places[is_cached]] = _NOBODY
+        self._end(group, block_ids[is_cached])
+        return is_cached
+
+    def evict(self, group: int | Groups, block_ids: BlockIds) -> None:
+        """Give up cached pages, and tell their keeper."""
+        assert self._keeper is not None
+        places = self._places(block_ids)
+        owners, indices = self._owner[places], self._index[places]
+        self._owner[places] = _NOBODY
+        self._end(group, block_ids)
+        if not isinstance(group, int):
+            for each in np.unique(group).tolist():
+                self._tell_keeper(each, owners[group == each], indices[group == each])
+        else:
+            self._tell_keeper(group, owners, indices)
+
+    def _tell_keeper(self, group: int, owners: BlockIds, indices: npt.NDArray[np.int32]) -> None:
+        assert self._keeper is not None
+        first = int(owners[0])
+        if np.count_nonzero(owners == first) == len(owners):
+            self._keeper.lost(first, group, indices)
+        else:
+            for owner in np.unique(owners).tolist():
+                self._keeper.lost(owner, group, indices[owners == owner])
+
+    def forget(self) -> None:
+        """Give up every cached page and let held ones be found no more, without telling anybody."""
+        self._owner[...] = _NOBODY
+        for stamp, block_ids, group in self._cached.entries():
+            is_current = self._is_current(stamp, block_ids)
+            self._end(group if isinstance(group, int) else group[is_current], block_ids[is_current])
+        self._cached.clear()
+
+    def oldest(self, group: int) -> int | None:
+        """Return when a group's longest unused cached page was let go of; None if it has none."""
+        queue = self._cached.queue(group)
+        while queue:
+            stamp, block_ids = queue[0]
+            if self._is_current(stamp, block_ids).any():
+                return stamp
+            queue.popleft()
+            self._cached.num_entries -= len(block_ids)
+        return None
+
+    def evict_oldest(self, group: int, num_pages: int) -> None:
+        """Give up as many of a group's cached pages, or all if it has fewer."""
+        queue = self._cached.queue(group)
+        while num_pages > 0 and queue:
+            stamp, block_ids = queue.popleft()
+            self._cached.num_entries -= len(block_ids)
+            current = block_ids[self._is_current(stamp, block_ids)]
+            if len(current) > num_pages:
+                queue.appendleft((stamp, current[num_pages:]))
+                self._cached.num_entries += len(current) - num_pages
+                current = current[:num_pages]
+            if len(current):
+                self.evict(group, current)
+                num_pages -= len(current)
+
+    def evict_oldest_of_any(self, num_pages: int, uncut: int) -> None:
+        """Give up as many cached pages, of whatever group, or all if there are fewer; short runs are not cut."""
+        queue = self._cached.unsorted
+        while num_pages > 0 and queue:
+            stamp, block_ids, group = queue.popleft()
+            self._cached.num_entries -= len(block_ids)
+            is_current = self._is_current(stamp, block_ids)
+            if np.count_nonzero(is_current) < len(block_ids):
+                block_ids = block_ids[is_current]
+                group = group if isinstance(group, int) else group[is_current]
+            if len(block_ids) > max(num_pages, uncut):
+                rest = group if isinstance(group, int) else group[num_pages:]
+                queue.appendleft((stamp, block_ids[num_pages:], rest))
+                self._cached.num_entries += len(block_ids) - num_pages
+                block_ids = block_ids[:num_pages]
+                group = group if isinstance(group, int) else group[:num_pages]
+            if len(block_ids):
+                num_pages -= len(block_ids)
+                self.evict(group, block_ids)
+
+    def evict_among(self, group: int, block_ids: BlockIds, num_pages: int) -> None:
+        """Give up the cached ones of some pages, the longest unused first, until ``num_pages`` are."""
+        places = self._places(block_ids)
+        cached = block_ids[self._more_holders[places] < 0]
+        order = np.argsort(self._stamp[self._places(cached)], kind="stable")[:num_pages]
+        self.evict(group, cached[order])
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _places(self, block_ids: BlockIds) -> Places:
+        # NumPy takes such an index several times as fast as a shorter one.
+        places = block_ids.astype(np.intp)
+        return places if self._divisor == 1 else places // self._divisor
+
+    def _is_current(self, stamp: int, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
+        places = self._places(block_ids)
+        current: npt.NDArray[np.bool_] = (self._more_holders[places] < 0) & (self._stamp[places] == stamp)
+        return current
+
+    def _cache(self, block_ids: BlockIds, places: Places, group: int | Groups) -> npt.NDArray[np.bool_] | bool:
+        """Keep the published ones of pages that were let go of; return which these are."""
+        is_published = self._owner[places] >= 0
+        is_cached: npt.NDArray[np.bool_] | bool = True
+        if np.count_nonzero(is_published) < len(block_ids):
+            is_cached = is_published
+            block_ids, places = block_ids[is_cached], places[is_cached]
+            group = group if isinstance(group, int) else group[is_cached]
+            if not len(block_ids):
+                return False
+        self._more_holders[places] = -1
+        self._stamp[places] = self._free.clock
+        self._cached.add(self._free.clock, block_ids, group)
+        if self._cached.num_entries > 2 * sum(self.num_cached) + _MAX_STALE:
+            self._cached.keep(self._is_current)
+        for each, count in _per_group(group, len(block_ids)):
+            self.num_cached[each] += count
+        return is_cached
+
+    def _give(self, block_ids: BlockIds, group: int | Groups, is_cached: npt.NDArray[np.bool_] | bool) -> None:
+        if is_cached is not False:
+            block_ids = block_ids[~is_cached]
+            group = group if isinstance(group, int) else group[~is_cached]
+        self._give_each(block_ids, group)
+
+    def _give_each(self, block_ids: BlockIds, group: int | Groups) -> None:
+        if isinstance(group, int):
+            self._give_back(group, block_ids)
+        else:
+            for each in np.unique(group).tolist():
+                self._give_back(each, block_ids[group == each])
+
+    def _give_back(self, group: int, block_ids: BlockIds) -> None:
+        self._free.give(group, block_ids)
+        if self.on_pages_freed is not None:
+            self.on_pages_freed(group, block_ids.tolist())
+
+    def _end(self, group: int | Groups, block_ids: BlockIds) -> None:
+        """Give up the content of cached pages."""
+        if not len(block_ids):
+            return
+        self._more_holders[self._places(block_ids)] = 0
+        for each, count in _per_group(group, len(block_ids)):
+            self.num_cached[each] -= count
+        self.num_evictions += len(block_ids)
+        self._free.uncache(block_ids)
+        self._give_each(block_ids, group)
+
+    def _count_held(self, num_blocks: Sequence[int]) -> None:
+        for group, count in enumerate(num_blocks):
             if count:
-                self._references[block_id] = count
-                continue
-            del self._references[block_id]
-            slab = self._slab_of(block_id)
-            self._clock += 1
-            if block_id in self._key_of:
-                self._cached[group][block_id] = self._clock
-                self._slab_cached[slab] += 1
-            else:
-                self._free_page(group, slab, block_id)
-                ended.append(block_id)
-            self._unhold(group, slab)
-        self._tell_freed(group, ended)
-
-    def publish(self, group: int, block_id: int, key: PrefixKey) -> None:
-        """Make a held page findable, unless another page is already found by that key."""
-        if self._index[group].setdefault(key, block_id) == block_id:
-            self._key_of[block_id] = key
-
-    def forget_cached(self) -> None:
-        """Give up every cached page and make held ones unfindable."""
-        for group, cached in enumerate(self._cached):
-            for block_id in list(cached):
-                self._evict(group, block_id)
-            self._index[group].clear()
-        self._key_of.clear()
-
-    # --- slabs ------------------------------------------------------------------------------------------------------
-
-    def _slabs_needed(self, num_blocks: Sequence[int]) -> list[int]:
-        return [
-            -(-max(0, count - available) // pages)
-            for count, available, pages in zip(num_blocks, self._available, self._pages_per_slab, strict=True)
-        ]
-
-    def _slab_of(self, block_id: int) -> int:
-        return (block_id - self._null_ids) // self._slab_ids
-
-    def _take(self, group: int, *, may_claim: bool) -> int:
-        """Free one page of ``group`` if none is, and return it; the slab it lies in is not yet counted as held."""
-        open_held = self._open_held[group]
-        if open_held:
-            return self._slab_free_pages[next(iter(open_held))][-1]
-        cached = self._cached[group]
-        if may_claim:
-            if self._open_idle[group]:
-                return self._slab_free_pages[next(iter(self._open_idle[group]))][-1]
-            if not self._free_slabs:
-                slab, idle_since = next(iter(self._idle_slabs.items()), (0, self._clock + 1))
-                oldest, freed_at = next(iter(cached.items()), (0, self._clock + 1))
-                if freed_at <= idle_since:
-                    self._evict(group, oldest)
-                    return self._cut(group) if self._free_slabs else oldest
-                self._reclaim(slab)
-            return self._cut(group)
-        for block_id in cached:
-            if self._slab_held[self._slab_of(block_id)]:
-                self._evict(group, block_id)
-                return block_id
-        raise AssertionError("the count of available pages disagrees with the pages")
-
-    def _cut(self, group: int) -> int:
-        slab = self._free_slabs.pop()
-        self._slab_group[slab] = group
-        first = self._null_ids + slab * self._slab_ids
-        size = self._page_ids[group]
-        pages = [first + index * size for index in range(self._pages_per_slab[group] - 1, -1, -1)]
-        self._slab_free_pages[slab] = pages
-        self._idle_slabs[slab] = self._clock
-        self._open_idle[group][slab] = None
-        return pages[-1]
-
-    def _reclaim(self, slab: int) -> None:
-        group = self._slab_group[slab]
-        first, size = self._null_ids + slab * self._slab_ids, self._page_ids[group]
-        for block_id in range(first, first + size * self._pages_per_slab[group], size):
-            if block_id in self._cached[group]:
-                self._evict(group, block_id)
-
-    def _hold(self, group: int, slab: int) -> None:
-        """Count one more held page of a slab."""
-        if self._slab_held[slab] == 0:
-            del self._idle_slabs[slab]
-            self._available[group] += self._pages_per_slab[group]
-            if self._open_idle[group].pop(slab, 0) is None:
-                self._open_held[group][slab] = None
-        self._slab_held[slab] += 1
-        self.num_held[group] += 1
-        self.peak_held[group] = max(self.peak_held[group], self.num_held[group])
-        self.held_bytes += self._plan.groups[group].page_bytes
+                self.num_held[group] = num_held = self.num_held[group] + count
+                self.held_bytes += count * self._page_bytes[group]
+                if num_held > self.peak_held[group]:
+                    self.peak_held[group] = num_held
         self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
-        self._available[group] -= 1
 
-    def _unhold(self, group: int, slab: int) -> None:
-        """Count one held page of a slab less."""
-        self._slab_held[slab] -= 1
-        self.num_held[group] -= 1
-        self.held_bytes -= self._plan.groups[group].page_bytes
-        self._available[group] += 1
-        if self._slab_held[slab] == 0:
-            self._available[group] -= self._pages_per_slab[group]
-            self._idle_slabs[slab] = self._clock
-            if self._open_held[group].pop(slab, 0) is None:
-                self._open_idle[group][slab] = None
-            self._return_if_empty(group, slab)
 
-    def _return_if_empty(self, group: int, slab: int) -> None:
-        if self._slab_held[slab] == 0 and self._slab_cached[slab] == 0:
-            del self._idle_slabs[slab]
-            del self._open_idle[group][slab]
-            self._slab_group[slab] = _NO_GROUP
-            self._slab_free_pages[slab] = []
-            self._free_slabs.append(slab)
-
-    # --- pages ------------------------------------------------------------------------------------------------------
-
-    def _reference_free(self, group: int, block_id: int) -> None:
-        slab = self._slab_of(block_id)
-        pages = self._slab_free_pages[slab]
-        last = pages.pop()
-        assert last == block_id
-        self._references[block_id] = 1
-        self._hold(group, slab)
-        if not pages:
-            del self._open_held[group][slab]
-
-    def _free_page(self, group: int, slab: int, block_id: int) -> None:
-        pages = self._slab_free_pages[slab]
-        pages.append(block_id)
-        if len(pages) == 1:
-            opened = self._open_held if self._slab_held[slab] else self._open_idle
-            opened[group][slab] = None
-
-    def _evict(self, group: int, block_id: int) -> None:
-        """Give up a cached page's content."""
-        slab = self._slab_of(block_id)
-        del self._cached[group][block_id]
-        del self._index[group][self._key_of.pop(block_id)]
-        self._slab_cached[slab] -= 1
-        self.num_evictions += 1
-        self._free_page(group, slab, block_id)
-        self._return_if_empty(group, slab)
-        self._tell_freed(group, [block_id])
-
-    def _tell_freed(self, group: int, block_ids: list[int]) -> None:
-        if self.on_pages_freed is not None and block_ids:
-            self.on_pages_freed(group, block_ids)
+def _per_group(group: int | Groups, num_pages: int) -> Iterable[tuple[int, int]]:
+    """Return how many pages are of each group: all of the one, or as an array says."""
+    return ((group, num_pages),) if isinstance(group, int) else enumerate(np.bincount(group).tolist())

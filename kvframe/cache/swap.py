@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Protocol
 
 import attrs
+import numpy as np
 
 from kvframe.cache.pool import BlockPool
 from kvframe.plan import KVCachePlan
@@ -55,9 +57,11 @@ class HostStore:
             RuntimeError: A copy failed; nothing is held.
         """
         resident = [[block_id for block_id in ids if block_id] for ids in block_ids]
-        taken = self._pool.allocate([len(ids) for ids in resident])
-        if taken is None:
+        pages = self._pool.allocate([len(ids) for ids in resident])
+        if pages is None:
             return None
+        page = iter(pages.tolist())
+        taken = [list(islice(page, len(ids))) for ids in resident]
         try:
             for group, (ids, copies) in enumerate(zip(resident, taken, strict=True)):
                 self._pages.copy_out(group, ids, copies)
@@ -86,7 +90,9 @@ class HostStore:
     def free(self, host_ids: Sequence[Sequence[int]]) -> None:
         """Give up a request's copies."""
         for group, copies in enumerate(host_ids):
-            self._pool.release(group, [copy for copy in copies if copy])
+            held = np.array([copy for copy in copies if copy], dtype=np.int32)
+            if len(held):
+                self._pool.release(held, group)
 
     @property
     def held_bytes(self) -> int:

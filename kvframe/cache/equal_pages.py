@@ -1,0 +1,88 @@
+"""Free pages where any will do: those of a lone group, or of groups whose pages are all as large as a slab."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvframe.cache.free_pages import BlockIds, Evictor, Groups
+from kvframe.plan import KVCachePlan
+
+_MAX_UNCUT = 256
+"""Pages that were let go of together are given up together, though fewer are needed, if they are no more than these,
+and a small part of the pool: a prefix is given up in few pieces."""
+
+
+class EqualPages:
+    """Pages that serve any group: those of a lone group, or of groups whose pages are all as large as a slab.
+
+    Invariant: ``free`` is exactly the pages that are neither held nor cached.
+    """
+
+    def __init__(self, plan: KVCachePlan) -> None:
+        """Start with every page free, those at the pool's start on top."""
+        self._plan = plan
+        self._per_slab = plan.groups[0].pages_per_slab if plan.groups else 1
+        self.clock = 0
+        self.free = array("i")
+        self.free.frombytes(self.cut_pages()[::-1].tobytes())
+        self._num_pages = len(self.free)
+        self._num_held = 0
+        self._uncut = min(_MAX_UNCUT, self._num_pages // 32)
+
+    @staticmethod
+    def fit(plan: KVCachePlan) -> bool:
+        """Return whether a plan's pages are such."""
+        return len(plan.groups) == 1 or all(group.page_bytes == plan.slab_bytes for group in plan.groups)
+
+    @property
+    def num_idle_slabs(self) -> int:
+        """Slabs' worth of pages that are not held."""
+        return (self._num_pages - self._num_held) // self._per_slab
+
+    def take(self, num_blocks: Sequence[int], evictor: Evictor) -> BlockIds | None:
+        """Take pages from the top of the stack."""
+        count, free = sum(num_blocks), self.free
+        if count > self._num_pages - self._num_held:
+            return None
+        if count > len(free):
+            evictor.evict_oldest_of_any(count - len(free), self._uncut)
+        taken = free[len(free) - count :]
+        del free[len(free) - count :]
+        self._num_held += count
+        return np.frombuffer(taken, dtype=np.int32)
+
+    def give(self, group: int, block_ids: BlockIds) -> None:
+        """Put pages on top of the stack."""
+        self.free.frombytes(block_ids.tobytes())
+
+    def hold(self, group: int, block_ids: BlockIds) -> None:
+        """Count them."""
+        self._num_held += len(block_ids)
+
+    def let_go(self, block_ids: BlockIds, groups: int | Groups, is_cached: npt.NDArray[np.bool_] | bool) -> None:
+        """Count them."""
+        self._num_held -= len(block_ids)
+
+    def uncache(self, block_ids: BlockIds) -> None:
+        """Do nothing: a page has no slab to leave."""
+
+    def cut_pages(self) -> BlockIds:
+        """Return all pages."""
+        plan = self._plan
+        if not plan.groups:
+            return np.zeros(0, dtype=np.int32)
+        first, size = plan.null_bytes // plan.block_id_bytes, plan.groups[0].page_bytes // plan.block_id_bytes
+        slabs = first + plan.slab_bytes // plan.block_id_bytes * np.arange(plan.num_slabs, dtype=np.int32)
+        return (slabs[:, None] + size * np.arange(self._per_slab, dtype=np.int32)).reshape(-1)
+
+    def free_pages(self) -> BlockIds:
+        """Return the pages on the stack."""
+        return np.array(self.free, dtype=np.int32)
+
+    def count_idle_slabs(self, held: BlockIds) -> int:
+        """Return how many slabs' worth of pages are not held."""
+        return (self._num_pages - len(held)) // self._per_slab

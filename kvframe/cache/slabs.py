@@ -1,0 +1,235 @@
+"""Free pages where groups' pages differ in size: slabs that are cut into pages of one group at a time."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvframe.cache.free_pages import BlockIds, Evictor, Groups
+from kvframe.plan import KVCachePlan
+
+_NO_GROUP = -1
+
+
+class Slabs:
+    """The slabs of a pool that several groups share.
+
+    Invariant: a slab without held and cached pages belongs to no group. Every other one is cut into pages of its group;
+    it is *idle* while none of them is held. Its free pages are listed; the slabs that have any are *open*.
+
+    An allocation succeeds if and only if the free and cached pages in each group's slabs that are not idle, and as many
+    idle slabs as the shortfall needs, cover it.
+    """
+
+    def __init__(self, plan: KVCachePlan, reserve: int) -> None:
+        """Start with every slab free.
+
+        Args:
+            plan: The cut of the pool.
+            reserve: Idle slabs that an allocation leaves alone as long as evicting its own group's cached pages serves
+                it too.
+        """
+        num_groups, num_slabs = len(plan.groups), plan.num_slabs
+        self.clock = 0
+        self._reserve = reserve
+        self._null_ids = plan.null_bytes // plan.block_id_bytes
+        self._slab_ids = plan.slab_bytes // plan.block_id_bytes if plan.groups else 1
+        self._per_slab = [group.pages_per_slab for group in plan.groups]
+        self._page_ids = [group.page_bytes // plan.block_id_bytes for group in plan.groups]
+        self._group = [_NO_GROUP] * num_slabs
+        self._held = np.zeros(num_slabs, dtype=np.int32)
+        self._cached = np.zeros(num_slabs, dtype=np.int32)
+        self._free_pages: list[list[int]] = [[] for _ in range(num_slabs)]
+        self._free_slabs = list(range(num_slabs - 1, -1, -1))
+        self._idle: OrderedDict[int, int] = OrderedDict()
+        self._open_held: list[dict[int, None]] = [{} for _ in range(num_groups)]
+        self._open_idle: list[dict[int, None]] = [{} for _ in range(num_groups)]
+        self._cached_held: list[dict[int, None]] = [{} for _ in range(num_groups)]
+        self._available = [0] * num_groups
+
+    @property
+    def num_idle_slabs(self) -> int:
+        """Slabs without held pages: free, or with cached and free pages only."""
+        return len(self._free_slabs) + len(self._idle)
+
+    # --- taking -------------------------------------------------------------------------------------------------------
+
+    def take(self, num_blocks: Sequence[int], evictor: Evictor) -> BlockIds | None:
+        """Take pages for each group: from slabs in use first, then from idle ones, evicting where needed."""
+        needed = [
+            -(-max(0, count - available) // pages)
+            for count, available, pages in zip(num_blocks, self._available, self._per_slab, strict=True)
+        ]
+        spare = self.num_idle_slabs - sum(needed)
+        if spare < 0:
+            return None
+        spare = max(0, spare - self._reserve)
+        blocks: list[int] = []
+        for group, count in enumerate(num_blocks):
+            if not count:
+                continue
+            budget, end = needed[group] + spare, len(blocks) + count
+            while len(blocks) < end:
+                idle_before = self.num_idle_slabs
+                self._take_some(group, end - len(blocks), blocks, budget, evictor)
+                budget -= idle_before - self.num_idle_slabs
+            spare = min(spare, budget)
+        return np.array(blocks, dtype=np.int32)
+
+    def _take_some(self, group: int, count: int, blocks: list[int], num_claims: int, evictor: Evictor) -> None:
+        """Take at least one page and at most ``count``, or make one free; claim at most ``num_claims`` idle slabs."""
+        opened = self._open_held[group] or (self._open_idle[group] if num_claims > 0 else None)
+        if opened:
+            self._take_from(next(iter(opened)), group, count, blocks)
+        elif num_claims <= 0:
+            slab = next(iter(self._cached_held[group]))
+            evictor.evict_among(group, self._pages_of(slab, group), count)
+        elif self._free_slabs:
+            num_whole = min(count // self._per_slab[group], num_claims, len(self._free_slabs))
+            if num_whole:
+                self._take_whole(num_whole, group, blocks)
+            else:
+                self._cut(group)
+        else:
+            slab, idle_since = next(iter(self._idle.items()), (0, self.clock + 1))
+            freed_at = evictor.oldest(group)
+            if freed_at is not None and freed_at <= idle_since:
+                evictor.evict_oldest(group, min(count, self._per_slab[group]))
+            else:
+                owner = self._group[slab]
+                evictor.evict_among(owner, self._pages_of(slab, owner), self._per_slab[owner])
+
+    def _take_from(self, slab: int, group: int, count: int, blocks: list[int]) -> None:
+        pages = self._free_pages[slab]
+        count = min(count, len(pages))
+        blocks += pages[len(pages) - count :]
+        del pages[len(pages) - count :]
+        if not self._held[slab]:
+            self._wake(slab, group)
+        if not pages:
+            del self._open_held[group][slab]
+        self._held[slab] += count
+        self._available[group] -= count
+
+    def _take_whole(self, num_slabs: int, group: int, blocks: list[int]) -> None:
+        """Take all pages of free slabs."""
+        slabs = self._free_slabs[len(self._free_slabs) - num_slabs :]
+        del self._free_slabs[len(self._free_slabs) - num_slabs :]
+        for slab in slabs:
+            self._group[slab] = group
+        firsts = self._null_ids + self._slab_ids * np.array(slabs)
+        pages = firsts[:, None] + self._page_ids[group] * np.arange(self._per_slab[group])
+        blocks += pages.reshape(-1).tolist()
+        self._held[slabs] = self._per_slab[group]
+
+    def _cut(self, group: int) -> None:
+        slab = self._free_slabs.pop()
+        self._group[slab] = group
+        self._free_pages[slab] = self._pages_of(slab, group)[::-1].tolist()
+        self._idle[slab] = self.clock
+        self._open_idle[group][slab] = None
+
+    # --- what becomes of pages ----------------------------------------------------------------------------------------
+
+    def give(self, group: int, block_ids: BlockIds) -> None:
+        """List pages as free in their slabs; an idle slab without cached pages becomes free."""
+        for block_id, slab in zip(block_ids.tolist(), self._slabs_of(block_ids).tolist(), strict=True):
+            pages = self._free_pages[slab]
+            pages.append(block_id)
+            if len(pages) == 1:
+                (self._open_held if self._held[slab] else self._open_idle)[group][slab] = None
+            if not self._held[slab] and not self._cached[slab]:
+                self._return_slab(slab, group)
+
+    def hold(self, group: int, block_ids: BlockIds) -> None:
+        """Count cached pages as held."""
+        slabs = self._slabs_of(block_ids)
+        for slab in set(slabs[self._held[slabs] == 0].tolist()):
+            self._wake(slab, group)
+        np.add.at(self._held, slabs, 1)
+        np.subtract.at(self._cached, slabs, 1)
+        self._available[group] -= len(block_ids)
+        for slab in set(slabs[self._cached[slabs] == 0].tolist()):
+            self._cached_held[group].pop(slab, None)
+
+    def let_go(self, block_ids: BlockIds, groups: int | Groups, is_cached: npt.NDArray[np.bool_] | bool) -> None:
+        """Count held pages as cached or as nothing; the latter have to be given before."""
+        slabs = self._slabs_of(block_ids)
+        if is_cached is not False:
+            kept = slabs if is_cached is True else slabs[is_cached]
+            for slab in set(kept[self._cached[kept] == 0].tolist()):
+                self._cached_held[self._group[slab]][slab] = None
+            np.add.at(self._cached, kept, 1)
+        np.subtract.at(self._held, slabs, 1)
+        if isinstance(groups, int):
+            self._available[groups] += len(block_ids)
+        else:
+            for group, count in enumerate(np.bincount(groups).tolist()):
+                self._available[group] += count
+        asleep = slabs[self._held[slabs] == 0]
+        for slab in set(asleep.tolist()):
+            self._sleep(slab, self._group[slab])
+
+    def uncache(self, block_ids: BlockIds) -> None:
+        """Count cached pages as nothing; they have to be given after."""
+        slabs = self._slabs_of(block_ids)
+        np.subtract.at(self._cached, slabs, 1)
+        for slab in set(slabs[self._cached[slabs] == 0].tolist()):
+            self._cached_held[self._group[slab]].pop(slab, None)
+
+    def cut_pages(self) -> BlockIds:
+        """Return the pages of all slabs that are cut."""
+        cut = ((slab, group) for slab, group in enumerate(self._group) if group != _NO_GROUP)
+        return np.concatenate([_NOTHING, *(self._pages_of(slab, group) for slab, group in cut)])
+
+    def free_pages(self) -> BlockIds:
+        """Return those of them that are free."""
+        return np.array([page for pages in self._free_pages for page in pages], dtype=np.int32)
+
+    def count_idle_slabs(self, held: BlockIds) -> int:
+        """Return how many slabs have none of the pages that are held."""
+        return len(self._group) - len(np.unique(self._slabs_of(held)))
+
+    # --- slabs --------------------------------------------------------------------------------------------------------
+
+    def _slabs_of(self, block_ids: BlockIds) -> npt.NDArray[np.intp]:
+        return (block_ids.astype(np.intp) - self._null_ids) // self._slab_ids
+
+    def _pages_of(self, slab: int, group: int) -> BlockIds:
+        first = self._null_ids + slab * self._slab_ids
+        return first + self._page_ids[group] * np.arange(self._per_slab[group], dtype=np.int32)
+
+    def _wake(self, slab: int, group: int) -> None:
+        """An idle slab is about to hold a page."""
+        del self._idle[slab]
+        self._available[group] += self._per_slab[group]
+        if self._open_idle[group].pop(slab, 0) is None:
+            self._open_held[group][slab] = None
+        if self._cached[slab]:
+            self._cached_held[group][slab] = None
+
+    def _sleep(self, slab: int, group: int) -> None:
+        """A slab holds no page any more."""
+        self._available[group] -= self._per_slab[group]
+        self._idle[slab] = self.clock
+        self._cached_held[group].pop(slab, None)
+        if self._per_slab[group] == 1 and self._cached[slab]:
+            return
+        if self._open_held[group].pop(slab, 0) is None:
+            self._open_idle[group][slab] = None
+        if not self._cached[slab]:
+            self._return_slab(slab, group)
+
+    def _return_slab(self, slab: int, group: int) -> None:
+        if len(self._free_pages[slab]) == self._per_slab[group]:
+            del self._idle[slab]
+            del self._open_idle[group][slab]
+            self._group[slab] = _NO_GROUP
+            self._free_pages[slab] = []
+            self._free_slabs.append(slab)
+
+
+_NOTHING: BlockIds = np.zeros(0, dtype=np.int32)

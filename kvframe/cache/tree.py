@@ -1,0 +1,555 @@
+"""The prefix tree: which token sequences the cache knows, and in which pages their blocks lie.
+
+A radix tree over token ids, one for each salt and set of inputs: tokens are compared, not hashed, so that two prompts
+that differ never share a block. A node is a run of tokens without a branch, with the pages of the blocks that end in
+it. The node at the end of a running request grows with it and is brought up to date when somebody looks: a step costs
+the tree nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvframe.cache.block_table import TableStack
+from kvframe.cache.forgetting import NEVER
+from kvframe.cache.pool import BlockPool
+from kvframe.cache.reach import longest_of_all
+from kvframe.plan import PlannedGroup
+
+TOKEN_BYTES = 4
+MAX_GHOST_TOKENS = 1 << 22
+"""Tokens that are remembered, where it matters what requests have in common, though nothing of them is kept."""
+
+Namespace = tuple[str, bytes]
+"""A salt, and what stands for a request's inputs: requests of different ones share nothing."""
+
+
+class PrefixNode:
+    """A run of tokens ``[start, stop)`` of a prefix.
+
+    Attributes:
+        owner: Its number as the owner of pages; -1 for a root.
+        parent: The node before it; None for a root.
+        start: Its first token; a multiple of the tree's unit.
+        stop: The token after its last; likewise.
+        tokens: Its token ids, as four bytes each; perhaps of tokens behind ``stop`` too.
+        pages: Per table stack ``[num_groups, num_blocks], int32``: the pages of the blocks that end in it, 0 for none.
+        children: What comes after it, by the bytes of their first unit.
+        row: The running request that it grows with; -1 for none.
+    """
+
+    __slots__ = ("children", "owner", "pages", "parent", "row", "start", "stop", "tokens")
+
+    def __init__(self, parent: PrefixNode | None, start: int, owner: int = -1) -> None:
+        self.owner = owner
+        self.parent = parent
+        self.start = self.stop = start
+        self.tokens = b""
+        self.pages: list[npt.NDArray[np.int32]] = []
+        self.children: dict[bytes, PrefixNode] = {}
+        self.row = -1
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no block of it has a page."""
+        return not any(map(np.count_nonzero, self.pages))
+
+
+@attrs.frozen(eq=False)
+class Match:
+    """How far a request's tokens are known.
+
+    Attributes:
+        nodes: The nodes along its tokens, from the first.
+        length: Tokens that are known, a multiple of the tree's unit.
+    """
+
+    nodes: tuple[PrefixNode, ...]
+    length: int
+
+
+NO_MATCH = Match((), 0)
+
+
+@attrs.define(eq=False)
+class Cursor:
+    """Where a running request's published blocks end.
+
+    Attributes:
+        root: The root of its namespace.
+        node: The node that its offset lies in, or lay in.
+        offset: Tokens up to which its full blocks were offered.
+        leaf: The node that grows with it; None while its tokens are those of others.
+        tokens: Its token ids; they grow, and those that are computed stay as they are.
+    """
+
+    root: PrefixNode
+    node: PrefixNode
+    offset: int
+    tokens: Sequence[int]
+    leaf: PrefixNode | None = None
+
+
+class PrefixTree:
+    """Finds and takes in prefixes. It keeps the pages that its nodes own from being used for anything else.
+
+    Invariant: a page of a node is held or cached, and its owner in the pool is that node.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[PlannedGroup],
+        stacks: Sequence[TableStack],
+        num_computed: npt.NDArray[np.int64],
+        next_publication: npt.NDArray[np.int64],
+        *,
+        keeps_ghosts: bool,
+    ) -> None:
+        """Start with no prefix.
+
+        Args:
+            groups: All groups of the plan.
+            stacks: The block tables of those of requests' tokens.
+            num_computed: ``[max_num_seqs], int64, host``: the computed tokens of each row, as they are at any time.
+            next_publication: Likewise, the computed tokens from which on ``publish`` has to be called; set here.
+            keeps_ghosts: Whether to remember tokens whose pages are all gone.
+        """
+        self._groups = groups
+        self.unit = math.gcd(*(stack.block_size for stack in stacks)) if stacks else 1
+        self.sizes = tuple(stack.block_size for stack in stacks)
+        self.place = {group: (s, g) for s, stack in enumerate(stacks) for g, group in enumerate(stack.groups)}
+        self.groups = tuple(stack.groups for stack in stacks)
+        self._nothing = [np.zeros((len(groups), 0), dtype=np.int32) for groups in self.groups]
+        # The pages that each row took for itself, by block index; unlike in the block table, dead ones stay until they
+        # are given up.
+        self.own_pages = tuple(np.zeros_like(stack.ids) for stack in stacks)
+        # Per row, the owner number of the node that grows with it, -1 for none, and that node's first token.
+        self.leaf_owner = np.full(len(num_computed), -1, dtype=np.int32)
+        self.leaf_start = np.zeros(len(num_computed), dtype=np.int64)
+        self._num_computed = num_computed
+        self._next_publication = next_publication
+        self._keeps_ghosts = keeps_ghosts
+        self._cursors: list[Cursor | None] = [None] * len(num_computed)
+        self._roots: dict[Namespace, PrefixNode] = {}
+        self._nodes: list[PrefixNode | None] = []
+        self._free_owners: list[int] = []
+        self._ghosts: OrderedDict[int, int] = OrderedDict()
+        self._num_ghost_tokens = 0
+        self.pool: BlockPool  # set by whoever makes both: each needs the other
+
+    # --- looking ------------------------------------------------------------------------------------------------------
+
+    def match(self, namespace: Namespace, tokens: Sequence[int], most: int) -> Match:
+        """Return how far tokens are known, ``most`` of them at the utmost."""
+        root = self._roots.get(namespace)
+        limit = most - most % self.unit
+        if root is None or not root.children or not limit:
+            return NO_MATCH
+        first = as_bytes(tokens[: self.unit])
+        if first not in root.children:
+            return NO_MATCH
+        data = as_bytes(tokens) if len(tokens) == limit else as_bytes(tokens[:limit])
+        nodes: list[PrefixNode] = []
+        node, offset, step = root, 0, TOKEN_BYTES * self.unit
+        while offset < limit:
+            child = node.children.get(data[TOKEN_BYTES * offset : TOKEN_BYTES * offset + step])
+            if child is None:
+                break
+            offset = child.start + self._common(child, data, 0, limit)
+            nodes.append(child)
+            if offset < child.stop:
+                break
+            node = child
+        return Match(tuple(nodes), offset)
+
+    def pages(self, match: Match, num_tokens: int) -> list[npt.NDArray[np.int32]]:
+        """Return per stack ``[num_groups, num_blocks], int32``: the pages of a match's first tokens, 0 for none."""
+        found = []
+        for s, size in enumerate(self.sizes):
+            parts = [node.pages[s] for node in match.nodes]
+            if num_tokens > match.length:
+                num_known = match.length // size
+                unknown = np.zeros((len(self.groups[s]), num_tokens // size - num_known), dtype=np.int32)
+                parts = [np.concatenate(parts, axis=1)[:, :num_known], unknown] if parts else [unknown]
+            pages = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1) if parts else self._nothing[s]
+            found.append(pages[:, : num_tokens // size])
+        return found
+
+    def path(self, node: PrefixNode) -> Match:
+        """Return the nodes from the root to a node, as a match of all its tokens."""
+        nodes = [node]
+        while nodes[-1].parent is not None:
+            nodes.append(nodes[-1].parent)
+        return Match(tuple(nodes[-2::-1]), node.stop)
+
+    def walk(self) -> Iterator[PrefixNode]:
+        """Go through all nodes, each up to date, parents first."""
+        todo = list(self._roots.values())
+        while todo:
+            node = todo.pop()
+            self._update(node)
+            todo += node.children.values()
+            if node.parent is not None:
+                yield node
+
+    # --- taking in ----------------------------------------------------------------------------------------------------
+
+    def follow(self, row: int, namespace: Namespace, tokens: Sequence[int], offset: int, match: Match) -> None:
+        """Let a row publish its blocks from ``offset`` tokens on, which is what it found."""
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = PrefixNode(None, 0)
+        node = root
+        # A hit may lie behind the tokens that are known, where nothing of them is needed: then the way begins anew.
+        for each in match.nodes if offset <= match.length else ():
+            if each.start < offset:
+                node = each
+        self._cursors[row] = Cursor(root, node, offset, tokens)
+        self._next_publication[row] = offset + self.unit
+
+    def read_from(self, row: int, tokens: Sequence[int]) -> None:
+        """Read a row's tokens from somewhere else from now on."""
+        cursor = self._cursors[row]
+        if cursor is not None:
+            cursor.tokens = tokens
+
+    def publish(self, row: int) -> None:
+        """Take in the blocks of a row that are full.
+
+        Where another request's tokens are the same, its blocks stay found, and missing ones are taken from this row.
+        """
+        cursor = self._cursors[row]
+        if cursor is None or cursor.leaf is not None:
+            return
+        end = int(self._num_computed[row])
+        end -= end % self.unit
+        if end > cursor.offset:
+            self._take_in(cursor, row, end)
+        self._next_publication[row] = NEVER if cursor.leaf is not None else end + self.unit
+
+    def _take_in(self, cursor: Cursor, row: int, end: int) -> None:
+        node, offset = self._resume(cursor)
+        if offset == node.stop:
+            first = as_bytes(cursor.tokens[offset : offset + self.unit])
+            if first not in node.children:
+                self._grow(cursor, row, node, first)
+                return
+        base = min(node.start, offset)
+        data = as_bytes(cursor.tokens[base:end])
+        while True:
+            if offset == node.stop:
+                first = data[TOKEN_BYTES * (offset - base) : TOKEN_BYTES * (offset - base + self.unit)]
+                child = node.children.get(first)
+                if child is None:
+                    self._grow(cursor, row, node, first)
+                    return
+                node = child
+            self._update(node)
+            known = node.start + self._common(node, data, base, end)
+            self._heal(row, node, max(offset, cursor.offset), known)
+            offset = known
+            if offset == end:
+                cursor.node, cursor.offset = node, end
+                return
+            if offset < node.stop:
+                node = self._split(node, offset)
+
+    def _resume(self, cursor: Cursor) -> tuple[PrefixNode, int]:
+        """Return the node that a cursor's offset lies in, or a place from which to look for it."""
+        node = cursor.node
+        while node.parent is not None and node.start >= cursor.offset:
+            node = node.parent
+        if node.parent is None or self._nodes[node.owner] is not node:
+            return cursor.root, 0
+        self._update(node)
+        return (node, cursor.offset) if cursor.offset <= node.stop else (cursor.root, 0)
+
+    def _grow(self, cursor: Cursor, row: int, parent: PrefixNode, first: bytes) -> None:
+        """Begin a node that grows with a row."""
+        if parent.row >= 0:
+            self._freeze(parent)
+        leaf = self._new_node(parent, parent.stop)
+        leaf.row = row
+        parent.children[first] = leaf
+        cursor.leaf, cursor.node = leaf, leaf
+        self.leaf_owner[row], self.leaf_start[row] = leaf.owner, leaf.start
+
+    def _common(self, node: PrefixNode, data: bytes, base: int, limit: int) -> int:
+        """Return how many tokens of a node, a multiple of the unit, are those of ``data``, which begins at ``base``."""
+        self._update(node)
+        length = min(node.stop, limit) - node.start
+        mine = node.tokens if len(node.tokens) == TOKEN_BYTES * length else node.tokens[: TOKEN_BYTES * length]
+        theirs = data[TOKEN_BYTES * (node.start - base) : TOKEN_BYTES * (node.start - base + length)]
+        if mine != theirs:
+            differ = np.frombuffer(mine, dtype=np.uint32) != np.frombuffer(theirs, dtype=np.uint32)
+            length = int(differ.argmax())
+            length -= length % self.unit
+        return length
+
+    def _heal(self, row: int, node: PrefixNode, start: int, stop: int) -> None:
+        """Take pages of a row for blocks of a node that end in tokens ``(start, stop]`` and have none."""
+        for s, size in enumerate(self.sizes):
+            first, last = start // size, stop // size
+            mine = self.own_pages[s][:, row, first:last]
+            theirs = node.pages[s][:, first - node.start // size : last - node.start // size]
+            groups, blocks = np.nonzero((theirs == 0) & (mine != 0))
+            if len(groups):
+                free = self.pool.owners(mine[groups, blocks]) < 0
+                groups, blocks = groups[free], blocks[free]
+                theirs[groups, blocks] = pages = mine[groups, blocks]
+                self.pool.publish(node.owner, pages, (first + blocks).astype(np.int32))
+            mine[...] = 0
+
+    # --- pages that rows took for themselves --------------------------------------------------------------------------
+
+    def own(self, row: int, group: int, blocks: slice | Sequence[int], pages: npt.NDArray[np.int32]) -> None:
+        """Take note of pages that a row was given."""
+        s, g = self.place[group]
+        self.own_pages[s][g, row, blocks] = pages
+
+    def own_published(self, row: int, group: int, start: int, stop: int) -> None:
+        """Take note that a row lets go of blocks: those that nobody can find are not its own any more."""
+        s, g = self.place[group]
+        own = self.own_pages[s][g, row, start:stop]
+        own[self.pool.owners(own) < 0] = 0
+
+    def own_dead(
+        self,
+        s: int,
+        places: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.int64],
+        blocks: npt.NDArray[np.int64],
+        pages: npt.NDArray[np.int32],
+    ) -> None:
+        """Take note that rows are about to let go of full blocks of a stack; those of growing nodes become theirs."""
+        leaves = self.leaf_owner[rows]
+        is_unowned = self.pool.owners(pages) < 0
+        is_of_leaf = is_unowned & (leaves >= 0) & (blocks >= self.leaf_start[rows] // self.sizes[s])
+        if np.count_nonzero(is_of_leaf) == len(pages):
+            self.pool.publish(leaves, pages, blocks)
+            return
+        self.pool.publish(leaves[is_of_leaf], pages[is_of_leaf], blocks[is_of_leaf])
+        is_lost = is_unowned & ~is_of_leaf
+        self.own_pages[s][places[is_lost], rows[is_lost], blocks[is_lost]] = 0
+
+    def clear_row(self, row: int, num_blocks: int) -> None:
+        """Forget which pages a row took."""
+        for own in self.own_pages:
+            own[:, row, :num_blocks] = 0
+
+    # --- nodes that grow ----------------------------------------------------------------------------------------------
+
+    def refresh(self, row: int) -> None:
+        """Bring the node that grows with a row up to date, so that the pages of its full blocks are owned."""
+        cursor = self._cursors[row]
+        if cursor is not None and cursor.leaf is not None:
+            self._update(cursor.leaf)
+
+    def leave(self, row: int) -> None:
+        """Let a row's node be as its last commit left it; the row is not followed any more."""
+        cursor = self._cursors[row]
+        if cursor is not None and cursor.leaf is not None:
+            self._update(cursor.leaf)
+            cursor.leaf.row = self.leaf_owner[row] = -1
+        self._cursors[row] = None
+        self._next_publication[row] = NEVER
+
+    def _update(self, node: PrefixNode) -> None:
+        """Bring a node that grows with a row up to date."""
+        row = node.row
+        if row < 0:
+            return
+        end = int(self._num_computed[row])
+        end -= end % self.unit
+        if end == node.stop:
+            return
+        cursor = self._cursors[row]
+        assert cursor is not None
+        added = as_bytes(cursor.tokens[node.stop : end])
+        node.tokens = node.tokens[: TOKEN_BYTES * (node.stop - node.start)] + added if node.stop > node.start else added
+        for s, size in enumerate(self.sizes):
+            first, last = node.stop // size, end // size
+            new = self.own_pages[s][:, row, first:last].copy()
+            node.pages[s] = np.concatenate([node.pages[s], new], axis=1) if node.pages[s].shape[1] else new
+            blocks = np.arange(first, last, dtype=np.int32)
+            if len(new) == 1 and np.count_nonzero(new) == last - first:
+                self.pool.publish(node.owner, new[0], blocks)
+            else:
+                groups, places = np.nonzero(new)
+                self.pool.publish(node.owner, new[groups, places], blocks[places])
+        node.stop = cursor.offset = end
+
+    def _freeze(self, node: PrefixNode) -> None:
+        """Let a node grow no more though its request runs on: something else comes after its tokens."""
+        self._update(node)
+        cursor = self._cursors[node.row]
+        assert cursor is not None
+        cursor.leaf, cursor.node, cursor.offset = None, node, node.stop
+        self._next_publication[node.row] = node.stop + self.unit
+        self._own_no_more(node.row, node.start, node.stop)
+        self.leaf_owner[node.row] = -1
+        node.row = -1
+
+    def _own_no_more(self, row: int, start: int, stop: int) -> None:
+        for own, size in zip(self.own_pages, self.sizes, strict=True):
+            own[:, row, start // size : stop // size] = 0
+
+    # --- the shape of the tree ----------------------------------------------------------------------------------------
+
+    def _new_node(self, parent: PrefixNode, start: int) -> PrefixNode:
+        owner = self._free_owners.pop() if self._free_owners else len(self._nodes)
+        node = PrefixNode(parent, start, owner)
+        node.pages = list(self._nothing)
+        if owner == len(self._nodes):
+            self._nodes.append(node)
+        else:
+            self._nodes[owner] = node
+        return node
+
+    def _split(self, node: PrefixNode, at: int) -> PrefixNode:
+        """Cut a node in two and return the upper part, a new node; what grows is the lower one."""
+        assert node.parent is not None
+        upper = self._new_node(node.parent, node.start)
+        cut = TOKEN_BYTES * (at - node.start)
+        upper.stop, upper.tokens = at, node.tokens[:cut]
+        node.parent.children[node.tokens[: TOKEN_BYTES * self.unit]] = upper
+        for s, size in enumerate(self.sizes):
+            num_blocks = at // size - node.start // size
+            upper.pages[s], node.pages[s] = node.pages[s][:, :num_blocks].copy(), node.pages[s][:, num_blocks:].copy()
+            groups, blocks = np.nonzero(upper.pages[s])
+            indices = (upper.start // size + blocks).astype(np.int32)
+            self.pool.publish(upper.owner, upper.pages[s][groups, blocks], indices)
+        if node.row >= 0:
+            self._own_no_more(node.row, upper.start, at)
+            self.leaf_start[node.row] = at
+        node.start, node.tokens, node.parent = at, node.tokens[cut:], upper
+        upper.children[node.tokens[: TOKEN_BYTES * self.unit]] = node
+        return upper
+
+    # --- what is given up ---------------------------------------------------------------------------------------------
+
+    def lost(self, owner: int, group: int, indices: npt.NDArray[np.int32]) -> None:
+        """Take note that pages of a node were given up, and give up what is of no use without them."""
+        node = self._nodes[owner]
+        if node is None:
+            # It hung on another that lost pages of the same batch.
+            return
+        s, g = self.place[group]
+        places = indices - node.start // self.sizes[s]
+        if node.row >= 0:
+            self.own_pages[s][g, node.row, indices] = 0
+            places = places[places < node.pages[s].shape[1]]
+            node.pages[s][g, places] = 0
+            return
+        node.pages[s][g, places] = 0
+        if not node.is_empty:
+            self._drop_behind(node, group, int(indices.min()))
+        self._tidy(node)
+
+    def _drop_behind(self, node: PrefixNode, group: int, lost: int) -> None:
+        """Give up what lies behind a lost block that all of it needs."""
+        below = list(self._below(node))
+        if all(self._needs(group, lost, each.stop) for each in below if not each.children):
+            for each in below:
+                if each is not node:
+                    self._drop(each, each.start)
+            self._drop(node, (lost + 1) * self.sizes[self.place[group][0]] - 1)
+            for each in reversed(below[1:]):
+                self._remove_if_empty(each)
+
+    def _needs(self, group: int, block: int, num_tokens: int) -> bool:
+        return any(start <= block < stop for start, stop in self._groups[group].spec.live_blocks(num_tokens))
+
+    def _below(self, node: PrefixNode) -> Iterator[PrefixNode]:
+        """Go through a node and all after it, parents first."""
+        todo = [node]
+        while todo:
+            each = todo.pop()
+            self._update(each)
+            yield each
+            todo += each.children.values()
+
+    def _drop(self, node: PrefixNode, kept: int) -> bool:
+        """Give up the pages of a node's blocks that end behind ``kept`` tokens, and return whether none is left.
+
+        Those that somebody holds stay: they are of use again when what is missing before them is computed.
+        """
+        is_clear = True
+        for s, size in enumerate(self.sizes):
+            first = max(0, kept // size - node.start // size)
+            for group, pages in zip(self.groups[s], node.pages[s][:, first:], strict=True):
+                pages[self.pool.drop(group, pages)] = 0
+                is_clear = is_clear and not np.count_nonzero(pages)
+        return is_clear
+
+    def _tidy(self, node: PrefixNode) -> None:
+        """Give up what no request can continue from at a node without children, and the node if nothing is left."""
+        while node.parent is not None and not node.children and node.row < 0:
+            if not node.is_empty:
+                match = self.path(node)
+                pages = {group: self.pages(match, node.stop)[s][g] for group, (s, g) in self.place.items()}
+                usable = longest_of_all([(self._groups[group], row) for group, row in pages.items()], node.stop)
+                is_clear = self._drop(node, max(usable, node.start))
+                if is_clear and usable > node.start and not self._keeps_ghosts:
+                    self._shorten(node, usable)
+            if not node.is_empty:
+                return
+            parent = node.parent
+            self._remove_if_empty(node)
+            node = parent
+
+    def _shorten(self, node: PrefixNode, stop: int) -> None:
+        node.stop = stop
+        for s, size in enumerate(self.sizes):
+            node.pages[s] = node.pages[s][:, : stop // size - node.start // size]
+
+    def _remove_if_empty(self, node: PrefixNode) -> None:
+        if node.parent is None or node.children or node.row >= 0 or not node.is_empty:
+            return
+        if self._keeps_ghosts:
+            self._num_ghost_tokens += (node.stop - node.start) - self._ghosts.pop(node.owner, 0)
+            self._ghosts[node.owner] = node.stop - node.start
+            while self._num_ghost_tokens > MAX_GHOST_TOKENS:
+                owner, num_tokens = self._ghosts.popitem(last=False)
+                self._num_ghost_tokens -= num_tokens
+                ghost = self._nodes[owner]
+                assert ghost is not None
+                assert ghost.parent is not None
+                if ghost.is_empty and not ghost.children and ghost.row < 0:
+                    self._remove(ghost)
+                    self._remove_if_empty(ghost.parent)
+        else:
+            self._remove(node)
+
+    def _remove(self, node: PrefixNode) -> None:
+        assert node.parent is not None
+        del node.parent.children[node.tokens[: TOKEN_BYTES * self.unit]]
+        self._nodes[node.owner] = None
+        self._free_owners.append(node.owner)
+
+    def forget(self) -> None:
+        """Forget every prefix; requests that run publish nothing any more. Whoever has the pool gives up the pages."""
+        for row, cursor in enumerate(self._cursors):
+            if cursor is not None:
+                self._cursors[row] = None
+                self._next_publication[row] = NEVER
+        for own in self.own_pages:
+            own[...] = 0
+        self.leaf_owner[...] = -1
+        self._roots.clear()
+        self._nodes.clear()
+        self._free_owners.clear()
+        self._ghosts.clear()
+        self._num_ghost_tokens = 0
+
+
+def as_bytes(tokens: Sequence[int]) -> bytes:
+    """Return token ids as four bytes each."""
+    return tokens.tobytes() if isinstance(tokens, array) else array("I", tokens).tobytes()

@@ -1,0 +1,153 @@
+"""What is given up, in which order, and what is left of a hit: loss in part costs a part."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from kvframe.cache.manager import KVCacheManager
+from kvframe.specs import KVCacheSpec
+from tests.plans import encoder, evict, evict_all, full, make_plan, masked, state
+
+
+def make_manager(*specs: KVCacheSpec, num_slabs: int = 600, max_num_seqs: int = 4) -> KVCacheManager:
+    return KVCacheManager(make_plan(*specs, num_slabs=num_slabs, max_model_len=2048), max_num_seqs=max_num_seqs)
+
+
+def run(manager: KVCacheManager, name: str, tokens: list[int]) -> int:
+    hit = manager.start(name, tokens)
+    assert manager.extend(name, len(tokens))
+    manager.commit(name, tokens, len(tokens))
+    manager.audit()
+    return hit
+
+
+def serve(manager: KVCacheManager, tokens: list[int]) -> int:
+    hit = run(manager, "served", tokens)
+    manager.free("served")
+    return hit
+
+
+@pytest.mark.parametrize("specs", [[full()], [full(), masked(window=32)], [full(), masked(4, 3, window=32)]])
+def test_of_five_requests_with_a_common_prefix_all_but_the_first_find_it(specs: list[KVCacheSpec]) -> None:
+    manager = make_manager(*specs)
+    shared = list(range(1000, 1512))
+    hits = [serve(manager, [*shared, *range(sibling * 100, sibling * 100 + 90)]) for sibling in range(5)]
+    assert [0, 512, 512, 512, 512] == hits
+
+
+def test_a_prefix_is_given_up_from_its_end() -> None:
+    manager = make_manager(full())
+    tokens = list(range(64))
+    serve(manager, tokens)
+    found = []
+    for _ in range(16):
+        found.append(manager.find([*tokens, 1]))
+        manager._pool.evict_oldest(0, 1)
+    assert list(range(64, 0, -4)) == found
+    assert 0 == manager.find([*tokens, 1])
+
+
+def test_what_hangs_on_a_lost_block_is_given_up_with_it() -> None:
+    manager = make_manager(full(), masked(window=9))
+    shared = list(range(40))
+    for start in (100, 200, 300):
+        serve(manager, [*shared, *range(start, start + 20)])
+    first = manager.start("a", [*shared, 100])
+    page = manager.block_ids("a")[0][2]
+    manager.free("a")
+    assert 40 == first
+    evict(manager, 0, page)
+    # Two blocks of the prefix are left, and what windows kept of them.
+    assert 2 == manager._pool.num_cached[0]
+    assert manager._pool.num_cached[1] <= 2
+    assert 8 == manager.find([*shared, 100])
+    manager.audit()
+
+
+def test_what_a_running_request_holds_is_found_again_when_the_lost_block_is_computed_again() -> None:
+    manager = make_manager(full(), max_num_seqs=3)
+    shared = list(range(12))
+    tokens = [*shared, *range(50, 62)]
+    # Both compute the prefix: only the first one's blocks are found, and the second goes on from them in the tree.
+    assert 0 == manager.start("first", shared)
+    assert 0 == manager.start("second", tokens)
+    for name, end in (("first", 12), ("second", 24)):
+        assert manager.extend(name, end)
+        manager.commit(name, tokens if name == "second" else shared, end)
+    page = manager.block_ids("first")[0][1]
+    manager.free("first")
+    evict(manager, 0, page)
+    assert 4 == manager.find([*tokens, 1])
+    assert 4 == run(manager, "third", [*shared, 1])
+    assert 24 == manager.find([*tokens, 1])
+
+
+def test_a_window_that_lost_a_block_costs_the_tokens_that_need_it() -> None:
+    manager = make_manager(full(), masked(window=9))
+    tokens = list(range(64))
+    serve(manager, [*tokens, 1])
+    manager.start("a", [*tokens, 2])
+    lost = manager.block_ids("a")[1][-1]
+    manager.free("a")
+    evict(manager, 1, lost)
+    # The window's earlier blocks were let go of as it moved, and are still there.
+    assert 60 == manager.find([*tokens, 2])
+    manager.audit()
+
+
+def test_a_longer_unused_prefix_is_given_up_before_a_shorter_unused_one() -> None:
+    manager = make_manager(full(), num_slabs=40)
+    prompts = [list(range(start, start + 40)) for start in (0, 100, 200)]
+    for tokens in prompts:
+        serve(manager, tokens)
+    serve(manager, prompts[0])
+    serve(manager, list(range(300, 400)))
+    assert [36, 0] == [manager.find(prompts[0]), manager.find(prompts[1])]
+
+
+def test_after_a_reset_nothing_is_found_and_what_ran_publishes_nothing() -> None:
+    manager = make_manager(full(), encoder())
+    tokens = list(range(30))
+    manager.start("a", tokens)
+    assert manager.extend("a", 10)
+    manager.commit("a", tokens, 10)
+    manager.reset_prefix_cache()
+    assert manager.extend("a", 30)
+    manager.commit("a", tokens, 30)
+    manager.free("a")
+    assert 0 == manager.find([*tokens, 1])
+    assert [0, 0] == manager._pool.num_cached
+    assert 0 == serve(manager, tokens)
+    assert 28 == manager.find([*tokens, 1])
+
+
+def test_looking_for_a_prefix_takes_nothing() -> None:
+    manager = make_manager(full())
+    serve(manager, list(range(30)))
+    assert 28 == manager.find(list(range(30)))
+    assert 28 == manager.find(array("I", range(30)))
+    assert 0 == manager.find(list(range(30)), salt="other")
+    assert (0, 30) == (manager.num_held_pages, manager.stats.queried_tokens)
+
+
+def test_tokens_may_be_arrays_that_grow() -> None:
+    manager = make_manager(full())
+    tokens = array("I", range(10))
+    manager.start("a", tokens)
+    for _ in range(20):
+        assert manager.extend("a", len(tokens))
+        manager.commit("a", tokens, len(tokens))
+        tokens.append(len(tokens))
+    assert 28 == manager.find(list(range(40)))
+
+
+def test_stale_entries_of_the_queues_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvframe.cache.pool._MAX_STALE", 8)
+    manager = make_manager(full(), state())
+    for _ in range(40):
+        serve(manager, list(range(30)))
+        assert manager._pool._cached.num_entries <= 2 * sum(manager._pool.num_cached) + 8 + 16
+    evict_all(manager)
+    assert [0, 0] == manager._pool.num_cached
