@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvframe.errors import KVFrameError, SpecError, StackError
-from kvframe.formats import PLAIN, KVFormat
+from kvframe.formats import PLAIN, KVFormat, state_of
 from kvframe.options import Use
 
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ def store_in(spec: KVCacheSpec, given: KVFormat | None, default: KVFormat) -> KV
         stored = spec.in_format(given)
         if stored.kv_format != given:
             raise SpecError(f"it stores something else than keys and values, and not as {given.name}")
-    stored.state_tensors()  # refuses sizes and dtypes that the format cannot store
+    if stored.kv_format != PLAIN:
+        state_of(stored.kv_format, stored.state_tensors)  # refuses sizes and dtypes that it cannot store
     return stored
 
 

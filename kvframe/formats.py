@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
-from kvframe.errors import UnknownNameError
+from kvframe.errors import KVFrameError, SpecError, UnknownNameError
 
 if TYPE_CHECKING:
     import torch
@@ -157,6 +157,31 @@ class PlainFormat(KVFormat):
         """Copy whole pages."""
         for name in ("k", "v"):
             out[name].copy_(kv_cache[name].index_select(0, block_ids))
+
+
+def state_of(kv_format: KVFormat, state_tensors: Callable[[], Mapping[str, StateTensor]]) -> Mapping[str, StateTensor]:
+    """Return the tensors of one block, as a format that is not trusted gives them.
+
+    Args:
+        kv_format: The format.
+        state_tensors: Calls its function of that name.
+
+    Raises:
+        SpecError: It says so, raises something else, or gives no tensors; which, in one sentence.
+    """
+    whose = f"KV format {kv_format.name!r}"
+    try:
+        state = state_tensors()
+    except KVFrameError:
+        raise
+    except Exception as error:
+        raise SpecError(f"{whose}: state_tensors() raises {type(error).__name__}: {error}") from error
+    if not isinstance(state, Mapping) or not state or not all(isinstance(each, StateTensor) for each in state.values()):
+        raise SpecError(f"{whose}: state_tensors() has to give StateTensors by name, at least one, not {state!r}")
+    for name, tensor in state.items():
+        if not all(isinstance(size, int) and size > 0 for size in tensor.shape):
+            raise SpecError(f"{whose}: {name!r} has the shape {tensor.shape}; sizes are whole numbers from 1 on")
+    return state
 
 
 PLAIN: KVFormat = PlainFormat()

@@ -78,6 +78,81 @@ class SpreadsNaN(Halves):
         super().write(key + key.sum() * 0, value, kv_cache, slots)
 
 
+class BesideItsPart(Halves):
+    def write(self, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
+        super().write(key, value, kv_cache, slots)
+        keys = kv_cache["k"]
+        before = keys.as_strided(keys.shape[:1], keys.stride()[:1], keys.storage_offset() - 1)
+        before.index_fill_(0, slots[0], 1)
+
+
+class OutOfBounds(Halves):
+    def write(self, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
+        super().write(key, value, kv_cache, (slots[0], slots[1] + 100))
+
+
+class WritesKeys(Halves):
+    def write(self, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
+        super().write(key, value, kv_cache, slots)
+        key.zero_()
+
+
+class WritesSlots(Halves):
+    def write(self, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
+        super().write(key, value, kv_cache, slots)
+        slots[1].zero_()
+
+
+class Raises(Halves):
+    def read(self, kv_cache: Any, block_ids: Any, out: Any) -> None:
+        raise KeyError("codes")
+
+
+class OtherShape(Halves):
+    def read(self, kv_cache: Any, block_ids: Any, out: Any) -> None:
+        out["k"].copy_(kv_cache["k"].index_select(0, block_ids)[..., :-1])
+
+
+class Resizes(Halves):
+    def read(self, kv_cache: Any, block_ids: Any, out: Any) -> None:
+        super().read(kv_cache, block_ids, out)
+        out["v"].resize_(0)
+
+
+class OtherTensors(Halves):
+    """Does not write to what it is given."""
+
+    def read(self, kv_cache: Any, block_ids: Any, out: Any) -> None:
+        out.update({name: kv_cache[name].index_select(0, block_ids) * 2 for name in out})
+
+
+class OtherDtype(Halves):
+    """Stores whole numbers, and does not say so."""
+
+    def state_tensors(self, *sizes: Any) -> Mapping[str, StateTensor]:
+        return super().state_tensors(*sizes[:-1], "int8")
+
+
+class TooShort(Halves):
+    def state_tensors(self, *sizes: Any) -> Mapping[str, StateTensor]:
+        return super().state_tensors(sizes[0], sizes[1], sizes[2] - 1, *sizes[3:])
+
+
+class NoTensors(Halves):
+    def state_tensors(self, *sizes: Any) -> Any:
+        return None
+
+
+class NoSize(Halves):
+    def state_tensors(self, *sizes: Any) -> Mapping[str, StateTensor]:
+        return {**super().state_tensors(*sizes), "scale": StateTensor((0, 4), "float32")}
+
+
+class Divides(Halves):
+    def state_tensors(self, *sizes: Any) -> Mapping[str, StateTensor]:
+        raise ZeroDivisionError("by zero heads")
+
+
 class Waits(Halves):
     def write(self, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
         super().write(key, value, kv_cache, tuple(torch.tensor(each.tolist()) for each in slots))
@@ -99,6 +174,19 @@ def test_formats_that_keep_the_laws_pass(kv_format: KVFormat) -> None:
         (HidesNaN, "NaN in k is read back as 0.0"),
         (SpreadsNaN, "NaN in k spreads to other tokens or heads"),
         (Waits, "tolist makes the host wait for the device"),
+        (BesideItsPart, r"write\(\) changes bytes of other layers"),
+        (OutOfBounds, r"write\(\) raises IndexError: index 100 is out of bounds"),
+        (WritesKeys, "zero_ writes to a tensor that others read too"),
+        (WritesSlots, "zero_ writes to a tensor that others read too"),
+        (Raises, r"read\(\) raises KeyError: 'codes'"),
+        (OtherShape, r"read\(\) raises RuntimeError: The size of tensor a \(16\) must match"),
+        (Resizes, r"read\(\) changes the shape of out"),
+        (OtherTensors, r"k of torch.float32 is read back with an error of .* of the largest element"),
+        (OtherDtype, r"k of torch.float32 is read back with an error of .* of the largest element"),
+        (TooShort, r"write\(\) raises RuntimeError: shape mismatch"),
+        (NoTensors, r"state_tensors\(\) has to give StateTensors by name, at least one, not None"),
+        (NoSize, r"'scale' has the shape \(0, 4\); sizes are whole numbers from 1 on"),
+        (Divides, r"state_tensors\(\) raises ZeroDivisionError: by zero heads"),
     ],
 )
 def test_the_kit_says_what_is_wrong(kv_format: type[KVFormat], message: str) -> None:

@@ -5,7 +5,7 @@ What is stored, found again, moved and copied is then right, whatever the format
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import pytest
@@ -15,14 +15,14 @@ from kvframe_kv_formats import Fp8Tensor, Fp8TokenHead, Int4TokenHead, Int8Token
 from kvframe import Engine, Prompt, SamplingParams, Stack
 from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.engine import graph_sizes
-from kvframe.errors import ModelError
-from kvframe.formats import PLAIN, KVFormat
+from kvframe.errors import KVFrameError, ModelError
+from kvframe.formats import PLAIN, KVFormat, PlainFormat
 from kvframe.plugins import load_plugins
 from tests.attending import plugin
 from tests.capturable import CapturableReference
 from tests.encoder_decoder import encoder_inputs
 from tests.rounding import rounding
-from tests.serving import PROMPTS, TinyModel, served
+from tests.serving import GREEDY, PROMPTS, TinyModel, held_pages, served
 
 FORMATS: tuple[KVFormat, ...] = (Fp8Tensor(), Fp8TokenHead(), Int8TokenHead(), Int4TokenHead())
 FAMILIES = {
@@ -163,6 +163,63 @@ def test_what_a_format_rounds_off_hides_no_wrong_attention(models: Any, monkeypa
     )
     with pytest.raises(ModelError, match=r"gives other logits .*, allowed 3\.5e-04"):
         models("llama").engine(format="int4_token_head", self_check=True, backend="torch")
+
+
+# --- formats with mistakes --------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class Faulty(PlainFormat):
+    """Raises once it has been called ``after`` times."""
+
+    name: ClassVar[str] = "faulty"
+    calls: ClassVar[list[str]] = []
+    function: ClassVar[str]
+    after: ClassVar[int]
+
+    def _count(self, function: str) -> None:
+        self.calls.append(function)
+        if function == self.function and self.calls.count(function) == self.after + 1:
+            raise ValueError(f"{function} fails")
+
+    def write(self, *given: Any) -> None:
+        self._count("write")
+        super().write(*given)
+
+    def read(self, *given: Any) -> None:
+        self._count("read")
+        super().read(*given)
+
+
+@pytest.mark.parametrize("after", [0, 1, 10])
+@pytest.mark.parametrize("function", ["write", "read"])
+def test_a_format_that_raises_ends_the_requests_of_the_step_and_nothing_is_left_of_them(
+    models: Any, monkeypatch: pytest.MonkeyPatch, function: str, after: int
+) -> None:
+    model = models("llama")
+    expected = [model.reference(prompt) for prompt in PROMPTS]
+    for name, value in (("calls", []), ("function", function), ("after", after)):
+        monkeypatch.setattr(Faulty, name, value, raising=False)
+    registry = load_plugins(plugins=[plugin("theirs", formats={"faulty": Faulty})]).registry
+    with attrs.evolve(model, registry=registry).engine(backend="torch", format="faulty", max_num_seqs=2) as engine:
+        with pytest.raises(ValueError, match=f"{function} fails"):
+            engine.generate(PROMPTS, GREEDY)
+        assert not engine.has_unfinished
+        assert 0 == held_pages(engine)
+        assert expected == served(engine)
+
+
+def test_a_format_that_does_not_say_what_it_stores_is_refused_at_the_start(models: Any) -> None:
+    class Silent(PlainFormat):
+        name: ClassVar[str] = "silent"
+
+        def state_tensors(self, *sizes: Any) -> Any:
+            raise ZeroDivisionError("by zero")
+
+    registry = load_plugins(plugins=[plugin("theirs", formats={"silent": Silent})]).registry
+    model = attrs.evolve(models("llama"), registry=registry)
+    with pytest.raises(KVFrameError, match=r"'silent': state_tensors\(\) raises ZeroDivisionError: by zero"):
+        model.engine(format="silent")
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------

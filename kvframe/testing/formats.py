@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
-from kvframe.formats import PLAIN, KVFormat
+from kvframe.errors import SpecError
+from kvframe.formats import PLAIN, KVFormat, state_of
 from kvframe.plugins import load_plugins
 from kvframe.registry import Registry
 from kvframe.testing.guard import DeviceTensor, ReadOnlyTensor, ScalarGuard
@@ -60,7 +62,8 @@ def check_format(kv_format: KVFormat, *, head_size: int = 16, head_size_v: int =
     * *slots*: what other slots hold reads the same after a write as before, and no byte of another page changes;
     * *reading*: nothing of the cache changes; pages may be asked for in any order, several times, and none at all;
     * *NaN*: an element that is NaN reads as NaN, and no other token and head does;
-    * *waiting*: neither asks the device for a value.
+    * *arguments*: neither writes to what it is given, but for the cache and the contents of ``out``;
+    * *waiting*: neither asks the device for a value; and neither raises.
 
     Args:
         kv_format: The format; the numbers that are stored are of ordinary size.
@@ -89,7 +92,11 @@ class _Pages:
         self.shapes = {"k": key.shape[1:], "v": value.shape[1:]}
         self.dtype = key.dtype
         name = str(key.dtype).removeprefix("torch.")
-        state = kv_format.state_tensors(BLOCK_SIZE, key.shape[1], key.shape[2], value.shape[2], name)
+        try:
+            sizes = (BLOCK_SIZE, key.shape[1], key.shape[2], value.shape[2], name)
+            state = state_of(kv_format, lambda: kv_format.state_tensors(*sizes))
+        except SpecError as error:
+            raise ConformanceError(str(error)) from error
         offset, places = 16, {}
         for part, tensor in state.items():
             places[part] = offset
@@ -98,7 +105,11 @@ class _Pages:
         # Ids count units of 16 bytes, so that the views of neighbouring ids overlap.
         self.pool = torch.full(((NUM_PAGES + 1) * self.page_bytes,), 255, dtype=torch.uint8)
         self.cache = {}
+        # The bytes of pages 1 and 2 that are the layer's: what lies beside them is another's.
+        self.is_own = torch.zeros(self.pool.shape, dtype=torch.bool)
         for part, tensor in state.items():
+            for start in (page * self.page_bytes + places[part] for page in (1, 2)):
+                self.is_own[start : start + tensor.num_bytes] = True
             item = getattr(torch, tensor.dtype)
             strides = [math.prod(tensor.shape[axis + 1 :]) for axis in range(len(tensor.shape))]
             num_ids = NUM_PAGES * self.page_bytes // 16 + 1
@@ -115,13 +126,9 @@ class _Pages:
         slots = torch.arange(first_slot, first_slot + len(key))
         places = (slots // BLOCK_SIZE) * (self.page_bytes // 16), slots % BLOCK_SIZE
         cache = {name: tensor.as_subclass(DeviceTensor) for name, tensor in self.cache.items()}
-        with ScalarGuard(), torch.inference_mode():
-            self.kv_format.write(
-                key.as_subclass(DeviceTensor),
-                value.as_subclass(DeviceTensor),
-                cache,
-                (places[0].as_subclass(DeviceTensor), places[1].as_subclass(DeviceTensor)),
-            )
+        given = [tensor.as_subclass(ReadOnlyTensor) for tensor in (key, value, *places)]
+        with _naming(self.kv_format, "write"), ScalarGuard(), torch.inference_mode():
+            self.kv_format.write(given[0], given[1], cache, (given[2], given[3]))
 
     def read(self, *pages: int, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Return the tokens of pages, ``[num_pages * block_size, num_kv_heads, size]``."""
@@ -134,8 +141,10 @@ class _Pages:
         cache: Mapping[str, torch.Tensor] = {
             name: tensor.as_subclass(ReadOnlyTensor) for name, tensor in self.cache.items()
         }
-        with ScalarGuard():
-            self.kv_format.read(cache, self.ids(*pages).int().as_subclass(DeviceTensor), out)
+        shapes = [tensor.shape for tensor in out.values()]
+        with _naming(self.kv_format, "read"), ScalarGuard():
+            self.kv_format.read(cache, self.ids(*pages).int().as_subclass(ReadOnlyTensor), out)
+        _require(shapes == [tensor.shape for tensor in out.values()], self.kv_format, "read() changes the shape of out")
         for tensor in whole.values():
             _require((tensor[[0, -1]] == 7).all(), self.kv_format, "read() writes beside the pages of out")
         return {name: tensor[1 : 1 + len(pages)].flatten(0, 1) for name, tensor in whole.items()}
@@ -166,6 +175,7 @@ def _check_slots(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) ->
     pages.write(key, value)
     others = torch.cat([pages.pool[: pages.page_bytes], pages.pool[3 * pages.page_bytes :]])
     _require((others == 255).all(), kv_format, "write() changes bytes of other pages")
+    _require((pages.pool[~pages.is_own] == 255).all(), kv_format, "write() changes bytes of other layers")
     before, content = pages.read(1, 2), pages.pool.clone()
     first = BLOCK_SIZE + 1  # one token in the middle of page 1
     pages.write(2 * key[:1], 2 * value[:1], first)
@@ -206,6 +216,17 @@ def _check_nan(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) -> N
         _require(bool(tensor[2, -1, 1].isnan()), kv_format, f"NaN in {name} is read back as {float(tensor[2, -1, 1])}")
         tensor[2, -1] = 0
         _require(not tensor.isnan().any(), kv_format, f"NaN in {name} spreads to other tokens or heads")
+
+
+@contextmanager
+def _naming(kv_format: KVFormat, function: str) -> Iterator[None]:
+    """Say which function of a format raises."""
+    try:
+        yield
+    except ConformanceError:
+        raise
+    except Exception as error:
+        raise ConformanceError(f"{kv_format}: {function}() raises {type(error).__name__}: {error}") from error
 
 
 def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
