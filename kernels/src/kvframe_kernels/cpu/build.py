@@ -120,7 +120,7 @@ def _processor() -> str:
 
 def _compile(compiler: str, machine_flags: Sequence[str], library: Path) -> None:
     print(
-        f"kvframe-kernels: compiling attention for this CPU with {compiler}, once (about 10 s)",
+        f"kvframe-kernels: compiling attention for this CPU with {compiler}, once (about 20 s)",
         file=sys.stderr,
         flush=True,
     )
