@@ -168,7 +168,8 @@ def _looking(
         words = f"From a list of token ids: keys are made where the lookup needs some. {words}, "
         words += "given its cached blocks and room for the rest."
     else:
-        words += "; its keys, where the lookup needs some, are ready. vLLM's call returns the blocks, kvframe's their number."
+        words += "; its keys, where the lookup needs some, are ready."
+        words += " vLLM's call returns the blocks, kvframe's the number of tokens."
     setting = Setting(windows=windows, num_blocks=num_blocks, max_model_len=max_model_len)
     return Case(
         name=name,
