@@ -151,3 +151,17 @@ def test_stale_entries_of_the_queues_are_left_out(monkeypatch: pytest.MonkeyPatc
         assert manager._pool._cached.num_entries <= 2 * sum(manager._pool.num_cached) + 8 + 16
     evict_all(manager)
     assert [0, 0] == manager._pool.num_cached
+
+
+@pytest.mark.parametrize("specs", [[full()], [full(), masked(window=9)]])
+def test_a_salt_of_which_nothing_is_cached_leaves_nothing_behind(specs: list[KVCacheSpec]) -> None:
+    manager = make_manager(*specs)
+    for salt in map(str, range(5)):
+        manager.start("a", list(range(30)), salt=salt)
+        assert manager.extend("a", 30)
+        manager.commit("a", list(range(30)), 30)
+        manager.free("a")
+    assert 5 == len(manager._tree._roots)
+    manager.start("only looked up", list(range(30)), salt="another")
+    evict_all(manager)
+    assert 0 == len(manager._tree._roots)

@@ -43,11 +43,14 @@ class PrefixNode:
         pages: Per table stack ``[num_groups, num_blocks], int32``: the pages of the blocks that end in it, 0 for none.
         children: What comes after it, by the bytes of their first unit.
         row: The running request that it grows with; -1 for none.
+        namespace: Of a root, whose prefixes hang on it; else None.
     """
 
-    __slots__ = ("children", "owner", "pages", "parent", "row", "start", "stop", "tokens")
+    __slots__ = ("children", "namespace", "owner", "pages", "parent", "row", "start", "stop", "tokens")
 
-    def __init__(self, parent: PrefixNode | None, start: int, owner: int = -1) -> None:
+    def __init__(
+        self, parent: PrefixNode | None, start: int, owner: int = -1, namespace: Namespace | None = None
+    ) -> None:
         self.owner = owner
         self.parent = parent
         self.start = self.stop = start
@@ -55,6 +58,7 @@ class PrefixNode:
         self.pages: list[npt.NDArray[np.int32]] = []
         self.children: dict[bytes, PrefixNode] = {}
         self.row = -1
+        self.namespace = namespace
 
     @property
     def is_empty(self) -> bool:
@@ -83,15 +87,15 @@ class Cursor:
     """Where a running request's published blocks end.
 
     Attributes:
-        root: The root of its namespace.
-        node: The node that its offset lies in, or lay in.
+        namespace: Whom it shares with.
+        node: The node that its offset lies in, or lay in; None to look for it from the root.
         offset: Tokens up to which its full blocks were offered.
         leaf: The node that grows with it; None while its tokens are those of others.
         tokens: Its token ids; they grow, and those that are computed stay as they are.
     """
 
-    root: PrefixNode
-    node: PrefixNode
+    namespace: Namespace
+    node: PrefixNode | None
     offset: int
     tokens: Sequence[int]
     leaf: PrefixNode | None = None
@@ -203,15 +207,12 @@ class PrefixTree:
 
     def follow(self, row: int, namespace: Namespace, tokens: Sequence[int], offset: int, match: Match) -> None:
         """Let a row publish its blocks from ``offset`` tokens on, which is what it found."""
-        root = self._roots.get(namespace)
-        if root is None:
-            root = self._roots[namespace] = PrefixNode(None, 0)
-        node = root
+        node = None
         # A hit may lie behind the tokens that are known, where nothing of them is needed: then the way begins anew.
         for each in match.nodes if offset <= match.length else ():
             if each.start < offset:
                 node = each
-        self._cursors[row] = Cursor(root, node, offset, tokens)
+        self._cursors[row] = Cursor(namespace, node, offset, tokens)
         self._next_publication[row] = offset + self.unit
 
     def read_from(self, row: int, tokens: Sequence[int]) -> None:
@@ -264,12 +265,20 @@ class PrefixTree:
     def _resume(self, cursor: Cursor) -> tuple[PrefixNode, int]:
         """Return the node that a cursor's offset lies in, or a place from which to look for it."""
         node = cursor.node
-        while node.parent is not None and node.start >= cursor.offset:
+        while node is not None and node.parent is not None and node.start >= cursor.offset:
             node = node.parent
-        if node.parent is None or self._nodes[node.owner] is not node:
-            return cursor.root, 0
-        self._update(node)
-        return (node, cursor.offset) if cursor.offset <= node.stop else (cursor.root, 0)
+        if node is not None and node.parent is not None and self._nodes[node.owner] is node:
+            self._update(node)
+            if cursor.offset <= node.stop:
+                return node, cursor.offset
+        return self._root(cursor.namespace), 0
+
+    def _root(self, namespace: Namespace) -> PrefixNode:
+        """Return the root of a namespace, which is there as long as something hangs on it."""
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = PrefixNode(None, 0, namespace=namespace)
+        return root
 
     def _grow(self, cursor: Cursor, row: int, parent: PrefixNode, first: bytes) -> None:
         """Begin a node that grows with a row."""
@@ -533,6 +542,9 @@ class PrefixTree:
         del node.parent.children[node.tokens[: TOKEN_BYTES * self.unit]]
         self._nodes[node.owner] = None
         self._free_owners.append(node.owner)
+        namespace = node.parent.namespace
+        if namespace is not None and not node.parent.children:
+            del self._roots[namespace]
 
     def forget(self) -> None:
         """Forget every prefix; requests that run publish nothing any more. Whoever has the pool gives up the pages."""
