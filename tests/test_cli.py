@@ -243,6 +243,15 @@ def test_generate_gives_the_tokens_of_the_engine(model: Path, prompts: Path) -> 
     assert expected == [output["token_ids"] for output in result["outputs"]]
 
 
+def test_prompts_share_a_prefix_within_one_cache_salt_only(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.json").write_text(str([[*range(1, 9)]] * 2))
+    arguments = ("generate", model, "--prompt-token-ids", tmp_path / "prompts.json", "--memory", "8MiB")
+    for salts, cached in [((), 7), (("a",), 7), (("a", "a"), 7), (("a", "b"), 0)]:
+        options = [each for salt in salts for each in ("--cache-salt", salt)]
+        stats = run_json(*arguments, "--block-size", 1, "--max-new-tokens", 1, *options)["stats"]
+        assert cached == stats["cached_prompt_tokens"]
+
+
 def test_a_refused_prompt_has_an_error_and_the_others_finish(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "prompts.json"
     path.write_text("[[], [1, 2], [100000]]")

@@ -75,11 +75,14 @@ def request(
     max_new_tokens: int = 4,
     first: int | None = None,
     inputs: Mapping[str, ModelInput] = NO_INPUTS,
+    salt: str = "",
 ) -> Request:
     """Return a request whose prompt starts with ``first``, so that only those with the same one share a prefix."""
     tokens = [hash(name) if first is None else first, *range(1, num_prompt_tokens)]
     params = SamplingParams(max_new_tokens=max_new_tokens)
-    return Request.create(name, tokens, params, eos_token_ids=frozenset(), max_model_len=100, inputs=inputs)
+    return Request.create(
+        name, tokens, params, eos_token_ids=frozenset(), max_model_len=100, inputs=inputs, cache_salt=salt
+    )
 
 
 def encoder(key: str, num_tokens: int = 5) -> dict[str, ModelInput]:

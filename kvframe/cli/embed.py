@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvframe.cli.options import block_size_option, device_option, dtype_option, memory_option, read_stack, stack_option
+from kvframe.cli.options import (
+    block_size_option,
+    cache_salt_option,
+    device_option,
+    dtype_option,
+    memory_option,
+    read_salts,
+    read_stack,
+    stack_option,
+)
 from kvframe.cli.prompts import read_prompt_token_ids, read_prompts
 from kvframe.cli.render import print_json, progress
 
@@ -51,6 +60,7 @@ _NUM_SHOWN = 4
     default=None,
     help="Whether to divide an embedding by its length; as the checkpoint says unless given.",
 )
+@cache_salt_option
 @stack_option
 @memory_option
 @block_size_option
@@ -63,6 +73,7 @@ def embed(
     token_ids_file: Path | None,
     pooling: Any,
     normalize: bool | None,
+    cache_salts: tuple[str, ...],
     stack_file: Path | None,
     memory: str | None,
     block_size: int | None,
@@ -76,6 +87,7 @@ def embed(
     and the exit code is 1. Nothing is cut off.
     """
     texts = _read_texts(texts_file, token_ids_file)
+    salts = read_salts(cache_salts, len(texts))
     stack = read_stack(
         stack_file,
         cache={"memory": memory, "block_size": block_size},
@@ -87,7 +99,7 @@ def embed(
     loaded = Embedder.from_pretrained(model, stack=stack, pooling=pooling, normalize=normalize)
     with loaded as embedder, progress("embedding", len(texts)) as show:
         started = time.perf_counter()
-        outputs = embedder.embed(texts, on_progress=show)
+        outputs = embedder.embed(texts, cache_salt=salts, on_progress=show)
         seconds = time.perf_counter() - started
         num_tokens = embedder.stats().prompt_tokens
     for text, output in zip(texts, outputs, strict=True):

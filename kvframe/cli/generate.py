@@ -13,10 +13,12 @@ import click
 
 from kvframe.cli.options import (
     block_size_option,
+    cache_salt_option,
     device_option,
     dtype_option,
     json_option,
     memory_option,
+    read_salts,
     read_stack,
     stack_option,
 )
@@ -64,6 +66,7 @@ REFUSED_EXIT_CODE = 1
 @click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Make sampling repeatable.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeat for several.")
 @click.option("--prompt-logprobs", is_flag=True, help="Report how likely each prompt token is; needs --json.")
+@cache_salt_option
 @stack_option
 @memory_option
 @block_size_option
@@ -82,6 +85,7 @@ def generate(
     seed: int | None,
     stop: tuple[str, ...],
     prompt_logprobs: bool,
+    cache_salts: tuple[str, ...],
     stack_file: Path | None,
     memory: str | None,
     block_size: int | None,
@@ -99,6 +103,7 @@ def generate(
     if prompt_logprobs and not as_json:
         raise click.UsageError("--prompt-logprobs reports in JSON only; add --json")
     prompts = _read_prompts(texts, prompts_file, token_ids_file)
+    salts = read_salts(cache_salts, len(prompts))
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -120,7 +125,7 @@ def generate(
         made = Engine.from_pretrained(model, stack=stack)
     with made as engine, progress("generating", len(prompts)) as show:
         started = time.perf_counter()
-        outputs = engine.generate(prompts, params, on_progress=show)
+        outputs = engine.generate(prompts, params, cache_salt=salts, on_progress=show)
         stats = {**engine.stats().to_dict(), "seconds": time.perf_counter() - started}
     if as_json:
         print_json({"outputs": list(map(_to_dict, prompts, outputs)), "stats": stats}, indent=None)

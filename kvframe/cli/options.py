@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -46,6 +46,13 @@ dtype_option = click.option(
     type=click.Choice([name for name in ITEM_BYTES if "float" in name and "8" not in name]),
     help="The model's dtype, and the cache's unless the stack says otherwise.",
 )
+cache_salt_option = click.option(
+    "--cache-salt",
+    "cache_salts",
+    multiple=True,
+    metavar="TEXT",
+    help="Share cached prefixes with requests of the same salt only; repeat for one for each, in their order.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
 
 
@@ -66,6 +73,15 @@ def read_stack(
 
     stack = Stack() if stack_file is None else Stack.from_file(stack_file)
     return attrs.evolve(stack, cache=_over(stack.cache, cache), engine=_over(stack.engine, engine))
+
+
+def read_salts(cache_salts: Sequence[str], num_requests: int) -> Sequence[str]:
+    """Return a salt for each request, of none, one for all, or one for each."""
+    if len(cache_salts) not in (0, 1, num_requests):
+        raise click.UsageError(
+            f"give --cache-salt once, or once for each of {num_requests} requests, not {len(cache_salts)} times"
+        )
+    return cache_salts if len(cache_salts) == num_requests else [*cache_salts, ""][:1] * num_requests
 
 
 def _over(options: _Options, given: Mapping[str, Any]) -> _Options:

@@ -11,6 +11,7 @@ from kvframe.engine.assembly import Assembly, load_model
 from kvframe.engine.core import EngineCore
 from kvframe.engine.pooling import EmbeddingOutput, EmbeddingRequest, PoolingRunner
 from kvframe.engine.runner import SkipPolicy
+from kvframe.engine.salts import check_salt, salt_of_each
 from kvframe.errors import KVFrameError, RequestError
 from kvframe.model.adapter import LoadedModel
 from kvframe.model.description import Pooling, PoolingMode
@@ -126,22 +127,26 @@ class Embedder(EngineCore[EmbeddingRequest]):
             skip_policy=skip_policy,
         )
 
-    def add_request(self, text: str | Sequence[int], request_id: str | None = None) -> str:
+    def add_request(self, text: str | Sequence[int], request_id: str | None = None, *, cache_salt: str = "") -> str:
         """Queue a text and return the id of its request.
 
         Args:
             text: Text, or token ids. Nothing is cut off, and nothing put before it but the tokenizer's special tokens.
             request_id: Its id; a fresh one unless given.
+            cache_salt: It shares cached beginnings with texts of the same salt, and with no others.
 
         Raises:
             RequestError: The text can never be embedded; ``code`` is one of ``empty_prompt``, ``prompt_too_long``,
-                ``exceeds_step``, ``bad_token``, ``bad_text``, ``too_large``, ``duplicate_id``. Others are not touched.
+                ``exceeds_step``, ``bad_token``, ``bad_text``, ``bad_salt``, ``too_large``, ``duplicate_id``. Others are
+                not touched.
             ModelError: It is text, and the model has no tokenizer.
         """
+        check_salt(cache_salt)
         request_id = self._new_id(request_id)
         if isinstance(text, str) and not text.strip():
             raise RequestError("the text is empty", code="empty_prompt")
-        self._add(EmbeddingRequest.create(request_id, self._admission.token_ids(text, None), self.pooling))
+        token_ids = self._admission.token_ids(text, None)
+        self._add(EmbeddingRequest.create(request_id, token_ids, self.pooling, cache_salt))
         return request_id
 
     def step(self) -> list[EmbeddingOutput]:
@@ -155,12 +160,17 @@ class Embedder(EngineCore[EmbeddingRequest]):
         return [self._requests.take(request_id).report() for request_id in self._requests.with_news]
 
     def embed(
-        self, texts: Sequence[str | Sequence[int]], *, on_progress: Callable[[int], None] | None = None
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        cache_salt: str | Sequence[str] = "",
+        on_progress: Callable[[int], None] | None = None,
     ) -> list[EmbeddingOutput]:
         """Embed a batch of texts.
 
         Args:
             texts: Texts or token ids.
+            cache_salt: As for ``add_request``: for all, or one for each.
             on_progress: Called after each step with the number of texts that are done, refused ones included.
 
         Returns:
@@ -169,7 +179,10 @@ class Embedder(EngineCore[EmbeddingRequest]):
         Raises:
             ModelError: None can be embedded, and one is text, of which a model without tokenizer makes nothing.
         """
-        ended = self._serve(len(texts), lambda index: self.add_request(texts[index]), on_progress)
+        salts = salt_of_each(cache_salt, len(texts))
+        ended = self._serve(
+            len(texts), lambda index: self.add_request(texts[index], cache_salt=salts[index]), on_progress
+        )
         return [
             self._refused_output(index, texts[index], request)
             if isinstance(request, KVFrameError)

@@ -10,6 +10,7 @@ from kvframe.engine.graphs import StepGraphs
 from kvframe.engine.prompt import AnyPrompt
 from kvframe.engine.request import Request, RequestOutput, SamplingParams
 from kvframe.engine.runner import SkipPolicy, TokenRunner
+from kvframe.engine.salts import check_salt, salt_of_each
 from kvframe.engine.text import TextStream
 from kvframe.errors import KVFrameError, ModelError, RequestError
 
@@ -36,7 +37,12 @@ class Engine(EngineCore[Request]):
     """
 
     def add_request(
-        self, prompt: AnyPrompt, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: AnyPrompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        cache_salt: str = "",
     ) -> str:
         """Queue a request and return its id.
 
@@ -44,14 +50,18 @@ class Engine(EngineCore[Request]):
             prompt: Text, or token ids; of a model with an encoder, what that reads, or a ``Prompt`` of two parts.
             params: How to sample and when to stop; greedy, 64 tokens unless given.
             request_id: Its id; a fresh one unless given.
+            cache_salt: It shares cached prefixes and inputs with requests of the same salt, and with no others: the
+                name of a tenant, say, or of a session.
 
         Raises:
             RequestError: The request can never be served; ``code`` is one of ``empty_prompt``, ``prompt_too_long``,
-                ``bad_token``, ``bad_text``, ``too_large``, ``no_tokenizer``, ``duplicate_id``, and for what goes to an
-                encoder ``missing_input``, ``extra_input``, ``bad_input``, ``input_too_long``. Others are not touched.
+                ``bad_token``, ``bad_text``, ``bad_salt``, ``too_large``, ``no_tokenizer``, ``duplicate_id``, and for
+                what goes to an encoder ``missing_input``, ``extra_input``, ``bad_input``, ``input_too_long``. Others
+                are not touched.
             ModelError: The prompt is text, and the model has no tokenizer.
         """
         params = SamplingParams() if params is None else params
+        check_salt(cache_salt)
         request_id = self._new_id(request_id)
         token_ids, inputs = self._admission.admit(prompt, params)
         stream = TextStream(self._decode, token_ids, params.stop) if self._admission.has_text else None
@@ -64,6 +74,7 @@ class Engine(EngineCore[Request]):
                 max_model_len=self._max_model_len,
                 text_stream=stream,
                 inputs=inputs,
+                cache_salt=cache_salt,
             )
         )
         return request_id
@@ -78,7 +89,9 @@ class Engine(EngineCore[Request]):
         self._advance()
         return [self._requests.take(request_id).report() for request_id in self._requests.with_news]
 
-    def stream(self, prompt: AnyPrompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: AnyPrompt, params: SamplingParams | None = None, *, cache_salt: str = ""
+    ) -> Iterator[RequestOutput]:
         """Serve one request and yield its outputs as they come; the last one has a ``finish_reason``.
 
         Other requests go on meanwhile, and what they produce is kept for ``step``; a ``step`` while the stream is
@@ -87,17 +100,19 @@ class Engine(EngineCore[Request]):
         Args:
             prompt: As for ``add_request``.
             params: How to sample and when to stop.
+            cache_salt: As for ``add_request``.
 
         Raises:
             RequestError: At once, as ``add_request``.
         """
-        return self._stream(self.add_request(prompt, params))
+        return self._stream(self.add_request(prompt, params, cache_salt=cache_salt))
 
     def generate(
         self,
         prompts: Sequence[AnyPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        cache_salt: str | Sequence[str] = "",
         on_progress: Callable[[int], None] | None = None,
     ) -> list[RequestOutput]:
         """Serve a batch of requests to their ends.
@@ -105,6 +120,7 @@ class Engine(EngineCore[Request]):
         Args:
             prompts: As for ``add_request``.
             params: For all, or one for each.
+            cache_salt: As for ``add_request``: for all, or one for each.
             on_progress: Called after each step with the number of prompts that are done, refused ones included.
 
         Returns:
@@ -117,7 +133,12 @@ class Engine(EngineCore[Request]):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts have {len(params)} params", code="bad_params")
-        ended = self._serve(len(prompts), lambda index: self.add_request(prompts[index], params[index]), on_progress)
+        salts = salt_of_each(cache_salt, len(prompts))
+        ended = self._serve(
+            len(prompts),
+            lambda index: self.add_request(prompts[index], params[index], cache_salt=salts[index]),
+            on_progress,
+        )
         return [
             self._refused_output(index, prompts[index], request)
             if isinstance(request, KVFrameError)

@@ -58,15 +58,23 @@ class EmbeddingRequest(RequestProgress):
     embedding: tuple[float, ...] | None = None
 
     @classmethod
-    def create(cls, request_id: str, token_ids: Sequence[int], pooling: Pooling) -> EmbeddingRequest:
+    def create(
+        cls, request_id: str, token_ids: Sequence[int], pooling: Pooling, cache_salt: str = ""
+    ) -> EmbeddingRequest:
         """Return a request that has not started.
 
         Args:
             request_id: Unique among the requests in the engine.
             token_ids: Checked token ids, at least one.
             pooling: How its embedding is made: of its last token alone, or of others too.
+            cache_salt: It shares cached prefixes with requests of the same one.
         """
-        request = cls(request_id=request_id, token_ids=list(token_ids), num_prompt_tokens=len(token_ids))
+        request = cls(
+            request_id=request_id,
+            token_ids=list(token_ids),
+            num_prompt_tokens=len(token_ids),
+            cache_salt=cache_salt,
+        )
         request.wants_prompt_rows = pooling.mode != "last"
         return request
 

@@ -38,6 +38,7 @@ class RequestProgress:
         request_id: Unique among the requests in the engine.
         token_ids: Prompt and generated tokens.
         num_prompt_tokens: How many of them are the prompt.
+        cache_salt: It shares cached prefixes and inputs with requests of the same one, and no others.
         inputs: What it brings beside its tokens, by sequence, kept so that it can be computed again.
         input_sequences: The same as the cache sees it.
         new_inputs: The inputs whose state the running step computes.
@@ -56,6 +57,7 @@ class RequestProgress:
     request_id: str
     token_ids: list[int]
     num_prompt_tokens: int
+    cache_salt: str = ""
     inputs: Mapping[str, ModelInput] = NO_INPUTS
     input_sequences: Mapping[str, InputSequence] = attrs.field(
         init=False, default=attrs.Factory(lambda self: input_sequences(self.inputs), takes_self=True)

@@ -163,6 +163,7 @@ class Request(RequestProgress):
         max_model_len: int,
         text_stream: TextStream | None = None,
         inputs: Mapping[str, ModelInput] = NO_INPUTS,
+        cache_salt: str = "",
     ) -> Request:
         """Return a request that has not started.
 
@@ -174,6 +175,7 @@ class Request(RequestProgress):
             max_model_len: The most tokens of any request.
             text_stream: Turns its tokens into text; None if the model has no tokenizer.
             inputs: What it brings beside its tokens, by sequence, checked.
+            cache_salt: It shares cached prefixes with requests of the same one.
         """
         return cls(
             request_id=request_id,
@@ -184,6 +186,7 @@ class Request(RequestProgress):
             max_tokens=min(len(prompt_token_ids) + params.max_new_tokens, max_model_len),
             text_stream=text_stream,
             inputs=inputs,
+            cache_salt=cache_salt,
         )
 
     def __attrs_post_init__(self) -> None:

@@ -287,6 +287,7 @@ class Scheduler(Generic[RequestT]):
             hit = self._cache.start(
                 request.request_id,
                 request.token_ids,
+                salt=request.cache_salt,
                 use_prefix=request.uses_prefix,
                 inputs=request.input_sequences,
             )
@@ -315,13 +316,16 @@ class Scheduler(Generic[RequestT]):
     def _is_being_computed(self, request: RequestT, admitted: Sequence[RequestT]) -> bool:
         """Return whether a request admitted in this step computes what ``request`` can take in the next one.
 
-        That is an input of equal content, or a block of equal tokens after equal inputs.
+        That is an input of equal content, or a block of equal tokens after equal inputs, of the same salt: to others it
+        must not even show.
         """
         size = self._shared_block_size
         if not size or not request.uses_prefix or request.is_swapped:
             return False
         most = len(request.token_ids) - 1
         for other in admitted:
+            if other.cache_salt != request.cache_salt:
+                continue
             if any(other.input_sequences[name] == request.input_sequences.get(name) for name in other.new_inputs):
                 return True
             if other.input_sequences != request.input_sequences:
