@@ -179,6 +179,15 @@ def test_a_request_that_can_never_be_served_is_refused(prompt: Any, code: str) -
         assert not engine.has_unfinished
 
 
+def test_a_token_id_has_four_bytes_whatever_the_model_says_of_its_vocabulary() -> None:
+    model = ScriptedModel(SCRIPT)
+    model.description = attrs.evolve(model.description, vocab_size=None)
+    with model.engine() as engine:
+        engine.add_request([2**32 - 1])
+        with pytest.raises(RequestError, match="4294967296 is no token id"):
+            engine.add_request([2**32])
+
+
 def test_refused_prompts_leave_the_others_of_a_batch_alone() -> None:
     with ScriptedModel(SCRIPT).engine(memory=1800) as engine:
         prompts = [prompt for prompt, _ in REFUSED]

@@ -17,13 +17,14 @@ from kvframe.builtin.torch_backend import TorchBackend, TorchMetadataBuilder
 from kvframe.engine.packing import PackedStep
 from kvframe.engine.request import Request, SamplingParams
 from kvframe.engine.runner import are_last_tokens
+from kvframe.engine.scheduler import ScheduledStep
 from kvframe.groups import make_layer_specs
 from tests.scripted_model import ScriptedModel
 
 
 @st.composite
-def scheduled_requests(draw: Any) -> list[Request]:
-    """Requests in the middle of their prompts or after, preempted ones among them."""
+def scheduled_steps(draw: Any) -> ScheduledStep[Request]:
+    """Steps of requests in the middle of their prompts or after, preempted ones among them."""
     requests = []
     for row in draw(st.permutations(range(draw(st.integers(1, 5))))):
         num_prompt, num_generated = draw(st.integers(1, 8)), draw(st.integers(0, 3))
@@ -34,22 +35,26 @@ def scheduled_requests(draw: Any) -> list[Request]:
         if params.prompt_logprobs:
             known = num_prompt - 1 if num_generated else draw(st.integers(0, num_prompt - 1))
             request.add_prompt_logprobs([-1.0] * known)
-        request.token_ids += range(num_generated)
+        request.token_ids.extend(range(num_generated))
         # What is known was computed, and may have to be computed again.
         last = len(request.known_logprobs) - 1 if request.wants_prompt_rows else len(request.token_ids) - 1
         request.num_computed = draw(st.integers(0, last))
-        request.num_scheduled = draw(st.integers(1, len(request.token_ids) - request.num_computed))
         request.row = row
         requests.append(request)
-    return requests
+    num_computed = np.array([request.num_computed for request in requests])
+    num_known = np.array([len(request.token_ids) for request in requests])
+    num_scheduled = np.array([draw(st.integers(1, left)) for left in (num_known - num_computed).tolist()])
+    rows = np.array([request.row for request in requests])
+    return ScheduledStep(requests, [], rows, num_computed, num_known, num_scheduled, int(num_scheduled.sum()))
 
 
-@given(scheduled_requests(), st.data())
+@given(scheduled_steps(), st.data())
 def test_each_wanted_row_is_sampled_from_or_tells_of_the_next_prompt_token(
-    requests: list[Request], data: st.DataObject
+    step: ScheduledStep[Request], data: st.DataObject
 ) -> None:
+    requests = step.requests
     order = data.draw(st.one_of(st.none(), st.permutations(range(len(requests)))))
-    packed = PackedStep.of(requests, lambda *_: None if order is None else np.array(order))
+    packed = PackedStep.of(step, lambda *_: None if order is None else np.array(order))
 
     in_order = [requests[index] for index in (order or range(len(requests)))]
     wanted: list[int] = []
@@ -57,7 +62,8 @@ def test_each_wanted_row_is_sampled_from_or_tells_of_the_next_prompt_token(
     prompt_rows: list[tuple[int, int, int]] = []
     token = 0
     for index, request in enumerate(in_order):
-        for position in range(request.num_computed, request.num_computed + request.num_scheduled):
+        num_scheduled = int(step.num_scheduled[requests.index(request)])
+        for position in range(request.num_computed, request.num_computed + num_scheduled):
             if position == len(request.token_ids) - 1:
                 sampled[request.request_id] = len(wanted)
                 wanted.append(token)

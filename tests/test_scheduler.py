@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from zlib import crc32
 
+import numpy as np
+import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +16,8 @@ from kvframe.engine.request import Request, SamplingParams
 from kvframe.engine.scheduler import ScheduledStep, Scheduler
 from kvframe.model.adapter import ModelInput
 
+IntArray = npt.NDArray[np.int64]
+
 
 class CountingCache:
     """Holds ``num_blocks`` blocks of 4 tokens; finds no prefixes unless ``hits`` names a request."""
@@ -20,6 +25,8 @@ class CountingCache:
     def __init__(self, num_blocks: int = 1000, hits: dict[str, int] | None = None) -> None:
         self.num_free = num_blocks
         self.held: dict[str, int] = {}
+        self.names: list[str] = []
+        self.token_ids: dict[str, Sequence[int]] = {}
         self.hits = hits or {}
         self.stored_inputs: set[InputSequence] = set()
         self.missing: dict[str, frozenset[str]] = {}
@@ -36,6 +43,7 @@ class CountingCache:
     ) -> int:
         assert request_id not in self.held
         self.held[request_id] = 0
+        self.token_ids[request_id] = token_ids
         self.missing[request_id] = frozenset(name for name, each in inputs.items() if each not in self.stored_inputs)
         self.to_store[request_id] = set(inputs.values())
         return self.hits.get(request_id, 0) if use_prefix else 0
@@ -51,10 +59,19 @@ class CountingCache:
         self.held[request_id] += max(0, wanted)
         return True
 
-    def commit(self, request_id: str, token_ids: Sequence[int], num_computed: int) -> None:
-        assert num_computed <= min(len(token_ids), 4 * self.held[request_id])
-        self.stored_inputs |= self.to_store[request_id]
-        self.missing[request_id] = frozenset()
+    def extend_rows(self, rows: IntArray, num_tokens: IntArray) -> bool:
+        before = self.num_free, dict(self.held)
+        if all(self.extend(self.names[row], count) for row, count in zip(rows, num_tokens.tolist(), strict=True)):
+            return True
+        self.num_free, self.held = before
+        return False
+
+    def commit_rows(self, rows: IntArray, num_computed: IntArray) -> None:
+        for row, count in zip(rows, num_computed.tolist(), strict=True):
+            name = self.names[row]
+            assert count <= min(len(self.token_ids[name]), 4 * self.held[name])
+            self.stored_inputs |= self.to_store[name]
+            self.missing[name] = frozenset()
 
     def swap_out(self, request_id: str) -> bool:
         return False
@@ -66,7 +83,9 @@ class CountingCache:
         self.num_free += self.held.pop(request_id)
 
     def row(self, request_id: str) -> int:
-        return 0
+        if request_id not in self.names:
+            self.names.append(request_id)
+        return self.names.index(request_id)
 
 
 def request(
@@ -78,7 +97,7 @@ def request(
     salt: str = "",
 ) -> Request:
     """Return a request whose prompt starts with ``first``, so that only those with the same one share a prefix."""
-    tokens = [hash(name) if first is None else first, *range(1, num_prompt_tokens)]
+    tokens = [crc32(name.encode()) if first is None else first, *range(1, num_prompt_tokens)]
     params = SamplingParams(max_new_tokens=max_new_tokens)
     return Request.create(
         name, tokens, params, eos_token_ids=frozenset(), max_model_len=100, inputs=inputs, cache_salt=salt
@@ -98,8 +117,7 @@ def scheduler(cache: CountingCache, *requests: Request, seqs: int = 8, tokens: i
 
 
 def complete(made: Scheduler, step: ScheduledStep) -> None:
-    ends = [each for each in step.requests if each.num_computed + each.num_scheduled == len(each.token_ids)]
-    made.complete(step, [7] * len(ends))
+    made.complete(step, [7] * len(step.generating))
 
 
 def run(made: Scheduler, num_steps: int) -> list[dict[str, int]]:
@@ -108,7 +126,11 @@ def run(made: Scheduler, num_steps: int) -> list[dict[str, int]]:
     for _ in range(num_steps):
         step = made.schedule()
         assert step is not None
-        seen.append({each.request_id: each.num_scheduled for each in step.requests})
+        names = [each.request_id for each in step.requests]
+        seen.append(dict(zip(names, step.num_scheduled.tolist(), strict=True)))
+        assert [each.row for each in step.requests] == step.rows.tolist()
+        assert [each.num_computed for each in step.requests] == step.num_computed.tolist()
+        assert [len(each.token_ids) for each in step.requests] == step.num_known.tolist()
         assert sum(seen[-1].values()) == step.num_tokens
         complete(made, step)
     return seen
@@ -159,6 +181,30 @@ def test_what_was_preempted_does_not_start_again_in_the_same_step() -> None:
     # The ninth token of "b" has no block. Its first seven tokens would have two, but the eighth would be preempted.
     assert [{"a": 8}, {"a": 1, "b": 7}, {"a": 1, "b": 1}, {"a": 1}] == run(made, 4)
     assert 1 == made.stats.preemptions
+
+
+class AskedCache(CountingCache):
+    """Notes the rows of each batch, and refuses to be asked one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[str, list[int], list[int]]] = []
+
+    def extend_rows(self, rows: IntArray, num_tokens: IntArray) -> bool:
+        self.asked.append(("extend", rows.tolist(), num_tokens.tolist()))
+        return True
+
+    def commit_rows(self, rows: IntArray, num_computed: IntArray) -> None:
+        self.asked.append(("commit", rows.tolist(), num_computed.tolist()))
+
+
+def test_a_step_asks_the_cache_once_for_all_that_run() -> None:
+    cache = AskedCache()
+    made = scheduler(cache, request("a", 4), request("b", 5), request("c", 3, 1), request("d", 2))
+    run(made, 1)
+    cache.asked.clear()
+    run(made, 1)
+    assert [("extend", [0, 1, 3], [5, 6, 3]), ("commit", [0, 1, 3], [5, 6, 3])] == cache.asked
 
 
 class ScatteredCache(CountingCache):

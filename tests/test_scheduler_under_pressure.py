@@ -46,14 +46,9 @@ def serve(
         step = scheduler.schedule()
         if step is None:
             break
-        generating = [
-            request
-            for request in step.requests
-            if request.num_computed + request.num_scheduled == len(request.token_ids)
-        ]
-        scheduler.complete(step, [len(request.token_ids) for request in generating])
+        scheduler.complete(step, step.num_known[step.generating].tolist())
     assert all(request.finish_reason == "length" for request in requests)
-    assert all(request.token_ids == list(range(len(request.token_ids))) for request in requests)
+    assert all(list(request.token_ids) == list(range(len(request.token_ids))) for request in requests)
     assert manager.num_held_pages == 0
     assert manager.stats.host_bytes_held == 0
     return scheduler.stats

@@ -15,6 +15,9 @@ from kvframe.model.adapter import LoadedModel, ModelInput
 from kvframe.plan import KVCachePlan
 from kvframe.specs import ENCODER
 
+MAX_VOCAB_SIZE = 1 << 32
+"""Token ids are kept as four bytes each."""
+
 
 class Admission:
     """Checks prompts against what the model and its cache can take.
@@ -87,7 +90,7 @@ class Admission:
             params: How far the request may go, and what ends it; None where nothing is generated.
             input_lens: The tokens of what it brings beside its own; nothing unless given.
         """
-        vocab_size, max_len = self._model.description.vocab_size, self._max_model_len
+        vocab_size, max_len = self._model.description.vocab_size or MAX_VOCAB_SIZE, self._max_model_len
         token_ids = self._model.encode(_unicode(prompt)) if isinstance(prompt, str) else _whole_numbers(prompt)
         if not token_ids:
             raise RequestError("the prompt is empty; give at least one token", code="empty_prompt")
@@ -103,8 +106,8 @@ class Admission:
                 f"most {self._max_prompt_len}; raise max_num_batched_tokens in the stack's [engine]",
                 code="exceeds_step",
             )
-        if min(token_ids) < 0 or (vocab_size is not None and max(token_ids) >= vocab_size):
-            wrong = next(token for token in token_ids if token < 0 or (vocab_size is not None and token >= vocab_size))
+        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+            wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
             raise RequestError(f"{wrong} is no token id; the model has [0, {vocab_size})", code="bad_token")
         if params is not None and params.stop and not self.has_text:
             raise RequestError(

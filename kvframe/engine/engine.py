@@ -198,4 +198,4 @@ class Engine(EngineCore[Request]):
         )
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self.model.decode(token_ids) or ""
+        return self.model.decode(list(token_ids)) or ""

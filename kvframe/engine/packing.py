@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.engine.progress import RequestT
+from kvframe.engine.scheduler import ScheduledStep
 
 IntArray = npt.NDArray[np.int64]
 FindOrder = Callable[[IntArray, IntArray], IntArray | None]
@@ -52,19 +53,19 @@ class PackedStep(Generic[RequestT]):
     prompt_requests: IntArray
 
     @classmethod
-    def of(cls, requests: Sequence[RequestT], order_for: FindOrder) -> PackedStep[RequestT]:
-        """Pack scheduled requests.
+    def of(cls, step: ScheduledStep[RequestT], order_for: FindOrder) -> PackedStep[RequestT]:
+        """Pack a step's requests.
 
         Args:
-            requests: At least one request, each with a row and at least one scheduled token.
+            step: The step.
             order_for: Gives the order to pack them in, for ``num_computed`` and ``query_lens``; None for this one.
         """
-        num_computed = np.array([each.num_computed for each in requests], dtype=np.int64)
-        query_lens = np.array([each.num_scheduled for each in requests], dtype=np.int64)
+        requests, rows = step.requests, step.rows
+        num_computed, query_lens, num_known = step.num_computed, step.num_scheduled, step.num_known
         order = order_for(num_computed, query_lens)
         if order is not None:
-            requests, num_computed, query_lens = [requests[i] for i in order], num_computed[order], query_lens[order]
-        num_known = np.array([len(each.token_ids) for each in requests], dtype=np.int64)
+            requests, rows = [requests[i] for i in order], rows[order]
+            num_computed, query_lens, num_known = num_computed[order], query_lens[order], num_known[order]
         first_wanted = num_known - 1
         for index, request in enumerate(requests):
             if request.wants_prompt_rows:
@@ -81,7 +82,7 @@ class PackedStep(Generic[RequestT]):
             prompt_requests = np.repeat(np.arange(len(requests)), num_wanted)[prompt_rows]
         return cls(
             requests=requests,
-            rows=np.array([each.row for each in requests], dtype=np.int64),
+            rows=rows,
             num_computed=num_computed,
             query_lens=query_lens,
             num_wanted=num_wanted,

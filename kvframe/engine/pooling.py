@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import compress
 from typing import Any
@@ -71,7 +72,7 @@ class EmbeddingRequest(RequestProgress):
         """
         request = cls(
             request_id=request_id,
-            token_ids=list(token_ids),
+            token_ids=array("I", token_ids),
             num_prompt_tokens=len(token_ids),
             cache_salt=cache_salt,
         )

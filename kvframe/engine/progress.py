@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from array import array
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, TypeVar
@@ -36,7 +37,7 @@ class RequestProgress:
 
     Attributes:
         request_id: Unique among the requests in the engine.
-        token_ids: Prompt and generated tokens.
+        token_ids: Prompt and generated tokens, as four bytes each; the cache reads them where they are.
         num_prompt_tokens: How many of them are the prompt.
         cache_salt: It shares cached prefixes and inputs with requests of the same one, and no others.
         inputs: What it brings beside its tokens, by sequence, kept so that it can be computed again.
@@ -44,7 +45,6 @@ class RequestProgress:
         new_inputs: The inputs whose state the running step computes.
         wants_prompt_rows: Whether what the model gives for tokens before the last known one is wanted too.
         num_computed: Tokens whose state is in the cache (as far as layers still need it).
-        num_scheduled: Tokens that the running step computes.
         row: Its row in the block tables while it runs; -1 otherwise.
         is_swapped: Whether its state waits in host memory for it to run again.
         runs_alone: Whether it starts from nothing and shares the pool with nobody until it ends: set when it found
@@ -55,7 +55,7 @@ class RequestProgress:
     """
 
     request_id: str
-    token_ids: list[int]
+    token_ids: array[int]
     num_prompt_tokens: int
     cache_salt: str = ""
     inputs: Mapping[str, ModelInput] = NO_INPUTS
@@ -65,7 +65,6 @@ class RequestProgress:
     new_inputs: frozenset[str] = frozenset()
     wants_prompt_rows: bool = attrs.field(init=False, default=False)
     num_computed: int = 0
-    num_scheduled: int = 0
     row: int = -1
     is_swapped: bool = False
     runs_alone: bool = False

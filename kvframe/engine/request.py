@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -134,6 +135,7 @@ class Request(RequestProgress):
         text_stream: Turns its tokens into text; None if the model has no tokenizer.
         random: Its own source of uniform numbers, one per sampled token.
         prompt_token_ids: The prompt, as every output has it: copied once, however many steps report.
+        generated: What came after it, as Python has it, for the outputs.
         wants_prompt_rows: Whether log-probabilities of its prompt are still to be computed.
         known_logprobs: The prompt's log-probabilities so far; empty unless the params ask for them.
         prompt_logprobs: The same, as every output has them, once all are known.
@@ -147,6 +149,7 @@ class Request(RequestProgress):
     text_stream: TextStream | None = None
     random: random.Random = attrs.field(init=False)
     prompt_token_ids: tuple[int, ...] = attrs.field(init=False)
+    generated: list[int] = attrs.field(init=False, factory=list)
     known_logprobs: list[float | None] = attrs.field(init=False, factory=list)
     prompt_logprobs: tuple[float | None, ...] | None = attrs.field(init=False, default=None)
     num_reported: int = 0
@@ -156,7 +159,7 @@ class Request(RequestProgress):
     def create(
         cls,
         request_id: str,
-        prompt_token_ids: list[int],
+        prompt_token_ids: Sequence[int],
         params: SamplingParams,
         *,
         eos_token_ids: frozenset[int],
@@ -179,7 +182,7 @@ class Request(RequestProgress):
         """
         return cls(
             request_id=request_id,
-            token_ids=list(prompt_token_ids),
+            token_ids=array("I", prompt_token_ids),
             num_prompt_tokens=len(prompt_token_ids),
             params=params,
             end_token_ids=params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos_token_ids,
@@ -212,6 +215,7 @@ class Request(RequestProgress):
     def take(self, outcome: int) -> None:
         """Take the next generated token; sets ``finish_reason`` if it is the last."""
         self.token_ids.append(outcome)
+        self.generated.append(outcome)
         if outcome in self.end_token_ids:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.max_tokens:
@@ -227,7 +231,7 @@ class Request(RequestProgress):
         if self.text_stream is not None:
             self.text_stream.feed(self.token_ids, final=self.finish_reason is not None)
             text = self.text_stream.text
-        generated = tuple(self.token_ids[self.num_prompt_tokens :])
+        generated = tuple(self.generated)
         output = RequestOutput(
             request_id=self.request_id,
             prompt_token_ids=self.prompt_token_ids,

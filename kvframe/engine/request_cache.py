@@ -7,6 +7,7 @@ from typing import Protocol
 
 from kvframe.cache.inputs import InputSequence
 from kvframe.engine.progress import NO_SEQUENCES
+from kvframe.engine.running import IntArray
 
 
 class RequestCache(Protocol):
@@ -29,8 +30,11 @@ class RequestCache(Protocol):
     def extend(self, request_id: str, num_tokens: int) -> bool:
         """Make room for tokens ``[0, num_tokens)``; False, and nothing changed, if there is none."""
 
-    def commit(self, request_id: str, token_ids: Sequence[int], num_computed: int) -> None:
-        """Take note that tokens ``[0, num_computed)`` are computed."""
+    def extend_rows(self, rows: IntArray, num_tokens: IntArray) -> bool:
+        """Make room for the first tokens of several requests, given their rows; False, and nothing changed, if none."""
+
+    def commit_rows(self, rows: IntArray, num_computed: IntArray) -> None:
+        """Take note of how many tokens are computed of several requests, given their rows."""
 
     def swap_out(self, request_id: str) -> bool:
         """Move what a request holds to host memory; False, and nothing changed, if that has no room; may raise."""

@@ -91,7 +91,7 @@ class ModelRunner:
         """
         for request in step.admitted:
             self.set_row(request.row, request.token_ids, request.inputs)
-        return PackedStep.of(step.requests, self._layers.order_for)
+        return PackedStep.of(step, self._layers.order_for)
 
     def set_row(self, row: int, token_ids: Sequence[int], inputs: Mapping[str, ModelInput] = NO_INPUTS) -> None:
         """Take note of the request that has a row: its known tokens, and the length of what it brings besides."""

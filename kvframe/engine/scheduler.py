@@ -14,24 +14,39 @@ from collections.abc import Sequence
 from typing import Generic
 
 import attrs
+import numpy as np
 
 from kvframe.engine.progress import FinishReason, RequestT
 from kvframe.engine.request_cache import RequestCache
+from kvframe.engine.running import IntArray, RunningRequests
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
 class ScheduledStep(Generic[RequestT]):
-    """What one step computes. Each request's ``num_scheduled`` tokens follow its ``num_computed`` ones.
+    """What one step computes. Each request's scheduled tokens follow its computed ones.
 
     Attributes:
         requests: The requests of the step, each once, in the order in which they are packed.
         admitted: Those that got a row in this step.
+        rows: ``[num_reqs], int64, host``: the row of each request.
+        num_computed: Likewise, its tokens that were computed before.
+        num_known: Likewise, all its tokens that are known.
+        num_scheduled: Likewise, its tokens that the step computes, at least one.
         num_tokens: Tokens that the step computes.
     """
 
     requests: list[RequestT]
     admitted: list[RequestT]
+    rows: IntArray
+    num_computed: IntArray
+    num_known: IntArray
+    num_scheduled: IntArray
     num_tokens: int
+
+    @property
+    def generating(self) -> IntArray:
+        """``[num_generating], int64, host``: the places of the requests whose last known token is computed."""
+        return np.flatnonzero(self.num_computed + self.num_scheduled == self.num_known)
 
 
 @attrs.define
@@ -59,6 +74,9 @@ class SchedulerStats:
     swaps: int = 0
     failed_swaps: int = 0
     steps: int = 0
+
+
+NOBODY: IntArray = np.zeros(0, dtype=np.int64)
 
 
 class Scheduler(Generic[RequestT]):
@@ -89,7 +107,7 @@ class Scheduler(Generic[RequestT]):
                 more than ``max_num_batched_tokens``.
         """
         self.waiting: deque[RequestT] = deque()
-        self.running: list[RequestT] = []
+        self.running: RunningRequests[RequestT] = RunningRequests(max_num_seqs)
         self.stats = SchedulerStats()
         self._cache = cache
         self._max_num_seqs = max_num_seqs
@@ -111,19 +129,11 @@ class Scheduler(Generic[RequestT]):
 
         Either ``complete`` or ``fail`` must follow before the next call.
         """
-        scheduled: list[RequestT] = []
-        admitted: list[RequestT] = []
-        budget = self._max_num_batched_tokens
         preempted = self.stats.preemptions
-        index = 0
-        while index < len(self.running) and budget:
-            request = self.running[index]
-            wanted = len(request.token_ids) - request.num_computed
-            request.num_scheduled = wanted if wanted < budget else budget
-            if self._make_room(request):
-                scheduled.append(request)
-                budget -= request.num_scheduled
-                index += 1
+        going_on = self._continue_running() if self.running else NOBODY
+        budget = self._max_num_batched_tokens - int(going_on.sum())
+        admitted: list[RequestT] = []
+        counts: list[int] = []
         # What was just preempted would only be preempted again; but with nothing running, something must start.
         if self.waiting and budget and (preempted == self.stats.preemptions or not self.running):
             while self.waiting and budget and len(self.running) < self._max_num_seqs:
@@ -132,16 +142,26 @@ class Scheduler(Generic[RequestT]):
                     break
                 if self._whole_prompts and len(request.token_ids) > budget:
                     break
-                if self._is_being_computed(request, admitted) or not self._admit(request, budget, admitted):
+                if self._is_being_computed(request, admitted, counts):
+                    break
+                count = self._admit(request, budget, admitted)
+                if not count:
                     break
                 self.waiting.popleft()
                 self.running.append(request)
                 admitted.append(request)
-                scheduled.append(request)
-                budget -= request.num_scheduled
-        if not scheduled:
+                counts.append(count)
+                budget -= count
+        num_reqs = len(going_on) + len(admitted)
+        if not num_reqs:
             return None
-        return ScheduledStep(scheduled, admitted, self._max_num_batched_tokens - budget)
+        return ScheduledStep(
+            self.running[:num_reqs],
+            admitted,
+            *self.running.columns(num_reqs),
+            np.concatenate([going_on, np.array(counts)]) if counts else going_on,
+            self._max_num_batched_tokens - budget,
+        )
 
     def complete(self, step: ScheduledStep[RequestT], outcomes: Sequence[int]) -> list[RequestT]:
         """Take the outcome of a step: what was computed, and what came of it.
@@ -154,40 +174,44 @@ class Scheduler(Generic[RequestT]):
         Returns:
             The requests with a new token or an end, in the step's order.
         """
-        changed: list[RequestT] = []
         for request in step.admitted:
             request.new_inputs = frozenset()
-        num_outcomes = num_generated = 0
-        any_ended = False
-        commit = self._cache.commit
-        for request in step.requests:
-            request.num_computed += request.num_scheduled
-            request.num_scheduled = 0
-            if request.num_computed < len(request.token_ids):
-                commit(request.request_id, request.token_ids, request.num_computed)
-                continue
-            outcome = outcomes[num_outcomes]
-            num_outcomes += 1
+        num_computed = step.num_computed + step.num_scheduled
+        generating = step.generating
+        if outcomes and min(outcomes) < 0:
+            # The state of a request without an outcome is not published: whoever found it would fail too.
+            is_sound = np.ones(len(step.requests), dtype=np.bool_)
+            is_sound[generating] = np.array(outcomes) >= 0
+            self._cache.commit_rows(step.rows[is_sound], num_computed[is_sound])
+        else:
+            self._cache.commit_rows(step.rows, num_computed)
+        for request, count in zip(step.requests, num_computed.tolist(), strict=True):
+            request.num_computed = count
+        changed = step.requests
+        if len(generating) < len(changed):
+            changed = [changed[place] for place in generating.tolist()]
+        ended = []
+        for request, outcome in zip(changed, outcomes, strict=True):
             if outcome >= 0:
-                commit(request.request_id, request.token_ids, request.num_computed)
                 request.take(outcome)
-                num_generated += len(request.token_ids) - request.num_computed
             else:
-                # Its state is not published: whoever found it would fail too.
                 request.finish_reason = "error"
                 request.error = (
                     f"the model's output after token {request.num_computed} is not numbers; "
                     "try another dtype, and check the weights"
                 )
             if request.finish_reason is not None:
-                self._give_back(request)
-                any_ended = True
-            changed.append(request)
-        if any_ended:
-            self.running = [request for request in self.running if request.finish_reason is None]
+                ended.append(request)
+        num_known = step.num_known.copy()
+        num_known[generating] = [len(request.token_ids) for request in changed]
+        self.running.advance(num_computed, num_known)
+        for request in ended:
+            self._give_back(request)
+        if ended:
+            self.running.drop_ended()
         self.stats.steps += 1
         self.stats.computed_tokens += step.num_tokens
-        self.stats.generated_tokens += num_generated
+        self.stats.generated_tokens += int((num_known - step.num_known).sum())
         return changed
 
     def fail(self, step: ScheduledStep[RequestT], error: str) -> list[RequestT]:
@@ -212,9 +236,33 @@ class Scheduler(Generic[RequestT]):
 
     # --- room ---------------------------------------------------------------------------------------------------------
 
-    def _make_room(self, request: RequestT) -> bool:
-        """Get room for a running request's scheduled tokens; False if it had to be preempted itself."""
-        while not self._cache.extend(request.request_id, request.num_computed + request.num_scheduled):
+    def _continue_running(self) -> IntArray:
+        """Get room for the next tokens of running requests, preempting some if need be.
+
+        Returns:
+            ``[n], int64, host``: of the first running requests, how many tokens each computes.
+        """
+        budget = self._max_num_batched_tokens
+        rows, num_computed, num_known = self.running.columns(len(self.running))
+        counts: IntArray = num_known - num_computed
+        if int(counts.sum()) > budget:
+            counts = np.minimum(counts, budget - (np.cumsum(counts) - counts))
+            counts = counts[counts > 0]
+        if self._cache.extend_rows(rows[: len(counts)], num_computed[: len(counts)] + counts):
+            return counts
+        # There is no room for all. Those that came first get theirs at the cost of those that came last.
+        granted: list[int] = []
+        while len(granted) < len(self.running) and budget:
+            request = self.running[len(granted)]
+            count = min(len(request.token_ids) - request.num_computed, budget)
+            if self._make_room(request, request.num_computed + count):
+                granted.append(count)
+                budget -= count
+        return np.array(granted, dtype=np.int64)
+
+    def _make_room(self, request: RequestT, num_tokens: int) -> bool:
+        """Get room for a running request's first tokens; False if it had to be preempted itself."""
+        while not self._cache.extend(request.request_id, num_tokens):
             victim = self.running[-1]
             if len(self.running) == 1:
                 # It fits by the plan, unless its blocks lie scattered over slabs among those of others.
@@ -230,7 +278,6 @@ class Scheduler(Generic[RequestT]):
             self.stats.swaps += 1
             request.is_swapped = True
             request.row = -1
-            request.num_scheduled = 0
         else:
             self._give_back(request)
         self.running.remove(request)
@@ -248,11 +295,11 @@ class Scheduler(Generic[RequestT]):
         self._cache.free(request.request_id)
         request.row = -1
         request.is_swapped = False
-        request.num_computed = request.num_scheduled = 0
+        request.num_computed = 0
         request.new_inputs = frozenset()
 
-    def _admit(self, request: RequestT, budget: int, admitted: Sequence[RequestT]) -> bool:
-        """Let a waiting request run, on as many tokens as the budget allows; False, and nothing changed, if no room.
+    def _admit(self, request: RequestT, budget: int, admitted: Sequence[RequestT]) -> int:
+        """Let a waiting request run, on as many tokens as the budget allows; 0, and nothing changed, if no room.
 
         Args:
             request: The request.
@@ -267,21 +314,20 @@ class Scheduler(Generic[RequestT]):
                 self._give_back(request)
         return self._start(request, budget, admitted)
 
-    def _resume(self, request: RequestT, budget: int) -> bool:
+    def _resume(self, request: RequestT, budget: int) -> int:
         num_scheduled = min(len(request.token_ids) - request.num_computed, budget)
         num_tokens = request.num_computed + num_scheduled
         if not self._cache.swap_in(request.request_id, num_tokens, use_prefix=not request.runs_alone):
             # Blocks that it found may lie scattered over slabs; taken anew, all of them fit where nothing else runs.
             if self.running:
-                return False
+                return 0
             fits = self._cache.swap_in(request.request_id, num_tokens, use_prefix=False)
             assert fits, "the plan promised room for a lone request"
         request.is_swapped = False
         request.row = self._cache.row(request.request_id)
-        request.num_scheduled = num_scheduled
-        return True
+        return num_scheduled
 
-    def _start(self, request: RequestT, budget: int, admitted: Sequence[RequestT]) -> bool:
+    def _start(self, request: RequestT, budget: int, admitted: Sequence[RequestT]) -> int:
         input_tokens = sum(each.num_new_input_tokens for each in admitted)
         while True:
             hit = self._cache.start(
@@ -301,29 +347,34 @@ class Scheduler(Generic[RequestT]):
                 break
             self._give_back(request)
             if self.running:
-                return False
+                return 0
             assert not request.runs_alone, "the plan promised room for a lone request"
             request.runs_alone = True
         request.row = self._cache.row(request.request_id)
-        request.num_computed, request.num_scheduled = hit, num_scheduled
+        request.num_computed = hit
         self.stats.computed_input_tokens += new_tokens
         if not request.was_started:
             request.was_started = True
             self.stats.prompt_tokens += request.num_prompt_tokens
             self.stats.cached_prompt_tokens += hit
-        return True
+        return num_scheduled
 
-    def _is_being_computed(self, request: RequestT, admitted: Sequence[RequestT]) -> bool:
+    def _is_being_computed(self, request: RequestT, admitted: Sequence[RequestT], counts: Sequence[int]) -> bool:
         """Return whether a request admitted in this step computes what ``request`` can take in the next one.
 
         That is an input of equal content, or a block of equal tokens after equal inputs, of the same salt: to others it
         must not even show.
+
+        Args:
+            request: A request that waits.
+            admitted: The requests that are admitted in this step so far.
+            counts: How many tokens each of them computes.
         """
         size = self._shared_block_size
         if not size or not request.uses_prefix or request.is_swapped:
             return False
         most = len(request.token_ids) - 1
-        for other in admitted:
+        for other, count in zip(admitted, counts, strict=True):
             if other.cache_salt != request.cache_salt:
                 continue
             if any(other.input_sequences[name] == request.input_sequences.get(name) for name in other.new_inputs):
@@ -331,7 +382,7 @@ class Scheduler(Generic[RequestT]):
             if other.input_sequences != request.input_sequences:
                 continue
             first = other.num_computed // size * size
-            last = min(other.num_computed + other.num_scheduled, most) // size * size
+            last = min(other.num_computed + count, most) // size * size
             # One slice comparison decides: the first block that the other adds, with all before it.
             stop = first + size
             if stop <= last and other.token_ids[:stop] == request.token_ids[:stop]:
