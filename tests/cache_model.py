@@ -85,6 +85,9 @@ class CacheModel:
         self.num_resets = 0
         self.lookups = [[0, 0, 0, 0] for _ in plan.groups]
 
+    def findable_pages(self) -> set[Page]:
+        return {(group, page) for (group, _), page in self.findable.items()}
+
     def pages_freed(self, group: int, block_ids: list[int]) -> None:
         """Forget what the pages held; whoever reads them now reads nothing."""
         for block_id in block_ids:

@@ -78,7 +78,7 @@ def test_a_hit_is_the_longest_prefix_whose_live_ranges_are_held(
     for group, index in lost:
         if group < len(held) and index in held[group]:
             page = np.array([blocks[group][index]], dtype=np.int32)
-            if manager._pool.num_holders(int(page[0])) < 0:
+            if manager._pool.holders(page)[0] < 0:
                 manager._pool.evict(group, page)
             held[group].discard(index)
     alignment = math.lcm(*(group.block_size for group in plan.groups))

@@ -6,42 +6,66 @@ audit takes time in proportion to the pool: it is for tests, and for whoever sus
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
+import numpy.typing as npt
 
+from kvframe.cache.block_table import BlockTables
+from kvframe.cache.free_pages import BlockIds
 from kvframe.cache.pool import BlockPool
 from kvframe.plan import KVCachePlan
 
+Flags = npt.NDArray[np.bool_]
 
-def audit_pool(pool: BlockPool, plan: KVCachePlan, holders: Mapping[int, int]) -> None:
+
+def pages_in(tables: BlockTables) -> BlockIds:
+    """Return the pages that block tables name, each as often as they do."""
+    ids = [stack.ids[stack.ids != 0] for stack in tables.stacks]
+    return np.concatenate(ids) if ids else np.zeros(0, dtype=np.int32)
+
+
+def audit_pool(pool: BlockPool, plan: KVCachePlan, held: BlockIds) -> None:
     """Check a pool.
 
     Args:
         pool: The pool.
         plan: Its cut.
-        holders: How many hold each page that somebody holds, by block id.
+        held: ``[n], int32, host``: the pages that somebody holds, each as often as it has holders.
 
     Raises:
         AssertionError: Something is not as it must be; the text says what.
     """
-    pages, unused = set(pool.pages().tolist()), pool.free_pages().tolist()
-    held, free = set(holders), set(unused)
-    cached = {page for page in pages if pool.num_holders(page) < 0}
-    _require(len(free) == len(unused), "a free page is listed twice")
-    _require(not held & free, "a page is held and free")
-    _require(not held & cached, "a page is held and cached")
-    _require(not cached & free, "a page is cached and free")
-    _require(held | cached | free == pages, "pages were lost, or came from nowhere")
-    _require(len(cached) == sum(pool.num_cached), "cached pages are miscounted")
-    _require(len(held) == sum(pool.num_held), "held pages are miscounted")
-    counted = {page: pool.num_holders(page) for page in holders}
-    _require(counted == dict(holders), "the holders of pages are miscounted")
+    pages, free = pool.pages(), pool.free_pages()
+    # Pages are apart by the smallest of them at least.
+    apart = max(1, min((group.page_bytes for group in plan.groups), default=1) // plan.block_id_bytes)
+    places = pages // apart
+    num_places = int(places.max(initial=0)) + 1
+    num_holders = np.bincount(held // apart, minlength=num_places)[places]
+    num_listed = np.bincount(free // apart, minlength=num_places)[places]
+    counted = pool.holders(pages)
+    is_held, is_cached = num_holders > 0, counted < 0
+    is_known = int(num_holders.sum()) == len(held) and int(num_listed.sum()) == len(free)
+    if not is_known or np.count_nonzero(num_listed + is_held + is_cached == 1) < len(pages):
+        _explain(is_held, is_cached, num_listed)
+    _require(np.count_nonzero(is_cached) == sum(pool.num_cached), "cached pages are miscounted")
+    _require(np.count_nonzero(is_held) == sum(pool.num_held), "held pages are miscounted")
+    _require(bytes(num_holders[is_held]) == bytes(counted[is_held].astype(np.int64)), "holders are miscounted")
     num_bytes = sum(count * group.page_bytes for count, group in zip(pool.num_held, plan.groups, strict=True))
     _require(num_bytes == pool.held_bytes, "held bytes are miscounted")
+    _require(pool.count_idle_slabs(pages[is_held]) == pool.num_idle_slabs, "idle slabs are miscounted")
+    is_published = pool.is_published(pages)
     _require(
-        pool.count_idle_slabs(np.fromiter(holders, dtype=np.int32)) == pool.num_idle_slabs, "idle slabs are miscounted"
+        np.count_nonzero(is_published[is_cached]) == len(pages[is_cached]), "a page is cached that nobody can find"
     )
+    _require(not np.count_nonzero(is_published & (num_listed > 0)), "a page is free and can be found")
+
+
+def _explain(is_held: Flags, is_cached: Flags, num_listed: npt.NDArray[np.int64]) -> None:
+    is_free = num_listed > 0
+    _require(not (num_listed > 1).any(), "a free page is listed twice")
+    _require(not (is_held & is_free).any(), "a page is held and free")
+    _require(not (is_held & is_cached).any(), "a page is held and cached")
+    _require(not (is_cached & is_free).any(), "a page is cached and free")
+    raise AssertionError("pages were lost, or came from nowhere")
 
 
 def _require(is_so: bool, otherwise: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
@@ -10,7 +9,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.audit import audit_pool
+from kvframe.cache.audit import audit_pool, pages_in
 from kvframe.cache.block_table import BlockTables
 from kvframe.cache.coordinator import KVCacheCoordinator, Rows, SwappedBlocks
 from kvframe.cache.forgetting import NEVER
@@ -378,11 +377,9 @@ class KVCacheManager:
         Raises:
             AssertionError: They are not.
         """
-        holders: Counter[int] = Counter()
-        for entry in self._entries.values():
-            for ids in self._coordinator.blocks(entry.row):
-                holders.update(filter(None, ids))
-        audit_pool(self._pool, self.plan, holders)
+        audit_pool(self._pool, self.plan, pages_in(self.tables))
+        if self._host is not None:
+            self._host.audit([swapped.blocks.copies for swapped in self._swapped.values()])
 
     @property
     def stats(self) -> KVCacheStats:

@@ -86,10 +86,10 @@ class BlockPool:
         """Pages that nobody holds and that a prefix hit can still take."""
         return sum(self.num_cached)
 
-    def num_holders(self, block_id: int) -> int:
-        """Return how many hold a page: 1 for a free one too, and -1 for a cached one."""
-        more = int(self._more_holders[block_id // self._divisor])
-        return more + 1 if more >= 0 else -1
+    def holders(self, block_ids: BlockIds) -> npt.NDArray[np.int32]:
+        """Return how many hold each page: 1 for a free one too, and -1 for a cached one."""
+        more: npt.NDArray[np.int32] = self._more_holders[self._places(block_ids)]
+        return more + (more >= 0)
 
     def pages(self) -> BlockIds:
         """Return all pages that the pool is cut into."""
@@ -179,6 +179,13 @@ class BlockPool:
     def owners(self, block_ids: BlockIds) -> npt.NDArray[np.int32]:
         """Return who published each page; -1 for nobody."""
         return self._owner[self._places(block_ids)]
+
+    def is_published(self, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
+        """Return whether each page has an owner."""
+        if self._keeper is None:
+            return np.zeros(len(block_ids), dtype=np.bool_)
+        has_owner: npt.NDArray[np.bool_] = self._owner[self._places(block_ids)] != _NOBODY
+        return has_owner
 
     # --- giving up cached pages ---------------------------------------------------------------------------------------
 

@@ -182,8 +182,13 @@ class Slabs:
 
     def cut_pages(self) -> BlockIds:
         """Return the pages of all slabs that are cut."""
-        cut = ((slab, group) for slab, group in enumerate(self._group) if group != _NO_GROUP)
-        return np.concatenate([_NOTHING, *(self._pages_of(slab, group) for slab, group in cut)])
+        group = np.array(self._group, dtype=np.int64)
+        slabs = np.flatnonzero(group != _NO_GROUP)
+        group = group[slabs]
+        counts, sizes = np.array(self._per_slab)[group], np.array(self._page_ids)[group]
+        index = np.arange(max(self._per_slab))
+        pages = (self._null_ids + self._slab_ids * slabs)[:, None] + sizes[:, None] * index
+        return pages[index < counts[:, None]].astype(np.int32)
 
     def free_pages(self) -> BlockIds:
         """Return those of them that are free."""

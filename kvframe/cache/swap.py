@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Protocol
 
 import attrs
 import numpy as np
 
+from kvframe.cache.audit import audit_pool
 from kvframe.cache.pool import BlockPool
 from kvframe.plan import KVCachePlan
 
@@ -41,6 +42,7 @@ class HostStore:
             plan: How the pool is cut.
             pages: The bytes.
         """
+        self._plan = plan
         self._pages = pages
         self._pool = BlockPool(attrs.evolve(plan, num_slabs=pages.num_slabs))
 
@@ -93,6 +95,15 @@ class HostStore:
             held = np.array([copy for copy in copies if copy], dtype=np.int32)
             if len(held):
                 self._pool.release(held, group)
+
+    def audit(self, host_ids: Iterable[Sequence[Sequence[int]]]) -> None:
+        """Check that all pages of the store are free or held, and counted right, as ``audit_pool`` does.
+
+        Args:
+            host_ids: Where the copies of each request lie.
+        """
+        held = [copy for copies in host_ids for ids in copies for copy in ids if copy]
+        audit_pool(self._pool, self._plan, np.array(held, dtype=np.int32))
 
     @property
     def held_bytes(self) -> int:
