@@ -74,6 +74,8 @@ class CacheOptions:
             its tokens again, ``"swap"`` keeps its blocks in host memory, as long as there is room.
         swap_memory: Bytes of host memory for them; may be given like ``"2GiB"``. Must be given for ``"swap"``, and is
             not used otherwise.
+        audit: Whether to check after every operation that each page is free, held or cached and counted right, for
+            whoever suspects the cache; it takes time in proportion to the pool.
     """
 
     memory: int | Literal["auto"] = attrs.field(default="auto", converter=_as_bytes, validator=MEMORY)
@@ -84,6 +86,7 @@ class CacheOptions:
     prefix_caching: bool = attrs.field(default=True, validator=SWITCH)
     preemption: Literal["recompute", "swap"] = attrs.field(default="recompute", validator=one_of("recompute", "swap"))
     swap_memory: int | None = attrs.field(default=None, converter=_as_bytes, validator=SIZE_OR_NONE)
+    audit: bool = attrs.field(default=False, validator=SWITCH)
 
     def __attrs_post_init__(self) -> None:
         """Refuse to swap to nowhere."""

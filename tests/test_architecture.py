@@ -95,6 +95,7 @@ USE_NUMPY = (
     "kvframe.cache.coordinator",
     "kvframe.cache.swap",
     "kvframe.cache.audit",
+    "kvframe.cache.verb_audit",
     "kvframe.cache.manager",
 )
 

@@ -19,6 +19,7 @@ from kvframe.cache.pool import BlockPool
 from kvframe.cache.stats import GroupLookups, KVCacheStats
 from kvframe.cache.swap import HostPages, HostStore
 from kvframe.cache.tree import NO_MATCH, Namespace, PrefixTree
+from kvframe.cache.verb_audit import audit_each_verb
 from kvframe.plan import KVCachePlan
 
 NO_HIT = PrefixHit()
@@ -74,6 +75,7 @@ class KVCacheManager:
         max_num_seqs: int,
         prefix_caching: bool = True,
         host_pages: HostPages | None = None,
+        audited: bool = False,
     ) -> None:
         """Start with an empty pool.
 
@@ -82,6 +84,7 @@ class KVCacheManager:
             max_num_seqs: The most requests at a time.
             prefix_caching: Whether computed blocks become findable by later requests.
             host_pages: Where requests are swapped to; None if they cannot be.
+            audited: Whether to ``audit`` after every verb, to find out which one breaks the cache.
         """
         self.plan = plan
         self.prefix_caching = prefix_caching and bool(plan.groups)
@@ -117,6 +120,8 @@ class KVCacheManager:
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._num_resets = 0
         self._lookups = [GroupLookups(group.spec.kind) for group in plan.groups]
+        if audited:
+            audit_each_verb(self)
 
     # --- one verb for each event in a request's life ---------------------------------------------------------------
 

@@ -105,6 +105,7 @@ class EngineCore(ABC, Generic[RequestT]):
             max_num_seqs=max_num_seqs,
             prefix_caching=stack.cache.prefix_caching and not whole_prompts,
             host_pages=assembly.host,
+            audited=stack.cache.audit,
         )
         if poison_freed:
             self._storage.poison()
