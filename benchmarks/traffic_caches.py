@@ -56,6 +56,9 @@ class Cache(Protocol):
             limit: The most tokens of a step.
         """
 
+    def has_room(self, request_id: str, num_tokens: int) -> bool:
+        """Return whether there is room for all that a request takes up to ``num_tokens`` tokens; takes nothing."""
+
     def extend(self, request_id: str, num_tokens: int) -> bool:
         """Make room for tokens ``[0, num_tokens)``; False, and nothing changed, if there is none."""
 
@@ -91,6 +94,7 @@ class SlabsAndPages:
         self._filled: list[set[int]] = [set() for _ in plan.groups]
         self._num_seen: dict[str, list[int]] = {}
         self.commit = self._manager.commit
+        self.has_room = self._manager.has_room
 
     def start(self, request_id: str, token_ids: Tokens[int], *, use_prefix: bool, inputs: Inputs) -> int:
         """Take a request in, on its longest cached prefix; returns the tokens of that."""
@@ -207,18 +211,21 @@ class EqualPages:
 
     What it takes over (version 0.32 with its defaults, ``vllm/v1/core``): every group has a block table of its own;
     windows give back what they have passed; of a state the last one is held, and a prompt's steps end where a block
-    does (``align``); windows and states are findable at the last block's end in a prompt, and where it parts from an
+    does (``align``); a request is taken in where there is room for all its tokens (``scheduler_reserve_full_isl``);
+    windows and states are findable at the last block's end in a prompt, and where it parts from an
     earlier one (``prefix_cache_retention_interval = 0``); a hit is a multiple of every group's blocks and needs the
     live range of every group; inputs are not shared.
     """
 
-    def __init__(self, layout: EqualLayout, memory_bytes: int) -> None:
+    def __init__(self, layout: EqualLayout, memory_bytes: int, tokens_a_step: int) -> None:
         """Start with an empty pool."""
         self._layout = layout
         self._memory_bytes = memory_bytes
         self._pool = EqualBlocks(memory_bytes // layout.block_bytes)
-        self._manager = TableManager([group.spec for group in layout.groups], self._pool, few_checkpoints=True)
+        specs = [group.spec for group in layout.groups]
+        self._manager = TableManager(specs, self._pool, tokens_a_step=tokens_a_step, few_checkpoints=True)
         self.start = self._manager.start
+        self.has_room = self._manager.has_room
         self.extend = self._manager.extend
         self.commit = self._manager.commit
         self.free = self._manager.free
@@ -278,8 +285,15 @@ class ModelOfSlabs:
         """Start with an empty pool."""
         self._plan, self._pool = plan, pool
         specs = [group.spec for group in plan.groups]
-        self._manager = TableManager(specs, pool, few_checkpoints=False, prefix_caching=prefix_caching)
+        self._manager = TableManager(
+            specs,
+            pool,
+            tokens_a_step=plan.max_num_batched_tokens,
+            few_checkpoints=False,
+            prefix_caching=prefix_caching,
+        )
         self.start = self._manager.start
+        self.has_room = self._manager.has_room
         self.extend = self._manager.extend
         self.commit = self._manager.commit
         self.free = self._manager.free

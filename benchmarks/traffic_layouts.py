@@ -91,7 +91,8 @@ class Shape:
         if layout in (KVFRAME, FEW_STATES):
             return SlabsAndPages(self.plan(layout), MAX_NUM_SEQS)
         layers = _layers(self.description, {})
-        return EqualPages(equal_groups(layers) if layout == PADDED else one_size_fits_all(layers), self.memory_bytes)
+        equal = equal_groups(layers) if layout == PADDED else one_size_fits_all(layers)
+        return EqualPages(equal, self.memory_bytes, TOKENS_A_STEP)
 
     def model_of_slabs(self, placement: str, reuse: str, *, prefix_caching: bool) -> Cache:
         """Return kvframe's plan on a pool that is a model.

@@ -16,6 +16,9 @@ class Pool(Protocol):
     def find(self, key: Key) -> int:
         """Return the block with this key; 0 if there is none."""
 
+    def has_room(self, num_blocks: Sequence[int]) -> bool:
+        """Return whether ``allocate`` would find as many blocks for each group."""
+
     def allocate(self, num_blocks: Sequence[int]) -> list[list[int]] | None:
         """Take blocks for each group, evicting where needed; None, and nothing changed, if there are not enough."""
 
@@ -63,6 +66,10 @@ class EqualBlocks:
         if sum(num_blocks) > len(self._free):
             return None
         return [[self._take() for _ in range(count)] for count in num_blocks]
+
+    def has_room(self, num_blocks: Sequence[int]) -> bool:
+        """Return whether ``allocate`` would find as many blocks for each group."""
+        return sum(num_blocks) <= len(self._free)
 
     def _take(self) -> int:
         block, _ = self._free.popitem(last=False)

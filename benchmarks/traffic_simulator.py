@@ -1,8 +1,9 @@
 """A continuous batch over a trace, without a model: the same policy for every cache, a token of each request a step.
 
 The policy is that of ``kvframe.engine.scheduler``: running requests first, then waiting ones, first come, first served,
-prompts in chunks within the step's budget. Where there is no room the request admitted last gives its blocks back, is
-put at the head of the queue, and is computed again; nothing is admitted in a step that did so.
+prompts in chunks within the step's budget, the first one when there is room for all of them. Where there is no room the
+request admitted last gives its blocks back, is put at the head of the queue, and is computed again; nothing is admitted
+in a step that did so.
 """
 
 from __future__ import annotations
@@ -224,7 +225,9 @@ class Simulation:
             stop = self._cache.chunk(
                 request.name, hit, min(request.num_known, hit + budget), request.num_known, self._budget
             )
-            if stop > hit and self._cache.extend(request.name, stop):
+            fits = stop == request.num_known or not self._running
+            fits = fits or self._cache.has_room(request.name, request.num_known)
+            if stop > hit and fits and self._cache.extend(request.name, stop):
                 break
             self._cache.free(request.name)
             if stop > hit:

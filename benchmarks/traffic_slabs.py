@@ -86,12 +86,20 @@ class SlabPool:
         if self._index.setdefault(key, block) == block:
             self._key_of[block] = key
 
-    def allocate(self, num_blocks: Sequence[int]) -> list[list[int]] | None:
-        """Take pages for each group, evicting where needed; None, and nothing changed, if there are not enough."""
-        needed = [
+    def has_room(self, num_blocks: Sequence[int]) -> bool:
+        """Return whether ``allocate`` would find as many pages for each group."""
+        return sum(self._lacking_slabs(num_blocks)) <= self.num_idle
+
+    def _lacking_slabs(self, num_blocks: Sequence[int]) -> list[int]:
+        """Return how many idle slabs each group needs for as many pages."""
+        return [
             -(-max(0, count - available) // pages)
             for count, available, pages in zip(num_blocks, self._available, self._pages, strict=True)
         ]
+
+    def allocate(self, num_blocks: Sequence[int]) -> list[list[int]] | None:
+        """Take pages for each group, evicting where needed; None, and nothing changed, if there are not enough."""
+        needed = self._lacking_slabs(num_blocks)
         spare = self.num_idle - sum(needed)
         if spare < 0:
             return None

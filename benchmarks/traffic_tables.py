@@ -34,13 +34,20 @@ class TableManager:
     """Requests and their block tables over a pool: the verbs of a cache, derived from what the groups' specs say."""
 
     def __init__(
-        self, specs: Sequence[KVCacheSpec], pool: Pool, *, few_checkpoints: bool, prefix_caching: bool = True
+        self,
+        specs: Sequence[KVCacheSpec],
+        pool: Pool,
+        *,
+        tokens_a_step: int,
+        few_checkpoints: bool,
+        prefix_caching: bool = True,
     ) -> None:
         """Start with no request.
 
         Args:
             specs: The groups'.
             pool: Where blocks come from.
+            tokens_a_step: The most tokens that a step computes.
             few_checkpoints: Whether a step stores the state after its last token alone, and windows and states are
                 findable only where a later request may want to continue; else what the spec says, everywhere.
             prefix_caching: Whether anything is found again.
@@ -48,6 +55,7 @@ class TableManager:
         self._specs = tuple(specs)
         self._keeps_states = [spec.is_per_block for spec in specs]
         self._pool = pool
+        self._tokens_a_step = tokens_a_step
         self._few_checkpoints = few_checkpoints
         self._prefix_caching = prefix_caching
         self._entries: dict[str, _Entry] = {}
@@ -88,6 +96,19 @@ class TableManager:
                 break
             hit = shorter - shorter % self._alignment
         return hit, longest - longest % self._alignment
+
+    def has_room(self, request_id: str, num_tokens: int) -> bool:
+        """Return whether there is room for all that a request takes up to ``num_tokens`` tokens; takes nothing."""
+        entry = self._entries[request_id]
+        start = max(entry.num_computed, num_tokens - self._tokens_a_step)
+        lacking = []
+        for spec, ids in zip(self._specs, entry.ids, strict=True):
+            if spec.sequence == TOKENS:
+                most = spec.num_resident_blocks(start, max(0, num_tokens - start))
+            else:
+                most = -(-entry.inputs[spec.sequence].num_tokens // spec.block_size)
+            lacking.append(max(0, most - sum(map(bool, ids))))
+        return self._pool.has_room(lacking)
 
     def extend(self, request_id: str, num_tokens: int) -> bool:
         """Make room for tokens ``[0, num_tokens)``; False, and nothing changed, if there is none."""

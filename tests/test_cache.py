@@ -136,6 +136,21 @@ def test_an_allocation_that_cannot_be_met_changes_nothing() -> None:
     assert pool.allocate([2 * pages[0], pages[1]]) is not None
 
 
+def test_there_is_room_for_a_prompt_where_all_of_its_parts_find_theirs() -> None:
+    plan = make_plan(full(), masked(window=8), num_slabs=10, max_num_batched_tokens=8)
+    manager = KVCacheManager(plan, max_num_seqs=1)
+    tokens = list(range(25))
+    manager.start("a", tokens)
+    # Six blocks; of the window two, while two more are computed.
+    assert [True, False] == [manager.has_room("a", count) for count in (24, 25)]
+    assert 0 == manager.num_held_pages
+    for stop in (8, 16, 24):
+        assert manager.extend("a", stop)
+        manager.commit("a", tokens, stop)
+    # What it holds it does not lack.
+    assert manager.has_room("a", 24)
+
+
 def test_least_recently_used_pages_are_evicted_first() -> None:
     manager = KVCacheManager(make_plan(full(), num_slabs=4, max_model_len=16), max_num_seqs=1)
     for name, first in (("old", 0), ("new", 50)):

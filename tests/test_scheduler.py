@@ -51,6 +51,9 @@ class CountingCache:
     def missing_inputs(self, request_id: str) -> frozenset[str]:
         return self.missing[request_id]
 
+    def has_room(self, request_id: str, num_tokens: int) -> bool:
+        return -(-num_tokens // 4) - self.held[request_id] <= self.num_free
+
     def extend(self, request_id: str, num_tokens: int) -> bool:
         wanted = -(-num_tokens // 4) - self.held[request_id]
         if wanted > self.num_free:
@@ -174,6 +177,13 @@ def test_a_preempted_request_goes_before_those_that_came_later() -> None:
     made = scheduler(CountingCache(num_blocks=4), request("a", 8, 5), request("b", 7, 3), request("c", 1, 1), seqs=2)
     run(made, 5)
     assert ["b", "c"] == list(run(made, 1)[0])
+
+
+def test_a_prompt_in_parts_begins_when_there_is_room_for_all_of_it() -> None:
+    made = scheduler(CountingCache(num_blocks=6), request("a", 8, 4), request("b", 17, 1), tokens=8)
+    # "a" holds up to 3 of the 6 blocks, and "b" takes 5.
+    assert [{"a": 8}, {"a": 1}, {"a": 1}, {"a": 1}, {"b": 8}, {"b": 8}, {"b": 1}] == run(made, 7)
+    assert 0 == made.stats.preemptions
 
 
 def test_what_was_preempted_does_not_start_again_in_the_same_step() -> None:

@@ -220,6 +220,24 @@ class KVCacheCoordinator:
             return self._make_room_at_once(rows, num_tokens)
         return self._make_room(rows.tolist(), num_tokens.tolist())
 
+    def has_room(self, row: int, num_tokens: int, max_new_tokens: int) -> bool:
+        """Return whether the pool could give a row what it lacks while the last of its first tokens are computed.
+
+        Args:
+            row: The row.
+            num_tokens: How many tokens.
+            max_new_tokens: The most tokens that one step computes.
+        """
+        lacking = [0] * len(self._groups)
+        start = max(int(self.num_computed[row]), num_tokens - max_new_tokens)
+        for group in self._of_tokens:
+            held = np.count_nonzero(self._tables[group.index].ids[row, : self.num_blocks[group.index, row]])
+            most = group.spec.num_resident_blocks(start, max(0, num_tokens - start))
+            lacking[group.index] = max(0, most - int(held))
+        for each in self._states[row].inputs:
+            lacking[each.group] = each.num_blocks - int(self.num_blocks[each.group, row])
+        return self._pool.has_room(lacking)
+
     def _make_plain_room(self, row: int, num_tokens: int) -> bool:
         """Give a plain row room."""
         counts, new = [0] * len(self._groups), []

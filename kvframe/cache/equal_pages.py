@@ -43,6 +43,10 @@ class EqualPages:
         """Slabs' worth of pages that are not held."""
         return (self._num_pages - self._num_held) // self._per_slab
 
+    def has_room(self, num_blocks: Sequence[int]) -> bool:
+        """Return whether as many pages are not held."""
+        return sum(num_blocks) <= self._num_pages - self._num_held
+
     def take(self, num_blocks: Sequence[int], evictor: Evictor) -> BlockIds | None:
         """Take pages from the top of the stack."""
         count, free = sum(num_blocks), self.free

@@ -48,6 +48,9 @@ class FreePages(Protocol):
     def num_idle_slabs(self) -> int:
         """Return how many slabs have no held page."""
 
+    def has_room(self, num_blocks: Sequence[int]) -> bool:
+        """Return whether ``take`` would find as many pages for each group."""
+
     def take(self, num_blocks: Sequence[int], evictor: Evictor) -> BlockIds | None:
         """Take pages for each group, which are held from now on.
 

@@ -176,6 +176,14 @@ class KVCacheManager:
         """Return the inputs of a request whose state the next step has to compute; none after its first ``commit``."""
         return self._coordinator.state(self._entries[request_id].row).missing
 
+    def has_room(self, request_id: str, num_tokens: int) -> bool:
+        """Return whether the pool could give now all that a request takes up to ``num_tokens`` tokens.
+
+        Whoever computes a prompt in parts asks before the first one: a request that has room for it alone takes pages
+        from others until it has to give all of them back.
+        """
+        return self._coordinator.has_room(self._entries[request_id].row, num_tokens, self.plan.max_num_batched_tokens)
+
     def extend(self, request_id: str, num_tokens: int) -> bool:
         """Make room for a request's tokens ``[0, num_tokens)`` and, the first time, for all of its inputs.
 

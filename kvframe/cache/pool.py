@@ -105,6 +105,10 @@ class BlockPool:
 
     # --- what happens to pages ----------------------------------------------------------------------------------------
 
+    def has_room(self, num_blocks: Sequence[int]) -> bool:
+        """Return whether ``allocate`` would find as many pages for each group."""
+        return self._free.has_room(num_blocks)
+
     def allocate(self, num_blocks: Sequence[int]) -> BlockIds | None:
         """Take pages for each group, evicting cached ones where needed.
 

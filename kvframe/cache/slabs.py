@@ -57,12 +57,20 @@ class Slabs:
 
     # --- taking -------------------------------------------------------------------------------------------------------
 
-    def take(self, num_blocks: Sequence[int], evictor: Evictor) -> BlockIds | None:
-        """Take pages for each group: from slabs in use first, then from idle ones, evicting where needed."""
-        needed = [
+    def has_room(self, num_blocks: Sequence[int]) -> bool:
+        """Return whether ``take`` would find as many pages for each group."""
+        return sum(self._lacking_slabs(num_blocks)) <= self.num_idle_slabs
+
+    def _lacking_slabs(self, num_blocks: Sequence[int]) -> list[int]:
+        """Return how many idle slabs each group needs for as many pages."""
+        return [
             -(-max(0, count - available) // pages)
             for count, available, pages in zip(num_blocks, self._available, self._per_slab, strict=True)
         ]
+
+    def take(self, num_blocks: Sequence[int], evictor: Evictor) -> BlockIds | None:
+        """Take pages for each group: from slabs in use first, then from idle ones, evicting where needed."""
+        needed = self._lacking_slabs(num_blocks)
         spare = self.num_idle_slabs - sum(needed)
         if spare < 0:
             return None

@@ -27,6 +27,9 @@ class RequestCache(Protocol):
     def missing_inputs(self, request_id: str) -> frozenset[str]:
         """Return the inputs whose state the next step has to compute."""
 
+    def has_room(self, request_id: str, num_tokens: int) -> bool:
+        """Return whether there is room for all that a request takes up to so many tokens; nothing is changed."""
+
     def extend(self, request_id: str, num_tokens: int) -> bool:
         """Make room for tokens ``[0, num_tokens)``; False, and nothing changed, if there is none."""
 

@@ -1,10 +1,11 @@
 """Continuous batching: which tokens of which requests the next step computes. Pure host logic.
 
 Each step has a token budget. Running requests come first, in the order of their admission, then waiting ones, first
-come, first served; a prompt that exceeds the budget is computed in chunks over several steps. When the cache has no
-room for a running request, the request admitted last gives its blocks back and waits at the head of the queue
-(preemption). Its state is kept in host memory until it runs again, if the cache has room for it there; else its tokens
-are computed again. Where nothing of a request outlives a step, its prompt is computed in one.
+come, first served; a prompt that exceeds the budget is computed in chunks over several steps, the first one when the
+cache has room for all of them. When it has no room for a running request, the request admitted last gives its blocks
+back and waits at the head of the queue (preemption). Its state is kept in host memory until it runs again, if the cache
+has room for it there; else its tokens are computed again. Where nothing of a request outlives a step, its prompt is
+computed in one.
 """
 
 from __future__ import annotations
@@ -343,6 +344,9 @@ class Scheduler(Generic[RequestT]):
             new_tokens = request.num_new_input_tokens
             fits = not input_tokens or input_tokens + new_tokens <= self._max_num_batched_tokens
             num_scheduled = min(len(request.token_ids) - hit, budget)
+            if hit + num_scheduled < len(request.token_ids) and self.running:
+                # With room for a part of it only, it would take from others until it is preempted itself.
+                fits = fits and self._cache.has_room(request.request_id, len(request.token_ids))
             if fits and self._cache.extend(request.request_id, hit + num_scheduled):
                 break
             self._give_back(request)
