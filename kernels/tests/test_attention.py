@@ -11,8 +11,8 @@ import pytest
 import torch
 from kvframe_kernels.attention_reference import attention, read_tokens, visible_tokens
 from kvframe_kernels.testing import poisoned
-from kvframe_kernels.triton.attention import LOG2_E, DeviceWork, PagedAttention
-from kvframe_kernels.triton.attention_plan import Batch, Tiling
+from kvframe_kernels.triton.attention import LOG2_E, PagedAttention
+from kvframe_kernels.triton.attention_tiles import Batch, Tiling
 from triton import knobs
 
 DEVICE = "cpu" if knobs.runtime.interpret else "cuda"
@@ -76,7 +76,7 @@ def make_cache(served: PagedAttention, num_pages: int, places: torch.Tensor, see
     generator = torch.Generator().manual_seed(seed)
     base, halves = (num_pages, served.block_size, served.num_kv_heads), 2 if "int4" in served.format else 1
     dtype = STORED[served.format]
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for name, size in (("k", served.head_size), ("v", served.head_size_v)):
         drawn = 1.5 * torch.randn(places.shape[1], served.num_kv_heads, size // halves, generator=generator)
         if not dtype.is_floating_point:
@@ -120,22 +120,13 @@ def check(
     bias = torch.randn(served.num_heads, 2 * served.max_distance + 1, generator=generator)
 
     work = served.plan(step.batch(causal=served.causal, padding=padding, static=static), dtype)
-    on_device = [
-        DeviceWork(
-            each.tiling,
-            each.heads,
-            torch.from_numpy(each.items).to(DEVICE),
-            torch.from_numpy(each.parts).to(DEVICE),
-            each.num_slots,
-        )
-        for each in work
-    ]
     output = poisoned((*query.shape[:2], served.head_size_v), dtype).to(DEVICE)
     for launch in served.launches(
         query.to(DEVICE),
         {name: tensor.to(DEVICE) for name, tensor in cache.items()},
         table.to(DEVICE),
-        on_device,
+        torch.from_numpy(work.numbers).to(DEVICE),
+        work.programs,
         output,
         causal=served.causal,
         has_starts=step.seq_starts is not None,
@@ -179,7 +170,7 @@ def check(
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(output.cpu()[:first].double(), torch.cat(expected), rtol=tolerance, atol=tolerance)
     assert 0 == output.cpu()[first:].abs().sum()
-    return [each.num_slots for each in work]
+    return [each.num_slots for each in work.programs]
 
 
 def test_short_requests_are_computed_whole_and_long_ones_in_parts() -> None:

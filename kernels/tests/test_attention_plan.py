@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
-from kvframe_kernels.triton.attention_plan import Batch, Rules, Tiling, Work, cut
+from kvframe_kernels.triton.attention_plan import ALIGNMENT, Programs, Rules, Work, cut
+from kvframe_kernels.triton.attention_tiles import Batch, Tiling
 
-ROW, FIRST_QUERY, NUM_QUERIES, POSITION, STOP, START, LO, HI, SLOT, IS_FIRST = range(10)
+ROW, FIRST_QUERY, NUM_QUERIES, POSITION, STOP, START, PART, PART_BLOCKS = range(8)
 HEADS, GROUP, CORES = 2, 4, 24
 RULES = Rules(num_kv_heads=HEADS, group=GROUP)
 
@@ -35,8 +37,15 @@ def batch(query_lens: Sequence[int], seq_lens: Sequence[int], padding: int = 0, 
     )
 
 
-def cut_step(step: Batch, rules: Rules = RULES, num_cores: int = CORES) -> list[Work]:
+def cut_step(step: Batch, rules: Rules = RULES, num_cores: int = CORES) -> Work:
     return cut(step, rules, TILINGS, num_cores)
+
+
+def ranges(items: Any, programs: Programs, first: int = 0) -> tuple[Any, Any]:
+    """Return what work items read, of tiles that see tokens from ``first`` on, as the kernels work it out."""
+    size = items[:, PART_BLOCKS] * programs.tiling.block_n
+    lo = first // programs.tiling.block_n * programs.tiling.block_n + items[:, PART] * size
+    return lo, np.where(size == 0, items[:, STOP], np.minimum(items[:, STOP], lo + size))
 
 
 STEPS = {
@@ -52,18 +61,19 @@ STEPS = {
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", STEPS)
 def test_every_query_is_in_one_tile_and_sees_every_token_once(name: str, static: bool) -> None:
-    step = STEPS[name]
-    step = Batch(**{**vars(step), "static": static})
+    step = replace(STEPS[name], static=static)
     num_real = int(step.query_start_loc[-1])
     longest = int(step.seq_lens.max())
     seen = np.zeros((step.num_tokens, longest), dtype=int)
     tiles = np.zeros(step.num_tokens, dtype=int)
-    for work in cut_step(step):
-        for item in work.items[work.items[:, NUM_QUERIES] > 0]:
+    work = cut_step(step)
+    for programs in work.programs:
+        items = work.items(programs)
+        for item, lo, hi in zip(items, *ranges(items, programs), strict=True):
             queries = slice(item[FIRST_QUERY], item[FIRST_QUERY] + item[NUM_QUERIES])
-            seen[queries, item[LO] : item[HI]] += 1
-            tiles[queries] += item[IS_FIRST]
-            assert item[NUM_QUERIES] * work.heads <= work.tiling.block_m
+            seen[queries, lo:hi] += 1
+            tiles[queries] += item[PART] == 0
+            assert item[NUM_QUERIES] * programs.heads <= programs.tiling.block_m
             assert 0 <= item[ROW] < len(step.seq_lens)
     assert (tiles == 1).all()
     query_lens = np.diff(step.query_start_loc)
@@ -79,63 +89,86 @@ def test_every_query_is_in_one_tile_and_sees_every_token_once(name: str, static:
     ids=["window", "chunk"],
 )
 def test_what_no_query_sees_is_not_read(rules: Rules, first: int) -> None:
-    (work,) = cut_step(batch([1], [1000]), rules)
-    # Whole blocks of 16 tokens.
-    assert first // 16 * 16 == work.items[:, LO].min()
-    assert 1000 == work.items[:, HI].max()
+    work = cut_step(batch([1], [1000]), rules)
+    (programs,) = work.programs
+    lo, hi = ranges(work.items(programs), programs, first)
+    # Whole blocks of 16 tokens, and no part of them is empty.
+    assert (first // 16 * 16, 1000) == (lo.min(), hi.max())
+    assert (lo < hi).all()
 
 
 def test_a_batch_that_is_not_causal_sees_all_from_its_start_on() -> None:
-    step = Batch(**{**vars(batch([1], [1000], causal=False)), "seq_starts": np.array([500], dtype=np.int32)})
-    (work,) = cut_step(step, Rules(num_kv_heads=2, group=4, window=100))
-    assert (496, 1000, 500) == (work.items[:, LO].min(), work.items[:, HI].max(), work.items[0, START])
+    step = replace(batch([1], [1000], causal=False), seq_starts=np.array([500], dtype=np.int32))
+    work = cut_step(step, Rules(num_kv_heads=2, group=4, window=100))
+    (programs,) = work.programs
+    items = work.items(programs)
+    lo, hi = ranges(items, programs, 500)
+    assert (496, 1000, 500) == (lo.min(), hi.max(), items[0, START])
+    assert (lo < hi).all()
+
+
+def test_layers_of_other_masks_share_the_tiles_of_a_step() -> None:
+    step = batch([100, 1], [100, 90])
+    assert step.tiles(4, TILINGS) is step.tiles(4, TILINGS)
+    full = cut_step(step, num_cores=2)
+    window = cut_step(step, Rules(num_kv_heads=2, group=4, window=50), num_cores=2)
+    assert full.numbers.tolist() == window.numbers.tolist()
 
 
 def test_few_long_requests_fill_one_wave_of_programs() -> None:
-    (work,) = cut_step(batch([1, 1], [4000, 1000]))
+    work = cut_step(batch([1, 1], [4000, 1000]))
+    (programs,) = work.programs
     # Of 24 cores two programs, one for each KV head, make a wave of 12 items; all parts are of similar length.
-    assert 10 <= len(work.items) <= 12
-    lengths = work.items[:, HI] - work.items[:, LO]
-    assert lengths.max() <= 1.3 * 5000 / 12
-    assert [*range(len(work.items))] == sorted(work.items[:, SLOT])
-    assert work.num_slots == len(work.items)
+    assert 10 <= programs.num_items <= 12
+    lo, hi = ranges(work.items(programs), programs)
+    assert (hi - lo).max() <= 1.3 * 5000 / 12
+    assert programs.num_slots == programs.num_items
 
 
 def test_where_there_are_tiles_for_all_programs_only_long_ones_are_split() -> None:
-    (even,) = cut_step(batch([1] * 40, [500] * 40))
-    assert (40, 0) == (len(even.items), even.num_slots)
-    (uneven,) = cut_step(batch([1] * 40, [500] * 39 + [50_000]))
-    assert 39 == (uneven.items[:, SLOT] < 0).sum()
+    (even,) = cut_step(batch([1] * 40, [500] * 40)).programs
+    assert (40, 0) == (even.num_items, even.num_slots)
+    work = cut_step(batch([1] * 40, [500] * 39 + [50_000]))
+    (uneven,) = work.programs
     assert 5 <= uneven.num_slots <= 12
+    assert uneven.num_slots + 39 == uneven.num_items
+    # Parts stand in front, for their place is that of their outcome.
+    assert [*range(uneven.num_slots)] == work.items(uneven)[: uneven.num_slots, PART].tolist()
+    assert not work.items(uneven)[uneven.num_slots :, PART_BLOCKS].any()
 
 
 def test_short_requests_are_not_split() -> None:
-    (work,) = cut_step(batch([1], [32]))
-    assert (1, 0, 0) == (len(work.items), work.num_slots, len(work.parts))
+    (programs,) = cut_step(batch([1], [32])).programs
+    assert (1, 0, 0) == (programs.num_items, programs.num_slots, programs.num_splits)
 
 
-def test_a_tile_in_parts_is_joined_for_each_of_its_queries() -> None:
-    (work,) = cut_step(batch([3], [800]))
-    num_parts = len(work.items)
-    assert 1 < num_parts
-    assert [[query, 0, num_parts, query] for query in range(3)] == work.parts.tolist()
+def test_a_tile_in_parts_is_joined_for_all_of_its_queries() -> None:
+    work = cut_step(batch([3], [800]))
+    (programs,) = work.programs
+    assert 1 < programs.num_items
+    assert [[0, 3, 0, programs.num_items]] == work.splits(programs).tolist()
+    assert 3 == programs.split_queries
 
 
 def test_long_tiles_come_first() -> None:
-    (work,) = cut_step(batch([400], [400]), num_cores=2)
-    assert [400, 384, 352] == work.items[:3, STOP].tolist()
+    work = cut_step(batch([400], [400]), num_cores=2)
+    assert [400, 384, 352] == work.items(work.programs[0])[:3, STOP].tolist()
 
 
 def test_decodes_and_prompts_of_a_step_have_programs_of_their_own() -> None:
-    small, large = cut_step(STEPS["mixed"])
-    assert (64, 128) == (small.tiling.block_m, large.tiling.block_m)
-    small, large = cut_step(batch([1, 200], [500, 300]))
-    assert (16, 128) == (small.tiling.block_m, large.tiling.block_m)
+    assert [64, 128] == [programs.tiling.block_m for programs in cut_step(STEPS["mixed"]).programs]
+    assert [16, 128] == [programs.tiling.block_m for programs in cut_step(batch([1, 200], [500, 300])).programs]
 
 
 def test_one_kv_head_for_more_query_heads_than_a_program_has_rows() -> None:
-    (work,) = cut_step(batch([1, 1], [5, 9]), Rules(num_kv_heads=1, group=128))
-    assert (64, 64) == (work.heads, work.tiling.block_m)
+    (programs,) = cut_step(batch([1, 1], [5, 9]), Rules(num_kv_heads=1, group=128)).programs
+    assert (64, 64) == (programs.heads, programs.tiling.block_m)
+
+
+def test_kernels_begin_to_read_at_places_of_one_alignment() -> None:
+    for step in STEPS.values():
+        for programs in cut_step(step).programs:
+            assert 0 == programs.first_item % ALIGNMENT == programs.first_split % ALIGNMENT
 
 
 FAMILIES: dict[str, list[Batch]] = {
@@ -155,14 +188,13 @@ FAMILIES: dict[str, list[Batch]] = {
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_at_a_graphs_sizes_the_shapes_are_those_of_any_batch(name: str) -> None:
-    shapes = [
-        [(work.tiling, work.items.shape, work.parts.shape, work.num_slots) for work in cut_step(step)]
-        for step in FAMILIES[name]
-    ]
-    assert shapes[1:] == shapes[:-1]
-    for step in FAMILIES[name]:
-        for work in cut_step(step):
-            assert work.items[:, SLOT].max() < work.num_slots
+    works = [cut_step(step) for step in FAMILIES[name]]
+    layouts = [(work.programs, work.numbers.shape) for work in works]
+    assert layouts[1:] == layouts[:-1]
+    for work in works:
+        for programs in work.programs:
+            assert np.count_nonzero(work.items(programs)[:, PART_BLOCKS]) <= programs.num_slots
+            assert work.splits(programs)[:, 1].max() <= programs.split_queries
 
 
 def test_nothing_loops_over_requests() -> None:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 from kvframe_kernels.testing import paged, scattered
-from kvframe_kernels.triton.attention import DeviceWork
-from kvframe_kernels.triton.attention_plan import Batch, Tiling
+from kvframe_kernels.triton.attention_tiles import Batch, Tiling
 from kvframe_kernels.triton.mla import LatentAttention, attend_latents_reference, heads_per_program
 from triton import knobs
 
@@ -66,20 +65,26 @@ def run(
         num_cores=4,
         tilings=(SMALL,),
     )
-    work = []
-    for each in attention.plan(batch, dtype):
-        items, parts = (torch.from_numpy(array).to(DEVICE) for array in (each.items, each.parts))
-        work.append(DeviceWork(**vars(each) | {"items": items, "parts": parts}))
+    work = attention.plan(batch, dtype)
+    numbers = torch.from_numpy(work.numbers).to(DEVICE)
     table = table.to(DEVICE)
     output = torch.full((num_tokens, num_heads, latent_size), float("nan"), dtype=dtype, device=DEVICE)
     for launch in attention.launches(
-        absorbed, rotated, latent, table, work, output, causal=batch.causal, has_starts=hidden is not None
+        absorbed,
+        rotated,
+        latent,
+        table,
+        numbers,
+        work.programs,
+        output,
+        causal=batch.causal,
+        has_starts=hidden is not None,
     ):
         launch.run()
     expected = attend_latents_reference(absorbed, rotated, latent, table, batch, 0.3)
     tolerance = 2e-6 if dtype == torch.float32 else 2e-3
     torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
-    return sum(each.num_slots for each in work)
+    return sum(each.num_slots for each in work.programs)
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 16, 64])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from kvframe_kernels.triton.attention import DeviceWork, PagedAttention
+from kvframe_kernels.triton.attention import PagedAttention
+from kvframe_kernels.triton.attention_plan import Programs
 from kvframe_kernels.triton.launch import Launch
 
 STORED = {
@@ -77,13 +78,22 @@ def _launches(
         cache |= {name: tensor(NUM_PAGES, block_size, NUM_KV_HEADS, of=of) for name in names}
     found = {}
     for tiling in attention.tilings_for(dtype)[shapes]:
-        heads = min(group, 64)
-        work = DeviceWork(tiling, heads, tensor(64, 10, of=torch.int32), tensor(8, 4, of=torch.int32), num_slots=16)
+        programs = Programs(
+            tiling=tiling,
+            heads=min(group, 64),
+            first_item=0,
+            num_items=64,
+            num_slots=16,
+            first_split=512,
+            num_splits=8,
+            split_queries=1,
+        )
         attend, join = attention.launches(
             tensor(NUM_TOKENS, num_heads, head_size),
             cache,
             tensor(64, 512, of=torch.int32),
-            [work],
+            tensor(544, of=torch.int32),
+            [programs],
             tensor(NUM_TOKENS, num_heads, head_size),
             causal=attention.causal,
             sinks=tensor(num_heads) if has_sinks else None,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from kvframe_kernels.triton.attention import DeviceWork
-from kvframe_kernels.triton.attention_plan import Batch
+from kvframe_kernels.triton.attention_tiles import Batch
 from kvframe_kernels.triton.launch import Launch
 from kvframe_kernels.triton.mla import LatentAttention
 
@@ -33,9 +32,6 @@ def _launches(dtype: torch.dtype, num_heads: int, block_size: int, num_new: int)
     def tensor(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=of, device="meta")
 
-    def numbers(array: np.ndarray) -> torch.Tensor:
-        return tensor(*array.shape, of=torch.int32)
-
     attention = LatentAttention(num_heads=num_heads, latent_size=512, rope_size=64, block_size=block_size, scale=0.1)
     num_tokens = NUM_REQS * num_new
     batch = Batch(
@@ -46,11 +42,9 @@ def _launches(dtype: torch.dtype, num_heads: int, block_size: int, num_new: int)
         causal=True,
         max_query_len=num_new,
     )
-    work = [
-        DeviceWork(**vars(each) | {"items": numbers(each.items), "parts": numbers(each.parts)})
-        for each in attention.plan(batch, dtype)
-    ]
+    work = attention.plan(batch, dtype)
+    numbers = tensor(*work.numbers.shape, of=torch.int32)
     query = tensor(num_tokens, num_heads, 192)
     latents = tensor(num_tokens, num_heads, 512)
     pages, table = tensor(NUM_PAGES, block_size, 576), tensor(NUM_REQS, 8192 // block_size, of=torch.int32)
-    return [*attention.launches(latents, query[..., 128:], pages, table, work, latents)]
+    return [*attention.launches(latents, query[..., 128:], pages, table, numbers, work.programs, latents)]

@@ -93,8 +93,9 @@ class _WithoutLastPart(TritonBackend):
 
         def build_wrongly(metadata: object) -> TritonMetadata:
             built = build(metadata)  # type: ignore[arg-type]
-            for work in built.work:
-                work.parts[:, 2].clamp_(max=1)
+            for programs in built.programs:
+                first = programs.first_split + 3
+                built.numbers[first : first + 4 * programs.num_splits : 4] = 1
             return built
 
         vars(builder)["build"] = build_wrongly
@@ -122,15 +123,14 @@ def build(requests: Sequence[Request], device: str = "cpu") -> TritonMetadata:
 def test_building_never_waits_for_the_device() -> None:
     builder = TritonBackend([layer()], torch.device("cpu")).make_builder()
     requests = [Request(40, 1), Request(0, 19), Request(4000, 7), Request(16, 1), Request(0, 1), Request(4, 0, 0)]
-    assert 2 == len(builder.build(guard(make_metadata(requests, 16))).work)
+    assert 2 == len(builder.build(guard(make_metadata(requests, 16))).programs)
 
 
 @pytest.mark.parametrize("requests", [[Request(5000, 1)] * 3, [Request(41, 1), Request(3000, 700)]])
 def test_work_is_cut_on_the_host_for_the_steps_one_copy(requests: list[Request]) -> None:
     assert TritonBackend([layer()], torch.device("meta")).make_builder().on_host
     built = build(requests, "meta")
-    tensors = [tensor for work in built.work for tensor in (work.items, work.parts)]
-    assert {"cpu"} == {tensor.device.type for tensor in [built.block_table, *tensors]}
+    assert {"cpu"} == {tensor.device.type for tensor in (built.block_table, built.numbers)}
 
 
 def test_a_graph_of_any_batch_finds_work_of_the_same_shapes() -> None:
@@ -142,7 +142,7 @@ def test_a_graph_of_any_batch_finds_work_of_the_same_shapes() -> None:
             make_metadata(requests, 16), num_reqs=4, num_tokens=32, num_generating=4, max_query_len=24, max_seq_len=8192
         )
         built = builder.build(padded)
-        shapes.add(tuple((work.tiling, work.items.shape, work.parts.shape, work.num_slots) for work in built.work))
+        shapes.add((built.numbers.shape, built.programs))
     assert 1 == len(shapes)
 
 

@@ -17,7 +17,8 @@ import triton.language as tl
 from triton import knobs
 
 from kvframe_kernels.triton import attention_kernel
-from kvframe_kernels.triton.attention_plan import Batch, Rules, Tiling, Work, cut
+from kvframe_kernels.triton.attention_plan import Programs, Rules, Work, cut
+from kvframe_kernels.triton.attention_tiles import Batch, Tiling
 from kvframe_kernels.triton.attention_tilings import suitable_tilings
 from kvframe_kernels.triton.launch import Launch
 
@@ -37,25 +38,6 @@ TENSOR_SCALED, NIBBLES = 1, 3
 PARTS_AT_ONCE = 32
 
 _DOT_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
-@dataclass(frozen=True, eq=False)
-class DeviceWork:
-    """Work items for programs of one shape, on the device.
-
-    Attributes:
-        tiling: The programs.
-        heads: Query heads of a program.
-        items: ``[num_items, 10], int32, device``: as ``attention_plan`` makes them.
-        parts: ``[num_parts, 4], int32, device``: likewise.
-        num_slots: Parts of tiles.
-    """
-
-    tiling: Tiling
-    heads: int
-    items: torch.Tensor
-    parts: torch.Tensor
-    num_slots: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +96,7 @@ class PagedAttention:
         """Return what decides the outcome of ``plan`` beside the batch; queries are of this dtype."""
         return self.rules, self.causal, self.tilings_for(dtype), self.num_cores
 
-    def plan(self, batch: Batch, dtype: torch.dtype) -> list[Work]:
+    def plan(self, batch: Batch, dtype: torch.dtype) -> Work:
         """Return a step's work.
 
         Args:
@@ -134,7 +116,8 @@ class PagedAttention:
         query: torch.Tensor,
         kv_cache: Mapping[str, torch.Tensor],
         block_table: torch.Tensor,
-        work: Sequence[DeviceWork],
+        numbers: torch.Tensor,
+        programs: Sequence[Programs],
         output: torch.Tensor,
         *,
         causal: bool = True,
@@ -149,7 +132,8 @@ class PagedAttention:
             kv_cache: ``k``, ``v`` and, as the format has it, scales: ``[num_block_ids, block_size, num_kv_heads, …],
                 device``, strided over the pool.
             block_table: ``[num_reqs, max_blocks], int32, device``.
-            work: What ``plan`` returned, on the device.
+            numbers: What ``plan`` returned, on the device.
+            programs: Likewise.
             output: ``[num_tokens, num_heads, head_size_v], device``, contiguous; every row is written.
             causal: The batch's.
             has_starts: Whether the batch has tokens that are hidden.
@@ -220,11 +204,11 @@ class PagedAttention:
             "DOT_DTYPE": dot_dtype(query.dtype),
             **sizes,
         }
-        for each in work:
+        for each in programs:
             tiling = each.tiling
             num_head_programs = self.num_kv_heads * -(-self.num_heads // self.num_kv_heads // each.heads)
-            grid = (each.items.shape[0], num_head_programs)
-            part_rows = (each.num_slots, num_head_programs, tiling.block_m)
+            grid = each.num_items, num_head_programs
+            part_rows = each.num_slots, num_head_programs, tiling.block_m
             part_output = query.new_empty((*part_rows, self.head_size_v), dtype=torch.float32)
             part_weight = query.new_empty(part_rows, dtype=torch.float32)
             yield Launch(
@@ -234,7 +218,8 @@ class PagedAttention:
                     **arguments,
                     "part_output": part_output,
                     "part_weight": part_weight,
-                    "items": each.items,
+                    "numbers": numbers,
+                    "first_item": each.first_item,
                     "HEADS": each.heads,
                     "BLOCK_M": tiling.block_m,
                     "BLOCK_N": tiling.block_n,
@@ -243,22 +228,46 @@ class PagedAttention:
                 tiling.num_warps,
                 tiling.num_stages,
             )
-            if len(each.parts):
-                yield Launch(
-                    attention_kernel.join_parts,
-                    (each.parts.shape[0], self.num_heads),
-                    {
-                        "output": output,
-                        "part_output": part_output,
-                        "part_weight": part_weight,
-                        "parts": each.parts,
-                        "HEADS": each.heads,
-                        "BLOCK_M": tiling.block_m,
-                        "BLOCK_DV": triton.next_power_of_2(self.head_size_v),
-                        "BLOCK_PARTS": PARTS_AT_ONCE,
-                        **sizes,
-                    },
-                )
+            if each.num_splits:
+                yield join_launch(each, numbers, output, part_output, part_weight, sizes)
+
+
+def join_launch(
+    programs: Programs,
+    numbers: torch.Tensor,
+    output: torch.Tensor,
+    part_output: torch.Tensor,
+    part_weight: torch.Tensor,
+    sizes: Mapping[str, int],
+) -> Launch:
+    """Return the kernel call that puts together what the parts of split tiles found.
+
+    Args:
+        programs: Those that computed the parts.
+        numbers: The step's.
+        output: ``[num_tokens, num_heads, head_size_v], device``, contiguous; the rows of split tiles are written.
+        part_output: ``[num_slots, num_head_programs, block_m, head_size_v], float32, device``.
+        part_weight: ``[num_slots, num_head_programs, block_m], float32, device``.
+        sizes: The kernel's constants that say how heads are shared out.
+    """
+    head_size_v = output.shape[2]
+    return Launch(
+        attention_kernel.join_parts,
+        (programs.num_splits, programs.split_queries, output.shape[1]),
+        {
+            **sizes,
+            "output": output,
+            "part_output": part_output,
+            "part_weight": part_weight,
+            "numbers": numbers,
+            "first_split": programs.first_split,
+            "HEADS": programs.heads,
+            "HEAD_SIZE_V": head_size_v,
+            "BLOCK_M": programs.tiling.block_m,
+            "BLOCK_DV": triton.next_power_of_2(head_size_v),
+            "BLOCK_PARTS": PARTS_AT_ONCE,
+        },
+    )
 
 
 def dot_dtype(dtype: torch.dtype) -> Any:

@@ -22,11 +22,12 @@ HEAD_SCALED = tl.constexpr(2)
 NIBBLES = tl.constexpr(3)
 """Two numbers of four bits per byte, one of each half of a head; a scale and a minimum per token and head."""
 
-ITEM_FIELDS = tl.constexpr(10)
+ITEM_FIELDS = tl.constexpr(8)
 """Numbers of a work item: row of the block table, first packed query, queries, position of the first, token behind the
-last that is seen, first token that is not hidden, range of tokens, slot of a part (-1 for a whole tile), first part."""
-PART_FIELDS = tl.constexpr(4)
-"""Numbers of a query that was computed in parts: packed query, first slot, slots, query within the tile."""
+last that is seen, first token that is not hidden, which part of a tile it is, blocks of ``BLOCK_N`` tokens of a part (0
+for a whole tile). A part's place among the items is the slot of its outcome."""
+SPLIT_FIELDS = tl.constexpr(4)
+"""Numbers of a tile that was computed in parts: first packed query, queries, slot of the first part, parts."""
 
 
 @triton.jit
@@ -43,7 +44,8 @@ def attend(
     output,
     part_output,
     part_weight,
-    items,
+    numbers,
+    first_item,
     block_table,
     score_scale,
     value_scale,
@@ -86,7 +88,8 @@ def attend(
     """Compute one work item for the ``HEADS`` first, second, … query heads of one KV head."""
     # Programs with numbers that follow one another run at a time. Decodes of all heads then read the same pages; a
     # prompt's tiles read the same head, which stays in the cache.
-    item = items + tl.program_id(1 if MASK_ALL else 0) * ITEM_FIELDS
+    slot = tl.program_id(1 if MASK_ALL else 0)
+    item = numbers + first_item + slot * ITEM_FIELDS
     num_queries = tl.load(item + 2)
     if num_queries == 0:
         return
@@ -95,10 +98,8 @@ def attend(
     position = tl.load(item + 3)
     stop = tl.load(item + 4)
     seq_start = tl.load(item + 5)
-    lo = tl.load(item + 6)
-    hi = tl.load(item + 7)
-    slot = tl.load(item + 8)
-    is_first = tl.load(item + 9)
+    part = tl.load(item + 6)
+    part_blocks = tl.load(item + 7)
 
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     head_program = tl.program_id(0 if MASK_ALL else 1)
@@ -139,8 +140,8 @@ def attend(
     if HAS_SINKS:
         # One more logit in the denominator, once per request.
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
-        maximum = tl.where(is_first != 0, sink, maximum)
-        weight = tl.where(is_first != 0, 1.0, weight)
+        maximum = tl.where(part == 0, sink, maximum)
+        weight = tl.where(part == 0, 1.0, weight)
 
     # The first token that the tile's first query, and its last one, see; but for sink tokens.
     low = seq_start
@@ -152,6 +153,7 @@ def attend(
     if CAUSAL and CHUNK:
         low = tl.maximum(low, position - position % CHUNK)
         last_low = tl.maximum(last_low, last_position - last_position % CHUNK)
+    lo, hi = part_of(low, stop, part, part_blocks, BLOCK_N)
 
     key += kv_head * key_head_stride
     value += kv_head * value_head_stride
@@ -172,7 +174,7 @@ def attend(
         sink_hi = tl.minimum(
             (NUM_SINK_TOKENS + BLOCK_N - 1) // BLOCK_N * BLOCK_N, tl.maximum(low, 0) // BLOCK_N * BLOCK_N
         )
-        sink_hi = tl.where(is_first != 0, sink_hi, sink_lo)
+        sink_hi = tl.where(part == 0, sink_hi, sink_lo)
     if MASK_ALL:
         full_lo = hi
         full_hi = hi
@@ -261,7 +263,7 @@ def attend(
         acc_high = acc_high * share[:, None] + (acc_min * share)[:, None]
     SIZE: tl.constexpr = HEAD_SIZE_V // 2 if FORMAT == NIBBLES else HEAD_SIZE_V
     is_stored = is_row[:, None] & (columns_v < SIZE)[None, :]
-    if slot < 0:
+    if part_blocks == 0:
         out_rows = output + (first_query + query_in_tile).to(tl.int64) * (NUM_KV_HEADS * GROUP * HEAD_SIZE_V)
         out_places = (out_rows + heads * HEAD_SIZE_V)[:, None] + columns_v[None, :]
         tl.store(out_places, acc.to(output.dtype.element_ty), mask=is_stored)
@@ -430,6 +432,14 @@ def _attend_run(
 
 
 @triton.jit
+def part_of(low, stop, part, part_blocks, BLOCK_N: tl.constexpr):
+    """Return the range of tokens, in whole blocks, that a part of a tile reads which sees ``[low, stop)``."""
+    lo = (low // BLOCK_N + part * part_blocks) * BLOCK_N
+    hi = tl.where(part_blocks == 0, stop, tl.minimum(stop, lo + part_blocks * BLOCK_N))
+    return lo, hi
+
+
+@triton.jit
 def load_blocks(block_table, start, hi, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the block ids of the tokens from ``start`` on: one for all, where all lie in one block."""
     if BLOCK_SIZE % BLOCK_N == 0:
@@ -480,7 +490,8 @@ def join_parts(
     output,
     part_output,
     part_weight,
-    parts,
+    numbers,
+    first_split,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
@@ -489,16 +500,16 @@ def join_parts(
     BLOCK_M: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
-    """Add up what the parts of one query found for one head, by their shares in the softmax's denominator."""
-    part = parts + tl.program_id(0) * PART_FIELDS
-    num_parts = tl.load(part + 2)
-    if num_parts == 0:
+    """Add up what the parts of a tile found for one query and head, by their shares in the softmax's denominator."""
+    split = numbers + first_split + tl.program_id(0) * SPLIT_FIELDS
+    query_in_tile = tl.program_id(1)
+    if query_in_tile >= tl.load(split + 1):
         return
-    row = tl.load(part)
-    first_slot = tl.load(part + 1)
-    query_in_tile = tl.load(part + 3)
+    row = tl.load(split) + query_in_tile
+    first_slot = tl.load(split + 2)
+    num_parts = tl.load(split + 3)
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    head = tl.program_id(1)
+    head = tl.program_id(2)
     head_in_group = head % GROUP
     head_program = head // GROUP * HEAD_TILES + head_in_group // HEADS
     row_in_tile = query_in_tile * HEADS + head_in_group % HEADS

@@ -1,9 +1,8 @@
 """The host side of paged attention: a step cut into work items of about the same length, from host arrays only.
 
-A tile is as many consecutive queries of one request as fill a program's rows. A tile that sees much more than a
-program's fair share of the step is split over the tokens that it sees, and its parts are joined afterwards
-(Flash-Decoding; the shares as in FlashInfer's planner, arXiv 2501.01005). Everything is NumPy over all requests at
-once.
+A tile that sees much more than a program's fair share of the step is split over the tokens that it sees, and its parts
+are joined afterwards (Flash-Decoding; the shares as in FlashInfer's planner, arXiv 2501.01005). Everything is NumPy
+over all requests at once, and what comes of it is one array, so that one tensor goes to the device.
 """
 
 from __future__ import annotations
@@ -13,19 +12,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int32]
+from kvframe_kernels.triton.attention_tiles import (
+    FIRST_QUERY,
+    MAX_SMALL_ROWS,
+    NUM_ITEM_FIELDS,
+    NUM_QUERIES,
+    PART,
+    PART_BLOCKS,
+    POSITION,
+    START,
+    STOP,
+    Batch,
+    IntArray,
+    Tiles,
+    Tiling,
+)
 
-NUM_ITEM_FIELDS = 10
-ROW, FIRST_QUERY, NUM_QUERIES, POSITION, STOP, START, FIRST, LAST, SLOT, IS_FIRST = range(NUM_ITEM_FIELDS)
-"""Of a work item: its row in the block table, the queries, the first one's position, where what they see stops and what
-is hidden ends, the tokens that are read, where the outcome is put if it is a part, and whether it is a tile's first."""
-NUM_PART_FIELDS = 4
-NO_PARTS = np.zeros((0, NUM_PART_FIELDS), dtype=np.int32)
+NUM_SPLIT_FIELDS = 4
+"""Of a tile that is split: its first query, its queries, the slot of its first part, its parts."""
+ALIGNMENT = 16
+"""Numbers: where a kernel begins to read is a multiple of this, for which Triton compiles one variant of it alone."""
 EIGHTHS = np.arange(8, 17) / 8
-MAX_SMALL_ROWS = 64
-"""Rows of a request, its queries times the query heads of a program, up to which it is one tile of small programs."""
 LONG = 1.25
 """A tile that sees this many times a program's fair share is split, where there are enough tiles for all programs."""
 
@@ -37,92 +45,83 @@ class Rules:
     Attributes:
         num_kv_heads: Its KV heads.
         group: Query heads of each.
-        causal: Whether queries see only their own and earlier positions, as far as the layer's mask goes.
-        window: How many of these, counted from the query's own; 0 for all.
+        window: How many positions a query sees, counted from its own; 0 for all.
         chunk: Tokens of a chunk that its queries stay within; 0 for none.
     """
 
     num_kv_heads: int
     group: int
-    causal: bool = True
     window: int = 0
     chunk: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tiling:
-    """How a kind of programs is shaped.
+@dataclass(frozen=True)
+class Programs:
+    """Programs of one shape, and where their work stands among a step's numbers.
 
     Attributes:
-        block_m: Rows: queries times query heads.
-        block_n: Tokens of an iteration.
-        num_warps: Warps.
-        num_stages: Iterations whose loads are in flight.
-        programs_per_core: Programs that a multiprocessor runs at a time.
-        min_split: Tokens of a part at least.
-        mask_all: Whether every block is masked: of few rows that costs nothing, and one loop is shorter than three.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    programs_per_core: int
-    min_split: int
-    mask_all: bool
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """A step's requests, on the host.
-
-    Attributes:
-        query_start_loc: ``[num_reqs + 1]``: where each request's new tokens start.
-        seq_lens: ``[num_reqs]``: tokens of the sequence that its queries attend to.
-        seq_starts: ``[num_reqs]``: tokens before this one are hidden; None for none.
-        num_tokens: Packed tokens, padding behind the requests' included.
-        causal: Whether queries see only their own and earlier positions.
-        max_query_len: The most new tokens of one request; with ``static``, of any request in such a batch.
-        static: Whether the work's shapes may follow from the other sizes and ``max_query_len`` only.
-    """
-
-    query_start_loc: IntArray
-    seq_lens: IntArray
-    seq_starts: IntArray | None
-    num_tokens: int
-    causal: bool
-    max_query_len: int
-    static: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Work:
-    """Work items for programs of one shape.
-
-    Attributes:
-        tiling: The programs.
+        tiling: Their shape.
         heads: Query heads of a program.
-        items: ``[num_items, 10]``: as the kernel reads them.
-        parts: ``[num_parts, 4]``: queries of tiles that were split.
-        num_slots: Parts of tiles.
+        first_item: Where their work items begin.
+        num_items: How many these are. Parts of tiles stand in front: an item's place is the slot of its outcome.
+        num_slots: For how many parts there is to be room.
+        first_split: Where it begins which tiles were split.
+        num_splits: How many these are.
+        split_queries: Queries of each of these at most.
     """
 
     tiling: Tiling
     heads: int
-    items: IntArray
-    parts: IntArray
+    first_item: int
+    num_items: int
     num_slots: int
+    first_split: int
+    num_splits: int
+    split_queries: int
 
 
-def _heads_per_tile(group: int, tilings: Sequence[Tiling]) -> int:
-    """Return how many query heads of a KV head one program computes, of whatever shape it is."""
-    return min(group, MAX_SMALL_ROWS, tilings[-1].block_m)
+@dataclass(frozen=True, eq=False)
+class Work:
+    """A step's work.
+
+    Attributes:
+        numbers: ``[num_numbers], int32``: as the kernels read them.
+        programs: Who reads which of them.
+    """
+
+    numbers: IntArray
+    programs: tuple[Programs, ...]
+
+    def items(self, programs: Programs) -> IntArray:
+        """Return work items: ``[num_items, 8]``."""
+        return self._rows(programs.first_item, programs.num_items, NUM_ITEM_FIELDS)
+
+    def splits(self, programs: Programs) -> IntArray:
+        """Return tiles that were split: ``[num_splits, 4]``."""
+        return self._rows(programs.first_split, programs.num_splits, NUM_SPLIT_FIELDS)
+
+    def _rows(self, first: int, num_rows: int, num_fields: int) -> IntArray:
+        return self.numbers[first : first + num_rows * num_fields].reshape(num_rows, num_fields)
 
 
-def cut(batch: Batch, rules: Rules, tilings: Sequence[Tiling], num_cores: int) -> list[Work]:
-    """Return the step's work, for at most one shape of small programs and one of large ones.
+@dataclass
+class _Cut:
+    """Work for programs of one shape: what there is of it, and for how much there is to be room."""
 
-    Every packed token is in one tile: padding is a request that sees nothing, and gets zeros.
+    tiling: Tiling
+    items: IntArray
+    splits: IntArray
+    num_items: int
+    num_slots: int
+    num_splits: int
+    split_queries: int
+
+
+NO_SPLITS = np.zeros((0, NUM_SPLIT_FIELDS), dtype=np.int32)
+
+
+def cut(batch: Batch, rules: Rules, tilings: tuple[Tiling, ...], num_cores: int) -> Work:
+    """Return the step's work.
 
     Args:
         batch: The step.
@@ -130,109 +129,43 @@ def cut(batch: Batch, rules: Rules, tilings: Sequence[Tiling], num_cores: int) -
         tilings: Shapes of programs, by ascending rows; the last one takes what is too long for the others.
         num_cores: Multiprocessors of the device.
     """
-    heads = _heads_per_tile(rules.group, tilings)
-    requests = _requests(batch)
-    query_lens = requests[NUM_QUERIES]
-    # A request of so many queries at most is one tile, but for the padding.
-    limit = min(MAX_SMALL_ROWS, tilings[-1].block_m) // heads
-    if batch.max_query_len <= limit:
-        tiling = _tiling_for(batch.max_query_len * heads, tilings)
-        return [_cut_alike(requests, batch, rules, tiling, heads, num_cores)]
-    is_small = query_lens <= limit
-    is_large = ~is_small
-    if not batch.static:
-        is_small &= query_lens > 0
-        limit = int(np.maximum.reduce(query_lens, initial=0, where=is_small))
-    work = []
-    if limit:
-        tiling = _tiling_for(limit * heads, tilings)
-        work.append(_cut_alike(requests.compress(is_small, axis=1), batch, rules, tiling, heads, num_cores))
-    work.append(_cut_alike(requests.compress(is_large, axis=1), batch, rules, tilings[-1], heads, num_cores))
-    return work
-
-
-def _tiling_for(rows: int, tilings: Sequence[Tiling]) -> Tiling:
-    return next((tiling for tiling in tilings if tiling.block_m >= rows), tilings[-1])
-
-
-def _requests(batch: Batch) -> IntArray:
-    """Return each request as a work item, ``[10, num_reqs]``: its row, queries, tokens and first token that is seen.
-
-    Padding is one more request, which sees nothing. The last four fields are undefined.
-    """
-    starts, num_reqs = batch.query_start_loc, len(batch.seq_lens)
-    num_padding = batch.num_tokens - int(starts[-1])
-    requests = np.empty((NUM_ITEM_FIELDS, num_reqs + (num_padding > 0)), dtype=np.int32)
-    real = requests[:, :num_reqs] if num_padding else requests
-    real[ROW] = np.arange(num_reqs, dtype=np.int32)
-    real[FIRST_QUERY] = starts[:-1]
-    np.subtract(starts[1:], starts[:-1], out=real[NUM_QUERIES])
-    real[STOP] = batch.seq_lens
-    np.subtract(real[STOP], real[NUM_QUERIES], out=real[POSITION])
-    real[START] = 0 if batch.seq_starts is None else batch.seq_starts
-    if num_padding:
-        requests[: START + 1, num_reqs] = (0, starts[-1], num_padding, 0, 0, 0)
-    return requests
-
-
-def _cut_alike(requests: IntArray, batch: Batch, rules: Rules, tiling: Tiling, heads: int, num_cores: int) -> Work:
-    """Return the work of some requests, for programs of one shape."""
-    queries_per_tile = tiling.block_m // heads
-    # Field by field: NumPy's work on a step this small is the number of its calls.
-    tiles = _tiles(requests, queries_per_tile, batch.causal)
-    low: IntArray | None = None if batch.seq_starts is None else tiles[START]
-    if batch.causal and (rules.window or rules.chunk):
-        position = tiles[POSITION]
-        low = position + (1 - rules.window) if rules.window else position - position % rules.chunk
-        np.maximum(low, tiles[START], out=low)
-    first, stop = tiles[FIRST], tiles[STOP]
-    if low is None:
-        first[:] = 0
-        num_tokens = stop
-    else:
-        np.multiply(low // tiling.block_n, tiling.block_n, out=first)
-        num_tokens = np.maximum(stop - first, 0)
+    heads = min(rules.group, MAX_SMALL_ROWS, tilings[-1].block_m)
     # Work items that run at a time: each is computed by a program for every KV head.
-    wave = max(1, num_cores * tiling.programs_per_core // (rules.num_kv_heads * -(-rules.group // heads)))
+    programs_per_item = rules.num_kv_heads * -(-rules.group // heads)
+    cuts = []
+    for tiles in batch.tiles(heads, tilings):
+        wave = max(1, num_cores * tiles.tiling.programs_per_core // programs_per_item)
+        cuts.append(_cut(tiles, batch, rules, wave))
+    return _packed(cuts, heads)
+
+
+def _cut(tiles: Tiles, batch: Batch, rules: Rules, wave: int) -> _Cut:
+    """Return the work of a step's tiles for programs of one shape, of which so many run at a time."""
+    # Few calls: NumPy's work on a step this small is their number.
+    items, tiling = tiles.items, tiles.tiling
+    first = _first_tokens(items, batch, rules, tiling.block_n)
+    num_tokens = items[:, STOP] if first is None else items[:, STOP] - first
     length = _longest_part(num_tokens, wave, tiling)
-    tiles[LAST] = stop
-    tiles[SLOT] = -1
-    tiles[IS_FIRST] = 1
-    parts, num_slots = NO_PARTS, 0
+    splits, num_slots, split_queries = NO_SPLITS, 0, 0
     if length is not None:
-        tiles, parts, num_slots = _split(tiles, num_tokens, length, tiling.block_n)
-    items = np.ascontiguousarray(tiles.T)
-    if batch.static:
-        num_tiles = min(batch.num_tokens, len(batch.seq_lens) + 1 + batch.num_tokens // queries_per_tile)
-        items, num_slots = _padded(items, num_tiles + wave), 2 * wave
-        parts = _padded(parts, min(batch.num_tokens, wave * queries_per_tile))
-    return Work(tiling, heads, items, parts, num_slots)
+        items, splits, num_slots = _split(items, num_tokens, length, tiling.block_n)
+        split_queries = int(np.maximum.reduce(splits[:, 1]))
+    if not batch.static:
+        return _Cut(tiling, items, splits, len(items), num_slots, len(splits), split_queries)
+    num_tiles = min(batch.num_tokens, len(batch.seq_lens) + 1 + batch.num_tokens // tiles.queries_per_tile)
+    # A wave holds so many parts that those of all tiles are no more than two.
+    split_queries = min(tiles.queries_per_tile, batch.max_query_len)
+    return _Cut(tiling, items, splits, num_tiles + wave, 2 * wave, min(wave, num_tiles), split_queries)
 
 
-def _tiles(requests: IntArray, queries_per_tile: int, causal: bool) -> IntArray:
-    """Return the same columns for tiles: requests cut into so many queries at most."""
-    query_lens = requests[NUM_QUERIES]
-    if np.maximum.reduce(query_lens, initial=0) <= queries_per_tile:
-        are_all = bool(np.minimum.reduce(query_lens, initial=1))
-        return requests if are_all else requests.compress(query_lens > 0, axis=1)
-    counts = (query_lens + (queries_per_tile - 1)) // queries_per_tile
-    ends = counts.cumsum(dtype=np.int32)
-    index = np.arange(len(counts)).repeat(counts)
-    skipped = (np.arange(len(index), dtype=np.int32) - (ends - counts).take(index)) * queries_per_tile
-    # The longest first, so that none is left over when the others are done.
-    order = (requests[POSITION].take(index) + skipped).argsort()[::-1]
-    skipped = skipped.take(order)
-    tiles: IntArray = requests.take(index.take(order), axis=1)
-    tiles[FIRST_QUERY] += skipped
-    tiles[POSITION] += skipped
-    num_queries = tiles[NUM_QUERIES]
-    num_queries -= skipped
-    np.minimum(num_queries, queries_per_tile, out=num_queries)
-    if causal:
-        # Padding sees nothing, whatever its position.
-        stop = tiles[STOP]
-        np.minimum(stop, tiles[POSITION] + num_queries, out=stop)
-    return tiles
+def _first_tokens(items: IntArray, batch: Batch, rules: Rules, block_n: int) -> IntArray | None:
+    """Return the first token of what each tile reads, in whole blocks, as the kernel finds it; None if it is 0."""
+    low: IntArray | None = None if batch.seq_starts is None else items[:, START]
+    if batch.causal and (rules.window or rules.chunk):
+        position = items[:, POSITION]
+        seen = position + (1 - rules.window) if rules.window else position - position % rules.chunk
+        low = np.maximum(seen, 0 if low is None else low, out=seen)
+    return None if low is None else low & -block_n
 
 
 def _longest_part(num_tokens: IntArray, wave: int, tiling: Tiling) -> int | None:
@@ -247,66 +180,81 @@ def _longest_part(num_tokens: IntArray, wave: int, tiling: Tiling) -> int | None
     if longest <= tiling.min_split:
         return None
     block_n = tiling.block_n
-    num_blocks = (num_tokens + (block_n - 1)) // block_n
-    share = int(np.add.reduce(num_blocks)) / wave
-    if 2 * len(num_blocks) <= wave:
+    share = int(np.add.reduce(num_tokens)) / wave
+    if 2 * len(num_tokens) <= wave:
         # One wave holds all parts: the shortest parts that fit into it. Those of twice the fair share always do.
-        candidates = np.ceil(share * EIGHTHS)
+        num_blocks = -(-num_tokens // block_n)
+        candidates = np.ceil(int(np.add.reduce(num_blocks)) / wave * EIGHTHS)
         sums = np.ceil(num_blocks / candidates[:, None]).sum(1)
         length = int(candidates[min(int((sums > wave).sum()), len(EIGHTHS) - 1)])
     else:
-        if -(-longest // block_n) <= LONG * share:
+        if longest <= LONG * share:
             return None
-        length = math.ceil(share)
+        length = math.ceil(share / block_n)
     length = max(length, -(-tiling.min_split // block_n))
     return length if longest > length * block_n else None
 
 
-def _split(tiles: IntArray, num_tokens: IntArray, length: int, block_n: int) -> tuple[IntArray, IntArray, int]:
-    """Return the work items of tiles, where queries of split ones find their parts, and the number of these parts.
+def _split(items: IntArray, num_tokens: IntArray, length: int, block_n: int) -> tuple[IntArray, IntArray, int]:
+    """Return the work items of tiles, those that are split, and the number of their parts.
 
     Args:
-        tiles: ``[10, num_tiles]``: the tiles as work items.
+        items: ``[num_tiles, 8]``: the tiles as work items.
         num_tokens: ``[num_tiles]``: what each reads.
         length: The most blocks of a part.
         block_n: Tokens of a block.
     """
     is_split = num_tokens > length * block_n
-    split = tiles.compress(is_split, axis=1)
-    num_blocks = (num_tokens.compress(is_split) + (block_n - 1)) // block_n
+    index = is_split.nonzero()[0]
+    tiles = items.take(index, axis=0)
+    num_blocks = -(-num_tokens.take(index) // block_n)
+    counts = -(-num_blocks // length)
     # Parts of a tile are of even length, and none is empty.
-    even = -(-num_blocks // -(-num_blocks // length))
-    counts = -(-num_blocks // even)
-    ends = counts.cumsum(dtype=np.int32)
-    starts = ends - counts
+    part_blocks = -(-num_blocks // counts)
+    counts = -(-num_blocks // part_blocks)
+    ends = np.add.accumulate(counts, dtype=np.int32)
+    first_slot = ends - counts
     num_slots = int(ends[-1])
-    slots = np.arange(num_slots, dtype=np.int32)
-    tile = np.arange(len(counts)).repeat(counts)
-    rank = slots - starts.take(tile)
-    size = even.take(tile) * block_n
-    items = split.take(tile, axis=1)
-    first, last = items[FIRST], items[LAST]
-    first += rank * size
-    np.minimum(last, first + size, out=last)
-    items[SLOT] = slots
-    items[IS_FIRST] = rank == 0
+    tiles[:, PART] = first_slot
+    tiles[:, PART_BLOCKS] = part_blocks
+    parts = tiles.repeat(counts, axis=0)
+    part = parts[:, PART]
+    np.subtract(np.arange(num_slots, dtype=np.int32), part, out=part)
+    splits = np.empty((len(counts), NUM_SPLIT_FIELDS), dtype=np.int32)
+    splits[:, 0] = tiles[:, FIRST_QUERY]
+    splits[:, 1] = tiles[:, NUM_QUERIES]
+    splits[:, 2] = first_slot
+    splits[:, 3] = counts
     # Those that are split are the longest: they begin first.
-    items = np.concatenate([items, tiles.compress(~is_split, axis=1)], axis=1)
-    query_lens = split[NUM_QUERIES]
-    joined = np.empty((len(counts), NUM_PART_FIELDS), dtype=np.int32)
-    joined[:, 0] = split[FIRST_QUERY]
-    joined[:, 1] = starts
-    joined[:, 2] = counts
-    joined[:, 3] = 0
-    parts = joined.repeat(query_lens, axis=0)
-    if len(parts) > len(counts):
-        query = np.arange(len(parts)) - (query_lens.cumsum() - query_lens).repeat(query_lens)
-        parts[:, 0] += query
-        parts[:, 3] = query
-    return items, parts, num_slots
+    return np.concatenate([parts, items.take((~is_split).nonzero()[0], axis=0)]), splits, num_slots
 
 
-def _padded(rows: IntArray, size: int) -> IntArray:
-    padded = np.zeros((size, rows.shape[1]), dtype=np.int32)
-    padded[: len(rows)] = rows
-    return padded
+def _packed(cuts: Sequence[_Cut], heads: int) -> Work:
+    """Return the work of all programs as one array, with zeros where there is room for more."""
+    programs: list[Programs] = []
+    end = 0
+    for each in cuts:
+        first_split = end + _aligned(each.num_items * NUM_ITEM_FIELDS)
+        programs.append(
+            Programs(
+                each.tiling,
+                heads,
+                end,
+                each.num_items,
+                each.num_slots,
+                first_split,
+                each.num_splits,
+                each.split_queries,
+            )
+        )
+        end = first_split + _aligned(each.num_splits * NUM_SPLIT_FIELDS)
+    numbers = np.zeros(end, dtype=np.int32)
+    for each, place in zip(cuts, programs, strict=True):
+        numbers[place.first_item : place.first_item + each.items.size] = each.items.reshape(-1)
+        if len(each.splits):
+            numbers[place.first_split : place.first_split + each.splits.size] = each.splits.reshape(-1)
+    return Work(numbers, tuple(programs))
+
+
+def _aligned(num_numbers: int) -> int:
+    return -(-num_numbers // ALIGNMENT) * ALIGNMENT

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from kvframe_kernels.triton.attention_plan import Tiling
+from kvframe_kernels.triton.attention_tiles import Tiling
 
 _DECODE_PART, _PROMPT_PART = 256, 1024
 """Tokens of a part at least: a part costs as much as a few dozen tokens when it is joined."""

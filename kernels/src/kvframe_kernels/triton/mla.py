@@ -13,9 +13,10 @@ from functools import partial
 import torch
 import triton
 
-from kvframe_kernels.triton import attention_kernel, mla_kernel
-from kvframe_kernels.triton.attention import LOG2_E, PARTS_AT_ONCE, DeviceWork, dot_dtype
-from kvframe_kernels.triton.attention_plan import Batch, Rules, Tiling, Work, cut
+from kvframe_kernels.triton import mla_kernel
+from kvframe_kernels.triton.attention import LOG2_E, dot_dtype, join_launch
+from kvframe_kernels.triton.attention_plan import Programs, Rules, Work, cut
+from kvframe_kernels.triton.attention_tiles import Batch, Tiling
 from kvframe_kernels.triton.launch import Launch
 
 
@@ -52,7 +53,7 @@ class LatentAttention:
         """Return what decides the outcome of ``plan`` beside the batch; queries are of this dtype."""
         return self.rules_for(dtype), self.causal, self.tilings_for(dtype), self.num_cores
 
-    def plan(self, batch: Batch, dtype: torch.dtype) -> list[Work]:
+    def plan(self, batch: Batch, dtype: torch.dtype) -> Work:
         """Return a step's work.
 
         Args:
@@ -76,7 +77,8 @@ class LatentAttention:
         rotated: torch.Tensor,
         latent: torch.Tensor,
         block_table: torch.Tensor,
-        work: Sequence[DeviceWork],
+        numbers: torch.Tensor,
+        programs: Sequence[Programs],
         output: torch.Tensor,
         *,
         causal: bool = True,
@@ -90,7 +92,8 @@ class LatentAttention:
             rotated: ``[num_tokens, num_heads, rope_size], device``: their rotated part; likewise.
             latent: ``[num_block_ids, block_size, latent_size + rope_size], device``, strided over the pool.
             block_table: ``[num_reqs, max_blocks], int32, device``.
-            work: What ``plan`` returned, on the device.
+            numbers: What ``plan`` returned, on the device.
+            programs: Likewise.
             output: ``[num_tokens, num_heads, latent_size], device``, contiguous; every row is written. It is still to
                 be multiplied with what makes values of latents.
             causal: The batch's.
@@ -126,40 +129,28 @@ class LatentAttention:
             "DOT_DTYPE": dot_dtype(absorbed.dtype),
             **sizes,
         }
-        for each in work:
+        for each in programs:
             tiling = each.tiling
             part_rows = each.num_slots, rules.num_kv_heads, tiling.block_m
             part_output = output.new_empty((*part_rows, self.latent_size), dtype=torch.float32)
             part_weight = output.new_empty(part_rows, dtype=torch.float32)
             yield Launch(
                 mla_kernel.attend_latents,
-                (each.items.shape[0], rules.num_kv_heads),
+                (each.num_items, rules.num_kv_heads),
                 {
                     **arguments,
                     "part_output": part_output,
                     "part_weight": part_weight,
-                    "items": each.items,
+                    "numbers": numbers,
+                    "first_item": each.first_item,
                     "BLOCK_M": tiling.block_m,
                     "BLOCK_N": tiling.block_n,
                 },
                 tiling.num_warps,
                 tiling.num_stages,
             )
-            if len(each.parts):
-                yield Launch(
-                    attention_kernel.join_parts,
-                    (each.parts.shape[0], self.num_heads),
-                    {
-                        "output": output,
-                        "part_output": part_output,
-                        "part_weight": part_weight,
-                        "parts": each.parts,
-                        "BLOCK_M": tiling.block_m,
-                        "BLOCK_DV": triton.next_power_of_2(self.latent_size),
-                        "BLOCK_PARTS": PARTS_AT_ONCE,
-                        **sizes,
-                    },
-                )
+            if each.num_splits:
+                yield join_launch(each, numbers, output, part_output, part_weight, sizes)
 
 
 def suitable_tilings(latent_size: int, item_bytes: int, block_size: int) -> tuple[Tiling, ...]:

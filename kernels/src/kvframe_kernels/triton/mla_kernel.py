@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvframe_kernels.triton.attention_kernel import ITEM_FIELDS, load_blocks
+from kvframe_kernels.triton.attention_kernel import ITEM_FIELDS, load_blocks, part_of
 
 
 @triton.jit
@@ -22,7 +22,8 @@ def attend_latents(
     output,
     part_output,
     part_weight,
-    items,
+    numbers,
+    first_item,
     block_table,
     score_scale,
     table_stride,
@@ -47,7 +48,8 @@ def attend_latents(
     DOT_DTYPE: tl.constexpr,
 ):
     """Compute one work item for the first, second, … ``HEADS`` query heads; each such share of them is a "KV head"."""
-    item = items + tl.program_id(0) * ITEM_FIELDS
+    slot = tl.program_id(0)
+    item = numbers + first_item + slot * ITEM_FIELDS
     num_queries = tl.load(item + 2)
     if num_queries == 0:
         return
@@ -56,9 +58,8 @@ def attend_latents(
     position = tl.load(item + 3)
     stop = tl.load(item + 4)
     seq_start = tl.load(item + 5)
-    lo = tl.load(item + 6)
-    hi = tl.load(item + 7)
-    slot = tl.load(item + 8)
+    part_blocks = tl.load(item + 7)
+    lo, hi = part_of(seq_start, stop, tl.load(item + 6), part_blocks, BLOCK_N)
 
     head_program = tl.program_id(1)
     rows = tl.arange(0, BLOCK_M)
@@ -116,7 +117,7 @@ def attend_latents(
     # A query that sees nothing gets zeros.
     acc = acc / tl.where(weight == 0.0, 1.0, weight)[:, None]
     is_stored = is_row[:, None] & in_l[None, :]
-    if slot < 0:
+    if part_blocks == 0:
         out_rows = output + (packed * (NUM_KV_HEADS * GROUP) + heads) * HEAD_SIZE_V
         tl.store(out_rows[:, None] + columns[None, :], acc.to(output.dtype.element_ty), mask=is_stored)
     else:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import attrs
 import torch
-from kvframe_kernels.triton.attention import DeviceWork, PagedAttention
-from kvframe_kernels.triton.attention_plan import NUM_PART_FIELDS, Batch, Work
+from kvframe_kernels.triton.attention import PagedAttention
+from kvframe_kernels.triton.attention_plan import Programs, Work
+from kvframe_kernels.triton.attention_tiles import Batch
 
 from kvframe.attention.backend import AttentionMetadataBuilder
 from kvframe.attention.capture import GraphCapture
 from kvframe.attention.metadata import SEQ_STARTS, CommonAttentionMetadata
-
-NO_PARTS = torch.empty(0, NUM_PART_FIELDS, dtype=torch.int32)
-"""One for all work that has none: what is the same tensor is brought to the device once."""
 
 
 @attrs.frozen(eq=False)
@@ -24,15 +22,28 @@ class TritonMetadata:
 
     Attributes:
         block_table: ``[num_reqs, max_blocks], int32, device``.
-        work: The work items, by shape of programs.
+        numbers: ``[num_numbers], int32, device``: the work of all programs.
+        programs: The programs, by shape.
         causal: Whether queries see only their own and earlier positions.
         has_starts: Whether the batch has tokens that are hidden.
     """
 
     block_table: torch.Tensor
-    work: tuple[DeviceWork, ...]
+    numbers: torch.Tensor
+    programs: tuple[Programs, ...]
     causal: bool
     has_starts: bool
+
+    @classmethod
+    def of(cls, batch: Batch, work: Work, block_table: torch.Tensor) -> Self:
+        """Return the same work as a tensor on the host, which the step's copy brings to the device."""
+        return cls(
+            block_table=with_whole_rows(block_table),
+            numbers=torch.from_numpy(work.numbers),
+            programs=work.programs,
+            causal=batch.causal,
+            has_starts=batch.seq_starts is not None,
+        )
 
 
 class TritonMetadataBuilder(AttentionMetadataBuilder):
@@ -59,13 +70,22 @@ class TritonMetadataBuilder(AttentionMetadataBuilder):
 
     def build(self, metadata: CommonAttentionMetadata) -> TritonMetadata:
         """Return the step's work items."""
-        batch = batch_of(metadata, self._attention.causal)
-        return TritonMetadata(
-            block_table=with_whole_rows(metadata.block_table),
-            work=as_tensors(self._attention.plan(batch, self._dtype)),
-            causal=batch.causal,
-            has_starts=batch.seq_starts is not None,
-        )
+        (built,) = self.build_together([(self, metadata)])
+        return built
+
+    @classmethod
+    def build_together(cls, builds: Sequence[tuple[Self, CommonAttentionMetadata]]) -> list[TritonMetadata]:
+        """Return the work items of all groups; what layers of other masks have in common is worked out once."""
+        batches: dict[Hashable, Batch] = {}
+        found = []
+        for builder, metadata in builds:
+            attention = builder._attention
+            key = batch_key(metadata, attention.causal)
+            batch = batches.get(key)
+            if batch is None:
+                batch = batches[key] = batch_of(metadata, attention.causal)
+            found.append(TritonMetadata.of(batch, attention.plan(batch, builder._dtype), metadata.block_table))
+        return found
 
     def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
         """Return the block table."""
@@ -90,20 +110,20 @@ def batch_of(metadata: CommonAttentionMetadata, causal: bool) -> Batch:
     )
 
 
+def batch_key(metadata: CommonAttentionMetadata, causal: bool) -> Hashable:
+    """Return what tells apart what ``batch_of`` returns for values that exist at the same time."""
+    starts = metadata.extensions.get(SEQ_STARTS)
+    return (
+        id(metadata.query_start_loc_cpu),
+        id(metadata.seq_lens_cpu),
+        None if starts is None else id(starts.values_cpu),
+        metadata.slot_mapping.shape[0],
+        metadata.causal and causal,
+        metadata.max_query_len,
+        metadata.static_shapes,
+    )
+
+
 def with_whole_rows(block_table: torch.Tensor) -> torch.Tensor:
     """Return the table with the entries of a row side by side, as the kernel reads them."""
     return block_table if block_table.stride(1) == 1 else block_table.contiguous()
-
-
-def as_tensors(work: Sequence[Work]) -> tuple[DeviceWork, ...]:
-    """Return the same work as tensors on the host, which the step's copy brings to the device."""
-    return tuple(
-        DeviceWork(
-            each.tiling,
-            each.heads,
-            torch.from_numpy(each.items),
-            torch.from_numpy(each.parts) if len(each.parts) else NO_PARTS,
-            each.num_slots,
-        )
-        for each in work
-    )

@@ -6,14 +6,14 @@ import attrs
 import numpy as np
 import torch
 from kvframe_kernels.triton.attention import PagedAttention
-from kvframe_kernels.triton.attention_plan import Batch
+from kvframe_kernels.triton.attention_tiles import Batch
 from kvframe_kernels.triton.mla import LatentAttention
 
 from kvframe.attention.backend import AttentionMetadataBuilder
 from kvframe.attention.capture import GraphCapture
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.order import BatchOrder
-from kvframe_triton.builder import TritonMetadata, as_tensors, batch_of, with_whole_rows
+from kvframe_triton.builder import TritonMetadata, batch_of
 
 MAX_EXPANDED = 1 << 27
 """Elements of keys and values made of latents that exist at a time, unless those of one head are more."""
@@ -130,8 +130,7 @@ class LatentMetadataBuilder(AttentionMetadataBuilder):
         )
 
     def _absorbed(self, batch: Batch, block_table: torch.Tensor) -> TritonMetadata:
-        work = as_tensors(self._forms.latents.plan(batch, self._dtype)) if batch.num_tokens else ()
-        return TritonMetadata(with_whole_rows(block_table), work, batch.causal, batch.seq_starts is not None)
+        return TritonMetadata.of(batch, self._forms.latents.plan(batch, self._dtype), block_table)
 
     def _expanded(self, batch: Batch, block_table: torch.Tensor) -> ExpandedMetadata:
         block_size = self._forms.latents.block_size
@@ -144,11 +143,10 @@ class LatentMetadataBuilder(AttentionMetadataBuilder):
         table = np.zeros((len(num_pages), int(columns.max(initial=0)) + 1), dtype=np.int32)
         table[rows, columns] = np.arange(len(rows))
         attention = self._forms.expanded(self._forms.heads_at_once(len(rows) * block_size))
-        work = as_tensors(attention.plan(batch, self._dtype))
         return ExpandedMetadata(
             pages=block_table[torch.from_numpy(rows), torch.from_numpy(columns)],
             attention=attention,
-            metadata=TritonMetadata(torch.from_numpy(table), work, batch.causal, batch.seq_starts is not None),
+            metadata=TritonMetadata.of(batch, attention.plan(batch, self._dtype), torch.from_numpy(table)),
         )
 
 
