@@ -101,10 +101,12 @@ class TinyModel:
 def make_stack(**options: Any) -> Stack:
     """Return a stack; each option goes to the table that has it.
 
-    ``backend`` is for every layer, and ``states`` are options of the layers that keep a state.
+    ``backend`` and ``wrappers`` are for every layer, and ``states`` are options of the layers that keep a state.
     """
     tables: dict[str, dict[str, Any]] = {"cache": {"memory": "4MiB"}, "engine": {"self_check": False}}
     rules: list[dict[str, Any]] = [{"layers": "*", "backend": options.pop("backend", "auto")}]
+    if "wrappers" in options:
+        rules[0]["wrappers"] = options.pop("wrappers")
     if "states" in options:
         rules.append({"kind": "mamba", "spec": options.pop("states")})
     for key, value in options.items():

@@ -387,6 +387,21 @@ def test_a_request_without_a_token_ends_with_an_error() -> None:
     assert not made.has_work
 
 
+def test_a_request_on_a_prefix_is_computed_again_without_before_it_fails() -> None:
+    each, other = request("a", 9), request("b", 4)
+    cache = CountingCache(hits={"a": 8})
+    made = scheduler(cache, other, each)
+    step = made.schedule()
+    assert step is not None
+    assert [other] == made.complete(step, [7, -1])
+    assert (1, None, [each]) == (made.stats.retries, each.finish_reason, list(made.waiting))
+    step = made.schedule()
+    assert step is not None
+    assert [1, 9] == step.num_scheduled.tolist()
+    made.complete(step, [7, -1])
+    assert (1, "error") == (made.stats.retries, each.finish_reason)
+
+
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=8),
     spare_blocks=st.integers(0, 6),

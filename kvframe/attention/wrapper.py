@@ -14,6 +14,7 @@ import attrs
 
 from kvframe.attention.capture import GraphCapture
 from kvframe.attention.metadata import NO_EXTENSIONS, Axis, CommonAttentionMetadata, Extension
+from kvframe.attention.shapes import find_misfit
 from kvframe.errors import WrapperError
 from kvframe.specs import LayerSpec
 
@@ -162,8 +163,8 @@ def apply_wrapper(wrapper: MetadataWrapper, metadata: CommonAttentionMetadata) -
 
     Raises:
         WrapperError: The step has something that the wrapper rejects (``rejected_field``, ``rejected_extension``) or
-            does not know (``unknown_field``, ``unknown_extension``), or it lost an extension that it was to hand on
-            (``lost_extension``).
+            does not know (``unknown_field``, ``unknown_extension``), it lost an extension that it was to hand on
+            (``lost_extension``), or what it hands on has parts that do not go together (``wrong_shape``).
     """
     for field, default, code in _guarded_fields(type(wrapper)):
         if getattr(metadata, field) != default:
@@ -172,8 +173,6 @@ def apply_wrapper(wrapper: MetadataWrapper, metadata: CommonAttentionMetadata) -
                 + ("it rejects it" if code == "rejected_field" else "it does not know this field"),
                 code=code,
             )
-    if not metadata.extensions:
-        return wrapper(metadata)
     for name in metadata.extensions:
         use = wrapper.extensions.get(name)
         if use is None or use is FieldUse.REJECT:
@@ -192,6 +191,13 @@ def apply_wrapper(wrapper: MetadataWrapper, metadata: CommonAttentionMetadata) -
                 "mistake in the wrapper",
                 code="lost_extension",
             )
+    problem = None if wrapped is metadata else find_misfit(wrapped)
+    if problem is not None:
+        raise WrapperError(
+            f"wrapper {wrapper.name!r} gives metadata that does not fit together: {problem}; this is a mistake in the "
+            "wrapper",
+            code="wrong_shape",
+        )
     return wrapped
 
 

@@ -15,6 +15,7 @@ from kvframe.attention.choice import Choice
 from kvframe.cache.manager import KVCacheManager
 from kvframe.engine.admission import Admission
 from kvframe.engine.assembly import Assembly, assemble, assemble_plain, load_model
+from kvframe.engine.interrupts import HeldInterrupts
 from kvframe.engine.progress import RequestT
 from kvframe.engine.request_table import RequestTable
 from kvframe.engine.runner import SkipPolicy
@@ -178,8 +179,9 @@ class EngineCore(ABC, Generic[RequestT]):
         """
         request = self._requests.get(request_id)
         if request is not None and request.finish_reason is None:
-            self._scheduler.end(request, "aborted")
-            self._requests.note([request])
+            with HeldInterrupts():
+                self._scheduler.end(request, "aborted")
+                self._requests.note([request])
 
     @property
     def has_unfinished(self) -> bool:
@@ -268,19 +270,22 @@ class EngineCore(ABC, Generic[RequestT]):
 
     def _advance(self) -> None:
         """Compute one batch and note who has something new."""
-        step = self._scheduler.schedule()
-        if step is None:
-            return
-        try:
-            outcomes = self._runner.run(step)
-        except BaseException as error:
-            failed = self._scheduler.fail(step, f"the step failed: {type(error).__name__}: {error}")
-            self._requests.note(failed)
-            raise
-        self._requests.note(self._scheduler.complete(step, outcomes))
+        with HeldInterrupts() as interrupts:
+            step = self._scheduler.schedule()
+            if step is None:
+                return
+            try:
+                with interrupts.let_through():
+                    outcomes = self._runner.run(step)
+            except BaseException as error:
+                failed = self._scheduler.fail(step, f"the step failed: {type(error).__name__}: {error}")
+                self._requests.note(failed)
+                raise
+            self._requests.note(self._scheduler.complete(step, outcomes))
 
     def _forget(self, request_id: str) -> None:
         """End a request that its owner gave up, without a report."""
-        request = self._requests.remove(request_id)
-        if request is not None:
-            self._scheduler.end(request, "aborted")
+        with HeldInterrupts():
+            request = self._requests.remove(request_id)
+            if request is not None:
+                self._scheduler.end(request, "aborted")

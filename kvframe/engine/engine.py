@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvframe.engine.assembly import Assembly
 from kvframe.engine.core import EngineCore
 from kvframe.engine.graphs import StepGraphs
+from kvframe.engine.interrupts import HeldInterrupts
 from kvframe.engine.prompt import AnyPrompt
 from kvframe.engine.request import Request, RequestOutput, SamplingParams
 from kvframe.engine.runner import SkipPolicy, TokenRunner
@@ -18,9 +19,11 @@ from kvframe.errors import KVFrameError, ModelError, RequestError
 class Engine(EngineCore[Request]):
     """Continues prompts with one model.
 
-    Requests are added at any time; each ``step`` computes one batch of them. An exception of the model ends the
-    requests of that step (``finish_reason="error"``), gives their blocks back, and goes on to the caller; the engine
-    can go on with the other requests. Not safe to use from several threads at once.
+    Requests are added at any time; each ``step`` computes one batch of them. An exception of the model, of a plugin or
+    of Ctrl-C ends the requests of that step (``finish_reason="error"``), gives their blocks back, and goes on to the
+    caller; the engine can go on with the other requests. One whose output is not numbers, or whose tokens cannot be
+    turned into text, ends alone; if it started on a cached prefix, it is computed again without before. Not safe to use
+    from several threads at once.
 
     Where the stack's ``prefill_skipping`` is on, a ``skip_policy`` is asked in each step in which tokens could be
     skipped, and says of it (a ``StepBatch``) whether they are. Its exceptions end the step as the model's do. To skip
@@ -87,7 +90,7 @@ class Engine(EngineCore[Request]):
             prompts, or if there is nothing to do.
         """
         self._advance()
-        return [self._requests.take(request_id).report() for request_id in self._requests.with_news]
+        return [self._report(self._requests.take(request_id)) for request_id in self._requests.with_news]
 
     def stream(
         self, prompt: AnyPrompt, params: SamplingParams | None = None, *, cache_salt: str = ""
@@ -142,7 +145,7 @@ class Engine(EngineCore[Request]):
         return [
             self._refused_output(index, prompts[index], request)
             if isinstance(request, KVFrameError)
-            else request.report()
+            else self._report(request)
             for index, request in enumerate(ended)
         ]
 
@@ -184,9 +187,18 @@ class Engine(EngineCore[Request]):
                 if request_id not in self._requests.with_news:
                     self._advance()
                 if request_id in self._requests.with_news:
-                    yield self._requests.take(request_id).report()
+                    yield self._report(self._requests.take(request_id))
         finally:
             self._forget(request_id)
+
+    def _report(self, request: Request) -> RequestOutput:
+        """Return what a request has to report; one whose tokens cannot be turned into text ends here."""
+        if not request.read_text():
+            with HeldInterrupts():
+                self._scheduler.end(request, "error")
+                request.finish_reason = "error"
+                self._requests.remove(request.request_id)
+        return request.report()
 
     def _refused_output(self, index: int, prompt: AnyPrompt, error: KVFrameError) -> RequestOutput:
         """Return what stands for a refused prompt among a batch's outputs."""

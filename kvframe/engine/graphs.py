@@ -202,7 +202,8 @@ class StepGraphs:
 
         Returns:
             Logits of the wanted rows, then padding, good until the next step; None if it could not be run this way,
-            and then no step of these sizes is; each reason is said once.
+            and then no step of these sizes is; each reason is said once. That holds for any exception of a capture:
+            whatever it wrote to pages, the step without a graph writes again.
         """
         padded = pad_step(
             metadata,
@@ -241,4 +242,8 @@ class StepGraphs:
             output = graph.capture(lambda: self._forward(token_ids, positions, wanted))
         except torch.OutOfMemoryError as error:
             raise CaptureError("the device has no memory left for it; give the cache less") from error
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(f"its capture raised {type(error).__name__}: {error}") from error
         return _Held(step, graph, output)

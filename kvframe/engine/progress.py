@@ -49,6 +49,8 @@ class RequestProgress:
         is_swapped: Whether its state waits in host memory for it to run again.
         runs_alone: Whether it starts from nothing and shares the pool with nobody until it ends: set when it found
             no room though it was the only one, so that it surely comes to its end.
+        is_on_cache: Whether it runs on something that the cache had when it started.
+        trusts_cache: Whether it may; not after what it ran on gave no numbers.
         was_started: Whether it was ever admitted.
         finish_reason: Why it ended; None while it goes on.
         error: One sentence where the reason is ``error``.
@@ -68,6 +70,8 @@ class RequestProgress:
     row: int = -1
     is_swapped: bool = False
     runs_alone: bool = False
+    is_on_cache: bool = False
+    trusts_cache: bool = True
     was_started: bool = False
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -80,7 +84,7 @@ class RequestProgress:
     @property
     def uses_prefix(self) -> bool:
         """Whether it may start on a cached prefix, of whose tokens nobody has what the model gives."""
-        return not self.runs_alone and not self.wants_prompt_rows
+        return self.trusts_cache and not self.runs_alone and not self.wants_prompt_rows
 
     @property
     def first_prompt_row(self) -> int:

@@ -139,6 +139,7 @@ class Request(RequestProgress):
         wants_prompt_rows: Whether log-probabilities of its prompt are still to be computed.
         known_logprobs: The prompt's log-probabilities so far; empty unless the params ask for them.
         prompt_logprobs: The same, as every output has them, once all are known.
+        is_unreadable: Whether turning its tokens into text failed.
         num_reported: Generated tokens that its owner has seen.
         num_reported_chars: Characters of text that its owner has seen.
     """
@@ -152,6 +153,7 @@ class Request(RequestProgress):
     generated: list[int] = attrs.field(init=False, factory=list)
     known_logprobs: list[float | None] = attrs.field(init=False, factory=list)
     prompt_logprobs: tuple[float | None, ...] | None = attrs.field(init=False, default=None)
+    is_unreadable: bool = False
     num_reported: int = 0
     num_reported_chars: int = 0
 
@@ -221,16 +223,25 @@ class Request(RequestProgress):
         elif len(self.token_ids) >= self.max_tokens:
             self.finish_reason = "length"
         if self.params.stop and self.text_stream is not None:
-            self.text_stream.feed(self.token_ids, final=self.finish_reason is not None)
-            if self.text_stream.stopped:
+            if not self.read_text():
+                self.finish_reason = "error"
+            elif self.text_stream.stopped:
                 self.finish_reason = "stop"
 
+    def read_text(self) -> bool:
+        """Turn new tokens into text; False, with an ``error``, where whoever does that raises."""
+        if self.text_stream is not None and not self.is_unreadable:
+            try:
+                self.text_stream.feed(self.token_ids, final=self.finish_reason is not None)
+            except Exception as error:
+                self.is_unreadable = True
+                self.error = f"its tokens could not be turned into text: {type(error).__name__}: {error}"
+                return False
+        return True
+
     def report(self) -> RequestOutput:
-        """Return what it has produced, and note that its owner has seen it."""
-        text = ""
-        if self.text_stream is not None:
-            self.text_stream.feed(self.token_ids, final=self.finish_reason is not None)
-            text = self.text_stream.text
+        """Return what it has produced, its text as far as it was read, and note that its owner has seen it."""
+        text = "" if self.text_stream is None else self.text_stream.text
         generated = tuple(self.generated)
         output = RequestOutput(
             request_id=self.request_id,

@@ -63,6 +63,8 @@ class SchedulerStats:
         preemptions: Times that a running request gave its blocks back.
         swaps: Of these, the times that host memory kept its state.
         failed_swaps: Times that copying to host memory, or back, failed, so that a request is computed again.
+        retries: Times that what the model gave for a request on a cached prefix was not numbers, so that it is computed
+            again without.
         steps: Steps completed.
     """
 
@@ -74,6 +76,7 @@ class SchedulerStats:
     preemptions: int = 0
     swaps: int = 0
     failed_swaps: int = 0
+    retries: int = 0
     steps: int = 0
 
 
@@ -188,13 +191,16 @@ class Scheduler(Generic[RequestT]):
             self._cache.commit_rows(step.rows, num_computed)
         for request, count in zip(step.requests, num_computed.tolist(), strict=True):
             request.num_computed = count
-        changed = step.requests
-        if len(generating) < len(changed):
-            changed = [changed[place] for place in generating.tolist()]
-        ended = []
-        for request, outcome in zip(changed, outcomes, strict=True):
+        generated = step.requests
+        if len(generating) < len(generated):
+            generated = [generated[place] for place in generating.tolist()]
+        ended: list[RequestT] = []
+        again: list[RequestT] = []
+        for request, outcome in zip(generated, outcomes, strict=True):
             if outcome >= 0:
                 request.take(outcome)
+            elif request.is_on_cache:
+                again.append(request)
             else:
                 request.finish_reason = "error"
                 request.error = (
@@ -204,16 +210,18 @@ class Scheduler(Generic[RequestT]):
             if request.finish_reason is not None:
                 ended.append(request)
         num_known = step.num_known.copy()
-        num_known[generating] = [len(request.token_ids) for request in changed]
+        num_known[generating] = [len(request.token_ids) for request in generated]
         self.running.advance(num_computed, num_known)
         for request in ended:
             self._give_back(request)
         if ended:
             self.running.drop_ended()
+        for request in reversed(again):
+            self._compute_anew(request)
         self.stats.steps += 1
         self.stats.computed_tokens += step.num_tokens
         self.stats.generated_tokens += int((num_known - step.num_known).sum())
-        return changed
+        return [request for request in generated if request not in again] if again else generated
 
     def fail(self, step: ScheduledStep[RequestT], error: str) -> list[RequestT]:
         """End every request of a step that could not be computed, and return them."""
@@ -274,6 +282,14 @@ class Scheduler(Generic[RequestT]):
                 return False
         return True
 
+    def _compute_anew(self, request: RequestT) -> None:
+        """Let a request wait for its turn to be computed from nothing: what others cached may be why it failed."""
+        request.trusts_cache = False
+        self._give_back(request)
+        self.running.remove(request)
+        self.waiting.appendleft(request)
+        self.stats.retries += 1
+
     def _preempt(self, request: RequestT) -> None:
         if self._swap_out(request):
             self.stats.swaps += 1
@@ -288,7 +304,7 @@ class Scheduler(Generic[RequestT]):
     def _swap_out(self, request: RequestT) -> bool:
         try:
             return self._cache.swap_out(request.request_id)
-        except RuntimeError:
+        except (RuntimeError, MemoryError):
             self.stats.failed_swaps += 1
             return False
 
@@ -310,7 +326,7 @@ class Scheduler(Generic[RequestT]):
         if request.is_swapped:
             try:
                 return self._resume(request, budget)
-            except RuntimeError:
+            except (RuntimeError, MemoryError):
                 self.stats.failed_swaps += 1
                 self._give_back(request)
         return self._start(request, budget, admitted)
@@ -356,6 +372,7 @@ class Scheduler(Generic[RequestT]):
             request.runs_alone = True
         request.row = self._cache.row(request.request_id)
         request.num_computed = hit
+        request.is_on_cache = hit > 0 or len(request.new_inputs) < len(request.inputs)
         self.stats.computed_input_tokens += new_tokens
         if not request.was_started:
             request.was_started = True

@@ -26,6 +26,8 @@ class EngineStats:
         preemptions: Times that a running request gave its blocks back.
         swaps: Of these, the times that host memory kept its state.
         failed_swaps: Times that copying to host memory, or back, failed, so that a request is computed again.
+        retries: Times that what the model gave for a request on a cached prefix was not numbers, so that it is computed
+            again without.
         steps: Steps completed.
         blocks_held: Per group, the blocks that requests hold now.
         peak_blocks_held: Per group, the most blocks held at once.
@@ -45,6 +47,7 @@ class EngineStats:
     preemptions: int
     swaps: int
     failed_swaps: int
+    retries: int
     steps: int
     blocks_held: tuple[int, ...]
     peak_blocks_held: tuple[int, ...]
@@ -73,6 +76,7 @@ class EngineStats:
             preemptions=scheduled.preemptions,
             swaps=scheduled.swaps,
             failed_swaps=scheduled.failed_swaps,
+            retries=scheduled.retries,
             steps=scheduled.steps,
             blocks_held=tuple(cached.blocks_held),
             peak_blocks_held=tuple(cached.peak_blocks_held),

@@ -1,0 +1,163 @@
+"""Faults on demand: an engine that breaks in a chosen place, once, when it comes there for the n-th time."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, ClassVar
+
+import attrs
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvframe import hookimpl
+from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.attention.wrapper import FieldUse, MetadataWrapper
+from kvframe.engine.core import EngineCore
+
+KINDS: Mapping[str, str] = {
+    "backend": "a backend raises in one of the step's layers",
+    "memory": "no memory for a tensor, in any operation of a step: metadata, a layer, sampling, a copy to the host",
+    "swap": "a copy to host memory, or back, fails",
+    "shape": "a wrapper returns metadata of a wrong shape",
+    "logits": "the model's output for one request is NaN",
+    "state": "what a layer stores of one token is NaN",
+    "interrupt": "Ctrl-C in one of the step's layers",
+    "books": "Ctrl-C while the scheduler asks for room or commits",
+}
+"""What can break."""
+
+
+class InjectedError(RuntimeError):
+    """What breaks raises this, unless something else is meant."""
+
+
+class Faults:
+    """Breaks one engine.
+
+    Attributes:
+        struck: How often each kind has struck.
+    """
+
+    def __init__(self, engine: EngineCore[Any]) -> None:
+        """Stand in the places of an engine that can break."""
+        self.struck: Counter[str] = Counter()
+        self._armed: dict[str, int] = {}
+        parts: Any = engine
+        for group in parts._runner._layers.groups:
+            group.backend.forward = self._before(group.backend.forward, "backend", "interrupt")
+            group.backend.write_kv = self._spoiling_state(group.backend.write_kv)
+        parts._runner.forward = self._spoiling_logits(parts._runner.forward)
+        parts._manager.extend_rows = self._before(parts._manager.extend_rows, "books")
+        parts._manager.commit_rows = self._before(parts._manager.commit_rows, "books")
+        host = parts._manager._host
+        if host is not None:
+            host._pages.copy_out = self._before(host._pages.copy_out, "swap")
+            host._pages.copy_in = self._before(host._pages.copy_in, "swap")
+        parts._advance = self._short_of_memory(parts._advance)
+        Careless.strikes = lambda: self._strikes("shape")
+
+    def arm(self, kind: str, after: int = 0) -> None:
+        """Let something break when its place is reached for the ``after + 1``-th time from now on."""
+        self._armed[kind] = after
+
+    def disarm(self) -> None:
+        """Let nothing break."""
+        self._armed.clear()
+
+    def _strikes(self, kind: str) -> bool:
+        left = self._armed.get(kind)
+        if left is None:
+            return False
+        if left:
+            self._armed[kind] = left - 1
+            return False
+        del self._armed[kind]
+        self.struck[kind] += 1
+        return True
+
+    def _before(self, function: Callable[..., Any], *kinds: str) -> Callable[..., Any]:
+        def breaking(*arguments: Any, **named: Any) -> Any:
+            for kind in kinds:
+                if self._strikes(kind):
+                    if kind in ("interrupt", "books"):
+                        signal.raise_signal(signal.SIGINT)
+                    else:
+                        raise InjectedError(KINDS[kind])
+            return function(*arguments, **named)
+
+        return breaking
+
+    def _spoiling_logits(self, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def spoiled(*arguments: Any, **named: Any) -> torch.Tensor:
+            logits = forward(*arguments, **named)
+            if len(logits) and self._strikes("logits"):
+                logits = logits.clone()
+                logits[-1, 3] = torch.nan
+            return logits
+
+        return spoiled
+
+    def _spoiling_state(self, write: Callable[..., None]) -> Callable[..., None]:
+        def spoiled(key: torch.Tensor, value: torch.Tensor, *arguments: Any) -> None:
+            if len(value) and self._strikes("state"):
+                value = value.clone()
+                value[-1] = torch.nan
+            write(key, value, *arguments)
+
+        return spoiled
+
+    def _short_of_memory(self, advance: Callable[[], None]) -> Callable[[], None]:
+        def short() -> None:
+            if "memory" not in self._armed:
+                advance()
+                return
+            with _ShortOfMemory(lambda: self._strikes("memory")):
+                advance()
+
+        return short
+
+
+class _ShortOfMemory(TorchDispatchMode):
+    """While it is entered, an operation finds no memory when ``strikes`` says so."""
+
+    def __init__(self, strikes: Callable[[], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._strikes = strikes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if self._strikes():
+            raise torch.OutOfMemoryError(f"no memory for {func}")
+        return func(*args, **(kwargs or {}))
+
+
+@attrs.frozen(kw_only=True)
+class Careless(MetadataWrapper):
+    """Hands a step on as it is, but when it strikes: then a request is missing from the lengths."""
+
+    name: ClassVar[str] = "careless"
+    fields: ClassVar[Mapping[str, FieldUse]] = {
+        field.name: FieldUse.RESET for field in attrs.fields(CommonAttentionMetadata) if field.name != "extensions"
+    }
+    strikes: ClassVar[Callable[[], bool]] = lambda: False
+
+    def __call__(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """Return the metadata, or what does not fit together."""
+        if type(self).strikes():
+            return attrs.evolve(metadata, seq_lens=metadata.seq_lens[:-1])
+        return metadata
+
+
+def careless_plugin() -> ModuleType:
+    """Return a plugin that brings the careless wrapper."""
+    module = ModuleType("careless_plugin")
+
+    def kvframe_register_wrappers(register: Callable[[str, type], None]) -> None:
+        register(Careless.name, Careless)
+
+    vars(module)["kvframe_register_wrappers"] = hookimpl(kvframe_register_wrappers)
+    return module

@@ -1,0 +1,71 @@
+"""Interrupts wait while an engine's books are written: a request is either as it was, or as it was to become."""
+
+from __future__ import annotations
+
+import signal
+from importlib import import_module
+from importlib.util import find_spec
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+# What `signal` wraps: an engine does this in every step, and there it makes enums of handlers, which takes 70 us.
+_signal: Any = import_module("_signal" if find_spec("_signal") else "signal")
+
+_SIGINT = int(signal.SIGINT)
+
+
+class HeldInterrupts:
+    """While it is entered, Ctrl-C waits; whoever handles it is called at the end.
+
+    Only the main thread handles signals: in another one, and where nobody in Python handles them, nothing is done.
+    """
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self._handler: Any = None
+        self._pending: tuple[int, FrameType | None] | None = None
+
+    def __enter__(self) -> Self:
+        """Hold interrupts back."""
+        handler = _signal.getsignal(_SIGINT)
+        if callable(handler):
+            try:
+                _signal.signal(_SIGINT, self._note)
+            except ValueError:  # not the main thread
+                return self
+            self._handler = handler
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Hold them no more, and hand on what came."""
+        self._let_go()
+
+    def let_through(self) -> _LetThrough:
+        """Return what lets interrupts through while it is entered, first of all one that came before."""
+        return _LetThrough(self)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._pending = number, frame
+
+    def _let_go(self) -> None:
+        handler, self._handler = self._handler, None
+        if handler is not None:
+            _signal.signal(_SIGINT, handler)
+            pending, self._pending = self._pending, None
+            if pending is not None:
+                handler(*pending)
+
+
+class _LetThrough:
+    def __init__(self, held: HeldInterrupts) -> None:
+        self._held = held
+
+    def __enter__(self) -> None:
+        self._held._let_go()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._held.__enter__()
