@@ -62,6 +62,7 @@ def run(seeds: Iterable[int], operations: int, check_every: int, seconds: float)
         "verbs": dict(tally.verbs),
         "refused": {verb: number for verb, number in tally.refused.items() if number},
         "drafts": dict(tally.drafts),
+        "pages_copied": tally.pages_copied,
         "failures": failures,
     }
 
@@ -92,7 +93,8 @@ def write_report(record: Mapping[str, Any]) -> str:
         ),
         "",
         f"Of drafts, {record['drafts'].get('accepted', 0):,} were accepted and "
-        f"{record['drafts'].get('refused', 0):,} refused.",
+        f"{record['drafts'].get('refused', 0):,} refused. Of the pages that forks shared and wrote into, "
+        f"{record['pages_copied']:,} were copied before.",
     ]
     if failures:
         lines += ["", *table(("seed", "failure"), [(f"{seed}", failure) for seed, failure in failures.items()])]

@@ -40,11 +40,12 @@ KINDS: tuple[tuple[Callable[..., KVCacheSpec], dict[str, tuple[int, ...]]], ...]
 
 @attrs.define
 class Tally:
-    """What happened: how often each verb was called, and how often it was refused; and what became of drafts."""
+    """What happened: how often each verb was called and was refused; drafts and their ends; pages that forks copied."""
 
     verbs: Counter[str] = attrs.field(factory=Counter)
     refused: Counter[str] = attrs.field(factory=Counter)
     drafts: Counter[str] = attrs.field(factory=Counter)
+    pages_copied: int = 0
 
     @property
     def num_operations(self) -> int:
@@ -96,7 +97,11 @@ class Lives:
         self.model = CacheModel(self.plan, is_caching=prefix_caching)
         self.host = HostCopies(num_slabs // 2, self.model.bytes)
         self.manager = KVCacheManager(
-            self.plan, max_num_seqs=MOST_RUNNING, prefix_caching=prefix_caching, host_pages=self.host
+            self.plan,
+            max_num_seqs=MOST_RUNNING,
+            prefix_caching=prefix_caching,
+            host_pages=self.host,
+            copier=self.host.copy_within,
         )
         self.manager.on_pages_freed = self.model.pages_freed
         assert self.manager._host is not None
@@ -112,6 +117,8 @@ class Lives:
         events = {self.reset: 1, self.evict: 3}
         if len(self.running) < MOST_RUNNING:
             events[self.start] = 12
+            if any(life.is_encoded for life in self.running.values()):
+                events[self.fork] = 6
         if self.running:
             events |= {self.compute: 12, self.compute_together: 12, self.free: 6, self.swap_out: 3}
         if self.swapped:
@@ -130,6 +137,18 @@ class Lives:
         self.tally.refused[verb] += is_refused
         if self.tally.num_operations % self.check_every == 0:
             self.manager.audit()
+
+    def make_room(self, extend: Callable[[], bool]) -> bool:
+        """Return whether there is room, and the pages that forks share could be copied."""
+        self.host.broken = self.draw.randint(-16, MOST_GROUPS - 1)
+        self.host.copied.clear()
+        try:
+            has_room = extend()
+            self.tally.pages_copied += len(self.host.copied)
+            return has_room
+        except RuntimeError:
+            assert 0 <= self.host.broken < len(self.plan.groups)
+            return False
 
     def resident(self, name: str) -> list[list[bool]]:
         return [[block_id != 0 for block_id in ids] for ids in self.manager.block_ids(name)]
@@ -179,7 +198,7 @@ class Lives:
         target = min(life.computed + num_tokens, len(life.tokens))
         end = target + min(num_drafts, self.most_refused, MAX_LEN - target, CHUNK - (target - life.computed))
         before, verb = self.manager.block_ids(name), "lookahead" if end > target else "extend"
-        has_room = self.manager.extend(name, end)
+        has_room = self.make_room(lambda: self.manager.extend(name, end))
         self.did(verb, not has_room)
         if not has_room:
             assert before == self.manager.block_ids(name)
@@ -216,7 +235,7 @@ class Lives:
         targets = [min(self.running[name].computed + most, len(self.running[name].tokens)) for name in names]
         rows = np.array([self.manager.row(name) for name in names], dtype=np.int64)
         before = {name: self.manager.block_ids(name) for name in names}
-        has_room = self.manager.extend_rows(rows, np.array(targets, dtype=np.int64))
+        has_room = self.make_room(lambda: self.manager.extend_rows(rows, np.array(targets, dtype=np.int64)))
         self.did("extend rows", not has_room)
         blocks = {name: self.manager.block_ids(name) for name in names}
         if not has_room:
@@ -234,6 +253,22 @@ class Lives:
         for name, target in zip(names, targets, strict=True):
             self.model.commit(self.running[name], target, blocks[name], found)
             self.check_kept(name, target)
+
+    def fork(self) -> None:
+        """Let a request go on in several ways; it computes the same next token at first, or another one."""
+        name = self.draw.choice(sorted(name for name, life in self.running.items() if life.is_encoded))
+        life = self.running[name]
+        self.num_started += 1
+        fork = f"r{self.num_started}"
+        tokens = life.tokens[: self.draw.choice([life.computed, len(life.tokens)])] or life.tokens[:1]
+        self.manager.fork(name, fork, tokens)
+        self.did("fork")
+        self.running[fork] = self.model.fork(life, tokens)
+        for group, ids, others in zip(
+            self.plan.groups, self.manager.block_ids(name), self.manager.block_ids(fork), strict=True
+        ):
+            num_shared = len(ids) if group.is_of_input else -(-life.computed // group.block_size)
+            assert ids[:num_shared] == others
 
     def free(self) -> None:
         name = self.draw.choice(sorted(self.running))
@@ -258,7 +293,7 @@ class Lives:
     def swap_out(self) -> None:
         name = self.draw.choice(sorted(self.running))
         before, resident = self.manager.block_ids(name), self.resident(name)
-        self.host.broken = self.draw.randint(-8, 3)
+        self.host.broken = self.draw.randint(-8, MOST_GROUPS - 1)
         try:
             is_out = self.manager.swap_out(name)
         except RuntimeError:
@@ -273,7 +308,7 @@ class Lives:
     def swap_in(self) -> None:
         name = self.draw.choice(sorted(self.swapped))
         life, resident = self.swapped[name]
-        self.host.broken = self.draw.randint(-8, 3)
+        self.host.broken = self.draw.randint(-8, MOST_GROUPS - 1)
         end = min(len(life.tokens), life.computed + self.draw.randint(1, CHUNK))
         try:
             is_in = self.manager.swap_in(name, end, use_prefix=self.draw.random() < 0.7)
@@ -310,7 +345,7 @@ class Lives:
         life, is_asked_again = self.running[name], self.room.pop(name, set()) - {end}
         for group, was, now in zip(self.plan.groups, before, self.manager.block_ids(name), strict=True):
             new = {(group.index, page) for page in now if page and page not in was}
-            assert not new & self.model.bytes.keys(), "a page that was not free"
+            assert not (new - self.host.copied) & self.model.bytes.keys(), "a page that was not free"
             if is_sparse(group) and not is_asked_again:
                 expected = self.needed(life, group.index, end)
                 assert expected == {block for block, page in enumerate(now) if page}

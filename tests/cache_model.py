@@ -166,6 +166,13 @@ class CacheModel:
         keys = [(life.salt, life.encoder, index) for index in range(life.num_input_blocks(group))]
         return [self.findable.get((group.index, key)) for key in keys]
 
+    def fork(self, life: Life, tokens: list[int]) -> Life:
+        """Return a request that goes on from where another one is: it offers what it adds."""
+        offered = [life.computed // group.block_size for group in self.plan.groups]
+        for group in self.of_inputs:
+            offered[group.index] = life.num_input_blocks(group)
+        return attrs.evolve(life, tokens=tokens, offered=offered, lookups=[])
+
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def compute(self, life: Life, step: Sequence[int], block_ids: Sequence[Sequence[int]]) -> set[Page]:
@@ -248,19 +255,29 @@ def live_blocks(group: PlannedGroup, n: int) -> set[int]:
 
 
 class HostCopies:
-    """Host pages that copy the model's bytes; a copy of group ``broken`` stops half-way and raises."""
+    """Host pages that copy the model's bytes; a copy of group ``broken`` stops half-way and raises.
+
+    Attributes:
+        copied: The pages that got the bytes of others in the pool.
+    """
 
     def __init__(self, num_slabs: int, pool: Mapping[Page, Any]) -> None:
         self.num_slabs = num_slabs
         self.pool: Any = pool
         self.host: Any = {}
         self.broken = -1
+        self.copied: set[Page] = set()
 
     def copy_out(self, group: int, block_ids: Sequence[int], host_ids: Sequence[int]) -> None:
         self.copy(group, self.pool, block_ids, self.host, host_ids)
 
     def copy_in(self, group: int, host_ids: Sequence[int], block_ids: Sequence[int]) -> None:
         self.copy(group, self.host, host_ids, self.pool, block_ids)
+
+    def copy_within(self, group: int, block_ids: Sequence[int], others: Sequence[int]) -> None:
+        assert not any((group, other) in self.pool for other in others), "a page that was not free"
+        self.copied |= {(group, other) for other in others}
+        self.copy(group, self.pool, block_ids, self.pool, others)
 
     def copy(self, group: int, source: Any, source_ids: Sequence[int], target: Any, target_ids: Sequence[int]) -> None:
         pairs = list(zip(source_ids, target_ids, strict=True))

@@ -93,6 +93,7 @@ USE_NUMPY = (
     "kvframe.cache.tree",
     "kvframe.cache.inputs",
     "kvframe.cache.lookup",
+    "kvframe.cache.forking",
     "kvframe.cache.coordinator",
     "kvframe.cache.swap",
     "kvframe.cache.audit",

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvframe.cache.block_table import BlockTables, TableStack
 from kvframe.cache.forgetting import NEVER, MovingGroups, forgetting_of
+from kvframe.cache.forking import ForkedRows, PageCopier
 from kvframe.cache.free_pages import BlockIds
 from kvframe.cache.inputs import InputBlocks
 from kvframe.cache.lookup import PrefixHit
@@ -84,6 +85,7 @@ class KVCacheCoordinator:
         tree: PrefixTree | None,
         num_computed: npt.NDArray[np.int64],
         next_publication: npt.NDArray[np.int64],
+        copier: PageCopier | None = None,
     ) -> None:
         """Work on a pool and mirror every change into the block tables.
 
@@ -94,6 +96,7 @@ class KVCacheCoordinator:
             tree: Where full blocks are published; None if nowhere.
             num_computed: ``[max_num_seqs], int64, host``, zeroed.
             next_publication: Likewise, what the tree says of when it has to be told.
+            copier: Copies pages where a fork writes; None if there are no forks.
         """
         max_num_seqs = len(num_computed)
         self.num_computed = num_computed
@@ -121,6 +124,7 @@ class KVCacheCoordinator:
             found = [(place, moving.get(group)) for place, group in enumerate(stack.groups)]
             kinds = [(place, each) for place, each in found if each is not None and (each.window or each.chunk)]
             self._moving.append(MovingGroups(kinds, max_num_seqs) if kinds else None)
+        self._forks = None if copier is None else ForkedRows(of_tokens, pool, tables, num_computed, copier)
         for row in range(max_num_seqs):
             self._begin(row, 0, _PLAIN)
 
@@ -154,6 +158,39 @@ class KVCacheCoordinator:
         else:
             self._note_room(row)
 
+    def fork(self, row: int, new_row: int, token_ids: Sequence[int]) -> None:
+        """Begin a request from what another one has computed, holding its pages.
+
+        Args:
+            row: The other one's row, of which no token is being computed; its inputs are computed.
+            new_row: A free row.
+            token_ids: The tokens of the one that begins.
+        """
+        assert self._forks is not None
+        state, num_computed = self._states[row], int(self.num_computed[row])
+        assert not state.missing
+        self._begin(new_row, num_computed, attrs.evolve(state, live=dict(state.live)) if state is not _PLAIN else state)
+        if self._tree is not None:
+            self._tree.fork(row, new_row, token_ids)
+        is_shared = False
+        for group in self._groups:
+            index, size, count = group.index, group.block_size, int(self.num_blocks[group.index, row])
+            # What was made room for and not computed is the other one's.
+            count = count if group.is_of_input else min(count, -(-num_computed // size))
+            ids = self._tables[index].ids[row, :count]
+            self.num_blocks[index, new_row] = count
+            self._tables[index].ids[new_row, :count] = ids
+            if len(held := ids[ids != 0]):
+                self._pool.hold(index, held)
+            if num_computed % size and count * size > num_computed and not group.is_of_input and ids[-1]:
+                is_shared = True
+                if self._tree is not None:
+                    self._tree.own(new_row, index, [count - 1], ids[-1:])
+        self._note_room(new_row)
+        if is_shared:
+            self._forks.rows |= {row, new_row}
+            self._room[[row, new_row]] = -1
+
     def _begin(self, row: int, num_computed: int, state: RowState) -> None:
         self.num_computed[row] = num_computed
         self._states[row] = state
@@ -168,6 +205,8 @@ class KVCacheCoordinator:
 
     def free(self, row: int) -> None:
         """Release every block of a row, its tail first: a prefix outlives what hangs on it."""
+        if self._forks is not None:
+            self._forks.rows.discard(row)
         if self._tree is not None:
             self._tree.leave(row)
         counts = self.num_blocks[:, row].tolist()
@@ -201,7 +240,7 @@ class KVCacheCoordinator:
         """
         if num_tokens <= self._room[row]:
             return True
-        if self._is_plain:
+        if self._is_plain and (self._forks is None or row not in self._forks.rows):
             return self._make_plain_room(row, num_tokens)
         return self._make_room((row,), (num_tokens,))
 
@@ -216,7 +255,7 @@ class KVCacheCoordinator:
         if not len(due):
             return True
         rows, num_tokens = rows[due], num_tokens[due]
-        if self._is_plain and len(rows) > 1:
+        if self._is_plain and len(rows) > 1 and (self._forks is None or not self._forks.rows):
             return self._make_room_at_once(rows, num_tokens)
         return self._make_room(rows.tolist(), num_tokens.tolist())
 
@@ -309,16 +348,22 @@ class KVCacheCoordinator:
     def _make_room(self, rows: Sequence[int], num_tokens: Sequence[int]) -> bool:
         """Give rows room for whatever they lack."""
         wanted = [self._places(row, target) for row, target in zip(rows, num_tokens, strict=True)]
+        to_copy = self._forks.blocks_to_copy(rows, wanted) if self._forks is not None and self._forks.rows else ()
         counts = [sum(map(len, places)) for places in zip(*wanted, strict=True)]
         taken = self._pool.allocate(counts)
         if taken is None:
             return False
+        if self._forks is not None and to_copy:
+            self._forks.copy(to_copy, rows, wanted, taken)
         used = [0, *accumulate(counts)]
         for row, target, places in zip(rows, num_tokens, wanted, strict=True):
             for index, where in enumerate(places):
                 self._fill(row, index, where, taken[used[index] : used[index] + len(where)], target)
                 used[index] += len(where)
             self._note_room(row)
+        if self._forks is not None and self._forks.rows:
+            self._forks.leave(to_copy)
+            self._forks.rows.difference_update(rows)
         return True
 
     def _places(self, row: int, num_tokens: int) -> list[Sequence[int]]:

@@ -13,6 +13,7 @@ from kvframe.cache.audit import audit_pool, pages_in
 from kvframe.cache.block_table import BlockTables
 from kvframe.cache.coordinator import KVCacheCoordinator, Rows, SwappedBlocks
 from kvframe.cache.forgetting import NEVER
+from kvframe.cache.forking import PageCopier
 from kvframe.cache.inputs import InputIndex, InputSequence, input_blocks, inputs_root
 from kvframe.cache.lookup import PrefixHit, PrefixLookup, has_sparse
 from kvframe.cache.pool import BlockPool
@@ -75,6 +76,7 @@ class KVCacheManager:
         max_num_seqs: int,
         prefix_caching: bool = True,
         host_pages: HostPages | None = None,
+        copier: PageCopier | None = None,
         audited: bool = False,
     ) -> None:
         """Start with an empty pool.
@@ -84,6 +86,7 @@ class KVCacheManager:
             max_num_seqs: The most requests at a time.
             prefix_caching: Whether computed blocks become findable by later requests.
             host_pages: Where requests are swapped to; None if they cannot be.
+            copier: Copies pages within the pool, for ``fork``; None if there are no forks.
             audited: Whether to ``audit`` after every verb, to find out which one breaks the cache.
         """
         self.plan = plan
@@ -111,6 +114,7 @@ class KVCacheManager:
             self._tree if self.prefix_caching else None,
             num_computed,
             next_publication,
+            copier,
         )
         self._input_groups = tuple(group for group in plan.groups if group.is_of_input)
         self._host = None if host_pages is None else HostStore(plan, host_pages)
@@ -165,6 +169,23 @@ class KVCacheManager:
         self._entries[request_id] = self._fresh[row] = _Entry(row, token_ids, namespace, hit, self._num_resets)
         return hit.num_tokens
 
+    def fork(self, request_id: str, new_id: str, token_ids: Sequence[int]) -> None:
+        """Take a request into the table that goes on from where another one is, holding the same pages.
+
+        A page that is not full is copied as soon as one of them makes room to write into it. It may be called between
+        steps: not while a token of the other one is being computed. What is left over of its room stays its own.
+
+        Args:
+            request_id: A request in the table; its inputs are computed.
+            new_id: The name of the new one; not in the table.
+            token_ids: The tokens of the new one. Those that are computed of the other one are the same.
+        """
+        assert new_id not in self._entries
+        assert new_id not in self._swapped
+        entry, row = self._entries[request_id], self._free_rows.pop()
+        self._coordinator.fork(entry.row, row, token_ids)
+        self._entries[new_id] = _Entry(row, token_ids, entry.namespace, NO_HIT, entry.num_resets)
+
     def find(self, token_ids: Sequence[int], *, salt: str = "", inputs: Mapping[str, InputSequence] = NO_INPUTS) -> int:
         """Return how many tokens ``start`` would find of such a request; it takes and changes nothing."""
         if not self.prefix_caching:
@@ -189,6 +210,9 @@ class KVCacheManager:
 
         Returns:
             False, and nothing changed, if the pool cannot give the pages now.
+
+        Raises:
+            RuntimeError: A page that it shares with a fork could not be copied; nothing changed.
         """
         return self._coordinator.extend(self._entries[request_id].row, num_tokens)
 

@@ -215,6 +215,15 @@ class PrefixTree:
         self._cursors[row] = Cursor(namespace, node, offset, tokens)
         self._next_publication[row] = offset + self.unit
 
+    def fork(self, row: int, new_row: int, tokens: Sequence[int]) -> None:
+        """Let a row publish what it adds to the blocks that another one has computed."""
+        cursor = self._cursors[row]
+        if cursor is not None:
+            offset = int(self._num_computed[row])
+            offset -= offset % self.unit
+            self._cursors[new_row] = Cursor(cursor.namespace, cursor.leaf or cursor.node, offset, tokens)
+            self._next_publication[new_row] = offset + self.unit
+
     def read_from(self, row: int, tokens: Sequence[int]) -> None:
         """Read a row's tokens from somewhere else from now on."""
         cursor = self._cursors[row]
