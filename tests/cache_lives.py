@@ -114,7 +114,7 @@ class Lives:
 
     def happen(self) -> None:
         """Let one thing happen, which is one verb or several."""
-        events = {self.reset: 1, self.evict: 3}
+        events = {self.reset: 1, self.evict: 3, self.resize: 2}
         if len(self.running) < MOST_RUNNING:
             events[self.start] = 12
             if any(life.is_encoded for life in self.running.values()):
@@ -289,6 +289,21 @@ class Lives:
         self.manager.reset_prefix_cache()
         self.did("reset")
         self.model.reset()
+
+    def resize(self) -> None:
+        """Have more or fewer slabs; fewer only where nobody holds a page of those that go."""
+        num_slabs = self.draw.randint(LEAST_SLABS, MOST_SLABS) if self.plan.groups else 0
+        plan = attrs.evolve(self.plan, num_slabs=num_slabs)
+        before = self.manager.plan.num_slabs
+        held = pages_in(self.manager.tables)
+        expected = not (held * plan.block_id_bytes >= plan.total_bytes).any()
+        published = set(self.manager.published())
+        is_resized = self.manager.resize(num_slabs)
+        self.did("shrink" if num_slabs < before else "grow", not is_resized)
+        assert expected == is_resized
+        assert (num_slabs if is_resized else before) == self.manager.plan.num_slabs
+        if num_slabs >= before or not is_resized:
+            assert published == set(self.manager.published())
 
     def swap_out(self) -> None:
         name = self.draw.choice(sorted(self.running))

@@ -74,6 +74,17 @@ class EqualPages:
     def uncache(self, block_ids: BlockIds) -> None:
         """Do nothing: a page has no slab to leave."""
 
+    def resize(self, plan: KVCachePlan, reserve: int) -> None:
+        """Put the pages that are new under all others, or take out those that go."""
+        free, before = self.free_pages(), self._num_pages
+        self._plan = plan
+        pages = self.cut_pages()
+        kept = free[free <= pages[-1]] if len(pages) else free[:0]
+        self.free = array("i")
+        self.free.frombytes(np.concatenate([pages[before:][::-1], kept]).tobytes())
+        self._num_pages = len(pages)
+        self._uncut = min(_MAX_UNCUT, self._num_pages // 32)
+
     def cut_pages(self) -> BlockIds:
         """Return all pages."""
         plan = self._plan

@@ -8,6 +8,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.plan import KVCachePlan
+
 BlockIds = npt.NDArray[np.int32]
 """``[n], int32, host``: block ids, each once."""
 Groups = npt.NDArray[np.int64]
@@ -69,6 +71,14 @@ class FreePages(Protocol):
 
     def uncache(self, block_ids: BlockIds) -> None:
         """Take note that cached pages are given up; they are given back beside."""
+
+    def resize(self, plan: KVCachePlan, reserve: int) -> None:
+        """Have as many slabs as a plan says, which is the same in all else; those that go have free pages only.
+
+        Args:
+            plan: The cut of the pool.
+            reserve: Idle slabs that an allocation leaves alone as long as it can.
+        """
 
     def cut_pages(self) -> BlockIds:
         """Return all pages that are cut."""

@@ -375,6 +375,25 @@ class KVCacheManager:
         self._inputs.forget()
         self._num_resets += 1
 
+    def resize(self, num_slabs: int) -> bool:
+        """Have more or fewer slabs, whose bytes are there (after it, those that go are nobody's).
+
+        Slabs are added, and go, at the end of the pool. Cached pages of those that go are given up.
+
+        Args:
+            num_slabs: How many there are to be; requests that run have to fit in them.
+
+        Returns:
+            False, and nothing changed, if somebody holds a page of a slab that would go.
+        """
+        plan = attrs.evolve(self.plan, num_slabs=num_slabs)
+        if plan.groups:
+            reserve = min(plan.num_slabs_for(group.peak_blocks for group in plan.groups), num_slabs)
+            if not self._pool.resize(plan, reserve):
+                return False
+        self.plan = plan
+        return True
+
     # --- what is there ------------------------------------------------------------------------------------------------
 
     def row(self, request_id: str) -> int:

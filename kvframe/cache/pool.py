@@ -191,6 +191,37 @@ class BlockPool:
         has_owner: npt.NDArray[np.bool_] = self._owner[self._places(block_ids)] != _NOBODY
         return has_owner
 
+    def resize(self, plan: KVCachePlan, reserve_slabs: int) -> bool:
+        """Have more or fewer slabs. Of those that go, the last ones, cached pages are given up.
+
+        Args:
+            plan: The cut of the pool, the same but for the number of slabs.
+            reserve_slabs: As for a new pool.
+
+        Returns:
+            False, and nothing changed, if somebody holds a page of a slab that would go.
+        """
+        end = plan.total_bytes // plan.block_id_bytes
+        pages, free = self.pages(), self.free_pages()
+        lost = pages[pages >= end]
+        cached = self._more_holders[self._places(lost)] < 0
+        if np.count_nonzero(cached) + np.count_nonzero(free >= end) < len(lost):
+            return False
+        for stamp, block_ids, group in list(self._cached.entries()) if cached.any() else ():
+            goes = (block_ids >= end) & self._is_current(stamp, block_ids)
+            if goes.any():
+                self.evict(group if isinstance(group, int) else group[goes], block_ids[goes])
+        # Entries of pages that are gone are stale: what is known of pages stays as long as it was.
+        num_new = end // self._divisor + 1 - len(self._more_holders)
+        if num_new > 0:
+            self._more_holders = np.concatenate([self._more_holders, np.zeros(num_new, dtype=np.int32)])
+            if self._keeper is not None:
+                self._owner = np.concatenate([self._owner, np.full(num_new, _NOBODY, dtype=np.int32)])
+                self._index = np.concatenate([self._index, np.zeros(num_new, dtype=np.int32)])
+                self._stamp = np.concatenate([self._stamp, np.zeros(num_new, dtype=np.int64)])
+        self._free.resize(plan, reserve_slabs)
+        return True
+
     # --- giving up cached pages ---------------------------------------------------------------------------------------
 
     def drop(self, group: int, block_ids: BlockIds) -> npt.NDArray[np.bool_]:

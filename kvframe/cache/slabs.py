@@ -188,6 +188,17 @@ class Slabs:
         for slab in set(slabs[self._cached[slabs] == 0].tolist()):
             self._cached_held[self._group[slab]].pop(slab, None)
 
+    def resize(self, plan: KVCachePlan, reserve: int) -> None:
+        """Put the slabs that are new under all free ones, or take out those that go, which are free."""
+        before, after = len(self._group), plan.num_slabs
+        added = range(before, after)
+        self._reserve = reserve
+        self._free_slabs = [*reversed(added), *(slab for slab in self._free_slabs if slab < after)]
+        self._group = [*self._group[:after], *(_NO_GROUP for _ in added)]
+        self._free_pages = [*self._free_pages[:after], *([] for _ in added)]
+        self._held = np.concatenate([self._held[:after], np.zeros(len(added), dtype=np.int32)])
+        self._cached = np.concatenate([self._cached[:after], np.zeros(len(added), dtype=np.int32)])
+
     def cut_pages(self) -> BlockIds:
         """Return the pages of all slabs that are cut."""
         group = np.array(self._group, dtype=np.int64)
