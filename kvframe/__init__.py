@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from kvframe.builtin.full_attention import FullAttentionSpec as FullAttentionSpec
     from kvframe.cache.block_table import BlockTable as BlockTable
     from kvframe.cache.coordinator import KVCacheCoordinator as KVCacheCoordinator
+    from kvframe.cache.events import BlocksRemoved as BlocksRemoved
+    from kvframe.cache.events import BlocksStored as BlocksStored
+    from kvframe.cache.events import CacheCleared as CacheCleared
+    from kvframe.cache.keys import prefix_key as prefix_key
     from kvframe.cache.manager import KVCacheManager as KVCacheManager
     from kvframe.cache.pool import BlockPool as BlockPool
     from kvframe.cache.storage import KVCacheStorage as KVCacheStorage
@@ -74,6 +78,9 @@ _HOME = {
     "BatchOrder": "attention.order",
     "BlockPool": "cache.pool",
     "BlockTable": "cache.block_table",
+    "BlocksRemoved": "cache.events",
+    "BlocksStored": "cache.events",
+    "CacheCleared": "cache.events",
     "Capabilities": "attention.backend",
     "CommonAttentionMetadata": "attention.metadata",
     "Embedder": "engine.embedding",
@@ -113,6 +120,7 @@ _HOME = {
     "make_layer_specs": "groups",
     "plan_cache": "plan",
     "plan_ranks": "ranks",
+    "prefix_key": "cache.keys",
     "share_caches": "groups",
     "split_batch": "attention.order",
 }

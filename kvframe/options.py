@@ -76,6 +76,8 @@ class CacheOptions:
             not used otherwise.
         audit: Whether to check after every operation that each page is free, held or cached and counted right, for
             whoever suspects the cache; it takes time in proportion to the pool.
+        key: What keys of cached blocks are made with, for those who listen to the cache: 64 hexadecimal digits, or a
+            file that holds them. None for a secret of each engine's own.
     """
 
     memory: int | Literal["auto"] = attrs.field(default="auto", converter=_as_bytes, validator=MEMORY)
@@ -87,6 +89,7 @@ class CacheOptions:
     preemption: Literal["recompute", "swap"] = attrs.field(default="recompute", validator=one_of("recompute", "swap"))
     swap_memory: int | None = attrs.field(default=None, converter=_as_bytes, validator=SIZE_OR_NONE)
     audit: bool = attrs.field(default=False, validator=SWITCH)
+    key: str | None = attrs.field(default=None, validator=TEXT_OR_NONE, repr=False)
 
     def __attrs_post_init__(self) -> None:
         """Refuse to swap to nowhere."""

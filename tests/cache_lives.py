@@ -8,14 +8,17 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 import numpy as np
 
 from kvframe.cache.audit import pages_in
+from kvframe.cache.events import EventLog
 from kvframe.cache.inputs import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.specs import ENCODER, KVCacheSpec
+from tests.cache_mirror import SECRET, Mirror, key_of_input, key_of_tokens
 from tests.cache_model import CacheModel, HostCopies, Life, Page, is_sparse, live_blocks
 from tests.plans import StateSpec, encoder, evict, full, make_plan, masked, ranged, state
 
@@ -111,10 +114,12 @@ class Lives:
         self.swapped: dict[str, tuple[Life, list[list[bool]]]] = {}
         self.room: dict[str, set[int]] = {}
         self.num_started = 0
+        self.log: EventLog | None = None
+        self.mirror = Mirror()
 
     def happen(self) -> None:
         """Let one thing happen, which is one verb or several."""
-        events = {self.reset: 1, self.evict: 3, self.resize: 2}
+        events = {self.reset: 1, self.evict: 3, self.resize: 2, self.listen: 1}
         if len(self.running) < MOST_RUNNING:
             events[self.start] = 12
             if any(life.is_encoded for life in self.running.values()):
@@ -305,6 +310,14 @@ class Lives:
         if num_slabs >= before or not is_resized:
             assert published == set(self.manager.published())
 
+    def listen(self) -> None:
+        """Begin to mirror what can be found, from now on; or stop, so that nobody listens any more."""
+        if self.log is None or self.draw.random() < 0.5:
+            self.log = self.manager.record_events(SECRET)
+        else:
+            self.manager.stop_events()
+            self.log = None
+
     def swap_out(self) -> None:
         name = self.draw.choice(sorted(self.running))
         before, resident = self.manager.block_ids(name), self.resident(name)
@@ -422,8 +435,22 @@ class Lives:
             published = set(self.manager.published())
             self.model.let_go(published, set(held))
             assert published == self.model.findable_pages()
+        if self.log is not None:
+            self.mirror.replay(self.log.take())
+            assert {(group, self.key(group, content)) for group, content in self.model.findable} == set(
+                self.mirror.blocks
+            )
         copies = {name: swapped.blocks.copies for name, swapped in self.manager._swapped.items()}
         assert set(self.swapped) == set(copies)
         for name, (_, resident) in self.swapped.items():
             assert resident == [[host_id != 0 for host_id in ids] for ids in copies[name]]
         assert self.model.lookups == [list(attrs.astuple(each)[1:]) for each in self.manager.stats.lookups]
+
+    def key(self, index: int, content: tuple[str, tuple[int, bytes] | None, Any]) -> bytes:
+        """Return what a block is known by outside."""
+        salt, encoder, what = content
+        group = self.plan.groups[index]
+        if not group.is_of_input:
+            return key_of_tokens(what, salt, encoder)
+        assert encoder is not None
+        return key_of_input(min((what + 1) * group.block_size, encoder[0]), encoder, salt)

@@ -69,6 +69,8 @@ class ScriptedModel(LoadedModel):
     def engine(self, **engine_options: Any) -> Engine:
         """Return an engine with blocks of 4 tokens and 16 KiB of cache, or as ``memory`` says."""
         cache = {"block_size": 4, "memory": engine_options.pop("memory", 16 * 1024)}
+        key = engine_options.pop("cache_key", None)
+        cache |= {} if key is None else {"key": key}
         stack = Stack.from_mapping({"cache": cache, "engine": engine_options})
         registry = load_plugins().registry
         layers = make_layer_specs(self.description, registry, stack, "float32")

@@ -92,6 +92,8 @@ USE_NUMPY = (
     "kvframe.cache.reach",
     "kvframe.cache.tree",
     "kvframe.cache.inputs",
+    "kvframe.cache.keys",
+    "kvframe.cache.events",
     "kvframe.cache.lookup",
     "kvframe.cache.forking",
     "kvframe.cache.coordinator",

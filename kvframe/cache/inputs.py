@@ -6,7 +6,7 @@ runs, and are found by content: requests with the same input hold them once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import attrs
@@ -87,6 +87,8 @@ class InputIndex:
         self._entries: dict[int, tuple[InputBlocks, Pages]] = {}
         self._next_owner = 0
         self.pool: BlockPool  # set by whoever makes both: each needs the other
+        # Called with an input, indices of its blocks that became findable, and all its pages; None for nobody.
+        self.on_stored: Callable[[InputBlocks, npt.NDArray[np.intp], Pages], None] | None = None
 
     def find(self, blocks: InputBlocks) -> Pages | None:
         """Return the pages of an input in a group; None if not all of it is cached."""
@@ -109,6 +111,8 @@ class InputIndex:
         new = np.flatnonzero(known == 0)
         known[new] = pages[new]
         self.pool.publish(owner, pages[new], new)
+        if self.on_stored is not None:
+            self.on_stored(blocks, new, pages)
 
     def lost(self, owner: int, group: int, indices: npt.NDArray[np.int32]) -> None:
         """Take note that pages of an input were given up."""
@@ -116,6 +120,10 @@ class InputIndex:
         pages[indices] = 0
         if not pages.any():
             del self._entries[owner], self._owners[group][blocks]
+
+    def entries(self) -> Iterator[tuple[InputBlocks, Pages]]:
+        """Go through the inputs, each with its pages, 0 for one that is not cached."""
+        yield from self._entries.values()
 
     def published(self) -> Iterator[tuple[int, int]]:
         """Go through the pages that can be found: the group and block id of each."""

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvframe.cache.audit import audit_pool, pages_in
 from kvframe.cache.block_table import BlockTables
 from kvframe.cache.coordinator import KVCacheCoordinator, Rows, SwappedBlocks
+from kvframe.cache.events import EventLog
 from kvframe.cache.forgetting import NEVER
 from kvframe.cache.forking import PageCopier
 from kvframe.cache.inputs import InputIndex, InputSequence, input_blocks, inputs_root
@@ -123,6 +124,7 @@ class KVCacheManager:
         self._fresh: dict[int, _Entry] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._num_resets = 0
+        self._events: EventLog | None = None
         self._lookups = [GroupLookups(group.spec.kind) for group in plan.groups]
         if audited:
             audit_each_verb(self)
@@ -245,6 +247,8 @@ class KVCacheManager:
         if entry.row in self._fresh:
             self._first_commit(self._fresh.pop(entry.row))
         self._coordinator.commit(entry.row, num_computed)
+        if self._events is not None:
+            self._tree.refresh(entry.row)
 
     def commit_rows(self, rows: Rows, num_computed: npt.NDArray[np.int64]) -> None:
         """Take note of what is computed of many requests: what ``commit`` does, for each of them.
@@ -258,6 +262,9 @@ class KVCacheManager:
         for row in self._fresh.keys() & rows.tolist() if self._fresh else ():
             self._first_commit(self._fresh.pop(row))
         self._coordinator.commit_rows(rows, num_computed)
+        if self._events is not None:
+            for row in rows.tolist():
+                self._tree.refresh(row)
 
     def _first_commit(self, entry: _Entry) -> None:
         """Count a request's lookup, and publish its inputs, as soon as it runs."""
@@ -370,6 +377,8 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> None:
         """Give up every cached page and make held ones unfindable. What runs now publishes nothing any more."""
+        if self._events is not None:
+            self._events.cleared()
         self._pool.forget()
         self._tree.forget()
         self._inputs.forget()
@@ -393,6 +402,29 @@ class KVCacheManager:
                 return False
         self.plan = plan
         return True
+
+    # --- who wants to know --------------------------------------------------------------------------------------------
+
+    def record_events(self, secret: bytes) -> EventLog:
+        """Begin to record what becomes findable and what is no more, from what can be found now.
+
+        Args:
+            secret: 32 bytes, for the keys of blocks (``kvframe.cache.keys``).
+
+        Returns:
+            The events: whoever asked takes them from it. Nothing goes to a log that was there before.
+        """
+        self._events = log = EventLog(self.plan.groups, self._tree, secret)
+        for node in self._tree.walk():
+            log.stored(node, node.start, node.stop)
+        for blocks, pages in self._inputs.entries():
+            log.stored_input(blocks, np.flatnonzero(pages), pages)
+        self._tree.on_stored, self._inputs.on_stored, self._pool.on_removed = log.stored, log.stored_input, log.removed
+        return log
+
+    def stop_events(self) -> None:
+        """Record no events any more."""
+        self._events = self._tree.on_stored = self._inputs.on_stored = self._pool.on_removed = None
 
     # --- what is there ------------------------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ class BlockPool:
         num_cached: Per group, the cached pages.
         num_evictions: Cached pages whose content was given up so far.
         on_pages_freed: Called with a group and block ids whenever the content of pages ends; None for nobody.
+        on_removed: Called with the block ids of pages that were cached and are given up; None for nobody.
     """
 
     def __init__(self, plan: KVCachePlan, *, reserve_slabs: int = 0, keeper: Keeper | None = None) -> None:
@@ -73,6 +74,7 @@ class BlockPool:
         self.peak_held_bytes = 0
         self.num_evictions = 0
         self.on_pages_freed: Callable[[int, list[int]], None] | None = None
+        self.on_removed: Callable[[BlockIds], None] | None = None
 
     # --- what is there ------------------------------------------------------------------------------------------------
 
@@ -377,6 +379,8 @@ class BlockPool:
         for each, count in _per_group(group, len(block_ids)):
             self.num_cached[each] -= count
         self.num_evictions += len(block_ids)
+        if self.on_removed is not None:
+            self.on_removed(block_ids)
         self._free.uncache(block_ids)
         self._give_each(block_ids, group)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 import numpy as np
@@ -147,6 +147,8 @@ class PrefixTree:
         self._ghosts: OrderedDict[int, int] = OrderedDict()
         self._num_ghost_tokens = 0
         self.pool: BlockPool  # set by whoever makes both: each needs the other
+        # Called with a node, whose blocks that end in tokens (start, stop] became findable; None for nobody.
+        self.on_stored: Callable[[PrefixNode, int, int], None] | None = None
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
@@ -324,6 +326,8 @@ class PrefixTree:
                 theirs[groups, blocks] = pages = mine[groups, blocks]
                 self.pool.publish(node.owner, pages, (first + blocks).astype(np.int32))
             mine[...] = 0
+        if self.on_stored is not None:
+            self.on_stored(node, start, stop)
 
     # --- pages that rows took for themselves --------------------------------------------------------------------------
 
@@ -402,7 +406,10 @@ class PrefixTree:
             else:
                 groups, places = np.nonzero(new)
                 self.pool.publish(node.owner, new[groups, places], blocks[places])
-        node.stop = cursor.offset = end
+        start, node.stop = node.stop, end
+        cursor.offset = end
+        if self.on_stored is not None:
+            self.on_stored(node, start, end)
 
     def _freeze(self, node: PrefixNode) -> None:
         """Let a node grow no more though its request runs on: something else comes after its tokens."""

@@ -12,9 +12,11 @@ from types import ModuleType, TracebackType
 from typing import Generic, Protocol, Self
 
 from kvframe.attention.choice import Choice
+from kvframe.cache.keys import read_secret
 from kvframe.cache.manager import KVCacheManager
 from kvframe.engine.admission import Admission
 from kvframe.engine.assembly import Assembly, assemble, assemble_plain, load_model
+from kvframe.engine.cache_events import CacheEventDelivery, CacheListener
 from kvframe.engine.interrupts import HeldInterrupts
 from kvframe.engine.progress import RequestT
 from kvframe.engine.request_table import RequestTable
@@ -87,6 +89,7 @@ class EngineCore(ABC, Generic[RequestT]):
         """
         self.model = model
         self.stack = stack = Stack() if stack is None else stack
+        secret = read_secret(stack.cache.key, stack.source)
         assembly = assemble(model, layers, stack, registry)
         self.grouping: Grouping = assembly.grouping
         self._check_model()
@@ -108,6 +111,7 @@ class EngineCore(ABC, Generic[RequestT]):
             host_pages=assembly.host,
             audited=stack.cache.audit,
         )
+        self._cache_events = CacheEventDelivery(self._manager, secret)
         if poison_freed:
             self._storage.poison()
             assembly.layers.local.is_poisoned = True
@@ -195,6 +199,23 @@ class EngineCore(ABC, Generic[RequestT]):
     def reset_prefix_cache(self) -> None:
         """Give up every cached prefix; running requests are not touched."""
         self._manager.reset_prefix_cache()
+        self._cache_events.deliver()
+
+    @property
+    def on_cache_events(self) -> CacheListener | None:
+        """Who is told which blocks requests find and which no more, in order; None for nobody, which costs nothing.
+
+        Called after each step in which something changed, and when the cache is reset, with a list of
+        ``kvframe.BlocksStored``, ``BlocksRemoved`` and ``CacheCleared``. Whoever is set is first told of all that is
+        cached, after a ``CacheCleared``: replaying what it is told always gives what the cache holds. Keys of blocks
+        are those of ``kvframe.prefix_key`` under the secret of the stack's ``[cache] key``; without one, under a secret
+        of the engine's own. A listener that raises is logged, and told nothing any more. It must not call the engine.
+        """
+        return self._cache_events.listener
+
+    @on_cache_events.setter
+    def on_cache_events(self, listener: CacheListener | None) -> None:
+        self._cache_events.listener = listener
 
     def close(self) -> None:
         """End every request and leave the model as it was. Safe to call twice."""
@@ -282,6 +303,7 @@ class EngineCore(ABC, Generic[RequestT]):
                 self._requests.note(failed)
                 raise
             self._requests.note(self._scheduler.complete(step, outcomes))
+        self._cache_events.deliver()
 
     def _forget(self, request_id: str) -> None:
         """End a request that its owner gave up, without a report."""

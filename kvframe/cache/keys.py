@@ -1,0 +1,123 @@
+"""Keys of prefixes and inputs, for those outside of the process: keyed hashes that others make from the same secret.
+
+Inside, tokens are compared and nothing is hashed. Outside, the first ``n`` tokens of a request are known by the keyed
+BLAKE2b (RFC 7693) of ``joined(salt, inputs)`` and then each token id as four bytes, little-endian: 32 bytes that say
+nothing to who has not the secret. It is a function of the prefix alone, whatever the size of a block is.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from kvframe.cache.inputs import InputBlocks, InputSequence, inputs_root, joined
+from kvframe.errors import StackError
+
+KEY_BYTES = 32
+SECRET_BYTES = 32
+PREFIX = b"kvframe.prefix.1"
+"""What BLAKE2b is told that the keys are for, with the version of their definition."""
+INPUT = b"kvframe.inputs.1"
+"""Likewise of the keys of inputs."""
+
+NO_INPUTS: Mapping[str, InputSequence] = MappingProxyType({})
+_DIGITS = re.compile(r"[0-9a-fA-F]+")
+
+
+class PrefixHash:
+    """The hash of a prefix that grows.
+
+    Attributes:
+        num_tokens: The tokens so far.
+    """
+
+    __slots__ = ("_hash", "num_tokens")
+
+    def __init__(self, secret: bytes, salt: str, inputs: bytes) -> None:
+        """Begin with no token.
+
+        Args:
+            secret: 32 bytes.
+            salt: Whom the request shares with.
+            inputs: What stands for all of its inputs, as ``inputs_root`` returns it.
+        """
+        self._hash = blake2b(joined(salt.encode(), inputs), digest_size=KEY_BYTES, key=secret, person=PREFIX)
+        self.num_tokens = 0
+
+    def add(self, tokens: npt.NDArray[np.uint32]) -> bytes:
+        """Take in the tokens that come next, ``[n], uint32, host``, and return the key of all."""
+        self._hash.update(tokens.astype("<u4", copy=False).data)
+        self.num_tokens += len(tokens)
+        return self._hash.digest()
+
+    def copy(self) -> PrefixHash:
+        """Return one of the same tokens, to go on otherwise."""
+        other = object.__new__(PrefixHash)
+        other._hash, other.num_tokens = self._hash.copy(), self.num_tokens
+        return other
+
+
+def prefix_key(
+    secret: bytes, token_ids: Sequence[int], *, salt: str = "", inputs: Mapping[str, InputSequence] = NO_INPUTS
+) -> bytes:
+    """Return the key of a prefix.
+
+    Args:
+        secret: 32 bytes: the stack's ``[cache] key``.
+        token_ids: The tokens of the prefix: those of whole blocks, for the key of a block.
+        salt: The request's ``cache_salt``.
+        inputs: What the request brings beside its tokens, by the name of the sequence.
+
+    Returns:
+        32 bytes.
+    """
+    return PrefixHash(secret, salt, inputs_root(inputs)).add(np.fromiter(token_ids, dtype=np.uint32))
+
+
+def input_key(secret: bytes, blocks: InputBlocks, num_tokens: int) -> bytes:
+    """Return the key of the first tokens of an input, 32 bytes.
+
+    Args:
+        secret: 32 bytes.
+        blocks: The input.
+        num_tokens: How many of its tokens: those of whole blocks, and all for its last one.
+    """
+    numbers = (number.to_bytes(8, "little") for number in (blocks.num_tokens, num_tokens))
+    message = joined(blocks.salt.encode(), blocks.sequence.encode(), blocks.key, *numbers)
+    return blake2b(message, digest_size=KEY_BYTES, key=secret, person=INPUT).digest()
+
+
+def read_secret(key: str | None, source: str) -> bytes:
+    """Return the secret that a stack's ``[cache] key`` says, or a fresh one if it says none.
+
+    Args:
+        key: 64 hexadecimal digits, or a file that holds them; None for a secret that nobody knows.
+        source: Where the stack was read, for errors.
+
+    Raises:
+        StackError: It is neither; the error does not repeat what may be a part of a secret.
+    """
+    if key is None:
+        return secrets.token_bytes(SECRET_BYTES)
+    if _DIGITS.fullmatch(key):
+        return _secret_of(key, f"{source}: cache.key has")
+    try:
+        digits = Path(key).read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise StackError(f"{source}: cache.key: the file {key!r} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError:
+        digits = ""
+    return _secret_of(digits if _DIGITS.fullmatch(digits) else "", f"{source}: cache.key: the file {key!r} has")
+
+
+def _secret_of(digits: str, subject: str) -> bytes:
+    if len(digits) != 2 * SECRET_BYTES:
+        raise StackError(f"{subject} {len(digits)} hexadecimal digits; a key has {2 * SECRET_BYTES}")
+    return bytes.fromhex(digits)

@@ -1,0 +1,56 @@
+"""Who is told what the cache holds: a listener, after each step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from kvframe.cache.events import CacheEvent, EventLog
+from kvframe.cache.manager import KVCacheManager
+
+_log = logging.getLogger("kvframe")
+
+CacheListener = Callable[[Sequence[CacheEvent]], None]
+"""Takes the events since it was called last, in order."""
+
+
+class CacheEventDelivery:
+    """Hands a cache's events to a listener. One that raises is told nothing any more, and harms nobody else."""
+
+    def __init__(self, manager: KVCacheManager, secret: bytes) -> None:
+        """Begin without a listener.
+
+        Args:
+            manager: The cache.
+            secret: 32 bytes, for the keys of blocks.
+        """
+        self._manager = manager
+        self._secret = secret
+        self._events: EventLog | None = None
+        self._listener: CacheListener | None = None
+
+    @property
+    def listener(self) -> CacheListener | None:
+        """Who listens; None for nobody."""
+        return self._listener
+
+    @listener.setter
+    def listener(self, listener: CacheListener | None) -> None:
+        self._listener = listener
+        if listener is None:
+            self._events = None
+            self._manager.stop_events()
+        else:
+            self._events = self._manager.record_events(self._secret)
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Tell the listener what it was not told yet."""
+        events = self._events.take() if self._events is not None else ()
+        if not events or self._listener is None:
+            return
+        try:
+            self._listener(events)
+        except Exception:
+            _log.exception("the listener to cache events raised; it is told nothing any more")
+            self.listener = None
