@@ -221,6 +221,7 @@ class Lives:
             self.tally.drafts["refused"] += len(drafts) - num_accepted
             life.tokens += drafts[:num_accepted]
             target += num_accepted
+        self.model.freed.clear()
         self.manager.commit(name, life.tokens, target)
         self.did("commit")
         self.model.commit(life, target, blocks)
@@ -251,6 +252,7 @@ class Lives:
             self.check_room(name, before[name], target)
             step = life.tokens[life.computed : target]
             self.check_owned_alone(name, self.model.compute(life, step, blocks[name]))
+        self.model.freed.clear()
         self.manager.commit_rows(rows, np.array(targets, dtype=np.int64))
         self.did("commit rows")
         # Of equal blocks that several filled in this step, which are found is the manager's choice.

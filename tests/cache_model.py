@@ -82,6 +82,7 @@ class CacheModel:
         self.bytes: dict[Page, dict[int, Any]] = {}
         self.findable: dict[tuple[int, Any], int] = {}
         self.seen: set[Any] = set()
+        self.freed: set[Page] = set()
         self.num_resets = 0
         self.lookups = [[0, 0, 0, 0] for _ in plan.groups]
 
@@ -90,6 +91,7 @@ class CacheModel:
 
     def pages_freed(self, group: int, block_ids: list[int]) -> None:
         """Forget what the pages held; whoever reads them now reads nothing."""
+        self.freed |= {(group, block_id) for block_id in block_ids}
         for block_id in block_ids:
             self.bytes.pop((group, block_id), None)
         ended = [key for key, page in self.findable.items() if key[0] == group and page in block_ids]
@@ -209,16 +211,16 @@ class CacheModel:
     ) -> None:
         """Make findable what is computed; ``block_ids`` are those before anything is given back.
 
-        Of equal blocks that of a page in ``found`` is.
+        Of equal blocks that of a page in ``found`` is; a page that was freed at once, as pages were short, is not.
         """
         # Who ran when the cache was reset publishes nothing any more: its state may be of the model as it was before.
         if self.is_caching and life.num_resets == self.num_resets:
             for group in self.of_tokens:
                 size = group.block_size
                 for block in range(life.offered[group.index], num_computed // size):
-                    if block_ids[group.index][block]:
+                    page = block_ids[group.index][block]
+                    if page and (group.index, page) not in self.freed:
                         content = life.content((block + 1) * size)
-                        page = block_ids[group.index][block]
                         if (group.index, page) in found:
                             self.findable[group.index, content] = page
                         self.findable.setdefault((group.index, content), page)

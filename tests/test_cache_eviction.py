@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from array import array
 
+import numpy as np
 import pytest
 
 from kvframe.cache.manager import KVCacheManager
 from kvframe.specs import KVCacheSpec
-from tests.plans import encoder, evict, evict_all, full, make_plan, masked, state
+from tests.plans import encoder, evict, evict_all, full, make_plan, masked, ranged, state
 
 
 def make_manager(*specs: KVCacheSpec, num_slabs: int = 600, max_num_seqs: int = 4) -> KVCacheManager:
@@ -105,6 +106,24 @@ def test_a_longer_unused_prefix_is_given_up_before_a_shorter_unused_one() -> Non
     serve(manager, prompts[0])
     serve(manager, list(range(300, 400)))
     assert [36, 0] == [manager.find(prompts[0]), manager.find(prompts[1])]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("spec", [masked(window=4), ranged(window=4), state(every=1)], ids=["mask", "asked", "state"])
+def test_what_a_request_passes_is_given_up_before_what_others_left(spec: KVCacheSpec, num_rows: int) -> None:
+    manager = make_manager(spec, num_slabs=64)
+    earlier = list(range(9))
+    serve(manager, earlier)
+    names = [f"row {row}" for row in range(num_rows)]
+    for row, name in enumerate(names):
+        manager.start(name, list(range(1000 * row + 1000, 1000 * row + 1400)))
+    rows = np.array([manager.row(name) for name in names], dtype=np.int64)
+    # Each passes 100 blocks, of 64 that there are.
+    for count in range(1, 401):
+        assert manager.extend_rows(rows, np.full(num_rows, count))
+        manager.commit_rows(rows, np.full(num_rows, count))
+    manager.audit()
+    assert 8 == manager.find(earlier)
 
 
 def test_after_a_reset_nothing_is_found_and_what_ran_publishes_nothing() -> None:

@@ -492,7 +492,8 @@ class KVCacheCoordinator:
 
     def _bury(self, row: int, num_computed: int) -> None:
         """Release the dead blocks of a row."""
-        if self._tree is not None:
+        if self._tree is not None and not self._pool.is_short:
+            # Else what the row passes is freed with it: there are more useful pages to keep.
             self._tree.refresh(row)
         state = self._states[row]
         if state.missing:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.free_pages import BlockIds, Evictor, Groups
+from kvframe.cache.free_pages import SHORT, BlockIds, Evictor, Groups
 from kvframe.plan import KVCachePlan
 
 _MAX_UNCUT = 256
@@ -42,6 +42,11 @@ class EqualPages:
     def num_idle_slabs(self) -> int:
         """Slabs' worth of pages that are not held."""
         return (self._num_pages - self._num_held) // self._per_slab
+
+    @property
+    def is_short(self) -> bool:
+        """Return whether nearly all pages are held or cached."""
+        return SHORT * len(self.free) <= self._num_pages
 
     def has_room(self, num_blocks: Sequence[int]) -> bool:
         """Return whether as many pages are not held."""

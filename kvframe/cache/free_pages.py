@@ -14,6 +14,8 @@ BlockIds = npt.NDArray[np.int32]
 """``[n], int32, host``: block ids, each once."""
 Groups = npt.NDArray[np.int64]
 """``[n], int64, host``: the group of each."""
+SHORT = 32
+"""Pages are short where one in so many, or fewer, is free."""
 
 
 class Evictor(Protocol):
@@ -49,6 +51,10 @@ class FreePages(Protocol):
     @property
     def num_idle_slabs(self) -> int:
         """Return how many slabs have no held page."""
+
+    @property
+    def is_short(self) -> bool:
+        """Return whether so few pages are free that what is cached has to be given up soon."""
 
     def has_room(self, num_blocks: Sequence[int]) -> bool:
         """Return whether ``take`` would find as many pages for each group."""

@@ -107,6 +107,11 @@ class BlockPool:
 
     # --- what happens to pages ----------------------------------------------------------------------------------------
 
+    @property
+    def is_short(self) -> bool:
+        """Whether so few pages are free that what is cached has to be given up soon."""
+        return self._free.is_short
+
     def has_room(self, num_blocks: Sequence[int]) -> bool:
         """Return whether ``allocate`` would find as many pages for each group."""
         return self._free.has_room(num_blocks)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.free_pages import BlockIds, Evictor, Groups
+from kvframe.cache.free_pages import SHORT, BlockIds, Evictor, Groups
 from kvframe.plan import KVCachePlan
 
 _NO_GROUP = -1
@@ -54,6 +54,11 @@ class Slabs:
     def num_idle_slabs(self) -> int:
         """Slabs without held pages: free, or with cached and free pages only."""
         return len(self._free_slabs) + len(self._idle)
+
+    @property
+    def is_short(self) -> bool:
+        """Return whether nearly all slabs have held or cached pages."""
+        return SHORT * len(self._free_slabs) <= len(self._group)
 
     # --- taking -------------------------------------------------------------------------------------------------------
 

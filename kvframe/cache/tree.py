@@ -350,10 +350,15 @@ class PrefixTree:
         blocks: npt.NDArray[np.int64],
         pages: npt.NDArray[np.int32],
     ) -> None:
-        """Take note that rows are about to let go of full blocks of a stack; those of growing nodes become theirs."""
+        """Take note that rows are about to let go of full blocks of a stack; those of growing nodes become theirs.
+
+        Not so where pages are short: only a request that parts from this one in the middle could use what it passed.
+        """
         leaves = self.leaf_owner[rows]
         is_unowned = self.pool.owners(pages) < 0
         is_of_leaf = is_unowned & (leaves >= 0) & (blocks >= self.leaf_start[rows] // self.sizes[s])
+        if self.pool.is_short:
+            is_of_leaf[...] = False
         if np.count_nonzero(is_of_leaf) == len(pages):
             self.pool.publish(leaves, pages, blocks)
             return
