@@ -17,6 +17,8 @@ from kvframe.cache.audit import pages_in
 from kvframe.cache.events import EventLog
 from kvframe.cache.inputs import InputSequence
 from kvframe.cache.manager import KVCacheManager
+from kvframe.cache.pins import Pin
+from kvframe.errors import RequestError
 from kvframe.specs import ENCODER, KVCacheSpec
 from tests.cache_mirror import SECRET, Mirror, key_of_input, key_of_tokens
 from tests.cache_model import CacheModel, HostCopies, Life, Page, is_sparse, live_blocks
@@ -112,6 +114,7 @@ class Lives:
         self.most_refused = min((spec.num_drafts for spec in specs if isinstance(spec, StateSpec)), default=4)
         self.running: dict[str, Life] = {}
         self.swapped: dict[str, tuple[Life, list[list[bool]]]] = {}
+        self.pins: list[Pin] = []
         self.room: dict[str, set[int]] = {}
         self.num_started = 0
         self.log: EventLog | None = None
@@ -119,7 +122,9 @@ class Lives:
 
     def happen(self) -> None:
         """Let one thing happen, which is one verb or several."""
-        events = {self.reset: 1, self.evict: 3, self.resize: 2, self.listen: 1}
+        events = {self.reset: 1, self.evict: 3, self.pin: 2, self.resize: 2, self.listen: 1}
+        if self.pins:
+            events[self.unpin] = 2
         if len(self.running) < MOST_RUNNING:
             events[self.start] = 12
             if any(life.is_encoded for life in self.running.values()):
@@ -292,18 +297,59 @@ class Lives:
                     evict(self.manager, group, page)
                     self.did("evict")
 
+    def pin(self) -> None:
+        """Keep what is cached of tokens, if the longest request still has room then."""
+        tokens = [7] * self.draw.choice([5, 12, 13, 24]) + self.draw.choices([0, 1], k=self.draw.randint(0, 6))
+        encoder = self.draw.choice(ENCODERS) if self.model.of_inputs else None
+        salt = self.draw.choice(["", "", "", "other"])
+        expected, before = self.model.pinned(salt, encoder, tokens), [pin.blocks for pin in self.pins]
+        num_left = min(self.num_left(before), self.num_needed)
+        has_room = self.num_left([*before, expected]) >= num_left
+        try:
+            pin = self.manager.pin(tokens, salt=salt, inputs=inputs_of(encoder))
+        except RequestError:
+            assert not has_room
+        else:
+            assert has_room
+            assert expected == [ids.tolist() for ids in pin.blocks]
+            self.pins.append(pin)
+        self.did("pin", not has_room)
+
+    @property
+    def num_needed(self) -> int:
+        """Slabs that the longest request takes."""
+        return self.plan.num_slabs_for(self.plan.peak_blocks(MAX_LEN))
+
+    def num_left(self, pinned: Sequence[Sequence[Sequence[int]]]) -> int:
+        """Return how many slabs, or slabs' worth of a lone group's pages, are not pinned."""
+        plan = self.manager.plan
+        pages = {int(page) for blocks in pinned for ids in blocks for page in ids if page}
+        slabs = {(page * plan.block_id_bytes - plan.null_bytes) // plan.slab_bytes for page in pages}
+        if len(plan.groups) == 1:
+            return plan.num_slabs - -(-len(pages) // plan.groups[0].pages_per_slab)
+        return plan.num_slabs - len(slabs)
+
+    def unpin(self) -> None:
+        self.manager.unpin(self.pins.pop(self.draw.randrange(len(self.pins))))
+        self.did("unpin")
+
     def reset(self) -> None:
         self.manager.reset_prefix_cache()
         self.did("reset")
         self.model.reset()
+        assert not any(pin.is_held for pin in self.pins)
+        self.pins.clear()
 
     def resize(self) -> None:
         """Have more or fewer slabs; fewer only where nobody holds a page of those that go."""
         num_slabs = self.draw.randint(LEAST_SLABS, MOST_SLABS) if self.plan.groups else 0
         plan = attrs.evolve(self.plan, num_slabs=num_slabs)
         before = self.manager.plan.num_slabs
-        held = pages_in(self.manager.tables)
-        expected = not (held * plan.block_id_bytes >= plan.total_bytes).any()
+        pinned = [int(page) for pin in self.pins for ids in pin.blocks for page in ids if page]
+        held = np.array([*pages_in(self.manager.tables), *pinned], dtype=np.int64)
+        has_room = self.num_left([pin.blocks for pin in self.pins]) - (before - num_slabs) >= self.num_needed
+        has_room = has_room or num_slabs >= before or not pinned
+        expected = has_room and not (held * plan.block_id_bytes >= plan.total_bytes).any()
         published = set(self.manager.published())
         is_resized = self.manager.resize(num_slabs)
         self.did("shrink" if num_slabs < before else "grow", not is_resized)
@@ -365,6 +411,9 @@ class Lives:
         for name in [*self.running, *self.swapped]:
             self.manager.free(name)
             self.did("free")
+        for pin in self.pins:
+            self.manager.unpin(pin)
+            self.did("unpin")
         assert (0, 0, 0.0) == (self.manager.num_held_pages, self.manager.stats.host_bytes_held, self.manager.usage)
 
     # --- what must be true --------------------------------------------------------------------------------------------
@@ -433,6 +482,7 @@ class Lives:
                 assert not table[len(ids) :].any()
                 held += filter(None, ids)
         assert sorted(held) == np.sort(pages_in(self.manager.tables)).tolist()
+        held += [int(page) for pin in self.pins for ids in pin.blocks for page in ids if page]
         if self.model.is_caching:
             published = set(self.manager.published())
             self.model.let_go(published, set(held))

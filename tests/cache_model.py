@@ -125,10 +125,7 @@ class CacheModel:
         for group in self.of_tokens:
             limits = any(not self.holds(life, group, n) for n in alone.values() if n > hit)
             life.lookups[group.index] = [len(life.tokens), alone[group.index], hit, int(limits)]
-            blocks[group.index] = [0] * (hit // group.block_size)
-            for token in live_tokens(group, hit):
-                block = token // group.block_size
-                blocks[group.index][block] = self.findable[group.index, life.content((block + 1) * group.block_size)]
+            blocks[group.index] = self.live_pages(life, group, hit)
             life.offered[group.index] = hit // group.block_size
         if self.is_sparse:
             longer = range(hit + self.alignment, most + 1, self.alignment)
@@ -144,6 +141,29 @@ class CacheModel:
                 if life.is_encoded:
                     blocks[index] = [page for page in pages if page is not None]
                     life.offered[index] = len(pages)
+        return blocks
+
+    def pinned(self, salt: str, encoder: tuple[int, bytes] | None, tokens: list[int]) -> list[list[int]]:
+        """Return the blocks that a pin of tokens has to hold."""
+        life = Life(salt=salt, encoder=encoder, tokens=tokens, offered=[], num_resets=0, is_encoded=encoder is None)
+        blocks: list[list[int]] = [[] for _ in self.plan.groups]
+        if not self.is_caching:
+            return blocks
+        ends = range(0, len(tokens) + 1, self.alignment) if self.of_tokens else (0,)
+        hit = max(n for n in ends if self.all_hold(life, n))
+        for group in self.of_tokens:
+            blocks[group.index] = self.live_pages(life, group, hit)
+        found = {group.index: self.input_pages(life, group) for group in self.of_inputs}
+        if all(None not in pages for pages in found.values()):
+            blocks = [[page for page in found.get(g, ids) if page is not None] for g, ids in enumerate(blocks)]
+        return blocks
+
+    def live_pages(self, life: Life, group: PlannedGroup, n: int) -> list[int]:
+        """Return the pages of what is live of a findable prefix, by block; 0 where nothing is."""
+        blocks = [0] * (n // group.block_size)
+        for token in live_tokens(group, n):
+            block = token // group.block_size
+            blocks[block] = self.findable[group.index, life.content((block + 1) * group.block_size)]
         return blocks
 
     def known(self, life: Life, most: int) -> int:

@@ -96,6 +96,7 @@ USE_NUMPY = (
     "kvframe.cache.events",
     "kvframe.cache.lookup",
     "kvframe.cache.forking",
+    "kvframe.cache.pins",
     "kvframe.cache.coordinator",
     "kvframe.cache.swap",
     "kvframe.cache.audit",

@@ -17,6 +17,7 @@ from kvframe.cache.forgetting import NEVER
 from kvframe.cache.forking import PageCopier
 from kvframe.cache.inputs import InputIndex, InputSequence, input_blocks, inputs_root
 from kvframe.cache.lookup import PrefixHit, PrefixLookup, has_sparse
+from kvframe.cache.pins import Pin, Pins
 from kvframe.cache.pool import BlockPool
 from kvframe.cache.stats import GroupLookups, KVCacheStats
 from kvframe.cache.swap import HostPages, HostStore
@@ -61,8 +62,8 @@ class _Keepers:
 class KVCacheManager:
     """The request table of the cache.
 
-    Invariant: the pages that requests in the table reference are exactly the held pages of the pool, and those of
-    requests that are swapped out are exactly the held pages of the host store. A request is never both.
+    Invariant: the pages that requests in the table and pins reference are exactly the held pages of the pool, and those
+    of requests that are swapped out are exactly the held pages of the host store. A request is never both.
 
     Attributes:
         plan: The plan that it manages.
@@ -107,6 +108,7 @@ class KVCacheManager:
         keepers = _Keepers(plan, self._tree, self._inputs) if self.prefix_caching else None
         reserve = min(plan.num_slabs_for(group.peak_blocks for group in plan.groups), plan.num_slabs)
         self._pool = self._tree.pool = self._inputs.pool = BlockPool(plan, reserve_slabs=reserve, keeper=keepers)
+        self._pins = Pins(plan, self._pool)
         self._lookup = PrefixLookup(plan, self._tree, self._inputs)
         self._coordinator = KVCacheCoordinator(
             plan,
@@ -376,7 +378,11 @@ class KVCacheManager:
         self._free_rows.append(row)
 
     def reset_prefix_cache(self) -> None:
-        """Give up every cached page and make held ones unfindable. What runs now publishes nothing any more."""
+        """Give up every cached page, those of pins too, and make held ones unfindable.
+
+        What runs now publishes nothing any more.
+        """
+        self._pins.unpin_all()
         if self._events is not None:
             self._events.cleared()
         self._pool.forget()
@@ -393,15 +399,46 @@ class KVCacheManager:
             num_slabs: How many there are to be; requests that run have to fit in them.
 
         Returns:
-            False, and nothing changed, if somebody holds a page of a slab that would go.
+            False, and nothing changed, if somebody holds a page of a slab that would go, or a request of the greatest
+            length would not have room beside what is pinned.
         """
         plan = attrs.evolve(self.plan, num_slabs=num_slabs)
+        if not self._pins.leave_room(plan):
+            return False
         if plan.groups:
             reserve = min(plan.num_slabs_for(group.peak_blocks for group in plan.groups), num_slabs)
             if not self._pool.resize(plan, reserve):
                 return False
-        self.plan = plan
+        self.plan = self._pins.plan = plan
         return True
+
+    # --- prefixes that stay -------------------------------------------------------------------------------------------
+
+    def pin(self, token_ids: Sequence[int], *, salt: str = "", inputs: Mapping[str, InputSequence] = NO_INPUTS) -> Pin:
+        """Keep the longest cached prefix of tokens, all of them at most, and what is cached of a request's inputs.
+
+        Nothing of it is evicted until ``unpin``, or until the cache is reset.
+
+        Args:
+            token_ids: The tokens.
+            salt: As for ``start``.
+            inputs: As for ``start``.
+
+        Raises:
+            RequestError: A lone request of the plan's greatest length would not have room beside all pins any more
+                (``no_room``); nothing changed.
+        """
+        hit = NO_HIT
+        if self.prefix_caching:
+            namespace = (salt, inputs_root(inputs) if inputs else b"")
+            of_inputs = input_blocks(self._input_groups, inputs, salt) if inputs else ()
+            # As of a request with a token more: all that are given may be found.
+            hit = self._lookup.find(namespace, token_ids, len(token_ids) + 1, of_inputs)
+        return self._pins.pin(hit)
+
+    def unpin(self, pin: Pin) -> None:
+        """Let go of a pin; its pages stay cached until they are evicted. Nothing if it is not held any more."""
+        self._pins.unpin(pin)
 
     # --- who wants to know --------------------------------------------------------------------------------------------
 
@@ -448,7 +485,7 @@ class KVCacheManager:
 
     @property
     def num_held_pages(self) -> int:
-        """Pages that a request in the table references: 0 when the table is empty."""
+        """Pages that a request in the table or a pin references: 0 when the table is empty and nothing is pinned."""
         return sum(self._pool.num_held)
 
     def published(self) -> Iterator[tuple[int, int]]:
@@ -465,7 +502,8 @@ class KVCacheManager:
         Raises:
             AssertionError: They are not.
         """
-        audit_pool(self._pool, self.plan, pages_in(self.tables))
+        held = np.concatenate([pages_in(self.tables), self._pins.pages()])
+        audit_pool(self._pool, self.plan, held)
         if self._host is not None:
             self._host.audit([swapped.blocks.copies for swapped in self._swapped.values()])
 

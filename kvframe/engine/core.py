@@ -197,7 +197,7 @@ class EngineCore(ABC, Generic[RequestT]):
         return EngineStats.of(self._scheduler.stats, self._manager.stats, self._storage.pool.numel())
 
     def reset_prefix_cache(self) -> None:
-        """Give up every cached prefix; running requests are not touched."""
+        """Give up every cached prefix, pinned ones too; running requests are not touched."""
         self._manager.reset_prefix_cache()
         self._cache_events.deliver()
 

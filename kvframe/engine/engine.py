@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 
+from kvframe.cache.pins import Pin
 from kvframe.engine.assembly import Assembly
 from kvframe.engine.core import EngineCore
 from kvframe.engine.graphs import StepGraphs
 from kvframe.engine.interrupts import HeldInterrupts
+from kvframe.engine.prefixes import Prefixes
 from kvframe.engine.prompt import AnyPrompt
 from kvframe.engine.request import Request, RequestOutput, SamplingParams
 from kvframe.engine.runner import SkipPolicy, TokenRunner
@@ -149,6 +152,33 @@ class Engine(EngineCore[Request]):
             for index, request in enumerate(ended)
         ]
 
+    # --- prefixes that stay -------------------------------------------------------------------------------------------
+
+    def pin_prefix(self, prompt: AnyPrompt, *, cache_salt: str = "") -> Pin:
+        """Keep a prompt's prefix, such as a system prompt, in the cache until ``unpin``; computes what is missing.
+
+        Kept is the longest part of whole blocks, and what the prompt brings for an encoder. Other requests go on while
+        it is computed, and what they produce is kept for ``step``. A reset of the prefix cache ends pins.
+
+        Args:
+            prompt: As for ``add_request``.
+            cache_salt: As for ``add_request``: requests of the same salt find it.
+
+        Returns:
+            The pin; its ``num_tokens`` says how many of the prompt's tokens are kept.
+
+        Raises:
+            RequestError: As ``add_request``, or the prompt has no whole block (``prompt_too_short``), there is no
+                prefix cache (``no_prefix_caching``), or a request of the greatest length would not have room beside all
+                pins any more (``no_room``).
+            ModelError: As ``add_request``.
+        """
+        return self._prefixes.pin(prompt, cache_salt)
+
+    def unpin(self, pin: Pin) -> None:
+        """Let go of a pin; its prefix stays cached until it is evicted. Nothing if it is not held any more."""
+        self._prefixes.unpin(pin)
+
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _check_model(self) -> None:
@@ -199,6 +229,21 @@ class Engine(EngineCore[Request]):
                 request.finish_reason = "error"
                 self._requests.remove(request.request_id)
         return request.report()
+
+    @cached_property
+    def _prefixes(self) -> Prefixes:
+        return Prefixes(self._manager, self._admission, self._serve_one, self._scheduler.note_pin)
+
+    def _serve_one(self, prompt: AnyPrompt, params: SamplingParams, *, cache_salt: str) -> None:
+        request_id = self.add_request(prompt, params, cache_salt=cache_salt)
+        request = self._requests[request_id]
+        try:
+            while request.finish_reason is None:
+                self._advance()
+            if request.error is not None:
+                raise RequestError(request.error, code="failed")
+        finally:
+            self._forget(request_id)
 
     def _refused_output(self, index: int, prompt: AnyPrompt, error: KVFrameError) -> RequestOutput:
         """Return what stands for a refused prompt among a batch's outputs."""

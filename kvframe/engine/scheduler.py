@@ -243,6 +243,14 @@ class Scheduler(Generic[RequestT]):
                 self._give_back(request)
             self.waiting.remove(request)
 
+    def note_pin(self) -> None:
+        """Take note that the cache keeps more than before.
+
+        A request that runs alone had room by the plan wherever its blocks lay; now it may have to start anew for it.
+        """
+        for request in self.running:
+            request.runs_alone = False
+
     # --- room ---------------------------------------------------------------------------------------------------------
 
     def _continue_running(self) -> IntArray:

@@ -29,7 +29,7 @@ class EngineStats:
         retries: Times that what the model gave for a request on a cached prefix was not numbers, so that it is computed
             again without.
         steps: Steps completed.
-        blocks_held: Per group, the blocks that requests hold now.
+        blocks_held: Per group, the blocks that requests and pins hold now.
         peak_blocks_held: Per group, the most blocks held at once.
         peak_bytes_held: The most bytes of blocks of all groups held at once.
         evictions: Cached blocks whose content was given up.

@@ -1,0 +1,112 @@
+"""Prefixes that an engine keeps by name: computed when they are asked for, whole blocks of them, and pinned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import attrs
+
+from kvframe.cache.inputs import InputSequence
+from kvframe.cache.manager import KVCacheManager
+from kvframe.cache.pins import Pin
+from kvframe.engine.admission import Admission
+from kvframe.engine.progress import input_sequences
+from kvframe.engine.prompt import AnyPrompt, Prompt
+from kvframe.engine.request import SamplingParams
+from kvframe.engine.salts import check_salt
+from kvframe.errors import RequestError
+
+JUST_COMPUTE = SamplingParams(max_new_tokens=1, ignore_eos=True)
+"""One token is generated, so that all of the prompt is computed."""
+
+
+@attrs.frozen
+class Prefix:
+    """The part of a prompt that requests can continue from.
+
+    Attributes:
+        token_ids: Its tokens, whole blocks in every group.
+        salt: Whom it is shared with.
+        inputs: What requests bring beside their tokens, as the cache sees it.
+    """
+
+    token_ids: tuple[int, ...]
+    salt: str
+    inputs: Mapping[str, InputSequence]
+
+
+class Compute(Protocol):
+    """Serves a request to its end while the others go on."""
+
+    def __call__(self, prompt: AnyPrompt, params: SamplingParams, *, cache_salt: str) -> None:
+        """Serve it; raises ``RequestError`` if it does not come to its end."""
+
+
+class Prefixes:
+    """Computes and keeps prefixes of prompts."""
+
+    def __init__(
+        self, manager: KVCacheManager, admission: Admission, compute: Compute, note_pin: Callable[[], None]
+    ) -> None:
+        """Work on an engine's cache.
+
+        Args:
+            manager: The cache.
+            admission: Makes tokens of prompts, or refuses them.
+            compute: Serves a request.
+            note_pin: Called when the cache keeps more than before.
+        """
+        self._manager = manager
+        self._admission = admission
+        self._compute = compute
+        self._note_pin = note_pin
+
+    def pin(self, prompt: AnyPrompt, salt: str) -> Pin:
+        """Compute what is not cached of a prompt's prefix, and keep it."""
+        prefix = self.computed(prompt, salt)
+        pin = self._manager.pin(prefix.token_ids, salt=salt, inputs=prefix.inputs)
+        self._note_pin()
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """Let go of it."""
+        self._manager.unpin(pin)
+
+    def computed(self, prompt: AnyPrompt, salt: str) -> Prefix:
+        """Return a prompt's prefix, which lies in the cache until the next step.
+
+        Raises:
+            RequestError: The prompt can never be served, its computing failed, or no request could continue from it.
+            ModelError: It is text, and the model has no tokenizer.
+        """
+        self.check_caching()
+        prefix, whole = self._prefix(prompt, salt)
+        self._compute(whole, JUST_COMPUTE, cache_salt=salt)
+        return prefix
+
+    def check_caching(self) -> None:
+        """Refuse what needs a prefix cache where there is none, with a ``RequestError``."""
+        if not self._manager.prefix_caching:
+            raise RequestError(
+                "this engine keeps no prefixes: prefix_caching is off in the stack's [cache], or the model keeps "
+                "nothing of the past",
+                code="no_prefix_caching",
+            )
+
+    def _prefix(self, prompt: AnyPrompt, salt: str) -> tuple[Prefix, AnyPrompt]:
+        """Return a prompt's prefix, and the prompt to compute for it."""
+        check_salt(salt)
+        token_ids, inputs = self._admission.admit(prompt, JUST_COMPUTE)
+        alignment = self._manager.plan.alignment
+        kept = tuple(token_ids[: len(token_ids) // alignment * alignment])
+        prefix = Prefix(kept, salt, input_sequences(inputs))
+        if not kept and not inputs:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens, and prefixes are kept in whole blocks of {alignment}",
+                code="prompt_too_short",
+            )
+        if not inputs:
+            return prefix, kept
+        given = prompt if isinstance(prompt, Prompt) else Prompt(encoder=prompt)
+        return prefix, attrs.evolve(given, decoder=kept or token_ids)
