@@ -230,9 +230,15 @@ class Lives:
         self.manager.commit(name, life.tokens, target)
         self.did("commit")
         self.model.commit(life, target, blocks)
+        self.offer_again(life, blocks)
         assert frozenset() == self.manager.missing_inputs(name)
         self.check_kept(name, target)
         return True
+
+    def offer_again(self, life: Life, blocks: list[list[int]]) -> None:
+        again = self.model.offered_again(life, blocks)
+        published = set(self.manager.published()) if again else set()
+        self.model.findable.update({key: page for key, page in again.items() if (key[0], page) in published})
 
     def compute_together(self) -> None:
         """Compute a token or more of several requests, by the verbs for many; all of them have room, or none has."""
@@ -264,6 +270,7 @@ class Lives:
         found = set(self.manager.published()) if len(names) > 1 else set()
         for name, target in zip(names, targets, strict=True):
             self.model.commit(self.running[name], target, blocks[name], found)
+            self.offer_again(self.running[name], blocks[name])
             self.check_kept(name, target)
 
     def fork(self) -> None:

@@ -263,6 +263,19 @@ class CacheModel:
         life.is_encoded = True
         life.computed = num_computed
 
+    def offered_again(self, life: Life, block_ids: Sequence[Sequence[int]]) -> dict[tuple[int, Any], int]:
+        """Return which pages of a request may be found again, as others' that were found in their place were given up.
+
+        They are offered if the way to them is lost too, which is the manager's to know.
+        """
+        again = {}
+        for group in self.of_tokens if self.is_caching and life.num_resets == self.num_resets else ():
+            for block in range(life.offered[group.index]):
+                key, page = (group.index, life.content((block + 1) * group.block_size)), block_ids[group.index][block]
+                if key not in self.findable and key[1] in self.bytes.get((group.index, page), {}).values():
+                    again[key] = page
+        return again
+
     def swapped_in(self, life: Life) -> None:
         if life.num_resets == self.num_resets:
             life.offered = [0] * len(self.plan.groups)

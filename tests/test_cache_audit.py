@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.pool import BlockPool
+from kvframe.cache.pool import NOBODY, BlockPool
 from kvframe.cache.verb_audit import READERS
 from kvframe.specs import KVCacheSpec
 from tests.plans import full, make_plan, masked
@@ -40,36 +40,35 @@ def cached(pool: BlockPool) -> Any:
 
 
 def lose_a_free_page(manager: KVCacheManager) -> None:
-    manager._pool._free.free.pop()  # type: ignore[attr-defined]
+    manager._pool._free._num_free -= 1  # type: ignore[attr-defined]
 
 
 def list_a_free_page_twice(manager: KVCacheManager) -> None:
-    free = manager._pool._free.free  # type: ignore[attr-defined]
-    free.append(free[0])
+    manager._pool._free.give(manager._pool.free_pages()[:1])
 
 
 def give_a_held_page(manager: KVCacheManager) -> None:
-    manager._pool._free.give(0, held(manager))
+    manager._pool._free.give(held(manager))
 
 
 def give_a_cached_page(manager: KVCacheManager) -> None:
-    manager._pool._free.give(0, cached(manager._pool))
+    manager._pool._free.give(cached(manager._pool))
 
 
 def cache_a_held_page(manager: KVCacheManager) -> None:
-    manager._pool._more_holders[manager._pool._places(held(manager))] = -1
+    manager._pool._state[manager._pool._places(held(manager))] = 1
 
 
 def hold_once_too_often(manager: KVCacheManager) -> None:
-    manager._pool._more_holders[manager._pool._places(held(manager))] += 1
+    manager._pool._state[manager._pool._places(held(manager))] -= 1
 
 
 def forget_an_owner(manager: KVCacheManager) -> None:
-    manager._pool._owner[manager._pool._places(cached(manager._pool))] = -1
+    manager._pool._owner[manager._pool._places(cached(manager._pool))] = NOBODY
 
 
 def own_a_free_page(manager: KVCacheManager) -> None:
-    manager._pool._owner[manager._pool._places(manager._pool.free_pages()[:1])] = 0
+    manager._pool._owner[manager._pool._places(manager._pool.free_pages()[:1])] = 1
 
 
 def miscount_the_cached(manager: KVCacheManager) -> None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvframe.cache.block_table import BlockTables
 from kvframe.cache.free_pages import BlockIds
 from kvframe.cache.pool import BlockPool
+from kvframe.cache.tree import PrefixTree
 from kvframe.plan import KVCachePlan
 
 Flags = npt.NDArray[np.bool_]
@@ -66,6 +67,22 @@ def _explain(is_held: Flags, is_cached: Flags, num_listed: npt.NDArray[np.int64]
     _require(not (is_held & is_cached).any(), "a page is held and cached")
     _require(not (is_cached & is_free).any(), "a page is cached and free")
     raise AssertionError("pages were lost, or came from nowhere")
+
+
+def audit_tree(tree: PrefixTree) -> None:
+    """Check that what nodes say of their pages is what the pool and their own count say.
+
+    Args:
+        tree: The tree.
+
+    Raises:
+        AssertionError: Something is not as it must be; the text says what.
+    """
+    for node in tree.walk():
+        listed = [pages[pages != 0] for pages in node.pages]
+        _require(node.num_pages == sum(map(len, listed)), "a node's pages are miscounted")
+        for pages in listed:
+            _require(bool((tree.pool.owners(pages) == node.owner).all()), "a node names a page of another owner")
 
 
 def _require(is_so: bool, otherwise: str) -> None:

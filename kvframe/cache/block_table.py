@@ -47,6 +47,8 @@ class TableStack:
         groups: The groups' indices, in the array's order.
         ids: ``[num_groups, max_num_seqs, max_blocks], int32, host``; each group's ``BlockTable.ids`` is a view of it.
         index: ``[num_groups], int64, host``: ``groups`` as an array.
+        group_of_each: ``[max_blocks * num_groups], int64, host``: the group of each block of a row, all groups' first
+            blocks first.
     """
 
     block_size: int
@@ -54,10 +56,12 @@ class TableStack:
     groups: tuple[int, ...]
     ids: npt.NDArray[np.int32]
     index: npt.NDArray[np.int64] = attrs.field(init=False, repr=False)
+    group_of_each: npt.NDArray[np.int64] = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        """Keep the groups as an array too."""
+        """Keep the groups as arrays too."""
         object.__setattr__(self, "index", np.array(self.groups, dtype=np.int64))
+        object.__setattr__(self, "group_of_each", np.tile(self.index, self.ids.shape[2]))
 
 
 class BlockTables(Sequence[BlockTable]):

@@ -125,8 +125,13 @@ class KVCacheCoordinator:
             kinds = [(place, each) for place, each in found if each is not None and (each.window or each.chunk)]
             self._moving.append(MovingGroups(kinds, max_num_seqs) if kinds else None)
         self._forks = None if copier is None else ForkedRows(of_tokens, pool, tables, num_computed, copier)
-        for row in range(max_num_seqs):
-            self._begin(row, 0, _PLAIN)
+        # Single numbers of rows are read and written several times as fast in these.
+        self._num_blocks, self._room_of = self.num_blocks.data, self._room.data
+        self._computed_of, self._death_of = num_computed.data, self._next_death.data
+        self._publication_of = next_publication.data
+        deaths = [int(moving.next_death(moving.dead[:, :1])[0]) for moving in self._moving if moving is not None]
+        self._first_death = -1 if self._asked else min(deaths, default=NEVER)
+        self._next_death[...] = self._first_death
 
     # --- the beginning and the end ------------------------------------------------------------------------------------
 
@@ -209,17 +214,29 @@ class KVCacheCoordinator:
             self._forks.rows.discard(row)
         if self._tree is not None:
             self._tree.leave(row)
-        counts = self.num_blocks[:, row].tolist()
-        for index, count in enumerate(counts):
+        most = 0
+        for stack in self._tables.stacks:
+            counts = self._num_blocks
+            count = max([counts[group, row] for group in stack.groups])
             if count:
-                ids = self._tables[index].ids[row, :count]
-                self._release(index, ids[::-1])
+                most = max(most, count)
+                ids = stack.ids[:, row, :count]
+                self._release_tail_first(stack, ids)
                 ids[...] = 0
+                for group in stack.groups:
+                    counts[group, row] = 0
         if self._tree is not None:
-            self._tree.clear_row(row, max(counts, default=0))
-        self.num_blocks[:, row] = 0
-        self._room[row] = 0
-        self._begin(row, 0, _PLAIN)
+            self._tree.clear_row(row, most)
+        self._clear(row)
+
+    def _clear(self, row: int) -> None:
+        """Let a row be as one without a token."""
+        self._computed_of[row] = self._room_of[row] = 0
+        self._states[row] = _PLAIN
+        self._death_of[row] = self._first_death
+        for moving in self._moving:
+            if moving is not None:
+                moving.clear(row)
 
     def blocks(self, row: int) -> list[list[int]]:
         """Return a row's block ids, one list per group; 0 where a block is not resident."""
@@ -238,7 +255,7 @@ class KVCacheCoordinator:
         Returns:
             False, and nothing changed, if there is none.
         """
-        if num_tokens <= self._room[row]:
+        if num_tokens <= self._room_of[row]:
             return True
         if self._is_plain and (self._forks is None or row not in self._forks.rows):
             return self._make_plain_room(row, num_tokens)
@@ -281,10 +298,10 @@ class KVCacheCoordinator:
         """Give a plain row room."""
         counts, new = [0] * len(self._groups), []
         for stack in self._stacks:
-            have, need = int(self.num_blocks[stack.groups[0], row]), -(-num_tokens // stack.block_size)
-            new.append((have, max(have, need)))
-            for group in stack.groups:
-                counts[group] = max(0, need - have)
+            have, need = self._num_blocks[stack.groups[0], row], -(-num_tokens // stack.block_size)
+            new.append((have, need))
+            for group in stack.groups if need > have else ():
+                counts[group] = need - have
         taken = self._pool.allocate(counts)
         if taken is None:
             return False
@@ -294,10 +311,11 @@ class KVCacheCoordinator:
                 pages = self._pages_of(stack, counts, taken)
                 stack.ids[:, row, have:need] = pages
                 if self._tree is not None:
-                    self._tree.own_pages[s][:, row, have:need] = pages
-                self._set_num_blocks(stack, row, need)
-            room = min(room, need * stack.block_size)
-        self._room[row] = room
+                    self._tree.own_new(s, row, have, need, pages)
+                for group in stack.groups:
+                    self._num_blocks[group, row] = need
+            room = min(room, max(have, need) * stack.block_size)
+        self._room_of[row] = room
         return True
 
     def _set_num_blocks(self, stack: TableStack, rows: Any, num_blocks: Any) -> None:
@@ -308,10 +326,10 @@ class KVCacheCoordinator:
             self.num_blocks[stack.index[:, None], rows] = num_blocks
 
     def _pages_of(self, stack: TableStack, counts: Sequence[int], taken: BlockIds) -> BlockIds:
-        """Return ``[num_groups, n], int32``: of pages that were taken, those of a stack's groups, ``n`` for each."""
+        """Return ``[num_groups, n]``, or ``[n]`` of a lone group: of pages that were taken, those of a stack."""
         first, last = stack.groups[0], stack.groups[-1]
         if len(counts) == len(stack.groups):
-            return taken.reshape(len(counts), -1)
+            return taken if len(counts) == 1 else taken.reshape(len(counts), -1)
         starts = [0, *accumulate(counts)]
         if last - first + 1 == len(stack.groups):
             return taken[starts[first] : starts[last + 1]].reshape(len(stack.groups), -1)
@@ -339,7 +357,7 @@ class KVCacheCoordinator:
                 mine, pages = rows[which], self._pages_of(stack, counts, taken)
                 stack.ids[:, mine, places] = pages
                 if self._tree is not None:
-                    self._tree.own_pages[s][:, mine, places] = pages
+                    self._tree.own_new_each(s, mine, places, pages)
                 self._set_num_blocks(stack, mine, places + 1)
             np.minimum(room, self.num_blocks[stack.groups[0], rows] * stack.block_size, out=room)
         self._room[rows] = room
@@ -431,10 +449,10 @@ class KVCacheCoordinator:
 
         Inputs are computed with the first of them, and stay.
         """
-        self.num_computed[row] = num_computed
-        if num_computed >= self._next_publication[row] and self._tree is not None:
+        self._computed_of[row] = num_computed
+        if num_computed >= self._publication_of[row] and self._tree is not None:
             self._tree.publish(row)
-        if num_computed >= self._next_death[row]:
+        if num_computed >= self._death_of[row]:
             self._bury(row, num_computed)
 
     def commit_rows(self, rows: Rows, num_computed: npt.NDArray[np.int64]) -> None:
@@ -598,6 +616,19 @@ class KVCacheCoordinator:
             [place for place in where if place >= len(copies) or not copies[place]]
             for where, copies in zip(places, swapped.copies, strict=True)
         ]
+
+    def _release_tail_first(self, stack: TableStack, ids: BlockIds) -> None:
+        """Release all blocks of a row in a stack, ``[num_groups, num_blocks], int32``."""
+        if len(stack.groups) == 1:
+            self._release(stack.groups[0], ids[0, ::-1])
+            return
+        pages = ids[:, ::-1].T.flatten()
+        groups = stack.group_of_each[: len(pages)]
+        if np.count_nonzero(pages) < len(pages):
+            is_held = pages != 0
+            pages, groups = pages[is_held], groups[is_held]
+        if len(pages):
+            self._pool.release(pages, groups)
 
     def _release(self, index: int, ids: BlockIds) -> None:
         held = ids.copy() if np.count_nonzero(ids) == len(ids) else ids[ids != 0]

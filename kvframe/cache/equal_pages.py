@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,7 +18,7 @@ and a small part of the pool: a prefix is given up in few pieces."""
 class EqualPages:
     """Pages that serve any group: those of a lone group, or of groups whose pages are all as large as a slab.
 
-    Invariant: ``free`` is exactly the pages that are neither held nor cached.
+    Invariant: the lower part of the stack is exactly the pages that are neither held nor cached.
     """
 
     def __init__(self, plan: KVCachePlan) -> None:
@@ -27,9 +26,8 @@ class EqualPages:
         self._plan = plan
         self._per_slab = plan.groups[0].pages_per_slab if plan.groups else 1
         self.clock = 0
-        self.free = array("i")
-        self.free.frombytes(self.cut_pages()[::-1].tobytes())
-        self._num_pages = len(self.free)
+        self._stack = self.cut_pages()[::-1].copy()
+        self._num_free = self._num_pages = len(self._stack)
         self._num_held = 0
         self._uncut = min(_MAX_UNCUT, self._num_pages // 32)
 
@@ -46,7 +44,7 @@ class EqualPages:
     @property
     def is_short(self) -> bool:
         """Return whether nearly all pages are held or cached."""
-        return SHORT * len(self.free) <= self._num_pages
+        return SHORT * self._num_free <= self._num_pages
 
     def has_room(self, num_blocks: Sequence[int]) -> bool:
         """Return whether as many pages are not held."""
@@ -54,19 +52,19 @@ class EqualPages:
 
     def take(self, num_blocks: Sequence[int], evictor: Evictor) -> BlockIds | None:
         """Take pages from the top of the stack."""
-        count, free = sum(num_blocks), self.free
+        count = sum(num_blocks)
         if count > self._num_pages - self._num_held:
             return None
-        if count > len(free):
-            evictor.evict_oldest_of_any(count - len(free), self._uncut)
-        taken = free[len(free) - count :]
-        del free[len(free) - count :]
+        if count > self._num_free:
+            evictor.evict_oldest_of_any(count - self._num_free, self._uncut)
         self._num_held += count
-        return np.frombuffer(taken, dtype=np.int32)
+        before, self._num_free = self._num_free, self._num_free - count
+        return self._stack[self._num_free : before].copy()
 
-    def give(self, group: int, block_ids: BlockIds) -> None:
+    def give(self, block_ids: BlockIds) -> None:
         """Put pages on top of the stack."""
-        self.free.frombytes(block_ids.tobytes())
+        before, self._num_free = self._num_free, self._num_free + len(block_ids)
+        self._stack[before : self._num_free] = block_ids
 
     def hold(self, group: int, block_ids: BlockIds) -> None:
         """Count them."""
@@ -85,9 +83,9 @@ class EqualPages:
         self._plan = plan
         pages = self.cut_pages()
         kept = free[free <= pages[-1]] if len(pages) else free[:0]
-        self.free = array("i")
-        self.free.frombytes(np.concatenate([pages[before:][::-1], kept]).tobytes())
-        self._num_pages = len(pages)
+        self._num_pages, self._num_free = len(pages), len(pages[before:]) + len(kept)
+        self._stack = np.zeros(len(pages), dtype=np.int32)
+        self._stack[: self._num_free] = np.concatenate([pages[before:][::-1], kept])
         self._uncut = min(_MAX_UNCUT, self._num_pages // 32)
 
     def cut_pages(self) -> BlockIds:
@@ -101,7 +99,7 @@ class EqualPages:
 
     def free_pages(self) -> BlockIds:
         """Return the pages on the stack."""
-        return np.array(self.free, dtype=np.int32)
+        return self._stack[: self._num_free].copy()
 
     def count_idle_slabs(self, held: BlockIds) -> int:
         """Return how many slabs' worth of pages are not held."""

@@ -22,18 +22,21 @@ class LeastRecentlyUsed:
     """Cached pages of every group, the longest unused first.
 
     A page that is taken again is not looked for: its entry is stale, which whoever takes from a queue sees by the
-    page's stamp. So letting go of pages costs next to nothing, and sorting them waits until somebody needs room.
+    page's stamp, if that is among the thinned ones. So letting go of pages costs next to nothing, and sorting them
+    waits until somebody needs room.
 
     Attributes:
         num_entries: Pages in all queues, stale entries included.
         unsorted: What nobody has sorted by group yet, the first to be given up first; all of it where groups do not
             matter.
+        thinned: The stamps of which some entries are stale.
     """
 
     def __init__(self, num_groups: int) -> None:
         """Start empty."""
         self._queues: list[deque[Batch]] = [deque() for _ in range(num_groups)]
         self.unsorted: deque[Mixed] = deque()
+        self.thinned: set[int] = set()
         self.num_entries = 0
 
     def add(self, stamp: int, block_ids: BlockIds, group: int | Groups) -> None:
@@ -46,6 +49,18 @@ class LeastRecentlyUsed:
         """
         self.num_entries += len(block_ids)
         self.unsorted.append((stamp, block_ids, group))
+
+    def note_taken(self, stamps: npt.NDArray[np.int64]) -> None:
+        """Take note that pages are not cached any more.
+
+        Args:
+            stamps: ``[n], int64, host``: when each was let go of.
+        """
+        first = int(stamps[0])
+        if np.count_nonzero(stamps == first) == len(stamps):
+            self.thinned.add(first)
+        else:
+            self.thinned.update(np.unique(stamps).tolist())
 
     def queue(self, group: int) -> deque[Batch]:
         """Return a group's queue. Whoever takes pages from it, stale ones too, says so by ``num_entries``."""
@@ -76,6 +91,7 @@ class LeastRecentlyUsed:
             if current.any():
                 kept.append((stamp, block_ids[current], group if isinstance(group, int) else group[current]))
         self.unsorted = kept
+        self.thinned.clear()
         self.num_entries = sum(len(block_ids) for _, block_ids, _ in self.entries())
 
     def clear(self) -> None:
@@ -83,4 +99,5 @@ class LeastRecentlyUsed:
         self.unsorted.clear()
         for queue in self._queues:
             queue.clear()
+        self.thinned.clear()
         self.num_entries = 0

@@ -64,6 +64,12 @@ def forgetting_of(spec: KVCacheSpec) -> Forgetting | None:
     return found if all(_says(found, spec, n) for n in samples) else None
 
 
+def never_dies(spec: KVCacheSpec) -> bool:
+    """Return whether every block of a request stays live to its end."""
+    found = forgetting_of(spec)
+    return found is not None and not found.window and not found.chunk
+
+
 def _says(forgetting: Forgetting, spec: KVCacheSpec, n: int) -> bool:
     current, dead = n // spec.block_size, forgetting.dead(n)
     ranges = ((0, min(forgetting.first, dead)), (dead, current)) if dead > forgetting.first else ((0, current),)
@@ -93,10 +99,15 @@ class MovingGroups:
         self._chunk = np.array([[each.chunk or 1] for each in self.types], dtype=np.int64)
         self._is_chunk = np.array([[each.chunk > 0] for each in self.types])
         self.dead = np.zeros((len(self.types), max_num_seqs), dtype=np.int64)
+        self.dead[...] = self._first
 
     def start(self, row: int, num_computed: int) -> None:
         """Begin a row that holds exactly what is live."""
-        self.dead[:, row] = [each.dead(num_computed) for each in self.types] if num_computed else self._first[:, 0]
+        self.dead[:, row] = [each.dead(num_computed) for each in self.types]
+
+    def clear(self, row: int) -> None:
+        """Let a row be as one without a token."""
+        self.dead[:, row] = self._first[:, 0]
 
     def dead_at(self, num_computed: Positions) -> Positions:
         """Return ``[num_groups, n]``: the block before which blocks are dead, for each count of computed tokens."""

@@ -66,7 +66,7 @@ class FreePages(Protocol):
             Their block ids, one group after the other; None, and nothing changed, if there are too few.
         """
 
-    def give(self, group: int, block_ids: BlockIds) -> None:
+    def give(self, block_ids: BlockIds) -> None:
         """Take back pages without content."""
 
     def hold(self, group: int, block_ids: BlockIds) -> None:

@@ -7,16 +7,13 @@ runs, and are found by content: requests with the same input hold them once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.cache.pool import NOBODY, BlockPool
 from kvframe.plan import PlannedGroup
-
-if TYPE_CHECKING:
-    from kvframe.cache.pool import BlockPool
 
 Pages = npt.NDArray[np.int32]
 
@@ -85,7 +82,7 @@ class InputIndex:
         """Start empty."""
         self._owners: list[dict[InputBlocks, int]] = [{} for _ in range(num_groups)]
         self._entries: dict[int, tuple[InputBlocks, Pages]] = {}
-        self._next_owner = 0
+        self._next_owner = NOBODY + 1
         self.pool: BlockPool  # set by whoever makes both: each needs the other
         # Called with an input, indices of its blocks that became findable, and all its pages; None for nobody.
         self.on_stored: Callable[[InputBlocks, npt.NDArray[np.intp], Pages], None] | None = None

@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.audit import audit_pool, pages_in
+from kvframe.cache.audit import audit_pool, audit_tree, pages_in
 from kvframe.cache.block_table import BlockTables
 from kvframe.cache.coordinator import KVCacheCoordinator, Rows, SwappedBlocks
 from kvframe.cache.events import EventLog
@@ -506,6 +506,8 @@ class KVCacheManager:
         audit_pool(self._pool, self.plan, held)
         if self._host is not None:
             self._host.audit([swapped.blocks.copies for swapped in self._swapped.values()])
+        if self.prefix_caching:
+            audit_tree(self._tree)
 
     @property
     def stats(self) -> KVCacheStats:

@@ -15,9 +15,12 @@ from kvframe.cache.slabs import Slabs
 from kvframe.plan import KVCachePlan
 
 Places = npt.NDArray[np.intp]
-_NOBODY = -1
+Indices = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+NOBODY = 0
+"""The owner of a page that nobody published."""
 _MAX_STALE = 1 << 16
-"""Stale entries that the queues of cached pages may have besides as many as there are cached pages."""
+"""Stale entries that the queues of cached pages may have besides as many as there are cached pages; and stamps that
+they may remember as thinned."""
 
 
 class Keeper(Protocol):
@@ -60,11 +63,12 @@ class BlockPool:
         num_places = plan.total_bytes // plan.block_id_bytes // self._divisor + 1 if plan.groups else 1
         self._free: FreePages = EqualPages(plan) if EqualPages.fit(plan) else Slabs(plan, reserve_slabs)
         self._keeper = keeper
-        # Holders beyond the first; -1 for a cached page. Zero for a free one too: taking and giving need not write it.
-        self._more_holders = np.zeros(num_places, dtype=np.int32)
-        self._owner = np.full(num_places if keeper is not None else 1, _NOBODY, dtype=np.int32)
+        # Of a cached page, when it was let go of; of a held one, minus the holders beyond the first. Zero for a free
+        # one too: taking and giving need not write it.
+        self._state = np.zeros(num_places, dtype=np.int64)
+        self._num_more_holders = 0
+        self._owner = np.full(num_places if keeper is not None else 1, NOBODY, dtype=np.int32)
         self._index = np.zeros(num_places if keeper is not None else 1, dtype=np.int32)
-        self._stamp = np.zeros(num_places if keeper is not None else 1, dtype=np.int64)
         self._cached = LeastRecentlyUsed(num_groups)
         self._page_bytes = [group.page_bytes for group in plan.groups]
         self.num_cached = [0] * num_groups
@@ -88,10 +92,10 @@ class BlockPool:
         """Pages that nobody holds and that a prefix hit can still take."""
         return sum(self.num_cached)
 
-    def holders(self, block_ids: BlockIds) -> npt.NDArray[np.int32]:
+    def holders(self, block_ids: BlockIds) -> npt.NDArray[np.int64]:
         """Return how many hold each page: 1 for a free one too, and -1 for a cached one."""
-        more: npt.NDArray[np.int32] = self._more_holders[self._places(block_ids)]
-        return more + (more >= 0)
+        states = self._state[self._places(block_ids)]
+        return np.where(states > 0, -1, 1 - states)
 
     def pages(self) -> BlockIds:
         """Return all pages that the pool is cut into."""
@@ -133,16 +137,20 @@ class BlockPool:
     def hold(self, group: int, block_ids: BlockIds) -> None:
         """Count one more holder of each page, held or cached."""
         places = self._places(block_ids)
-        before = self._more_holders[places]
-        self._more_holders[places] = before + 1
-        was_cached = before < 0
-        woken = block_ids[was_cached]
-        if len(woken):
-            self._free.hold(group, woken)
-            self.num_cached[group] -= len(woken)
-            counts = [0] * len(self.num_held)
-            counts[group] = len(woken)
-            self._count_held(counts)
+        before = self._state[places]
+        was_cached = before > 0
+        num_woken = int(np.count_nonzero(was_cached))
+        self._num_more_holders += len(block_ids) - num_woken
+        if not num_woken:
+            self._state[places] = before - 1
+            return
+        self._state[places] = np.where(was_cached, 0, before - 1)
+        self._cached.note_taken(before[was_cached])
+        self._free.hold(group, block_ids[was_cached])
+        self.num_cached[group] -= num_woken
+        counts = [0] * len(self.num_held)
+        counts[group] = num_woken
+        self._count_held(counts)
 
     def release(self, block_ids: BlockIds, group: int | Groups) -> None:
         """Count one holder of each page less. Of pages with none, the published ones are cached and others are free.
@@ -152,30 +160,74 @@ class BlockPool:
                 go of it.
             group: Their group, or the group of each.
         """
-        places = self._places(block_ids)
-        before = self._more_holders[places]
-        if np.count_nonzero(before):
-            # A page may come once for each of several holders.
-            np.subtract.at(self._more_holders, places, 1)
-            last = np.flatnonzero(self._more_holders[places] < 0)
-            last = last[np.sort(np.unique(places[last], return_index=True)[1])]
-            self._more_holders[places[last]] = 0
-            block_ids, places = block_ids[last], places[last]
-            group = group if isinstance(group, int) else group[last]
+        places = None
+        if self._num_more_holders:
+            places = self._places(block_ids)
+            if np.count_nonzero(self._state[places]):
+                is_last = self._release_shared(places)
+                block_ids, places = block_ids[is_last], places[is_last]
+                group = group if isinstance(group, int) else group[is_last]
         if not len(block_ids):
             return
+        is_published: npt.NDArray[np.bool_] | bool = False
+        if self._keeper is not None:
+            places = self._places(block_ids) if places is None else places
+            owners = self._owner[places]
+            num_published = np.count_nonzero(owners)
+            if num_published:
+                is_published = True if num_published == len(block_ids) else owners != NOBODY
+        self._let_go(block_ids, places, group, is_published)
+
+    def retire(self, owner: int, block_ids: BlockIds, indices: Indices, group: int | Groups) -> None:
+        """Publish pages that one each holds, and release them: ``publish`` and ``release`` at once.
+
+        Args:
+            owner: Who publishes them.
+            block_ids: The pages, in the order in which they shall be given up, each once, with a single holder.
+            indices: What the owner knows each by.
+            group: Their group, or the group of each.
+        """
+        places = self._places(block_ids)
+        self._owner[places] = owner
+        self._index[places] = indices
+        self._let_go(block_ids, places, group, True)
+
+    def _release_shared(self, places: Places) -> npt.NDArray[np.intp]:
+        """Count a holder less of pages that may have several, or come once for each; return which have none left."""
+        np.add.at(self._state, places, 1)
+        # Of a page's last holder the count is one too high now.
+        last = np.flatnonzero(self._state[places] > 0)
+        last = last[np.sort(np.unique(places[last], return_index=True)[1])]
+        self._state[places[last]] = 0
+        self._num_more_holders -= len(places) - len(last)
+        return last
+
+    def _let_go(
+        self,
+        block_ids: BlockIds,
+        places: Places | None,
+        group: int | Groups,
+        is_published: npt.NDArray[np.bool_] | bool,
+    ) -> None:
+        """Cache or free pages whose last holder is gone; those that are published have places."""
         self._free.clock += 1
-        is_cached = self._cache(block_ids, places, group) if self._keeper is not None else False
-        if is_cached is not True:
-            self._give(block_ids, group, is_cached)
-        self._free.let_go(block_ids, group, is_cached)
+        if is_published is not False:
+            assert places is not None
+            if is_published is True:
+                self._cache(block_ids, places, group)
+            else:
+                is_free = ~is_published
+                of_cached = group if isinstance(group, int) else group[is_published]
+                self._cache(block_ids[is_published], places[is_published], of_cached)
+                self._give(block_ids[is_free], group if isinstance(group, int) else group[is_free])
+        else:
+            self._give(block_ids, group)
+        self._free.let_go(block_ids, group, is_published)
         for each, count in _per_group(group, len(block_ids)):
             self.num_held[each] -= count
             self.held_bytes -= count * self._page_bytes[each]
 
-    def publish(
-        self, owner: int | BlockIds, block_ids: BlockIds, indices: npt.NDArray[np.int32] | npt.NDArray[np.int64]
-    ) -> None:
+    def publish(self, owner: int | BlockIds, block_ids: BlockIds, indices: Indices) -> None:
         """Let pages be found through an owner: they are cached when their last holder goes.
 
         Args:
@@ -188,14 +240,14 @@ class BlockPool:
         self._index[places] = indices
 
     def owners(self, block_ids: BlockIds) -> npt.NDArray[np.int32]:
-        """Return who published each page; -1 for nobody."""
+        """Return who published each page; ``NOBODY`` for nobody."""
         return self._owner[self._places(block_ids)]
 
     def is_published(self, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
         """Return whether each page has an owner."""
         if self._keeper is None:
             return np.zeros(len(block_ids), dtype=np.bool_)
-        has_owner: npt.NDArray[np.bool_] = self._owner[self._places(block_ids)] != _NOBODY
+        has_owner: npt.NDArray[np.bool_] = self._owner[self._places(block_ids)] != NOBODY
         return has_owner
 
     def resize(self, plan: KVCachePlan, reserve_slabs: int) -> bool:
@@ -211,7 +263,7 @@ class BlockPool:
         end = plan.total_bytes // plan.block_id_bytes
         pages, free = self.pages(), self.free_pages()
         lost = pages[pages >= end]
-        cached = self._more_holders[self._places(lost)] < 0
+        cached = self._state[self._places(lost)] > 0
         if np.count_nonzero(cached) + np.count_nonzero(free >= end) < len(lost):
             return False
         for stamp, block_ids, group in list(self._cached.entries()) if cached.any() else ():
@@ -219,13 +271,12 @@ class BlockPool:
             if goes.any():
                 self.evict(group if isinstance(group, int) else group[goes], block_ids[goes])
         # Entries of pages that are gone are stale: what is known of pages stays as long as it was.
-        num_new = end // self._divisor + 1 - len(self._more_holders)
+        num_new = end // self._divisor + 1 - len(self._state)
         if num_new > 0:
-            self._more_holders = np.concatenate([self._more_holders, np.zeros(num_new, dtype=np.int32)])
+            self._state = np.concatenate([self._state, np.zeros(num_new, dtype=np.int64)])
             if self._keeper is not None:
-                self._owner = np.concatenate([self._owner, np.full(num_new, _NOBODY, dtype=np.int32)])
+                self._owner = np.concatenate([self._owner, np.full(num_new, NOBODY, dtype=np.int32)])
                 self._index = np.concatenate([self._index, np.zeros(num_new, dtype=np.int32)])
-                self._stamp = np.concatenate([self._stamp, np.zeros(num_new, dtype=np.int64)])
         self._free.resize(plan, reserve_slabs)
         return True
 
@@ -239,23 +290,32 @@ class BlockPool:
             block_ids: Published pages, and 0 for none.
         """
         places = self._places(block_ids)
-        is_cached: npt.NDArray[np.bool_] = (self._more_holders[places] < 0) & (block_ids != 0)
-        self._owner[places[is_cached]] = _NOBODY
-        self._end(group, block_ids[is_cached])
+        stamps = self._state[places]
+        is_cached: npt.NDArray[np.bool_] = (stamps > 0) & (block_ids != 0)
+        if np.count_nonzero(is_cached):
+            places = places[is_cached]
+            self._owner[places] = NOBODY
+            self._cached.note_taken(stamps[is_cached])
+            self._end(group, block_ids[is_cached], places)
         return is_cached
 
     def evict(self, group: int | Groups, block_ids: BlockIds) -> None:
         """Give up cached pages, and tell their keeper."""
+        self._cached.note_taken(self._state[self._places(block_ids)])
+        self._evict(group, block_ids)
+
+    def _evict(self, group: int | Groups, block_ids: BlockIds) -> None:
+        """Give up cached pages that are in no queue any more."""
         assert self._keeper is not None
         places = self._places(block_ids)
         owners, indices = self._owner[places], self._index[places]
-        self._owner[places] = _NOBODY
-        self._end(group, block_ids)
-        if not isinstance(group, int):
+        self._owner[places] = NOBODY
+        self._end(group, block_ids, places)
+        if isinstance(group, int):
+            self._tell_keeper(group, owners, indices)
+        else:
             for each in np.unique(group).tolist():
                 self._tell_keeper(each, owners[group == each], indices[group == each])
-        else:
-            self._tell_keeper(group, owners, indices)
 
     def _tell_keeper(self, group: int, owners: BlockIds, indices: npt.NDArray[np.int32]) -> None:
         assert self._keeper is not None
@@ -268,10 +328,10 @@ class BlockPool:
 
     def forget(self) -> None:
         """Give up every cached page and let held ones be found no more, without telling anybody."""
-        self._owner[...] = _NOBODY
+        self._owner[...] = NOBODY
         for stamp, block_ids, group in self._cached.entries():
-            is_current = self._is_current(stamp, block_ids)
-            self._end(group if isinstance(group, int) else group[is_current], block_ids[is_current])
+            block_ids, group = self._current(stamp, block_ids, group)
+            self._end(group, block_ids, self._places(block_ids))
         self._cached.clear()
 
     def oldest(self, group: int) -> int | None:
@@ -279,7 +339,7 @@ class BlockPool:
         queue = self._cached.queue(group)
         while queue:
             stamp, block_ids = queue[0]
-            if self._is_current(stamp, block_ids).any():
+            if len(self._current(stamp, block_ids, group)[0]):
                 return stamp
             queue.popleft()
             self._cached.num_entries -= len(block_ids)
@@ -291,13 +351,13 @@ class BlockPool:
         while num_pages > 0 and queue:
             stamp, block_ids = queue.popleft()
             self._cached.num_entries -= len(block_ids)
-            current = block_ids[self._is_current(stamp, block_ids)]
+            current, _ = self._current(stamp, block_ids, group)
             if len(current) > num_pages:
                 queue.appendleft((stamp, current[num_pages:]))
                 self._cached.num_entries += len(current) - num_pages
                 current = current[:num_pages]
             if len(current):
-                self.evict(group, current)
+                self._evict(group, current)
                 num_pages -= len(current)
 
     def evict_oldest_of_any(self, num_pages: int, uncut: int) -> None:
@@ -306,10 +366,7 @@ class BlockPool:
         while num_pages > 0 and queue:
             stamp, block_ids, group = queue.popleft()
             self._cached.num_entries -= len(block_ids)
-            is_current = self._is_current(stamp, block_ids)
-            if np.count_nonzero(is_current) < len(block_ids):
-                block_ids = block_ids[is_current]
-                group = group if isinstance(group, int) else group[is_current]
+            block_ids, group = self._current(stamp, block_ids, group)
             if len(block_ids) > max(num_pages, uncut):
                 rest = group if isinstance(group, int) else group[num_pages:]
                 queue.appendleft((stamp, block_ids[num_pages:], rest))
@@ -318,14 +375,14 @@ class BlockPool:
                 group = group if isinstance(group, int) else group[:num_pages]
             if len(block_ids):
                 num_pages -= len(block_ids)
-                self.evict(group, block_ids)
+                self._evict(group, block_ids)
 
     def evict_among(self, group: int, block_ids: BlockIds, num_pages: int) -> None:
         """Give up the cached ones of some pages, the longest unused first, until ``num_pages`` are."""
-        places = self._places(block_ids)
-        cached = block_ids[self._more_holders[places] < 0]
-        order = np.argsort(self._stamp[self._places(cached)], kind="stable")[:num_pages]
-        self.evict(group, cached[order])
+        stamps = self._state[self._places(block_ids)]
+        cached = np.flatnonzero(stamps > 0)
+        first = cached[np.argsort(stamps[cached], kind="stable")[:num_pages]]
+        self.evict(group, block_ids[first])
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -334,60 +391,45 @@ class BlockPool:
         places = block_ids.astype(np.intp)
         return places if self._divisor == 1 else places // self._divisor
 
+    def _current(self, stamp: int, block_ids: BlockIds, group: int | Groups) -> tuple[BlockIds, int | Groups]:
+        """Return those of pages that were let go of together that are still cached since then, and their groups."""
+        if stamp in self._cached.thinned:
+            is_current = self._is_current(stamp, block_ids)
+            if np.count_nonzero(is_current) < len(block_ids):
+                return block_ids[is_current], group if isinstance(group, int) else group[is_current]
+        return block_ids, group
+
     def _is_current(self, stamp: int, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
-        places = self._places(block_ids)
-        current: npt.NDArray[np.bool_] = (self._more_holders[places] < 0) & (self._stamp[places] == stamp)
+        current: npt.NDArray[np.bool_] = self._state[self._places(block_ids)] == stamp
         return current
 
-    def _cache(self, block_ids: BlockIds, places: Places, group: int | Groups) -> npt.NDArray[np.bool_] | bool:
-        """Keep the published ones of pages that were let go of; return which these are."""
-        is_published = self._owner[places] >= 0
-        is_cached: npt.NDArray[np.bool_] | bool = True
-        if np.count_nonzero(is_published) < len(block_ids):
-            is_cached = is_published
-            block_ids, places = block_ids[is_cached], places[is_cached]
-            group = group if isinstance(group, int) else group[is_cached]
-            if not len(block_ids):
-                return False
-        self._more_holders[places] = -1
-        self._stamp[places] = self._free.clock
-        self._cached.add(self._free.clock, block_ids, group)
-        if self._cached.num_entries > 2 * sum(self.num_cached) + _MAX_STALE:
-            self._cached.keep(self._is_current)
+    def _cache(self, block_ids: BlockIds, places: Places, group: int | Groups) -> None:
+        """Keep published pages that were let go of."""
+        stamp = self._free.clock
+        self._state[places] = stamp
+        self._cached.add(stamp, block_ids, group)
+        cached = self._cached
+        if cached.num_entries > 2 * sum(self.num_cached) + _MAX_STALE or len(cached.thinned) > _MAX_STALE:
+            cached.keep(self._is_current)
         for each, count in _per_group(group, len(block_ids)):
             self.num_cached[each] += count
-        return is_cached
 
-    def _give(self, block_ids: BlockIds, group: int | Groups, is_cached: npt.NDArray[np.bool_] | bool) -> None:
-        if is_cached is not False:
-            block_ids = block_ids[~is_cached]
-            group = group if isinstance(group, int) else group[~is_cached]
-        self._give_each(block_ids, group)
-
-    def _give_each(self, block_ids: BlockIds, group: int | Groups) -> None:
-        if isinstance(group, int):
-            self._give_back(group, block_ids)
-        else:
-            for each in np.unique(group).tolist():
-                self._give_back(each, block_ids[group == each])
-
-    def _give_back(self, group: int, block_ids: BlockIds) -> None:
-        self._free.give(group, block_ids)
+    def _give(self, block_ids: BlockIds, group: int | Groups) -> None:
+        self._free.give(block_ids)
         if self.on_pages_freed is not None:
-            self.on_pages_freed(group, block_ids.tolist())
+            for each in (group,) if isinstance(group, int) else np.unique(group).tolist():
+                self.on_pages_freed(each, (block_ids if isinstance(group, int) else block_ids[group == each]).tolist())
 
-    def _end(self, group: int | Groups, block_ids: BlockIds) -> None:
+    def _end(self, group: int | Groups, block_ids: BlockIds, places: Places) -> None:
         """Give up the content of cached pages."""
-        if not len(block_ids):
-            return
-        self._more_holders[self._places(block_ids)] = 0
+        self._state[places] = 0
         for each, count in _per_group(group, len(block_ids)):
             self.num_cached[each] -= count
         self.num_evictions += len(block_ids)
         if self.on_removed is not None:
             self.on_removed(block_ids)
         self._free.uncache(block_ids)
-        self._give_each(block_ids, group)
+        self._give(block_ids, group)
 
     def _count_held(self, num_blocks: Sequence[int]) -> None:
         for group, count in enumerate(num_blocks):

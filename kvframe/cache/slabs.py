@@ -147,10 +147,10 @@ class Slabs:
 
     # --- what becomes of pages ----------------------------------------------------------------------------------------
 
-    def give(self, group: int, block_ids: BlockIds) -> None:
+    def give(self, block_ids: BlockIds) -> None:
         """List pages as free in their slabs; an idle slab without cached pages becomes free."""
         for block_id, slab in zip(block_ids.tolist(), self._slabs_of(block_ids).tolist(), strict=True):
-            pages = self._free_pages[slab]
+            pages, group = self._free_pages[slab], self._group[slab]
             pages.append(block_id)
             if len(pages) == 1:
                 (self._open_held if self._held[slab] else self._open_idle)[group][slab] = None

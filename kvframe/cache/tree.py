@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.block_table import TableStack
-from kvframe.cache.forgetting import NEVER
-from kvframe.cache.pool import BlockPool
+from kvframe.cache.forgetting import NEVER, never_dies
+from kvframe.cache.pool import NOBODY, BlockPool
 from kvframe.cache.reach import longest_of_all
 from kvframe.plan import PlannedGroup
 
@@ -35,35 +35,32 @@ class PrefixNode:
     """A run of tokens ``[start, stop)`` of a prefix.
 
     Attributes:
-        owner: Its number as the owner of pages; -1 for a root.
+        owner: Its number as the owner of pages; ``NOBODY`` for a root.
         parent: The node before it; None for a root.
         start: Its first token; a multiple of the tree's unit.
         stop: The token after its last; likewise.
         tokens: Its token ids, as four bytes each; perhaps of tokens behind ``stop`` too.
         pages: Per table stack ``[num_groups, num_blocks], int32``: the pages of the blocks that end in it, 0 for none.
+        num_pages: How many these are.
         children: What comes after it, by the bytes of their first unit.
         row: The running request that it grows with; -1 for none.
         namespace: Of a root, whose prefixes hang on it; else None.
     """
 
-    __slots__ = ("children", "namespace", "owner", "pages", "parent", "row", "start", "stop", "tokens")
+    __slots__ = ("children", "namespace", "num_pages", "owner", "pages", "parent", "row", "start", "stop", "tokens")
 
     def __init__(
-        self, parent: PrefixNode | None, start: int, owner: int = -1, namespace: Namespace | None = None
+        self, parent: PrefixNode | None, start: int, owner: int = NOBODY, namespace: Namespace | None = None
     ) -> None:
         self.owner = owner
         self.parent = parent
         self.start = self.stop = start
         self.tokens = b""
         self.pages: list[npt.NDArray[np.int32]] = []
+        self.num_pages = 0
         self.children: dict[bytes, PrefixNode] = {}
         self.row = -1
         self.namespace = namespace
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no block of it has a page."""
-        return not any(map(np.count_nonzero, self.pages))
 
 
 @attrs.frozen(eq=False)
@@ -130,19 +127,25 @@ class PrefixTree:
         self.sizes = tuple(stack.block_size for stack in stacks)
         self.place = {group: (s, g) for s, stack in enumerate(stacks) for g, group in enumerate(stack.groups)}
         self.groups = tuple(stack.groups for stack in stacks)
+        # Whether a stack's tables name all blocks that a row took: none dies before its request ends.
+        self._is_table = tuple(all(never_dies(groups[group].spec) for group in stack.groups) for stack in stacks)
         self._nothing = [np.zeros((len(groups), 0), dtype=np.int32) for groups in self.groups]
         # The pages that each row took for itself, by block index; unlike in the block table, dead ones stay until they
-        # are given up.
-        self.own_pages = tuple(np.zeros_like(stack.ids) for stack in stacks)
-        # Per row, the owner number of the node that grows with it, -1 for none, and that node's first token.
-        self.leaf_owner = np.full(len(num_computed), -1, dtype=np.int32)
+        # are given up. Where no block dies before its request ends, it is the block table.
+        self.own_pages = tuple(
+            stack.ids if is_table else np.zeros_like(stack.ids)
+            for stack, is_table in zip(stacks, self._is_table, strict=True)
+        )
+        self._numbers = np.arange(max((stack.ids.shape[2] for stack in stacks), default=0), dtype=np.int32)
+        # Per row, the owner number of the node that grows with it, and that node's first token.
+        self.leaf_owner = np.full(len(num_computed), NOBODY, dtype=np.int32)
         self.leaf_start = np.zeros(len(num_computed), dtype=np.int64)
         self._num_computed = num_computed
         self._next_publication = next_publication
         self._keeps_ghosts = keeps_ghosts
         self._cursors: list[Cursor | None] = [None] * len(num_computed)
         self._roots: dict[Namespace, PrefixNode] = {}
-        self._nodes: list[PrefixNode | None] = []
+        self._nodes: list[PrefixNode | None] = [None]  # the owner that is nobody
         self._free_owners: list[int] = []
         self._ghosts: OrderedDict[int, int] = OrderedDict()
         self._num_ghost_tokens = 0
@@ -321,11 +324,13 @@ class PrefixTree:
             theirs = node.pages[s][:, first - node.start // size : last - node.start // size]
             groups, blocks = np.nonzero((theirs == 0) & (mine != 0))
             if len(groups):
-                free = self.pool.owners(mine[groups, blocks]) < 0
+                free = self.pool.owners(mine[groups, blocks]) == NOBODY
                 groups, blocks = groups[free], blocks[free]
                 theirs[groups, blocks] = pages = mine[groups, blocks]
-                self.pool.publish(node.owner, pages, (first + blocks).astype(np.int32))
-            mine[...] = 0
+                node.num_pages += len(pages)
+                self.pool.publish(node.owner, pages, first + blocks)
+            if not self._is_table[s]:
+                mine[...] = 0
         if self.on_stored is not None:
             self.on_stored(node, start, stop)
 
@@ -336,11 +341,23 @@ class PrefixTree:
         s, g = self.place[group]
         self.own_pages[s][g, row, blocks] = pages
 
+    def own_new(self, s: int, row: int, start: int, stop: int, pages: npt.NDArray[np.int32]) -> None:
+        """Take note that a row was given pages for its blocks ``[start, stop)`` in all groups of a stack."""
+        if not self._is_table[s]:
+            self.own_pages[s][:, row, start:stop] = pages
+
+    def own_new_each(
+        self, s: int, rows: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64], pages: npt.NDArray[np.int32]
+    ) -> None:
+        """Take note that rows were each given a page for a block in all groups of a stack."""
+        if not self._is_table[s]:
+            self.own_pages[s][:, rows, blocks] = pages
+
     def own_published(self, row: int, group: int, start: int, stop: int) -> None:
         """Take note that a row lets go of blocks: those that nobody can find are not its own any more."""
         s, g = self.place[group]
         own = self.own_pages[s][g, row, start:stop]
-        own[self.pool.owners(own) < 0] = 0
+        own[self.pool.owners(own) == NOBODY] = 0
 
     def own_dead(
         self,
@@ -355,8 +372,8 @@ class PrefixTree:
         Not so where pages are short: only a request that parts from this one in the middle could use what it passed.
         """
         leaves = self.leaf_owner[rows]
-        is_unowned = self.pool.owners(pages) < 0
-        is_of_leaf = is_unowned & (leaves >= 0) & (blocks >= self.leaf_start[rows] // self.sizes[s])
+        is_unowned = self.pool.owners(pages) == NOBODY
+        is_of_leaf = is_unowned & (leaves != NOBODY) & (blocks >= self.leaf_start[rows] // self.sizes[s])
         if self.pool.is_short:
             is_of_leaf[...] = False
         if np.count_nonzero(is_of_leaf) == len(pages):
@@ -368,8 +385,9 @@ class PrefixTree:
 
     def clear_row(self, row: int, num_blocks: int) -> None:
         """Forget which pages a row took."""
-        for own in self.own_pages:
-            own[:, row, :num_blocks] = 0
+        for own, is_table in zip(self.own_pages, self._is_table, strict=True):
+            if not is_table:
+                own[:, row, :num_blocks] = 0
 
     # --- nodes that grow ----------------------------------------------------------------------------------------------
 
@@ -384,7 +402,8 @@ class PrefixTree:
         cursor = self._cursors[row]
         if cursor is not None and cursor.leaf is not None:
             self._update(cursor.leaf)
-            cursor.leaf.row = self.leaf_owner[row] = -1
+            cursor.leaf.row = -1
+            self.leaf_owner[row] = NOBODY
         self._cursors[row] = None
         self._next_publication[row] = NEVER
 
@@ -405,12 +424,13 @@ class PrefixTree:
             first, last = node.stop // size, end // size
             new = self.own_pages[s][:, row, first:last].copy()
             node.pages[s] = np.concatenate([node.pages[s], new], axis=1) if node.pages[s].shape[1] else new
-            blocks = np.arange(first, last, dtype=np.int32)
-            if len(new) == 1 and np.count_nonzero(new) == last - first:
-                self.pool.publish(node.owner, new[0], blocks)
+            num_new = int(np.count_nonzero(new))
+            node.num_pages += num_new
+            if num_new == last - first and len(new) == 1:
+                self.pool.publish(node.owner, new[0], self._numbers[first:last])
             else:
                 groups, places = np.nonzero(new)
-                self.pool.publish(node.owner, new[groups, places], blocks[places])
+                self.pool.publish(node.owner, new[groups, places], first + places)
         start, node.stop = node.stop, end
         cursor.offset = end
         if self.on_stored is not None:
@@ -424,12 +444,13 @@ class PrefixTree:
         cursor.leaf, cursor.node, cursor.offset = None, node, node.stop
         self._next_publication[node.row] = node.stop + self.unit
         self._own_no_more(node.row, node.start, node.stop)
-        self.leaf_owner[node.row] = -1
+        self.leaf_owner[node.row] = NOBODY
         node.row = -1
 
     def _own_no_more(self, row: int, start: int, stop: int) -> None:
-        for own, size in zip(self.own_pages, self.sizes, strict=True):
-            own[:, row, start // size : stop // size] = 0
+        for own, size, is_table in zip(self.own_pages, self.sizes, self._is_table, strict=True):
+            if not is_table:
+                own[:, row, start // size : stop // size] = 0
 
     # --- the shape of the tree ----------------------------------------------------------------------------------------
 
@@ -454,8 +475,9 @@ class PrefixTree:
             num_blocks = at // size - node.start // size
             upper.pages[s], node.pages[s] = node.pages[s][:, :num_blocks].copy(), node.pages[s][:, num_blocks:].copy()
             groups, blocks = np.nonzero(upper.pages[s])
-            indices = (upper.start // size + blocks).astype(np.int32)
-            self.pool.publish(upper.owner, upper.pages[s][groups, blocks], indices)
+            upper.num_pages += len(blocks)
+            self.pool.publish(upper.owner, upper.pages[s][groups, blocks], upper.start // size + blocks)
+        node.num_pages -= upper.num_pages
         if node.row >= 0:
             self._own_no_more(node.row, upper.start, at)
             self.leaf_start[node.row] = at
@@ -477,9 +499,11 @@ class PrefixTree:
             self.own_pages[s][g, node.row, indices] = 0
             places = places[places < node.pages[s].shape[1]]
             node.pages[s][g, places] = 0
+            node.num_pages -= len(places)
             return
         node.pages[s][g, places] = 0
-        if not node.is_empty:
+        node.num_pages -= len(indices)
+        if node.num_pages:
             self._drop_behind(node, group, int(indices.min()))
         self._tidy(node)
 
@@ -515,21 +539,24 @@ class PrefixTree:
         for s, size in enumerate(self.sizes):
             first = max(0, kept // size - node.start // size)
             for group, pages in zip(self.groups[s], node.pages[s][:, first:], strict=True):
-                pages[self.pool.drop(group, pages)] = 0
-                is_clear = is_clear and not np.count_nonzero(pages)
+                if np.count_nonzero(pages):
+                    is_dropped = self.pool.drop(group, pages)
+                    pages[is_dropped] = 0
+                    node.num_pages -= int(np.count_nonzero(is_dropped))
+                    is_clear = is_clear and not np.count_nonzero(pages)
         return is_clear
 
     def _tidy(self, node: PrefixNode) -> None:
         """Give up what no request can continue from at a node without children, and the node if nothing is left."""
         while node.parent is not None and not node.children and node.row < 0:
-            if not node.is_empty:
+            if node.num_pages:
                 match = self.path(node)
                 pages = {group: self.pages(match, node.stop)[s][g] for group, (s, g) in self.place.items()}
                 usable = longest_of_all([(self._groups[group], row) for group, row in pages.items()], node.stop)
                 is_clear = self._drop(node, max(usable, node.start))
                 if is_clear and usable > node.start and not self._keeps_ghosts:
                     self._shorten(node, usable)
-            if not node.is_empty:
+            if node.num_pages:
                 return
             parent = node.parent
             self._remove_if_empty(node)
@@ -541,7 +568,7 @@ class PrefixTree:
             node.pages[s] = node.pages[s][:, : stop // size - node.start // size]
 
     def _remove_if_empty(self, node: PrefixNode) -> None:
-        if node.parent is None or node.children or node.row >= 0 or not node.is_empty:
+        if node.parent is None or node.children or node.row >= 0 or node.num_pages:
             return
         if self._keeps_ghosts:
             self._num_ghost_tokens += (node.stop - node.start) - self._ghosts.pop(node.owner, 0)
@@ -552,7 +579,7 @@ class PrefixTree:
                 ghost = self._nodes[owner]
                 assert ghost is not None
                 assert ghost.parent is not None
-                if ghost.is_empty and not ghost.children and ghost.row < 0:
+                if not ghost.num_pages and not ghost.children and ghost.row < 0:
                     self._remove(ghost)
                     self._remove_if_empty(ghost.parent)
         else:
@@ -573,11 +600,12 @@ class PrefixTree:
             if cursor is not None:
                 self._cursors[row] = None
                 self._next_publication[row] = NEVER
-        for own in self.own_pages:
-            own[...] = 0
-        self.leaf_owner[...] = -1
+        for own, is_table in zip(self.own_pages, self._is_table, strict=True):
+            if not is_table:
+                own[...] = 0
+        self.leaf_owner[...] = NOBODY
         self._roots.clear()
-        self._nodes.clear()
+        del self._nodes[1:]
         self._free_owners.clear()
         self._ghosts.clear()
         self._num_ghost_tokens = 0
