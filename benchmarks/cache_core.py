@@ -84,6 +84,14 @@ class Core(Protocol):
         """Return the blocks that requests hold."""
         ...
 
+    def cached(self) -> list[Any]:
+        """Return what names each cached block, while nothing is computed."""
+        ...
+
+    def lose(self, blocks: Sequence[Any]) -> None:
+        """Give up cached blocks; some of them may have gone with others."""
+        ...
+
     def num_evicted(self) -> int:
         """Return a count that grows by one with each cached block that is given up, while nothing is computed."""
         ...

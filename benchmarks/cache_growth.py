@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,9 @@ from typing import Any
 import click
 from cache import PEER, measure, start_engines
 from cache_growth_cases import (
+    MAX_ROUNDS,
+    NUM_DRAWS,
+    RANDOM_SHARES,
     Population,
     siblings,
     standard_axes,
@@ -26,6 +30,7 @@ from cache_growth_cases import (
     tiny_populations,
 )
 from cache_growth_report import write_report
+from cache_loss import loss_by_definition
 from cache_plots import plot_growth, plot_hits
 from engine_process import EngineProcess
 from machine import describe_machine
@@ -36,6 +41,7 @@ HERE = Path(__file__).resolve().parent
 AXES = {axis.name: axis for axis in (*standard_axes(), *tiny_axes())}
 POPULATIONS = {each.name: each for each in (*standard_populations(), *tiny_populations())}
 ALL = 1 << 40
+BY_DEFINITION = "the longest whose live blocks are left"
 
 
 def study(
@@ -66,8 +72,33 @@ def hits_left(population: Population, make: Callable[..., Any]) -> dict[str, Any
     }
 
 
+def hits_after_loss(
+    population: Population, make: Callable[..., Any], shares: Sequence[int] = RANDOM_SHARES
+) -> dict[str, Any]:
+    """Return the share of tokens that are found, in percent, for each share of blocks that chance chose and were lost.
+
+    Each is the mean of several draws; ``kept`` is the share of the blocks that are still cached.
+    """
+    whole = population.sizes["length"] * population.sizes["num_prompts"]
+    draws = [[make(percent=share, draw=draw) for draw in range(NUM_DRAWS)] for share in shares]
+    return {
+        "num_cached": draws[0][0]["cached"],
+        "evicted": [statistics.fmean(100 * each["chosen"] / each["cached"] for each in answers) for answers in draws],
+        "kept": [statistics.fmean(100 * each["left"] / each["cached"] for each in answers) for answers in draws],
+        "found": [statistics.fmean(100 * each["tokens"] / whole for each in answers) for answers in draws],
+    }
+
+
+def losses(population: Population, engines: Mapping[str, EngineProcess]) -> dict[str, Any]:
+    """Return what each side finds of a population's prompts after random losses, and what there is to find."""
+    found = study("random", population, engines, lambda make: hits_after_loss(population, make))
+    best = loss_by_definition(population.windows, population.sizes, RANDOM_SHARES)
+    found["sides"][BY_DEFINITION] = {"evicted": best["chosen"], "found": best["found"]}
+    return found
+
+
 @click.command()
-@click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True, help="Turns of each side.")
+@click.option("--rounds", type=click.IntRange(1, MAX_ROUNDS), default=7, show_default=True, help="Turns of each side.")
 @click.option(
     "--axis",
     "axes",
@@ -89,7 +120,7 @@ def hits_left(population: Population, make: Callable[..., Any]) -> dict[str, Any
     "--results",
     type=click.Path(path_type=Path),
     default=HERE / "results",
-    help="Where cache_growth.json, cache_growth.md, cache_growth.svg and cache_hits.svg are written.",
+    help="Where cache_growth.json, cache_growth.md, cache_growth.svg, cache_hits.svg and cache_losses.svg are written.",
 )
 def main(rounds: int, axes: Sequence[str], populations: Sequence[str], peer: Path, results: Path) -> None:
     """Measure decode steps as one size grows, and what is found after evictions; write a record, a page and plots."""
@@ -111,6 +142,11 @@ def main(rounds: int, axes: Sequence[str], populations: Sequence[str], peer: Pat
             record["populations"][name] = study(
                 "eviction", chosen, engines, lambda make, chosen=chosen: hits_left(chosen, make)
             )
+        record["losses"] = {
+            name: losses(POPULATIONS[name], engines)
+            for name in dict.fromkeys(populations)
+            if "num_visits" not in POPULATIONS[name].sizes
+        }
         record["seconds"] = time.perf_counter() - start
     finally:
         for engine in engines.values():
@@ -121,6 +157,7 @@ def main(rounds: int, axes: Sequence[str], populations: Sequence[str], peer: Pat
     (results / "cache_growth.md").write_text(page, encoding="utf-8")
     plot_growth(record["axes"], results / "cache_growth.svg")
     plot_hits(record["populations"], results / "cache_hits.svg")
+    plot_hits(record["losses"], results / "cache_losses.svg")
     click.echo(page)
 
 

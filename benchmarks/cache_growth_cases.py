@@ -11,6 +11,12 @@ VLLM_DEFAULT = "vLLM, as it is set by default"
 SHARES = (0, 2, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
 """Percent of the cached blocks."""
 
+RANDOM_SHARES = (0, 1, 2, 5, 10, 20, 30, 50, 70, 90, 100)
+"""Percent of the cached blocks that chance chooses."""
+NUM_DRAWS = 10
+MAX_ROUNDS = 14
+"""Requests grow in each round, in pools that are made for so many."""
+
 SPARE_BLOCKS = 64
 """Blocks of each layer beside those that the prompts fill: for the blocks that they begin."""
 
@@ -58,8 +64,11 @@ def standard_axes() -> tuple[Axis, ...]:
         _axis(
             "pool",
             "blocks in the pool",
-            "8 requests of 256 tokens, full attention",
-            {size: _steps(size, length=256, num_blocks=size) for size in (256, 1024, 4096, 16_384, 65_536)},
+            "4 requests of 256 tokens, full attention",
+            {
+                size: _steps(size, num_requests=4, length=256, num_blocks=size)
+                for size in (256, 1024, 4096, 16_384, 65_536)
+            },
         ),
         _axis(
             "requests",

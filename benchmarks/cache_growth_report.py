@@ -23,10 +23,45 @@ def write_report(record: Mapping[str, Any]) -> str:
     lines += table(
         ("", "tokens found of each"), [(name, ", ".join(f"{hit:,}" for hit in hits)) for name, hits in sides]
     )
-    lines += ["", "![Tokens found after evictions](cache_hits.svg)"]
+    lines += [
+        "",
+        "## Tokens found after evictions",
+        "",
+        IN_ORDER,
+        "",
+        "![Tokens found after evictions](cache_hits.svg)",
+    ]
     for population in record["populations"].values():
         lines += ["", f"### {population['title'].capitalize()}", "", *_population(population)]
+    lines += ["", "## Tokens found after blocks were lost at random", "", LOSSES, ""]
+    lines += ["![Tokens found after random losses](cache_losses.svg)"]
+    for lost in record["losses"].values():
+        lines += ["", f"### Lost at random: {lost['title']}", "", *_losses(lost)]
     return "\n".join(lines) + "\n"
+
+
+IN_ORDER = (
+    "In the order of the core. Of one prompt with a window, what the window passed goes first, which a hit at the "
+    "prompt's end does not need: nothing is lost until only that end can be continued from. The next block that goes "
+    "is part of it, and no earlier end has its window any more: all is lost at once, on every side. Of many prompts, "
+    "one after the other is lost."
+)
+LOSSES = (
+    "Chance chooses the blocks; means of several draws. With full attention, a prompt is found up to its first lost "
+    "block: of a long one little is found after a few losses, by whoever caches whole prefixes, and not in proportion. "
+    "*The longest whose live blocks are left* is the most that can be found where every block was cached, worked out "
+    "without a cache. What comes after a block that all of it needs is found by nobody: kvframe gives it up at once, "
+    "as room for others, so that what it keeps is in proportion to what it finds; vLLM keeps it."
+)
+
+
+def _losses(lost: Mapping[str, Any]) -> list[str]:
+    rows = []
+    for name, found in lost["sides"].items():
+        points = zip(found["evicted"], found["found"], strict=True)
+        kept = ", ".join(f"{x:.0f}: {y:.0f}" for x, y in zip(found["evicted"], found.get("kept", ()), strict=False))
+        rows.append((name, ", ".join(f"{x:.0f}: {y:.1f}" for x, y in points), kept))
+    return table(("", "% of the blocks lost: % of the tokens found", "% lost: % of the blocks still kept"), rows)
 
 
 def _axis(axis: Mapping[str, Any]) -> list[str]:

@@ -138,6 +138,18 @@ class KVFrame:
         """Return the blocks that requests hold."""
         return self._manager.num_held_pages
 
+    def cached(self) -> list[tuple[int, int]]:
+        """Return the group and id of each cached block."""
+        return list(self._manager.published())
+
+    def lose(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Give up cached blocks, and with each what is of no use without it."""
+        pool = self._manager._pool
+        for group, page in blocks:
+            block_ids = np.array([page], dtype=np.int32)
+            if pool.holders(block_ids)[0] < 0:
+                pool.evict(group, block_ids)
+
     def num_evicted(self) -> int:
         """Return a count that grows by one with each cached block that is given up."""
         return self._manager.stats.num_evictions

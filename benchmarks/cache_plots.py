@@ -18,6 +18,7 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 """Where two sides have the same figures, both can be seen."""
 
+STYLES["the longest whose live blocks are left"] = {"color": "#2a9d4a", "linewidth": 5, "alpha": 0.35, "zorder": 0}
 OTHER_STYLE: dict[str, Any] = {"color": "#7a7a7a", "marker": "^", "markersize": 4, "linestyle": ":"}
 # Text stays text, and an element's name does not depend on when it was drawn.
 mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "kvframe", "font.size": 9})

@@ -8,6 +8,7 @@ from typing import Any
 
 from cache_cases import BLOCK_SIZE, Setting
 from cache_core import Core, TokenIds, draw
+from cache_loss import random_loss
 from cache_work import SEED, find
 
 FILLING = 64
@@ -68,4 +69,8 @@ def _take_room(core: Core, num_blocks: int, random: Random, setting: Setting, lo
     return evicted
 
 
-STUDIES: dict[str, Callable[[Core, Setting, Mapping[str, int]], Any]] = {"siblings": siblings, "eviction": eviction}
+STUDIES: dict[str, Callable[[Core, Setting, Mapping[str, int]], Any]] = {
+    "siblings": siblings,
+    "eviction": eviction,
+    "random": random_loss,
+}

@@ -151,6 +151,14 @@ class VLLM:
         pool = self._manager.block_pool
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
+    def cached(self) -> list[int]:
+        """Return the ids of the cached blocks."""
+        return [block.block_id for block in self._manager.block_pool.blocks if block.block_hash is not None]
+
+    def lose(self, blocks: Sequence[int]) -> None:
+        """Give up cached blocks."""
+        self._manager.block_pool.evict_blocks(set(blocks))
+
     def num_evicted(self) -> int:
         """Return a count that grows by one with each cached block that is given up, while nothing is computed."""
         return -sum(block.block_hash is not None for block in self._manager.block_pool.blocks)

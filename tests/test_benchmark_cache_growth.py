@@ -10,10 +10,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-NAMES = ("cache", "cache_growth", "cache_growth_cases", "cache_growth_report", "cache_plots", "cache_worker")
+NAMES = (
+    "cache",
+    "cache_growth",
+    "cache_growth_cases",
+    "cache_growth_report",
+    "cache_loss",
+    "cache_plots",
+    "cache_worker",
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +61,9 @@ def record(benchmark: Any, engines: dict[str, Here]) -> dict[str, Any]:
     places = ("date", "command", "processor", "cores", "threads", "system", "commit")
     machine = dict.fromkeys((*places, "python", "torch", "transformers", "kvframe"), "?")
     found = growth.study("eviction", population, engines, lambda make: growth.hits_left(population, make))
+    lost = growth.study(
+        "random", population, engines, lambda make: growth.hits_after_loss(population, make, (0, 5, 100))
+    )
     return {
         "machine": machine,
         "repeats": 2,
@@ -59,6 +71,7 @@ def record(benchmark: Any, engines: dict[str, Here]) -> dict[str, Any]:
         "axes": {axis.name: {"title": axis.title, "words": axis.words, "points": points}},
         "siblings": growth.study("siblings", shared, engines, lambda make: make()),
         "populations": {population.name: found},
+        "losses": {population.name: lost},
     }
 
 
@@ -72,6 +85,39 @@ def test_hits_fall_from_all_tokens_to_none_as_blocks_are_evicted(record: dict[st
     assert 50 <= found["evicted"][1] < 100
     assert [100, 0] == [found["found"][0], found["found"][-1]]
     assert 2 * 128 // 16 * 2 == found["num_cached"]
+
+
+def test_what_is_kept_after_random_losses_is_what_is_found(benchmark: Any, record: dict[str, Any]) -> None:
+    of_kvframe = record["losses"]["tiny"]["sides"]["kvframe"]
+    assert [100, 0] == [of_kvframe["found"][0], of_kvframe["found"][-1]]
+    assert 0 < of_kvframe["found"][1] < 90
+    assert of_kvframe["kept"] == pytest.approx(of_kvframe["found"], abs=15)
+    assert [0, 3.125, 100] == of_kvframe["evicted"]
+
+
+def test_the_longest_prefix_whose_live_blocks_are_left(benchmark: Any) -> None:
+    longest = benchmark.cache_loss._longest
+    whole = np.zeros((2, 6), dtype=bool)
+    assert 6 == longest((None, 32), whole)
+    for group, block, expected in [(0, 4, 4), (1, 5, 5), (1, 4, 4), (1, 3, 6), (0, 0, 0)]:
+        lost = whole.copy()
+        lost[group, block] = True
+        assert expected == longest((None, 32), lost), (group, block)
+    sizes = {"length": 128, "num_prompts": 2}
+    found = benchmark.cache_loss.loss_by_definition((None, 32), sizes, (0, 20, 100))["found"]
+    assert [100, 0] == [found[0], found[-1]]
+    assert 0 < found[1] < 80
+
+
+def test_pools_have_room_for_as_many_rounds_as_may_be_asked_for(benchmark: Any) -> None:
+    cases = benchmark.cache_growth_cases
+    for axis in cases.standard_axes():
+        for case in axis.cases.values():
+            setting, sizes = case.sides[0].setting, case.sizes
+            # One block of each request is filled before the rounds, two in each, one when calls are counted.
+            most = -(-(sizes["length"] + 15) // 16) + sizes["num_cycles"] * cases.MAX_ROUNDS + 2
+            assert sizes["num_requests"] * most * len(setting.windows) < setting.num_blocks, case.name
+            assert 16 * most <= setting.max_model_len
 
 
 def test_each_value_of_a_size_is_measured_in_each_round(record: dict[str, Any]) -> None:
@@ -96,6 +142,7 @@ def test_plots_show_every_side_and_depend_on_the_record_alone(
     for draw, part, label in (
         (benchmark.cache_plots.plot_growth, "axes", "groups"),
         (benchmark.cache_plots.plot_hits, "populations", "% of the cached blocks evicted"),
+        (benchmark.cache_plots.plot_hits, "losses", "% of the tokens found"),
     ):
         draw(record[part], tmp_path / "first.svg")
         draw(json.loads(json.dumps(record[part])), tmp_path / "second.svg")
