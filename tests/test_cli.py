@@ -270,6 +270,16 @@ def test_a_seed_makes_sampling_repeatable(model: Path, prompts: Path) -> None:
     assert runs[0] == runs[1] != runs[2]
 
 
+def test_samples_of_a_prompt_follow_each_other(model: Path, prompts: Path) -> None:
+    arguments = ("--prompt-token-ids", prompts, "--memory", "8MiB", "--temperature", 1, "--seed", 1)
+    outputs = run_json("generate", model, *arguments, "--n", 3)["outputs"]
+    asked = [output["prompt_token_ids"] for output in outputs]
+    assert [0, 1, 2] * (len(outputs) // 3) == [output["sample"] for output in outputs]
+    assert asked[0] == asked[1] == asked[2] != asked[3]
+    second = run_json("generate", model, *arguments[:-1], 2)["outputs"]
+    assert [output["token_ids"] for output in second] == [output["token_ids"] for output in outputs[1::3]]
+
+
 def test_generate_reads_standard_input(model: Path) -> None:
     result = run("generate", model, "--prompt-token-ids", "-", "--max-new-tokens", 2, "--json", stdin="[1]\n[2, 3]\n")
     assert [[1], [2, 3]] == [output["prompt_token_ids"] for output in json.loads(result.stdout)["outputs"]]

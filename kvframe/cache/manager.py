@@ -177,7 +177,8 @@ class KVCacheManager:
         """Take a request into the table that goes on from where another one is, holding the same pages.
 
         A page that is not full is copied as soon as one of them makes room to write into it. It may be called between
-        steps: not while a token of the other one is being computed. What is left over of its room stays its own.
+        steps, and before one that the other one has room for: then the new one has to make room before that step is
+        computed. What is left over of the other's room stays its own.
 
         Args:
             request_id: A request in the table; its inputs are computed.

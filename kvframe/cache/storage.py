@@ -75,6 +75,18 @@ class KVCacheStorage:
             for tensor in self.views[layer].values():
                 fill_pages(tensor, list(block_ids), value)
 
+    def copy_pages(self, group: int, block_ids: Sequence[int], others: Sequence[int]) -> None:
+        """Copy pages of a group within the pool, in order and without memory besides.
+
+        Args:
+            group: The pages' group.
+            block_ids: Which.
+            others: As many other pages.
+        """
+        num_bytes, unit = self._plan.groups[group].page_bytes, self._plan.block_id_bytes
+        for page, other in zip(block_ids, others, strict=True):
+            self.pool.narrow(0, other * unit, num_bytes).copy_(self.pool.narrow(0, page * unit, num_bytes))
+
     def poison(self) -> None:
         """Make everything but the null page read as NaN, in every dtype of floats."""
         self.pool[self._plan.null_bytes :] = 255

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvframe.cache.manager import KVCacheManager
 
-READERS = frozenset(("audit", "block_ids", "find", "missing_inputs", "published", "row"))
+READERS = frozenset(("audit", "block_ids", "find", "has_room", "missing_inputs", "published", "row"))
 """Public methods of the manager that change nothing; all others are verbs."""
 
 

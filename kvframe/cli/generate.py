@@ -64,6 +64,9 @@ REFUSED_EXIT_CODE = 1
     help="Sample among the likeliest mass P.",
 )
 @click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Make sampling repeatable.")
+@click.option(
+    "--n", "num_samples", type=click.IntRange(min=1), default=1, metavar="N", help="Draw N samples of each prompt."
+)
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeat for several.")
 @click.option("--prompt-logprobs", is_flag=True, help="Report how likely each prompt token is; needs --json.")
 @cache_salt_option
@@ -83,6 +86,7 @@ def generate(
     top_k: int,
     top_p: float,
     seed: int | None,
+    num_samples: int,
     stop: tuple[str, ...],
     prompt_logprobs: bool,
     cache_salts: tuple[str, ...],
@@ -111,6 +115,7 @@ def generate(
         top_p=top_p,
         seed=seed,
         stop=stop,
+        n=num_samples,
         prompt_logprobs=prompt_logprobs,
     )
     stack = read_stack(
@@ -127,6 +132,7 @@ def generate(
         started = time.perf_counter()
         outputs = engine.generate(prompts, params, cache_salt=salts, on_progress=show)
         stats = {**engine.stats().to_dict(), "seconds": time.perf_counter() - started}
+    prompts = [prompt for prompt in prompts for _ in range(num_samples)]
     if as_json:
         print_json({"outputs": list(map(_to_dict, prompts, outputs)), "stats": stats}, indent=None)
     else:
@@ -161,6 +167,7 @@ def _to_dict(prompt: str | list[int], output: RequestOutput) -> dict[str, Any]:
     return {
         # Those that are continued, which a model with an encoder has beside what is given; none of a refused text.
         "prompt_token_ids": list(output.prompt_token_ids),
+        "sample": output.sample,
         "token_ids": list(output.token_ids),
         "text": output.text,
         "finish_reason": output.finish_reason,

@@ -109,6 +109,7 @@ class EngineCore(ABC, Generic[RequestT]):
             max_num_seqs=max_num_seqs,
             prefix_caching=stack.cache.prefix_caching and not whole_prompts,
             host_pages=assembly.host,
+            copier=self._storage.copy_pages,
             audited=stack.cache.audit,
         )
         self._cache_events = CacheEventDelivery(self._manager, secret)
@@ -176,16 +177,17 @@ class EngineCore(ABC, Generic[RequestT]):
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def abort(self, request_id: str) -> None:
-        """End a request now and give its blocks back; its last output comes with the next ``step``.
+        """End a request now, all samples of it, and give its blocks back; its last output comes with the next ``step``.
 
         Args:
             request_id: The request; one that has ended, or is not known, is passed over.
         """
-        request = self._requests.get(request_id)
-        if request is not None and request.finish_reason is None:
-            with HeldInterrupts():
-                self._scheduler.end(request, "aborted")
-                self._requests.note([request])
+        for each in self._requests.samples_of(request_id):
+            request = self._requests[each]
+            if request.finish_reason is None:
+                with HeldInterrupts():
+                    self._scheduler.end(request, "aborted")
+                    self._requests.note([request])
 
     @property
     def has_unfinished(self) -> bool:
@@ -237,7 +239,7 @@ class EngineCore(ABC, Generic[RequestT]):
         """Return a fresh id, or the one that was asked for; raises ``RequestError`` if that is taken."""
         if request_id is None:
             return self._requests.fresh_id()
-        if request_id in self._requests:
+        if self._requests.samples_of(request_id):
             raise RequestError(f"a request {request_id!r} is in the engine already", code="duplicate_id")
         return request_id
 
@@ -247,7 +249,7 @@ class EngineCore(ABC, Generic[RequestT]):
 
     def _serve(
         self, num_requests: int, add: Callable[[int], str], on_progress: Callable[[int], None] | None
-    ) -> list[RequestT | KVFrameError]:
+    ) -> list[list[RequestT] | KVFrameError]:
         """Serve a batch of requests to their ends.
 
         Args:
@@ -257,36 +259,37 @@ class EngineCore(ABC, Generic[RequestT]):
             on_progress: Called after each step with the number of requests that are done, refused ones included.
 
         Returns:
-            For each place, its request, or why it was refused.
+            For each place, its request, all samples of it, or why it was refused.
 
         Raises:
             ModelError: None can be served, and this is why one cannot.
         """
-        request_ids: dict[int, str] = {}
-        ended: dict[int, RequestT | KVFrameError] = {}
+        request_ids: dict[int, list[str]] = {}
+        ended: dict[int, list[RequestT] | KVFrameError] = {}
         unable: ModelError | None = None
         try:
             for index in range(num_requests):
                 try:
-                    request_ids[index] = add(index)
+                    request_ids[index] = self._requests.samples_of(add(index))
                 except RequestError as error:
                     ended[index] = error
                 except ModelError as error:
                     ended[index] = unable = error
             if unable is not None and not request_ids:
                 raise unable
-            pending = [self._requests[request_id] for request_id in request_ids.values()]
+            pending = [[self._requests[each] for each in samples] for samples in request_ids.values()]
             while pending:
                 self._advance()
-                pending = [request for request in pending if request.finish_reason is None]
+                pending = [samples for samples in pending if any(each.finish_reason is None for each in samples)]
                 if on_progress is not None:
                     on_progress(num_requests - len(pending))
-            for index, request_id in request_ids.items():
-                ended[index] = self._requests.take(request_id)
+            for index, samples in request_ids.items():
+                ended[index] = [self._requests.take(each) for each in samples]
         finally:
             # Only where an exception cut it short is anything left.
-            for request_id in request_ids.values():
-                self._forget(request_id)
+            for samples in request_ids.values():
+                for each in samples:
+                    self._forget(each)
         return [ended[index] for index in range(num_requests)]
 
     def _advance(self) -> None:
@@ -306,7 +309,7 @@ class EngineCore(ABC, Generic[RequestT]):
         self._cache_events.deliver()
 
     def _forget(self, request_id: str) -> None:
-        """End a request that its owner gave up, without a report."""
+        """End a request that its owner gave up, one sample of it, without a report."""
         with HeldInterrupts():
             request = self._requests.remove(request_id)
             if request is not None:

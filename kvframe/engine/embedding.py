@@ -186,7 +186,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
         return [
             self._refused_output(index, texts[index], request)
             if isinstance(request, KVFrameError)
-            else request.report()
+            else request[0].report()
             for index, request in enumerate(ended)
         ]
 

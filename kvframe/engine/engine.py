@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
+import attrs
+
 from kvframe.cache.pins import Pin
 from kvframe.engine.assembly import Assembly
 from kvframe.engine.core import EngineCore
@@ -15,6 +17,7 @@ from kvframe.engine.prompt import AnyPrompt
 from kvframe.engine.request import Request, RequestOutput, SamplingParams
 from kvframe.engine.runner import SkipPolicy, TokenRunner
 from kvframe.engine.salts import check_salt, salt_of_each
+from kvframe.engine.samples import params_of_each, sample_ids
 from kvframe.engine.text import TextStream
 from kvframe.errors import KVFrameError, ModelError, RequestError
 
@@ -69,20 +72,30 @@ class Engine(EngineCore[Request]):
         params = SamplingParams() if params is None else params
         check_salt(cache_salt)
         request_id = self._new_id(request_id)
+        ids = [self._new_id(each) for each in sample_ids(request_id, params.n)]
         token_ids, inputs = self._admission.admit(prompt, params)
-        stream = TextStream(self._decode, token_ids, params.stop) if self._admission.has_text else None
-        self._add(
+        requests = [
             Request.create(
-                request_id,
+                each_id,
                 token_ids,
-                params,
+                each,
                 eos_token_ids=self.model.description.eos_token_ids,
                 max_model_len=self._max_model_len,
-                text_stream=stream,
+                text_stream=TextStream(self._decode, token_ids, params.stop) if self._admission.has_text else None,
                 inputs=inputs,
                 cache_salt=cache_salt,
+                asked_id=request_id,
+                sample=sample,
             )
-        )
+            for sample, (each_id, each) in enumerate(zip(ids, params_of_each(params), strict=True))
+        ]
+        if len(requests) > 1 and self.plan.groups:
+            # The last token of the prompt is computed by each: what the model gives for it is what they sample from.
+            requests[0].pause_at = len(token_ids) - 1
+            for request in requests[1:]:
+                request.forks_from = requests[0]
+        for request in requests:
+            self._add(request)
         return request_id
 
     def step(self) -> list[RequestOutput]:
@@ -98,7 +111,7 @@ class Engine(EngineCore[Request]):
     def stream(
         self, prompt: AnyPrompt, params: SamplingParams | None = None, *, cache_salt: str = ""
     ) -> Iterator[RequestOutput]:
-        """Serve one request and yield its outputs as they come; the last one has a ``finish_reason``.
+        """Serve one request and yield its outputs as they come; the last one of each sample has a ``finish_reason``.
 
         Other requests go on meanwhile, and what they produce is kept for ``step``; a ``step`` while the stream is
         open reports what the stream has not yielded yet. Leaving the iteration early aborts the request.
@@ -130,7 +143,8 @@ class Engine(EngineCore[Request]):
             on_progress: Called after each step with the number of prompts that are done, refused ones included.
 
         Returns:
-            One output for each prompt, in order; a refused one has ``finish_reason="refused"`` and an ``error``.
+            One output for each prompt, in order; a refused one has ``finish_reason="refused"`` and an ``error``. Where
+            the params ask for ``n`` samples, ``n`` outputs in its place.
 
         Raises:
             ModelError: No prompt can be served, and one is text, of which a model without tokenizer makes nothing.
@@ -145,12 +159,14 @@ class Engine(EngineCore[Request]):
             lambda index: self.add_request(prompts[index], params[index], cache_salt=salts[index]),
             on_progress,
         )
-        return [
-            self._refused_output(index, prompts[index], request)
-            if isinstance(request, KVFrameError)
-            else self._report(request)
-            for index, request in enumerate(ended)
-        ]
+        outputs = []
+        for index, samples in enumerate(ended):
+            if isinstance(samples, KVFrameError):
+                refused = self._refused_output(index, prompts[index], samples)
+                outputs += [attrs.evolve(refused, sample=sample) for sample in range(params[index].n)]
+            else:
+                outputs += [self._report(request) for request in samples]
+        return outputs
 
     # --- prefixes that stay -------------------------------------------------------------------------------------------
 
@@ -212,14 +228,17 @@ class Engine(EngineCore[Request]):
         )
 
     def _stream(self, request_id: str) -> Iterator[RequestOutput]:
+        samples = self._requests.samples_of(request_id)
         try:
-            while request_id in self._requests:
-                if request_id not in self._requests.with_news:
+            while any(each in self._requests for each in samples):
+                news = [each for each in self._requests.with_news if each in samples]
+                if news:
+                    yield self._report(self._requests.take(news[0]))
+                else:
                     self._advance()
-                if request_id in self._requests.with_news:
-                    yield self._report(self._requests.take(request_id))
         finally:
-            self._forget(request_id)
+            for each in samples:
+                self._forget(each)
 
     def _report(self, request: Request) -> RequestOutput:
         """Return what a request has to report; one whose tokens cannot be turned into text ends here."""

@@ -37,6 +37,8 @@ class RequestProgress:
 
     Attributes:
         request_id: Unique among the requests in the engine.
+        asked_id: What its owner calls it: the same for all samples of a request.
+        sample: Which of these it is, from 0.
         token_ids: Prompt and generated tokens, as four bytes each; the cache reads them where they are.
         num_prompt_tokens: How many of them are the prompt.
         cache_salt: It shares cached prefixes and inputs with requests of the same one, and no others.
@@ -52,11 +54,16 @@ class RequestProgress:
         is_on_cache: Whether it runs on something that the cache had when it started.
         trusts_cache: Whether it may; not after what it ran on gave no numbers.
         was_started: Whether it was ever admitted.
+        pause_at: Computed tokens at which a step ends, so that others can go on from there; 0 for nowhere.
+        forks_from: The request with the same tokens that it goes on from where that pauses, rather than compute them;
+            None for none, and as soon as it was tried.
         finish_reason: Why it ended; None while it goes on.
         error: One sentence where the reason is ``error``.
     """
 
     request_id: str
+    asked_id: str = attrs.field(default=attrs.Factory(lambda self: self.request_id, takes_self=True))
+    sample: int = 0
     token_ids: array[int]
     num_prompt_tokens: int
     cache_salt: str = ""
@@ -73,8 +80,15 @@ class RequestProgress:
     is_on_cache: bool = False
     trusts_cache: bool = True
     was_started: bool = False
+    pause_at: int = 0
+    forks_from: RequestProgress | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
+
+    @property
+    def next_stop(self) -> int:
+        """The tokens that are computed when it pauses, or all that are known."""
+        return self.pause_at if self.num_computed < self.pause_at else len(self.token_ids)
 
     @property
     def num_new_input_tokens(self) -> int:
@@ -90,6 +104,10 @@ class RequestProgress:
     def first_prompt_row(self) -> int:
         """The first token for which it wants what the model gives, where it ``wants_prompt_rows``."""
         return len(self.token_ids) - 1
+
+    def fork(self, other: RequestProgress) -> None:
+        """Take over what became of the tokens of another one, from which it goes on."""
+        self.num_computed = other.num_computed
 
     @abstractmethod
     def take(self, outcome: int) -> None:

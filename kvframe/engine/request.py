@@ -76,6 +76,8 @@ class SamplingParams:
         stop: Strings that end the request; the text is cut before the first of them.
         stop_token_ids: Token ids that end the request, beside the model's own; the token is part of the output.
         ignore_eos: Whether to go on after the model's own end tokens.
+        n: How many samples to draw of one prompt, which is computed once. Sample ``i`` is what a request by itself with
+            the seed ``seed + i`` gives.
         prompt_logprobs: Whether to report how likely the model finds each token of the prompt. The whole prompt is
             then computed, without a cached prefix, and a step holds logits for each of its tokens.
     """
@@ -88,6 +90,7 @@ class SamplingParams:
     stop: tuple[str, ...] = attrs.field(default=(), converter=_as_strings, validator=_check_stop)
     stop_token_ids: frozenset[int] = attrs.field(default=frozenset(), converter=frozenset, validator=_check_stop_ids)
     ignore_eos: bool = attrs.field(default=False, validator=_check_flag)
+    n: int = attrs.field(default=1, validator=_int_at_least(1))
     prompt_logprobs: bool = attrs.field(default=False, validator=_check_flag)
 
 
@@ -97,6 +100,7 @@ class RequestOutput:
 
     Attributes:
         request_id: The request.
+        sample: Which of its samples, from 0, where the params ask for several; each has outputs of its own.
         prompt_token_ids: Its prompt.
         token_ids: Every token generated so far, an end token included.
         new_token_ids: Those since the last report.
@@ -111,6 +115,7 @@ class RequestOutput:
     """
 
     request_id: str
+    sample: int = 0
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...] = ()
     new_token_ids: tuple[int, ...] = ()
@@ -169,6 +174,8 @@ class Request(RequestProgress):
         text_stream: TextStream | None = None,
         inputs: Mapping[str, ModelInput] = NO_INPUTS,
         cache_salt: str = "",
+        asked_id: str | None = None,
+        sample: int = 0,
     ) -> Request:
         """Return a request that has not started.
 
@@ -181,9 +188,13 @@ class Request(RequestProgress):
             text_stream: Turns its tokens into text; None if the model has no tokenizer.
             inputs: What it brings beside its tokens, by sequence, checked.
             cache_salt: It shares cached prefixes with requests of the same one.
+            asked_id: What its owner calls it; the same unless given.
+            sample: Which of the samples it is that its owner calls so.
         """
         return cls(
             request_id=request_id,
+            asked_id=request_id if asked_id is None else asked_id,
+            sample=sample,
             token_ids=array("I", prompt_token_ids),
             num_prompt_tokens=len(prompt_token_ids),
             params=params,
@@ -212,6 +223,13 @@ class Request(RequestProgress):
         self.known_logprobs.extend(values)
         if len(self.known_logprobs) == self.num_prompt_tokens:
             self.prompt_logprobs = tuple(self.known_logprobs)
+            self.wants_prompt_rows = False
+
+    def fork(self, other: RequestProgress) -> None:
+        """Take over another one's computed tokens, and what it knows of the same prompt."""
+        super().fork(other)
+        if isinstance(other, Request) and other.prompt_logprobs is not None:
+            self.known_logprobs, self.prompt_logprobs = other.known_logprobs, other.prompt_logprobs
             self.wants_prompt_rows = False
 
     def take(self, outcome: int) -> None:
@@ -244,7 +262,8 @@ class Request(RequestProgress):
         text = "" if self.text_stream is None else self.text_stream.text
         generated = tuple(self.generated)
         output = RequestOutput(
-            request_id=self.request_id,
+            request_id=self.asked_id,
+            sample=self.sample,
             prompt_token_ids=self.prompt_token_ids,
             token_ids=generated,
             new_token_ids=generated[self.num_reported :],

@@ -24,6 +24,9 @@ class RequestCache(Protocol):
     ) -> int:
         """Take a request in; returns the tokens that a cached prefix covers, fewer than there are."""
 
+    def fork(self, request_id: str, new_id: str, token_ids: Sequence[int]) -> None:
+        """Take a request in that goes on from another one's computed tokens."""
+
     def missing_inputs(self, request_id: str) -> frozenset[str]:
         """Return the inputs whose state the next step has to compute."""
 

@@ -19,6 +19,7 @@ class RequestTable(Mapping[str, RequestT]):
         self._requests: dict[str, RequestT] = {}
         # A dict for its order: who has had news for longest is reported first.
         self._with_news: dict[str, None] = {}
+        self._others: dict[str, dict[str, None]] = {}
         self._next_number = itertools.count()
 
     @property
@@ -28,11 +29,18 @@ class RequestTable(Mapping[str, RequestT]):
 
     def fresh_id(self) -> str:
         """Return an id that no request in the table has."""
-        return next(name for name in map("req-{}".format, self._next_number) if name not in self._requests)
+        return next(name for name in map("req-{}".format, self._next_number) if not self.samples_of(name))
+
+    def samples_of(self, request_id: str) -> list[str]:
+        """Return the ids of those requests in the table that its owner knows by one id: it, and other samples of it."""
+        first = [request_id] if request_id in self._requests else []
+        return [*first, *self._others.get(request_id, ())]
 
     def add(self, request: RequestT) -> None:
         """Take a request whose id no other one has."""
         self._requests[request.request_id] = request
+        if request.sample:
+            self._others.setdefault(request.asked_id, {})[request.request_id] = None
 
     def note(self, requests: Iterable[RequestT]) -> None:
         """Note that requests of the table have something to report."""
@@ -43,13 +51,19 @@ class RequestTable(Mapping[str, RequestT]):
         self._with_news.pop(request_id, None)
         request = self._requests[request_id]
         if request.finish_reason is not None:
-            del self._requests[request_id]
+            self.remove(request_id)
         return request
 
     def remove(self, request_id: str) -> RequestT | None:
         """Take a request out without a report; None if it is not in the table."""
         self._with_news.pop(request_id, None)
-        return self._requests.pop(request_id, None)
+        request = self._requests.pop(request_id, None)
+        if request is not None and request.sample:
+            others = self._others[request.asked_id]
+            del others[request_id]
+            if not others:
+                del self._others[request.asked_id]
+        return request
 
     def __getitem__(self, request_id: str) -> RequestT:
         return self._requests[request_id]

@@ -17,7 +17,7 @@ from typing import Generic
 import attrs
 import numpy as np
 
-from kvframe.engine.progress import FinishReason, RequestT
+from kvframe.engine.progress import FinishReason, RequestProgress, RequestT
 from kvframe.engine.request_cache import RequestCache
 from kvframe.engine.running import IntArray, RunningRequests
 
@@ -56,7 +56,7 @@ class SchedulerStats:
 
     Attributes:
         prompt_tokens: Prompt tokens of the requests that were admitted, each request counted once.
-        cached_prompt_tokens: Of these, the tokens that a cached prefix covered.
+        cached_prompt_tokens: Of these, the tokens that a cached prefix covered, or another sample of the same prompt.
         computed_tokens: Tokens computed, again after a preemption included.
         computed_input_tokens: Likewise, tokens of what requests bring beside their own, such as an encoder's.
         generated_tokens: Tokens generated.
@@ -118,6 +118,7 @@ class Scheduler(Generic[RequestT]):
         self._max_num_batched_tokens = max_num_batched_tokens
         self._shared_block_size = shared_block_size
         self._whole_prompts = whole_prompts
+        self._pausing: list[RequestT] = []
 
     @property
     def has_work(self) -> bool:
@@ -147,6 +148,9 @@ class Scheduler(Generic[RequestT]):
                 if self._whole_prompts and len(request.token_ids) > budget:
                     break
                 if self._is_being_computed(request, admitted, counts):
+                    break
+                other = request.forks_from
+                if other is not None and other.row >= 0 and other.num_computed < other.pause_at:
                     break
                 count = self._admit(request, budget, admitted)
                 if not count:
@@ -262,6 +266,10 @@ class Scheduler(Generic[RequestT]):
         budget = self._max_num_batched_tokens
         rows, num_computed, num_known = self.running.columns(len(self.running))
         counts: IntArray = num_known - num_computed
+        if self._pausing:
+            self._pausing = [each for each in self._pausing if each.row >= 0 and each.num_computed < each.pause_at]
+            for request in self._pausing:
+                counts[self.running.index(request)] = request.next_stop - request.num_computed
         if int(counts.sum()) > budget:
             counts = np.minimum(counts, budget - (np.cumsum(counts) - counts))
             counts = counts[counts > 0]
@@ -271,7 +279,7 @@ class Scheduler(Generic[RequestT]):
         granted: list[int] = []
         while len(granted) < len(self.running) and budget:
             request = self.running[len(granted)]
-            count = min(len(request.token_ids) - request.num_computed, budget)
+            count = min(request.next_stop - request.num_computed, budget)
             if self._make_room(request, request.num_computed + count):
                 granted.append(count)
                 budget -= count
@@ -337,10 +345,30 @@ class Scheduler(Generic[RequestT]):
             except (RuntimeError, MemoryError):
                 self.stats.failed_swaps += 1
                 self._give_back(request)
+        other, request.forks_from = request.forks_from, None
+        if other is not None and other.row >= 0 and other.num_computed == other.pause_at and not other.new_inputs:
+            return self._fork(request, other)
         return self._start(request, budget, admitted)
 
+    def _fork(self, request: RequestT, other: RequestProgress) -> int:
+        """Let a request go on from where another one pauses; what is known of its tokens is computed in one step."""
+        self._cache.fork(other.request_id, request.request_id, request.token_ids)
+        try:
+            has_room = self._cache.extend(request.request_id, len(request.token_ids))
+        except RuntimeError:
+            has_room = False
+        if not has_room:
+            self._give_back(request)
+            return 0
+        request.fork(other)
+        request.row = self._cache.row(request.request_id)
+        request.is_on_cache = request.was_started = True
+        self.stats.prompt_tokens += request.num_prompt_tokens
+        self.stats.cached_prompt_tokens += request.num_computed
+        return len(request.token_ids) - request.num_computed
+
     def _resume(self, request: RequestT, budget: int) -> int:
-        num_scheduled = min(len(request.token_ids) - request.num_computed, budget)
+        num_scheduled = min(request.next_stop - request.num_computed, budget)
         num_tokens = request.num_computed + num_scheduled
         if not self._cache.swap_in(request.request_id, num_tokens, use_prefix=not request.runs_alone):
             # Blocks that it found may lie scattered over slabs; taken anew, all of them fit where nothing else runs.
@@ -350,7 +378,12 @@ class Scheduler(Generic[RequestT]):
             assert fits, "the plan promised room for a lone request"
         request.is_swapped = False
         request.row = self._cache.row(request.request_id)
+        self._note_pause(request)
         return num_scheduled
+
+    def _note_pause(self, request: RequestT) -> None:
+        if request.num_computed < request.pause_at:
+            self._pausing.append(request)
 
     def _start(self, request: RequestT, budget: int, admitted: Sequence[RequestT]) -> int:
         input_tokens = sum(each.num_new_input_tokens for each in admitted)
@@ -367,7 +400,8 @@ class Scheduler(Generic[RequestT]):
             # One input always goes, however long: it cannot be computed in parts.
             new_tokens = request.num_new_input_tokens
             fits = not input_tokens or input_tokens + new_tokens <= self._max_num_batched_tokens
-            num_scheduled = min(len(request.token_ids) - hit, budget)
+            stop = request.pause_at if hit < request.pause_at else len(request.token_ids)
+            num_scheduled = min(stop - hit, budget)
             if hit + num_scheduled < len(request.token_ids) and self.running:
                 # With room for a part of it only, it would take from others until it is preempted itself.
                 fits = fits and self._cache.has_room(request.request_id, len(request.token_ids))
@@ -380,6 +414,7 @@ class Scheduler(Generic[RequestT]):
             request.runs_alone = True
         request.row = self._cache.row(request.request_id)
         request.num_computed = hit
+        self._note_pause(request)
         request.is_on_cache = hit > 0 or len(request.new_inputs) < len(request.inputs)
         self.stats.computed_input_tokens += new_tokens
         if not request.was_started:

@@ -16,7 +16,7 @@ class EngineStats:
 
     Attributes:
         prompt_tokens: Prompt tokens of the requests that were admitted.
-        cached_prompt_tokens: Of these, the tokens that a cached prefix covered.
+        cached_prompt_tokens: Of these, the tokens that a cached prefix covered, or another sample of the same prompt.
         prefix_hit_rate: Their share; 0 before the first request.
         lookups: Per cache group, what prefix lookups found in it, and how often it could not continue from where
             another group could: the group to look at where the hit rate is low.
