@@ -26,6 +26,12 @@ PARTS = (
     "ten groups, all windows of 256, 256 requests, decodes",
     "ten groups, nothing built, 256 requests, decodes",
     "ten groups, nothing built, 256 requests, mixed",
+    "triton, ten groups, windows 32 to 288, 256 requests, decodes",
+    "triton, ten groups, windows 32 to 288, 256 requests, mixed",
+    "triton, ten groups, windows 16 to 4,096, 256 requests, decodes",
+    "triton, ten groups, windows 16 to 4,096, 256 requests, mixed",
+    "triton, one group's share, 256 requests, decodes",
+    "triton, one group's share, 256 requests, mixed",
 )
 
 

@@ -23,9 +23,10 @@ from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.attention.layer import AttentionLayers
 from kvframe.attention.local import LocalCaches
 from kvframe.attention.metadata import Axis, CommonAttentionMetadata, Extension
+from kvframe.attention.nested import host_tensors, replace_tensors
 from kvframe.attention.selection import select_backends
 from kvframe.attention.skipping import find_skippable_layers
-from kvframe.attention.staging import ALIGNMENT, HOST, StagedMemory, Staging, replace_tensors
+from kvframe.attention.staging import ALIGNMENT, HOST, StagedMemory, Staging
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.cache.inputs import InputSequence
 from kvframe.cache.manager import KVCacheManager
@@ -279,6 +280,29 @@ def test_tensors_go_over_wherever_they_lie_but_for_host_copies() -> None:
     assert META == first.there.device
     assert first.here_cpu is one
     assert found["text"] is given["text"]
+
+
+@attrs.frozen(eq=False)
+class Size:
+    num_rows: int
+    names: tuple[str, ...] = ()
+
+
+@attrs.frozen(eq=False)
+class Sized:
+    size: Size
+    limits: Mapping[str, int]
+    parent: Sized | None
+    hidden: Any
+
+
+def test_fields_that_are_declared_to_be_numbers_are_not_looked_into() -> None:
+    one, other = torch.arange(5), torch.arange(3)
+    lies = Size(num_rows=one)  # type: ignore[arg-type]
+    inner = Sized(lies, {"most": one}, None, other)  # type: ignore[dict-item]
+    assert [other] == host_tensors(Sized(Size(3), {"most": 4}, inner, None))
+    found = replace_tensors(inner, lambda tensor: tensor.float())
+    assert (lies, torch.float32) == (found.size, found.hidden.dtype)
 
 
 def test_on_the_host_nothing_is_copied() -> None:

@@ -125,7 +125,7 @@ def check(
         query.to(DEVICE),
         {name: tensor.to(DEVICE) for name, tensor in cache.items()},
         table.to(DEVICE),
-        torch.from_numpy(work.numbers).to(DEVICE),
+        work.tensor.to(DEVICE),
         work.programs,
         output,
         causal=served.causal,

@@ -110,9 +110,18 @@ def test_a_batch_that_is_not_causal_sees_all_from_its_start_on() -> None:
 def test_layers_of_other_masks_share_the_tiles_of_a_step() -> None:
     step = batch([100, 1], [100, 90])
     assert step.tiles(4, TILINGS) is step.tiles(4, TILINGS)
-    full = cut_step(step, num_cores=2)
-    window = cut_step(step, Rules(num_kv_heads=2, group=4, window=50), num_cores=2)
-    assert full.numbers.tolist() == window.numbers.tolist()
+    rules = RULES, replace(RULES, window=50)
+    # Where none of these is split, the work is one tensor.
+    full, window = (cut_step(step, each, num_cores=2) for each in rules)
+    assert full.tensor is window.tensor
+    full, window = (cut_step(step, each) for each in rules)
+    assert full.tensor is not window.tensor
+
+
+def test_which_tensors_there_are_at_a_graphs_sizes_does_not_depend_on_the_batch() -> None:
+    for seq_len in (90, 5000):
+        step = batch([1, 1], [90, seq_len], static=True)
+        assert cut_step(step).tensor is not cut_step(step, replace(RULES, window=50)).tensor
 
 
 def test_few_long_requests_fill_one_wave_of_programs() -> None:

@@ -66,7 +66,7 @@ def run(
         tilings=(SMALL,),
     )
     work = attention.plan(batch, dtype)
-    numbers = torch.from_numpy(work.numbers).to(DEVICE)
+    numbers = work.tensor.to(DEVICE)
     table = table.to(DEVICE)
     output = torch.full((num_tokens, num_heads, latent_size), float("nan"), dtype=dtype, device=DEVICE)
     for launch in attention.launches(

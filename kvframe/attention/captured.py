@@ -12,8 +12,9 @@ import torch
 from kvframe.attention.build import BuiltMetadata, MetadataPlan, PreparedMetadata
 from kvframe.attention.capture import NotReplayableError
 from kvframe.attention.metadata import CommonAttentionMetadata
-from kvframe.attention.slots import Slots
-from kvframe.attention.staging import StagedMemory, Staging, field_names, replace_tensors
+from kvframe.attention.nested import field_names, replace_tensors
+from kvframe.attention.slots import PackedSlots, Slots, unpack_slots
+from kvframe.attention.staging import StagedMemory, Staging
 from kvframe.attention.state import StateStep
 
 T = TypeVar("T")
@@ -24,21 +25,21 @@ class PreparedSubBatch:
     """What was worked out on the host of one sub-batch: all that goes to the device."""
 
     metadata: PreparedMetadata
-    slots: list[Slots | None]
+    slots: tuple[PackedSlots, ...]
     states: list[StateStep]
     kept_rows: torch.Tensor | None
 
     def build(self, plan: MetadataPlan) -> SubBatch:
         """Return what the layers read."""
-        return SubBatch(plan.build(self.metadata), self.slots, self.states, self.kept_rows)
+        return SubBatch(plan.build(self.metadata), unpack_slots(self.slots), self.states, self.kept_rows)
 
 
 @attrs.frozen(eq=False)
 class SubBatch:
-    """What all groups hold for one sub-batch."""
+    """What all groups hold for one sub-batch; slots by cache group, where something is stored."""
 
     built: list[BuiltMetadata]
-    slots: list[Slots | None]
+    slots: dict[int, Slots]
     states: list[StateStep]
     kept_rows: torch.Tensor | None
 

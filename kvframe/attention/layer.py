@@ -20,7 +20,7 @@ from kvframe.attention.group import form_groups
 from kvframe.attention.local import LocalCaches
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.order import find_order
-from kvframe.attention.slots import split_slots
+from kvframe.attention.slots import pack_slots
 from kvframe.attention.staging import Staging
 from kvframe.attention.state import StateLayers
 from kvframe.attention.step import StepBatch, input_slots
@@ -231,7 +231,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         part = self._sub_batches[index]
         for step, built in zip(self._steps, part.built, strict=True):
             step.built = built
-            step.slots = part.slots[step.group.cache_group]
+            step.slots = part.slots.get(step.group.cache_group)
         self.states.select(part.states)
         self.kept_rows = part.kept_rows
 
@@ -257,7 +257,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
             assert batch is not None
             assert tables is not None
             of_inputs = input_slots(batch, tables, metadata[0].slot_mapping.device, requests)
-        slots = split_slots(metadata, {**of_tokens, **of_inputs})
+        slots = pack_slots(metadata, {**of_tokens, **of_inputs})
         kept_rows = None
         if self.skipped and not metadata[0].all_generate:
             kept_rows = metadata[0].generating_indices

@@ -7,14 +7,13 @@ which nobody waits for.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import attrs
 import torch
+
+from kvframe.attention.nested import host_tensors, replace_tensors
 
 HOST = torch.device("cpu")
 
@@ -47,7 +46,8 @@ class Staging:
 
         Args:
             value: Tensors in attrs classes, dataclasses, tuples, lists and mappings. Fields whose names end with
-                ``_cpu`` stay on the host; so does whatever lies in objects of other classes.
+                ``_cpu`` stay on the host; so does what is declared to be no tensor, and whatever lies in objects of
+                other classes.
             into: Where the tensors are to lie; fresh memory unless given.
 
         Raises:
@@ -148,132 +148,3 @@ def views_of(memory: torch.Tensor, places: Sequence[Place]) -> list[torch.Tensor
             step *= max(1, shape[index])
         views.append(as_dtype[dtype].as_strided(shape, strides, start // dtype.itemsize))
     return views
-
-
-# --- values that hold tensors -----------------------------------------------------------------------------------------
-
-
-def host_tensors(value: Any) -> list[torch.Tensor]:
-    """Return the tensors on the host that a value holds outside of ``_cpu`` fields, each once, in a fixed order."""
-    found: dict[int, torch.Tensor] = {}
-    _collect((value,), found, set())
-    return list(found.values())
-
-
-def _collect(values: Iterable[Any], found: dict[int, torch.Tensor], seen: set[int]) -> None:
-    for value in values:
-        kind = type(value)
-        if kind in _SCALARS:
-            continue
-        if kind is torch.Tensor or isinstance(value, torch.Tensor):
-            if value.is_cpu:
-                found.setdefault(id(value), value)
-        elif (fields := _fields(kind)) is not None:
-            if id(value) not in seen:
-                seen.add(id(value))
-                _collect(fields.values(value), found, seen)
-        elif isinstance(value, Mapping):
-            _collect(value.values(), found, seen)
-        elif isinstance(value, tuple | list):
-            _collect(value, found, seen)
-
-
-def replace_tensors(value: T, change: Callable[[torch.Tensor], torch.Tensor]) -> T:
-    """Return a value with its tensors changed, but for those in fields whose names end with ``_cpu``.
-
-    What stands in several places of the value stands there afterwards too; what does not change is the very same.
-    """
-    result: T = _replace(value, change, {})
-    return result
-
-
-def _replace(value: Any, change: Callable[[torch.Tensor], torch.Tensor], known: dict[int, Any]) -> Any:
-    kind = type(value)
-    if kind in _SCALARS:
-        return value
-    if kind is torch.Tensor or isinstance(value, torch.Tensor):
-        return change(value)
-    if (fields := _fields(kind)) is not None:
-        if id(value) in known:
-            return known[id(value)]
-        changed = {}
-        for name, before in zip(fields.names, fields.values(value), strict=True):
-            if type(before) not in _SCALARS:
-                after = _replace(before, change, known)
-                if after is not before:
-                    changed[name] = after
-        known[id(value)] = result = _evolve(value, fields, changed) if changed else value
-        return result
-    if isinstance(value, Mapping):
-        items = {key: _replace(item, change, known) for key, item in value.items()}
-        if all(items[key] is item for key, item in value.items()):
-            return value
-        return MappingProxyType(items) if kind is MappingProxyType else items
-    if isinstance(value, tuple | list):
-        found = [_replace(item, change, known) for item in value]
-        if all(after is before for after, before in zip(found, value, strict=True)):
-            return value
-        return kind(*found) if hasattr(kind, "_fields") else kind(found)
-    return value
-
-
-def _evolve(value: Any, fields: _Fields, changed: Mapping[str, Any]) -> Any:
-    """Return a copy with other fields; not by its constructor, which may do more than take them."""
-    copy = object.__new__(type(value))
-    for name in fields.all:
-        _set(copy, name, changed[name] if name in changed else getattr(value, name))
-    return copy
-
-
-_set = object.__setattr__
-
-_SCALARS = frozenset({bool, int, float, str, type(None)})
-"""What most fields are, and no tensor lies in: seen at a glance, as a step's values are gone through in each step."""
-
-
-@attrs.frozen
-class _Fields:
-    """The fields of an attrs class or a dataclass.
-
-    Attributes:
-        all: Their names.
-        names: Those that are not of the host.
-        values: Returns these of an instance.
-    """
-
-    all: tuple[str, ...]
-    names: tuple[str, ...]
-    values: Callable[[Any], tuple[Any, ...]]
-
-    @classmethod
-    def of(cls, kind: type) -> _Fields | None:
-        """Return the fields of a class; None if it is neither an attrs class nor a dataclass."""
-        if attrs.has(kind):
-            every = tuple(field.name for field in attrs.fields(kind))
-        elif dataclasses.is_dataclass(kind):
-            every = tuple(field.name for field in dataclasses.fields(kind))
-        else:
-            return None
-        names = tuple(name for name in every if not name.endswith("_cpu"))
-        # Of one name or none, attrgetter does not return a tuple.
-        several = len(names) > 1
-        return cls(
-            every, names, attrgetter(*names) if several else lambda value: (*(getattr(value, n) for n in names),)
-        )
-
-
-_FIELDS: dict[type, _Fields | None] = {}
-
-
-def _fields(kind: type) -> _Fields | None:
-    try:
-        return _FIELDS[kind]
-    except KeyError:
-        found = _FIELDS[kind] = _Fields.of(kind)
-        return found
-
-
-def field_names(kind: type) -> tuple[str, ...] | None:
-    """Return the fields of an attrs class or a dataclass that are not of the host; None for another class."""
-    fields = _fields(kind)
-    return None if fields is None else fields.names

@@ -18,10 +18,11 @@ import torch
 from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.attention.copies import CopyScratch, make_backend
 from kvframe.attention.metadata import NO_EXTENSIONS, SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
+from kvframe.attention.nested import replace_tensors
 from kvframe.attention.order import is_ordered, permute
 from kvframe.attention.padding import pad_metadata
 from kvframe.attention.relative_bias import RELATIVE_BIAS
-from kvframe.attention.staging import HOST, Staging, replace_tensors
+from kvframe.attention.staging import HOST, Staging
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.attention.wrapper import DROPS_TOKENS, WrapperChain, apply_chain, bind_chain
 from kvframe.cache.block_table import BlockTable

@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+import torch
 
 from kvframe_kernels.triton.attention_tiles import (
     FIRST_QUERY,
@@ -31,6 +33,8 @@ from kvframe_kernels.triton.attention_tiles import (
 
 NUM_SPLIT_FIELDS = 4
 """Of a tile that is split: its first query, its queries, the slot of its first part, its parts."""
+SPLIT_FIELDS = np.array([FIRST_QUERY, NUM_QUERIES, PART, PART_BLOCKS])
+"""Where a work item has these, before its parts are numbered."""
 ALIGNMENT = 16
 """Numbers: where a kernel begins to read is a multiple of this, for which Triton compiles one variant of it alone."""
 EIGHTHS = np.arange(8, 17) / 8
@@ -92,6 +96,11 @@ class Work:
     numbers: IntArray
     programs: tuple[Programs, ...]
 
+    @cached_property
+    def tensor(self) -> torch.Tensor:
+        """The numbers as a tensor on the host, always the same."""
+        return torch.from_numpy(self.numbers)
+
     def items(self, programs: Programs) -> IntArray:
         """Return work items: ``[num_items, 8]``."""
         return self._rows(programs.first_item, programs.num_items, NUM_ITEM_FIELDS)
@@ -132,50 +141,65 @@ def cut(batch: Batch, rules: Rules, tilings: tuple[Tiling, ...], num_cores: int)
     heads = min(rules.group, MAX_SMALL_ROWS, tilings[-1].block_m)
     # Work items that run at a time: each is computed by a program for every KV head.
     programs_per_item = rules.num_kv_heads * -(-rules.group // heads)
-    cuts = []
-    for tiles in batch.tiles(heads, tilings):
-        wave = max(1, num_cores * tiles.tiling.programs_per_core // programs_per_item)
-        cuts.append(_cut(tiles, batch, rules, wave))
-    return _packed(cuts, heads)
+    tiles = batch.tiles(heads, tilings)
+    waves = [max(1, num_cores * each.tiling.programs_per_core // programs_per_item) for each in tiles]
+    reads = [_num_tokens(each, batch, rules) for each in tiles]
+    lengths = [_longest_part(*each) for each in zip(reads, waves, tiles, strict=True)]
+    cuts = zip(tiles, reads, lengths, waves, strict=True)
+
+    def pack() -> Work:
+        return _packed([_cut(*each, batch) for each in cuts], heads)
+
+    # Where no tile is split, the work is the same for all masks. In a graph's step each group has its own, always.
+    return pack() if batch.static or any(lengths) else batch.once(("whole", heads, tilings), pack)
 
 
-def _cut(tiles: Tiles, batch: Batch, rules: Rules, wave: int) -> _Cut:
-    """Return the work of a step's tiles for programs of one shape, of which so many run at a time."""
-    # Few calls: NumPy's work on a step this small is their number.
-    items, tiling = tiles.items, tiles.tiling
-    first = _first_tokens(items, batch, rules, tiling.block_n)
-    num_tokens = items[:, STOP] if first is None else items[:, STOP] - first
-    length = _longest_part(num_tokens, wave, tiling)
-    splits, num_slots, split_queries = NO_SPLITS, 0, 0
+def _cut(tiles: Tiles, num_tokens: IntArray, length: int | None, wave: int, batch: Batch) -> _Cut:
+    """Return the work of a step's tiles for programs of one shape.
+
+    Args:
+        tiles: The tiles.
+        num_tokens: ``[num_tiles]``: what each reads.
+        length: Blocks of a part at most; None if no tile is split.
+        wave: Work items that run at a time.
+        batch: The step.
+    """
+    items, splits, num_slots, split_queries = tiles.items, NO_SPLITS, 0, 0
     if length is not None:
-        items, splits, num_slots = _split(items, num_tokens, length, tiling.block_n)
+        items, splits, num_slots = _split(items, num_tokens, length, tiles.tiling.block_n)
         split_queries = int(np.maximum.reduce(splits[:, 1]))
     if not batch.static:
-        return _Cut(tiling, items, splits, len(items), num_slots, len(splits), split_queries)
+        return _Cut(tiles.tiling, items, splits, len(items), num_slots, len(splits), split_queries)
     num_tiles = min(batch.num_tokens, len(batch.seq_lens) + 1 + batch.num_tokens // tiles.queries_per_tile)
     # A wave holds so many parts that those of all tiles are no more than two.
     split_queries = min(tiles.queries_per_tile, batch.max_query_len)
-    return _Cut(tiling, items, splits, num_tiles + wave, 2 * wave, min(wave, num_tiles), split_queries)
+    return _Cut(tiles.tiling, items, splits, num_tiles + wave, 2 * wave, min(wave, num_tiles), split_queries)
 
 
-def _first_tokens(items: IntArray, batch: Batch, rules: Rules, block_n: int) -> IntArray | None:
-    """Return the first token of what each tile reads, in whole blocks, as the kernel finds it; None if it is 0."""
+def _num_tokens(tiles: Tiles, batch: Batch, rules: Rules) -> IntArray:
+    """Return what each tile reads, ``[num_tiles]``: from the first token that it sees on, in whole blocks.
+
+    Few calls: NumPy's work on a step this small is their number.
+    """
+    items = tiles.items
+    stop: IntArray = items[:, STOP]
     low: IntArray | None = None if batch.seq_starts is None else items[:, START]
     if batch.causal and (rules.window or rules.chunk):
         position = items[:, POSITION]
         seen = position + (1 - rules.window) if rules.window else position - position % rules.chunk
         low = np.maximum(seen, 0 if low is None else low, out=seen)
-    return None if low is None else low & -block_n
+    return stop if low is None else stop - (low & -tiles.tiling.block_n)
 
 
-def _longest_part(num_tokens: IntArray, wave: int, tiling: Tiling) -> int | None:
+def _longest_part(num_tokens: IntArray, wave: int, tiles: Tiles) -> int | None:
     """Return how many blocks of tokens a part of a tile has at most; None if no tile is split.
 
     Args:
         num_tokens: ``[num_tiles]``: what each reads.
         wave: Work items that run at a time.
-        tiling: The programs.
+        tiles: The tiles.
     """
+    tiling = tiles.tiling
     longest = int(np.maximum.reduce(num_tokens, initial=0))
     if longest <= tiling.min_split:
         return None
@@ -213,18 +237,13 @@ def _split(items: IntArray, num_tokens: IntArray, length: int, block_n: int) -> 
     part_blocks = -(-num_blocks // counts)
     counts = -(-num_blocks // part_blocks)
     ends = np.add.accumulate(counts, dtype=np.int32)
-    first_slot = ends - counts
     num_slots = int(ends[-1])
-    tiles[:, PART] = first_slot
+    tiles[:, PART] = ends - counts
     tiles[:, PART_BLOCKS] = part_blocks
     parts = tiles.repeat(counts, axis=0)
-    part = parts[:, PART]
-    np.subtract(np.arange(num_slots, dtype=np.int32), part, out=part)
-    splits = np.empty((len(counts), NUM_SPLIT_FIELDS), dtype=np.int32)
-    splits[:, 0] = tiles[:, FIRST_QUERY]
-    splits[:, 1] = tiles[:, NUM_QUERIES]
-    splits[:, 2] = first_slot
-    splits[:, 3] = counts
+    parts[:, PART] = np.arange(num_slots, dtype=np.int32) - parts[:, PART]
+    tiles[:, PART_BLOCKS] = counts
+    splits = tiles.take(SPLIT_FIELDS, axis=1)
     # Those that are split are the longest: they begin first.
     return np.concatenate([parts, items.take((~is_split).nonzero()[0], axis=0)]), splits, num_slots
 

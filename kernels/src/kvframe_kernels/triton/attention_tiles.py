@@ -6,13 +6,15 @@ nothing here: layers with other masks share the tiles of a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+T = TypeVar("T")
 IntArray = npt.NDArray[np.int32]
 
 NUM_ITEM_FIELDS = 8
@@ -82,7 +84,7 @@ class Batch:
     causal: bool
     max_query_len: int
     static: bool = False
-    _tiles: dict[tuple[int, tuple[Tiling, ...]], list[Tiles]] = field(default_factory=dict, init=False, repr=False)
+    _kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def num_padding(self) -> int:
@@ -98,9 +100,13 @@ class Batch:
             heads: Query heads of a program.
             tilings: Shapes of programs, by ascending rows; the last one takes what is too long for the others.
         """
-        found = self._tiles.get((heads, tilings))
-        if found is None:
-            found = self._tiles[heads, tilings] = _tiles_of(self, heads, tilings)
+        return self.once(("tiles", heads, tilings), lambda: _tiles_of(self, heads, tilings))
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what was made of the batch under this key; made at the first call."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        found: T = self._kept[key]
         return found
 
 

@@ -36,13 +36,13 @@ class TritonMetadata:
 
     @classmethod
     def of(cls, batch: Batch, work: Work, block_table: torch.Tensor) -> Self:
-        """Return the same work as a tensor on the host, which the step's copy brings to the device."""
+        """Return work as a tensor on the host, which the step's copy brings to the device."""
         return cls(
-            block_table=with_whole_rows(block_table),
-            numbers=torch.from_numpy(work.numbers),
-            programs=work.programs,
-            causal=batch.causal,
-            has_starts=batch.seq_starts is not None,
+            with_whole_rows(block_table),
+            work.tensor,
+            work.programs,
+            batch.causal,
+            batch.seq_starts is not None,
         )
 
 

@@ -1,0 +1,189 @@
+"""Values that hold tensors somewhere inside: found in a fixed order, and rebuilt with others in their place.
+
+A step's values are gone through in each step: what a class is, and which of its fields can hold a tensor at all, is
+found out once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, is_
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, TypeVar
+
+import attrs
+import torch
+
+T = TypeVar("T")
+
+
+def host_tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors on the host that a value holds outside of ``_cpu`` fields, each once, in a fixed order.
+
+    Args:
+        value: Tensors in attrs classes, dataclasses, tuples, lists and mappings. Fields that are declared to be
+            numbers, strings, or made of such, are not looked into, and neither are objects of other classes.
+    """
+    found: dict[int, torch.Tensor] = {}
+    _collect(value, found, set())
+    return list(found.values())
+
+
+def _collect(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None:
+    kind = _kinds[type(value)]
+    if kind is None:
+        return
+    number = id(value)
+    if kind is TENSOR:
+        if number not in found and value.is_cpu:
+            found[number] = value
+    elif number not in seen:
+        seen.add(number)
+        for part in kind.parts(value):
+            _collect(part, found, seen)
+
+
+def replace_tensors(value: T, change: Callable[[torch.Tensor], torch.Tensor]) -> T:
+    """Return a value with its tensors changed, but for those in fields whose names end with ``_cpu``.
+
+    What stands in several places of the value stands there afterwards too; what does not change is the very same.
+    """
+    result: T = _replace(value, change, {})
+    return result
+
+
+def _replace(value: Any, change: Callable[[torch.Tensor], torch.Tensor], known: dict[int, Any]) -> Any:
+    kind = _kinds[type(value)]
+    if kind is None:
+        return value
+    if kind is TENSOR:
+        return change(value)
+    number = id(value)
+    if number in known:
+        return known[number]
+    before = kind.parts(value)
+    after = [_replace(part, change, known) for part in before]
+    result = value if all(map(is_, before, after)) else kind.rebuild(value, after)
+    known[number] = result
+    return result
+
+
+def field_names(kind: type) -> tuple[str, ...] | None:
+    """Return the fields of an attrs class or a dataclass that are not of the host; None for another class."""
+    every = _declared(kind)
+    return None if every is None else tuple(name for name in every if not name.endswith("_cpu"))
+
+
+# --- what a class is --------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class Kind:
+    """How values of a class hold what may be a tensor or hold one.
+
+    Attributes:
+        parts: Returns what a value holds.
+        rebuild: Returns a value with other parts.
+    """
+
+    parts: Callable[[Any], Sequence[Any]]
+    rebuild: Callable[[Any, Sequence[Any]], Any]
+
+
+def _of_fields(every: Sequence[str], looked_into: Sequence[str]) -> Kind:
+    """Return how an attrs class or a dataclass with these fields holds what some of them hold."""
+    others = [name for name in every if name not in looked_into]
+    names, values_of_others = (*looked_into, *others), _getter(others)
+
+    def rebuild(value: Any, parts: Sequence[Any]) -> Any:
+        # Not by its constructor, which may do more than take them.
+        copy = object.__new__(type(value))
+        for name, each in zip(names, (*parts, *values_of_others(value)), strict=True):
+            object.__setattr__(copy, name, each)
+        return copy
+
+    return Kind(_getter(looked_into), rebuild)
+
+
+def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+    if len(names) > 1:
+        return attrgetter(*names)
+    # Of one name, attrgetter does not return a tuple.
+    return lambda value: tuple(getattr(value, name) for name in names)
+
+
+def _rebuild_mapping(value: Any, parts: Sequence[Any]) -> Any:
+    items = dict(zip(value, parts, strict=True))
+    return MappingProxyType(items) if type(value) is MappingProxyType else items
+
+
+def _rebuild_sequence(value: Any, parts: Sequence[Any]) -> Any:
+    kind = type(value)
+    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
+
+
+TENSOR = Kind(parts=lambda value: (), rebuild=lambda value, parts: value)
+MAPPING = Kind(parts=lambda value: tuple(value.values()), rebuild=_rebuild_mapping)
+SEQUENCE = Kind(parts=lambda value: value, rebuild=_rebuild_sequence)
+
+
+class _Kinds(dict[type, Kind | None]):
+    """What each class of values holds; None if no tensor that is to be found."""
+
+    def __missing__(self, cls: type) -> Kind | None:
+        self[cls] = TENSOR  # while it is worked out: what a class holds of its own kind may hold one
+        found = self[cls] = _find_kind(cls)
+        return found
+
+
+_kinds = _Kinds()
+
+
+def _find_kind(cls: type) -> Kind | None:
+    if issubclass(cls, torch.Tensor):
+        return TENSOR
+    every = _declared(cls)
+    if every is not None:
+        declared = _types_of_fields(cls)
+        looked_into = [
+            name for name in every if not name.endswith("_cpu") and _may_hold_tensors(declared.get(name, Any))
+        ]
+        return _of_fields(every, looked_into) if looked_into else None
+    if issubclass(cls, Mapping):
+        return MAPPING
+    return SEQUENCE if issubclass(cls, tuple | list) else None
+
+
+def _declared(cls: type) -> tuple[str, ...] | None:
+    """Return the fields of an attrs class or a dataclass; None for another class."""
+    if attrs.has(cls):
+        return tuple(field.name for field in attrs.fields(cls))
+    if dataclasses.is_dataclass(cls):
+        return tuple(field.name for field in dataclasses.fields(cls))
+    return None
+
+
+def _types_of_fields(cls: type) -> Mapping[str, Any]:
+    try:
+        # Where torch is imported for type checkers only, its tensors are named all the same.
+        return typing.get_type_hints(cls, localns={torch.__name__: torch})
+    except NameError:
+        return {}
+
+
+def _may_hold_tensors(declared: Any) -> bool:
+    """Return whether a tensor that is to be found may lie in a field that is declared to be this."""
+    origin, arguments = typing.get_origin(declared), typing.get_args(declared)
+    if arguments and (origin in (typing.Union, UnionType) or _is_container(origin)):
+        return any(_may_hold_tensors(each) for each in arguments if each is not Ellipsis)
+    if not isinstance(declared, type):
+        return True
+    if declared is NoneType or issubclass(declared, bool | int | float | str):
+        return False
+    return _declared(declared) is None or _kinds[declared] is not None
+
+
+def _is_container(origin: Any) -> bool:
+    return isinstance(origin, type) and issubclass(origin, tuple | list | Mapping)
