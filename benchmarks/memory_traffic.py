@@ -108,6 +108,7 @@ def figures(outcome: Outcome, memory_bytes: int) -> dict[str, Any]:
     return {
         "requests": outcome.requests,
         "steps": outcome.steps,
+        "ended_in_1000_steps": 1000 * outcome.requests / outcome.steps,
         "was_full": outcome.was_full,
         "peak": outcome.peak,
         "concurrency": outcome.mean_concurrency,

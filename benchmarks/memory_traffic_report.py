@@ -35,13 +35,18 @@ def write_report(record: Mapping[str, Any]) -> str:
         "",
         "## Requests at once",
         "",
-        "On average from the first step without room on; the most in brackets. The last two columns are kvframe's "
-        "average over the other's, the better one where it has two.",
+        "The most; in brackets the average from the first step without room on. The last columns are kvframe's most, "
+        "and its average, over those of equal groups, and its most over that of one size; the better one where it has "
+        "two.",
         "",
         *table(
-            ("", "", "GB", *SHORT.values(), "kvframe / equal groups", "kvframe / one size"),
+            ("", "", "GB", *SHORT.values(), "most / equal groups", "average / equal groups", "most / one size"),
             _per_trace(rows, _concurrency),
         ),
+        "",
+        "## Requests ended in 1,000 steps",
+        "",
+        *table(("", "", *SHORT.values(), "kvframe / equal groups"), _per_trace(rows, _ended)),
         "",
         "## Prompt tokens found in the cache, and preemptions",
         "",
@@ -89,20 +94,30 @@ def _per_trace(rows: Rows, cells: Any) -> list[tuple[str, ...]]:
     return found
 
 
-def best_ratio(by_layout: Mapping[str, Mapping[str, Any]], other: str) -> float:
-    """Return how many times as many requests kvframe runs at once as another layout, with the better of its rows."""
-    ours = max(row["concurrency"] for name, row in by_layout.items() if name.startswith("kvframe"))
-    return float(ours / by_layout[other]["concurrency"])
+def best_ratio(by_layout: Mapping[str, Mapping[str, Any]], other: str, figure: str = "peak") -> float:
+    """Return a figure of kvframe over that of another layout, with the better of its rows."""
+    ours = max(row[figure] for name, row in by_layout.items() if name.startswith("kvframe"))
+    return float(ours / by_layout[other][figure])
 
 
 def _concurrency(by_layout: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
     def cell(name: str) -> str:
         row = by_layout.get(name)
-        return "" if row is None else f"{row['concurrency']:.1f} ({row['peak']})"
+        return "" if row is None else f"{row['peak']} ({row['concurrency']:.1f})"
 
     memory = f"{by_layout['kvframe']['memory_bytes'] / 1e9:.1f}"
-    ratios = (f"{best_ratio(by_layout, other):.2f}" for other in ("equal padded groups", "one size fits all"))
-    return memory, *(cell(name) for name in SHORT), *ratios
+    ratios = (
+        best_ratio(by_layout, "equal padded groups"),
+        best_ratio(by_layout, "equal padded groups", "concurrency"),
+        best_ratio(by_layout, "one size fits all"),
+    )
+    return memory, *(cell(name) for name in SHORT), *(f"{ratio:.2f}" for ratio in ratios)
+
+
+def _ended(by_layout: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    rows = (by_layout.get(name) for name in SHORT)
+    ratio = best_ratio(by_layout, "equal padded groups", "ended_in_1000_steps")
+    return *("" if row is None else f"{row['ended_in_1000_steps']:.0f}" for row in rows), f"{ratio:.2f}"
 
 
 def _hits(by_layout: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ PAGES_PER_REQUEST = 8
 TOKENS_A_STEP = 2_048
 MAX_NUM_SEQS = 1_024
 
-STATE_BLOCK = 256
+STATE_BLOCK = 64
 """Tokens from one state that is kept for prefix caching to the next, in kvframe's layout with fewer of them."""
 
 KVFRAME, FEW_STATES, PADDED, ONE_SIZE = "kvframe", "kvframe, few states", "equal padded groups", "one size fits all"

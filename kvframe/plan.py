@@ -323,7 +323,8 @@ def _choose_slab_bytes(page_bytes: Sequence[int], peaks: Sequence[int], memory_b
     candidates = {
         align_up(count * size, STATE_ALIGNMENT_BYTES)
         for size in set(page_bytes)
-        for count in range(1, _MAX_PAGES_PER_SLAB + 1)
+        # As few pages as the largest one needs, where these are more: then its own slab has an end, and theirs none.
+        for count in (*range(1, _MAX_PAGES_PER_SLAB + 1), -(-largest // size))
         if largest <= count * size <= affordable
     } or {largest}
 

@@ -50,6 +50,16 @@ def test_layers_that_keep_nothing_are_in_no_group() -> None:
     assert () == group_layers([layer("a", None)]).groups
 
 
+def test_a_slab_is_cut_into_as_many_small_pages_as_the_largest_page_needs() -> None:
+    grouping = group_layers([layer("a", full(16, 100)), layer("b", ranged(16, 6597, window=64))])
+    plan = plan_cache(grouping, memory_bytes=2**30, max_model_len=4096, max_num_batched_tokens=64)
+    small, large = plan.groups
+    # 65 small pages would leave the room of nearly one more in each of their slabs.
+    assert (66, 1) == (small.pages_per_slab, large.pages_per_slab)
+    assert 66 * small.page_bytes == plan.slab_bytes
+    assert 0.0005 > plan.waste_fraction
+
+
 @pytest.mark.parametrize(
     ("layers", "error", "sentence"),
     [
