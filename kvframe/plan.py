@@ -154,6 +154,15 @@ class KVCachePlan:
         """Return the slabs that hold ``num_blocks`` blocks (one count per group), from an empty pool."""
         return sum(-(-count // group.pages_per_slab) for count, group in zip(num_blocks, self.groups, strict=True))
 
+    def resized(self, memory_bytes: int) -> KVCachePlan:
+        """Return a plan of other memory that is cut as this one is: more slabs of the same kind, or fewer.
+
+        Raises:
+            PlanError: Not even one slab for each group fits the memory, or there are too many for a block id.
+        """
+        num_slabs = _num_slabs(memory_bytes, self.null_bytes, self.slab_bytes, self.block_id_bytes, len(self.groups))
+        return attrs.evolve(self, num_slabs=num_slabs, memory_bytes=memory_bytes)
+
     def fits(self, num_tokens: int, input_lens: Mapping[str, int] | None = None) -> bool:
         """Return whether one request that grows to ``num_tokens`` tokens fits the pool.
 
@@ -254,17 +263,7 @@ def plan_cache(
         slab_bytes = max((count * size for count, size in zip(pages_per_slab, page_bytes, strict=True)), default=0)
     block_id_bytes = math.gcd(slab_bytes, *page_bytes) if page_bytes else 1
     null_bytes = align_up(max(page_bytes, default=0), block_id_bytes)
-    num_slabs = max(0, (memory_bytes - null_bytes) // slab_bytes) if page_bytes else 0
-    if num_slabs < len(page_bytes):
-        raise PlanError(
-            f"{memory_bytes} bytes hold {num_slabs} slabs of {slab_bytes} bytes, but each of the {len(page_bytes)} "
-            f"groups needs one; give at least {null_bytes + len(page_bytes) * slab_bytes} bytes"
-        )
-    if (null_bytes + num_slabs * slab_bytes) // block_id_bytes > _MAX_BLOCK_ID:
-        raise PlanError(
-            f"{memory_bytes} bytes in units of {block_id_bytes} do not fit a 32-bit block id; "
-            "choose a block size that is a multiple of a larger power of two"
-        )
+    num_slabs = _num_slabs(memory_bytes, null_bytes, slab_bytes, block_id_bytes, len(page_bytes))
     return KVCachePlan(
         groups=tuple(
             PlannedGroup(
@@ -287,6 +286,22 @@ def plan_cache(
         max_num_batched_tokens=max_num_batched_tokens,
         max_input_lens=input_lens,
     )
+
+
+def _num_slabs(memory_bytes: int, null_bytes: int, slab_bytes: int, block_id_bytes: int, num_groups: int) -> int:
+    """Return how many slabs fit the memory; raises ``PlanError`` if they are too few, or too many."""
+    num_slabs = max(0, (memory_bytes - null_bytes) // slab_bytes) if num_groups else 0
+    if num_slabs < num_groups:
+        raise PlanError(
+            f"{memory_bytes} bytes hold {num_slabs} slabs of {slab_bytes} bytes, but each of the {num_groups} "
+            f"groups needs one; give at least {null_bytes + num_groups * slab_bytes} bytes"
+        )
+    if (null_bytes + num_slabs * slab_bytes) // block_id_bytes > _MAX_BLOCK_ID:
+        raise PlanError(
+            f"{memory_bytes} bytes in units of {block_id_bytes} do not fit a 32-bit block id; "
+            "choose a block size that is a multiple of a larger power of two"
+        )
+    return num_slabs
 
 
 def _peak_blocks(

@@ -62,6 +62,39 @@ class KVCacheStorage:
             (num_ids, *shape), (self._plan.block_id_bytes // item, *strides), storage_offset=offset // item
         )
 
+    @property
+    def num_slabs(self) -> int:
+        """Slabs that there are bytes for."""
+        return self._plan.num_slabs
+
+    def resize(self, plan: KVCachePlan) -> None:
+        """Have more bytes, zeroed, or fewer, at the pool's end; what stays keeps its content.
+
+        The pool and the views are the same tensors afterwards, at another place in memory: whoever kept an address of
+        theirs, as a graph does, must be told.
+
+        Args:
+            plan: What to have; the same but for the number of slabs.
+
+        Raises:
+            PlanError: The device has not that much memory; nothing changed.
+        """
+        before, memory = self.pool.numel(), self.pool.untyped_storage()
+        try:
+            memory.resize_(plan.total_bytes)
+        except RuntimeError as error:
+            raise PlanError(
+                f"{self.pool.device} has no {plan.total_bytes} bytes to give the cache; ask for less memory"
+            ) from error
+        self._plan = plan
+        self.pool.set_(memory, 0, (plan.total_bytes,), (1,))
+        self.pool[before:].zero_()
+        for group in plan.groups:
+            num_ids = (plan.total_bytes - group.page_bytes) // plan.block_id_bytes + 1
+            for layer in group.layers:
+                for view in self.views[layer].values():
+                    view.set_(memory, view.storage_offset(), (num_ids, *view.shape[1:]), view.stride())
+
     def fill(self, group: int, block_ids: Sequence[int], value: float) -> None:
         """Fill pages with one value in every layer's dtype.
 

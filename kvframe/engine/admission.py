@@ -24,6 +24,7 @@ class Admission:
 
     Attributes:
         has_text: Whether the model has a tokenizer.
+        plan: What the cache holds.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Admission:
         """
         self.has_text = model.decode([]) is not None
         self._model = model
-        self._plan = plan
+        self.plan = plan
         self._max_model_len = max_model_len
         self._max_prompt_len = max_prompt_len
 
@@ -115,9 +116,9 @@ class Admission:
                 code="no_tokenizer",
             )
         num_tokens = min(len(token_ids) + (0 if params is None else params.max_new_tokens), max_len)
-        if not self._plan.fits(num_tokens, input_lens or {}):
+        if not self.plan.fits(num_tokens, input_lens or {}):
             raise RequestError(
-                f"a request of {num_tokens} tokens does not fit the cache of {self._plan.total_bytes} bytes, even "
+                f"a request of {num_tokens} tokens does not fit the cache of {self.plan.total_bytes} bytes, even "
                 "alone; give more memory or ask for fewer tokens",
                 code="too_large",
             )

@@ -14,17 +14,19 @@ from typing import Generic, Protocol, Self
 from kvframe.attention.choice import Choice
 from kvframe.cache.keys import read_secret
 from kvframe.cache.manager import KVCacheManager
+from kvframe.checks import parse_bytes
 from kvframe.engine.admission import Admission
 from kvframe.engine.assembly import Assembly, assemble, assemble_plain, load_model
 from kvframe.engine.cache_events import CacheEventDelivery, CacheListener
 from kvframe.engine.interrupts import HeldInterrupts
 from kvframe.engine.progress import RequestT
 from kvframe.engine.request_table import RequestTable
+from kvframe.engine.resizing import resize
 from kvframe.engine.runner import SkipPolicy
 from kvframe.engine.scheduler import ScheduledStep, Scheduler
 from kvframe.engine.self_check import run_packed
 from kvframe.engine.stats import EngineStats
-from kvframe.errors import KVFrameError, ModelError, RequestError
+from kvframe.errors import KVFrameError, ModelError, PlanError, RequestError
 from kvframe.groups import Grouping
 from kvframe.model.adapter import LoadedModel
 from kvframe.plan import KVCachePlan
@@ -37,6 +39,10 @@ _log = logging.getLogger("kvframe")
 
 class Runner(Protocol[RequestT]):
     """Runs steps; what comes of a request's last known token is one number, as the scheduler takes it."""
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether steps may be replayed from graphs."""
 
     def warm_up(self) -> None:
         """Do once, before the first request, what would make it wait."""
@@ -218,6 +224,31 @@ class EngineCore(ABC, Generic[RequestT]):
     @on_cache_events.setter
     def on_cache_events(self, listener: CacheListener | None) -> None:
         self._cache_events.listener = listener
+
+    def resize_cache(self, memory: int | str) -> None:
+        """Give the cache more memory, or less, between steps; requests go on.
+
+        Cached prefixes stay, but for those at the end of a cache that shrinks. Requests that run there are preempted,
+        the last ones first. While it moves, the device holds the cache twice.
+
+        Args:
+            memory: The most bytes for it; may be given like ``"2GiB"``.
+
+        Raises:
+            PlanError: It would be too small for a request that goes on or for what is pinned, the device has no such
+                memory, or the engine replays graphs, which know where the cache lies. The cache is as it was.
+            StackError: That is no size.
+        """
+        if self._runner.has_graphs:
+            raise PlanError(
+                "an engine that replays graphs cannot resize its cache, which they read where it lies; set graphs to "
+                '"off" in the stack\'s [engine], or make another engine'
+            )
+        going_on = [request for request in self._requests.values() if request.finish_reason is None]
+        with HeldInterrupts():
+            self.plan = self._admission.plan = resize(
+                self._manager, self._storage, self._scheduler, going_on, parse_bytes(memory)
+            )
 
     def close(self) -> None:
         """End every request and leave the model as it was. Safe to call twice."""

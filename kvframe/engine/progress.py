@@ -86,6 +86,11 @@ class RequestProgress:
     error: str | None = None
 
     @property
+    def num_final_tokens(self) -> int:
+        """The most tokens that it may have at its end."""
+        return len(self.token_ids)
+
+    @property
     def next_stop(self) -> int:
         """The tokens that are computed when it pauses, or all that are known."""
         return self.pause_at if self.num_computed < self.pause_at else len(self.token_ids)

@@ -214,6 +214,11 @@ class Request(RequestProgress):
             self.add_prompt_logprobs([None])
 
     @property
+    def num_final_tokens(self) -> int:
+        """The most tokens that it may have at its end."""
+        return self.max_tokens
+
+    @property
     def first_prompt_row(self) -> int:
         """The last prompt token whose log-probability is known: its logits tell that of the next one."""
         return len(self.known_logprobs) - 1

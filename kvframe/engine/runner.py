@@ -78,6 +78,11 @@ class ModelRunner:
         self._skip_policy = skip_policy
         self.graphs = graphs
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether steps may be replayed from graphs."""
+        return self.graphs is not None
+
     def warm_up(self) -> None:
         """Do once, before the first request, what would make it wait. No row may be set yet."""
         if self.graphs is not None:

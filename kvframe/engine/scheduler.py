@@ -255,6 +255,10 @@ class Scheduler(Generic[RequestT]):
         for request in self.running:
             request.runs_alone = False
 
+    def preempt_last(self) -> None:
+        """Take its blocks from the request that was admitted last, between steps; it goes on when there is room."""
+        self._preempt(self.running[-1])
+
     # --- room ---------------------------------------------------------------------------------------------------------
 
     def _continue_running(self) -> IntArray:

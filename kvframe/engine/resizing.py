@@ -1,0 +1,61 @@
+"""A cache of another size while an engine runs: its pages stay where they are, and what is at its end makes way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvframe.cache.manager import KVCacheManager
+from kvframe.cache.storage import KVCacheStorage
+from kvframe.engine.progress import RequestProgress, RequestT
+from kvframe.engine.scheduler import Scheduler
+from kvframe.errors import PlanError
+from kvframe.plan import KVCachePlan
+
+
+def resize(
+    manager: KVCacheManager,
+    storage: KVCacheStorage,
+    scheduler: Scheduler[RequestT],
+    requests: Iterable[RequestProgress],
+    memory_bytes: int,
+) -> KVCachePlan:
+    """Give a cache other memory, between steps; return its plan.
+
+    Where it shrinks under requests that run, those that were admitted last are preempted.
+
+    Args:
+        manager: Who has the pages.
+        storage: Their bytes.
+        scheduler: Who has the requests.
+        requests: All of them that go on.
+        memory_bytes: The most bytes that the cache may take.
+
+    Raises:
+        PlanError: It would be too small for the groups, for a request or for what is pinned, or there is no such
+            memory; the cache is as it was.
+    """
+    plan = manager.plan.resized(memory_bytes)
+    for request in requests:
+        input_lens = {name: each.num_tokens for name, each in request.inputs.items()}
+        if not plan.fits(request.num_final_tokens, input_lens):
+            raise PlanError(
+                f"a cache of {plan.total_bytes} bytes has no room for the request {request.asked_id!r} of "
+                f"{request.num_final_tokens} tokens, which goes on; wait until it has ended, or abort it"
+            )
+    before = manager.plan.num_slabs
+    if plan.num_slabs > before:
+        storage.resize(plan)
+    while not manager.resize(plan.num_slabs):
+        if not scheduler.running:
+            raise PlanError(
+                f"prefixes are pinned at the end of the cache, or leave too little of {plan.total_bytes} bytes; unpin "
+                "them, or give it more memory"
+            )
+        scheduler.preempt_last()
+    if plan.num_slabs < before:
+        try:
+            storage.resize(plan)
+        except PlanError:
+            manager.resize(before)
+            raise
+    return plan

@@ -1,0 +1,120 @@
+"""An engine's cache is given more or less memory between steps; no request shows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvframe.engine.engine import Engine
+from kvframe.engine.request import SamplingParams
+from kvframe.errors import KVFrameError, PlanError
+from tests.serving import TinyModel, held_pages, ids
+
+PROMPTS = [ids(3, 45), ids(4, 30), ids(5, 21), ids(6, 40)]
+PARAMS = SamplingParams(max_new_tokens=12)
+LARGE, SMALL = 400_000, 120_000
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3_text", "jamba"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return TinyModel.save(tmp_path_factory.mktemp("model"), request.param)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return TinyModel.save(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def make(model: TinyModel, memory: int, **options: Any) -> Engine:
+    return model.engine(memory=memory, block_size=4, max_model_len=64, max_num_batched_tokens=32, audit=True, **options)
+
+
+@pytest.fixture(scope="module")
+def reference(model: TinyModel) -> list[tuple[int, ...]]:
+    with make(model, LARGE) as engine:
+        return [output.token_ids for output in engine.generate(PROMPTS, PARAMS)]
+
+
+@pytest.mark.parametrize("options", [{}, {"preemption": "swap", "swap_memory": "1MiB"}, {"prefix_caching": False}])
+def test_requests_go_on_in_a_cache_of_another_size(
+    model: TinyModel, reference: list[tuple[int, ...]], options: dict[str, Any]
+) -> None:
+    with make(model, LARGE, **options) as engine:
+        names = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
+        tokens: dict[str, tuple[int, ...]] = {}
+        sizes = [SMALL, LARGE, LARGE // 2, SMALL, LARGE]
+        while engine.has_unfinished:
+            tokens |= {output.request_id: output.token_ids for output in engine.step()}
+            if sizes:
+                size = sizes.pop(0)
+                engine.resize_cache(size)
+                assert engine.stats().cache_bytes == engine.plan.total_bytes <= size
+        assert reference == [tokens[name] for name in names]
+        assert not sizes
+        assert 0 == held_pages(engine)
+
+
+def test_a_request_that_did_not_fit_does_afterwards(llama: TinyModel) -> None:
+    with make(llama, llama.tight_memory(30, block_size=4, max_model_len=64, max_num_batched_tokens=32)) as engine:
+        small, (refused,) = engine.plan.total_bytes, engine.generate(PROMPTS[:1], PARAMS)
+        assert "refused" == refused.finish_reason
+        engine.resize_cache("400KB")
+        assert "length" == engine.generate(PROMPTS[:1], PARAMS)[0].finish_reason
+        engine.resize_cache(small)
+        assert "refused" == engine.generate(PROMPTS[:1], PARAMS)[0].finish_reason
+
+
+def test_what_is_cached_in_the_part_that_stays_is_found_again(model: TinyModel) -> None:
+    with make(model, LARGE // 2) as engine:
+        engine.generate(PROMPTS[:1], PARAMS)
+        engine.resize_cache(LARGE)
+        engine.generate(PROMPTS[:1], PARAMS)
+        assert engine.stats().cached_prompt_tokens > 0
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_would_not_fit_any_more_is_named(llama: TinyModel) -> None:
+    with make(llama, LARGE) as engine:
+        name = engine.add_request(PROMPTS[0], PARAMS)
+        engine.step()
+        before = engine.plan
+        with pytest.raises(PlanError, match=f"no room for the request '{name}' of 57 tokens, which goes on"):
+            engine.resize_cache(llama.tight_memory(30, block_size=4, max_model_len=64, max_num_batched_tokens=32))
+        assert before == engine.plan
+        engine.abort(name)
+
+
+def test_what_is_pinned_is_not_taken(llama: TinyModel) -> None:
+    with make(llama, LARGE) as engine:
+        pin = engine.pin_prefix(PROMPTS[0])
+        with pytest.raises(PlanError, match="prefixes are pinned at the end of the cache, or leave too little"):
+            engine.resize_cache(llama.tight_memory(60, block_size=4, max_model_len=64, max_num_batched_tokens=32))
+        engine.unpin(pin)
+
+
+@pytest.mark.parametrize(("memory", "said"), [(1, "1 bytes hold"), ("much", "'much' is no size")])
+def test_a_wrong_size_is_refused(llama: TinyModel, memory: int | str, said: str) -> None:
+    with make(llama, LARGE) as engine, pytest.raises(KVFrameError, match=said):
+        engine.resize_cache(memory)
+
+
+def test_memory_that_is_not_there_changes_nothing(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make(llama, SMALL) as engine:
+        before = engine.plan
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr("torch.UntypedStorage.resize_", fail)
+        with pytest.raises(PlanError, match=r"cpu has no [0-9]+ bytes to give the cache"):
+            engine.resize_cache(LARGE)
+        assert before == engine.plan
+        assert "length" == engine.generate(PROMPTS[2:3], PARAMS)[0].finish_reason
+
+
+def test_graphs_know_where_the_cache_lies(llama: TinyModel) -> None:
+    with make(llama, SMALL, graphs=[1]) as engine, pytest.raises(PlanError, match="graphs"):
+        engine.resize_cache(LARGE)
