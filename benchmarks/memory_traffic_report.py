@@ -54,9 +54,14 @@ def write_report(record: Mapping[str, Any]) -> str:
             ("", "", *SHORT.values(), *(f"preemptions: {name}" for name in SHORT.values())), _per_trace(rows, _hits)
         ),
         "",
-        "## Where the memory is when at least 95 % of it is in use",
+        "## Waste when at least 95 % of the memory is in use",
         "",
-        "Shares of all of it, on average over the looks. Empty where it never was in use so far.",
+        "Beyond unfinished blocks: free pages in partly used slabs, and padding. Shares of all memory, on average over "
+        "the looks of all traces.",
+        "",
+        *table(("", *SHORT.values()), _per_shape(rows)),
+        "",
+        "By trace; empty where so much never was in use.",
         "",
         *table(
             (
@@ -133,6 +138,22 @@ def wasted(row: Mapping[str, Any]) -> float | None:
     return None if row["use"] is None else sum(row["use"][name] for name in WASTES)
 
 
+def shape_waste(rows: Rows) -> float | None:
+    """Return what is wasted beyond unfinished blocks over several traces; None where memory never was used up."""
+    looks = sum(row["looks"] for row in rows)
+    return sum(row["looks"] * (wasted(row) or 0.0) for row in rows) / looks if looks else None
+
+
+def _per_shape(rows: Rows) -> list[tuple[str, ...]]:
+    found = []
+    for title in dict.fromkeys(row["title"] for row in rows):
+        shares = [
+            shape_waste([row for row in rows if (row["title"], row["layout"]) == (title, name)]) for name in SHORT
+        ]
+        found.append((title, *("" if share is None else f"{share:.2%}" for share in shares)))
+    return found
+
+
 def _memory(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
     if row["use"] is None:
         return []
@@ -157,7 +178,7 @@ def _placement(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def draw_plot(record: Mapping[str, Any], path: Path) -> None:
-    """Draw, for each trace, how many requests run at once beside equal padded groups, and what is wasted.
+    """Draw, for each trace, how many requests run at once at most beside equal padded groups, and what is wasted.
 
     Args:
         record: The results.
@@ -181,7 +202,7 @@ def draw_plot(record: Mapping[str, Any], path: Path) -> None:
                 row = found.get((title, trace, layout))
                 if row is not None:
                     places.append(place + 0.2 * index)
-                    ratios.append(row["concurrency"] / found[title, trace, "equal padded groups"]["concurrency"])
+                    ratios.append(row["peak"] / found[title, trace, "equal padded groups"]["peak"])
                     share = wasted(row)
                     wastes.append(100 * (share + row["use"]["unfinished"]) if share is not None else 0)
             for line, values in ((0, ratios), (1, wastes)):
@@ -190,7 +211,7 @@ def draw_plot(record: Mapping[str, Any], path: Path) -> None:
         axes[0][column].axhline(1, color="black", linewidth=0.5)
         for line in (0, 1):
             axes[line][column].set_xticks([place + 0.3 for place in range(len(titles))], titles, rotation=90)
-    axes[0][0].set_ylabel("requests at once, beside equal padded groups")
+    axes[0][0].set_ylabel("most requests at once, beside equal padded groups")
     axes[1][0].set_ylabel("% of the memory wasted, unfinished blocks included")
     axes[0][0].legend()
     figure.tight_layout()

@@ -38,6 +38,12 @@ class MemoryUse:
     padding: int
     idle: int
 
+    @property
+    def used(self) -> float:
+        """Share of the pool that no other request could get."""
+        taken = self.needed + self.unfinished + self.padding
+        return taken / (taken + self.partly_used + self.cached + self.idle)
+
 
 class Cache(Protocol):
     """What a simulation asks of a cache: the verbs of ``KVCacheManager`` that an engine needs, and what is used."""
@@ -70,7 +76,7 @@ class Cache(Protocol):
 
     @property
     def use(self) -> float:
-        """Share of the pool that no other request can get."""
+        """Share of the pool that is used or of use to one group only, which takes no time to say."""
 
     def memory_use(self, computed: Mapping[str, int]) -> MemoryUse:
         """Return where the pool's bytes are.

@@ -23,7 +23,7 @@ BLOCK = 16
 """Between multiples of so many tokens a request that generates needs nothing and gives nothing back."""
 
 FULL = 0.95
-"""Share of the pool in use from which on memory is looked at."""
+"""Share of the pool in use from which on it counts where the rest is."""
 
 
 @attrs.define(eq=False)
@@ -195,7 +195,9 @@ class Simulation:
         self._commit(computed)
         if self._step % self._sample_every == 0 and self._cache.use >= FULL:
             computed_tokens = {each.name: each.computed_at(self._step + 1) for each in self._running}
-            self.outcome.full_use.append(self._cache.memory_use(computed_tokens))
+            memory_use = self._cache.memory_use(computed_tokens)
+            if memory_use.used >= FULL:
+                self.outcome.full_use.append(memory_use)
         self._step += 1
 
     def _generate(self, request: _Request, computed: list[tuple[_Request, int]]) -> None:
