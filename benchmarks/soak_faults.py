@@ -45,6 +45,7 @@ class Faults:
         """Stand in the places of an engine that can break."""
         self.struck: Counter[str] = Counter()
         self._armed: dict[str, int] = {}
+        self._is_poisoning = False
         parts: Any = engine
         for group in parts._runner._layers.groups:
             group.backend.forward = self._before(group.backend.forward, "backend", "interrupt")
@@ -56,12 +57,18 @@ class Faults:
         if host is not None:
             host._pages.copy_out = self._before(host._pages.copy_out, "swap")
             host._pages.copy_in = self._before(host._pages.copy_in, "swap")
+        parts._storage.fill = self._with_memory(parts._storage.fill)
         parts._advance = self._short_of_memory(parts._advance)
         Careless.strikes = lambda: self._strikes("shape")
 
     def arm(self, kind: str, after: int = 0) -> None:
         """Let something break when its place is reached for the ``after + 1``-th time from now on."""
         self._armed[kind] = after
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether something is to break."""
+        return bool(self._armed)
 
     def disarm(self) -> None:
         """Let nothing break."""
@@ -114,10 +121,20 @@ class Faults:
             if "memory" not in self._armed:
                 advance()
                 return
-            with _ShortOfMemory(lambda: self._strikes("memory")):
+            with _ShortOfMemory(lambda: not self._is_poisoning and self._strikes("memory")):
                 advance()
 
         return short
+
+    def _with_memory(self, fill: Callable[..., None]) -> Callable[..., None]:
+        """Let pages be poisoned, as tests ask for, in the middle of the books: no engine does so that serves."""
+
+        def filling(*arguments: Any) -> None:
+            self._is_poisoning = True
+            fill(*arguments)
+            self._is_poisoning = False
+
+        return filling
 
 
 class _ShortOfMemory(TorchDispatchMode):

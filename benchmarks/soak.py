@@ -1,0 +1,260 @@
+"""Serve an hour of traffic, compressed, while things break at random, and compare every token.
+
+    python benchmarks/soak.py [--minutes N] [--seed N] [--scenario NAME ...] [--results FOLDER]
+
+The clock is simulated: steps take as long as they have tokens, and where nothing is to be done the next request comes
+at once. Everything else is real. benchmarks/README.md says what is compared.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+import torch
+from machine import describe_machine
+from soak_faults import KINDS, Faults, InjectedError
+from soak_report import write_report
+from soak_scenarios import SCENARIOS, Scenario, Served
+from soak_traffic import Arrival, draw_arrivals
+from transformers.utils import logging as transformers_logging
+
+from kvframe import Engine, RequestOutput, SamplingParams
+from kvframe.cli.render import progress
+from kvframe.errors import WrapperError
+
+STEP_SECONDS, TOKEN_SECONDS = 0.03, 0.003
+FAULTS = 1 / 40
+"""Steps before which something is broken, of all steps."""
+MOST_AFTER = {"memory": 60, "swap": 0}
+"""How often the place of a fault may be reached before it strikes; 3 times unless said."""
+MOST_STEPS_ARMED = 100
+"""A fault whose place is not reached by then, such as a copy to host memory, gives way to another."""
+RESETS = 1 / 500
+"""Steps before which the prefix cache is reset."""
+STEPS_PER_AUDIT = 50
+NUM_PROMPTS, NUM_PROMPTS_IN_SHORT = 40, 12
+MINUTES_IN_SHORT = 5.0
+
+
+@attrs.define
+class Counts:
+    """What happened. ``differences`` and ``leaks`` say in words what should not have."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    steps: int = 0
+    most_at_once: int = 0
+    ends: Counter[str] = attrs.field(factory=Counter)
+    compared_tokens: int = 0
+    raised: Counter[str] = attrs.field(factory=Counter)
+    resets: int = 0
+    audits: int = 0
+    differences: list[str] = attrs.field(factory=list)
+    leaks: list[str] = attrs.field(factory=list)
+
+
+class Soak:
+    """One engine under traffic."""
+
+    def __init__(self, served: Served, seed: int) -> None:
+        """Make the engine, and let it break."""
+        self.counts = Counts()
+        self.engine: Engine = served.engine()
+        self.faults = Faults(self.engine)
+        swaps = "preemption" in served.scenario.cache
+        wrapped = bool(served.scenario.wrappers)
+        self._kinds = [kind for kind in KINDS if (kind != "swap" or swaps) and (kind != "shape" or wrapped)]
+        self._source = random.Random(f"{served.scenario.name}-faults-{seed}")
+        self._second = 0.0
+        self._armed_until = 0
+        self._there: dict[str, Arrival] = {}
+        self._patience: dict[str, int] = {}
+        self._last_errors: set[str] = set()
+
+    def run(self, arrivals: Sequence[Arrival], advance: Callable[[int], None]) -> None:
+        """Serve requests to their ends.
+
+        Args:
+            arrivals: The requests, in order.
+            advance: Called with the number of requests that came.
+        """
+        coming = list(reversed(arrivals))
+        while coming or self.engine.has_unfinished:
+            if not self.engine.has_unfinished:
+                self._second = max(self._second, coming[-1].second)
+            num_before = len(coming)
+            while coming and coming[-1].second <= self._second:
+                self._take(coming.pop())
+            advance(num_before - len(coming))
+            self._disturb()
+            self._step()
+            if self.counts.steps % STEPS_PER_AUDIT == 0:
+                self._audit()
+        self.faults.disarm()
+        self._look_for_leaks()
+
+    def _take(self, arrival: Arrival) -> None:
+        params = SamplingParams(max_new_tokens=arrival.num_tokens)
+        name = self.engine.add_request(arrival.asked.prompt, params, cache_salt=arrival.salt)
+        self._there[name] = arrival
+        if arrival.patience is not None:
+            self._patience[name] = self.counts.steps + arrival.patience
+        self.counts.requests += 1
+        self.counts.prompt_tokens += arrival.asked.num_tokens
+        self.counts.most_at_once = max(self.counts.most_at_once, len(self._there))
+
+    def _disturb(self) -> None:
+        for name in [name for name, step in self._patience.items() if step <= self.counts.steps]:
+            del self._patience[name]
+            self.engine.abort(name)
+        if self.counts.steps >= self._armed_until:
+            self.faults.disarm()
+        if not self.faults.is_armed and self._source.random() < FAULTS:
+            kind = self._source.choice(self._kinds)
+            self.faults.arm(kind, self._source.randint(0, MOST_AFTER.get(kind, 3)))
+            self._armed_until = self.counts.steps + MOST_STEPS_ARMED
+        if self._source.random() < RESETS:
+            self.engine.reset_prefix_cache()
+            self.counts.resets += 1
+
+    def _step(self) -> None:
+        before = self.engine.stats().computed_tokens
+        try:
+            outputs = self.engine.step()
+        except (Exception, KeyboardInterrupt) as error:
+            self.counts.raised[type(error).__name__] += 1
+            if not isinstance(error, InjectedError | torch.OutOfMemoryError | WrapperError | KeyboardInterrupt):
+                raise
+            self._last_errors.add(f"the step failed: {type(error).__name__}: {error}")
+            outputs = []
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._end(output)
+        self.counts.steps += 1
+        self._second += STEP_SECONDS + TOKEN_SECONDS * (self.engine.stats().computed_tokens - before)
+
+    def _end(self, output: RequestOutput) -> None:
+        arrival = self._there.pop(output.request_id)
+        self._patience.pop(output.request_id, None)
+        self.counts.ends[str(output.finish_reason)] += 1
+        wanted = arrival.asked.expected[: arrival.num_tokens]
+        if output.finish_reason != "length":
+            # What was given up, or failed, is right as far as it went.
+            wanted = wanted[: len(output.token_ids)]
+        self.counts.compared_tokens += len(wanted)
+        if wanted != output.token_ids:
+            self.counts.differences.append(f"{output.request_id}: {output.token_ids} and not {wanted}")
+        if output.finish_reason == "error":
+            self._judge(output)
+
+    def _judge(self, output: RequestOutput) -> None:
+        """See whether a request failed for a reason."""
+        error = str(output.error)
+        if "is not numbers" in error:
+            self.counts.ends["not numbers"] += 1
+            if self.counts.ends["not numbers"] > self.faults.struck["logits"] + self.faults.struck["state"]:
+                self.counts.differences.append(f"{output.request_id}: more than one failed of a NaN: {error}")
+        elif error not in self._last_errors:
+            self.counts.differences.append(f"{output.request_id} failed for no reason: {error}")
+
+    def _audit(self) -> None:
+        self.counts.audits += 1
+        try:
+            self.engine._manager.audit()
+        except AssertionError as error:
+            self.counts.leaks.append(f"step {self.counts.steps}: {error}")
+
+    def _look_for_leaks(self) -> None:
+        """Check that nothing is held by nobody, and that everything is free once the prefixes are given up."""
+        self._audit()
+        manager: Any = self.engine._manager
+        self.engine.reset_prefix_cache()
+        for what, found, expected in (
+            ("requests that nobody heard of again", len(self._there), 0),
+            ("pages held", manager.num_held_pages, 0),
+            ("bytes held in host memory", manager.stats.host_bytes_held, 0),
+            ("rows free", manager.num_free_rows, self.engine.stack.engine.max_num_seqs),
+            ("slabs idle", manager._pool.num_idle_slabs, self.engine.plan.num_slabs),
+            ("pages cached", manager._pool.num_cached_pages, 0),
+        ):
+            if found != expected:
+                self.counts.leaks.append(f"{what}: {found} and not {expected}")
+
+
+def soak(
+    scenario: Scenario, minutes: float, seed: int, num_prompts: int, advance: Callable[[int], None]
+) -> dict[str, Any]:
+    """Return what a scenario's record holds."""
+    with tempfile.TemporaryDirectory() as folder:
+        served = Served.of(scenario, Path(folder), num_prompts, lambda _: None)
+    arrivals = draw_arrivals(scenario, served.asked, 60 * minutes, seed)
+    started = time.perf_counter()
+    running = Soak(served, seed)
+    with running.engine as engine:
+        running.run(arrivals, advance)
+        stats, num_slabs = engine.stats(), engine.plan.num_slabs
+    counts = running.counts
+    return {
+        "family": scenario.family,
+        "what": scenario.what,
+        "cache_bytes": stats.cache_bytes,
+        "slabs": num_slabs,
+        "seconds": round(time.perf_counter() - started, 1),
+        "requests": counts.requests,
+        "most_at_once": counts.most_at_once,
+        "prompt_tokens": counts.prompt_tokens,
+        "generated_tokens": stats.generated_tokens,
+        "compared_tokens": counts.compared_tokens,
+        "steps": counts.steps,
+        "preemptions": stats.preemptions,
+        "swaps": stats.swaps,
+        "failed_swaps": stats.failed_swaps,
+        "retries": stats.retries,
+        "hit_tokens": stats.cached_prompt_tokens,
+        "evictions": stats.evictions,
+        "resets": counts.resets,
+        "audits": counts.audits,
+        "ends": dict(sorted(counts.ends.items())),
+        "faults": {kind: running.faults.struck[kind] for kind in KINDS if running.faults.struck[kind]},
+        "raised": dict(sorted(counts.raised.items())),
+        "differences": counts.differences,
+        "leaks": counts.leaks,
+    }
+
+
+@click.command()
+@click.option("--minutes", type=click.FloatRange(min=0.1), default=60, show_default=True, help="Of simulated traffic.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--scenario", "names", multiple=True, type=click.Choice([each.name for each in SCENARIOS]))
+@click.option("--results", type=click.Path(path_type=Path), default=Path(__file__).parent / "results")
+def main(minutes: float, seed: int, names: Sequence[str], results: Path) -> None:
+    """Serve every scenario's traffic and write one JSON file and one page; fail if a token differs or a page leaks."""
+    torch.set_num_threads(1)
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    record: dict[str, Any] = {"machine": describe_machine(1), "minutes": minutes, "seed": seed, "scenarios": {}}
+    num_prompts = NUM_PROMPTS if minutes > MINUTES_IN_SHORT else NUM_PROMPTS_IN_SHORT
+    for scenario in [each for each in SCENARIOS if not names or each.name in names]:
+        with progress(scenario.name, int(60 * minutes * scenario.per_second)) as advance:
+            record["scenarios"][scenario.name] = soak(scenario, minutes, seed, num_prompts, advance)
+    results.mkdir(parents=True, exist_ok=True)
+    (results / "soak.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    page = write_report(record)
+    (results / "soak.md").write_text(page, encoding="utf-8")
+    click.echo(page)
+    if any(each["differences"] or each["leaks"] for each in record["scenarios"].values()):
+        sys.exit("what differs, and what leaks, is in soak.json")
+
+
+if __name__ == "__main__":
+    main()
