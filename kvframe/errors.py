@@ -96,3 +96,18 @@ class RequestError(KVFrameError):
         """
         super().__init__(message)
         self.code = code
+
+
+class PrefixFileError(KVFrameError):
+    """A file of saved prefixes cannot be written, read, or used for this model."""
+
+    def __init__(self, message: str, code: str) -> None:
+        """Keep a stable code beside the sentence.
+
+        Args:
+            message: The sentence for a person.
+            code: The ``snake_case`` code for a program: ``unwritable``, ``unreadable``, ``damaged``, ``version``,
+                ``other_model``, ``other_cache``.
+        """
+        super().__init__(message)
+        self.code = code

@@ -97,6 +97,8 @@ USE_NUMPY = (
     "kvframe.cache.lookup",
     "kvframe.cache.forking",
     "kvframe.cache.pins",
+    "kvframe.cache.prefix_file",
+    "kvframe.cache.restoring",
     "kvframe.cache.coordinator",
     "kvframe.cache.swap",
     "kvframe.cache.audit",

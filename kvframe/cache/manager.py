@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvframe.cache.audit import audit_pool, audit_tree, pages_in
 from kvframe.cache.block_table import BlockTables
-from kvframe.cache.coordinator import KVCacheCoordinator, Rows, SwappedBlocks
+from kvframe.cache.coordinator import KVCacheCoordinator, Rows, RowState, SwappedBlocks
 from kvframe.cache.events import EventLog
 from kvframe.cache.forgetting import NEVER
 from kvframe.cache.forking import PageCopier
@@ -19,6 +19,7 @@ from kvframe.cache.inputs import InputIndex, InputSequence, input_blocks, inputs
 from kvframe.cache.lookup import PrefixHit, PrefixLookup, has_sparse
 from kvframe.cache.pins import Pin, Pins
 from kvframe.cache.pool import BlockPool
+from kvframe.cache.restoring import Fetch, restore
 from kvframe.cache.stats import GroupLookups, KVCacheStats
 from kvframe.cache.swap import HostPages, HostStore
 from kvframe.cache.tree import NO_MATCH, Namespace, PrefixTree
@@ -415,7 +416,14 @@ class KVCacheManager:
 
     # --- prefixes that stay -------------------------------------------------------------------------------------------
 
-    def pin(self, token_ids: Sequence[int], *, salt: str = "", inputs: Mapping[str, InputSequence] = NO_INPUTS) -> Pin:
+    def pin(
+        self,
+        token_ids: Sequence[int],
+        *,
+        salt: str = "",
+        inputs: Mapping[str, InputSequence] = NO_INPUTS,
+        checks_room: bool = True,
+    ) -> Pin:
         """Keep the longest cached prefix of tokens, all of them at most, and what is cached of a request's inputs.
 
         Nothing of it is evicted until ``unpin``, or until the cache is reset.
@@ -424,6 +432,8 @@ class KVCacheManager:
             token_ids: The tokens.
             salt: As for ``start``.
             inputs: As for ``start``.
+            checks_room: Whether it is refused where requests lack room then; to be turned off only for a pin that is
+                gone before the next ``extend``.
 
         Raises:
             RequestError: A lone request of the plan's greatest length would not have room beside all pins any more
@@ -435,7 +445,56 @@ class KVCacheManager:
             of_inputs = input_blocks(self._input_groups, inputs, salt) if inputs else ()
             # As of a request with a token more: all that are given may be found.
             hit = self._lookup.find(namespace, token_ids, len(token_ids) + 1, of_inputs)
-        return self._pins.pin(hit)
+        return self._pins.pin(hit, checks_room=checks_room)
+
+    def restore(
+        self,
+        token_ids: Sequence[int],
+        copies: list[list[int]],
+        fetch: Fetch,
+        *,
+        salt: str = "",
+        inputs: Mapping[str, InputSequence] = NO_INPUTS,
+    ) -> Pin | None:
+        """Take a prefix in whose pages lie elsewhere, as if it had been computed here, and keep it until ``unpin``.
+
+        The table must have a free row. Whether requests have room beside the pin is not looked at: it is for the time
+        until all of several prefixes are restored, in which nothing runs.
+
+        Args:
+            token_ids: Its tokens, whole blocks in every group.
+            copies: Per group, by block index, where the pages lie that ``pin`` would hold, numbered from 1 on; 0 for
+                others. What can be found in the cache is not copied.
+            fetch: Copies pages.
+            salt: As for ``start``.
+            inputs: As for ``start``.
+
+        Returns:
+            None, and nothing changed, if the pool cannot give the pages now.
+
+        Raises:
+            Exception: What ``fetch`` raises; nothing can be found that could not before.
+        """
+        row, namespace = self._free_rows[-1], (salt, inputs_root(inputs) if inputs else b"")
+        state = RowState(input_blocks(self._input_groups, inputs, salt) if inputs else ())
+        saved = SwappedBlocks(copies, len(token_ids), state)
+        entry = _Entry(row, token_ids, namespace, NO_HIT, self._num_resets)
+        is_restored = restore(
+            row,
+            saved,
+            self._find_again(entry, saved, True),
+            fetch,
+            namespace=namespace,
+            token_ids=token_ids,
+            coordinator=self._coordinator,
+            tables=self.tables,
+            tree=self._tree,
+            inputs=self._inputs,
+        )
+        if not is_restored:
+            return None
+        hit = self._lookup.find(namespace, token_ids, len(token_ids) + 1, state.inputs)
+        return self._pins.pin(hit, checks_room=False)
 
     def unpin(self, pin: Pin) -> None:
         """Let go of a pin; its pages stay cached until they are evicted. Nothing if it is not held any more."""

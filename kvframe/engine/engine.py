@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from pathlib import Path
 
 import attrs
 
@@ -18,8 +19,10 @@ from kvframe.engine.request import Request, RequestOutput, SamplingParams
 from kvframe.engine.runner import SkipPolicy, TokenRunner
 from kvframe.engine.salts import check_salt, salt_of_each
 from kvframe.engine.samples import params_of_each, sample_ids
+from kvframe.engine.saved_prefixes import SavedPrefix, SavedPrefixes
 from kvframe.engine.text import TextStream
 from kvframe.errors import KVFrameError, ModelError, RequestError
+from kvframe.model.fingerprint import fingerprint_of
 
 
 class Engine(EngineCore[Request]):
@@ -195,6 +198,61 @@ class Engine(EngineCore[Request]):
         """Let go of a pin; its prefix stays cached until it is evicted. Nothing if it is not held any more."""
         self._prefixes.unpin(pin)
 
+    def save_prefixes(
+        self, path: str | Path, prompts: Sequence[AnyPrompt], *, cache_salt: str = ""
+    ) -> list[SavedPrefix]:
+        """Write prompts' prefixes to a file, for ``load_prefixes`` in another process; computes what is missing.
+
+        Saved are their longest parts of whole blocks, and what they bring for an encoder: the bytes of the pages that a
+        request needs to go on, each once, and their token ids and salt as they are. The file is written beside its
+        place and put there when it is whole.
+
+        Args:
+            path: The file; one that is there is replaced.
+            prompts: As for ``add_request``, each with a whole block of tokens at least.
+            cache_salt: As for ``add_request``.
+
+        Returns:
+            For each prompt, what of it was saved.
+
+        Raises:
+            RequestError: As ``pin_prefix``, but for want of room. Nothing is written.
+            PrefixFileError: It cannot be written (``unwritable``). What was there is as it was.
+            ModelError: As ``add_request``, or the model cannot be told from others.
+        """
+        return self._saved_prefixes.save(Path(path), prompts, cache_salt)
+
+    def load_prefixes(self, path: str | Path, *, cache_salt: str | None = None) -> list[SavedPrefix]:
+        """Put the prefixes of a file into the cache: requests find them as if they had been computed here.
+
+        They are loaded in the file's order, and what nobody uses now makes way for them. One for which the pool has no
+        room beside those before it is left out, and those after it are tried. Then they are cached as all others are;
+        ``pin_prefix`` keeps them.
+
+        The file's checksums tell of damage, not of malice: what it says is the state of a prefix is believed, as the
+        model's weights are. Only load files from where you would load weights.
+
+        Args:
+            path: A file of ``save_prefixes``, of the same model, weights and cache pages.
+            cache_salt: The salt of the requests that are to find them; the one that each was saved under unless given.
+
+        Returns:
+            For each prefix of the file, its tokens, and whether it is in the cache now.
+
+        Raises:
+            PrefixFileError: The file is damaged, or of another version, model or kind of pages. Nothing was changed.
+            RequestError: There is no prefix cache (``no_prefix_caching``), no request could be added besides those
+                that run (``busy``), or the salt is none (``bad_salt``). Nothing was changed.
+            ModelError: The model cannot be told from others.
+        """
+        return self._saved_prefixes.load(Path(path), cache_salt)
+
+    def reset_prefix_cache(self) -> None:
+        """Give up every cached prefix, pinned ones too; running requests are not touched."""
+        # Weights may have changed since.
+        self.__dict__.pop("_fingerprint", None)
+        super().reset_prefix_cache()
+
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _check_model(self) -> None:
@@ -252,6 +310,21 @@ class Engine(EngineCore[Request]):
     @cached_property
     def _prefixes(self) -> Prefixes:
         return Prefixes(self._manager, self._admission, self._serve_one, self._scheduler.note_pin)
+
+    @cached_property
+    def _fingerprint(self) -> dict[str, str]:
+        return fingerprint_of(self.model)
+
+    @cached_property
+    def _saved_prefixes(self) -> SavedPrefixes:
+        return SavedPrefixes(
+            self._manager,
+            self._prefixes,
+            self.grouping,
+            self._storage,
+            lambda: self._fingerprint,
+            self.model.description.vocab_size,
+        )
 
     def _serve_one(self, prompt: AnyPrompt, params: SamplingParams, *, cache_salt: str) -> None:
         request_id = self.add_request(prompt, params, cache_salt=cache_salt)

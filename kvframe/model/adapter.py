@@ -33,6 +33,19 @@ class ModelInput:
     data: Any
 
 
+@attrs.frozen(kw_only=True, eq=False)
+class ModelIdentity:
+    """What decides what a model computes: states of two models with the same are the same.
+
+    Attributes:
+        config: All that decides it besides the weights, as text that is the same each time the model is loaded.
+        weights: Its weights by name.
+    """
+
+    config: str
+    weights: Mapping[str, torch.Tensor]
+
+
 class LoadedModel(ABC):
     """A model with its weights, ready to be attached to an engine's attention layers."""
 
@@ -57,6 +70,14 @@ class LoadedModel(ABC):
 
         Raises:
             ModelError: In a way that kvframe does not know.
+        """
+        return None
+
+    def identity(self) -> ModelIdentity | None:
+        """Return what tells this model from every other that computes something else.
+
+        Called where states of it are saved to a file, or loaded from one; None for a model that cannot say, and of
+        which nothing is saved.
         """
         return None
 

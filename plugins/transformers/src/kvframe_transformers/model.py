@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 
 from kvframe.attention.operator import Attend
 from kvframe.errors import ModelError
-from kvframe.model.adapter import LoadedModel
+from kvframe.model.adapter import LoadedModel, ModelIdentity
 from kvframe.model.description import LayerDescription, ModelDescription, Pooling
 from kvframe_transformers.checkpoint import one_sentence, quiet
 from kvframe_transformers.compiled import CompiledBody
@@ -91,6 +92,14 @@ class TransformersModel(LoadedModel):
     def pooling(self) -> Pooling | None:
         """Return what the checkpoint's files for sentence-transformers say; None if it has none."""
         return None if self._folder is None else read_pooling(self._folder)
+
+    def identity(self) -> ModelIdentity:
+        """Return the config, without where it lies and what saved it, and all parameters and buffers."""
+        config = self.model.config.to_dict()
+        for key in ("_name_or_path", "transformers_version"):
+            config.pop(key, None)
+        weights = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        return ModelIdentity(config=json.dumps(config, sort_keys=True, default=str), weights=weights)
 
     def can_skip(self, layers: Sequence[str]) -> bool:
         """Return whether the blocks from the first of these layers on can be given only some rows.

@@ -1,0 +1,73 @@
+"""Prefixes whose pages come from elsewhere: put into the cache as if they had been computed here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvframe.cache.block_table import BlockTables
+from kvframe.cache.coordinator import KVCacheCoordinator, SwappedBlocks
+from kvframe.cache.inputs import InputIndex
+from kvframe.cache.tree import NO_MATCH, Namespace, PrefixTree
+
+
+class Fetch(Protocol):
+    """Copies pages from where they lie to the pool."""
+
+    def __call__(self, group: int, copies: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Copy a group's pages.
+
+        Args:
+            group: The group.
+            copies: Where they lie, as whoever restores them numbers that, from 1 on.
+            block_ids: As many pages of the pool.
+        """
+
+
+def restore(
+    row: int,
+    saved: SwappedBlocks,
+    found: Sequence[Sequence[int]],
+    fetch: Fetch,
+    *,
+    namespace: Namespace,
+    token_ids: Sequence[int],
+    coordinator: KVCacheCoordinator,
+    tables: BlockTables,
+    tree: PrefixTree,
+    inputs: InputIndex,
+) -> bool:
+    """Let a row be resumed as if it had been swapped out, publish all that it has, and be free again.
+
+    Args:
+        row: A free row.
+        saved: Where the pages lie.
+        found: Per group, by block index, pages in the cache that hold the same; 0 for none.
+        fetch: Copies the others.
+        namespace: Whom the prefix is shared with.
+        token_ids: Its tokens.
+        coordinator: Who gives the row its pages.
+        tables: The block tables.
+        tree: Where blocks of tokens are published.
+        inputs: Where inputs are.
+
+    Returns:
+        False, and nothing changed, if the pool cannot give the pages now.
+
+    Raises:
+        Exception: What ``fetch`` raises; nothing is published.
+    """
+    to_fill = coordinator.resume(row, saved, saved.num_computed, found)
+    if to_fill is None:
+        return False
+    try:
+        for group, (copies, ids) in enumerate(zip(saved.copies, to_fill, strict=True)):
+            wanted = [(copy, page) for copy, page in zip(copies, ids, strict=True) if page]
+            fetch(group, [copy for copy, _ in wanted], [page for _, page in wanted])
+        tree.follow(row, namespace, token_ids, 0, NO_MATCH)
+        for each in saved.state.inputs:
+            inputs.publish(each, tables[each.group].ids[row, : each.num_blocks])
+        coordinator.commit(row, saved.num_computed)
+    finally:
+        coordinator.free(row)
+    return True
