@@ -13,10 +13,11 @@ from kvframe_chunked_local.wrapper import ChunkedLocal
 from kvframe_decode_only.wrapper import DecodeOnly
 from kvframe_mla.spec import MLASpec
 
-from kvframe.attention.backend import AttentionBackend
+from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.order import is_ordered, permute
-from kvframe.attention.wrapper import MetadataWrapper, apply_chain, bind_chain
+from kvframe.attention.staging import Staging
+from kvframe.attention.wrapper import MetadataWrapper, WrapperChain, apply_chain, bind_chain
 from kvframe.registry import Registry
 from kvframe.specs import KVCacheSpec, LayerSpec, QuerySpec, align_up
 from kvframe.testing.metadata import make_metadata
@@ -178,13 +179,12 @@ def make_steps(
     assert layer.query is not None
     shape = len(host.slot_mapping), case.num_heads, layer.query.head_size
     query = torch.randn(*shape, generator=generator, device=device).to(getattr(torch, dtype))
-    order = torch.randperm(pages_per_step * turns, generator=generator, device=device).to(torch.int32) + 1
+    order = torch.randperm(pages_per_step * turns, generator=torch.Generator().manual_seed(2)).to(torch.int32) + 1
     for turn in range(turns):
         ids = order[turn * pages_per_step : (turn + 1) * pages_per_step]
-        metadata = _on_device(host, device)
-        table = ids[(metadata.block_table.clamp(min=1) - 1).long()] * (metadata.block_table > 0)
-        metadata = attrs.evolve(metadata, block_table=table.to(torch.int32))
-        yield _make_step(case, layer, seen, backend, cache, parameters, query, apply_chain(chain, metadata), metadata)
+        table = ids[(host.block_table.clamp(min=1) - 1).long()] * (host.block_table > 0)
+        metadata = attrs.evolve(host, block_table=table.to(torch.int32))
+        yield _make_step(case, layer, seen, chain, backend, cache, parameters, query, metadata)
 
 
 def _token_sizes(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -193,32 +193,30 @@ def _token_sizes(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (case.num_kv_heads, case.head_size), (case.num_kv_heads, case.head_size)
 
 
-def _on_device(metadata: CommonAttentionMetadata, device: torch.device) -> CommonAttentionMetadata:
-    names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "generating_indices")
-    return attrs.evolve(metadata, **{name: getattr(metadata, name).to(device) for name in names})
-
-
 def _make_step(
     case: Case,
     layer: LayerSpec,
     seen: LayerSpec,
+    chain: WrapperChain,
     backend: AttentionBackend,
     cache: Cache,
     parameters: Mapping[str, torch.Tensor],
     query: torch.Tensor,
-    wrapped: CommonAttentionMetadata,
     metadata: CommonAttentionMetadata,
 ) -> Step:
-    builder = backend.make_builder()
-    rows = metadata.generating_indices if case.skips else torch.arange(len(query), device=query.device)
+    """Return a step of metadata that lies on the host, where chains and orders are worked out, as in an engine."""
+    builder, staging = backend.make_builder(), Staging(query.device)
+    wrapped, back = apply_chain(chain, metadata), None
+    rows = (metadata.generating_indices_cpu if case.skips else torch.arange(len(query))).to(query.device)
     own = query.index_select(0, rows)
-    back = None
     if builder.batch_order is not None and not is_ordered(builder.batch_order, wrapped):
         wrapped, permutation = permute(wrapped, builder.batch_order)
-        own, back = own.index_select(0, permutation.tokens), permutation.inverse
+        own = own.index_select(0, permutation.tokens.to(query.device))
+        back = permutation.inverse.to(query.device)
+    there = staging.to_device(metadata)
 
     def build() -> Any:
-        return builder.build_together([(builder, wrapped)])[0]
+        return build_on_device(builder, wrapped, staging)
 
     built = build()
 
@@ -227,9 +225,17 @@ def _make_step(
 
     def check(output: torch.Tensor) -> float:
         output = output if back is None else output.index_select(0, back)
-        return _error(case, layer, cache, parameters, query, metadata, rows, output)
+        return _error(case, layer, cache, parameters, query, there, rows, output)
 
     return Step(run=run, build=build, check=check)
+
+
+def build_on_device(builder: AttentionMetadataBuilder, metadata: CommonAttentionMetadata, staging: Staging) -> Any:
+    """Return what a builder makes of metadata that lies on the host, where the layers read it."""
+    if not builder.on_host:
+        metadata = staging.to_device(metadata)
+    (built,) = builder.build_together([(builder, metadata)])
+    return staging.to_device(built)
 
 
 def _error(

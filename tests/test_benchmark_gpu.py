@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,8 +15,14 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from kvframe_triton.backend import TritonBackend
+from kvframe_triton.latents import TritonMLABackend
+from triton import knobs
 
 from kvframe import load_plugins
+from kvframe.attention.backend import AttentionBackend
+from kvframe.attention.nested import host_tensors
+from kvframe.attention.staging import Staging
 from kvframe.builtin.torch_backend import TorchBackend
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,6 +36,11 @@ def script() -> ModuleType:
         return importlib.import_module("gpu")
     finally:
         sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def measuring(script: ModuleType) -> ModuleType:
+    return sys.modules["gpu_measure"]
 
 
 @pytest.fixture(scope="module")
@@ -120,30 +133,88 @@ class Raising(TorchBackend):
 
 @pytest.mark.parametrize(("backend", "reason"), [(Wrong, "wrong"), (Raising, "RuntimeError: no kernel")])
 def test_what_computes_something_else_or_fails_is_not_timed(
-    backend: type[TorchBackend], reason: str, script: ModuleType
+    backend: type[TorchBackend], reason: str, measuring: ModuleType
 ) -> None:
     case = sys.modules["gpu_cases"].TINY[0]
-    measured = script.measure(case, backend, load_plugins().registry, torch.device("cpu"))
+    measured = measuring.measure(case, backend, load_plugins().registry, torch.device("cpu"))
     assert (None, reason) == (measured.seconds, measured.reason)
 
 
-def test_a_backend_that_took_its_share_of_the_time_leaves_the_rest_to_the_others(script: ModuleType) -> None:
+def test_a_backend_that_took_its_share_of_the_time_leaves_the_rest_to_the_others(measuring: ModuleType) -> None:
     case, spent = sys.modules["gpu_cases"].TINY[2], {"slow": 61.0, "torch": 0.0}
     backends = {"slow": TorchBackend, "torch": TorchBackend}
-    found = script.measure_case(case, backends, load_plugins().registry, torch.device("cpu"), spent)
+    found = measuring.measure_case(case, backends, load_plugins().registry, torch.device("cpu"), spent)
     assert (None, "out of time") == (found["slow"].seconds, found["slow"].reason)
     assert found["torch"].seconds > 0
     assert spent["torch"] > 0
 
 
-def test_a_layer_that_a_backend_refuses_is_left_out(script: ModuleType) -> None:
+def test_a_layer_that_a_backend_refuses_is_left_out(measuring: ModuleType) -> None:
     latents = sys.modules["gpu_cases"].TINY[-1]
-    assert script.measure(latents, TorchBackend, load_plugins().registry, torch.device("cpu")) is None
+    assert measuring.measure(latents, TorchBackend, load_plugins().registry, torch.device("cpu")) is None
 
 
-def test_what_a_backend_would_read_from_copies_is_left_out(script: ModuleType) -> None:
+def test_what_a_backend_would_read_from_copies_is_left_out(measuring: ModuleType) -> None:
     stored = attrs.evolve(sys.modules["gpu_cases"].TINY[0], format="fp8_tensor")
-    assert "format" == script.why_refused(stored, TorchBackend, load_plugins().registry, "cpu")
+    assert "format" == measuring.why_refused(stored, TorchBackend, load_plugins().registry, "cpu")
+
+
+# --- what only a GPU times, on a CPU ----------------------------------------------------------------------------------
+
+
+class Triton(TritonBackend):
+    capabilities = attrs.evolve(TritonBackend.capabilities, devices=frozenset({"cpu"}))
+
+
+class TritonMLA(TritonMLABackend):
+    capabilities = attrs.evolve(TritonMLABackend.capabilities, devices=frozenset({"cpu"}))
+
+
+interpreted = pytest.mark.skipif(
+    not knobs.runtime.interpret, reason="a CUDA device is there, on which the script itself is run"
+)
+
+
+@pytest.fixture
+def _untimed(measuring: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    timing = sys.modules["gpu_timing"].Timing(seconds=1.0, host_seconds=1.0, how="clock")
+    monkeypatch.setattr(measuring, "time_calls", lambda calls, device: timing)
+
+
+@interpreted
+@pytest.mark.usefixtures("_untimed")
+def test_tritons_kernels_compute_every_kind_of_case(measuring: ModuleType) -> None:
+    *tiny, latents = sys.modules["gpu_cases"].TINY
+    stored = [attrs.evolve(tiny[0], format=name) for name in ("fp8_tensor", "int8_token_head")]
+    served = [*((Triton, case) for case in (*tiny, *stored)), (TritonMLA, latents)]
+    for backend, case in served:
+        # The sets of pages that calls take turns over are large for the time of an interpreter.
+        found = measuring.measure(case, backend, load_plugins().registry, torch.device("cpu"))
+        assert ("", 1.0) == (found.reason, found.seconds)
+
+
+@interpreted
+@pytest.mark.usefixtures("_untimed")
+def test_the_kernel_of_states_is_measured_beside_plain_torch(measuring: ModuleType) -> None:
+    cases = sys.modules["gpu_cases"]
+    case = cases.StateCase(
+        name="tiny", group="tiny", requests=cases.decodes(2, 1), num_heads=2, head_size=16, state_size=16
+    )
+    found = measuring.measure_states(case, torch.device("cpu"))
+    assert {"kernel": "", "plain torch": ""} == {name: each.reason for name, each in found.items()}
+
+
+@pytest.mark.parametrize("backend", [TorchBackend, TritonBackend, TritonMLABackend])
+def test_metadata_that_is_built_on_the_host_is_brought_to_the_device(
+    backend: type[AttentionBackend], script: ModuleType
+) -> None:
+    steps, cases, there = sys.modules["gpu_steps"], sys.modules["gpu_cases"], torch.device("meta")
+    case = cases.TINY[-1 if "latent" in backend.capabilities.state else 0]
+    layer = steps.make_layer(case, 16, load_plugins().registry)
+    builder = backend([layer], there).make_builder()
+    assert builder.on_host
+    built = steps.build_on_device(builder, steps.make_metadata(case.requests, 16), Staging(there))
+    assert not host_tensors(built)
 
 
 # --- the committed page -----------------------------------------------------------------------------------------------
@@ -184,3 +255,22 @@ def test_the_script_says_how_it_is_called() -> None:
     assert 0 == done.returncode, done.stderr
     assert "benchmarks/gpu.sh [--wheels FOLDER] [--out FOLDER]" in done.stdout
     assert 0 == subprocess.run(["bash", "-n", str(BENCHMARKS / "gpu.sh")], check=False).returncode
+
+
+def test_what_the_script_calls_is_there(script: ModuleType) -> None:
+    text = (BENCHMARKS / "gpu.sh").read_text(encoding="utf-8")
+    called = re.findall(r"benchmarks/(\w+)\.py((?: --\w+| \"\$\w+\"| \d+)*)", text)
+    assert {"gpu", "gpu_environment"} == {name for name, _ in called}
+    known = {option for parameter in script.main.params for option in parameter.opts}
+    assert (
+        known >= {option for name, given in called if name == "gpu" for option in re.findall(r"--\w+", given)} > set()
+    )
+    assert {"plugins"} == set(re.findall(r"-m kvframe (\w+)", text))
+    assert "plugins" in importlib.import_module("kvframe.cli").main.list_commands(None)
+    assert "gpu" in {each.split(":")[0] for each in markers()}
+
+
+def markers() -> list[str]:
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
+    found: list[str] = options["markers"]
+    return found

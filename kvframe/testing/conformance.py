@@ -13,9 +13,10 @@ import torch
 from kvframe.attention.backend import AttentionBackend
 from kvframe.attention.relative_bias import RELATIVE_BIAS
 from kvframe.testing.case import Case
+from kvframe.testing.inputs import Inputs, Learned, draw_inputs
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.reference import dense_attention, relative_bias, visible_tokens
-from kvframe.testing.step import Inputs, Learned, draw_inputs, run_step
+from kvframe.testing.step import run_step
 
 ERROR_FACTOR = 2
 """A backend may err by this factor more than the reference does in the same dtype."""

@@ -19,10 +19,11 @@ from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.guard import guard
+from kvframe.testing.inputs import Learned, draw_inputs
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
 from kvframe.testing.sample import sample
-from kvframe.testing.step import Learned, draw_inputs, run_step
+from kvframe.testing.step import run_step
 
 CASES = make_cases(TritonBackend.capabilities, "cuda")
 FEW = sample(CASES)

@@ -1,0 +1,89 @@
+"""What a case computes with: queries, keys, values and learned tensors, drawn at random."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+import torch
+
+from kvframe.attention.relative_bias import RELATIVE_BIAS
+from kvframe.formats import PLAIN
+from kvframe.testing.case import Case
+from kvframe.testing.formats import round_trip
+
+_SPREAD = 1.5
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Inputs:
+    """One request's tensors on the host, in the dtype that a model computes in.
+
+    Attributes:
+        query: ``[num_new, num_heads, head_size]``.
+        key: ``[seq_len, …]``: what is stored, as the case's form gives it to ``write_kv``.
+        value: ``[seq_len, …]``: likewise.
+        read_key: ``[seq_len, …]``: what the layer's format makes of it; of a plain one the same.
+        read_value: ``[seq_len, …]``: likewise.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    read_key: torch.Tensor
+    read_value: torch.Tensor
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Learned:
+    """The layer's learned tensors on the host, in the dtype that a model computes in.
+
+    Attributes:
+        sinks: ``[num_heads]``: sink logits; None for none.
+        parameters: What the backend is given with ``bind``, by name.
+    """
+
+    sinks: torch.Tensor | None
+    parameters: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def draw(cls, case: Case, generator: torch.Generator) -> Learned:
+        """Return tensors drawn at random."""
+        query = case.query
+
+        def draw(*shape: int) -> torch.Tensor:
+            return _SPREAD * torch.randn(*shape, generator=generator).to(case.query_dtype)
+
+        sinks = draw(query.num_heads) if query.has_sinks else None
+        parameters = case.form.draw_parameters(case.layer, draw)
+        if query.relative_bias is not None:
+            parameters[RELATIVE_BIAS] = draw(query.relative_bias.num_buckets, query.num_heads)
+        return cls(sinks=sinks, parameters=parameters)
+
+    def to(self, target: torch.device | torch.dtype) -> Learned:
+        """Return the tensors in another place or dtype."""
+        return Learned(
+            sinks=None if self.sinks is None else self.sinks.to(target),
+            parameters={name: tensor.to(target) for name, tensor in self.parameters.items()},
+        )
+
+
+def draw_inputs(case: Case, generator: torch.Generator) -> list[Inputs]:
+    """Return each request's tensors, drawn at random; what the cache stores in fewer bits is rounded to them."""
+    query = case.query
+
+    def draw(*shape: int) -> torch.Tensor:
+        return _SPREAD * torch.randn(*shape, generator=generator)
+
+    inputs = []
+    for request in case.requests:
+        wanted = draw(request.num_new, query.num_heads, query.head_size).to(case.query_dtype)
+        key, value = case.form.draw(case.spec, request.seq_len, lambda *shape: draw(*shape).to(case.stored_dtype))
+        key, value = read_key, read_value = key.to(case.query_dtype), value.to(case.query_dtype)
+        if case.spec.kv_format != PLAIN:
+            # What was stored once is, stored again, far from the next code: a kernel that divides with another rounding
+            # stores the same.
+            key, value = (each.to(case.query_dtype) for each in round_trip(case.spec.kv_format, key, value))
+            read_key, read_value = round_trip(case.spec.kv_format, key, value)
+        inputs.append(Inputs(query=wanted, key=key, value=value, read_key=read_key, read_value=read_value))
+    return inputs

@@ -1,0 +1,105 @@
+"""The paged cache of a case: a pool with pages of neighbours in it, filled with what a backend must not read."""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+import torch
+
+from kvframe.attention.backend import AttentionBackend
+from kvframe.cache.block_table import BlockTable
+from kvframe.cache.manager import KVCacheManager
+from kvframe.cache.storage import KVCacheStorage
+from kvframe.formats import PLAIN
+from kvframe.groups import Grouping, group_layers
+from kvframe.plan import KVCachePlan, plan_cache
+from kvframe.testing.case import Case, Request
+from kvframe.testing.laws import ConformanceError
+
+
+def plan_pool(case: Case) -> tuple[str, Grouping, KVCachePlan]:
+    """Plan a pool with room for the case twice over; the first item names the layer that keeps the cache."""
+    layers = [case.layer]
+    if case.layer.shares_with is not None:
+        layers = [attrs.evolve(case.layer, name=case.layer.shares_with, shares_with=None), case.layer]
+    # A neighbour in the same group takes a part of each page, so that the layer's own parts do not touch.
+    grouping = group_layers([attrs.evolve(layers[0], name="neighbour"), *layers])
+    longest = _longest(case)
+    num_blocks = sum(-(-request.seq_len // case.spec.block_size) for request in case.requests)
+    spare = 2 + -(-longest // case.spec.block_size)
+    memory_bytes = grouping.groups[0].page_bytes * 2 * (num_blocks + spare)
+    plan = plan_cache(grouping, memory_bytes=memory_bytes, max_model_len=longest, max_num_batched_tokens=longest)
+    return layers[0].name, grouping, plan
+
+
+def give_pages(manager: KVCacheManager, case: Case) -> None:
+    """Give each request its pages as an engine would: scattered over the pool, and without those that are dead."""
+    # Requests grow by turns, block by block, beside one that leaves: nobody's pages follow one another, and the rows
+    # of the block table are not in the batch's order.
+    size, longest = case.spec.block_size, _longest(case)
+    requests = {str(index): request for index, request in reversed([*enumerate(case.requests)])}
+    for name in (*requests, "leaves"):
+        manager.start(name, [0] * longest)
+    for length in range(size, longest + size, size):
+        for name, request in requests.items():
+            _extend(manager, name, min(length, request.num_cached))
+        _extend(manager, "leaves", min(length, longest))
+    manager.free("leaves")
+    for name, request in requests.items():
+        manager.commit(name, [0] * longest, request.num_cached)
+        _extend(manager, name, request.seq_len)
+
+
+def _longest(case: Case) -> int:
+    """Return the most tokens of a sequence, of queries or of keys."""
+    return max(max(request.seq_len, request.num_new) for request in case.requests)
+
+
+def _extend(manager: KVCacheManager, name: str, num_tokens: int) -> None:
+    has_room = manager.extend(name, num_tokens)
+    assert has_room
+
+
+def written_tokens(backend_class: type[AttentionBackend], case: Case, request: Request) -> list[int]:
+    """Return which cached tokens are there: live ones, and others in their pages where a backend reads those too."""
+    spec, end = case.spec, request.num_cached
+    ranges = spec.live_ranges(end)
+    if backend_class.capabilities.reads_dead_tokens:
+        size = spec.block_size
+        ranges = tuple((start * size, min(stop * size, end)) for start, stop in spec.live_blocks(end))
+    return [token for start, stop in ranges for token in range(max(start, request.num_hidden), stop)]
+
+
+def slots_of(table: BlockTable, row: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return block id and offset of a request's tokens."""
+    return torch.from_numpy(table.ids[row])[tokens // table.block_size].long(), tokens % table.block_size
+
+
+def fill(storage: KVCacheStorage, case: Case, poison: float) -> None:
+    """Fill the pool with what a backend must not let through."""
+    if case.spec.kv_format == PLAIN:
+        storage.pool.view(case.stored_dtype).fill_(poison)
+    else:
+        # Any format's parts of a page: NaN as floats, and large codes; or finite floats of any length, and such codes.
+        storage.pool.fill_(0xFF if math.isnan(poison) else 0x5E)
+
+
+def write(
+    writer: AttentionBackend,
+    case: Case,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    storage: KVCacheStorage,
+    slots: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Let a backend store tokens, and look at the bytes that it must not touch."""
+    kv_cache, before = storage.views[case.layer.name], storage.pool.clone()
+    writer.write_kv(key.to(storage.pool.device), value.to(storage.pool.device), kv_cache, slots)
+    changed = storage.pool != before
+    for tensor in kv_cache.values():
+        # The views are of the pool's bytes: the same places of what has changed are those that may.
+        item, strides = tensor.element_size(), [stride * tensor.element_size() for stride in tensor.stride()]
+        changed.as_strided((*tensor.shape, item), (*strides, 1), tensor.storage_offset() * item)[slots] = False
+    if changed.any():
+        raise ConformanceError(f"write_kv changes {int(changed.sum())} bytes beside its slots")

@@ -1,0 +1,67 @@
+"""The batch metadata of a case's step, as the framework makes it from the case's block tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvframe.attention.metadata import NO_EXTENSIONS, SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
+from kvframe.attention.padding import pad_metadata
+from kvframe.attention.step import StepBatch, build_metadata
+from kvframe.cache.manager import KVCacheManager
+from kvframe.testing.case import Case
+
+
+def make_step_metadata(
+    case: Case, manager: KVCacheManager, rows: Sequence[int], device: torch.device
+) -> CommonAttentionMetadata:
+    """Return a step's metadata, of requests in these rows of the block table; padded if the case is."""
+    ends = np.cumsum([request.num_new for request in case.requests])
+    generating = [
+        np.arange(end - request.num_generating, end) for request, end in zip(case.requests, ends, strict=True)
+    ]
+    hidden = torch.tensor([request.num_hidden for request in case.requests], dtype=torch.int32)
+    extensions = {SEQ_STARTS: Extension(hidden.to(device), Axis.REQUEST, hidden)} if hidden.any() else NO_EXTENSIONS
+    batch = StepBatch(
+        rows=np.array(rows),
+        num_computed=np.array([request.num_computed for request in case.requests]),
+        query_lens=np.array([request.num_new for request in case.requests]),
+        generating_indices=np.concatenate(generating),
+        extensions=extensions,
+    )
+    (metadata,) = build_metadata(batch, manager.tables, device)
+    metadata = attrs.evolve(metadata, causal=case.causal)
+    if case.is_cross:
+        metadata = _over_other_keys(metadata, case, manager.tables[0].ids[rows])
+    if not case.num_padding:
+        return metadata
+    return pad_metadata(
+        metadata,
+        num_reqs=metadata.num_reqs + case.num_padding,
+        num_tokens=metadata.num_actual_tokens + case.num_padding,
+        num_generating=len(metadata.generating_indices) + case.num_padding,
+        # A graph that is not of decodes alone is made for longer requests than any in the batch.
+        max_query_len=metadata.max_query_len + (metadata.max_query_len > 1),
+        max_seq_len=metadata.max_seq_len + metadata.block_size,
+    )
+
+
+def _over_other_keys(
+    metadata: CommonAttentionMetadata, case: Case, tables: npt.NDArray[np.int32]
+) -> CommonAttentionMetadata:
+    """Return the metadata of the same queries over sequences of which nothing is computed in the step."""
+    seq_lens = torch.tensor([request.seq_len for request in case.requests], dtype=torch.int32)
+    longest = int(seq_lens.max())
+    device = metadata.seq_lens.device
+    return attrs.evolve(
+        metadata,
+        seq_lens=seq_lens.to(device),
+        seq_lens_cpu=seq_lens,
+        max_seq_len=longest,
+        block_table=torch.from_numpy(tables[:, : -(-longest // metadata.block_size)]).to(device),
+        slot_mapping=torch.zeros_like(metadata.slot_mapping),
+    )
