@@ -55,6 +55,9 @@ class _Keepers:
     tree: PrefixTree
     inputs: InputIndex
 
+    def lost_all(self, owner: int, group: int, num_pages: int) -> bool:
+        return not self.plan.groups[group].is_of_input and self.tree.lost_all(owner, num_pages)
+
     def lost(self, owner: int, group: int, indices: npt.NDArray[np.int32]) -> None:
         keeper = self.inputs if self.plan.groups[group].is_of_input else self.tree
         keeper.lost(owner, group, indices)

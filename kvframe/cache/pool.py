@@ -26,6 +26,18 @@ they may remember as thinned."""
 class Keeper(Protocol):
     """Who has pages in the pool found by others: told of each page whose content is given up."""
 
+    def lost_all(self, owner: int, group: int, num_pages: int) -> bool:
+        """Take note that an owner lost so many pages, if these are all that it has and nothing else is of no use then.
+
+        Args:
+            owner: Who published them.
+            group: The group of one of them.
+            num_pages: How many they are, of all groups.
+
+        Returns:
+            Whether it is so; else nothing changed, and ``lost`` follows for each group.
+        """
+
     def lost(self, owner: int, group: int, indices: npt.NDArray[np.int32]) -> None:
         """Take note that an owner's pages at these indices are gone."""
 
@@ -178,20 +190,6 @@ class BlockPool:
                 is_published = True if num_published == len(block_ids) else owners != NOBODY
         self._let_go(block_ids, places, group, is_published)
 
-    def retire(self, owner: int, block_ids: BlockIds, indices: Indices, group: int | Groups) -> None:
-        """Publish pages that one each holds, and release them: ``publish`` and ``release`` at once.
-
-        Args:
-            owner: Who publishes them.
-            block_ids: The pages, in the order in which they shall be given up, each once, with a single holder.
-            indices: What the owner knows each by.
-            group: Their group, or the group of each.
-        """
-        places = self._places(block_ids)
-        self._owner[places] = owner
-        self._index[places] = indices
-        self._let_go(block_ids, places, group, True)
-
     def _release_shared(self, places: Places) -> npt.NDArray[np.intp]:
         """Count a holder less of pages that may have several, or come once for each; return which have none left."""
         np.add.at(self._state, places, 1)
@@ -308,23 +306,27 @@ class BlockPool:
         """Give up cached pages that are in no queue any more."""
         assert self._keeper is not None
         places = self._places(block_ids)
-        owners, indices = self._owner[places], self._index[places]
+        owners = self._owner[places]
         self._owner[places] = NOBODY
         self._end(group, block_ids, places)
-        if isinstance(group, int):
-            self._tell_keeper(group, owners, indices)
-        else:
-            for each in np.unique(group).tolist():
-                self._tell_keeper(each, owners[group == each], indices[group == each])
+        data, first = owners.tobytes(), int(owners[0])
+        is_of_one = data == data[: owners.itemsize] * len(owners)
+        if is_of_one and self._keeper.lost_all(
+            first, group if isinstance(group, int) else int(group[0]), len(block_ids)
+        ):
+            return
+        indices = self._index[places]
+        for each in (group,) if isinstance(group, int) else np.unique(group).tolist():
+            is_of_group = slice(None) if isinstance(group, int) else group == each
+            if is_of_one:
+                self._keeper.lost(first, each, indices[is_of_group])
+            else:
+                self._tell_keeper(each, owners[is_of_group], indices[is_of_group])
 
     def _tell_keeper(self, group: int, owners: BlockIds, indices: npt.NDArray[np.int32]) -> None:
         assert self._keeper is not None
-        first = int(owners[0])
-        if np.count_nonzero(owners == first) == len(owners):
-            self._keeper.lost(first, group, indices)
-        else:
-            for owner in np.unique(owners).tolist():
-                self._keeper.lost(owner, group, indices[owners == owner])
+        for owner in np.unique(owners).tolist():
+            self._keeper.lost(owner, group, indices[owners == owner])
 
     def forget(self) -> None:
         """Give up every cached page and let held ones be found no more, without telling anybody."""

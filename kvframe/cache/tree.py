@@ -136,6 +136,7 @@ class PrefixTree:
             stack.ids if is_table else np.zeros_like(stack.ids)
             for stack, is_table in zip(stacks, self._is_table, strict=True)
         )
+        self._apart = [own for own, is_table in zip(self.own_pages, self._is_table, strict=True) if not is_table]
         self._numbers = np.arange(max((stack.ids.shape[2] for stack in stacks), default=0), dtype=np.int32)
         # Per row, the owner number of the node that grows with it, and that node's first token.
         self.leaf_owner = np.full(len(num_computed), NOBODY, dtype=np.int32)
@@ -161,10 +162,10 @@ class PrefixTree:
         limit = most - most % self.unit
         if root is None or not root.children or not limit:
             return NO_MATCH
-        first = as_bytes(tokens[: self.unit])
+        first = as_bytes(tokens, 0, self.unit)
         if first not in root.children:
             return NO_MATCH
-        data = as_bytes(tokens) if len(tokens) == limit else as_bytes(tokens[:limit])
+        data = as_bytes(tokens, 0, limit)
         nodes: list[PrefixNode] = []
         node, offset, step = root, 0, TOKEN_BYTES * self.unit
         while offset < limit:
@@ -252,12 +253,12 @@ class PrefixTree:
     def _take_in(self, cursor: Cursor, row: int, end: int) -> None:
         node, offset = self._resume(cursor)
         if offset == node.stop:
-            first = as_bytes(cursor.tokens[offset : offset + self.unit])
+            first = as_bytes(cursor.tokens, offset, offset + self.unit)
             if first not in node.children:
                 self._grow(cursor, row, node, first)
                 return
         base = min(node.start, offset)
-        data = as_bytes(cursor.tokens[base:end])
+        data = as_bytes(cursor.tokens, base, end)
         while True:
             if offset == node.stop:
                 first = data[TOKEN_BYTES * (offset - base) : TOKEN_BYTES * (offset - base + self.unit)]
@@ -309,8 +310,9 @@ class PrefixTree:
         self._update(node)
         length = min(node.stop, limit) - node.start
         mine = node.tokens if len(node.tokens) == TOKEN_BYTES * length else node.tokens[: TOKEN_BYTES * length]
-        theirs = data[TOKEN_BYTES * (node.start - base) : TOKEN_BYTES * (node.start - base + length)]
-        if mine != theirs:
+        at = TOKEN_BYTES * (node.start - base)
+        if not data.startswith(mine, at):
+            theirs = data[at : at + len(mine)]
             differ = np.frombuffer(mine, dtype=np.uint32) != np.frombuffer(theirs, dtype=np.uint32)
             length = int(differ.argmax())
             length -= length % self.unit
@@ -385,9 +387,8 @@ class PrefixTree:
 
     def clear_row(self, row: int, num_blocks: int) -> None:
         """Forget which pages a row took."""
-        for own, is_table in zip(self.own_pages, self._is_table, strict=True):
-            if not is_table:
-                own[:, row, :num_blocks] = 0
+        for own in self._apart:
+            own[:, row, :num_blocks] = 0
 
     # --- nodes that grow ----------------------------------------------------------------------------------------------
 
@@ -418,7 +419,7 @@ class PrefixTree:
             return
         cursor = self._cursors[row]
         assert cursor is not None
-        added = as_bytes(cursor.tokens[node.stop : end])
+        added = as_bytes(cursor.tokens, node.stop, end)
         node.tokens = node.tokens[: TOKEN_BYTES * (node.stop - node.start)] + added if node.stop > node.start else added
         for s, size in enumerate(self.sizes):
             first, last = node.stop // size, end // size
@@ -486,6 +487,17 @@ class PrefixTree:
         return upper
 
     # --- what is given up ---------------------------------------------------------------------------------------------
+
+    def lost_all(self, owner: int, num_pages: int) -> bool:
+        """Take note that a node lost so many pages, if these are all it has and nothing hangs on it; else do nothing."""
+        node = self._nodes[owner]
+        if node is None or node.num_pages != num_pages or node.children or node.row >= 0 or self._keeps_ghosts:
+            return False
+        node.num_pages = 0
+        self._remove(node)
+        assert node.parent is not None
+        self._tidy(node.parent)
+        return True
 
     def lost(self, owner: int, group: int, indices: npt.NDArray[np.int32]) -> None:
         """Take note that pages of a node were given up, and give up what is of no use without them."""
@@ -600,9 +612,8 @@ class PrefixTree:
             if cursor is not None:
                 self._cursors[row] = None
                 self._next_publication[row] = NEVER
-        for own, is_table in zip(self.own_pages, self._is_table, strict=True):
-            if not is_table:
-                own[...] = 0
+        for own in self._apart:
+            own[...] = 0
         self.leaf_owner[...] = NOBODY
         self._roots.clear()
         del self._nodes[1:]
@@ -611,6 +622,9 @@ class PrefixTree:
         self._num_ghost_tokens = 0
 
 
-def as_bytes(tokens: Sequence[int]) -> bytes:
-    """Return token ids as four bytes each."""
-    return tokens.tobytes() if isinstance(tokens, array) else array("I", tokens).tobytes()
+def as_bytes(tokens: Sequence[int], start: int = 0, stop: int | None = None) -> bytes:
+    """Return token ids, those of ``[start, stop)``, as four bytes each."""
+    if isinstance(tokens, array):
+        # A view of an array is not a copy, and nobody adds tokens while it lives.
+        return tokens.tobytes() if stop is None else memoryview(tokens)[start:stop].tobytes()
+    return array("I", tokens if stop is None else tokens[start:stop]).tobytes()
