@@ -222,7 +222,7 @@ class KVCacheCoordinator:
                 most = max(most, count)
                 ids = stack.ids[:, row, :count]
                 self._release_tail_first(stack, ids)
-                ids[...] = 0
+                ids.fill(0)
                 for group in stack.groups:
                     counts[group, row] = 0
         if self._tree is not None:
@@ -296,6 +296,8 @@ class KVCacheCoordinator:
 
     def _make_plain_room(self, row: int, num_tokens: int) -> bool:
         """Give a plain row room."""
+        if len(self._groups) == 1:
+            return self._make_lone_room(self._stacks[0], row, num_tokens)
         counts, new = [0] * len(self._groups), []
         for stack in self._stacks:
             have, need = self._num_blocks[stack.groups[0], row], -(-num_tokens // stack.block_size)
@@ -316,6 +318,19 @@ class KVCacheCoordinator:
                     self._num_blocks[group, row] = need
             room = min(room, max(have, need) * stack.block_size)
         self._room_of[row] = room
+        return True
+
+    def _make_lone_room(self, stack: TableStack, row: int, num_tokens: int) -> bool:
+        """Give a plain row room in the only group."""
+        have, need = self._num_blocks[0, row], -(-num_tokens // stack.block_size)
+        taken = self._pool.allocate((need - have,))
+        if taken is None:
+            return False
+        stack.ids[0, row, have:need] = taken
+        if self._tree is not None:
+            self._tree.own_new(0, row, have, need, taken)
+        self._num_blocks[0, row] = need
+        self._room_of[row] = need * stack.block_size
         return True
 
     def _set_num_blocks(self, stack: TableStack, rows: Any, num_blocks: Any) -> None:

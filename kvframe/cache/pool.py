@@ -221,7 +221,11 @@ class BlockPool:
         else:
             self._give(block_ids, group)
         self._free.let_go(block_ids, group, is_published)
-        for each, count in _per_group(group, len(block_ids)):
+        if isinstance(group, int):
+            self.num_held[group] -= len(block_ids)
+            self.held_bytes -= len(block_ids) * self._page_bytes[group]
+            return
+        for each, count in enumerate(np.bincount(group).tolist()):
             self.num_held[each] -= count
             self.held_bytes -= count * self._page_bytes[each]
 
@@ -440,7 +444,8 @@ class BlockPool:
                 self.held_bytes += count * self._page_bytes[group]
                 if num_held > self.peak_held[group]:
                     self.peak_held[group] = num_held
-        self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
+        if self.held_bytes > self.peak_held_bytes:
+            self.peak_held_bytes = self.held_bytes
 
 
 def _per_group(group: int | Groups, num_pages: int) -> Iterable[tuple[int, int]]:

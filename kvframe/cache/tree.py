@@ -388,7 +388,7 @@ class PrefixTree:
     def clear_row(self, row: int, num_blocks: int) -> None:
         """Forget which pages a row took."""
         for own in self._apart:
-            own[:, row, :num_blocks] = 0
+            own[:, row, :num_blocks].fill(0)
 
     # --- nodes that grow ----------------------------------------------------------------------------------------------
 
@@ -425,7 +425,7 @@ class PrefixTree:
             first, last = node.stop // size, end // size
             new = self.own_pages[s][:, row, first:last].copy()
             node.pages[s] = np.concatenate([node.pages[s], new], axis=1) if node.pages[s].shape[1] else new
-            num_new = int(np.count_nonzero(new))
+            num_new = new.size if self._is_table[s] else int(np.count_nonzero(new))
             node.num_pages += num_new
             if num_new == last - first and len(new) == 1:
                 self.pool.publish(node.owner, new[0], self._numbers[first:last])
