@@ -268,7 +268,7 @@ class KVCacheCoordinator:
             rows: ``[n], int64, host``, each once.
             num_tokens: ``[n], int64, host``.
         """
-        due = np.flatnonzero(num_tokens > self._room[rows])
+        (due,) = (num_tokens > self._room[rows]).nonzero()
         if not len(due):
             return True
         rows, num_tokens = rows[due], num_tokens[due]
@@ -359,14 +359,14 @@ class KVCacheCoordinator:
             added = np.maximum(-(-num_tokens // stack.block_size) - have, 0)
             if added.max() > 1:
                 return self._make_room(rows.tolist(), num_tokens.tolist())
-            which = np.flatnonzero(added)
+            (which,) = added.nonzero()
             new.append((which, have[which]))
             for group in stack.groups:
                 counts[group] = len(which)
         taken = self._pool.allocate(counts)
         if taken is None:
             return False
-        room = np.full(len(rows), NEVER)
+        room: npt.NDArray[np.int64] | None = None
         for s, (stack, (which, places)) in enumerate(zip(self._stacks, new, strict=True)):
             if len(which):
                 mine, pages = rows[which], self._pages_of(stack, counts, taken)
@@ -374,7 +374,8 @@ class KVCacheCoordinator:
                 if self._tree is not None:
                     self._tree.own_new_each(s, mine, places, pages)
                 self._set_num_blocks(stack, mine, places + 1)
-            np.minimum(room, self.num_blocks[stack.groups[0], rows] * stack.block_size, out=room)
+            of_stack = self.num_blocks[stack.groups[0], rows] * stack.block_size
+            room = of_stack if room is None else np.minimum(room, of_stack)
         self._room[rows] = room
         return True
 
@@ -481,7 +482,7 @@ class KVCacheCoordinator:
         if self._tree is not None:
             for row in rows[num_computed >= self._next_publication[rows]].tolist():
                 self._tree.publish(row)
-        due = np.flatnonzero(num_computed >= self._next_death[rows])
+        (due,) = (num_computed >= self._next_death[rows]).nonzero()
         if not len(due):
             return
         rows, num_computed = rows[due], num_computed[due]
@@ -503,25 +504,31 @@ class KVCacheCoordinator:
             most = int(died.max())
             for step in range(most):
                 # Nearly always one block of a group and row; a chunk of a prompt kills several.
+                if len(moving.types) == 1:
+                    (which,) = (died[0] > step).nonzero()
+                    self._release_dead(s, int(moving.places[0]), rows[which], before[0, which] + step)
+                    continue
                 kinds, which = np.nonzero(died > step)
-                blocks = before[kinds, which] + step
-                self._release_dead(s, moving.places[kinds], rows[which], blocks)
+                self._release_dead(s, moving.places[kinds], rows[which], before[kinds, which] + step)
             if most:
                 moving.dead[:, rows] = after
             np.minimum(next_death, moving.next_death(after), out=next_death)
         self._next_death[rows] = next_death
 
-    def _release_dead(self, s: int, places: Rows, rows: Rows, blocks: npt.NDArray[np.int64]) -> None:
+    def _release_dead(self, s: int, places: Rows | int, rows: Rows, blocks: npt.NDArray[np.int64]) -> None:
         """Release blocks of groups of a stack and of rows, each named by its place, row and index."""
         stack = self._stacks[s]
         ids = stack.ids[places, rows, blocks]
         if np.count_nonzero(ids) < len(ids):
             is_held = ids != 0
-            places, rows, blocks, ids = places[is_held], rows[is_held], blocks[is_held], ids[is_held]
+            rows, blocks, ids = rows[is_held], blocks[is_held], ids[is_held]
+            places = places if isinstance(places, int) else places[is_held]
+        if not len(ids):
+            return
         stack.ids[places, rows, blocks] = 0
         if self._tree is not None:
             self._tree.own_dead(s, places, rows, blocks, ids)
-        self._pool.release(ids, stack.index[places])
+        self._pool.release(ids, stack.groups[places] if isinstance(places, int) else stack.index[places])
 
     def _bury(self, row: int, num_computed: int) -> None:
         """Release the dead blocks of a row."""

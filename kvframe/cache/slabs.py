@@ -131,12 +131,12 @@ class Slabs:
         """Take all pages of free slabs."""
         slabs = self._free_slabs[len(self._free_slabs) - num_slabs :]
         del self._free_slabs[len(self._free_slabs) - num_slabs :]
+        size, per_slab = self._page_ids[group], self._per_slab[group]
         for slab in slabs:
+            first = self._null_ids + self._slab_ids * slab
+            blocks += range(first, first + size * per_slab, size)
             self._group[slab] = group
-        firsts = self._null_ids + self._slab_ids * np.array(slabs)
-        pages = firsts[:, None] + self._page_ids[group] * np.arange(self._per_slab[group])
-        blocks += pages.reshape(-1).tolist()
-        self._held[slabs] = self._per_slab[group]
+            self._held[slab] = per_slab
 
     def _cut(self, group: int) -> None:
         slab = self._free_slabs.pop()

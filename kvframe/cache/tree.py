@@ -364,7 +364,7 @@ class PrefixTree:
     def own_dead(
         self,
         s: int,
-        places: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64] | int,
         rows: npt.NDArray[np.int64],
         blocks: npt.NDArray[np.int64],
         pages: npt.NDArray[np.int32],
@@ -383,7 +383,8 @@ class PrefixTree:
             return
         self.pool.publish(leaves[is_of_leaf], pages[is_of_leaf], blocks[is_of_leaf])
         is_lost = is_unowned & ~is_of_leaf
-        self.own_pages[s][places[is_lost], rows[is_lost], blocks[is_lost]] = 0
+        places = places if isinstance(places, int) else places[is_lost]
+        self.own_pages[s][places, rows[is_lost], blocks[is_lost]] = 0
 
     def clear_row(self, row: int, num_blocks: int) -> None:
         """Forget which pages a row took."""
