@@ -49,6 +49,7 @@ class RowState:
 
 
 _PLAIN = RowState()
+_NO_ROWS: Rows = np.zeros(0, dtype=np.int64)
 
 
 @attrs.frozen
@@ -366,7 +367,7 @@ class KVCacheCoordinator:
         taken = self._pool.allocate(counts)
         if taken is None:
             return False
-        room: npt.NDArray[np.int64] | None = None
+        room: npt.NDArray[np.int64] = _NO_ROWS
         for s, (stack, (which, places)) in enumerate(zip(self._stacks, new, strict=True)):
             if len(which):
                 mine, pages = rows[which], self._pages_of(stack, counts, taken)
@@ -375,7 +376,7 @@ class KVCacheCoordinator:
                     self._tree.own_new_each(s, mine, places, pages)
                 self._set_num_blocks(stack, mine, places + 1)
             of_stack = self.num_blocks[stack.groups[0], rows] * stack.block_size
-            room = of_stack if room is None else np.minimum(room, of_stack)
+            room = np.minimum(room, of_stack) if s else of_stack
         self._room[rows] = room
         return True
 
