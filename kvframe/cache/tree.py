@@ -490,7 +490,7 @@ class PrefixTree:
     # --- what is given up ---------------------------------------------------------------------------------------------
 
     def lost_all(self, owner: int, num_pages: int) -> bool:
-        """Take note that a node lost so many pages, if these are all and nothing hangs on it; return whether it is so."""
+        """Take note that a node lost so many pages, if these are all and nothing hangs on it; return whether so."""
         node = self._nodes[owner]
         if node is None or node.num_pages != num_pages or node.children or node.row >= 0 or self._keeps_ghosts:
             return False
