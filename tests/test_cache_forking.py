@@ -7,7 +7,7 @@ import pytest
 
 from kvframe.cache.manager import KVCacheManager
 from kvframe.specs import KVCacheSpec
-from tests.plans import encoder, full, make_plan, masked, state
+from tests.plans import encoder, evict_all, full, make_plan, masked, state
 
 Copies = list[tuple[int, list[int], list[int]]]
 
@@ -160,3 +160,35 @@ def test_what_forks_add_is_found_by_others() -> None:
         cache.manager.free(name)
     for token in (1, 2, 3):
         assert 20 == cache.manager.find([*[7] * 10, *[token] * 10, 0])
+
+
+def test_what_a_fork_passes_of_a_request_that_came_back_is_not_lost() -> None:
+    class NoBytes:
+        num_slabs = 40
+
+        def copy_out(self, *_: object) -> None: ...
+
+        def copy_in(self, *_: object) -> None: ...
+
+    manager = KVCacheManager(
+        make_plan(full(), masked(2, window=2), num_slabs=40),
+        max_num_seqs=4,
+        host_pages=NoBytes(),
+        copier=lambda *_: None,
+        audited=True,
+    )
+    tokens = [7] * 20
+    manager.start("one", tokens)
+    assert manager.extend("one", 16)
+    manager.commit("one", tokens, 16)
+    assert manager.swap_out("one")
+    evict_all(manager)
+    assert manager.swap_in("one", 16)
+    # Until its next step, nobody finds its blocks.
+    manager.fork("one", "two", [*tokens[:16], 1, 1, 1, 1])
+    for name, computed in (("two", [*tokens[:16], 1, 1, 1, 1]), ("one", tokens)):
+        assert manager.extend(name, 19)
+        manager.commit(name, computed, 19)
+    for name in ("one", "two"):
+        manager.free(name)
+    assert manager._pool.num_cached_pages == len(set(manager.published()))

@@ -19,7 +19,7 @@ SPECS = st.one_of(
 def test_whatever_happens_the_cache_is_as_defined() -> None:
     tally = Tally()
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=40, deadline=None)
     @given(
         specs=st.lists(SPECS, max_size=MOST_GROUPS),
         num_slabs=st.integers(LEAST_SLABS, MOST_SLABS),
@@ -37,7 +37,7 @@ def test_whatever_happens_the_cache_is_as_defined() -> None:
     for seed in count():
         if tally.num_operations >= LEAST_OPERATIONS:
             break
-        lives = draw_lives(seed, tally, check_every=4)
+        lives = draw_lives(seed, tally, check_every=10)
         for _ in range(NUM_EVENTS):
             lives.happen()
         lives.end()

@@ -376,6 +376,8 @@ class PrefixTree:
         leaves = self.leaf_owner[rows]
         is_unowned = self.pool.owners(pages) == NOBODY
         is_of_leaf = is_unowned & (leaves != NOBODY) & (blocks >= self.leaf_start[rows] // self.sizes[s])
+        # Of a fork, a leaf may begin before what the row took for itself.
+        is_of_leaf &= self.own_pages[s][places, rows, blocks] == pages
         if self.pool.is_short:
             is_of_leaf[...] = False
         if np.count_nonzero(is_of_leaf) == len(pages):
