@@ -77,7 +77,7 @@ class Soak:
         self._source = random.Random(f"{served.scenario.name}-faults-{seed}")
         self._second = 0.0
         self._armed_until = 0
-        self._there: dict[str, Arrival] = {}
+        self._there: dict[tuple[str, int], Arrival] = {}
         self._patience: dict[str, int] = {}
         self._last_errors: set[str] = set()
 
@@ -104,19 +104,21 @@ class Soak:
         self._look_for_leaks()
 
     def _take(self, arrival: Arrival) -> None:
-        params = SamplingParams(max_new_tokens=arrival.num_tokens)
+        params = SamplingParams(max_new_tokens=arrival.num_tokens, n=arrival.num_samples)
         name = self.engine.add_request(arrival.asked.prompt, params, cache_salt=arrival.salt)
-        self._there[name] = arrival
+        for sample in range(arrival.num_samples):
+            self._there[name, sample] = arrival
         if arrival.patience is not None:
             self._patience[name] = self.counts.steps + arrival.patience
-        self.counts.requests += 1
-        self.counts.prompt_tokens += arrival.asked.num_tokens
+        self.counts.requests += arrival.num_samples
+        self.counts.prompt_tokens += arrival.num_samples * arrival.asked.num_tokens
         self.counts.most_at_once = max(self.counts.most_at_once, len(self._there))
 
     def _disturb(self) -> None:
         for name in [name for name, step in self._patience.items() if step <= self.counts.steps]:
             del self._patience[name]
             self.engine.abort(name)
+        self.faults.listen()
         if self.counts.steps >= self._armed_until:
             self.faults.disarm()
         if not self.faults.is_armed and self._source.random() < FAULTS:
@@ -144,8 +146,9 @@ class Soak:
         self._second += STEP_SECONDS + TOKEN_SECONDS * (self.engine.stats().computed_tokens - before)
 
     def _end(self, output: RequestOutput) -> None:
-        arrival = self._there.pop(output.request_id)
-        self._patience.pop(output.request_id, None)
+        arrival = self._there.pop((output.request_id, output.sample))
+        if not any((output.request_id, sample) in self._there for sample in range(arrival.num_samples)):
+            self._patience.pop(output.request_id, None)
         self.counts.ends[str(output.finish_reason)] += 1
         wanted = arrival.asked.expected[: arrival.num_tokens]
         if output.finish_reason != "length":

@@ -24,6 +24,7 @@ KINDS: Mapping[str, str] = {
     "shape": "a wrapper returns metadata of a wrong shape",
     "logits": "the model's output for one request is NaN",
     "state": "what a layer stores of one token is NaN",
+    "listener": "a listener to cache events raises; the next one is told all that is cached",
     "interrupt": "Ctrl-C in one of the step's layers",
     "books": "Ctrl-C while the scheduler asks for room or commits",
 }
@@ -60,6 +61,13 @@ class Faults:
         parts._storage.fill = self._with_memory(parts._storage.fill)
         parts._advance = self._short_of_memory(parts._advance)
         Careless.strikes = lambda: self._strikes("shape")
+        self._engine = engine
+        self.listen()
+
+    def listen(self) -> None:
+        """Let somebody listen to what the cache holds, if nobody does, who may raise."""
+        if self._engine.on_cache_events is None:
+            self._engine.on_cache_events = self._before(lambda events: None, "listener")
 
     def arm(self, kind: str, after: int = 0) -> None:
         """Let something break when its place is reached for the ``after + 1``-th time from now on."""

@@ -9,7 +9,7 @@ from report import table
 from soak_faults import KINDS
 
 COUNTS = {
-    "requests": "requests",
+    "requests": "requests, each sample counted",
     "most_at_once": "most of them at once",
     "prompt_tokens": "prompt tokens",
     "generated_tokens": "generated tokens",

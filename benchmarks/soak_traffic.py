@@ -14,6 +14,7 @@ BURST_SECONDS = 8
 BURST = 40
 """How many times as many requests come in a burst."""
 ABORTED = 0.1
+SAMPLES = (1, 1, 1, 1, 1, 1, 1, 1, 2, 3)
 
 
 @attrs.frozen(kw_only=True)
@@ -25,6 +26,7 @@ class Arrival:
         asked: What it asks for.
         num_tokens: How many tokens.
         salt: Whom it shares with.
+        num_samples: How many samples; they are greedy, so all are the same.
         patience: Steps after which its owner gives up; None to wait for its end.
     """
 
@@ -32,6 +34,7 @@ class Arrival:
     asked: Asked
     num_tokens: int
     salt: str
+    num_samples: int
     patience: int | None
 
 
@@ -55,6 +58,7 @@ def draw_arrivals(scenario: Scenario, asked: Sequence[Asked], seconds: float, se
                 asked=which,
                 num_tokens=1 if kind < 0.05 else most if source.random() < 0.6 else source.randint(1, most),
                 salt=source.choice(SALTS),
+                num_samples=source.choice(SAMPLES),
                 patience=source.randint(0, 20) if source.random() < ABORTED else None,
             )
         )

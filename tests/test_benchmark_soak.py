@@ -43,7 +43,7 @@ def test_a_minute_of_traffic_ends_without_a_difference_or_a_leak(results: Path) 
 def test_the_page_shows_every_count(results: Path) -> None:
     page = (results / "soak.md").read_text(encoding="utf-8")
     assert re.search(r"^\| \*\*leaks\*\* \| 0 \| 0 \| 0 \|$", page, re.M)
-    assert 8 == len(re.findall(r"^\| fault: ", page, re.M))
+    assert 9 == len(re.findall(r"^\| fault: ", page, re.M))
 
 
 def test_the_method_lists_every_scenario() -> None:

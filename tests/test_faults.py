@@ -199,6 +199,28 @@ def test_a_wrapper_that_returns_wrong_shapes_is_named(models: Any, faults: Modul
         assert_outlived(engine, prompts, expected, served)
 
 
+@pytest.mark.parametrize("after", [1, 4])
+def test_a_listener_that_raises_while_other_things_break_harms_nobody(
+    models: Any, faults: ModuleType, after: int
+) -> None:
+    model, prompts, expected = case_of(models, "gemma3_text")
+    told = []
+
+    def raise_soon(events: Any) -> None:
+        told.append(events)
+        if len(told) > after:
+            raise OSError("the router is gone")
+
+    with model.engine(**SMALL_STEPS) as engine:
+        engine.on_cache_events = raise_soon
+        broken = faults.Faults(engine)
+        broken.arm("backend", 9)
+        served = serve(engine, prompts)
+        assert (["InjectedError"], after + 1) == ([type(error).__name__ for error in served.errors], len(told))
+        assert engine.on_cache_events is None
+        assert_outlived(engine, prompts, expected, served)
+
+
 @pytest.mark.parametrize("kind", ["logits", "state"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_output_that_is_not_numbers_ends_its_request_alone(

@@ -217,6 +217,29 @@ def test_a_step_asks_the_cache_once_for_all_that_run() -> None:
     assert [("extend", [0, 1, 3], [5, 6, 3]), ("commit", [0, 1, 3], [5, 6, 3])] == cache.asked
 
 
+class UncopiedCache(CountingCache):
+    """Cannot copy what "b" shares with others, once."""
+
+    failing = True
+
+    def extend(self, request_id: str, num_tokens: int) -> bool:
+        if self.failing and request_id == "b" and num_tokens > 4:
+            raise RuntimeError("the copy failed")
+        return super().extend(request_id, num_tokens)
+
+
+def test_a_request_for_which_nothing_can_be_copied_is_computed_again() -> None:
+    cache = UncopiedCache()
+    made = scheduler(cache, request("a", 4), request("b", 4), request("c", 4))
+    run(made, 1)
+    step = made.schedule()
+    assert step is not None
+    assert (["a", "c"], 1) == ([each.request_id for each in step.requests], made.stats.preemptions)
+    complete(made, step)
+    cache.failing = False
+    assert [{"a": 1, "c": 1, "b": 5}] == run(made, 1)
+
+
 class ScatteredCache(CountingCache):
     """The blocks of a prefix hit lie so that no request that took one gets more than ``most`` tokens."""
 

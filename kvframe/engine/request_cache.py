@@ -34,7 +34,11 @@ class RequestCache(Protocol):
         """Return whether there is room for all that a request takes up to so many tokens; nothing is changed."""
 
     def extend(self, request_id: str, num_tokens: int) -> bool:
-        """Make room for tokens ``[0, num_tokens)``; False, and nothing changed, if there is none."""
+        """Make room for tokens ``[0, num_tokens)``; False, and nothing changed, if there is none.
+
+        Raises:
+            RuntimeError: A page that others hold too could not be copied for it; nothing changed.
+        """
 
     def extend_rows(self, rows: IntArray, num_tokens: IntArray) -> bool:
         """Make room for the first tokens of several requests, given their rows; False, and nothing changed, if none."""

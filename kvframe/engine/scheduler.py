@@ -277,8 +277,11 @@ class Scheduler(Generic[RequestT]):
         if int(counts.sum()) > budget:
             counts = np.minimum(counts, budget - (np.cumsum(counts) - counts))
             counts = counts[counts > 0]
-        if self._cache.extend_rows(rows[: len(counts)], num_computed[: len(counts)] + counts):
-            return counts
+        try:
+            if self._cache.extend_rows(rows[: len(counts)], num_computed[: len(counts)] + counts):
+                return counts
+        except (RuntimeError, MemoryError):
+            pass  # a copy failed; one by one shows whose
         # There is no room for all. Those that came first get theirs at the cost of those that came last.
         granted: list[int] = []
         while len(granted) < len(self.running) and budget:
@@ -291,7 +294,15 @@ class Scheduler(Generic[RequestT]):
 
     def _make_room(self, request: RequestT, num_tokens: int) -> bool:
         """Get room for a running request's first tokens; False if it had to be preempted itself."""
-        while not self._cache.extend(request.request_id, num_tokens):
+        while True:
+            try:
+                if self._cache.extend(request.request_id, num_tokens):
+                    return True
+            except (RuntimeError, MemoryError):
+                # What it shares with others could not be copied for it: it is computed again.
+                self._give_back(request)
+                self._let_wait(request)
+                return False
             victim = self.running[-1]
             if len(self.running) == 1:
                 # It fits by the plan, unless its blocks lie scattered over slabs among those of others.
@@ -300,7 +311,6 @@ class Scheduler(Generic[RequestT]):
             self._preempt(victim)
             if victim is request:
                 return False
-        return True
 
     def _compute_anew(self, request: RequestT) -> None:
         """Let a request wait for its turn to be computed from nothing: what others cached may be why it failed."""
@@ -317,6 +327,9 @@ class Scheduler(Generic[RequestT]):
             request.row = -1
         else:
             self._give_back(request)
+        self._let_wait(request)
+
+    def _let_wait(self, request: RequestT) -> None:
         self.running.remove(request)
         self.waiting.appendleft(request)
         self.stats.preemptions += 1
