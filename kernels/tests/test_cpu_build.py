@@ -110,6 +110,22 @@ def test_a_library_that_does_not_load_is_no_library(cache: Path) -> None:
         build.load_library()
 
 
+@pytest.mark.parametrize("damage", ["cut short", "changed", "digest lost", "digest damaged"])
+def test_a_library_that_is_damaged_in_the_cache_is_compiled_again(damage: str, cache: Path) -> None:
+    compiler = Path(os.environ["CXX"])
+    compiler.write_text(compiler.read_text().replace(': > "$2"', 'echo compiled > "$2"'))
+    library = build.build(["-march=native"])
+    if damage == "digest lost":
+        library.with_suffix(".sha256").unlink()
+    elif damage == "digest damaged":
+        library.with_suffix(".sha256").write_bytes(b"\xff")
+    else:
+        library.write_text("comp" if damage == "cut short" else "compilee\n")
+    assert library == build.build(["-march=native"]) == build.build(["-march=native"])
+    assert "compiled\n" == library.read_text()
+    assert 2 == calls(cache)
+
+
 def test_a_cache_folder_that_cannot_be_made_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (cache / "file").touch()
     monkeypatch.setenv("KVFRAME_KERNELS_CACHE", str(cache / "file" / "cache"))

@@ -85,12 +85,12 @@ def build(machine_flags: Sequence[str]) -> Path:
         wanted = os.environ.get("CXX") or ", ".join(COMPILERS)
         raise BuildError(f"there is no C++ compiler to build its kernels with ({wanted})")
     library = cache_folder() / f"cpu-{fingerprint(compiler, machine_flags)}.so"
-    if library.exists():
+    if _is_whole(library):
         return library
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with _Lock(library.with_suffix(".lock")):
-            if not library.exists():
+            if not _is_whole(library):
                 _compile(compiler, machine_flags, library)
     except OSError as error:
         raise BuildError(f"its kernels cannot be built in {library.parent}: {error}") from error
@@ -118,6 +118,22 @@ def _processor() -> str:
     return f"{platform.system()} {platform.machine()} {platform.processor()} {sorted(found.values())}"
 
 
+def _is_whole(library: Path) -> bool:
+    """Return whether a library is in the cache as it was compiled: loading half of one ends the process."""
+    try:
+        return _digest(library) == _digest_file(library).read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return False
+
+
+def _digest(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()
+
+
+def _digest_file(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
 def _compile(compiler: str, machine_flags: Sequence[str], library: Path) -> None:
     print(
         f"kvframe-kernels: compiling attention for this CPU with {compiler}, once (about 20 s)",
@@ -138,6 +154,8 @@ def _compile(compiler: str, machine_flags: Sequence[str], library: Path) -> None
         if result.returncode:
             lines = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
             raise BuildError(f"{compiler} cannot compile its kernels: {lines[0] if lines else 'it says nothing'}")
+        _digest_file(made).write_text(_digest(made), encoding="ascii")
+        os.replace(_digest_file(made), _digest_file(library))
         os.replace(made, library)
     print(f"kvframe-kernels: compiled in {time.monotonic() - started:.0f} s, kept in {library}", file=sys.stderr)
 

@@ -1,6 +1,6 @@
-// Few queries per request, all heads at once: keys and values are read from their pages just once, in the order in which
-// they lie there, and nothing is copied. A chunk of tokens is multiplied by all queries, then its values are added. The rows
-// are the queries of a request and their heads, those of one KV head side by side.
+// Few queries per request, all heads at once: keys and values are read from their pages just once, a few tokens at a time in
+// the order in which they lie there, and nothing is copied. A chunk of tokens is multiplied by all queries, then its values
+// are added. The rows are the queries of a request and their heads, those of one KV head side by side.
 #pragma once
 
 #include "decode_tiles.h"
@@ -8,16 +8,17 @@
 
 namespace kvframe {
 
-constexpr int kChunk = 16;  // tokens whose weights are computed at a time
-// How far ahead of what is computed memory is asked for: the processor's own prefetching stops at the end of a run of pages
-// and keeps too few lines on their way.
-constexpr int kAheadBytes = 32768;
-
 template <class Stored, class Keys>
 class Decode {
  public:
   using Values = FloatOperand<Stored>;
-  static constexpr int kTogether = Stored::kBytes == 1 ? 8 : 4;  // tokens that are read at a time
+  // Tokens that are read at a time. While they are computed with, as many behind them are fetched: the processor's own
+  // prefetching stops at the end of a run of pages and keeps too few lines on their way.
+  static constexpr int kTogether = Stored::kScaled ? 8 : 4;
+  // Tokens whose weights are computed at a time: in a long chunk the queries, and then the outputs, stay in the first-level
+  // cache, where a miss waits behind all that is being fetched. Of codes the scales have to stay there, too.
+  static constexpr int kChunk = Stored::kScaled ? 16 : 64;
+  static constexpr int kKnown = kChunk + kTileSums;  // tokens of which it is known where they lie
 
   Decode(const Step& step, Plan& plan, Scratch& scratch, const Piece& piece)
       : step_(step),
@@ -28,8 +29,7 @@ class Decode {
         head_rows_(unit_.num_rows / (int)step.num_kv_heads),
         stride_(round_up(rows_, kLanes)),
         query_stride_(round_up((int)step.head_size, Keys::kElements) / Keys::kElements * Keys::kVecs * kLanes),
-        value_stride_(round_up((int)step.head_size_v, Values::kElements)),
-        ahead_(std::clamp(kAheadBytes / std::max(1, row_bytes(step)), 4, kChunk)) {
+        value_stride_(round_up((int)step.head_size_v, Values::kElements)) {
     int longest = std::max(2 * query_stride_, std::max(value_stride_, floats_of_row(step)));
     scratch.reset();
     scratch.reserve((size_t)stride_ * (query_stride_ + value_stride_ + 5 + 5 * kChunk) + 3 * longest + 1024);
@@ -64,9 +64,8 @@ class Decode {
     int stop = piece_.keys.stop;
     for (int at = piece_.keys.start; at < stop;) {
       int count = std::min({kChunk, stop - at, seen.stretch_end(at) - at});
-      int known = std::min(count + kChunk, stop - at);
-      find(pages, at, known, step_.key, keys_);
-      find(pages, at, known, step_.value, values_);
+      find(pages, at, count, step_.key, keys_);
+      find(pages, at, count, step_.value, values_);
       compute(pages, at, count);
       at += count;
     }
@@ -80,22 +79,21 @@ class Decode {
  private:
   static constexpr float kNone = -1e30f;
 
-  static int row_bytes(const Step& step) { return (int)step.num_kv_heads * FloatOperand<Stored>::bytes((int)step.head_size); }
-
   // Lays the queries of `kRows` rows out in the order of keys, vectors of one place side by side, with zeros behind.
   template <int kRows>
   void pack(int row) {
-    constexpr int kPerVec = Keys::kPairs ? 2 * kLanes : kLanes;
-    int places = query_stride_ / kLanes * kPerVec;
-    char* to = reinterpret_cast<char*>(queries_ + (size_t)row * query_stride_);
+    constexpr int kPerVec = Keys::kPerVec;
+    int num_vecs = query_stride_ / kLanes;
     for (int r = 0; r < kRows; r++) {
       Place place = place_of(step_, unit_, row + r);
-      read_query(step_, place.token, place.head, 1.0f, places + 1, row_);
+      read_query(step_, place.token, place.head, 1.0f, num_vecs * kPerVec + 1, row_);
       float sum = 0;
       for (int i = 0; Stored::kScaled && i < (int)step_.head_size; i++) sum += row_[i];
       query_sums_[row + r] = sum;
-      for (int at = 0; at < places; at += kPerVec) {
-        for (int lane = 0; lane < kPerVec; lane++) Keys::put(to, at * kRows + r * kPerVec + lane, row_[query_order_[at + lane]]);
+      for (int vec = 0; vec < num_vecs; vec++) {
+        float numbers[kPerVec];
+        for (int i = 0; i < kPerVec; i++) numbers[i] = row_[query_order_[vec * kPerVec + i]];
+        Keys::put(queries_ + (size_t)row * query_stride_ + (vec * kRows + r) * kLanes, numbers);
       }
     }
   }
@@ -106,10 +104,11 @@ class Decode {
     for (int at = 0; at < places; at++) order[at] = std::min(Operand::element(at, size), size);
   }
 
-  // Of `count` tokens, and of kChunk behind them at least, for which the last one is repeated.
+  // Of `count` tokens, and of those behind them that are fetched; for those that are not there the last one is repeated.
   void find(const Pages& pages, int at, int count, const Plane& plane, const char** found) {
-    pages.find(unit_.seen, at, count, plane, found);
-    for (int i = count; i < 2 * kChunk; i++) found[i] = found[count - 1];
+    int known = std::min(count + kTileSums, piece_.keys.stop - at);
+    pages.find(unit_.seen, at, known, plane, found);
+    for (int i = known; i < kKnown; i++) found[i] = found[known - 1];
   }
 
   // Calls `tile<kRows>(kv_head, row)` for all rows, as many of a KV head at a time as tiles have.
@@ -130,12 +129,8 @@ class Decode {
       read_scales(pages, at, count, step_.value_scale, value_scales_);
       read_scales(pages, at, count, step_.value_min, value_lows_);
     }
-    // Codes take longer to compute than to read, and so do many queries: their keys are read once for all that they have.
-    switch (Stored::kScaled || rows_ % kTileSums ? 0 : head_rows_) {
-      case 1: multiply_in_order<1>(count); break;
-      case 2: multiply_in_order<2>(count); break;
-      case 4: multiply_in_order<4>(count); break;
-      default: multiply_together(count); break;
+    for (int t = 0; t < count; t += kTogether) {
+      for_each_tile([&](auto rows, int head, int row) { multiply<rows.value>(head, row, t, std::min(count, t + kTogether)); });
     }
     if constexpr (Stored::kScaled) scale_products(count);
     int first = unit_.seen.position(at);
@@ -158,10 +153,10 @@ class Decode {
   // Writes what a plane has for this chunk's tokens to [count, stride], for each row. That of the next tokens is fetched.
   void read_scales(const Pages& pages, int at, int count, const Plane& plane, float* to) {
     if (!plane.at) return;
-    const char* found[2 * kChunk];
-    find(pages, at, std::min(count + kChunk, piece_.keys.stop - at), plane, found);
+    const char* found[kKnown];
+    find(pages, at, count, plane, found);
     for (int t = 0; t < count; t++, to += stride_) {
-      fetch(found[t + kChunk]);
+      fetch(found[t + kTogether]);
       for (int head = 0; head < step_.num_kv_heads; head++) {
         // Whole vectors: what is too much is written over by the next head's.
         Vec scale = all(read_scale(step_, found[t] + head * plane.head_stride));
@@ -194,32 +189,12 @@ class Decode {
   }
 
   template <int kRows>
-  void multiply_in_order(int count) {
-    constexpr int kHeads = kTileSums / kRows;
-    for (int t = 0; t < count; t++) {
-      for (int head = 0; head < step_.num_kv_heads; head += kHeads) {
-        int64_t offset = head * step_.key.head_stride;
-        multiply_token<Keys, kRows>(queries_ + (size_t)head * kRows * query_stride_, kRows * query_stride_, keys_[t] + offset,
-                                    step_.key.head_stride, (int)step_.head_size, keys_[t + ahead_] + offset,
-                                    scores_ + t * stride_ + head * kRows);
-      }
-    }
-  }
-
-  void multiply_together(int count) {
-    for (int t = 0; t < count; t += kTogether) {
-      for_each_tile([&](auto rows, int head, int row) { multiply<rows.value>(head, row, t, std::min(count, t + kTogether)); });
-    }
-  }
-
-  template <int kRows>
   void multiply(int head, int row, int t, int stop) {
     constexpr int kTokens = kTileSums / kRows;
     if (t % kTokens) return;  // of an earlier tile
-    bool fetches = row == head * head_rows_;
     // The last tile may go on behind the chunk's tokens: what it finds there is not looked at.
     for (; t < stop; t += kTokens) {
-      multiply_tile<Keys, kRows>(queries_ + (size_t)row * query_stride_, keys_ + t, fetches ? keys_ + t + ahead_ : nullptr,
+      multiply_tile<Keys, kRows>(queries_ + (size_t)row * query_stride_, keys_ + t, keys_ + t + std::max(kTogether, kTokens),
                                  head * step_.key.head_stride, (int)step_.head_size, scores_ + t * stride_ + row, stride_);
     }
   }
@@ -244,18 +219,9 @@ class Decode {
 
   template <int kRows, int kCount>
   void add(int head, int row, int t) {
-    int at = 0, size = (int)step_.head_size_v;
-    const char* const* later = row == head * head_rows_ ? values_ + t + ahead_ : nullptr;
-    int64_t offset = head * step_.value.head_stride;
-    float* outputs = outputs_ + (size_t)row * value_stride_;
-    for (; at + kValueVecs * kLanes <= size; at += kValueVecs * kLanes) {
-      add_tile<Values, kRows, kValueVecs, kCount, true>(scores_ + t * stride_ + row, stride_, shrinks_ + row, values_ + t, later, offset, at, size,
-                                                outputs + at, value_stride_);
-    }
-    for (; at < size; at += Values::kElements) {
-      add_tile<Values, kRows, Values::kVecs, kCount, false>(scores_ + t * stride_ + row, stride_, shrinks_ + row, values_ + t, later, offset, at, size,
-                                                    outputs + at, value_stride_);
-    }
+    add_tile<Values, kRows, kCount>(scores_ + t * stride_ + row, stride_, shrinks_ + row, values_ + t, values_ + t + kTogether,
+                                    head * step_.value.head_stride, (int)step_.head_size_v, outputs_ + (size_t)row * value_stride_,
+                                    value_stride_);
   }
 
   // Rows of sums in the order of their elements, as `finish` takes them.
@@ -276,13 +242,12 @@ class Decode {
   int rows_, head_rows_;  // of all heads, of a KV head
   int stride_;  // of scores: rows, and room behind them
   int query_stride_, value_stride_;
-  int ahead_;  // tokens
   float *queries_, *outputs_, *tops_, *totals_, *shrinks_, *query_sums_, *lows_, *scores_;
   float* row_;  // one query, or one output
   int *query_order_, *value_order_;
   float *key_scales_, *key_lows_, *value_scales_, *value_lows_;
-  // Of this chunk and of the next one.
-  const char *keys_[2 * kChunk], *values_[2 * kChunk];
+  // Of this chunk, and of what is fetched behind it.
+  const char *keys_[kKnown], *values_[kKnown];
 };
 
 }  // namespace kvframe

@@ -44,7 +44,7 @@ __attribute__((always_inline)) inline Vec keep(Vec vec) {
 
 // scores[t * stride + r]: the product of the query in row r with the key of token t, `offset` bytes behind keys[t]. The
 // queries' first vectors lie side by side, then their second ones, and so on. Meanwhile the same of the tokens
-// `later` is fetched, if it is not null.
+// `later` is fetched.
 template <class Keys, int kRows>
 inline void multiply_tile(const float* queries, const char* const* keys, const char* const* later, int64_t offset,
                           int size, float* scores, int stride) {
@@ -52,7 +52,7 @@ inline void multiply_tile(const float* queries, const char* const* keys, const c
   Vec sums[kTileSums] = {};
   const char *mine[kTokens], *fetched[kTokens];
 #pragma GCC unroll 16
-  for (int t = 0; t < kTokens; t++) mine[t] = keys[t] + offset, fetched[t] = (later ? later : keys)[t] + offset;
+  for (int t = 0; t < kTokens; t++) mine[t] = keys[t] + offset, fetched[t] = later[t] + offset;
   auto add_unit = [&](auto read) __attribute__((always_inline)) {
     Vec query[kVecs * kRows];
 #pragma GCC unroll 16
@@ -72,7 +72,7 @@ inline void multiply_tile(const float* queries, const char* const* keys, const c
   int at = 0;
 #pragma GCC unroll 1
   for (; at + Keys::kElements <= size; at += Keys::kElements) {
-    if (later && Keys::bytes(at) % 64 == 0) {
+    if (Keys::bytes(Keys::kElements) >= 64 || Keys::bytes(at) % 64 == 0) {
 #pragma GCC unroll 16
       for (int t = 0; t < kTokens; t++) fetch(fetched[t] + Keys::bytes(at));
     }
@@ -92,76 +92,31 @@ inline void multiply_tile(const float* queries, const char* const* keys, const c
   for (int t = 0; t < kTokens; t++) std::memcpy(scores + t * stride, products + t * kRows, sizeof(float) * kRows);
 }
 
-// The same of one token and kTileSums / kRows KV heads from `offset` on, each with kRows queries of its own, which lie
-// `query_stride` floats behind those of the head before: memory is read in its own order, which is what the processor's
-// prefetching follows best. `scores` are the token's.
-template <class Keys, int kRows>
-inline void multiply_token(const float* queries, int query_stride, const char* key, int64_t head_stride, int size,
-                           const char* later, float* scores) {
-  constexpr int kVecs = Keys::kVecs;
-  Vec sums[kTileSums] = {};
-#pragma GCC unroll 16
-  for (int head = 0; head < kTileSums / kRows; head++, key += head_stride, later += head_stride) {
-    const float* query = queries + head * query_stride;
-    auto add = [&](const Vec* part) __attribute__((always_inline)) {
-#pragma GCC unroll 16
-      for (int i = 0; i < kVecs * kRows; i++) {
-        Vec& sum = sums[head * kRows + i % kRows];
-        sum = Keys::multiply_add(load(query + i * kLanes), part[i / kRows], sum);
-      }
-      query += kVecs * kRows * kLanes;
-    };
-    int at = 0;
-    Vec part[kVecs];
-#pragma GCC unroll 1
-    for (; at + Keys::kElements <= size; at += Keys::kElements) {
-      if (Keys::bytes(at) % 64 == 0) fetch(later + Keys::bytes(at));
-      Keys::read(key, at, size, part);
-      add(part);
-    }
-#pragma GCC unroll 1
-    for (; at < size; at += Keys::kElements) {
-      Keys::read_few(key, at, size, part);
-      add(part);
-    }
-  }
-#if defined(KVFRAME_AVX512)
-  _mm512_storeu_ps(scores, sums_of_sixteen(reinterpret_cast<const __m512*>(sums)));
-#else
-  for (int i = 0; i < kTileSums; i++) scores[i] = sum(sums[i]);
-#endif
-}
-
-// outputs[r] = outputs[r] * shrinks[r] + the sum over kCount tokens of weights[t][r] * value, for `kVecs` vectors from
-// place `at` of the values' order on, all of which are there if `kWhole`. The same of the
-// tokens `later` is fetched, if it is not null.
+// For `kVecs` vectors of each row of outputs from place `at` of the values' order on, all of which are there if `kWhole`.
 template <class Values, int kRows, int kVecs, int kCount, bool kWhole>
-inline void add_tile(const float* weights, int weight_stride, const float* shrinks, const char* const* values,
-                     const char* const* later, int64_t offset, int at, int size, float* outputs, int stride) {
+__attribute__((always_inline)) inline void add_part(const float* weights, int weight_stride, const float* shrinks,
+                                                    const char* const* values, const char* const* later, int at, int size,
+                                                    float* const* outputs) {
+  constexpr int kLines = (Values::bytes(kVecs * kLanes) + 63) / 64;
   Vec sums[kRows][kVecs];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; r++) {
 #pragma GCC unroll 4
-    for (int j = 0; j < kVecs; j++) sums[r][j] = load(outputs + r * stride + j * kLanes) * all(shrinks[r]);
+    for (int j = 0; j < kVecs; j++) sums[r][j] = load(outputs[r] + at + j * kLanes) * all(shrinks[r]);
   }
-  constexpr int kLines = (Values::bytes(kVecs * kLanes) + 63) / 64;
-  bool fetches = later && Values::bytes(at) % 64 == 0;
 #pragma GCC unroll 8
   for (int t = 0; t < kCount; t++) {
-    const char* row = values[t] + offset;
     Vec value[kVecs];
 #pragma GCC unroll 4
     for (int j = 0; j < kVecs; j += Values::kVecs) {
       if constexpr (kWhole) {
-        Values::read(row, at + j * kLanes, size, value + j);
+        Values::read(values[t], at + j * kLanes, size, value + j);
       } else {
-        Values::read_few(row, at + j * kLanes, size, value + j);
+        Values::read_few(values[t], at + j * kLanes, size, value + j);
       }
     }
-    if (fetches) {
 #pragma GCC unroll 4
-      for (int line = 0; line < kLines; line++) fetch(later[t] + offset + Values::bytes(at) + 64 * line);
-    }
+    for (int line = 0; line < kLines; line++) fetch(later[t] + Values::bytes(at) + 64 * line);
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; r++) {
       Vec weight = all(weights[t * weight_stride + r]);
@@ -172,7 +127,32 @@ inline void add_tile(const float* weights, int weight_stride, const float* shrin
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; r++) {
 #pragma GCC unroll 4
-    for (int j = 0; j < kVecs; j++) store(outputs + r * stride + j * kLanes, sums[r][j]);
+    for (int j = 0; j < kVecs; j++) store(outputs[r] + at + j * kLanes, sums[r][j]);
+  }
+}
+
+// outputs[r] = outputs[r] * shrinks[r] + the sum over kCount tokens of weights[t][r] * value, which lies `offset` bytes behind
+// values[t]. Meanwhile the same of the tokens `later` is fetched.
+template <class Values, int kRows, int kCount>
+inline void add_tile(const float* weights, int weight_stride, const float* shrinks, const char* const* values,
+                     const char* const* later, int64_t offset, int size, float* outputs, int stride) {
+  const char *mine[kCount], *fetched[kCount];
+  float* rows[kRows];
+#pragma GCC unroll 8
+  for (int t = 0; t < kCount; t++) mine[t] = values[t] + offset, fetched[t] = later[t] + offset;
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; r++) rows[r] = outputs + r * stride;
+  int at = 0;
+  // Single tokens are the last ones of a request, and not worth code of their own.
+  if constexpr (kCount > 1) {
+#pragma GCC unroll 1
+    for (; at + kValueVecs * kLanes <= size; at += kValueVecs * kLanes) {
+      add_part<Values, kRows, kValueVecs, kCount, true>(weights, weight_stride, shrinks, mine, fetched, at, size, rows);
+    }
+  }
+#pragma GCC unroll 1
+  for (; at < size; at += Values::kElements) {
+    add_part<Values, kRows, Values::kVecs, kCount, false>(weights, weight_stride, shrinks, mine, fetched, at, size, rows);
   }
 }
 

@@ -124,8 +124,8 @@ struct FloatOperand<Float8> {
 // Keys and queries as floats.
 template <class Stored>
 struct FloatKeys : FloatOperand<Stored> {
-  static constexpr bool kPairs = false;
-  static void put(char* to, int at, float value) { Float32::put(to, at, value); }
+  static constexpr int kPerVec = kLanes;  // numbers in the place of a vector
+  static void put(float* to, const float* numbers) { store(to, load(numbers)); }
   static Vec multiply_add(Vec query, Vec key, Vec sum) { return fma(query, key, sum); }
 };
 
@@ -135,8 +135,10 @@ template <class Stored>
 struct PairKeys;
 
 struct PairProducts {
-  static constexpr bool kPairs = true;
-  static void put(char* to, int at, float value) { BFloat16::put(to, at, value); }
+  static constexpr int kPerVec = 2 * kLanes;
+  static void put(float* to, const float* numbers) {
+    store(to, (Vec)_mm512_cvtne2ps_pbh((__m512)load(numbers + kLanes), (__m512)load(numbers)));
+  }
   static Vec multiply_add(Vec query, Vec key, Vec sum) {
     return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)query, (__m512bh)key);
   }

@@ -134,14 +134,15 @@ inline void read_query(const Step& step, int64_t token, int head, float factor, 
 inline void write_output(const Step& step, int64_t token, int head, float factor, const float* from) {
   int size = (int)step.head_size_v;
   int64_t at = (token * step.num_heads + head) * size;
-  for (int i = 0; i < size; i++) {
-    if (step.query_dtype == kFloat32) {
-      Float32::put(step.output + 4 * at, i, factor * from[i]);
-    } else if (step.query_dtype == kBFloat16) {
-      BFloat16::put(step.output + 2 * at, i, factor * from[i]);
-    } else {
-      Float16::put(step.output + 2 * at, i, factor * from[i]);
-    }
+  auto write = [=, &step](auto stored) {
+    using Stored = decltype(stored);
+    char* __restrict to = step.output + Stored::kBytes * at;
+    for (int i = 0; i < size; i++) Stored::put(to, i, factor * from[i]);
+  };
+  switch (step.query_dtype) {
+    case kFloat32: write(Float32()); break;
+    case kBFloat16: write(BFloat16()); break;
+    default: write(Float16()); break;
   }
 }
 

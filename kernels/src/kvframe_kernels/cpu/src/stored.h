@@ -7,7 +7,7 @@
 namespace kvframe {
 
 // Asks for the memory at an address, which is read soon.
-inline void fetch(const char* from) { __builtin_prefetch(from, 0, 3); }
+__attribute__((always_inline)) inline void fetch(const char* from) { __builtin_prefetch(from, 0, 3); }
 
 inline float from_bits(uint32_t bits) {
   float value;
@@ -44,8 +44,8 @@ inline uint16_t half_of_float(float value) {
 
 inline uint16_t bfloat_of_float(float value) {
   uint32_t bits = to_bits(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40u);
-  return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+  bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  return (uint16_t)((is_nan ? bits | 0x400000u : bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
 // The first `count` elements of a vector, by a copy of their bytes.
