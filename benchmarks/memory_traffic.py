@@ -37,9 +37,15 @@ turns, of which they share tokens, and where they have one."""
 CONVERSATIONS = {True: 1.2, False: 1.6}
 """Conversations for each user, where these have several turns and where they have one."""
 
-PLACED_MODELS = ("gemma_3_27b.json", "phi_4_mini_flash.toml")
-PLACED_TRACES = (("multi-turn", True), ("log-normal", False))
-"""Traces on which placements are compared, and whether prefixes are cached."""
+PLACED = (
+    ("gemma_3_27b.json", "multi-turn", True),
+    ("gemma_3_27b.json", "log-normal", False),
+    ("phi_4_mini_flash.toml", "multi-turn", True),
+    ("phi_4_mini_flash.toml", "log-normal", False),
+    ("falcon_h1_7b.toml", "long documents", True),
+    ("falcon_h1_7b.toml", "long documents", False),
+)
+"""Models and traces on which placements are compared, and whether prefixes are cached."""
 
 POLICIES = (*((placement, "oldest") for placement in PLACEMENTS), ("fullest", "fullest"))
 
@@ -129,10 +135,8 @@ def _jobs(files: Sequence[str], traces: Sequence[str], size: int) -> list[Job]:
         jobs += [Job(file, trace, size, layout) for trace in traces for layout in layouts]
     jobs += [
         Job(file, trace, size, policy=policy, prefix_caching=caches)
-        for file in files
-        if file in PLACED_MODELS
-        for trace, caches in PLACED_TRACES
-        if trace in traces
+        for file, trace, caches in PLACED
+        if file in files and trace in traces
         for policy in POLICIES
     ]
     return jobs
