@@ -333,6 +333,22 @@ def read_terminal(descriptor: int) -> bytes:
         return b""
 
 
+def test_prefixes_that_one_run_saved_are_found_by_the_next(here: Path) -> None:
+    small = ("--block-size", "2", "--max-new-tokens", "3")
+    plain = generate("hybrid", *small)
+    first = generate("hybrid", *small, "--save-prefixes", "prefixes")
+    second = generate("hybrid", *small, "--load-prefixes", "prefixes")
+    assert tokens(plain) == tokens(first) == tokens(second)
+    assert first["saved_prefixes"] == second["loaded_prefixes"]
+    lengths = [each["num_tokens"] for each in first["saved_prefixes"]]
+    assert all(length > 0 and length % 2 == 0 for length in lengths)
+    assert second["stats"]["cached_prompt_tokens"] > plain["stats"]["cached_prompt_tokens"]
+    shown = run("generate", "hybrid", "--prompt-token-ids", "ids.json", *small, "--load-prefixes", "prefixes").stderr
+    assert f"loaded {len(lengths)} of {len(lengths)} prefixes, {sum(lengths)} tokens: prefixes" in shown
+    refused = run("generate", "hybrid", "--prompt-token-ids", "ids.json", "--load-prefixes", "prefixes")
+    assert (2, 1) == (refused.exit_code, refused.stderr.count("prefixes was saved of a cache that stores other pages"))
+
+
 def test_generate_shows_progress_and_colours_on_a_terminal(here: Path) -> None:
     shown = run_on_terminal(*generating("hybrid", "--max-new-tokens", "8"))
     assert re.search(r"generating.*[012]/2", shown)

@@ -33,6 +33,14 @@ def test_a_model_runs_without_arguments() -> None:
     assert "64 of 140 prompt tokens came from the prefix cache" == output[-1]
 
 
+def test_a_system_prompt_is_saved_in_one_process_and_loaded_in_another() -> None:
+    lines = run("save_a_system_prompt.py").splitlines()
+    assert "saved 2000 of 2000 tokens in" in lines[0]
+    assert lines[1].startswith("loaded 2000 tokens in ")
+    assert lines[1].endswith("; the question found 2000 of them")
+    assert "the same token: True" == lines[3]
+
+
 def test_texts_are_embedded_as_transformers_does() -> None:
     output = run("embed_texts.py").splitlines()
     assert output[5].endswith("tokens of 4 texts in 1 steps, 0 cache bytes")

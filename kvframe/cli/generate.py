@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvframe.cli import prefixes
 from kvframe.cli.options import (
     block_size_option,
     cache_salt_option,
@@ -27,6 +28,7 @@ from kvframe.cli.render import log_lines, print_json, progress
 
 if TYPE_CHECKING:
     from kvframe.engine.request import RequestOutput
+    from kvframe.engine.saved_prefixes import SavedPrefix
 
 REFUSED_EXIT_CODE = 1
 """Exit code when at least one prompt was refused or failed, though the others finished."""
@@ -70,6 +72,8 @@ REFUSED_EXIT_CODE = 1
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeat for several.")
 @click.option("--prompt-logprobs", is_flag=True, help="Report how likely each prompt token is; needs --json.")
 @cache_salt_option
+@prefixes.load_option
+@prefixes.save_option
 @stack_option
 @memory_option
 @block_size_option
@@ -90,6 +94,8 @@ def generate(
     stop: tuple[str, ...],
     prompt_logprobs: bool,
     cache_salts: tuple[str, ...],
+    loaded_file: Path | None,
+    saved_file: Path | None,
     stack_file: Path | None,
     memory: str | None,
     block_size: int | None,
@@ -128,14 +134,23 @@ def generate(
 
     with log_lines():
         made = Engine.from_pretrained(model, stack=stack)
+    of_files: dict[str, Sequence[SavedPrefix]] = {}
     with made as engine, progress("generating", len(prompts)) as show:
+        if loaded_file is not None:
+            of_files["loaded_prefixes"] = engine.load_prefixes(loaded_file)
+        if saved_file is not None:
+            of_files["saved_prefixes"] = engine.save_prefixes(saved_file, prompts, cache_salt=salts)
         started = time.perf_counter()
         outputs = engine.generate(prompts, params, cache_salt=salts, on_progress=show)
         stats = {**engine.stats().to_dict(), "seconds": time.perf_counter() - started}
     prompts = [prompt for prompt in prompts for _ in range(num_samples)]
     if as_json:
-        print_json({"outputs": list(map(_to_dict, prompts, outputs)), "stats": stats}, indent=None)
+        files = {name: list(map(prefixes.to_dict, each)) for name, each in of_files.items()}
+        print_json({"outputs": list(map(_to_dict, prompts, outputs)), "stats": stats, **files}, indent=None)
     else:
+        for file, name in ((loaded_file, "loaded_prefixes"), (saved_file, "saved_prefixes")):
+            if file is not None:
+                prefixes.show(name.partition("_")[0], file, of_files[name])
         _print(prompts, outputs, stats)
     if any(output.error is not None for output in outputs):
         click.get_current_context().exit(REFUSED_EXIT_CODE)

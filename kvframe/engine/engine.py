@@ -199,7 +199,7 @@ class Engine(EngineCore[Request]):
         self._prefixes.unpin(pin)
 
     def save_prefixes(
-        self, path: str | Path, prompts: Sequence[AnyPrompt], *, cache_salt: str = ""
+        self, path: str | Path, prompts: Sequence[AnyPrompt], *, cache_salt: str | Sequence[str] = ""
     ) -> list[SavedPrefix]:
         """Write prompts' prefixes to a file, for ``load_prefixes`` in another process; computes what is missing.
 
@@ -210,7 +210,7 @@ class Engine(EngineCore[Request]):
         Args:
             path: The file; one that is there is replaced.
             prompts: As for ``add_request``, each with a whole block of tokens at least.
-            cache_salt: As for ``add_request``.
+            cache_salt: As for ``add_request``: for all, or one for each.
 
         Returns:
             For each prompt, what of it was saved.

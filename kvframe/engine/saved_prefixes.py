@@ -20,7 +20,7 @@ from kvframe.cache.prefix_file import FilePrefix, Places, PrefixFileReader, Pref
 from kvframe.cache.storage import KVCacheStorage
 from kvframe.engine.prefixes import Prefixes
 from kvframe.engine.prompt import AnyPrompt
-from kvframe.engine.salts import check_salt
+from kvframe.engine.salts import check_salt, salt_of_each
 from kvframe.errors import PrefixFileError, RequestError
 from kvframe.groups import Grouping
 from kvframe.plan import KVCachePlan, spec_to_dict
@@ -87,12 +87,12 @@ class SavedPrefixes:
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
-    def save(self, path: Path, prompts: Sequence[AnyPrompt], salt: str) -> list[SavedPrefix]:
+    def save(self, path: Path, prompts: Sequence[AnyPrompt], cache_salt: str | Sequence[str]) -> list[SavedPrefix]:
         """Compute what is not cached of prompts' prefixes, and write them to a file."""
         self._prefixes.check_caching()
         saved = []
         with PrefixFileWriter(path, self._origin()) as file:
-            for prompt in prompts:
+            for prompt, salt in zip(prompts, salt_of_each(cache_salt, len(prompts)), strict=True):
                 prefix = self._prefixes.computed(prompt, salt)
                 # Nothing runs until it is written.
                 pin = self._manager.pin(prefix.token_ids, salt=salt, inputs=prefix.inputs, checks_room=False)
