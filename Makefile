@@ -50,6 +50,7 @@ bench: $(READY) ## measure against transformers and, after make peer, vLLM; and 
 	$(BIN)/python benchmarks/cache.py
 	$(BIN)/python benchmarks/cache_growth.py
 	$(BIN)/python benchmarks/soak.py
+	$(BIN)/python benchmarks/cache_salts.py
 
 peer: $(VLLM)/.ready ## make .cache/peers/vllm, vLLM's CPU build in an environment of its own, to measure against
 

@@ -13,7 +13,8 @@ import random
 import tempfile
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,18 @@ def first_tokens(engine: Engine, chosen: list[Trial], is_beside: bool, advance: 
     return found
 
 
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Let nothing be collected meanwhile."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def judged(title: str, times: Times) -> dict[str, Any]:
     """Return a measurement with how well its times tell the same prompt from another one."""
     other, same, own_other, own_same = (times[kind] for kind in KINDS)
@@ -159,8 +172,11 @@ def main(num_lookups: int, num_requests: int, results: Path) -> None:
     record: dict[str, Any] = {"machine": describe_machine(1), "lookups": num_lookups, "requests": num_requests}
     chance = random.Random(SEED)
     stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "engine": {"max_model_len": REQUEST_TOKENS + 16}})
-    gc.disable()
-    with tempfile.TemporaryDirectory() as folder, progress("timing", 4 * (num_lookups + 2 * num_requests)) as advance:
+    with (
+        no_collections(),
+        tempfile.TemporaryDirectory() as folder,
+        progress("timing", 4 * (num_lookups + 2 * num_requests)) as advance,
+    ):
         of_lookups = lookups(trials(num_lookups, LOOKUP_TOKENS, chance), advance)
         save_tiny(folder, "llama")
         with Engine.from_pretrained(folder, stack=stack) as engine:

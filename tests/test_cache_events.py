@@ -22,6 +22,7 @@ from kvframe.engine.request import SamplingParams
 from kvframe.specs import ENCODER, KVCacheSpec
 from kvframe.stack import Stack
 from tests.cache_mirror import SECRET, Mirror, key_of_input, key_of_tokens
+from tests.cache_model import HostCopies
 from tests.plans import encoder, full, make_plan, ranged, state
 from tests.scripted_model import ScriptedModel
 from tests.test_embedding import Echo
@@ -151,6 +152,21 @@ def test_a_reset_clears_all_of_it_held_blocks_included() -> None:
     manager.commit("a", tokens, 8)
     manager.free("a")
     assert [CacheCleared()] == log.take()
+
+
+def test_a_swap_is_no_event_as_what_was_published_stays_findable() -> None:
+    plan = make_plan(full(4), num_slabs=20, max_model_len=64, max_num_batched_tokens=64)
+    manager, tokens = KVCacheManager(plan, max_num_seqs=4, host_pages=HostCopies(20, {})), [*range(14)]
+    log = manager.record_events(SECRET)
+    run(manager, "a", tokens)
+    assert [CacheCleared(), stored(tokens, 0, 12, 4)] == log.take()
+    assert manager.swap_out("a")
+    assert [] == log.take()
+    assert manager.swap_in("a", 14)
+    tokens += [14, 15]
+    assert manager.extend("a", 16)
+    manager.commit("a", tokens, 16)
+    assert [stored(tokens, 12, 16, 4)] == log.take()
 
 
 def test_who_comes_late_is_told_of_all_that_is_there() -> None:
