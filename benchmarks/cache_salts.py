@@ -37,6 +37,7 @@ LOOKUP_TOKENS, REQUEST_TOKENS = 2048, 256
 ONE_TOKEN = SamplingParams(max_new_tokens=1, ignore_eos=True)
 MINE, THEIRS = "mine", "theirs"
 
+THEIR_SALT = "their salt"
 KINDS = (
     "another prompt, their salt",
     "the same prompt, their salt",
@@ -68,8 +69,8 @@ class Trial:
 
 
 def trials(num_each: int, num_tokens: int, chance: random.Random) -> list[Trial]:
-    """Return so many trials of each kind, mixed, no two with the same prompt."""
-    kinds = [kind for kind in KINDS for _ in range(num_each)]
+    """Return so many trials of each kind of two salts, and fewer of one, mixed, no two with the same prompt."""
+    kinds = [kind for kind in KINDS for _ in range(num_each if kind.endswith(THEIR_SALT) else -(-num_each // 5))]
     chance.shuffle(kinds)
     made = []
     for kind in kinds:
@@ -152,11 +153,9 @@ def judged(title: str, times: Times) -> dict[str, Any]:
 
 
 @click.command()
+@click.option("--lookups", "num_lookups", type=click.IntRange(min=2), default=3000, show_default=True, help="Likewise.")
 @click.option(
-    "--lookups", "num_lookups", type=click.IntRange(min=2), default=3000, show_default=True, help="Of each kind."
-)
-@click.option(
-    "--requests", "num_requests", type=click.IntRange(min=2), default=1500, show_default=True, help="Of each kind."
+    "--requests", "num_requests", type=click.IntRange(min=2), default=1500, show_default=True, help="Likewise."
 )
 @click.option(
     "--results",
@@ -172,18 +171,21 @@ def main(num_lookups: int, num_requests: int, results: Path) -> None:
     record: dict[str, Any] = {"machine": describe_machine(1), "lookups": num_lookups, "requests": num_requests}
     chance = random.Random(SEED)
     stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "engine": {"max_model_len": REQUEST_TOKENS + 16}})
+    chosen = [
+        trials(num_lookups, LOOKUP_TOKENS, chance),
+        trials(num_requests, REQUEST_TOKENS, chance),
+        trials(num_requests, REQUEST_TOKENS, chance),
+    ]
     with (
         no_collections(),
         tempfile.TemporaryDirectory() as folder,
-        progress("timing", 4 * (num_lookups + 2 * num_requests)) as advance,
+        progress("timing", sum(map(len, chosen))) as advance,
     ):
-        of_lookups = lookups(trials(num_lookups, LOOKUP_TOKENS, chance), advance)
+        of_lookups = lookups(chosen[0], advance)
         save_tiny(folder, "llama")
         with Engine.from_pretrained(folder, stack=stack) as engine:
-            after, beside = (
-                first_tokens(engine, trials(num_requests, REQUEST_TOKENS, chance), is_beside, advance)
-                for is_beside in (False, True)
-            )
+            after = first_tokens(engine, chosen[1], False, advance)
+            beside = first_tokens(engine, chosen[2], True, advance)
     record["measured"] = {
         "lookup": judged(f"start of a prompt of {LOOKUP_TOKENS:,} tokens in the cache", of_lookups),
         "after": judged(f"first token of a prompt of {REQUEST_TOKENS} tokens, the other one done", after),
