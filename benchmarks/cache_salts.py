@@ -70,7 +70,7 @@ class Trial:
 
 def trials(num_each: int, num_tokens: int, chance: random.Random) -> list[Trial]:
     """Return so many trials of each kind of two salts, and fewer of one, mixed, no two with the same prompt."""
-    kinds = [kind for kind in KINDS for _ in range(num_each if kind.endswith(THEIR_SALT) else -(-num_each // 5))]
+    kinds = [kind for kind in KINDS for _ in range(num_each if kind.endswith(THEIR_SALT) else max(2, num_each // 5))]
     chance.shuffle(kinds)
     made = []
     for kind in kinds:

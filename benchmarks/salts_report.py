@@ -22,8 +22,8 @@ def write_report(record: Mapping[str, Any]) -> str:
         "# What times tell of other tenants' prompts",
         "",
         f"Measured on {machine['date']} by `{machine['command']}`: processor time, {record['lookups']:,} lookups and "
-        f"{record['requests']:,} requests of each kind of two salts, in random order; medians, with the 5th and 95th percentile in "
-        "brackets.",
+        f"{record['requests']:,} requests of each kind of two salts, in random order; medians, with the 5th and 95th "
+        "percentile in brackets.",
         "",
         f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} torch thread(s), {machine['system']}; "
         f"Python {machine['python']}, torch {machine['torch']}, kvframe {machine['kvframe']} at {machine['commit']}.",
