@@ -90,3 +90,9 @@ def test_the_command_writes_what_it_found(benchmark: Any, tmp_path: Path) -> Non
     page = (tmp_path / "cache_salts.md").read_text()
     assert 3 == page.count("| the same prompt, my salt |") == page.count("| of two salts |")
     assert "**Not as it must be.**" in page
+
+
+def test_of_the_recorded_times_those_across_salts_tell_nothing() -> None:
+    record = json.loads((BENCHMARKS / "results" / "cache_salts.json").read_text())
+    assert ["lookup", "after", "beside"] == list(record["measured"])
+    assert all(each["as_expected"] for each in record["measured"].values())
