@@ -15,6 +15,7 @@ from kvframe_transformers.testing import save_tiny
 from kvframe import Engine, Prompt, Stack
 from kvframe.engine.prompt import AnyPrompt
 from kvframe.errors import ModelError, PrefixFileError, RequestError
+from tests.cache_mirror import Mirror
 from tests.scripted_model import ScriptedModel
 from tests.serving import GREEDY, TinyModel, held_pages, ids
 
@@ -108,6 +109,21 @@ def test_a_prefix_is_loaded_under_its_salt_or_the_one_that_is_given(llama: TinyM
                 before = found(engine)
                 tokens(engine, ASKED[:1], cache_salt=asked)
                 assert (36 if asked == name else 0) == found(engine) - before
+
+
+def test_listeners_are_told_of_what_is_loaded(tiny: TinyModel, tmp_path: Path) -> None:
+    mirrors = [Mirror(), Mirror()]
+    with tiny.engine(block_size=4) as engine:
+        engine.save_prefixes(tmp_path / "prefixes", [SYSTEM])
+    for mirror, is_early in zip(mirrors, (True, False), strict=True):
+        with tiny.engine(block_size=4, key="ab" * 32) as engine:
+            if is_early:
+                engine.on_cache_events = mirror.replay
+            engine.load_prefixes(tmp_path / "prefixes")
+            if not is_early:
+                engine.on_cache_events = mirror.replay
+            assert len(mirror.blocks) == len(list(engine._manager.published())) > 0
+    assert mirrors[0].blocks.keys() == mirrors[1].blocks.keys()
 
 
 def test_equal_pages_are_in_a_file_and_in_the_cache_once(llama: TinyModel, tmp_path: Path) -> None:

@@ -245,7 +245,9 @@ class Engine(EngineCore[Request]):
                 that run (``busy``), or the salt is none (``bad_salt``). Nothing was changed.
             ModelError: The model cannot be told from others.
         """
-        return self._saved_prefixes.load(Path(path), cache_salt)
+        loaded = self._saved_prefixes.load(Path(path), cache_salt)
+        self._cache_events.deliver()
+        return loaded
 
     def reset_prefix_cache(self) -> None:
         """Give up every cached prefix, pinned ones too; running requests are not touched."""
