@@ -90,6 +90,8 @@ USE_NUMPY = (
     "kvframe.cache.pool",
     "kvframe.cache.forgetting",
     "kvframe.cache.reach",
+    "kvframe.cache.prefix",
+    "kvframe.cache.own_pages",
     "kvframe.cache.tree",
     "kvframe.cache.inputs",
     "kvframe.cache.keys",

@@ -191,7 +191,7 @@ class KVCacheCoordinator:
             if num_computed % size and count * size > num_computed and not group.is_of_input and ids[-1]:
                 is_shared = True
                 if self._tree is not None:
-                    self._tree.own(new_row, index, [count - 1], ids[-1:])
+                    self._tree.own.take(new_row, index, [count - 1], ids[-1:])
         self._note_room(new_row)
         if is_shared:
             self._forks.rows |= {row, new_row}
@@ -227,7 +227,7 @@ class KVCacheCoordinator:
                 for group in stack.groups:
                     counts[group, row] = 0
         if self._tree is not None:
-            self._tree.clear_row(row, most)
+            self._tree.own.clear(row, most)
         self._clear(row)
 
     def _clear(self, row: int) -> None:
@@ -314,7 +314,7 @@ class KVCacheCoordinator:
                 pages = self._pages_of(stack, counts, taken)
                 stack.ids[:, row, have:need] = pages
                 if self._tree is not None:
-                    self._tree.own_new(s, row, have, need, pages)
+                    self._tree.own.take_all(s, row, have, need, pages)
                 for group in stack.groups:
                     self._num_blocks[group, row] = need
             room = min(room, max(have, need) * stack.block_size)
@@ -329,7 +329,7 @@ class KVCacheCoordinator:
             return False
         stack.ids[0, row, have:need] = taken
         if self._tree is not None:
-            self._tree.own_new(0, row, have, need, taken)
+            self._tree.own.take_all(0, row, have, need, taken)
         self._num_blocks[0, row] = need
         self._room_of[row] = need * stack.block_size
         return True
@@ -373,11 +373,11 @@ class KVCacheCoordinator:
                 mine, pages = rows[which], self._pages_of(stack, counts, taken)
                 stack.ids[:, mine, places] = pages
                 if self._tree is not None:
-                    self._tree.own_new_each(s, mine, places, pages)
+                    self._tree.own.take_each(s, mine, places, pages)
                 self._set_num_blocks(stack, mine, places + 1)
             of_stack = self.num_blocks[stack.groups[0], rows] * stack.block_size
             room = np.minimum(room, of_stack) if s else of_stack
-        self._room[rows] = room
+        self._room[rows] = room if self._stacks else NEVER
         return True
 
     def _make_room(self, rows: Sequence[int], num_tokens: Sequence[int]) -> bool:
@@ -441,7 +441,7 @@ class KVCacheCoordinator:
         if len(places):
             self._tables[index].ids[row, where] = pages
             if self._tree is not None and not group.is_of_input:
-                self._tree.own(row, index, where, pages)
+                self._tree.own.take(row, index, where, pages)
             last = places[-1] + 1
             if last > self.num_blocks[index, row]:
                 self.num_blocks[index, row] = last
@@ -528,7 +528,7 @@ class KVCacheCoordinator:
             return
         stack.ids[places, rows, blocks] = 0
         if self._tree is not None:
-            self._tree.own_dead(s, places, rows, blocks, ids)
+            self._tree.pass_by(s, places, rows, blocks, ids)
         self._pool.release(ids, stack.groups[places] if isinstance(places, int) else stack.index[places])
 
     def _bury(self, row: int, num_computed: int) -> None:
@@ -578,7 +578,7 @@ class KVCacheCoordinator:
     def _release_range(self, row: int, index: int, start: int, stop: int) -> None:
         ids = self._tables[index].ids[row, start:stop]
         if self._tree is not None:
-            self._tree.own_published(row, index, start, stop)
+            self._tree.own.keep_published(row, index, start, stop, self._pool)
         self._release(index, ids)
         ids[...] = 0
 

@@ -18,7 +18,8 @@ import numpy.typing as npt
 from kvframe.cache.free_pages import BlockIds
 from kvframe.cache.inputs import InputBlocks, Pages
 from kvframe.cache.keys import PrefixHash, input_key
-from kvframe.cache.tree import TOKEN_BYTES, PrefixNode, PrefixTree
+from kvframe.cache.prefix import TOKEN_BYTES, PrefixNode
+from kvframe.cache.tree import PrefixTree
 from kvframe.plan import PlannedGroup
 from kvframe.specs import TOKENS
 

@@ -12,9 +12,10 @@ import numpy.typing as npt
 
 from kvframe.cache.forgetting import forgetting_of
 from kvframe.cache.inputs import InputBlocks, InputIndex
+from kvframe.cache.prefix import NO_MATCH, Match, Namespace
 from kvframe.cache.reach import longest_alone, longest_of_all
 from kvframe.cache.stats import GroupLookups
-from kvframe.cache.tree import NO_MATCH, Match, Namespace, PrefixTree
+from kvframe.cache.tree import PrefixTree
 from kvframe.plan import KVCachePlan
 from kvframe.specs import KVCacheSpec
 

@@ -19,10 +19,11 @@ from kvframe.cache.inputs import InputIndex, InputSequence, input_blocks, inputs
 from kvframe.cache.lookup import PrefixHit, PrefixLookup, has_sparse
 from kvframe.cache.pins import Pin, Pins
 from kvframe.cache.pool import BlockPool
+from kvframe.cache.prefix import NO_MATCH, Namespace
 from kvframe.cache.restoring import Fetch, restore
 from kvframe.cache.stats import GroupLookups, KVCacheStats
 from kvframe.cache.swap import HostPages, HostStore
-from kvframe.cache.tree import NO_MATCH, Namespace, PrefixTree
+from kvframe.cache.tree import PrefixTree
 from kvframe.cache.verb_audit import audit_each_verb
 from kvframe.plan import KVCachePlan
 

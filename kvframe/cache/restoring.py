@@ -8,7 +8,8 @@ from typing import Protocol
 from kvframe.cache.block_table import BlockTables
 from kvframe.cache.coordinator import KVCacheCoordinator, SwappedBlocks
 from kvframe.cache.inputs import InputIndex
-from kvframe.cache.tree import NO_MATCH, Namespace, PrefixTree
+from kvframe.cache.prefix import NO_MATCH, Namespace
+from kvframe.cache.tree import PrefixTree
 
 
 class Fetch(Protocol):

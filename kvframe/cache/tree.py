@@ -9,93 +9,22 @@ the tree nothing.
 from __future__ import annotations
 
 import math
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.block_table import TableStack
-from kvframe.cache.forgetting import NEVER, never_dies
+from kvframe.cache.forgetting import NEVER
+from kvframe.cache.own_pages import OwnPages
 from kvframe.cache.pool import NOBODY, BlockPool
+from kvframe.cache.prefix import NO_MATCH, TOKEN_BYTES, Cursor, Match, Namespace, PrefixNode, as_bytes
 from kvframe.cache.reach import longest_of_all
 from kvframe.plan import PlannedGroup
 
-TOKEN_BYTES = 4
 MAX_GHOST_TOKENS = 1 << 22
 """Tokens that are remembered, where it matters what requests have in common, though nothing of them is kept."""
-
-Namespace = tuple[str, bytes]
-"""A salt, and what stands for a request's inputs: requests of different ones share nothing."""
-
-
-class PrefixNode:
-    """A run of tokens ``[start, stop)`` of a prefix.
-
-    Attributes:
-        owner: Its number as the owner of pages; ``NOBODY`` for a root.
-        parent: The node before it; None for a root.
-        start: Its first token; a multiple of the tree's unit.
-        stop: The token after its last; likewise.
-        tokens: Its token ids, as four bytes each; perhaps of tokens behind ``stop`` too.
-        pages: Per table stack ``[num_groups, num_blocks], int32``: the pages of the blocks that end in it, 0 for none.
-        num_pages: How many these are.
-        children: What comes after it, by the bytes of their first unit.
-        row: The running request that it grows with; -1 for none.
-        namespace: Of a root, whose prefixes hang on it; else None.
-    """
-
-    __slots__ = ("children", "namespace", "num_pages", "owner", "pages", "parent", "row", "start", "stop", "tokens")
-
-    def __init__(
-        self, parent: PrefixNode | None, start: int, owner: int = NOBODY, namespace: Namespace | None = None
-    ) -> None:
-        self.owner = owner
-        self.parent = parent
-        self.start = self.stop = start
-        self.tokens = b""
-        self.pages: list[npt.NDArray[np.int32]] = []
-        self.num_pages = 0
-        self.children: dict[bytes, PrefixNode] = {}
-        self.row = -1
-        self.namespace = namespace
-
-
-@attrs.frozen(eq=False)
-class Match:
-    """How far a request's tokens are known.
-
-    Attributes:
-        nodes: The nodes along its tokens, from the first.
-        length: Tokens that are known, a multiple of the tree's unit.
-    """
-
-    nodes: tuple[PrefixNode, ...]
-    length: int
-
-
-NO_MATCH = Match((), 0)
-
-
-@attrs.define(eq=False)
-class Cursor:
-    """Where a running request's published blocks end.
-
-    Attributes:
-        namespace: Whom it shares with.
-        node: The node that its offset lies in, or lay in; None to look for it from the root.
-        offset: Tokens up to which its full blocks were offered.
-        leaf: The node that grows with it; None while its tokens are those of others.
-        tokens: Its token ids; they grow, and those that are computed stay as they are.
-    """
-
-    namespace: Namespace
-    node: PrefixNode | None
-    offset: int
-    tokens: Sequence[int]
-    leaf: PrefixNode | None = None
 
 
 class PrefixTree:
@@ -127,16 +56,8 @@ class PrefixTree:
         self.sizes = tuple(stack.block_size for stack in stacks)
         self.place = {group: (s, g) for s, stack in enumerate(stacks) for g, group in enumerate(stack.groups)}
         self.groups = tuple(stack.groups for stack in stacks)
-        # Whether a stack's tables name all blocks that a row took: none dies before its request ends.
-        self._is_table = tuple(all(never_dies(groups[group].spec) for group in stack.groups) for stack in stacks)
         self._nothing = [np.zeros((len(groups), 0), dtype=np.int32) for groups in self.groups]
-        # The pages that each row took for itself, by block index; unlike in the block table, dead ones stay until they
-        # are given up. Where no block dies before its request ends, it is the block table.
-        self.own_pages = tuple(
-            stack.ids if is_table else np.zeros_like(stack.ids)
-            for stack, is_table in zip(stacks, self._is_table, strict=True)
-        )
-        self._apart = [own for own, is_table in zip(self.own_pages, self._is_table, strict=True) if not is_table]
+        self.own = OwnPages(groups, stacks)
         self._numbers = np.arange(max((stack.ids.shape[2] for stack in stacks), default=0), dtype=np.int32)
         # Per row, the owner number of the node that grows with it, and that node's first token.
         self.leaf_owner = np.full(len(num_computed), NOBODY, dtype=np.int32)
@@ -322,7 +243,7 @@ class PrefixTree:
         """Take pages of a row for blocks of a node that end in tokens ``(start, stop]`` and have none."""
         for s, size in enumerate(self.sizes):
             first, last = start // size, stop // size
-            mine = self.own_pages[s][:, row, first:last]
+            mine = self.own.pages[s][:, row, first:last]
             theirs = node.pages[s][:, first - node.start // size : last - node.start // size]
             groups, blocks = np.nonzero((theirs == 0) & (mine != 0))
             if len(groups):
@@ -331,37 +252,14 @@ class PrefixTree:
                 theirs[groups, blocks] = pages = mine[groups, blocks]
                 node.num_pages += len(pages)
                 self.pool.publish(node.owner, pages, first + blocks)
-            if not self._is_table[s]:
+            if not self.own.is_table[s]:
                 mine[...] = 0
         if self.on_stored is not None:
             self.on_stored(node, start, stop)
 
-    # --- pages that rows took for themselves --------------------------------------------------------------------------
+    # --- nodes that grow ----------------------------------------------------------------------------------------------
 
-    def own(self, row: int, group: int, blocks: slice | Sequence[int], pages: npt.NDArray[np.int32]) -> None:
-        """Take note of pages that a row was given."""
-        s, g = self.place[group]
-        self.own_pages[s][g, row, blocks] = pages
-
-    def own_new(self, s: int, row: int, start: int, stop: int, pages: npt.NDArray[np.int32]) -> None:
-        """Take note that a row was given pages for its blocks ``[start, stop)`` in all groups of a stack."""
-        if not self._is_table[s]:
-            self.own_pages[s][:, row, start:stop] = pages
-
-    def own_new_each(
-        self, s: int, rows: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64], pages: npt.NDArray[np.int32]
-    ) -> None:
-        """Take note that rows were each given a page for a block in all groups of a stack."""
-        if not self._is_table[s]:
-            self.own_pages[s][:, rows, blocks] = pages
-
-    def own_published(self, row: int, group: int, start: int, stop: int) -> None:
-        """Take note that a row lets go of blocks: those that nobody can find are not its own any more."""
-        s, g = self.place[group]
-        own = self.own_pages[s][g, row, start:stop]
-        own[self.pool.owners(own) == NOBODY] = 0
-
-    def own_dead(
+    def pass_by(
         self,
         s: int,
         places: npt.NDArray[np.int64] | int,
@@ -377,7 +275,7 @@ class PrefixTree:
         is_unowned = self.pool.owners(pages) == NOBODY
         is_of_leaf = is_unowned & (leaves != NOBODY) & (blocks >= self.leaf_start[rows] // self.sizes[s])
         # Of a fork, a leaf may begin before what the row took for itself.
-        is_of_leaf &= self.own_pages[s][places, rows, blocks] == pages
+        is_of_leaf &= self.own.pages[s][places, rows, blocks] == pages
         if self.pool.is_short:
             is_of_leaf[...] = False
         if np.count_nonzero(is_of_leaf) == len(pages):
@@ -386,14 +284,7 @@ class PrefixTree:
         self.pool.publish(leaves[is_of_leaf], pages[is_of_leaf], blocks[is_of_leaf])
         is_lost = is_unowned & ~is_of_leaf
         places = places if isinstance(places, int) else places[is_lost]
-        self.own_pages[s][places, rows[is_lost], blocks[is_lost]] = 0
-
-    def clear_row(self, row: int, num_blocks: int) -> None:
-        """Forget which pages a row took."""
-        for own in self._apart:
-            own[:, row, :num_blocks].fill(0)
-
-    # --- nodes that grow ----------------------------------------------------------------------------------------------
+        self.own.pages[s][places, rows[is_lost], blocks[is_lost]] = 0
 
     def refresh(self, row: int) -> None:
         """Bring the node that grows with a row up to date, so that the pages of its full blocks are owned."""
@@ -426,9 +317,9 @@ class PrefixTree:
         node.tokens = node.tokens[: TOKEN_BYTES * (node.stop - node.start)] + added if node.stop > node.start else added
         for s, size in enumerate(self.sizes):
             first, last = node.stop // size, end // size
-            new = self.own_pages[s][:, row, first:last].copy()
+            new = self.own.pages[s][:, row, first:last].copy()
             node.pages[s] = np.concatenate([node.pages[s], new], axis=1) if node.pages[s].shape[1] else new
-            num_new = new.size if self._is_table[s] else int(np.count_nonzero(new))
+            num_new = new.size if self.own.is_table[s] else int(np.count_nonzero(new))
             node.num_pages += num_new
             if num_new == last - first and len(new) == 1:
                 self.pool.publish(node.owner, new[0], self._numbers[first:last])
@@ -447,14 +338,9 @@ class PrefixTree:
         assert cursor is not None
         cursor.leaf, cursor.node, cursor.offset = None, node, node.stop
         self._next_publication[node.row] = node.stop + self.unit
-        self._own_no_more(node.row, node.start, node.stop)
+        self.own.give_up(node.row, node.start, node.stop)
         self.leaf_owner[node.row] = NOBODY
         node.row = -1
-
-    def _own_no_more(self, row: int, start: int, stop: int) -> None:
-        for own, size, is_table in zip(self.own_pages, self.sizes, self._is_table, strict=True):
-            if not is_table:
-                own[:, row, start // size : stop // size] = 0
 
     # --- the shape of the tree ----------------------------------------------------------------------------------------
 
@@ -483,7 +369,7 @@ class PrefixTree:
             self.pool.publish(upper.owner, upper.pages[s][groups, blocks], upper.start // size + blocks)
         node.num_pages -= upper.num_pages
         if node.row >= 0:
-            self._own_no_more(node.row, upper.start, at)
+            self.own.give_up(node.row, upper.start, at)
             self.leaf_start[node.row] = at
         node.start, node.tokens, node.parent = at, node.tokens[cut:], upper
         upper.children[node.tokens[: TOKEN_BYTES * self.unit]] = node
@@ -511,7 +397,7 @@ class PrefixTree:
         s, g = self.place[group]
         places = indices - node.start // self.sizes[s]
         if node.row >= 0:
-            self.own_pages[s][g, node.row, indices] = 0
+            self.own.pages[s][g, node.row, indices] = 0
             places = places[places < node.pages[s].shape[1]]
             node.pages[s][g, places] = 0
             node.num_pages -= len(places)
@@ -615,19 +501,10 @@ class PrefixTree:
             if cursor is not None:
                 self._cursors[row] = None
                 self._next_publication[row] = NEVER
-        for own in self._apart:
-            own[...] = 0
+        self.own.forget()
         self.leaf_owner[...] = NOBODY
         self._roots.clear()
         del self._nodes[1:]
         self._free_owners.clear()
         self._ghosts.clear()
         self._num_ghost_tokens = 0
-
-
-def as_bytes(tokens: Sequence[int], start: int = 0, stop: int | None = None) -> bytes:
-    """Return token ids, those of ``[start, stop)``, as four bytes each."""
-    if isinstance(tokens, array):
-        # A view of an array is not a copy, and nobody adds tokens while it lives.
-        return tokens.tobytes() if stop is None else memoryview(tokens)[start:stop].tobytes()
-    return array("I", tokens if stop is None else tokens[start:stop]).tobytes()

@@ -1,0 +1,92 @@
+"""What a prefix tree consists of: runs of tokens and the pages of their blocks, and where requests stand among them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvframe.cache.pool import NOBODY
+
+TOKEN_BYTES = 4
+
+Namespace = tuple[str, bytes]
+"""A salt, and what stands for a request's inputs: requests of different ones share nothing."""
+
+
+class PrefixNode:
+    """A run of tokens ``[start, stop)`` of a prefix.
+
+    Attributes:
+        owner: Its number as the owner of pages; ``NOBODY`` for a root.
+        parent: The node before it; None for a root.
+        start: Its first token; a multiple of the tree's unit.
+        stop: The token after its last; likewise.
+        tokens: Its token ids, as four bytes each; perhaps of tokens behind ``stop`` too.
+        pages: Per table stack ``[num_groups, num_blocks], int32``: the pages of the blocks that end in it, 0 for none.
+        num_pages: How many these are.
+        children: What comes after it, by the bytes of their first unit.
+        row: The running request that it grows with; -1 for none.
+        namespace: Of a root, whose prefixes hang on it; else None.
+    """
+
+    __slots__ = ("children", "namespace", "num_pages", "owner", "pages", "parent", "row", "start", "stop", "tokens")
+
+    def __init__(
+        self, parent: PrefixNode | None, start: int, owner: int = NOBODY, namespace: Namespace | None = None
+    ) -> None:
+        self.owner = owner
+        self.parent = parent
+        self.start = self.stop = start
+        self.tokens = b""
+        self.pages: list[npt.NDArray[np.int32]] = []
+        self.num_pages = 0
+        self.children: dict[bytes, PrefixNode] = {}
+        self.row = -1
+        self.namespace = namespace
+
+
+@attrs.frozen(eq=False)
+class Match:
+    """How far a request's tokens are known.
+
+    Attributes:
+        nodes: The nodes along its tokens, from the first.
+        length: Tokens that are known, a multiple of the tree's unit.
+    """
+
+    nodes: tuple[PrefixNode, ...]
+    length: int
+
+
+NO_MATCH = Match((), 0)
+
+
+@attrs.define(eq=False)
+class Cursor:
+    """Where a running request's published blocks end.
+
+    Attributes:
+        namespace: Whom it shares with.
+        node: The node that its offset lies in, or lay in; None to look for it from the root.
+        offset: Tokens up to which its full blocks were offered.
+        leaf: The node that grows with it; None while its tokens are those of others.
+        tokens: Its token ids; they grow, and those that are computed stay as they are.
+    """
+
+    namespace: Namespace
+    node: PrefixNode | None
+    offset: int
+    tokens: Sequence[int]
+    leaf: PrefixNode | None = None
+
+
+def as_bytes(tokens: Sequence[int], start: int = 0, stop: int | None = None) -> bytes:
+    """Return token ids, those of ``[start, stop)``, as four bytes each."""
+    if isinstance(tokens, array):
+        # A view of an array is not a copy, and nobody adds tokens while it lives.
+        return tokens.tobytes() if stop is None else memoryview(tokens)[start:stop].tobytes()
+    return array("I", tokens if stop is None else tokens[start:stop]).tobytes()
