@@ -186,9 +186,13 @@ def test_what_a_fork_passes_of_a_request_that_came_back_is_not_lost() -> None:
     assert manager.swap_in("one", 16)
     # Until its next step, nobody finds its blocks.
     manager.fork("one", "two", [*tokens[:16], 1, 1, 1, 1])
-    for name, computed in (("two", [*tokens[:16], 1, 1, 1, 1]), ("one", tokens)):
-        assert manager.extend(name, 19)
-        manager.commit(name, computed, 19)
-    for name in ("one", "two"):
+    manager.start("three", [3] * 4)
+    assert manager.extend("three", 4)
+    rows, computed = np.array([manager.row(name) for name in ("two", "three")]), np.array([19, 4])
+    assert manager.extend_rows(rows, computed)
+    manager.commit_rows(rows, computed)
+    assert manager.extend("one", 19)
+    manager.commit("one", tokens, 19)
+    for name in ("one", "two", "three"):
         manager.free(name)
     assert manager._pool.num_cached_pages == len(set(manager.published()))
