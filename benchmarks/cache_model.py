@@ -120,8 +120,9 @@ def write_report(record: Mapping[str, Any]) -> str:
 )
 def main(operations: int, seed: int, check_every: int, minutes: float, results: Path) -> None:
     """Run the cache manager against the cache by its definition, and record what happened."""
+    machine = describe_machine(1)
     found = run(count(seed), operations, check_every, 60 * minutes)
-    record = {"machine": describe_machine(1), "first_seed": seed, "check_every": check_every, **found}
+    record = {"machine": machine, "first_seed": seed, "check_every": check_every, **found}
     results.mkdir(parents=True, exist_ok=True)
     (results / "cache_model.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     (results / "cache_model.md").write_text(write_report(record), encoding="utf-8")

@@ -175,3 +175,12 @@ def test_no_groups_take_nothing_and_hold_nothing() -> None:
     assert manager.block_ids("a") == []
     manager.free("a")
     assert not manager.prefix_caching
+
+
+def test_a_model_that_keeps_nothing_has_room_for_all_its_requests() -> None:
+    manager = KVCacheManager(make_plan(num_slabs=0), max_num_seqs=2)
+    for name in ("one", "two"):
+        manager.start(name, [1, 2, 3])
+    rows = np.array([manager.row(name) for name in ("one", "two")])
+    assert manager.extend_rows(rows, np.array([3, 3]))
+    manager.commit_rows(rows, np.array([3, 3]))

@@ -49,7 +49,6 @@ class RowState:
 
 
 _PLAIN = RowState()
-_NO_ROWS: Rows = np.zeros(0, dtype=np.int64)
 
 
 @attrs.frozen
@@ -367,7 +366,7 @@ class KVCacheCoordinator:
         taken = self._pool.allocate(counts)
         if taken is None:
             return False
-        room: npt.NDArray[np.int64] = _NO_ROWS
+        room: npt.NDArray[np.int64] | int = NEVER
         for s, (stack, (which, places)) in enumerate(zip(self._stacks, new, strict=True)):
             if len(which):
                 mine, pages = rows[which], self._pages_of(stack, counts, taken)
