@@ -42,7 +42,7 @@ def suitable_tilings(head_size: int, item_bytes: int, kv_format: str) -> tuple[T
             return _masked(16, 32), _masked(64, 32, programs=1), _open(128, 32)
         if is_nibbles:
             return _masked(16, 32), _masked(64, 32, warps=8, programs=1)
-        return _masked(16, 32), _masked(32, 32, warps=8, programs=1), _open(64, 32)
+        return _masked(16, 32, programs=2), _masked(32, 32, warps=8, programs=1), _open(64, 32)
     if is_nibbles:
         return _masked(16, 64), _masked(32, 32), _masked(64, 32), _open(64, 32, warps=4)
     tokens = 128 if head_size <= 64 and kv_format == "plain" else 64

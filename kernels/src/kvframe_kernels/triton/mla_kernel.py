@@ -1,7 +1,8 @@
 """The device side of latent attention: queries of all heads over one vector per token, whose first part is its value.
 
 The absorbed form of DeepSeek-V2 (arXiv 2405.04434, 2.1). A tile of latents is loaded once and multiplied twice, as in
-FlashMLA (github.com/deepseek-ai/FlashMLA); the loop and the items are those of ``attention_kernel``.
+FlashMLA (github.com/deepseek-ai/FlashMLA); the loop is that of ``attention_loop``, the items those of
+``attention_kernel``.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -11,7 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvframe_kernels.triton.attention_kernel import ITEM_FIELDS, load_blocks, part_of
+from kvframe_kernels.triton.attention_kernel import ITEM_FIELDS, part_of
+from kvframe_kernels.triton.attention_loop import load_blocks
 
 
 @triton.jit
