@@ -9,6 +9,7 @@ at once. Everything else is real. benchmarks/README.md says what is compared.
 from __future__ import annotations
 
 import json
+import logging
 import random
 import sys
 import tempfile
@@ -245,6 +246,7 @@ def main(minutes: float, seed: int, names: Sequence[str], results: Path) -> None
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
+    logging.getLogger("kvframe").setLevel(logging.CRITICAL)  # a listener that raises is said each time
     record: dict[str, Any] = {"machine": describe_machine(1), "minutes": minutes, "seed": seed, "scenarios": {}}
     num_prompts = NUM_PROMPTS if minutes > MINUTES_IN_SHORT else NUM_PROMPTS_IN_SHORT
     for scenario in [each for each in SCENARIOS if not names or each.name in names]:

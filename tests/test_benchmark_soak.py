@@ -1,4 +1,4 @@
-"""The soak runs, a short one here."""
+"""The soak runs, a short one here; what is recorded is an hour of each scenario in which nothing differed or leaked."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+RECORDED = BENCHMARKS / "results" / "soak.json"
 NAMES = {"windows", "states", "encoder", "three-blocks"}
 
 
@@ -49,3 +50,16 @@ def test_the_page_shows_every_count(results: Path) -> None:
 def test_the_method_lists_every_scenario() -> None:
     method = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `([a-z-]+)` \| `[a-z0-9_]+`", method, re.M)) >= NAMES
+
+
+def test_what_is_recorded_is_an_hour_of_each_scenario_without_a_difference_or_a_leak() -> None:
+    recorded = record(RECORDED)
+    assert recorded["minutes"] >= 60
+    assert set(recorded["scenarios"]) == NAMES
+    struck: set[str] = set()
+    for each in recorded["scenarios"].values():
+        assert ([], []) == (each["differences"], each["leaks"])
+        assert each["requests"] > 300
+        assert each["preemptions"] > 0
+        struck |= set(each["faults"])
+    assert {"backend", "memory", "swap", "shape", "logits", "state", "interrupt", "books"} <= struck
