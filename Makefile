@@ -46,6 +46,7 @@ bench: $(READY) ## measure against transformers and, after make peer, vLLM; and 
 	$(BIN)/python benchmarks/profile_step.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/memory_traffic.py
+	$(BIN)/python benchmarks/eviction.py
 	$(BIN)/python benchmarks/cpu_attention.py
 	$(BIN)/python benchmarks/cache.py
 	$(BIN)/python benchmarks/cache_growth.py

@@ -9,7 +9,7 @@ import attrs
 
 from kvframe.errors import KVFrameError, SpecError, StackError
 from kvframe.formats import PLAIN, KVFormat, state_of
-from kvframe.options import Use
+from kvframe.options import Use, make_with_options
 
 if TYPE_CHECKING:
     from kvframe.registry import Registry
@@ -54,19 +54,10 @@ def make_format(given: Any, registry: Registry) -> KVFormat:
         return given
     use = _as_use(given)
     format_class: type[KVFormat] = type(PLAIN) if use.name == PLAIN.name else registry.formats.load(use.name)
-    fields = [field for field in attrs.fields(format_class) if field.init]
-    names = [field.name for field in fields]
-    unknown = [name for name in use.options if name not in names]
-    missing = [field.name for field in fields if field.default is attrs.NOTHING and field.name not in use.options]
     try:
-        if unknown:
-            raise SpecError(f"there is no option {', '.join(map(repr, unknown))}")
-        if missing:
-            raise SpecError(f"{', '.join(map(repr, missing))} must be given")
-        return format_class(**use.options)
-    except (SpecError, TypeError, ValueError) as error:
-        reason = error.args[0] if error.args else type(error).__name__
-        raise SpecError(f"KV format {use.name!r}: {reason}; its options: {', '.join(names) or 'none'}") from error
+        return make_with_options(format_class, use.options)
+    except ValueError as error:
+        raise SpecError(f"KV format {use.name!r}: {error}") from error
 
 
 def _as_use(given: Any) -> Use:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import pluggy
 
-API_VERSION = "1.1"
+API_VERSION = "1.2"
 """The version of the contract, ``major.minor``: not the package's. A new minor adds, a new major may take away."""
 
 hookspec = pluggy.HookspecMarker("kvframe")
@@ -116,6 +116,16 @@ class HookSpecs:
 
         Args:
             register: ``register("int8_token_head", "my_package.formats:Int8TokenHead")``.
+        """
+
+    @hookspec
+    def kvframe_register_eviction_policies(self, register: Register) -> None:
+        """Register eviction policies: subclasses of ``kvframe.eviction.EvictionPolicy`` with that ``name``.
+
+        Since version 1.2.
+
+        Args:
+            register: ``register("scan_resistant", "my_package.policy:ScanResistant")``.
         """
 
     @hookspec

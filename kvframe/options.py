@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import attrs
 
@@ -24,8 +24,11 @@ from kvframe.checks import (
     one_of,
     parse_bytes,
 )
-from kvframe.errors import StackError
+from kvframe.errors import KVFrameError, StackError
+from kvframe.eviction import LRU
 from kvframe.specs import ITEM_BYTES
+
+T = TypeVar("T")
 
 
 def _as_bytes(memory: int | str | None) -> Any:
@@ -54,6 +57,31 @@ class Use:
     options: Mapping[str, Any] = attrs.field(factory=dict, validator=TABLE)
 
 
+def make_with_options(made: type[T], options: Mapping[str, Any]) -> T:
+    """Return an instance of an attrs class.
+
+    Args:
+        made: The class, as a plugin registered it.
+        options: Its fields.
+
+    Raises:
+        ValueError: One is not a field, one lacks a value, or the class refuses them; with the options there are.
+    """
+    fields: list[Any] = [field for field in attrs.fields(made) if field.init]  # type: ignore[arg-type]
+    names = [field.name for field in fields]
+    unknown = [name for name in options if name not in names]
+    missing = [field.name for field in fields if field.default is attrs.NOTHING and field.name not in options]
+    try:
+        if unknown:
+            raise ValueError(f"there is no option {', '.join(map(repr, unknown))}")
+        if missing:
+            raise ValueError(f"{', '.join(map(repr, missing))} must be given")
+        return made(**options)
+    except (KVFrameError, TypeError, ValueError) as error:
+        reason = error.args[0] if error.args else type(error).__name__
+        raise ValueError(f"{reason}; its options: {', '.join(names) or 'none'}") from error
+
+
 AUTO = Use("auto")
 """Leaves the choice of a backend to kvframe."""
 
@@ -70,6 +98,8 @@ class CacheOptions:
         format: How pages store them: a registered format, such as one of fewer bits; None, as ``"plain"``, for as they
             are.
         prefix_caching: Whether requests reuse the blocks of a common prefix.
+        eviction: Which cached pages are given up first when somebody needs room: a registered policy, or ``"lru"``,
+            the longest unused.
         preemption: What becomes of a request that has to give its blocks back before it ends: ``"recompute"`` computes
             its tokens again, ``"swap"`` keeps its blocks in host memory, as long as there is room.
         swap_memory: Bytes of host memory for them; may be given like ``"2GiB"``. Must be given for ``"swap"``, and is
@@ -86,6 +116,7 @@ class CacheOptions:
     dtype: str = attrs.field(default="auto", validator=one_of("auto", *ITEM_BYTES))
     format: Use | None = attrs.field(default=None, converter=_as_use)
     prefix_caching: bool = attrs.field(default=True, validator=SWITCH)
+    eviction: Use = attrs.field(default=Use(LRU.name), converter=_as_use)
     preemption: Literal["recompute", "swap"] = attrs.field(default="recompute", validator=one_of("recompute", "swap"))
     swap_memory: int | None = attrs.field(default=None, converter=_as_bytes, validator=SIZE_OR_NONE)
     audit: bool = attrs.field(default=False, validator=SWITCH)

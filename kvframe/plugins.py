@@ -31,6 +31,7 @@ _REGISTERING = {
     "kvframe_register_wrappers": "wrapper",
     "kvframe_register_backends": "backend",
     "kvframe_register_formats": "format",
+    "kvframe_register_eviction_policies": "eviction",
     "kvframe_register_model_adapters": "model_adapter",
 }
 

@@ -47,6 +47,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "wrapper": Kind("wrapper", "kvframe.attention.wrapper:MetadataWrapper", "name"),
         "backend": Kind("backend", "kvframe.attention.backend:AttentionBackend", reserved=frozenset({"auto"})),
         "format": Kind("KV format", "kvframe.formats:KVFormat", "name", reserved=frozenset({"plain"})),
+        "eviction": Kind("eviction policy", "kvframe.eviction:EvictionPolicy", "name", reserved=frozenset({"lru"})),
         "model_adapter": Kind("model adapter", "kvframe.model.adapter:ModelAdapter"),
     }
 )
@@ -295,6 +296,7 @@ class Registry:
         self.wrappers = self.catalogues["wrapper"]
         self.backends = self.catalogues["backend"]
         self.formats = self.catalogues["format"]
+        self.eviction_policies = self.catalogues["eviction"]
         self.model_adapters = self.catalogues["model_adapter"]
 
     def add(self, entries: Sequence[Entry]) -> None:

@@ -15,6 +15,7 @@ from cattrs.gen import make_dict_structure_fn, override
 from kvframe.attention.wrapper import check_order
 from kvframe.checks import TABLE, TABLE_OF_TEXTS, TABLES, TEXT, TEXTS, Check, describe, parse_bytes
 from kvframe.errors import ContestedNameError, StackError, UnknownNameError, WrapperError
+from kvframe.eviction import LRU
 from kvframe.formats import PLAIN
 from kvframe.options import AUTO, CacheOptions, EngineOptions, ResolvedRule, Rule, Use
 from kvframe.plugins import PluginPolicy
@@ -137,6 +138,8 @@ class Stack:
             problems += [f"rules[{index}].{problem}" for problem in _unknown(named)]
         if self.cache.format is not None and self.cache.format.name != PLAIN.name:
             problems += _unknown([("cache.format", registry.formats, self.cache.format.name)])
+        if self.cache.eviction.name != LRU.name:
+            problems += _unknown([("cache.eviction", registry.eviction_policies, self.cache.eviction.name)])
         if self.engine.prefill_skipping is not None:
             name = self.engine.prefill_skipping.name
             problems += _unknown([("engine.prefill_skipping", registry.wrappers, name)])
@@ -175,6 +178,7 @@ class _OwnersTable:
     wrapper: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
     backend: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
     format: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
+    eviction: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
     model_adapter: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
 
 

@@ -19,6 +19,7 @@ from kvframe.cache.inputs import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.pins import Pin
 from kvframe.errors import RequestError
+from kvframe.eviction import EvictionPolicy
 from kvframe.specs import ENCODER, KVCacheSpec
 from tests.cache_mirror import SECRET, Mirror, key_of_input, key_of_tokens
 from tests.cache_model import CacheModel, HostCopies, Life, Page, is_sparse, live_blocks
@@ -87,6 +88,7 @@ class Lives:
         seed: int,
         tally: Tally,
         check_every: int = 1,
+        eviction: EvictionPolicy | None = None,
     ) -> None:
         self.draw = random.Random(seed)
         self.tally = tally
@@ -107,6 +109,7 @@ class Lives:
             prefix_caching=prefix_caching,
             host_pages=self.host,
             copier=self.host.copy_within,
+            eviction=eviction,
         )
         self.manager.on_pages_freed = self.model.pages_freed
         assert self.manager._host is not None

@@ -32,13 +32,13 @@ CORE = ROOT / "kvframe"
 # The flow of the design, one stage a line. A name stands for a module, or for a package and all that is in it.
 FLOW = (
     ("errors",),
-    ("formats", "masks"),
+    ("eviction", "formats", "masks"),
     ("hookspecs", "specs"),
     ("attention.capture", "attention.identity", "attention.metadata", "model.description"),
     ("attention.order", "attention.shapes", "attention.wrapper", "attention.backend"),
     ("registry", "checks", "discovery", "plugins", "options", "stack"),
     ("model.layer_file",),
-    ("format_choice", "groups", "plan", "ranks", "sizing"),
+    ("eviction_choice", "format_choice", "groups", "plan", "ranks", "sizing"),
     ("cache",),
     ("attention",),
     ("model",),
@@ -52,6 +52,7 @@ TORCH_FREE = (
     "kvframe",
     "kvframe.errors",
     "kvframe.hookspecs",
+    "kvframe.eviction",
     "kvframe.formats",
     "kvframe.masks",
     "kvframe.specs",
@@ -70,6 +71,7 @@ TORCH_FREE = (
     "kvframe.model.description",
     "kvframe.model.layer_file",
     "kvframe.model.recognise",
+    "kvframe.eviction_choice",
     "kvframe.format_choice",
     "kvframe.groups",
     "kvframe.plan",
@@ -87,6 +89,7 @@ USE_NUMPY = (
     "kvframe.cache.eviction",
     "kvframe.cache.equal_pages",
     "kvframe.cache.slabs",
+    "kvframe.cache.due",
     "kvframe.cache.pool",
     "kvframe.cache.forgetting",
     "kvframe.cache.reach",
@@ -121,6 +124,7 @@ PUBLIC_MODULES = (
     "kvframe.attention.wrapper",
     "kvframe.builtin.full_attention",
     "kvframe.errors",
+    "kvframe.eviction",
     "kvframe.formats",
     "kvframe.hookspecs",
     "kvframe.model.adapter",
@@ -131,6 +135,7 @@ PUBLIC_MODULES = (
 # What a plugin's tests may import beside these.
 TEST_MODULES = (
     "kvframe.testing.conformance",
+    "kvframe.testing.eviction",
     "kvframe.testing.formats",
     "kvframe.testing.grid",
     "kvframe.testing.laws",
@@ -256,15 +261,23 @@ def test_a_plugin_imports_no_other_plugin(path: Path) -> None:
 
 
 def test_a_plugin_states_the_version_that_has_what_it_uses() -> None:
-    (paragraph,) = re.findall(r"^1\.1 added.*?\n\n", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL | re.MULTILINE)
-    since_1_1 = [name for name in re.findall(r"`([\w.]+)`", paragraph) if not name.startswith("v1_")]
-    assert "takes_copies" in since_1_1
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    paragraphs = re.findall(r"^1\.(\d+) added(.*?)\n\n", text, re.DOTALL | re.MULTILINE)
+    since = {
+        name: int(minor)
+        for minor, paragraph in paragraphs
+        for name in re.findall(r"`([\w.]+)`", paragraph)
+        if not name.startswith("v1_")
+    }
+    assert (1, 2) == (since["takes_copies"], since["kvframe.eviction"])
     for folder in sorted({path.relative_to(ROOT / "plugins").parts[0] for path in PLUGIN_FILES}):
         pyproject = tomllib.loads((ROOT / "plugins" / folder / "pyproject.toml").read_text(encoding="utf-8"))
         (stated,) = pyproject["project"]["entry-points"]["kvframe.v1.api"].values()
         sources = "\n".join(path.read_text() for path in (ROOT / "plugins" / folder / "src").rglob("*.py"))
-        used = {name for name in since_1_1 if re.search(rf"\b{re.escape(name)}\b", sources)}
-        assert not used or stated == "v1_1", f"{folder} states {stated} and uses {used}"
+        used = {name: minor for name, minor in since.items() if re.search(rf"\b{re.escape(name)}\b", sources)}
+        assert int(stated.removeprefix("v1_")) >= max(used.values(), default=0), (
+            f"{folder} states {stated}, uses {used}"
+        )
 
 
 def manifests() -> dict[str, str]:

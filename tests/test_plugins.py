@@ -53,13 +53,15 @@ def test_record_says_distribution_versions_and_status(site: FakeSite) -> None:
 def test_every_kind_of_name_is_registered(site: FakeSite) -> None:
     manifest = "".join(
         registers(hook, (f"my_{hook}", "kvframe_all.things:Thing"))
-        for hook in ("specs", "wrappers", "backends", "model_adapters")
+        for hook in ("specs", "wrappers", "backends", "formats", "eviction_policies", "model_adapters")
     )
     site.add("kvframe-all", "all", manifest)
     registry = load_plugins().registry
     assert "my_specs" in registry.specs
     assert registry.wrappers.names() == ("my_wrappers",)
     assert "my_backends" in registry.backends
+    assert registry.formats.names() == ("my_formats",)
+    assert registry.eviction_policies.names() == ("my_eviction_policies",)
     assert registry.model_adapters.names() == ("my_model_adapters",)
 
 
@@ -70,6 +72,8 @@ def test_hooks_run_in_life_cycle_order(site: FakeSite) -> None:
         MANIFEST
         + """
 calls = []
+@hookimpl
+def kvframe_register_eviction_policies(register): calls.append("eviction_policies")
 @hookimpl
 def kvframe_register_formats(register): calls.append("formats")
 @hookimpl
@@ -89,6 +93,7 @@ def kvframe_unusable_reason(): calls.append("unusable_reason")
         "specs",
         "backends",
         "formats",
+        "eviction_policies",
     ]
 
 
@@ -265,7 +270,7 @@ def test_name_listed_twice_by_one_distribution_is_broken(site: FakeSite) -> None
 @pytest.mark.parametrize(
     ("api", "stated", "cure"),
     [
-        ("v1_2", "1.2", "upgrade kvframe, or install an older kvframe-new"),
+        ("v1_3", "1.3", "upgrade kvframe, or install an older kvframe-new"),
         ("v2_0", "2.0", "upgrade kvframe, or install an older kvframe-new"),
         ("v0_9", "0.9", "install a newer kvframe-new"),
     ],
@@ -277,7 +282,7 @@ def test_newer_minor_or_other_major_is_refused_before_import(site: FakeSite, api
     record = host.record("new")
     assert (record.status, record.api_version) == ("incompatible", stated)
     assert record.reason == (
-        f"kvframe-new was written for contract version {stated} and this kvframe speaks 1.1; {cure}"
+        f"kvframe-new was written for contract version {stated} and this kvframe speaks 1.2; {cure}"
     )
     assert module not in sys.modules
     assert "kvframe_new" not in sys.modules
@@ -295,7 +300,7 @@ def test_plugin_that_states_no_version_is_told_what_to_add(site: FakeSite) -> No
     module = site.add("kvframe-mute", "mute", GOOD, api=None)
     record = load_plugins().record("mute")
     assert record.status == "incompatible"
-    assert 'its entry-point group "kvframe.v1.api" must hold mute = "v1_1"' in record.reason
+    assert 'its entry-point group "kvframe.v1.api" must hold mute = "v1_2"' in record.reason
     assert module not in sys.modules
 
 
@@ -541,11 +546,12 @@ def test_every_hook_is_documented(hook: str) -> None:
     assert "Args:" in documentation or "Returns:" in documentation
 
 
-def test_the_hooks_of_version_1_1_are_there() -> None:
-    assert hookspecs.API_VERSION == "1.1"
+def test_the_hooks_of_version_1_2_are_there() -> None:
+    assert hookspecs.API_VERSION == "1.2"
     assert HOOKS == [
         "kvframe_configure",
         "kvframe_register_backends",
+        "kvframe_register_eviction_policies",
         "kvframe_register_formats",
         "kvframe_register_model_adapters",
         "kvframe_register_specs",

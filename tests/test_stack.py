@@ -74,7 +74,14 @@ def test_file_is_read_in_full(tmp_path: Path) -> None:
         plugins=PluginPolicy(
             disabled=("slow",),
             required=("kvframe-fast:fast",),
-            owners={"spec": {}, "wrapper": {}, "backend": {"fast": "kvframe-fast"}, "format": {}, "model_adapter": {}},
+            owners={
+                "spec": {},
+                "wrapper": {},
+                "backend": {"fast": "kvframe-fast"},
+                "format": {},
+                "eviction": {},
+                "model_adapter": {},
+            },
             settings={"fast": {"tile": 64, "deep": {"autotune": False}}},
             source=str(path),
         ),
@@ -141,8 +148,8 @@ def test_file_that_is_no_toml_says_where(tmp_path: Path, content: bytes, reason:
 
 def test_unknown_key_names_file_path_keys_and_nearest() -> None:
     assert message({"cache": {"block_sise": 8}}) == (
-        "my.toml: cache.block_sise: there is no key named 'block_sise'; known: audit, block_size, dtype, format, "
-        "hybrid, key, memory, preemption, prefix_caching, swap_memory; did you mean 'block_size'?"
+        "my.toml: cache.block_sise: there is no key named 'block_sise'; known: audit, block_size, dtype, eviction, "
+        "format, hybrid, key, memory, preemption, prefix_caching, swap_memory; did you mean 'block_size'?"
     )
 
 
@@ -213,8 +220,8 @@ def test_all_problems_are_in_one_error() -> None:
     assert message({"cache": {"block_sise": 8, "hybrid": "no"}, "engin": {}}).splitlines() == [
         "my.toml: 3 problems",
         "  cache.hybrid must be true or false, not 'no' (a string)",
-        "  cache.block_sise: there is no key named 'block_sise'; known: audit, block_size, dtype, format, hybrid, key, "
-        "memory, preemption, prefix_caching, swap_memory; did you mean 'block_size'?",
+        "  cache.block_sise: there is no key named 'block_sise'; known: audit, block_size, dtype, eviction, format, "
+        "hybrid, key, memory, preemption, prefix_caching, swap_memory; did you mean 'block_size'?",
         "  engin: there is no key named 'engin'; known: cache, engine, plugin, plugins, rules; did you mean 'engine'?",
     ]
 

@@ -22,7 +22,7 @@ class Evictor(Protocol):
     """Who gives up cached pages: each comes back by ``give``, and perhaps others that are of no use without it."""
 
     def oldest(self, group: int) -> int | None:
-        """Return when a group's longest unused cached page was let go of; None if it has none."""
+        """Return when a group's first cached page is due; None if it has none."""
 
     def evict_oldest(self, group: int, num_pages: int) -> None:
         """Give up as many of a group's cached pages, or all if it has fewer."""
@@ -36,7 +36,7 @@ class Evictor(Protocol):
         """
 
     def evict_among(self, group: int, block_ids: BlockIds, num_pages: int) -> None:
-        """Give up the cached ones of some pages, the longest unused first, until ``num_pages`` are."""
+        """Give up the cached ones of some pages, the first due first, until ``num_pages`` are."""
 
 
 class FreePages(Protocol):

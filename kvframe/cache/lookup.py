@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -47,6 +47,18 @@ class PrefixHit:
     asked_tokens: int = 0
     lookups: tuple[GroupLookups, ...] = ()
     match: Match = NO_MATCH
+
+    def found_pages(self, plan: KVCachePlan) -> Iterator[Pages]:
+        """Go through the pages that a request holds that begins with this hit.
+
+        Args:
+            plan: The groups.
+        """
+        for index, pages in self.pages.items():
+            for start, stop in plan.groups[index].spec.live_blocks(self.num_tokens) if self.num_tokens else ():
+                yield pages[start:stop]
+        for of_input in self.inputs.values():
+            yield from of_input.values()
 
 
 class PrefixLookup:

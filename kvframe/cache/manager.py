@@ -25,6 +25,7 @@ from kvframe.cache.stats import GroupLookups, KVCacheStats
 from kvframe.cache.swap import HostPages, HostStore
 from kvframe.cache.tree import PrefixTree
 from kvframe.cache.verb_audit import audit_each_verb
+from kvframe.eviction import LRU, EvictionPolicy
 from kvframe.plan import KVCachePlan
 
 NO_HIT = PrefixHit()
@@ -85,6 +86,7 @@ class KVCacheManager:
         host_pages: HostPages | None = None,
         copier: PageCopier | None = None,
         audited: bool = False,
+        eviction: EvictionPolicy | None = None,
     ) -> None:
         """Start with an empty pool.
 
@@ -95,6 +97,10 @@ class KVCacheManager:
             host_pages: Where requests are swapped to; None if they cannot be.
             copier: Copies pages within the pool, for ``fork``; None if there are no forks.
             audited: Whether to ``audit`` after every verb, to find out which one breaks the cache.
+            eviction: Who says which cached pages are given up first; the longest unused unless given.
+
+        Raises:
+            PluginError: The eviction policy does not answer as it has to.
         """
         self.plan = plan
         self.prefix_caching = prefix_caching and bool(plan.groups)
@@ -112,7 +118,10 @@ class KVCacheManager:
         self._inputs = InputIndex(len(plan.groups))
         keepers = _Keepers(plan, self._tree, self._inputs) if self.prefix_caching else None
         reserve = min(plan.num_slabs_for(group.peak_blocks for group in plan.groups), plan.num_slabs)
-        self._pool = self._tree.pool = self._inputs.pool = BlockPool(plan, reserve_slabs=reserve, keeper=keepers)
+        self._pool = self._tree.pool = self._inputs.pool = BlockPool(
+            plan, reserve_slabs=reserve, keeper=keepers, eviction=eviction
+        )
+        self._counts_uses = self._pool.eviction is not LRU
         self._pins = Pins(plan, self._pool)
         self._lookup = PrefixLookup(plan, self._tree, self._inputs)
         self._coordinator = KVCacheCoordinator(
@@ -277,6 +286,9 @@ class KVCacheManager:
     def _first_commit(self, entry: _Entry) -> None:
         """Count a request's lookup, and publish its inputs, as soon as it runs."""
         self._lookup.count(entry.uncounted, self._lookups)
+        if self._counts_uses:
+            for pages in entry.uncounted.found_pages(self.plan):
+                self._pool.count_uses(pages)
         entry.uncounted = NO_HIT
         if self.prefix_caching and entry.num_resets == self._num_resets:
             for each in self._coordinator.state(entry.row).inputs:
@@ -546,6 +558,11 @@ class KVCacheManager:
     def usage(self) -> float:
         """Share of the slabs that hold a page that a request needs."""
         return 1.0 - self._pool.num_idle_slabs / self.plan.num_slabs if self.plan.num_slabs else 0.0
+
+    @property
+    def eviction(self) -> EvictionPolicy:
+        """Who says which cached pages are given up first: LRU if the policy was set aside."""
+        return self._pool.eviction
 
     @property
     def num_held_pages(self) -> int:

@@ -8,10 +8,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.cache.due import PagesByDue, SlabsByDue
 from kvframe.cache.equal_pages import EqualPages
-from kvframe.cache.eviction import LeastRecentlyUsed
+from kvframe.cache.eviction import CachedPages, LeastRecentlyUsed
 from kvframe.cache.free_pages import BlockIds, FreePages, Groups
 from kvframe.cache.slabs import Slabs
+from kvframe.eviction import LRU, EvictionPolicy
 from kvframe.plan import KVCachePlan
 
 Places = npt.NDArray[np.intp]
@@ -59,7 +61,14 @@ class BlockPool:
         on_removed: Called with the block ids of pages that were cached and are given up; None for nobody.
     """
 
-    def __init__(self, plan: KVCachePlan, *, reserve_slabs: int = 0, keeper: Keeper | None = None) -> None:
+    def __init__(
+        self,
+        plan: KVCachePlan,
+        *,
+        reserve_slabs: int = 0,
+        keeper: Keeper | None = None,
+        eviction: EvictionPolicy | None = None,
+    ) -> None:
         """Start with every page free.
 
         Args:
@@ -67,13 +76,28 @@ class BlockPool:
             reserve_slabs: Idle slabs that an allocation leaves alone as long as evicting its own group's cached
                 pages serves it too: so that a lone request always finds the slabs that the plan promised it.
             keeper: Who publishes pages; None if nobody does.
+            eviction: Who says which cached pages are given up first; the longest unused unless given.
+
+        Raises:
+            PluginError: The policy does not answer as it has to.
         """
         num_groups = len(plan.groups)
         page_ids = [group.page_bytes // plan.block_id_bytes for group in plan.groups]
         # Pages are apart by the smallest page at least, so that a quotient tells them apart.
         self._divisor = min(page_ids, default=1)
         num_places = plan.total_bytes // plan.block_id_bytes // self._divisor + 1 if plan.groups else 1
-        self._free: FreePages = EqualPages(plan) if EqualPages.fit(plan) else Slabs(plan, reserve_slabs)
+        self._page_bytes = [group.page_bytes for group in plan.groups]
+        self._by_due: PagesByDue | None = None
+        if eviction is not None and eviction != LRU:
+            self._by_due = PagesByDue(eviction, self._page_bytes, plan.total_bytes, num_places, self._places)
+        self._cached: CachedPages = LeastRecentlyUsed(num_groups) if self._by_due is None else self._by_due
+        self._free: FreePages
+        if EqualPages.fit(plan):
+            self._free = EqualPages(plan)
+        elif self._by_due is None:
+            self._free = Slabs(plan, reserve_slabs)
+        else:
+            self._free = SlabsByDue(plan, reserve_slabs, self._by_due)
         self._keeper = keeper
         # Of a cached page, when it was let go of; of a held one, minus the holders beyond the first. Zero for a free
         # one too: taking and giving need not write it.
@@ -81,8 +105,6 @@ class BlockPool:
         self._num_more_holders = 0
         self._owner = np.full(num_places if keeper is not None else 1, NOBODY, dtype=np.int32)
         self._index = np.zeros(num_places if keeper is not None else 1, dtype=np.int32)
-        self._cached = LeastRecentlyUsed(num_groups)
-        self._page_bytes = [group.page_bytes for group in plan.groups]
         self.num_cached = [0] * num_groups
         self.num_held = [0] * num_groups
         self.peak_held = [0] * num_groups
@@ -98,6 +120,11 @@ class BlockPool:
     def num_idle_slabs(self) -> int:
         """Slabs that hold no page that somebody needs."""
         return self._free.num_idle_slabs
+
+    @property
+    def eviction(self) -> EvictionPolicy:
+        """Who says which cached pages are given up first."""
+        return LRU if self._by_due is None or self._by_due.policy is None else self._by_due.policy
 
     @property
     def num_cached_pages(self) -> int:
@@ -279,8 +306,17 @@ class BlockPool:
             if self._keeper is not None:
                 self._owner = np.concatenate([self._owner, np.full(num_new, NOBODY, dtype=np.int32)])
                 self._index = np.concatenate([self._index, np.zeros(num_new, dtype=np.int32)])
+            if self._by_due is not None:
+                self._by_due.grow(num_new)
+        if self._by_due is not None:
+            self._by_due.capacity = plan.total_bytes
         self._free.resize(plan, reserve_slabs)
         return True
+
+    def count_uses(self, block_ids: BlockIds) -> None:
+        """Take note that a request that runs found these pages; 0 for none."""
+        if self._by_due is not None:
+            self._by_due.count_uses(block_ids)
 
     # --- giving up cached pages ---------------------------------------------------------------------------------------
 
@@ -341,53 +377,36 @@ class BlockPool:
         self._cached.clear()
 
     def oldest(self, group: int) -> int | None:
-        """Return when a group's longest unused cached page was let go of; None if it has none."""
-        queue = self._cached.queue(group)
-        while queue:
-            stamp, block_ids = queue[0]
-            if len(self._current(stamp, block_ids, group)[0]):
-                return stamp
-            queue.popleft()
-            self._cached.num_entries -= len(block_ids)
-        return None
+        """Return when a group's first cached page is due; None if it has none."""
+        return self._cached.first(group, self._current)
 
     def evict_oldest(self, group: int, num_pages: int) -> None:
         """Give up as many of a group's cached pages, or all if it has fewer."""
-        queue = self._cached.queue(group)
-        while num_pages > 0 and queue:
-            stamp, block_ids = queue.popleft()
-            self._cached.num_entries -= len(block_ids)
-            current, _ = self._current(stamp, block_ids, group)
-            if len(current) > num_pages:
-                queue.appendleft((stamp, current[num_pages:]))
-                self._cached.num_entries += len(current) - num_pages
-                current = current[:num_pages]
-            if len(current):
-                self._evict(group, current)
-                num_pages -= len(current)
+        while num_pages > 0:
+            block_ids = self._cached.take(group, num_pages, self._current)
+            if block_ids is None:
+                return
+            if len(block_ids):
+                num_pages -= len(block_ids)
+                self._evict(group, block_ids)
 
     def evict_oldest_of_any(self, num_pages: int, uncut: int) -> None:
         """Give up as many cached pages, of whatever group, or all if there are fewer; short runs are not cut."""
-        queue = self._cached.unsorted
-        while num_pages > 0 and queue:
-            stamp, block_ids, group = queue.popleft()
-            self._cached.num_entries -= len(block_ids)
-            block_ids, group = self._current(stamp, block_ids, group)
-            if len(block_ids) > max(num_pages, uncut):
-                rest = group if isinstance(group, int) else group[num_pages:]
-                queue.appendleft((stamp, block_ids[num_pages:], rest))
-                self._cached.num_entries += len(block_ids) - num_pages
-                block_ids = block_ids[:num_pages]
-                group = group if isinstance(group, int) else group[:num_pages]
+        while num_pages > 0:
+            taken = self._cached.take_any(num_pages, uncut, self._current)
+            if taken is None:
+                return
+            block_ids, group = taken
             if len(block_ids):
                 num_pages -= len(block_ids)
                 self._evict(group, block_ids)
 
     def evict_among(self, group: int, block_ids: BlockIds, num_pages: int) -> None:
-        """Give up the cached ones of some pages, the longest unused first, until ``num_pages`` are."""
+        """Give up the cached ones of some pages, the first due first, until ``num_pages`` are."""
         stamps = self._state[self._places(block_ids)]
         cached = np.flatnonzero(stamps > 0)
-        first = cached[np.argsort(stamps[cached], kind="stable")[:num_pages]]
+        dues = stamps[cached] if self._by_due is None else self._by_due.dues(block_ids[cached])
+        first = cached[np.argsort(dues, kind="stable")[:num_pages]]
         self.evict(group, block_ids[first])
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -422,6 +441,8 @@ class BlockPool:
 
     def _give(self, block_ids: BlockIds, group: int | Groups) -> None:
         self._free.give(block_ids)
+        if self._by_due is not None:
+            self._by_due.end(block_ids)
         if self.on_pages_freed is not None:
             for each in (group,) if isinstance(group, int) else np.unique(group).tolist():
                 self.on_pages_freed(each, (block_ids if isinstance(group, int) else block_ids[group == each]).tolist())

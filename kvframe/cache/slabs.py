@@ -107,13 +107,17 @@ class Slabs:
             else:
                 self._cut(group)
         else:
-            slab, idle_since = next(iter(self._idle.items()), (0, self.clock + 1))
-            freed_at = evictor.oldest(group)
-            if freed_at is not None and freed_at <= idle_since:
+            slab, slab_due = self._first_idle()
+            page_due = evictor.oldest(group)
+            if page_due is not None and page_due <= slab_due:
                 evictor.evict_oldest(group, min(count, self._per_slab[group]))
             else:
                 owner = self._group[slab]
                 evictor.evict_among(owner, self._pages_of(slab, owner), self._per_slab[owner])
+
+    def _first_idle(self) -> tuple[int, int]:
+        """Return the idle slab that is given up first, and when it is due: the longest idle, and since when."""
+        return next(iter(self._idle.items()), (0, self.clock + 1))
 
     def _take_from(self, slab: int, group: int, count: int, blocks: list[int]) -> None:
         pages = self._free_pages[slab]

@@ -11,11 +11,13 @@ import click
 
 from kvframe.cli.options import dtype_option, json_option, load_checked_plugins, read_stack, stack_option
 from kvframe.cli.render import compact_names, print_json, print_table
+from kvframe.eviction import LRU
 from kvframe.formats import PLAIN
 
 if TYPE_CHECKING:
     from kvframe.attention.choice import Choice
     from kvframe.attention.wrapper import MetadataWrapper
+    from kvframe.eviction import EvictionPolicy
     from kvframe.groups import Grouping
     from kvframe.specs import LayerSpec
 
@@ -37,11 +39,13 @@ def explain(model: Path, stack_file: Path | None, device: str | None, dtype: str
     """
     from kvframe.attention.selection import select_backends
     from kvframe.attention.skipping import find_skippable_layers
+    from kvframe.eviction_choice import make_policy
     from kvframe.groups import group_layers, make_layer_specs
     from kvframe.model.recognise import describe_model
 
     stack = read_stack(stack_file, engine={"device": device, "dtype": dtype})
     registry = load_checked_plugins(stack).registry
+    eviction = _in_words(make_policy(stack, registry))
     description = describe_model(model, registry)
     layers = make_layer_specs(description, registry, stack, stack.engine.dtype)
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
@@ -51,11 +55,13 @@ def explain(model: Path, stack_file: Path | None, device: str | None, dtype: str
     chosen = {choice.layer: choice for choice in choices}
     explained = [_explain(layer, grouping, chosen.get(layer.name), backends) for layer in layers if layer.spec]
     if as_json:
-        print_json({"model": description.name, "note": grouping.note, "layers": explained})
+        print_json({"model": description.name, "note": grouping.note, "eviction": eviction, "layers": explained})
         return
     _print(description.name, explained)
     if grouping.note is not None:
         click.echo(grouping.note)
+    if stack.cache.eviction.name != LRU.name:
+        click.echo(f"cached pages are given up by the eviction policy {eviction}")
 
 
 def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice | None, backends: Sequence[str]) -> dict[str, Any]:
@@ -98,10 +104,10 @@ def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice | None, backen
     }
 
 
-def _in_words(wrapper: MetadataWrapper) -> str:
-    """Return a wrapper's name, with its parameters if it has any."""
-    parameters = ", ".join(f"{name} = {value}" for name, value in attrs.asdict(wrapper, recurse=False).items())
-    return f"{wrapper.name} ({parameters})" if parameters else wrapper.name
+def _in_words(chosen: MetadataWrapper | EvictionPolicy) -> str:
+    """Return the name of a wrapper or policy, with its parameters if it has any."""
+    parameters = ", ".join(f"{name} = {value}" for name, value in attrs.asdict(chosen, recurse=False).items())
+    return f"{chosen.name} ({parameters})" if parameters else chosen.name
 
 
 def _served_by(explained: dict[str, Any]) -> str:

@@ -27,6 +27,7 @@ from kvframe.engine.scheduler import ScheduledStep, Scheduler
 from kvframe.engine.self_check import run_packed
 from kvframe.engine.stats import EngineStats
 from kvframe.errors import KVFrameError, ModelError, PlanError, RequestError
+from kvframe.eviction_choice import make_policy
 from kvframe.groups import Grouping
 from kvframe.model.adapter import LoadedModel
 from kvframe.plan import KVCachePlan
@@ -117,6 +118,7 @@ class EngineCore(ABC, Generic[RequestT]):
             host_pages=assembly.host,
             copier=self._storage.copy_pages,
             audited=stack.cache.audit,
+            eviction=make_policy(stack, registry),
         )
         self._cache_events = CacheEventDelivery(self._manager, secret)
         if poison_freed:

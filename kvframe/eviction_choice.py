@@ -1,0 +1,35 @@
+"""From what a stack says of an eviction policy to its value."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvframe.errors import KVFrameError, StackError
+from kvframe.eviction import LRU, EvictionPolicy
+from kvframe.options import make_with_options
+
+if TYPE_CHECKING:
+    from kvframe.registry import Registry
+    from kvframe.stack import Stack
+
+
+def make_policy(stack: Stack, registry: Registry) -> EvictionPolicy:
+    """Return the eviction policy of a stack.
+
+    Args:
+        stack: Its ``[cache] eviction``.
+        registry: Where policies are looked up.
+
+    Raises:
+        StackError: No plugin in use provides it, it cannot be imported, or its options do not fit it.
+    """
+    use = stack.cache.eviction
+    try:
+        policy_class: type[EvictionPolicy] = (
+            type(LRU) if use.name == LRU.name else registry.eviction_policies.load(use.name)
+        )
+        return make_with_options(policy_class, use.options)
+    except ValueError as error:
+        raise StackError(f"{stack.source}: cache.eviction: eviction policy {use.name!r}: {error}") from error
+    except KVFrameError as error:
+        raise StackError(f"{stack.source}: cache.eviction: {error}") from error

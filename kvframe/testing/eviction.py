@@ -1,0 +1,88 @@
+"""The laws of eviction policies. Imports no torch."""
+
+from __future__ import annotations
+
+import itertools
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvframe.eviction import MOST_USES, EvictionPolicy, LetGo
+from kvframe.registry import FAILURES, in_one_line
+from kvframe.testing.laws import ConformanceError
+
+USES = np.array([0, 1, 2, 3, 5, 8, 100, 10**4, 10**9])
+"""In ascending order."""
+CLOCKS = (1, 17, 4096, 10**6, 10**9, 10**12, 2**61)
+CAPACITIES = (0, 4096, 2**30, 2**37)
+PAGE_BYTES = 4096
+_RISING = np.linspace(0.0, 1.0, MOST_USES + 1)
+REUSE = (np.ones(MOST_USES + 1), np.zeros(MOST_USES + 1), _RISING, _RISING[::-1], np.array([0.5, 0.1, 0.9, 0.2] * 4))
+"""Shares of pages that are found again, by their uses."""
+_LONG = 10**4
+"""So many times the pool is filled anew before nothing may be left of what nobody uses."""
+
+
+def check_policy(policy: EvictionPolicy) -> None:
+    """Check what a policy says of pages of every age, number of uses, and size of pool.
+
+    * *form*: it returns one ``int64`` for each page, of any number of pages, and raises nothing;
+    * *alone*: when a page is due does not depend on the pages that are let go of with it, nor on earlier questions;
+    * *uses*: of pages that are let go of together, one that was used more often is not due earlier;
+    * *age*: what is let go of later is not due earlier than what was used as often, where the shares of reuse are the
+      same: with the law before, the end of a prefix is never given up after its beginning;
+    * *forgetting*: nothing is kept for ever: what nobody uses any more, however often it was used, is due before what
+      was let go of when the pool had been filled ten thousand times anew.
+
+    Args:
+        policy: The policy.
+
+    Raises:
+        ConformanceError: The first thing that does not hold.
+    """
+    for capacity, reuse in itertools.product(CAPACITIES, REUSE):
+        _check_in_pool(_Asking(policy, capacity, reuse))
+    _Asking(policy, PAGE_BYTES, REUSE[0])(1, USES[:0])
+
+
+@attrs.frozen
+class _Asking:
+    """A policy in a pool of so many bytes, of which some share is found again."""
+
+    policy: EvictionPolicy
+    capacity: int
+    reuse: npt.NDArray[np.float64]
+
+    def __call__(self, clock: int, uses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        sizes = np.full(len(uses), PAGE_BYTES)
+        try:
+            dues = self.policy.due(LetGo(clock, uses.copy(), sizes, self.capacity, self.reuse.copy()))
+        except FAILURES as error:
+            raise ConformanceError(f"{self.policy!r}: form: due() raises {in_one_line(error)}") from error
+        is_right = isinstance(dues, np.ndarray) and dues.shape == uses.shape and dues.dtype == np.int64
+        self.require(is_right, f"form: due() has to return int64 of shape {uses.shape}, not {dues!r}")
+        return dues.copy()
+
+    def require(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            where = f"in a pool of {self.capacity} bytes, with shares of reuse {self.reuse.tolist()}"
+            raise ConformanceError(f"{self.policy!r}: {otherwise}, {where}")
+
+    def require_ascending(self, dues: npt.NDArray[np.int64], what: str) -> None:
+        is_ascending = all(one <= next_one for one, next_one in itertools.pairwise(dues.tolist()))
+        self.require(is_ascending, f"{what} {dues.tolist()}")
+
+
+def _check_in_pool(ask: _Asking) -> None:
+    dues = np.stack([ask(clock, USES) for clock in CLOCKS])
+    for clock, row in zip(CLOCKS, dues, strict=True):
+        alone = np.concatenate([ask(clock, USES[[place]]) for place in range(len(USES))])
+        ask.require(np.array_equal(alone, row), "alone: dues depend on what else is let go of")
+        ask.require(np.array_equal(ask(clock, USES[::-1])[::-1], row), "alone: dues depend on the order of the pages")
+        ask.require_ascending(row, f"uses: at {clock}, dues of pages used {USES.tolist()} times are")
+    for uses, column in zip(USES.tolist(), dues.T, strict=True):
+        ask.require_ascending(column, f"age: used {uses} times, dues at {list(CLOCKS)} are")
+    if ask.capacity:
+        later = ask(CLOCKS[-2] + _LONG * ask.capacity, USES[:1])
+        ask.require(bool((dues[-2] < later).all()), "forgetting: pages are kept for ever once they are used")
