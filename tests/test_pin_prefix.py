@@ -9,6 +9,7 @@ import pytest
 from kvframe import Engine
 from kvframe.engine.request import SamplingParams
 from kvframe.errors import RequestError
+from tests.plans import evict_all
 from tests.scripted_model import ScriptedModel
 from tests.serving import GREEDY, TinyModel, held_pages, ids
 
@@ -46,7 +47,7 @@ def test_a_pinned_prefix_is_found_after_a_flood_and_gives_the_same_tokens(tiny: 
         assert 2 * kept <= found(engine) - before
         engine.unpin(pin)
         assert 0 == held_pages(engine)
-        flood(engine)
+        evict_all(engine._manager)
         before = found(engine)
         assert expected[:1] == [output.token_ids for output in engine.generate(ASKED[:1], GREEDY)]
         assert before == found(engine)
