@@ -135,6 +135,8 @@ class EngineOptions:
     Attributes:
         max_num_seqs: The most requests that run at once.
         max_num_batched_tokens: The most tokens that one step computes.
+        reserve_prompts: Whether a prompt that is computed in parts begins when the cache has room for all of it; else
+            it begins with room for its first part, and is the first to give its blocks back where there is no more.
         max_model_len: The most tokens of a request, prompt and output; None for the model's own limit.
         device: Where the model runs (``"cpu"``, ``"cuda:0"``).
         dtype: The model's element type.
@@ -153,6 +155,7 @@ class EngineOptions:
 
     max_num_seqs: int = attrs.field(default=64, validator=WHOLE)
     max_num_batched_tokens: int = attrs.field(default=2048, validator=WHOLE)
+    reserve_prompts: bool = attrs.field(default=True, validator=SWITCH)
     max_model_len: int | None = attrs.field(default=None, validator=WHOLE_OR_NONE)
     device: str = attrs.field(default="cpu", validator=DEVICE)
     dtype: str = attrs.field(default="float32", validator=one_of("float64", "float32", "float16", "bfloat16"))

@@ -103,7 +103,9 @@ def make_stack(**options: Any) -> Stack:
 
     ``backend`` and ``wrappers`` are for every layer, and ``states`` are options of the layers that keep a state.
     """
-    tables: dict[str, dict[str, Any]] = {"cache": {"memory": "4MiB"}, "engine": {"self_check": False}}
+    # Where memory is tight, prompts begin with room for their first part: more requests are preempted so.
+    engine = {"self_check": False, "reserve_prompts": False}
+    tables: dict[str, dict[str, Any]] = {"cache": {"memory": "4MiB"}, "engine": engine}
     rules: list[dict[str, Any]] = [{"layers": "*", "backend": options.pop("backend", "auto")}]
     if "wrappers" in options:
         rules[0]["wrappers"] = options.pop("wrappers")

@@ -72,6 +72,23 @@ def test_preempted_requests_give_the_same_tokens(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_that_wait_for_room_for_all_of_them_give_the_same_tokens(
+    models: Any, references: Any, family: str
+) -> None:
+    expected = references(family)
+    options = {"max_model_len": 96, "max_num_batched_tokens": 12, "block_size": 5}
+    memory = models(family).tight_memory(75, **options)
+    num_preemptions = []
+    for reserve_prompts in (True, False):
+        with models(family).engine(
+            memory=memory, prefix_caching=False, max_num_seqs=8, reserve_prompts=reserve_prompts, **options
+        ) as engine:
+            assert expected == served(engine)
+            num_preemptions.append(engine.stats().preemptions)
+    assert num_preemptions[0] <= num_preemptions[1] > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_second_round_finds_the_prompts_of_the_first(models: Any, references: Any, family: str) -> None:
     expected = references(family)
     with models(family).engine(block_size=4) as engine:

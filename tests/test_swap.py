@@ -285,7 +285,9 @@ def test_swapped_requests_give_the_same_tokens_and_are_not_computed_again(
     # Each token once, but the last generated one, whose state nobody needs.
     once = sum(map(len, PROMPTS)) + sum(len(tokens) - 1 for tokens in expected)
     assert once == swapped.computed_tokens + swapped.cached_prompt_tokens
-    assert once < recomputed.computed_tokens + recomputed.cached_prompt_tokens
+    # What a preempted request finds again it does not compute again; with nothing to find, it does.
+    assert recomputed.preemptions > 0
+    assert once + (not prefix_caching) <= recomputed.computed_tokens + recomputed.cached_prompt_tokens
 
 
 def test_swapping_where_every_layer_keeps_every_token(models: Any, references: Any) -> None:

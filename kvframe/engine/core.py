@@ -131,6 +131,7 @@ class EngineCore(ABC, Generic[RequestT]):
             max_num_batched_tokens=max_num_tokens,
             shared_block_size=self.plan.alignment if self._manager.prefix_caching else 0,
             whole_prompts=whole_prompts,
+            reserve_prompts=stack.engine.reserve_prompts,
         )
         self._runner = self._make_runner(assembly, skip_policy)
         self._requests: RequestTable[RequestT] = RequestTable()

@@ -98,6 +98,7 @@ class Scheduler(Generic[RequestT]):
         max_num_batched_tokens: int,
         shared_block_size: int = 0,
         whole_prompts: bool = False,
+        reserve_prompts: bool = True,
     ) -> None:
         """Start with nothing to do.
 
@@ -107,6 +108,8 @@ class Scheduler(Generic[RequestT]):
             max_num_batched_tokens: The most tokens that one step computes. Of inputs it computes as many besides, or a
                 single longer one.
             shared_block_size: Tokens per block that requests with a common prefix can share; 0 if they cannot.
+            reserve_prompts: Whether a prompt that is computed in parts begins when the cache has room for all of it;
+                else when it has room for its first part.
             whole_prompts: Whether a request starts only where one step has room for all of its tokens; it must have no
                 more than ``max_num_batched_tokens``.
         """
@@ -118,6 +121,7 @@ class Scheduler(Generic[RequestT]):
         self._max_num_batched_tokens = max_num_batched_tokens
         self._shared_block_size = shared_block_size
         self._whole_prompts = whole_prompts
+        self._reserve_prompts = reserve_prompts
         self._pausing: list[RequestT] = []
 
     @property
@@ -419,7 +423,7 @@ class Scheduler(Generic[RequestT]):
             fits = not input_tokens or input_tokens + new_tokens <= self._max_num_batched_tokens
             stop = request.pause_at if hit < request.pause_at else len(request.token_ids)
             num_scheduled = min(stop - hit, budget)
-            if hit + num_scheduled < len(request.token_ids) and self.running:
+            if self._reserve_prompts and hit + num_scheduled < len(request.token_ids) and self.running:
                 # With room for a part of it only, it would take from others until it is preempted itself.
                 fits = fits and self._cache.has_room(request.request_id, len(request.token_ids))
             if fits and self._cache.extend(request.request_id, hit + num_scheduled):
