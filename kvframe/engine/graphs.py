@@ -242,7 +242,7 @@ class StepGraphs:
             output = graph.capture(lambda: self._forward(token_ids, positions, wanted))
         except torch.OutOfMemoryError as error:
             raise CaptureError("the device has no memory left for it; give the cache less") from error
-        except CaptureError:
+        except (NotReplayableError, CaptureError):
             raise
         except Exception as error:
             raise CaptureError(f"its capture raised {type(error).__name__}: {error}") from error
