@@ -33,6 +33,7 @@ from kvframe.engine.request import SamplingParams
 PARTS = ("scheduling", "cache", "metadata", "attention", "rest of the model", "sampling", "requests")
 HOST_PARTS = ("scheduling", "cache", "metadata", "sampling", "requests")
 WARM_STEPS = 2
+CACHE_VERBS = ("start", "fork", "has_room", "extend", "extend_rows", "commit_rows", "free", "swap_out", "swap_in")
 
 
 @attrs.frozen(kw_only=True)
@@ -117,7 +118,7 @@ def profiled(engine: Engine) -> Iterator[Clock]:
     core: Any = engine
     manager, scheduler, runner, layers = core._manager, core._scheduler, core._runner, core._runner._layers
     parts: list[tuple[Any, str, str]] = [
-        *((manager, name, "cache") for name in ("start", "extend", "commit", "free", "swap_out", "swap_in")),
+        *((manager, name, "cache") for name in CACHE_VERBS),
         *((scheduler, name, "scheduling") for name in ("schedule", "complete")),
         *((runner, name, "metadata") for name in ("pack", "forward")),
         (layers, "begin_step", "metadata"),
