@@ -17,7 +17,7 @@ from kvframe.builtin.torch_backend import TorchBackend, TorchMetadataBuilder
 from kvframe.engine.packing import PackedStep
 from kvframe.engine.request import Request, SamplingParams
 from kvframe.engine.runner import are_last_tokens
-from kvframe.engine.scheduler import ScheduledStep
+from kvframe.engine.scheduled import ScheduledStep
 from kvframe.groups import make_layer_specs
 from tests.scripted_model import ScriptedModel
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from kvframe.cache.inputs import InputSequence
 from kvframe.engine.progress import NO_INPUTS, NO_SEQUENCES
 from kvframe.engine.request import Request, SamplingParams
-from kvframe.engine.scheduler import ScheduledStep, Scheduler
+from kvframe.engine.scheduled import ScheduledStep
+from kvframe.engine.scheduler import Scheduler
 from kvframe.model.adapter import ModelInput
 
 IntArray = npt.NDArray[np.int64]

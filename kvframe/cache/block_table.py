@@ -32,10 +32,6 @@ class BlockTable:
         """Set the columns from ``start`` on."""
         self.ids[row, start : start + len(block_ids)] = block_ids
 
-    def clear(self, row: int, start: int, stop: int) -> None:
-        """Point the columns ``[start, stop)`` at the null page."""
-        self.ids[row, start:stop] = 0
-
 
 @attrs.frozen(eq=False)
 class TableStack:

@@ -23,7 +23,8 @@ from kvframe.engine.progress import RequestT
 from kvframe.engine.request_table import RequestTable
 from kvframe.engine.resizing import resize
 from kvframe.engine.runner import SkipPolicy
-from kvframe.engine.scheduler import ScheduledStep, Scheduler
+from kvframe.engine.scheduled import ScheduledStep
+from kvframe.engine.scheduler import Scheduler
 from kvframe.engine.self_check import run_packed
 from kvframe.engine.stats import EngineStats
 from kvframe.errors import KVFrameError, ModelError, PlanError, RequestError

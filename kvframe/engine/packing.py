@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.engine.progress import RequestT
-from kvframe.engine.scheduler import ScheduledStep
+from kvframe.engine.scheduled import ScheduledStep
 
 IntArray = npt.NDArray[np.int64]
 FindOrder = Callable[[IntArray, IntArray], IntArray | None]

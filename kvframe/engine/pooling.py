@@ -15,7 +15,7 @@ from kvframe.engine.packing import PackedStep
 from kvframe.engine.progress import FinishReason, RequestProgress
 from kvframe.engine.runner import ModelRunner
 from kvframe.engine.sampling import FAILED
-from kvframe.engine.scheduler import ScheduledStep
+from kvframe.engine.scheduled import ScheduledStep
 from kvframe.model.description import Pooling
 
 COMPUTED = 0

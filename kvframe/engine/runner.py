@@ -20,7 +20,7 @@ from kvframe.engine.packing import IntArray, PackedStep
 from kvframe.engine.progress import NO_INPUTS, RequestT
 from kvframe.engine.request import Request
 from kvframe.engine.sampling import sample, token_logprobs
-from kvframe.engine.scheduler import ScheduledStep
+from kvframe.engine.scheduled import ScheduledStep
 from kvframe.model.adapter import LoadedModel, ModelInput
 
 SkipPolicy = Callable[[StepBatch], bool]

@@ -20,34 +20,7 @@ import numpy as np
 from kvframe.engine.progress import FinishReason, RequestProgress, RequestT
 from kvframe.engine.request_cache import RequestCache
 from kvframe.engine.running import IntArray, RunningRequests
-
-
-@attrs.frozen(eq=False)
-class ScheduledStep(Generic[RequestT]):
-    """What one step computes. Each request's scheduled tokens follow its computed ones.
-
-    Attributes:
-        requests: The requests of the step, each once, in the order in which they are packed.
-        admitted: Those that got a row in this step.
-        rows: ``[num_reqs], int64, host``: the row of each request.
-        num_computed: Likewise, its tokens that were computed before.
-        num_known: Likewise, all its tokens that are known.
-        num_scheduled: Likewise, its tokens that the step computes, at least one.
-        num_tokens: Tokens that the step computes.
-    """
-
-    requests: list[RequestT]
-    admitted: list[RequestT]
-    rows: IntArray
-    num_computed: IntArray
-    num_known: IntArray
-    num_scheduled: IntArray
-    num_tokens: int
-
-    @property
-    def generating(self) -> IntArray:
-        """``[num_generating], int64, host``: the places of the requests whose last known token is computed."""
-        return np.flatnonzero(self.num_computed + self.num_scheduled == self.num_known)
+from kvframe.engine.scheduled import ScheduledStep
 
 
 @attrs.define
