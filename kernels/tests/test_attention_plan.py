@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvframe_kernels.triton.attention_plan import ALIGNMENT, Programs, Rules, Work, cut
-from kvframe_kernels.triton.attention_tiles import Batch, Tiling
+from kvframe_kernels.triton.attention_parts import ALL, Mask
+from kvframe_kernels.triton.attention_plan import Programs, Work, cutter_for
+from kvframe_kernels.triton.attention_tiles import ALIGNMENT, Batch, Tiling
 
 ROW, FIRST_QUERY, NUM_QUERIES, POSITION, STOP, START, PART, PART_BLOCKS = range(8)
 HEADS, GROUP, CORES = 2, 4, 24
-RULES = Rules(num_kv_heads=HEADS, group=GROUP)
 
 
 def shape(rows: int, tokens: int, **options: Any) -> Tiling:
@@ -37,8 +37,13 @@ def batch(query_lens: Sequence[int], seq_lens: Sequence[int], padding: int = 0, 
     )
 
 
-def cut_step(step: Batch, rules: Rules = RULES, num_cores: int = CORES) -> Work:
-    return cut(step, rules, TILINGS, num_cores)
+def cut_for(step: Batch, masks: Sequence[Mask], num_cores: int = CORES) -> list[Work]:
+    return cutter_for(HEADS, GROUP, TILINGS, num_cores).cut(step, masks)
+
+
+def cut_step(step: Batch, mask: Mask = ALL, num_cores: int = CORES) -> Work:
+    (work,) = cut_for(step, [mask], num_cores)
+    return work
 
 
 def ranges(items: Any, programs: Programs, first: int = 0) -> tuple[Any, Any]:
@@ -84,12 +89,12 @@ def test_every_query_is_in_one_tile_and_sees_every_token_once(name: str, static:
 
 
 @pytest.mark.parametrize(
-    ("rules", "first"),
-    [(Rules(num_kv_heads=2, group=4, window=100), 900), (Rules(num_kv_heads=2, group=4, chunk=300), 900)],
+    ("mask", "first"),
+    [(Mask(window=100), 900), (Mask(chunk=300), 900)],
     ids=["window", "chunk"],
 )
-def test_what_no_query_sees_is_not_read(rules: Rules, first: int) -> None:
-    work = cut_step(batch([1], [1000]), rules)
+def test_what_no_query_sees_is_not_read(mask: Mask, first: int) -> None:
+    work = cut_step(batch([1], [1000]), mask)
     (programs,) = work.programs
     lo, hi = ranges(work.items(programs), programs, first)
     # Whole blocks of 16 tokens, and no part of them is empty.
@@ -99,7 +104,7 @@ def test_what_no_query_sees_is_not_read(rules: Rules, first: int) -> None:
 
 def test_a_batch_that_is_not_causal_sees_all_from_its_start_on() -> None:
     step = replace(batch([1], [1000], causal=False), seq_starts=np.array([500], dtype=np.int32))
-    work = cut_step(step, Rules(num_kv_heads=2, group=4, window=100))
+    work = cut_step(step, Mask(window=100))
     (programs,) = work.programs
     items = work.items(programs)
     lo, hi = ranges(items, programs, 500)
@@ -107,21 +112,37 @@ def test_a_batch_that_is_not_causal_sees_all_from_its_start_on() -> None:
     assert (lo < hi).all()
 
 
-def test_layers_of_other_masks_share_the_tiles_of_a_step() -> None:
+MASKS = (ALL, Mask(window=50), Mask(chunk=64), Mask(window=600), Mask(window=5000))
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", STEPS)
+def test_work_for_many_masks_is_that_for_each_of_them(name: str, static: bool) -> None:
+    step = replace(STEPS[name], static=static)
+    for hidden in (None, np.minimum(step.seq_lens // 2, 200)):
+        step = replace(step, seq_starts=hidden)
+        for mask, work in zip(MASKS, cut_for(step, MASKS), strict=True):
+            alone = cut_step(step, mask)
+            assert alone.programs == work.programs
+            assert alone.numbers.tolist() == work.numbers.tolist()
+
+
+def test_layers_of_other_masks_share_what_is_the_same_for_them() -> None:
     step = batch([100, 1], [100, 90])
-    assert step.tiles(4, TILINGS) is step.tiles(4, TILINGS)
-    rules = RULES, replace(RULES, window=50)
-    # Where none of these is split, the work is one tensor.
-    full, window = (cut_step(step, each, num_cores=2) for each in rules)
+    # Where no tile is split, the work is one tensor.
+    full, window = cut_for(step, [ALL, Mask(window=50)], num_cores=2)
     assert full.tensor is window.tensor
-    full, window = (cut_step(step, each) for each in rules)
+    full, window, long = cut_for(step, [ALL, Mask(window=50), Mask(window=100)])
     assert full.tensor is not window.tensor
+    # No sequence is longer than that window.
+    assert full.tensor is long.tensor
 
 
 def test_which_tensors_there_are_at_a_graphs_sizes_does_not_depend_on_the_batch() -> None:
     for seq_len in (90, 5000):
         step = batch([1, 1], [90, seq_len], static=True)
-        assert cut_step(step).tensor is not cut_step(step, replace(RULES, window=50)).tensor
+        works = cut_for(step, [ALL, Mask(window=50), Mask(window=50), ALL])
+        assert 4 == len({id(work.tensor) for work in works})
 
 
 def test_few_long_requests_fill_one_wave_of_programs() -> None:
@@ -170,7 +191,8 @@ def test_decodes_and_prompts_of_a_step_have_programs_of_their_own() -> None:
 
 
 def test_one_kv_head_for_more_query_heads_than_a_program_has_rows() -> None:
-    (programs,) = cut_step(batch([1, 1], [5, 9]), Rules(num_kv_heads=1, group=128)).programs
+    (work,) = cutter_for(1, 128, TILINGS, CORES).cut(batch([1, 1], [5, 9]), [ALL])
+    (programs,) = work.programs
     assert (64, 64) == (programs.heads, programs.tiling.block_m)
 
 

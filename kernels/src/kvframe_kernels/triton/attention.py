@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ import triton.language as tl
 from triton import knobs
 
 from kvframe_kernels.triton import attention_kernel
-from kvframe_kernels.triton.attention_plan import Programs, Rules, Work, cut
+from kvframe_kernels.triton.attention_parts import Mask
+from kvframe_kernels.triton.attention_plan import Cutter, Programs, Work, cutter_for
 from kvframe_kernels.triton.attention_tiles import Batch, Tiling
 from kvframe_kernels.triton.attention_tilings import suitable_tilings
 from kvframe_kernels.triton.launch import Launch
@@ -83,18 +84,14 @@ class PagedAttention:
     tilings: tuple[Tiling, ...] | None = None
 
     @property
-    def rules(self) -> Rules:
-        """What decides how steps are cut."""
-        return Rules(
-            num_kv_heads=self.num_kv_heads,
-            group=self.num_heads // self.num_kv_heads,
-            window=self.window,
-            chunk=self.chunk,
-        )
+    def mask(self) -> Mask:
+        """What is hidden of the past."""
+        return Mask(self.window, self.chunk)
 
-    def plan_key(self, dtype: torch.dtype) -> Hashable:
-        """Return what decides the outcome of ``plan`` beside the batch; queries are of this dtype."""
-        return self.rules, self.causal, self.tilings_for(dtype), self.num_cores
+    def cutter(self, dtype: torch.dtype) -> Cutter:
+        """Return what cuts steps, for queries of this dtype; the same for layers that differ in their masks only."""
+        group = self.num_heads // self.num_kv_heads
+        return cutter_for(self.num_kv_heads, group, self.tilings_for(dtype), self.num_cores)
 
     def plan(self, batch: Batch, dtype: torch.dtype) -> Work:
         """Return a step's work.
@@ -103,7 +100,8 @@ class PagedAttention:
             batch: The step.
             dtype: Of its queries.
         """
-        return cut(batch, self.rules, self.tilings_for(dtype), self.num_cores)
+        (work,) = self.cutter(dtype).cut(batch, (self.mask,))
+        return work
 
     def tilings_for(self, dtype: torch.dtype) -> tuple[Tiling, ...]:
         """Return the shapes of programs, for queries of this dtype."""

@@ -1,62 +1,43 @@
 """The host side of paged attention: a step cut into work items of about the same length, from host arrays only.
 
-A tile that sees much more than a program's fair share of the step is split over the tokens that it sees, and its parts
-are joined afterwards (Flash-Decoding; the shares as in FlashInfer's planner, arXiv 2501.01005). Everything is NumPy
-over all requests at once, and what comes of it is one array, so that one tensor goes to the device.
+A tile that sees much more than a program's fair share of the step is split over the tokens that it sees. Everything is
+NumPy over all requests and all layers at once, and what comes of it is one array for each mask, so that one tensor goes
+to the device.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from kvframe_kernels.triton.attention_parts import (
+    NUM_SPLIT_FIELDS,
+    Mask,
+    Parts,
+    longest_parts,
+    masks_in_effect,
+    num_tokens_read,
+    split,
+)
 from kvframe_kernels.triton.attention_tiles import (
-    FIRST_QUERY,
+    ALIGNMENT,
     MAX_SMALL_ROWS,
     NUM_ITEM_FIELDS,
-    NUM_QUERIES,
-    PART,
-    PART_BLOCKS,
-    POSITION,
-    START,
-    STOP,
     Batch,
     IntArray,
+    Shape,
     Tiles,
     Tiling,
+    tiles_of,
 )
 
-NUM_SPLIT_FIELDS = 4
-"""Of a tile that is split: its first query, its queries, the slot of its first part, its parts."""
-SPLIT_FIELDS = np.array([FIRST_QUERY, NUM_QUERIES, PART, PART_BLOCKS])
-"""Where a work item has these, before its parts are numbered."""
-ALIGNMENT = 16
-"""Numbers: where a kernel begins to read is a multiple of this, for which Triton compiles one variant of it alone."""
-EIGHTHS = np.arange(8, 17) / 8
-LONG = 1.25
-"""A tile that sees this many times a program's fair share is split, where there are enough tiles for all programs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """What of a layer decides how its steps are cut.
-
-    Attributes:
-        num_kv_heads: Its KV heads.
-        group: Query heads of each.
-        window: How many positions a query sees, counted from its own; 0 for all.
-        chunk: Tokens of a chunk that its queries stay within; 0 for none.
-    """
-
-    num_kv_heads: int
-    group: int
-    window: int = 0
-    chunk: int = 0
+NO_PARTS = np.zeros((0, NUM_ITEM_FIELDS), dtype=np.int32)
+NO_SPLITS = np.zeros((0, NUM_SPLIT_FIELDS), dtype=np.int32)
 
 
 @dataclass(frozen=True)
@@ -78,10 +59,10 @@ class Programs:
     heads: int
     first_item: int
     num_items: int
-    num_slots: int
-    first_split: int
-    num_splits: int
-    split_queries: int
+    num_slots: int = 0
+    first_split: int = 0
+    num_splits: int = 0
+    split_queries: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,165 +94,137 @@ class Work:
         return self.numbers[first : first + num_rows * num_fields].reshape(num_rows, num_fields)
 
 
-@dataclass
-class _Cut:
-    """Work for programs of one shape: what there is of it, and for how much there is to be room."""
+@dataclass(frozen=True, eq=False)
+class Cutter:
+    """Cuts steps for layers that differ in their masks only.
 
-    tiling: Tiling
-    items: IntArray
-    splits: IntArray
+    Attributes:
+        num_kv_heads: Their KV heads.
+        group: Query heads of each.
+        tilings: Shapes of programs, by ascending rows; the last one takes what is too long for the others.
+        num_cores: Multiprocessors of the device.
+    """
+
+    num_kv_heads: int
+    group: int
+    tilings: tuple[Tiling, ...]
+    num_cores: int
+
+    @cached_property
+    def heads(self) -> int:
+        """Query heads of a program."""
+        return min(self.group, MAX_SMALL_ROWS, self.tilings[-1].block_m)
+
+    @cached_property
+    def _programs(self) -> int:
+        """How many compute a work item: one for every KV head, or more."""
+        return self.num_kv_heads * -(-self.group // self.heads)
+
+    def cut(self, batch: Batch, masks: Sequence[Mask]) -> list[Work]:
+        """Return the step's work for each mask.
+
+        What is the same for some of them, because they hide equally much of this step, is one value, but in a graph's
+        step: which values there are does not depend on what is in it.
+        """
+        tiles = tiles_of(batch, self.heads, self.tilings)
+        waves = [max(1, self.num_cores * each.tiling.programs_per_core // self._programs) for each in tiles.shapes]
+        in_effect = masks_in_effect(batch, masks)
+        every = tuple(dict.fromkeys(in_effect))
+        num_tokens = num_tokens_read(tiles, batch, every)
+        lengths = longest_parts(tiles, num_tokens, waves)
+        if batch.static:
+            found = [every.index(mask) for mask in in_effect]
+            return [self._with_room(tiles, num_tokens[row], lengths[row], batch, waves) for row in found]
+        whole: Work | None = None
+        works: dict[Mask, Work] = {}
+        for mask, reads, most in zip(every, num_tokens, lengths, strict=True):
+            if any(most):
+                works[mask] = self._in_parts(tiles, reads, most)
+            else:
+                whole = works[mask] = self._whole(tiles) if whole is None else whole
+        return [works[mask] for mask in in_effect]
+
+    def _whole(self, tiles: Tiles) -> Work:
+        programs = [
+            Programs(shape.tiling, self.heads, shape.first * NUM_ITEM_FIELDS, shape.num_tiles) for shape in tiles.shapes
+        ]
+        return Work(tiles.items.reshape(-1), tuple(programs))
+
+    def _in_parts(self, tiles: Tiles, num_tokens: IntArray, lengths: Sequence[int | None]) -> Work:
+        cuts = _cut(tiles, num_tokens, lengths)
+        rooms = [
+            Room(len(cut.parts) + len(cut.whole), len(cut.parts), len(cut.splits), shape.max_queries)
+            for cut, shape in zip(cuts, tiles.shapes, strict=True)
+        ]
+        return _packed(tiles.shapes, cuts, rooms, self.heads)
+
+    def _with_room(
+        self, tiles: Tiles, num_tokens: IntArray, lengths: Sequence[int | None], batch: Batch, waves: Sequence[int]
+    ) -> Work:
+        rooms = []
+        for shape, wave in zip(tiles.shapes, waves, strict=True):
+            queries_per_tile = shape.tiling.block_m // self.heads
+            num_tiles = min(batch.num_tokens, len(batch.seq_lens) + 1 + batch.num_tokens // queries_per_tile)
+            # A wave holds so many parts that those of all tiles are no more than two.
+            max_queries = min(queries_per_tile, batch.max_query_len)
+            rooms.append(Room(num_tiles + wave, 2 * wave, min(wave, num_tiles), max_queries))
+        return _packed(tiles.shapes, _cut(tiles, num_tokens, lengths), rooms, self.heads)
+
+
+@cache
+def cutter_for(num_kv_heads: int, group: int, tilings: tuple[Tiling, ...], num_cores: int) -> Cutter:
+    """Return what cuts steps; it is the same for the same arguments."""
+    return Cutter(num_kv_heads, group, tilings, num_cores)
+
+
+class Room(NamedTuple):
+    """For how much there is to be room; the fields are those of ``Programs``."""
+
     num_items: int
     num_slots: int
     num_splits: int
     split_queries: int
 
 
-NO_SPLITS = np.zeros((0, NUM_SPLIT_FIELDS), dtype=np.int32)
+def _cut(tiles: Tiles, num_tokens: IntArray, lengths: Sequence[int | None]) -> list[Parts]:
+    """Return the work items of programs of each shape, with no parts longer than ``lengths``."""
+    cuts = []
+    for shape, length in zip(tiles.shapes, lengths, strict=True):
+        rows = slice(shape.first, shape.first + shape.num_tiles)
+        items = tiles.items[rows]
+        if length is None:
+            cuts.append(Parts(NO_PARTS, items, NO_SPLITS))
+        else:
+            cuts.append(split(items, num_tokens[rows], length, shape.tiling.block_n))
+    return cuts
 
 
-def cut(batch: Batch, rules: Rules, tilings: tuple[Tiling, ...], num_cores: int) -> Work:
-    """Return the step's work.
-
-    Args:
-        batch: The step.
-        rules: The layer's side.
-        tilings: Shapes of programs, by ascending rows; the last one takes what is too long for the others.
-        num_cores: Multiprocessors of the device.
-    """
-    heads = min(rules.group, MAX_SMALL_ROWS, tilings[-1].block_m)
-    # Work items that run at a time: each is computed by a program for every KV head.
-    programs_per_item = rules.num_kv_heads * -(-rules.group // heads)
-    tiles = batch.tiles(heads, tilings)
-    waves = [max(1, num_cores * each.tiling.programs_per_core // programs_per_item) for each in tiles]
-    reads = [_num_tokens(each, batch, rules) for each in tiles]
-    lengths = [_longest_part(*each) for each in zip(reads, waves, tiles, strict=True)]
-    cuts = zip(tiles, reads, lengths, waves, strict=True)
-
-    def pack() -> Work:
-        return _packed([_cut(*each, batch) for each in cuts], heads)
-
-    # Where no tile is split, the work is the same for all masks. In a graph's step each group has its own, always.
-    return pack() if batch.static or any(lengths) else batch.once(("whole", heads, tilings), pack)
-
-
-def _cut(tiles: Tiles, num_tokens: IntArray, length: int | None, wave: int, batch: Batch) -> _Cut:
-    """Return the work of a step's tiles for programs of one shape.
-
-    Args:
-        tiles: The tiles.
-        num_tokens: ``[num_tiles]``: what each reads.
-        length: Blocks of a part at most; None if no tile is split.
-        wave: Work items that run at a time.
-        batch: The step.
-    """
-    items, splits, num_slots, split_queries = tiles.items, NO_SPLITS, 0, 0
-    if length is not None:
-        items, splits, num_slots = _split(items, num_tokens, length, tiles.tiling.block_n)
-        split_queries = int(np.maximum.reduce(splits[:, 1]))
-    if not batch.static:
-        return _Cut(tiles.tiling, items, splits, len(items), num_slots, len(splits), split_queries)
-    num_tiles = min(batch.num_tokens, len(batch.seq_lens) + 1 + batch.num_tokens // tiles.queries_per_tile)
-    # A wave holds so many parts that those of all tiles are no more than two.
-    split_queries = min(tiles.queries_per_tile, batch.max_query_len)
-    return _Cut(tiles.tiling, items, splits, num_tiles + wave, 2 * wave, min(wave, num_tiles), split_queries)
-
-
-def _num_tokens(tiles: Tiles, batch: Batch, rules: Rules) -> IntArray:
-    """Return what each tile reads, ``[num_tiles]``: from the first token that it sees on, in whole blocks.
-
-    Few calls: NumPy's work on a step this small is their number.
-    """
-    items = tiles.items
-    stop: IntArray = items[:, STOP]
-    low: IntArray | None = None if batch.seq_starts is None else items[:, START]
-    if batch.causal and (rules.window or rules.chunk):
-        position = items[:, POSITION]
-        seen = position + (1 - rules.window) if rules.window else position - position % rules.chunk
-        low = np.maximum(seen, 0 if low is None else low, out=seen)
-    return stop if low is None else stop - (low & -tiles.tiling.block_n)
-
-
-def _longest_part(num_tokens: IntArray, wave: int, tiles: Tiles) -> int | None:
-    """Return how many blocks of tokens a part of a tile has at most; None if no tile is split.
-
-    Args:
-        num_tokens: ``[num_tiles]``: what each reads.
-        wave: Work items that run at a time.
-        tiles: The tiles.
-    """
-    tiling = tiles.tiling
-    longest = int(np.maximum.reduce(num_tokens, initial=0))
-    if longest <= tiling.min_split:
-        return None
-    block_n = tiling.block_n
-    share = int(np.add.reduce(num_tokens)) / wave
-    if 2 * len(num_tokens) <= wave:
-        # One wave holds all parts: the shortest parts that fit into it. Those of twice the fair share always do.
-        num_blocks = -(-num_tokens // block_n)
-        candidates = np.ceil(int(np.add.reduce(num_blocks)) / wave * EIGHTHS)
-        sums = np.ceil(num_blocks / candidates[:, None]).sum(1)
-        length = int(candidates[min(int((sums > wave).sum()), len(EIGHTHS) - 1)])
-    else:
-        if longest <= LONG * share:
-            return None
-        length = math.ceil(share / block_n)
-    length = max(length, -(-tiling.min_split // block_n))
-    return length if longest > length * block_n else None
-
-
-def _split(items: IntArray, num_tokens: IntArray, length: int, block_n: int) -> tuple[IntArray, IntArray, int]:
-    """Return the work items of tiles, those that are split, and the number of their parts.
-
-    Args:
-        items: ``[num_tiles, 8]``: the tiles as work items.
-        num_tokens: ``[num_tiles]``: what each reads.
-        length: The most blocks of a part.
-        block_n: Tokens of a block.
-    """
-    is_split = num_tokens > length * block_n
-    index = is_split.nonzero()[0]
-    tiles = items.take(index, axis=0)
-    num_blocks = -(-num_tokens.take(index) // block_n)
-    counts = -(-num_blocks // length)
-    # Parts of a tile are of even length, and none is empty.
-    part_blocks = -(-num_blocks // counts)
-    counts = -(-num_blocks // part_blocks)
-    ends = np.add.accumulate(counts, dtype=np.int32)
-    num_slots = int(ends[-1])
-    tiles[:, PART] = ends - counts
-    tiles[:, PART_BLOCKS] = part_blocks
-    parts = tiles.repeat(counts, axis=0)
-    parts[:, PART] = np.arange(num_slots, dtype=np.int32) - parts[:, PART]
-    tiles[:, PART_BLOCKS] = counts
-    splits = tiles.take(SPLIT_FIELDS, axis=1)
-    # Those that are split are the longest: they begin first.
-    return np.concatenate([parts, items.take((~is_split).nonzero()[0], axis=0)]), splits, num_slots
-
-
-def _packed(cuts: Sequence[_Cut], heads: int) -> Work:
+def _packed(shapes: Sequence[Shape], cuts: Sequence[Parts], rooms: Sequence[Room], heads: int) -> Work:
     """Return the work of all programs as one array, with zeros where there is room for more."""
     programs: list[Programs] = []
     end = 0
-    for each in cuts:
-        first_split = end + _aligned(each.num_items * NUM_ITEM_FIELDS)
+    for shape, room in zip(shapes, rooms, strict=True):
+        first_split = end + _aligned(room.num_items * NUM_ITEM_FIELDS)
         programs.append(
             Programs(
-                each.tiling,
+                shape.tiling,
                 heads,
                 end,
-                each.num_items,
-                each.num_slots,
+                room.num_items,
+                room.num_slots,
                 first_split,
-                each.num_splits,
-                each.split_queries,
+                room.num_splits,
+                room.split_queries if room.num_splits else 0,
             )
         )
-        end = first_split + _aligned(each.num_splits * NUM_SPLIT_FIELDS)
+        end = first_split + _aligned(room.num_splits * NUM_SPLIT_FIELDS)
     numbers = np.zeros(end, dtype=np.int32)
-    for each, place in zip(cuts, programs, strict=True):
-        numbers[place.first_item : place.first_item + each.items.size] = each.items.reshape(-1)
-        if len(each.splits):
-            numbers[place.first_split : place.first_split + each.splits.size] = each.splits.reshape(-1)
+    for cut, place in zip(cuts, programs, strict=True):
+        first_whole = place.first_item + cut.parts.size
+        numbers[first_whole : first_whole + cut.whole.size] = cut.whole.reshape(-1)
+        if cut.parts.size:
+            numbers[place.first_item : first_whole] = cut.parts.reshape(-1)
+            numbers[place.first_split : place.first_split + cut.splits.size] = cut.splits.reshape(-1)
     return Work(numbers, tuple(programs))
 
 

@@ -1,28 +1,33 @@
 """The first half of a cut: a step's requests as tiles, from host arrays only.
 
 A tile is as many consecutive queries of one request as fill a program's rows. What a layer hides of the past changes
-nothing here: layers with other masks share the tiles of a step.
+nothing here: layers with other masks share the tiles of a step. There are few calls: NumPy's work on a step is their
+number, and each is of all requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-T = TypeVar("T")
 IntArray = npt.NDArray[np.int32]
 
 NUM_ITEM_FIELDS = 8
 ROW, FIRST_QUERY, NUM_QUERIES, POSITION, STOP, START, PART, PART_BLOCKS = range(NUM_ITEM_FIELDS)
 """Of a work item: its row in the block table, the queries, the first one's position, where what they see stops and what
 is hidden ends, which part of a tile it is, and blocks of tokens of a part; 0 and 0 for a tile in one piece."""
+ALIGNMENT = 16
+"""Numbers: where a kernel begins to read is a multiple of this, for which Triton compiles one variant of it alone."""
+ROWS_ALIGNED = ALIGNMENT // NUM_ITEM_FIELDS
 MAX_SMALL_ROWS = 64
 """Rows of a request, its queries times the query heads of a program, up to which it is one tile of small programs."""
+ZERO, ONE = np.array(0, dtype=np.int32), np.array(1, dtype=np.int32)
+FIRST = np.array([0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,19 +53,33 @@ class Tiling:
     mask_all: bool
 
 
-@dataclass(frozen=True, eq=False)
-class Tiles:
-    """The tiles of a step for programs of one shape.
+class Shape(NamedTuple):
+    """Programs of one shape, and which of a step's tiles are theirs.
 
     Attributes:
         tiling: The programs.
-        queries_per_tile: Queries of a tile at most.
-        items: ``[num_tiles, 8]``: each as a work item, in one piece; not written to.
+        max_queries: Queries of a tile at most.
+        first: The row of their first tile.
+        num_tiles: How many these are.
     """
 
     tiling: Tiling
-    queries_per_tile: int
+    max_queries: int
+    first: int
+    num_tiles: int
+
+
+class Tiles(NamedTuple):
+    """The tiles of a step.
+
+    Attributes:
+        items: ``[num_rows, 8]``: each as a work item, in one piece; not written to. A row between those of two shapes
+            may be of no tile, and then it is of zeros.
+        shapes: At most one shape of small programs, and one of large ones.
+    """
+
     items: IntArray
+    shapes: tuple[Shape, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,51 +103,48 @@ class Batch:
     causal: bool
     max_query_len: int
     static: bool = False
-    _kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def num_padding(self) -> int:
         """Packed tokens of no request."""
         return self.num_tokens - int(self.query_start_loc[-1])
 
-    def tiles(self, heads: int, tilings: tuple[Tiling, ...]) -> Sequence[Tiles]:
-        """Return the step's tiles, for at most one shape of small programs and one of large ones; made once.
 
-        Every packed token is in one tile: padding is a request that sees nothing, and gets zeros.
+def tiles_of(batch: Batch, heads: int, tilings: tuple[Tiling, ...]) -> Tiles:
+    """Return the step's tiles.
 
-        Args:
-            heads: Query heads of a program.
-            tilings: Shapes of programs, by ascending rows; the last one takes what is too long for the others.
-        """
-        return self.once(("tiles", heads, tilings), lambda: _tiles_of(self, heads, tilings))
+    Every packed token is in one tile: padding is a request that sees nothing, and gets zeros.
 
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what was made of the batch under this key; made at the first call."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        found: T = self._kept[key]
-        return found
-
-
-def _tiles_of(batch: Batch, heads: int, tilings: tuple[Tiling, ...]) -> list[Tiles]:
+    Args:
+        batch: The step.
+        heads: Query heads of a program.
+        tilings: Shapes of programs, by ascending rows; the last one takes what is too long for the others.
+    """
     requests = _requests(batch)
-    query_lens = requests[:, NUM_QUERIES]
-    # A request of so many queries at most is one tile, but for the padding.
     limit = min(MAX_SMALL_ROWS, tilings[-1].block_m) // heads
     if batch.max_query_len <= limit:
         tiling = _tiling_for(batch.max_query_len * heads, tilings)
-        most = max(batch.max_query_len, batch.num_padding)
-        return [_cut(requests, most, heads, tiling, batch.causal)]
-    is_small = query_lens <= limit
-    small = requests.take(is_small.nonzero()[0], axis=0)
-    large = requests.take((~is_small).nonzero()[0], axis=0)
+        queries_per_tile = tiling.block_m // heads
+        if batch.num_padding > queries_per_tile:
+            requests = np.concatenate([requests[:-1], _cut(requests[-1:], queries_per_tile, batch)])
+        return Tiles(requests, (Shape(tiling, batch.max_query_len, 0, len(requests)),))
+    query_lens = requests[:, NUM_QUERIES]
+    is_large = query_lens > limit
+    small = (~is_large).nonzero()[0]
+    queries_per_tile = tilings[-1].block_m // heads
+    large = _cut(requests.take(is_large.nonzero()[0], axis=0), queries_per_tile, batch)
+    num_small, num_large = len(small), len(large)
     if not batch.static:
-        limit = int(np.maximum.reduce(small[:, NUM_QUERIES], initial=0))
-    found = []
-    if limit:
-        found.append(_cut(small, limit, heads, _tiling_for(limit * heads, tilings), batch.causal))
-    found.append(_cut(large, batch.num_tokens, heads, tilings[-1], batch.causal))
-    return found
+        if not num_small:
+            return Tiles(large, (Shape(tilings[-1], queries_per_tile, 0, num_large),))
+        limit = int(np.maximum.reduceat(query_lens.take(small), FIRST)[0])
+    # Some rows before the second shape's, which start at a place of the alignment, even where there are none.
+    first = -(-max(num_small, 1) // ROWS_ALIGNED) * ROWS_ALIGNED
+    items = np.zeros((first + max(num_large, 1), NUM_ITEM_FIELDS), dtype=np.int32)
+    requests.take(small, axis=0, out=items[:num_small], mode="clip")
+    items[first : first + num_large] = large
+    tiling = _tiling_for(limit * heads, tilings)
+    return Tiles(items, (Shape(tiling, limit, 0, num_small), Shape(tilings[-1], queries_per_tile, first, num_large)))
 
 
 def _tiling_for(rows: int, tilings: Sequence[Tiling]) -> Tiling:
@@ -138,6 +154,13 @@ def _tiling_for(rows: int, tilings: Sequence[Tiling]) -> Tiling:
 def _requests(batch: Batch) -> IntArray:
     """Return each request with queries as a work item, ``[num_reqs, 8]``; padding is one more, which sees nothing."""
     starts, num_reqs, num_padding = batch.query_start_loc, len(batch.seq_lens), batch.num_padding
+    if not num_padding and batch.max_query_len == 1 and batch.num_tokens == num_reqs:
+        requests = _decodes(num_reqs).copy()
+        requests[:, POSITION] = batch.seq_lens - ONE
+        requests[:, STOP] = batch.seq_lens
+        if batch.seq_starts is not None:
+            requests[:, START] = batch.seq_starts
+        return requests
     requests = _rows(num_reqs + (num_padding > 0)).copy()
     real = requests[:num_reqs] if num_padding else requests
     real[:, FIRST_QUERY] = starts[:-1]
@@ -161,26 +184,48 @@ def _rows(num_rows: int) -> IntArray:
     return rows
 
 
-def _cut(requests: IntArray, most: int, heads: int, tiling: Tiling, causal: bool) -> Tiles:
-    """Return some requests, of so many queries at most, as tiles of programs of one shape."""
-    queries_per_tile = tiling.block_m // heads
-    if most <= queries_per_tile:
-        return Tiles(tiling, queries_per_tile, requests)
-    counts = (requests[:, NUM_QUERIES] + (queries_per_tile - 1)) // queries_per_tile
-    index = np.arange(len(counts)).repeat(counts)
-    first_tile = np.add.accumulate(counts, dtype=np.int32) - counts
-    skipped = (np.arange(len(index), dtype=np.int32) - first_tile.take(index)) * queries_per_tile
-    position = requests[:, POSITION].take(index) + skipped
+@lru_cache(maxsize=64)
+def _decodes(num_reqs: int) -> IntArray:
+    """Return work items of one query each, of which nothing is said but which these are; not to be written to."""
+    rows = _rows(num_reqs).copy()
+    rows[:, FIRST_QUERY] = rows[:, ROW]
+    rows[:, NUM_QUERIES] = 1
+    return rows
+
+
+def _cut(requests: IntArray, queries_per_tile: int, batch: Batch) -> IntArray:
+    """Return the tiles of some requests, ``[num_tiles, 8]``: the last ones of long sequences first."""
+    most, less_one = _numbers(queries_per_tile)
+    counts = (requests[:, NUM_QUERIES] + less_one) // most
+    ends = np.add.accumulate(counts, dtype=np.int32)
+    num_tiles = int(ends[-1]) if len(ends) else 0
+    steps = _steps(queries_per_tile, num_tiles.bit_length())
+    # Each tile is so many steps behind its request's first one.
+    requests -= steps.take(ends - counts, axis=0)
+    tiles = requests.repeat(counts, axis=0)
+    tiles += steps[:num_tiles]
     # The longest first, so that none is left over when the others are done.
-    order = position.argsort()[::-1]
-    skipped, position = skipped.take(order), position.take(order)
-    tiles: IntArray = requests.take(index.take(order), axis=0)
-    num_queries = np.minimum(tiles[:, NUM_QUERIES] - skipped, queries_per_tile)
-    first_query, stop = tiles[:, FIRST_QUERY], tiles[:, STOP]
-    first_query += skipped
-    tiles[:, NUM_QUERIES] = num_queries
-    tiles[:, POSITION] = position
-    if causal:
-        # Padding sees nothing, whatever its position.
-        tiles[:, STOP] = np.maximum(np.minimum(stop, position + num_queries), 0)
-    return Tiles(tiling, queries_per_tile, tiles)
+    tiles = tiles.take(tiles[:, POSITION].argsort()[::-1], axis=0)
+    num_queries = tiles[:, NUM_QUERIES]
+    np.minimum(num_queries, most, out=num_queries)
+    if batch.causal:
+        stop = tiles[:, STOP]
+        np.add(tiles[:, POSITION], num_queries, out=stop)
+        if batch.num_padding:
+            # Padding sees nothing, whatever its position.
+            np.maximum(stop, ZERO, out=stop)
+    return tiles
+
+
+@lru_cache(maxsize=64)
+def _numbers(queries_per_tile: int) -> tuple[IntArray, IntArray]:
+    """Return a number and the one before it, as NumPy computes with them soonest."""
+    return np.array(queries_per_tile, dtype=np.int32), np.array(queries_per_tile - 1, dtype=np.int32)
+
+
+@lru_cache(maxsize=64)
+def _steps(queries_per_tile: int, num_bits: int) -> IntArray:
+    """Return how work items differ from another that is 0, 1, 2, … tiles before them, as many as the bits can say."""
+    step = np.zeros(NUM_ITEM_FIELDS, dtype=np.int32)
+    step[[FIRST_QUERY, NUM_QUERIES, POSITION]] = queries_per_tile, -queries_per_tile, queries_per_tile
+    return np.arange(1 << num_bits, dtype=np.int32)[:, None] * step

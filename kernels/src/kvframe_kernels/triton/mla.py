@@ -6,7 +6,7 @@ keys and values does, and ``launches`` are the one to four kernel calls that com
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,8 @@ import triton
 
 from kvframe_kernels.triton import mla_kernel
 from kvframe_kernels.triton.attention import LOG2_E, dot_dtype, join_launch
-from kvframe_kernels.triton.attention_plan import Programs, Rules, Work, cut
+from kvframe_kernels.triton.attention_parts import ALL
+from kvframe_kernels.triton.attention_plan import Cutter, Programs, Work, cutter_for
 from kvframe_kernels.triton.attention_tiles import Batch, Tiling
 from kvframe_kernels.triton.launch import Launch
 
@@ -49,10 +50,6 @@ class LatentAttention:
     num_cores: int = 132
     tilings: tuple[Tiling, ...] | None = None
 
-    def plan_key(self, dtype: torch.dtype) -> Hashable:
-        """Return what decides the outcome of ``plan`` beside the batch; queries are of this dtype."""
-        return self.rules_for(dtype), self.causal, self.tilings_for(dtype), self.num_cores
-
     def plan(self, batch: Batch, dtype: torch.dtype) -> Work:
         """Return a step's work.
 
@@ -60,16 +57,18 @@ class LatentAttention:
             batch: The step.
             dtype: Of its queries.
         """
-        return cut(batch, self.rules_for(dtype), self.tilings_for(dtype), self.num_cores)
+        (work,) = self.cutter(dtype).cut(batch, (ALL,))
+        return work
 
     def tilings_for(self, dtype: torch.dtype) -> tuple[Tiling, ...]:
         """Return the shapes of programs, for queries of this dtype."""
         return self.tilings or suitable_tilings(self.latent_size, dtype.itemsize, self.block_size)
 
-    def rules_for(self, dtype: torch.dtype) -> Rules:
-        """Return what decides how steps are cut: as if each program's share of the heads had keys of its own."""
-        heads = heads_per_program(self.num_heads, self.tilings_for(dtype)[-1].block_m)
-        return Rules(num_kv_heads=self.num_heads // heads, group=heads)
+    def cutter(self, dtype: torch.dtype) -> Cutter:
+        """Return what cuts steps: as if each program's share of the heads had keys of its own."""
+        tilings = self.tilings_for(dtype)
+        heads = heads_per_program(self.num_heads, tilings[-1].block_m)
+        return cutter_for(self.num_heads // heads, heads, tilings, self.num_cores)
 
     def launches(
         self,
@@ -99,11 +98,11 @@ class LatentAttention:
             causal: The batch's.
             has_starts: Whether the batch has tokens that are hidden.
         """
-        rules = self.rules_for(absorbed.dtype)
+        cutter = self.cutter(absorbed.dtype)
         sizes = {
-            "NUM_KV_HEADS": rules.num_kv_heads,
-            "GROUP": rules.group,
-            "HEADS": rules.group,
+            "NUM_KV_HEADS": cutter.num_kv_heads,
+            "GROUP": cutter.group,
+            "HEADS": cutter.group,
             "HEAD_SIZE_V": self.latent_size,
         }
         arguments = {
@@ -131,12 +130,12 @@ class LatentAttention:
         }
         for each in programs:
             tiling = each.tiling
-            part_rows = each.num_slots, rules.num_kv_heads, tiling.block_m
+            part_rows = each.num_slots, cutter.num_kv_heads, tiling.block_m
             part_output = output.new_empty((*part_rows, self.latent_size), dtype=torch.float32)
             part_weight = output.new_empty(part_rows, dtype=torch.float32)
             yield Launch(
                 mla_kernel.attend_latents,
-                (each.num_items, rules.num_kv_heads),
+                (each.num_items, cutter.num_kv_heads),
                 {
                     **arguments,
                     "part_output": part_output,

@@ -60,13 +60,14 @@ class TritonMetadataBuilder(AttentionMetadataBuilder):
             attention: Their attention.
             dtype: The dtype that it is computed in.
         """
-        self._attention = attention
-        self._dtype = dtype
+        self._cutter = attention.cutter(dtype)
+        self._mask = attention.mask
+        self._causal = attention.causal
 
     @property
     def reuse_key(self) -> Hashable:
         """What of the layers decides how a step is cut."""
-        return self._attention.plan_key(self._dtype)
+        return self._cutter, self._mask, self._causal
 
     def build(self, metadata: CommonAttentionMetadata) -> TritonMetadata:
         """Return the step's work items."""
@@ -75,17 +76,18 @@ class TritonMetadataBuilder(AttentionMetadataBuilder):
 
     @classmethod
     def build_together(cls, builds: Sequence[tuple[Self, CommonAttentionMetadata]]) -> list[TritonMetadata]:
-        """Return the work items of all groups; what layers of other masks have in common is worked out once."""
-        batches: dict[Hashable, Batch] = {}
-        found = []
-        for builder, metadata in builds:
-            attention = builder._attention
-            key = batch_key(metadata, attention.causal)
-            batch = batches.get(key)
-            if batch is None:
-                batch = batches[key] = batch_of(metadata, attention.causal)
-            found.append(TritonMetadata.of(batch, attention.plan(batch, builder._dtype), metadata.block_table))
-        return found
+        """Return the work items of all groups; the steps of those that differ in their masks only are cut together."""
+        alike: dict[Hashable, list[int]] = {}
+        for index, (builder, metadata) in enumerate(builds):
+            alike.setdefault((builder._cutter, batch_key(metadata, builder._causal)), []).append(index)
+        found: dict[int, TritonMetadata] = {}
+        for indices in alike.values():
+            builder, metadata = builds[indices[0]]
+            batch = batch_of(metadata, builder._causal)
+            works = builder._cutter.cut(batch, [builds[index][0]._mask for index in indices])
+            for index, work in zip(indices, works, strict=True):
+                found[index] = TritonMetadata.of(batch, work, builds[index][1].block_table)
+        return [found[index] for index in range(len(builds))]
 
     def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
         """Return the block table."""

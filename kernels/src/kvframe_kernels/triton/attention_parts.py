@@ -1,0 +1,178 @@
+"""The second half of a cut: tiles that see much more than a program's fair share of the step, in parts.
+
+The parts of a tile are joined afterwards (Flash-Decoding; the shares as in FlashInfer's planner, arXiv 2501.01005).
+What tiles read is worked out for all masks at once, and a mask's tiles are gone through only where some are split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from kvframe_kernels.triton.attention_tiles import (
+    FIRST,
+    FIRST_QUERY,
+    NUM_QUERIES,
+    PART,
+    PART_BLOCKS,
+    POSITION,
+    START,
+    STOP,
+    ZERO,
+    Batch,
+    IntArray,
+    Tiles,
+    Tiling,
+)
+
+NUM_SPLIT_FIELDS = 4
+"""Of a tile that is split: its first query, its queries, the slot of its first part, its parts."""
+SPLIT_FIELDS = np.array([FIRST_QUERY, NUM_QUERIES, PART, PART_BLOCKS])
+"""Where a work item has these, before its parts are numbered."""
+EIGHTHS = np.arange(8, 17) / 8
+LONG = 1.25
+"""A tile that sees this many times a program's fair share is split, where there are enough tiles for all programs."""
+UNBOUNDED = 1 << 30
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What a layer hides of the past.
+
+    Attributes:
+        window: How many positions a query sees, counted from its own; 0 for all.
+        chunk: Tokens of a chunk that its queries stay within; 0 for none.
+    """
+
+    window: int = 0
+    chunk: int = 0
+
+
+class Parts(NamedTuple):
+    """The work items of programs of one shape, of which some are parts of tiles.
+
+    Attributes:
+        parts: ``[num_parts, 8]``: these.
+        whole: ``[num_others, 8]``: the tiles in one piece.
+        splits: ``[num_splits, 4]``: the tiles that are split.
+    """
+
+    parts: IntArray
+    whole: IntArray
+    splits: IntArray
+
+
+ALL = Mask()
+
+
+def masks_in_effect(batch: Batch, masks: Sequence[Mask]) -> Sequence[Mask]:
+    """Return masks that hide as much of a batch, with the one that hides nothing for those that are too wide to."""
+    if not batch.causal:
+        return [ALL] * len(masks)
+    if batch.static or not any(mask.window or mask.chunk for mask in masks):
+        return masks
+    longest = int(np.maximum.reduceat(batch.seq_lens, FIRST)[0])
+    return [mask if longest > (mask.window or mask.chunk) else ALL for mask in masks]
+
+
+def num_tokens_read(tiles: Tiles, batch: Batch, masks: tuple[Mask, ...]) -> IntArray:
+    """Return what tiles read, ``[num_masks, num_rows]``: from the first token that they see on, in whole blocks."""
+    items = tiles.items
+    stop: IntArray = items[:, STOP]
+    if masks == (ALL,) and batch.seq_starts is None:
+        return stop[None]
+    position, hidden, chunks = items[:, POSITION], *_before_windows(masks)
+    low: IntArray = position + hidden
+    for row, chunk in chunks:
+        low[row] = position - position % chunk
+    np.maximum(low, ZERO if batch.seq_starts is None else items[:, START], out=low)
+    low &= _first_tokens(tiles)
+    return np.subtract(stop, low, out=low)
+
+
+@lru_cache(maxsize=256)
+def _before_windows(masks: tuple[Mask, ...]) -> tuple[IntArray, tuple[tuple[int, int], ...]]:
+    """Return by how much windows start before a position, ``[num_masks, 1]``; and the sizes of chunks, by mask."""
+    hidden = [[1 - (mask.window or UNBOUNDED)] for mask in masks]
+    chunks = tuple((row, mask.chunk) for row, mask in enumerate(masks) if mask.chunk)
+    return np.array(hidden, dtype=np.int32), chunks
+
+
+def _first_tokens(tiles: Tiles) -> IntArray:
+    """Return what is left of a token's number when it is made that of the first one of its block, for each tile."""
+    sizes = [-shape.tiling.block_n for shape in tiles.shapes]
+    if sizes[0] == sizes[-1]:
+        return np.array(sizes[0], dtype=np.int32)
+    first = tiles.shapes[-1].first
+    return np.array(sizes, dtype=np.int32).repeat([first, len(tiles.items) - first])
+
+
+def longest_parts(tiles: Tiles, num_tokens: IntArray, waves: Sequence[int]) -> list[list[int | None]]:
+    """Return how many blocks of tokens a part has at most, for each mask and shape; None if no tile is split.
+
+    Args:
+        tiles: The tiles.
+        num_tokens: ``[num_masks, num_rows]``: what each reads.
+        waves: For each shape, work items that run at a time.
+    """
+    firsts = FIRST if len(tiles.shapes) == 1 else [shape.first for shape in tiles.shapes]
+    longest = np.maximum.reduceat(num_tokens, firsts, axis=1).tolist()
+    totals = np.add.reduceat(num_tokens, firsts, axis=1, dtype=np.int64).tolist()
+    found = []
+    for row, mosts, sums in zip(num_tokens, longest, totals, strict=True):
+        lengths = [
+            _longest_part(row[shape.first : shape.first + shape.num_tiles], most, total, wave, shape.tiling)
+            for most, total, shape, wave in zip(mosts, sums, tiles.shapes, waves, strict=True)
+        ]
+        found.append(lengths)
+    return found
+
+
+def _longest_part(num_tokens: IntArray, longest: int, total: int, wave: int, tiling: Tiling) -> int | None:
+    if longest <= tiling.min_split:
+        return None
+    block_n = tiling.block_n
+    if 2 * len(num_tokens) <= wave:
+        # One wave holds all parts: the shortest parts that fit into it. Those of twice the fair share always do.
+        num_blocks = -(-num_tokens // block_n)
+        candidates = np.ceil(int(np.add.reduce(num_blocks)) / wave * EIGHTHS)
+        sums = np.ceil(num_blocks / candidates[:, None]).sum(1)
+        length = int(candidates[min(int((sums > wave).sum()), len(EIGHTHS) - 1)])
+    elif longest * wave <= LONG * total:
+        return None
+    else:
+        length = -(-total // (wave * block_n))
+    length = max(length, -(-tiling.min_split // block_n))
+    return length if longest > length * block_n else None
+
+
+def split(items: IntArray, num_tokens: IntArray, length: int, block_n: int) -> Parts:
+    """Return work items of which none reads more than so many blocks.
+
+    Args:
+        items: ``[num_tiles, 8]``: tiles of programs of one shape as work items; some read more.
+        num_tokens: ``[num_tiles]``: what each reads.
+        length: The most blocks of a part.
+        block_n: Tokens of a block.
+    """
+    is_split = num_tokens > length * block_n
+    index = is_split.nonzero()[0]
+    tiles = items.take(index, axis=0)
+    num_blocks = -(-num_tokens.take(index) // block_n)
+    counts = -(-num_blocks // length)
+    # Parts of a tile are of even length, and none is empty.
+    part_blocks = -(-num_blocks // counts)
+    counts = -(-num_blocks // part_blocks)
+    ends = np.add.accumulate(counts, dtype=np.int32)
+    tiles[:, PART] = ends - counts
+    tiles[:, PART_BLOCKS] = part_blocks
+    parts = tiles.repeat(counts, axis=0)
+    part = parts[:, PART]
+    np.subtract(np.arange(len(parts), dtype=np.int32), part, out=part)
+    tiles[:, PART_BLOCKS] = counts
+    whole = items.take((~is_split).nonzero()[0], axis=0)
+    return Parts(parts, whole, tiles.take(SPLIT_FIELDS, axis=1))
