@@ -99,7 +99,10 @@ class MetadataPlan:
         keys = tuple(step.ask(recipe, wrapped[recipe.place]) for recipe in self._recipes)
         at_once = {key: need for key, need in step.needs.items() if self._builders[key[0]].on_host}
         later = {key: need for key, need in step.needs.items() if key not in at_once}
-        return PreparedMetadata(keys, self._run(at_once, step.refreshed), later, step.refreshed)
+        built = self._run(at_once, step.refreshed)
+        num_rows = {key: need.num_rows for key, need in step.needs.items()}
+        permutations = {key: need.permutation for key, need in step.needs.items() if need.permutation is not None}
+        return PreparedMetadata(keys, built, later, step.refreshed, num_rows, permutations)
 
     def build(self, prepared: PreparedMetadata) -> list[BuiltMetadata]:
         """Return what each attention group reads: the builders of a class build together, then what needs other tables.
@@ -107,24 +110,26 @@ class MetadataPlan:
         Args:
             prepared: What ``prepare`` returned, its tensors where the builders are to find them.
         """
-        built = {**prepared.built, **self._run(prepared.needs, prepared.refreshed)}
-        return [built[key] for key in prepared.keys]
+        found = {
+            key: BuiltMetadata(built, prepared.num_rows[key], prepared.permutations.get(key))
+            for key, built in {**prepared.built, **self._run(prepared.needs, prepared.refreshed)}.items()
+        }
+        return [found[key] for key in prepared.keys]
 
-    def _run(self, needs: Mapping[Key, _Need], refreshed: Mapping[Key, Key]) -> dict[Key, BuiltMetadata]:
-        built: dict[Key, BuiltMetadata] = {}
+    def _run(self, needs: Mapping[Key, _Need], refreshed: Mapping[Key, Key]) -> dict[Key, Any]:
+        built: dict[Key, Any] = {}
         together: dict[type[AttentionMetadataBuilder], list[Key]] = {}
         for key in needs:
             if key not in refreshed:
                 together.setdefault(type(self._builders[key[0]]), []).append(key)
         for builder_class, keys in together.items():
             pairs = [(self._builders[key[0]], needs[key].common) for key in keys]
-            for key, result in zip(keys, builder_class.build_together(pairs), strict=True):
-                built[key] = BuiltMetadata(result, needs[key].num_rows, needs[key].permutation)
+            built.update(zip(keys, builder_class.build_together(pairs), strict=True))
         for key, need in needs.items():
             if key in refreshed:
-                other, builder = built[refreshed[key]].metadata, self._builders[key[0]]
-                result = attrs.evolve(other, **builder.refreshed_fields(other, need.common))
-                built[key] = BuiltMetadata(result, need.num_rows, need.permutation)
+                other = built[refreshed[key]]
+                fields = self._builders[key[0]].refreshed_fields(other, need.common)
+                built[key] = attrs.evolve(other, **fields)
         return built
 
 
@@ -153,15 +158,19 @@ class PreparedMetadata:
 
     Attributes:
         keys: For each attention group, what it needs.
-        built: What was built.
+        built: What builders made.
         needs: What there is to be built.
         refreshed: Of all needs, those that differ from another in tables only, and from which.
+        num_rows: Of all needs, the query rows that their layers have to give.
+        permutations: Of those that came into another order, how.
     """
 
     keys: tuple[Key, ...]
-    built: Mapping[Key, BuiltMetadata]
+    built: Mapping[Key, Any]
     needs: Mapping[Key, _Need]
     refreshed: Mapping[Key, Key]
+    num_rows: Mapping[Key, int]
+    permutations: Mapping[Key, Permutation]
 
 
 class _Step:

@@ -7,7 +7,9 @@ which nobody waits for.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import attrs
@@ -134,17 +136,22 @@ def layout_of(tensors: Sequence[torch.Tensor]) -> tuple[tuple[Place, ...], int]:
 
 
 def views_of(memory: torch.Tensor, places: Sequence[Place]) -> list[torch.Tensor]:
-    """Return the tensors that lie in memory of bytes."""
-    # Seen as elements of each dtype once; each tensor is then one operation.
-    size = len(memory) // ALIGNMENT * ALIGNMENT
+    """Return the tensors that lie in memory of bytes, a multiple of the alignment."""
+    # Seen as elements of each dtype once; tensors that are alike and lie one behind the other are then one operation.
     as_dtype: dict[torch.dtype, torch.Tensor] = {}
-    views = []
-    for shape, dtype, start in places:
+    views: list[torch.Tensor] = []
+    for (shape, dtype), alike in itertools.groupby(places, itemgetter(0, 1)):
+        starts = [start // dtype.itemsize for _, _, start in alike]
         if dtype not in as_dtype:
-            as_dtype[dtype] = memory[:size].view(dtype)
+            as_dtype[dtype] = memory.view(dtype)
         strides, step = [1] * len(shape), 1
         for index in range(len(shape) - 1, -1, -1):
             strides[index] = step
             step *= max(1, shape[index])
-        views.append(as_dtype[dtype].as_strided(shape, strides, start // dtype.itemsize))
+        if len(starts) == 1:
+            views.append(as_dtype[dtype].as_strided(shape, strides, starts[0]))
+        else:
+            distance = starts[1] - starts[0]
+            together = as_dtype[dtype].as_strided((len(starts), *shape), (distance, *strides), starts[0])
+            views.extend(together.unbind())
     return views
