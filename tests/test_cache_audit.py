@@ -123,7 +123,7 @@ def test_the_verb_that_breaks_the_cache_is_named(
     specs: tuple[KVCacheSpec, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = make_manager(*specs, audited=True)
-    monkeypatch.setattr(manager._pool, "release", lambda *_: None)
+    monkeypatch.setattr(manager._pool, "release", lambda *_, **__: None)
     with pytest.raises(AssertionError, match=r"^the cache is broken after 'free': "):
         manager.free("here")
 

@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.block_table import BlockTables, TableStack
+from kvframe.cache.block_table import BlockTable, BlockTables, TableStack
 from kvframe.cache.forgetting import NEVER, MovingGroups, forgetting_of
 from kvframe.cache.forking import ForkedRows, PageCopier
 from kvframe.cache.free_pages import BlockIds
@@ -131,6 +131,8 @@ class KVCacheCoordinator:
         self._publication_of = next_publication.data
         deaths = [int(moving.next_death(moving.dead[:, :1])[0]) for moving in self._moving if moving is not None]
         self._first_death = -1 if self._asked else min(deaths, default=NEVER)
+        # Of a lone group whose blocks all live as long as their request, rows have no gaps, and nothing falls due.
+        self._lone = tables[0] if self._is_plain and len(plan.groups) == 1 and not deaths else None
         self._next_death[...] = self._first_death
 
     # --- the beginning and the end ------------------------------------------------------------------------------------
@@ -212,8 +214,14 @@ class KVCacheCoordinator:
         """Release every block of a row, its tail first: a prefix outlives what hangs on it."""
         if self._forks is not None:
             self._forks.rows.discard(row)
-        if self._tree is not None:
-            self._tree.leave(row)
+        num_published = self._tree.leave(row) if self._tree is not None else 0
+        if self._lone is None:
+            self._free_all(row)
+        else:
+            self._free_lone(self._lone, row, num_published // self._lone.block_size)
+
+    def _free_all(self, row: int) -> None:
+        """Release every block of a row in all groups, which may have gaps."""
         most = 0
         for stack in self._tables.stacks:
             counts = self._num_blocks
@@ -228,6 +236,16 @@ class KVCacheCoordinator:
         if self._tree is not None:
             self._tree.own.clear(row, most)
         self._clear(row)
+
+    def _free_lone(self, table: BlockTable, row: int, num_published: int) -> None:
+        """Release every block of a row in the only group; of the first ones it is known that they are published."""
+        count = self._num_blocks[0, row]
+        if count > num_published:
+            self._pool.release(table.ids[row, num_published:count][::-1].copy(), 0)
+        if num_published:
+            self._pool.release(table.ids[row, :num_published][::-1].copy(), 0, are_published=True)
+        table.ids[row, :count] = 0
+        self._num_blocks[0, row] = self._computed_of[row] = self._room_of[row] = 0
 
     def _clear(self, row: int) -> None:
         """Let a row be as one without a token."""
@@ -620,7 +638,7 @@ class KVCacheCoordinator:
         ]
         taken = self._pool.allocate([len(each) for each in places])
         if taken is None:
-            self.free(row)
+            self._free_all(row)
             return None
         filled = [[0] * len(copies) for copies in swapped.copies]
         for index, (lacking, where) in enumerate(zip(to_fill, places, strict=True)):

@@ -124,9 +124,11 @@ class PrefixLookup:
 
     def count(self, hit: PrefixHit, totals: Sequence[GroupLookups]) -> None:
         """Add what a lookup found to the totals of each group."""
-        for total, lookups in zip(totals, hit.lookups, strict=False):
-            total.add(lookups)
-        for group in self._groups if not hit.lookups else ():
+        if hit.lookups:
+            for total, lookups in zip(totals, hit.lookups, strict=True):
+                total.add(lookups)
+            return
+        for group in self._groups:
             totals[group.index].asked_tokens += hit.asked_tokens
 
     def _find_inputs(

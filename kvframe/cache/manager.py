@@ -182,9 +182,10 @@ class KVCacheManager:
             hit = self._lookup.find(namespace, token_ids, len(token_ids), of_inputs)
         row = self._free_rows.pop()
         self._coordinator.start(row, hit, of_inputs)
+        self._entries[request_id] = entry = _Entry(row, token_ids, namespace, hit, self._num_resets)
         if self.prefix_caching:
             self._tree.follow(row, namespace, token_ids, hit.num_tokens, hit.match)
-        self._entries[request_id] = self._fresh[row] = _Entry(row, token_ids, namespace, hit, self._num_resets)
+            self._fresh[row] = entry
         return hit.num_tokens
 
     def fork(self, request_id: str, new_id: str, token_ids: Sequence[int]) -> None:
@@ -290,7 +291,7 @@ class KVCacheManager:
             for pages in entry.uncounted.found_pages(self.plan):
                 self._pool.count_uses(pages)
         entry.uncounted = NO_HIT
-        if self.prefix_caching and entry.num_resets == self._num_resets:
+        if entry.num_resets == self._num_resets:
             for each in self._coordinator.state(entry.row).inputs:
                 self._inputs.publish(each, self.tables[each.group].ids[entry.row, : each.num_blocks])
 
@@ -350,7 +351,8 @@ class KVCacheManager:
         if self.prefix_caching and entry.num_resets == self._num_resets:
             # Its next commit offers all its blocks again: what was found by their keys may have been evicted.
             self._tree.follow(row, entry.namespace, entry.token_ids, 0, NO_MATCH)
-        self._fresh[row] = entry
+        if self.prefix_caching:
+            self._fresh[row] = entry
         return True
 
     def _find_again(self, entry: _Entry, swapped: SwappedBlocks, use_prefix: bool) -> list[list[int]]:

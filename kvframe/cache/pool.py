@@ -191,13 +191,14 @@ class BlockPool:
         counts[group] = num_woken
         self._count_held(counts)
 
-    def release(self, block_ids: BlockIds, group: int | Groups) -> None:
+    def release(self, block_ids: BlockIds, group: int | Groups, *, are_published: bool = False) -> None:
         """Count one holder of each page less. Of pages with none, the published ones are cached and others are free.
 
         Args:
             block_ids: The pages, in the order in which they shall be given up; one as often as it has holders that let
                 go of it.
             group: Their group, or the group of each.
+            are_published: Whether it is known that all of them are published.
         """
         places = None
         if self._num_more_holders:
@@ -208,13 +209,14 @@ class BlockPool:
                 group = group if isinstance(group, int) else group[is_last]
         if not len(block_ids):
             return
-        is_published: npt.NDArray[np.bool_] | bool = False
+        is_published: npt.NDArray[np.bool_] | bool = are_published
         if self._keeper is not None:
             places = self._places(block_ids) if places is None else places
-            owners = self._owner[places]
-            num_published = np.count_nonzero(owners)
-            if num_published:
-                is_published = True if num_published == len(block_ids) else owners != NOBODY
+            if not are_published:
+                owners = self._owner[places]
+                num_published = np.count_nonzero(owners)
+                if num_published:
+                    is_published = True if num_published == len(block_ids) else owners != NOBODY
         self._let_go(block_ids, places, group, is_published)
 
     def _release_shared(self, places: Places) -> npt.NDArray[np.intp]:

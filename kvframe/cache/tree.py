@@ -62,8 +62,8 @@ class PrefixTree:
         # Per row, the owner number of the node that grows with it, and that node's first token.
         self.leaf_owner = np.full(len(num_computed), NOBODY, dtype=np.int32)
         self.leaf_start = np.zeros(len(num_computed), dtype=np.int64)
-        self._num_computed = num_computed
-        self._next_publication = next_publication
+        # Single numbers of rows are read and written several times as fast in these.
+        self._num_computed, self._next_publication = num_computed.data, next_publication.data
         self._keeps_ghosts = keeps_ghosts
         self._cursors: list[Cursor | None] = [None] * len(num_computed)
         self._roots: dict[Namespace, PrefixNode] = {}
@@ -146,7 +146,7 @@ class PrefixTree:
         """Let a row publish what it adds to the blocks that another one has computed."""
         cursor = self._cursors[row]
         if cursor is not None:
-            offset = int(self._num_computed[row])
+            offset = self._num_computed[row]
             offset -= offset % self.unit
             self._cursors[new_row] = Cursor(cursor.namespace, cursor.leaf or cursor.node, offset, tokens)
             self._next_publication[new_row] = offset + self.unit
@@ -165,7 +165,7 @@ class PrefixTree:
         cursor = self._cursors[row]
         if cursor is None or cursor.leaf is not None:
             return
-        end = int(self._num_computed[row])
+        end = self._num_computed[row]
         end -= end % self.unit
         if end > cursor.offset:
             self._take_in(cursor, row, end)
@@ -292,22 +292,29 @@ class PrefixTree:
         if cursor is not None and cursor.leaf is not None:
             self._update(cursor.leaf)
 
-    def leave(self, row: int) -> None:
-        """Let a row's node be as its last commit left it; the row is not followed any more."""
-        cursor = self._cursors[row]
+    def leave(self, row: int) -> int:
+        """Let a row's node be as its last commit left it; the row is not followed any more.
+
+        Returns:
+            The first tokens of which it published all blocks by itself; 0 where that would have to be found out.
+        """
+        cursor, num_published = self._cursors[row], 0
         if cursor is not None and cursor.leaf is not None:
-            self._update(cursor.leaf)
-            cursor.leaf.row = -1
+            leaf = cursor.leaf
+            self._update(leaf)
+            leaf.row = -1
             self.leaf_owner[row] = NOBODY
+            num_published = leaf.stop if not leaf.start else 0
         self._cursors[row] = None
         self._next_publication[row] = NEVER
+        return num_published
 
     def _update(self, node: PrefixNode) -> None:
         """Bring a node that grows with a row up to date."""
         row = node.row
         if row < 0:
             return
-        end = int(self._num_computed[row])
+        end = self._num_computed[row]
         end -= end % self.unit
         if end == node.stop:
             return
