@@ -38,7 +38,7 @@ test: lint ## lint, then every test: core, plugins, examples
 demo: $(READY) ## train a small hybrid model (once) and serve 32 prompts that share a prefix
 	$(BIN)/python examples/demo/demo.py
 
-bench: $(READY) ## measure against transformers and, after make peer, vLLM; and parts by themselves; record the results
+bench: $(READY) $(VLLM)/.ready ## measure against transformers and vLLM, and parts by themselves; record the results
 	$(BIN)/python benchmarks/generate.py
 	$(BIN)/python benchmarks/skipping.py
 	$(BIN)/python benchmarks/metadata.py

@@ -164,7 +164,8 @@ class KVCacheManager:
             request_id: Its name; not in the table.
             token_ids: Its tokens so far. They are read again as it runs: whoever adds tokens adds them here, and those
                 that are computed stay as they are. ``array("I", ...)`` is read fastest.
-            salt: It shares blocks only with requests of the same salt.
+            salt: It shares blocks only with requests of the same salt: whatever the state of tokens depends on besides
+                (a tenant, an adapter of the weights) belongs into it.
             use_prefix: Whether to look for a cached prefix, and for cached inputs.
             inputs: What it brings beside its tokens, by the name of the sequence, each within the plan's
                 ``max_input_lens``. It shares blocks of tokens only with requests of equal inputs.
