@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvframe_kernels.triton import attention_native
 from kvframe_kernels.triton.attention_parts import ALL, Mask
 from kvframe_kernels.triton.attention_plan import Programs, Work, cutter_for
 from kvframe_kernels.triton.attention_tiles import ALIGNMENT, Batch, Tiling
@@ -228,9 +229,65 @@ def test_at_a_graphs_sizes_the_shapes_are_those_of_any_batch(name: str) -> None:
             assert work.splits(programs)[:, 1].max() <= programs.split_queries
 
 
-def test_nothing_loops_over_requests() -> None:
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", STEPS)
+def test_numpy_cuts_as_c_does(name: str, static: bool) -> None:
+    cutter = cutter_for(HEADS, GROUP, TILINGS, CORES)
+    for causal in (True, False):
+        step = replace(STEPS[name], static=static, causal=causal)
+        hidden = np.minimum(step.seq_lens - np.diff(step.query_start_loc), 200).clip(0)
+        for each in (step, replace(step, seq_starts=hidden)):
+            assert_equal_work(cutter.cut(each, MASKS), cutter.cut_with_numpy(each, MASKS))
+
+
+def test_numpy_cuts_any_step_as_c_does() -> None:
+    source = np.random.default_rng(0)
+    for num_reqs in [1, 2, 7, 40, 90] * 20:
+        query_lens = np.where(source.random(num_reqs) < 0.7, 1, source.integers(0, 300, num_reqs))
+        query_lens[0] = max(query_lens[0], 1)
+        seq_lens = query_lens + source.integers(0, 10 ** source.integers(1, 6), num_reqs)
+        step = batch(query_lens.tolist(), seq_lens.tolist(), padding=int(source.choice([0, 1, 70])))
+        cutter = cutter_for(HEADS, int(source.choice([1, 3, 4, 16])), TILINGS, int(source.choice([2, 24, 132])))
+        assert_equal_work(cutter.cut(step, MASKS), cutter.cut_with_numpy(step, MASKS))
+
+
+def assert_equal_work(found: Sequence[Work], expected: Sequence[Work]) -> None:
+    assert [work.programs for work in expected] == [work.programs for work in found]
+    assert [work.numbers.tolist() for work in expected] == [work.numbers.tolist() for work in found]
+    # What one shares, the other does.
+    assert [expected.index(work) for work in expected] == [found.index(work) for work in found]
+
+
+def test_vectors_of_another_dtype_are_refused() -> None:
+    step = batch([1], [5])
+    with pytest.raises(ValueError, match="int32 vectors"):
+        cut_step(replace(step, seq_lens=step.seq_lens.astype(np.int64)))
+
+
+def test_where_nothing_can_be_compiled_one_line_says_so_and_numpy_cuts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = batch([1, 50], [800, 50])
+    expected = cut_step(step)
+
+    def fail(source: str, name: str) -> None:
+        raise RuntimeError("Failed to find C compiler.")
+
+    monkeypatch.setattr(attention_native, "compile_module_from_src", fail)
+    attention_native.load.cache_clear()
+    try:
+        for _ in range(2):
+            assert_equal_work([expected], [cut_step(step)])
+    finally:
+        attention_native.load.cache_clear()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "kvframe-kernels: steps are cut by NumPy, which takes longer: Failed to find C compiler." == line
+
+
+def test_nothing_loops_over_requests_in_python() -> None:
     def count(num_reqs: int) -> int:
         step = batch([1] * num_reqs + [50], [40 * (index + 1) for index in range(num_reqs + 1)])
+        cutter = cutter_for(HEADS, GROUP, TILINGS, 4 * num_reqs)
         num_instructions = 0
 
         def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -242,7 +299,7 @@ def test_nothing_loops_over_requests() -> None:
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            cut_step(step, num_cores=4 * num_reqs)
+            cutter.cut_with_numpy(step, [ALL])
         finally:
             sys.settrace(before)
         return num_instructions

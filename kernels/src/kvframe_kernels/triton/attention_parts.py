@@ -7,7 +7,6 @@ What tiles read is worked out for all masks at once, and a mask's tiles are gone
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -39,8 +38,7 @@ LONG = 1.25
 UNBOUNDED = 1 << 30
 
 
-@dataclass(frozen=True)
-class Mask:
+class Mask(NamedTuple):
     """What a layer hides of the past.
 
     Attributes:

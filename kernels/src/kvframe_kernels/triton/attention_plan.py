@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kvframe_kernels.triton import attention_native
 from kvframe_kernels.triton.attention_parts import (
     NUM_SPLIT_FIELDS,
     Mask,
@@ -59,10 +60,10 @@ class Programs:
     heads: int
     first_item: int
     num_items: int
-    num_slots: int = 0
-    first_split: int = 0
-    num_splits: int = 0
-    split_queries: int = 0
+    num_slots: int
+    first_split: int
+    num_splits: int
+    split_queries: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,8 +127,44 @@ class Cutter:
         What is the same for some of them, because they hide equally much of this step, is one value, but in a graph's
         step: which values there are does not depend on what is in it.
         """
+        native = attention_native.load()
+        if native is None:
+            return self.cut_with_numpy(batch, masks)
+        found, places = native.cut(
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.seq_starts,
+            batch.num_tokens,
+            batch.causal,
+            batch.static,
+            batch.max_query_len,
+            masks,
+            self.heads,
+            self._shapes,
+        )
+        works = [
+            Work(
+                np.frombuffer(numbers, dtype=np.int32),
+                tuple([Programs(self.tilings[tiling], self.heads, *place) for tiling, *place in programs]),
+            )
+            for numbers, programs in found
+        ]
+        return [works[place] for place in places]
+
+    @cached_property
+    def _shapes(self) -> bytes:
+        """Of each tiling, its rows, the tokens of an iteration, the work items at a time, and tokens of a part."""
+        numbers = [(each.block_m, each.block_n, self._wave(each), each.min_split) for each in self.tilings]
+        return np.array(numbers, dtype=np.int32).tobytes()
+
+    def _wave(self, tiling: Tiling) -> int:
+        """Return how many work items run at a time."""
+        return max(1, self.num_cores * tiling.programs_per_core // self._programs)
+
+    def cut_with_numpy(self, batch: Batch, masks: Sequence[Mask]) -> list[Work]:
+        """Return what ``cut`` returns, where nothing can be compiled."""
         tiles = tiles_of(batch, self.heads, self.tilings)
-        waves = [max(1, self.num_cores * each.tiling.programs_per_core // self._programs) for each in tiles.shapes]
+        waves = [self._wave(shape.tiling) for shape in tiles.shapes]
         in_effect = masks_in_effect(batch, masks)
         every = tuple(dict.fromkeys(in_effect))
         num_tokens = num_tokens_read(tiles, batch, every)
@@ -141,14 +178,8 @@ class Cutter:
             if any(most):
                 works[mask] = self._in_parts(tiles, reads, most)
             else:
-                whole = works[mask] = self._whole(tiles) if whole is None else whole
+                whole = works[mask] = self._in_parts(tiles, reads, most) if whole is None else whole
         return [works[mask] for mask in in_effect]
-
-    def _whole(self, tiles: Tiles) -> Work:
-        programs = [
-            Programs(shape.tiling, self.heads, shape.first * NUM_ITEM_FIELDS, shape.num_tiles) for shape in tiles.shapes
-        ]
-        return Work(tiles.items.reshape(-1), tuple(programs))
 
     def _in_parts(self, tiles: Tiles, num_tokens: IntArray, lengths: Sequence[int | None]) -> Work:
         cuts = _cut(tiles, num_tokens, lengths)
@@ -174,6 +205,7 @@ class Cutter:
 @cache
 def cutter_for(num_kv_heads: int, group: int, tilings: tuple[Tiling, ...], num_cores: int) -> Cutter:
     """Return what cuts steps; it is the same for the same arguments."""
+    attention_native.load()  # at set-up, and not in the first step
     return Cutter(num_kv_heads, group, tilings, num_cores)
 
 

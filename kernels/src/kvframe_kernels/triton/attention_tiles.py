@@ -205,7 +205,7 @@ def _cut(requests: IntArray, queries_per_tile: int, batch: Batch) -> IntArray:
     tiles = requests.repeat(counts, axis=0)
     tiles += steps[:num_tiles]
     # The longest first, so that none is left over when the others are done.
-    tiles = tiles.take(tiles[:, POSITION].argsort()[::-1], axis=0)
+    tiles = tiles.take((-tiles[:, POSITION]).argsort(kind="stable"), axis=0)
     num_queries = tiles[:, NUM_QUERIES]
     np.minimum(num_queries, most, out=num_queries)
     if batch.causal:
