@@ -83,12 +83,12 @@ def decode_only_parts() -> Iterator[Part]:
 def model_parts() -> Iterator[Part]:
     """Yield all metadata of a model of ten cache groups, from the batch to what the layers read."""
     for windows, sizes in WINDOWS.items():
-        layers = windowed_layers(sizes)
+        layers = windowed_layers(sizes, "torch")
         for kind, make in (("decodes", decode_batch), ("mixed", mixed_batch)):
             limit = 1000.0 if kind == "decodes" else None
             yield model_part(f"ten groups, {windows}, 256 requests, {kind}", layers, make(256), limit)
     # Nine groups take over what was built for the first; or there is nothing to build.
-    equal = layers_of([SlidingWindowSpec(window=256, **SIZES)] * 10)
+    equal = layers_of([SlidingWindowSpec(window=256, **SIZES)] * 10, "torch")
     yield model_part("ten groups, all windows of 256, 256 requests, decodes", equal, decode_batch(256))
     passing = windowed_layers(WINDOWS["windows 32 to 288"], "torch_reference")
     for kind, make in (("decodes", decode_batch), ("mixed", mixed_batch)):
