@@ -41,6 +41,14 @@ def faults() -> Iterator[ModuleType]:
         sys.path.remove(str(BENCHMARKS))
 
 
+@pytest.fixture(autouse=True)
+def _interrupts_are_handled() -> Iterator[None]:
+    # A shell starts its background jobs with interrupts ignored, and Python leaves them so.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @attrs.define
 class Served:
     """What came of a batch of requests.
