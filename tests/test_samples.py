@@ -178,15 +178,40 @@ def test_a_prompt_of_one_token_has_nothing_to_share(llama: TinyModel) -> None:
         assert alone == tokens_of(engine.generate([[7]], PARAMS))
 
 
-def test_a_copy_that_fails_costs_a_computation(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), MemoryError()], ids=repr)
+def test_a_copy_that_fails_costs_a_computation(
+    llama: TinyModel, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     with llama.engine(audit=True, prefix_caching=False) as engine:
         tokens = expected(engine)
 
         def fail(*_: Any) -> None:
-            raise RuntimeError("out of memory")
+            raise error
 
         monkeypatch.setattr(engine._manager._coordinator._forks, "_copier", fail)
         assert tokens == expected(engine)
+        assert 0 == held_pages(engine)
+
+
+def test_a_copy_that_breaks_leaves_nothing_behind(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    with llama.engine(audit=True, prefix_caching=False) as engine:
+        tokens = expected(engine)
+
+        def fail(*_: Any) -> None:
+            monkeypatch.undo()
+            raise ValueError("no such page")
+
+        monkeypatch.setattr(engine._manager._coordinator._forks, "_copier", fail)
+        engine.add_request(PROMPT, PARAMS)
+        ended: dict[int, RequestOutput] = {}
+        num_errors = 0
+        while engine.has_unfinished:
+            try:
+                ended |= {output.sample: output for output in engine.step()}
+            except ValueError:
+                num_errors += 1
+        assert 1 == num_errors
+        assert tokens == tokens_of([ended[sample] for sample in range(4)])
         assert 0 == held_pages(engine)
 
 

@@ -349,8 +349,11 @@ class Scheduler(Generic[RequestT]):
         self._cache.fork(other.request_id, request.request_id, request.token_ids)
         try:
             has_room = self._cache.extend(request.request_id, len(request.token_ids))
-        except RuntimeError:
+        except (RuntimeError, MemoryError):
             has_room = False
+        except BaseException:
+            self._give_back(request)
+            raise
         if not has_room:
             self._give_back(request)
             return 0
