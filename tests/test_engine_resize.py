@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 
 from kvframe.engine.engine import Engine
@@ -53,6 +54,21 @@ def test_requests_go_on_in_a_cache_of_another_size(
         assert reference == [tokens[name] for name in names]
         assert not sizes
         assert 0 == held_pages(engine)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "flex", "numba", "torch", "torch_reference"])
+def test_every_backend_goes_on_in_a_cache_of_another_size(llama: TinyModel, backend: str) -> None:
+    params = attrs.evolve(PARAMS, max_new_tokens=4)
+    with make(llama, LARGE, backend=backend) as engine:
+        expected = [output.token_ids for output in engine.generate(PROMPTS[1:3], params)]
+    with make(llama, LARGE // 2, backend=backend) as engine:
+        names, tokens = [engine.add_request(prompt, params) for prompt in PROMPTS[1:3]], {}
+        for size in (SMALL, LARGE, SMALL):
+            tokens |= {output.request_id: output.token_ids for output in engine.step()}
+            engine.resize_cache(size)
+        while engine.has_unfinished:
+            tokens |= {output.request_id: output.token_ids for output in engine.step()}
+        assert expected == [tokens[name] for name in names]
 
 
 def test_a_request_that_did_not_fit_does_afterwards(llama: TinyModel) -> None:
@@ -105,10 +121,10 @@ def test_memory_that_is_not_there_changes_nothing(llama: TinyModel, monkeypatch:
     with make(llama, SMALL) as engine:
         before = engine.plan
 
-        def fail(*_: Any) -> None:
+        def fail(*_: Any, **__: Any) -> None:
             raise RuntimeError("out of memory")
 
-        monkeypatch.setattr("torch.UntypedStorage.resize_", fail)
+        monkeypatch.setattr("torch.zeros", fail)
         with pytest.raises(PlanError, match=r"cpu has no [0-9]+ bytes to give the cache"):
             engine.resize_cache(LARGE)
         assert before == engine.plan

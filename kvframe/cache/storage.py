@@ -35,12 +35,7 @@ class KVCacheStorage:
             PlanError: The device has not that much memory.
         """
         self._plan = plan
-        try:
-            self.pool = torch.zeros(plan.total_bytes, dtype=torch.uint8, device=device)
-        except RuntimeError as error:
-            raise PlanError(
-                f"{device} has no {plan.total_bytes} bytes to give the cache; ask for less memory"
-            ) from error
+        self.pool = self._allocate(plan, device)
         self.views: dict[str, Mapping[str, torch.Tensor]] = {}
         for planned, group in zip(plan.groups, grouping.groups, strict=True):
             for layer, spec, offset in zip(group.layers, group.stored, planned.layer_offsets, strict=True):
@@ -52,6 +47,15 @@ class KVCacheStorage:
                 self.views[layer] = tensors
         for layer, target in grouping.follows.items():
             self.views[layer] = self.views[target]
+
+    @staticmethod
+    def _allocate(plan: KVCachePlan, device: torch.device) -> torch.Tensor:
+        try:
+            return torch.zeros(plan.total_bytes, dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            raise PlanError(
+                f"{device} has no {plan.total_bytes} bytes to give the cache; ask for less memory"
+            ) from error
 
     def _view(self, shape: Sequence[int], dtype: torch.dtype, offset: int, page_bytes: int) -> torch.Tensor:
         item = dtype.itemsize
@@ -79,16 +83,12 @@ class KVCacheStorage:
         Raises:
             PlanError: The device has not that much memory; nothing changed.
         """
-        before, memory = self.pool.numel(), self.pool.untyped_storage()
-        try:
-            memory.resize_(plan.total_bytes)
-        except RuntimeError as error:
-            raise PlanError(
-                f"{self.pool.device} has no {plan.total_bytes} bytes to give the cache; ask for less memory"
-            ) from error
+        # Torch resizes no memory that NumPy has once seen, as backends may let it.
+        pool, kept = self._allocate(plan, self.pool.device), min(plan.total_bytes, self._plan.total_bytes)
+        pool[:kept] = self.pool[:kept]
+        memory = pool.untyped_storage()
         self._plan = plan
         self.pool.set_(memory, 0, (plan.total_bytes,), (1,))
-        self.pool[before:].zero_()
         for group in plan.groups:
             num_ids = (plan.total_bytes - group.page_bytes) // plan.block_id_bytes + 1
             for layer in group.layers:
