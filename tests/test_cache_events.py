@@ -18,6 +18,7 @@ from kvframe.cache.events import BlocksRemoved, BlocksStored, CacheCleared, Cach
 from kvframe.cache.inputs import InputSequence
 from kvframe.cache.keys import PrefixHash
 from kvframe.cache.manager import KVCacheManager
+from kvframe.engine.engine import Engine
 from kvframe.engine.request import SamplingParams
 from kvframe.specs import ENCODER, KVCacheSpec
 from kvframe.stack import Stack
@@ -53,6 +54,13 @@ def stored(tokens: Sequence[int], start: int, stop: int, size: int, salt: str = 
         block_size=size,
         salt=salt,
     )
+
+
+def cached(engine: Engine) -> dict[tuple[int, bytes], BlocksStored]:
+    """Return what a new listener to an engine is told; the one before it listens no more."""
+    mirror = Mirror()
+    engine.on_cache_events = mirror.replay
+    return mirror.blocks
 
 
 # --- what is told -----------------------------------------------------------------------------------------------------
@@ -286,6 +294,37 @@ def test_a_listener_that_raises_is_told_nothing_more_and_harms_nobody(caplog: py
     (record,) = caplog.records
     assert "the listener to cache events raised" in record.message
     assert 2 == len(calls)
+
+
+@pytest.mark.parametrize("when", ["before it takes them", "after it took one", "after it took all"])
+def test_a_listener_that_is_interrupted_is_told_all_anew(when: str) -> None:
+    mirror, calls = Mirror(), []
+
+    def listen(events: Sequence[CacheEvent]) -> None:
+        calls.append(len(events))
+        if len(calls) == 2:
+            mirror.replay(events[: {"before it takes them": 0, "after it took one": 1}.get(when)])
+            raise KeyboardInterrupt
+        mirror.replay(events)
+
+    with ScriptedModel(PROMPT).engine() as engine:
+        engine.on_cache_events = listen
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([PROMPT, "quick brown"], SHORT)
+        engine.generate(["a" * 20], SHORT)
+        assert mirror.blocks.keys() == cached(engine).keys() != set()
+
+
+def test_a_cache_that_shrinks_tells_what_it_gave_up() -> None:
+    mirror = Mirror()
+    with ScriptedModel(PROMPT).engine() as engine:
+        engine.on_cache_events = mirror.replay
+        for letter in "abcdefgh":
+            engine.generate([letter * 50], SHORT)
+        before = len(mirror.blocks)
+        engine.resize_cache(engine.plan.total_bytes // 2)
+        assert mirror.blocks.keys() == cached(engine).keys() != set()
+        assert 0 < len(mirror.blocks) < before
 
 
 def test_events_of_a_step_that_fails_come_with_the_next(caplog: pytest.LogCaptureFixture) -> None:

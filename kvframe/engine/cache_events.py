@@ -28,6 +28,7 @@ class CacheEventDelivery:
         self._secret = secret
         self._events: EventLog | None = None
         self._listener: CacheListener | None = None
+        self._is_in_doubt = False
 
     @property
     def listener(self) -> CacheListener | None:
@@ -41,16 +42,23 @@ class CacheEventDelivery:
             self._events = None
             self._manager.stop_events()
         else:
-            self._events = self._manager.record_events(self._secret)
+            self._is_in_doubt = True
             self.deliver()
 
     def deliver(self) -> None:
-        """Tell the listener what it was not told yet."""
-        events = self._events.take() if self._events is not None else ()
-        if not events or self._listener is None:
+        """Tell the listener what it was not told yet; all that is cached, if nobody knows what it was told.
+
+        That is so when it was interrupted, by Ctrl-C for one: it may have taken some of the events.
+        """
+        if self._listener is None:
             return
-        try:
-            self._listener(events)
-        except Exception:
-            _log.exception("the listener to cache events raised; it is told nothing any more")
-            self.listener = None
+        if self._is_in_doubt or self._events is None:
+            self._events = self._manager.record_events(self._secret)
+        self._is_in_doubt = True
+        if events := self._events.take():
+            try:
+                self._listener(events)
+            except Exception:
+                _log.exception("the listener to cache events raised; it is told nothing any more")
+                self.listener = None
+        self._is_in_doubt = False

@@ -217,11 +217,12 @@ class EngineCore(ABC, Generic[RequestT]):
     def on_cache_events(self) -> CacheListener | None:
         """Who is told which blocks requests find and which no more, in order; None for nobody, which costs nothing.
 
-        Called after each step in which something changed, and when the cache is reset, with a list of
+        Called after each step in which something changed, and when the cache is reset or resized, with a list of
         ``kvframe.BlocksStored``, ``BlocksRemoved`` and ``CacheCleared``. Whoever is set is first told of all that is
         cached, after a ``CacheCleared``: replaying what it is told always gives what the cache holds. Keys of blocks
         are those of ``kvframe.prefix_key`` under the secret of the stack's ``[cache] key``; without one, under a secret
-        of the engine's own. A listener that raises is logged, and told nothing any more. It must not call the engine.
+        of the engine's own. A listener that raises is logged, and told nothing any more; one that Ctrl-C interrupts is
+        told all that is cached the next time. It must not call the engine.
         """
         return self._cache_events.listener
 
@@ -249,10 +250,13 @@ class EngineCore(ABC, Generic[RequestT]):
                 '"off" in the stack\'s [engine], or make another engine'
             )
         going_on = [request for request in self._requests.values() if request.finish_reason is None]
-        with HeldInterrupts():
-            self.plan = self._admission.plan = resize(
-                self._manager, self._storage, self._scheduler, going_on, parse_bytes(memory)
-            )
+        try:
+            with HeldInterrupts():
+                self.plan = self._admission.plan = resize(
+                    self._manager, self._storage, self._scheduler, going_on, parse_bytes(memory)
+                )
+        finally:
+            self._cache_events.deliver()
 
     def close(self) -> None:
         """End every request and leave the model as it was. Safe to call twice."""
