@@ -188,14 +188,22 @@ class Decode {
     }
   }
 
+  // Whether tiles of so many rows are worth code of their own for the usual size of a head.
+  template <int kRows>
+  static constexpr bool is_usual() {
+    return kRows == 4 && !Stored::kScaled;
+  }
+
   template <int kRows>
   void multiply(int head, int row, int t, int stop) {
     constexpr int kTokens = kTileSums / kRows;
     if (t % kTokens) return;  // of an earlier tile
     // The last tile may go on behind the chunk's tokens: what it finds there is not looked at.
     for (; t < stop; t += kTokens) {
-      multiply_tile<Keys, kRows>(queries_ + (size_t)row * query_stride_, keys_ + t, keys_ + t + std::max(kTogether, kTokens),
-                                 head * step_.key.head_stride, (int)step_.head_size, scores_ + t * stride_ + row, stride_);
+      with_size<is_usual<kRows>()>(step_.head_size, [&](auto size) {
+        multiply_tile<Keys, kRows>(queries_ + (size_t)row * query_stride_, keys_ + t, keys_ + t + std::max(kTogether, kTokens),
+                                   head * step_.key.head_stride, size, scores_ + t * stride_ + row, stride_);
+      });
     }
   }
 
@@ -219,9 +227,10 @@ class Decode {
 
   template <int kRows, int kCount>
   void add(int head, int row, int t) {
-    add_tile<Values, kRows, kCount>(scores_ + t * stride_ + row, stride_, shrinks_ + row, values_ + t, values_ + t + kTogether,
-                                    head * step_.value.head_stride, (int)step_.head_size_v, outputs_ + (size_t)row * value_stride_,
-                                    value_stride_);
+    with_size<is_usual<kRows>() && kCount != 1>(step_.head_size_v, [&](auto size) {
+      add_tile<Values, kRows, kCount>(scores_ + t * stride_ + row, stride_, shrinks_ + row, values_ + t, values_ + t + kTogether,
+                                      head * step_.value.head_stride, size, outputs_ + (size_t)row * value_stride_, value_stride_);
+    });
   }
 
   // Rows of sums in the order of their elements, as `finish` takes them.

@@ -42,12 +42,22 @@ __attribute__((always_inline)) inline Vec keep(Vec vec) {
   return vec;
 }
 
+// Calls `tile` with the size of a head: as a constant where it is the usual one, if `kConstant`, for shorter code.
+template <bool kConstant, class Tile>
+inline void with_size(int64_t size, Tile tile) {
+  if constexpr (kConstant) {
+    if (size == 128) return tile(std::integral_constant<int, 128>());
+  }
+  tile((int)size);
+}
+
 // scores[t * stride + r]: the product of the query in row r with the key of token t, `offset` bytes behind keys[t]. The
 // queries' first vectors lie side by side, then their second ones, and so on. Meanwhile the same of the tokens
 // `later` is fetched.
-template <class Keys, int kRows>
+template <class Keys, int kRows, class Size>
 inline void multiply_tile(const float* queries, const char* const* keys, const char* const* later, int64_t offset,
-                          int size, float* scores, int stride) {
+                          Size head_size, float* scores, int stride) {
+  const int size = head_size;
   constexpr int kTokens = kTileSums / kRows, kVecs = Keys::kVecs;
   Vec sums[kTileSums] = {};
   const char *mine[kTokens], *fetched[kTokens];
@@ -133,9 +143,10 @@ __attribute__((always_inline)) inline void add_part(const float* weights, int we
 
 // outputs[r] = outputs[r] * shrinks[r] + the sum over kCount tokens of weights[t][r] * value, which lies `offset` bytes behind
 // values[t]. Meanwhile the same of the tokens `later` is fetched.
-template <class Values, int kRows, int kCount>
+template <class Values, int kRows, int kCount, class Size>
 inline void add_tile(const float* weights, int weight_stride, const float* shrinks, const char* const* values,
-                     const char* const* later, int64_t offset, int size, float* outputs, int stride) {
+                     const char* const* later, int64_t offset, Size head_size, float* outputs, int stride) {
+  const int size = head_size;
   const char *mine[kCount], *fetched[kCount];
   float* rows[kRows];
 #pragma GCC unroll 8
