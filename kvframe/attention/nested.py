@@ -10,7 +10,7 @@ import dataclasses
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, is_
-from types import MappingProxyType, NoneType, UnionType
+from types import MappingProxyType, MemberDescriptorType, NoneType, UnionType
 from typing import Any, TypeVar
 
 import attrs
@@ -92,16 +92,16 @@ class Kind:
     rebuild: Callable[[Any, Sequence[Any]], Any]
 
 
-def _of_fields(every: Sequence[str], looked_into: Sequence[str]) -> Kind:
+def _of_fields(cls: type, every: Sequence[str], looked_into: Sequence[str]) -> Kind:
     """Return how an attrs class or a dataclass with these fields holds what some of them hold."""
     others = [name for name in every if name not in looked_into]
-    names, values_of_others = (*looked_into, *others), _getter(others)
+    setters, values_of_others = [_setter(cls, name) for name in (*looked_into, *others)], _getter(others)
 
     def rebuild(value: Any, parts: Sequence[Any]) -> Any:
         # Not by its constructor, which may do more than take them.
-        copy = object.__new__(type(value))
-        for name, each in zip(names, (*parts, *values_of_others(value)), strict=True):
-            object.__setattr__(copy, name, each)
+        copy: Any = object.__new__(cls)
+        for set_field, each in zip(setters, (*parts, *values_of_others(value)), strict=True):
+            set_field(copy, each)
         return copy
 
     return Kind(_getter(looked_into), rebuild)
@@ -112,6 +112,14 @@ def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
         return attrgetter(*names)
     # Of one name, attrgetter does not return a tuple.
     return lambda value: tuple(getattr(value, name) for name in names)
+
+
+def _setter(cls: type, name: str) -> Callable[[Any, Any], None]:
+    """Return what sets a field, of a frozen class too: the field itself, where the class has a slot for it."""
+    field = getattr(cls, name, None)
+    if isinstance(field, MemberDescriptorType):
+        return field.__set__
+    return lambda value, part: object.__setattr__(value, name, part)
 
 
 def _rebuild_mapping(value: Any, parts: Sequence[Any]) -> Any:
@@ -150,7 +158,7 @@ def _find_kind(cls: type) -> Kind | None:
         looked_into = [
             name for name in every if not name.endswith("_cpu") and _may_hold_tensors(declared.get(name, Any))
         ]
-        return _of_fields(every, looked_into) if looked_into else None
+        return _of_fields(cls, every, looked_into) if looked_into else None
     if issubclass(cls, Mapping):
         return MAPPING
     return SEQUENCE if issubclass(cls, tuple | list) else None
