@@ -57,6 +57,8 @@ class Capabilities:
         head_sizes: Head sizes it is limited to; None for any.
         separate_value_size: Whether value vectors may differ in size from key vectors.
         block_size_multiple: Its block sizes are multiples of this.
+        spec_sizes: Fields of the layers' specs that it is limited to, with the values that they may have
+            (``{"latent_size": frozenset({512})}``). Another value is refused, and the code is the field's name.
         preference: Where several can serve a layer, ``backend = "auto"`` takes the highest.
     """
 
@@ -74,6 +76,7 @@ class Capabilities:
     head_sizes: frozenset[int] | None = None
     separate_value_size: bool = False
     block_size_multiple: int = 1
+    spec_sizes: Mapping[str, frozenset[int]] = attrs.field(default=MappingProxyType({}), hash=False)
     preference: int = 0
 
     def needs_copies(self, layer: LayerSpec) -> bool:
@@ -138,6 +141,10 @@ class Capabilities:
             refuse("value_size", f"takes value vectors as long as key vectors ({query.head_size})")
         if spec.block_size % self.block_size_multiple:
             refuse("block_size", f"takes blocks of a multiple of {self.block_size_multiple}, not {spec.block_size}")
+        for name, sizes in sorted(self.spec_sizes.items()):
+            # A spec of another kind, without the field, has other state too.
+            if getattr(spec, name, None) not in {None, *sizes}:
+                refuse(name, f"takes {name} {listed(sizes)}, not {getattr(spec, name)}")
         return found
 
 

@@ -109,7 +109,7 @@ def make_layers(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES) -
 
     Sizes and dtypes are some that the capabilities allow; masks and features are all that there are.
     """
-    head_size = min(capabilities.head_sizes or {8})
+    head_size = _usual_head_size(capabilities, form)
 
     def layer_with(**options: Any) -> LayerSpec:
         return make_layer(capabilities, form, **options)
@@ -132,7 +132,7 @@ def make_layers(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES) -
     for mask, options in MAIN_MASKS.items():
         for feature, changes in features.items():
             yield f"{mask}-{feature}", layer_with(**{**options, **changes})
-    for size in sorted(capabilities.head_sizes or {40}):
+    for size in sorted(capabilities.head_sizes or {head_size + 32}):
         yield f"full-head_size={size}", layer_with(head_size=size)
     for dtype in _dtypes(capabilities)[1:]:
         for mask, options in MAIN_MASKS.items():
@@ -150,9 +150,10 @@ def make_layer(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES, **
         form: The state that it stores.
         options: Fields of the form's spec and of ``QuerySpec`` that are to differ from the usual.
     """
-    head_size = options.pop("head_size", min(capabilities.head_sizes or {8}))
+    head_size = options.pop("head_size", _usual_head_size(capabilities, form))
     stored: dict[str, Any] = {
         **form.sizes(head_size),
+        **{name: min(sizes) for name, sizes in capabilities.spec_sizes.items()},
         "dtype": _dtypes(capabilities)[0],
         "block_size": align_up(16, capabilities.block_size_multiple),
     }
@@ -181,6 +182,10 @@ def make_masks(block_size: int) -> dict[str, Mapping[str, Any]]:
         "stride=6": {"stride": 6},
         "function-stride=6": {"stride": 6, "has_function": True},
     }
+
+
+def _usual_head_size(capabilities: Capabilities, form: StateForm) -> int:
+    return min(capabilities.head_sizes or {form.usual_head_size(capabilities.spec_sizes)})
 
 
 def _has_bidirectional_mask(layer: LayerSpec) -> bool:
@@ -238,13 +243,15 @@ def _in_format(layer: LayerSpec, kv_format: KVFormat) -> LayerSpec | None:
 def _format_cases(kv_format: KVFormat, capabilities: Capabilities, device: str, form: StateForm) -> Iterator[Case]:
     """Yield the main masks under every batch, and few of the batches for what else may differ."""
     sizes = sorted({align_up(size, capabilities.block_size_multiple) for size in (1, 16, 17)})
-    head_size = min(capabilities.head_sizes or {8})
+    head_size = _usual_head_size(capabilities, form)
     usual = align_up(16, capabilities.block_size_multiple)
     main = {mask: {"block_size": usual, **options} for mask, options in MAIN_MASKS.items()}
     further: dict[str, Mapping[str, Any]] = {f"full-block={size}": {"block_size": size} for size in sizes}
     further |= {f"window=5-block={size}": {"block_size": size, "window": 5} for size in sizes}
     further |= {f"full-{name}": changes for name, changes in form.features(head_size).items()}
-    further |= {f"full-head_size={size}": {"head_size": size} for size in sorted(capabilities.head_sizes or {40})}
+    further |= {
+        f"full-head_size={size}": {"head_size": size} for size in sorted(capabilities.head_sizes or {head_size + 32})
+    }
     further |= {f"full-{dtype}": {"dtype": dtype} for dtype in _dtypes(capabilities)[1:]}
     further["chunk=6"] = {"chunk": 6}
     further["stride=6"] = {"stride": 6}

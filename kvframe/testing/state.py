@@ -108,6 +108,10 @@ class StateForm(ABC):
     def sizes(self, head_size: int) -> dict[str, Any]:
         """Return the usual sizes of what is stored for queries of this size, as fields of ``spec_class``."""
 
+    def usual_head_size(self, limits: Mapping[str, frozenset[int]]) -> int:
+        """Return a small head size that goes with the sizes which a backend is limited to."""
+        return 8
+
     @abstractmethod
     def features(self, head_size: int) -> Mapping[str, Mapping[str, Any]]:
         """Return other sizes that a backend has to serve, by name; fields of ``QuerySpec`` may be among them."""

@@ -267,7 +267,7 @@ def test_the_grid_sees_mistakes(missing: str, library: ModuleType, monkeypatch: 
     if missing == "the cut":
         builder = importlib.import_module("kvframe_flashinfer.builder")
         of = builder.PageLists.of
-        monkeypatch.setattr(builder.PageLists, "of", lambda metadata, window: of(metadata, None))
+        monkeypatch.setattr(builder.PageLists, "of", lambda metadata, window, device: of(metadata, None, device))
     else:
         capabilities = attrs.evolve(backend_class.capabilities, reads_dead_tokens=False)
         monkeypatch.setattr(backend_class, "capabilities", capabilities)
@@ -351,7 +351,8 @@ def test_pages_that_a_window_has_left_are_not_in_the_lists() -> None:
 
     metadata = make_metadata([Request(40, 1), Request(7, 3), Request(15, 1)], 4)
     table = metadata.block_table
-    whole, cut = PageLists.of(metadata, None), PageLists.of(metadata, 6)
+    host = torch.device("cpu")
+    whole, cut = PageLists.of(metadata, None, host), PageLists.of(metadata, 6, host)
     assert [0, 11, 14, 18] == whole.starts.tolist()
     assert [1, 2, 4] == whole.last_page_lens.tolist() == cut.last_page_lens.tolist()
     # Queries at 40, 7 and 15 see from 35, 2 and 10 on: blocks 8, 0 and 2.

@@ -103,6 +103,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder):
     """Plans a step. Graphs cannot be captured: a plan decides how many blocks a kernel is launched with."""
 
     batch_order = BatchOrder()
+    on_host = True
 
     def __init__(self, problem: Problem, device: torch.device, kernels: str) -> None:
         """Take what the layers have in common.
@@ -129,7 +130,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder):
         pages = PageLists(
             np.array([0, 1], dtype=np.int32),
             np.array([1], dtype=np.int32),
-            torch.zeros(1, dtype=torch.int32, device=self._device),
+            torch.zeros(1, dtype=torch.int32),
         )
         holder = FlashInferMetadata()
         self._plan_decodes(holder, pages, 1, self._problem.window)
@@ -147,7 +148,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder):
         if not metadata.seq_lens_cpu.numpy()[:num_decodes].all():
             # Its decode kernel divides by zero where a request, over keys of another sequence, has none.
             num_decodes = 0
-        pages = PageLists.of(metadata, window)
+        pages = PageLists.of(metadata, window, self._device)
         parts = []
         if num_decodes:
             wrapper = self._plan_decodes(built, pages.part(0, num_decodes), metadata.block_size, window)

@@ -7,10 +7,14 @@ from kvframe.hookspecs import Register, hookimpl
 
 @hookimpl
 def kvframe_register_backends(register: Register) -> None:
-    """Register the backend."""
-    register(
-        "flashinfer",
-        "kvframe_flashinfer.backend:FlashInferBackend",
-        needs=("torch", "flashinfer"),
-        install="pip install flashinfer-python",
-    )
+    """Register the backends of keys and values, and of latents."""
+    for name, target in (
+        ("flashinfer", "backend:FlashInferBackend"),
+        ("flashinfer_mla", "latents:FlashInferMLABackend"),
+    ):
+        register(
+            name,
+            f"kvframe_flashinfer.{target}",
+            needs=("torch", "flashinfer"),
+            install="pip install 'flashinfer-python>=0.6.9'",
+        )

@@ -30,6 +30,10 @@ class Latents(StateForm):
         """Return sizes that differ from each other, with the larger part of a key made of the latent."""
         return {"latent_size": head_size + 4, "rope_size": head_size // 4, "head_size_v": head_size // 2}
 
+    def usual_head_size(self, limits: Mapping[str, frozenset[int]]) -> int:
+        """Return a size that leaves something beside the rotated part."""
+        return 8 + min(limits.get("rope_size", {0}))
+
     def features(self, head_size: int) -> Mapping[str, Mapping[str, Any]]:
         """Return values longer than keys, a latent that costs more absorbed and one that never does, one head."""
         return {

@@ -1,0 +1,120 @@
+"""FlashInfer's attention over latents, in the absorbed form: one read of a latent is key and value of all heads.
+
+Its kernels follow FlashMLA (https://github.com/deepseek-ai/FlashMLA) and DeepSeek-V2 (arXiv 2405.04434, 2.1.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
+from kvframe.errors import BackendError
+from kvframe.specs import LayerSpec
+from kvframe_flashinfer.backend import FlashInferBackend, FlashInferOptions
+from kvframe_flashinfer.latents_builder import LatentMetadata, LatentMetadataBuilder, LatentProblem
+
+KV_UP = "kv_up"
+"""The layer's parameter ``[num_heads, nope_size + head_size_v, latent_size]``: what makes a head's key, then its value,
+of a latent. The query's head size is ``nope_size``, and behind it the rotated part."""
+
+
+class FlashInferMLABackend(AttentionBackend):
+    """Serves layers that keep latents of DeepSeek's sizes (``kvframe-mla``), on pages of any size."""
+
+    capabilities = Capabilities(
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({"float16", "bfloat16"}),
+        masks=frozenset({"causal"}),
+        state=frozenset({"latent"}),
+        separate_value_size=True,
+        spec_sizes={"latent_size": frozenset({512}), "rope_size": frozenset({64})},
+        preference=5,
+    )
+    options_class = FlashInferOptions
+    conformance_form = "kvframe_mla.testing:Latents"
+
+    @classmethod
+    def unusable_reason(cls) -> str | None:
+        """Return why there is no device, or no way to get at the kernels."""
+        return FlashInferBackend.unusable_reason()
+
+    def __init__(self, layers: Sequence[LayerSpec], device: torch.device, options: FlashInferOptions) -> None:
+        """Take the group's layers, and let FlashInfer load their kernels, or compile them once, which takes minutes.
+
+        Raises:
+            BackendError: Sizes do not fit together.
+        """
+        super().__init__(layers, device, options)
+        # The spec is another distribution's: its fields are known by name.
+        spec: Any = layers[0].spec
+        query = layers[0].query
+        assert query is not None
+        self._head_size_v: int = spec.head_size_v
+        self._nope_size = query.head_size - spec.rope_size
+        if self._nope_size < 1:
+            raise BackendError(
+                f"layer {layers[0].name!r} has queries of {query.head_size} elements, which leave nothing beside the "
+                f"rotated part of {spec.rope_size}"
+            )
+        self._problem = LatentProblem(
+            num_heads=query.num_heads,
+            latent_size=spec.latent_size,
+            rope_size=spec.rope_size,
+            dtype=getattr(torch, spec.state_tensors()["latent"].dtype),
+            scale=query.scale,
+        )
+        self._builder = LatentMetadataBuilder(self._problem, device, options.kernels)
+        self._builder.load_kernels()
+
+    def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Take ``kv_up`` of a layer; raises ``BackendError`` where it is missing or of another shape."""
+        problem = self._problem
+        expected = problem.num_heads, self._nope_size + self._head_size_v, problem.latent_size
+        found = tuple(parameters[KV_UP].shape) if KV_UP in parameters else None
+        if found != expected:
+            raise BackendError(f"layer {layer.name!r} needs the parameter {KV_UP} of shape {expected}, and got {found}")
+        super().bind(layer, parameters)
+
+    def make_builder(self) -> LatentMetadataBuilder:
+        """Return the step's builder, which plans."""
+        return self._builder
+
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Store new tokens' latents and rotated parts.
+
+        Args:
+            key: ``[num_tokens, 1, latent_size], device``: the latents.
+            value: ``[num_tokens, 1, rope_size], device``: the rotated parts.
+            kv_cache: The layer's state tensors; written to.
+            slots: Block id and offset of each token, ``[num_tokens], int64, device`` both.
+        """
+        latent = kv_cache["latent"]
+        latent.index_put_(slots, torch.cat([key, value], dim=-1)[:, 0].to(latent.dtype))
+
+    def forward(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Run the step's plan, with the up-projection multiplied into queries before and outputs behind."""
+        assert isinstance(metadata, LatentMetadata)
+        if layer.name not in self.parameters:
+            raise BackendError(f"layer {layer.name!r} attends to latents, and its model bound no {KV_UP}")
+        problem, num_tokens = self._problem, metadata.num_tokens
+        output = query.new_empty(*query.shape[:2], self._head_size_v)
+        output[num_tokens:] = 0
+        if metadata.wrapper is None:
+            return output
+        kv_up = self.parameters[layer.name][KV_UP].to(problem.dtype)
+        key_up, value_up = kv_up.split_with_sizes([self._nope_size, self._head_size_v], dim=1)
+        nope, rotated = query[:num_tokens].to(problem.dtype).tensor_split([self._nope_size], dim=-1)
+        absorbed = torch.bmm(nope.transpose(0, 1), key_up).transpose(0, 1)
+        latents, rotated_keys = kv_cache["latent"].split_with_sizes([problem.latent_size, problem.rope_size], dim=-1)
+        found = absorbed.new_empty(absorbed.shape)
+        # Rows of 16 bytes are read at a time, and those of the rotated part begin wherever the other part ends.
+        metadata.wrapper.run(absorbed, rotated.contiguous(), latents, rotated_keys, out=found)
+        output[:num_tokens] = torch.bmm(found.transpose(0, 1), value_up.transpose(1, 2)).transpose(0, 1)
+        return output

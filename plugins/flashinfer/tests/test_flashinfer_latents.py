@@ -1,0 +1,193 @@
+"""The backend for latents on a stand-in for the library, and the library itself on a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from kvframe_kernels.flash_reference import paged_attention
+
+from kvframe import LayerSpec, load_plugins
+from kvframe.attention.backend import AttentionBackend
+from kvframe.errors import BackendError, PluginError
+from kvframe.testing.case import Case, Request
+from kvframe.testing.conformance import check_backend
+from kvframe.testing.grid import make_cases, make_layer
+from kvframe.testing.guard import guard
+from kvframe.testing.metadata import make_metadata
+from kvframe.testing.state import form_of
+
+
+class BatchMLAPagedAttentionWrapper:
+    """A stand-in for that of FlashInfer 0.6.9."""
+
+    made: ClassVar[list[BatchMLAPagedAttentionWrapper]] = []
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
+        assert float_workspace_buffer.nbytes == 128 << 20
+        self.backend = backend
+        self.made.append(self)
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        kv_len_arr: torch.Tensor,
+        num_heads: int,
+        head_dim_ckv: int,
+        head_dim_kpe: int,
+        page_size: int,
+        causal: bool,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None:
+        assert {torch.int32} == {each.dtype for each in (qo_indptr, kv_indptr, kv_indices, kv_len_arr)}
+        assert len(qo_indptr) == len(kv_indptr) == len(kv_len_arr) + 1
+        assert len(kv_indices) == kv_indptr[-1]
+        # Mixed dtypes and other sizes have no kernels.
+        assert (512, 64, q_data_type) == (head_dim_ckv, head_dim_kpe, kv_data_type)
+        assert torch.equal(kv_indptr.diff(), -(-kv_len_arr // page_size))
+        self.query_starts, self.seq_lens = qo_indptr, kv_len_arr
+        self.sizes, self.causal, self.scale, self.dtype = (num_heads, page_size), causal, sm_scale, q_data_type
+        self.table = torch.zeros(len(kv_len_arr), max(1, int(kv_indptr.diff().max())), dtype=torch.int32)
+        for row, (start, stop) in enumerate(zip(kv_indptr[:-1].tolist(), kv_indptr[1:].tolist(), strict=True)):
+            self.table[row, : stop - start] = kv_indices[start:stop]
+
+    def run(
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        ckv_cache: torch.Tensor,
+        kpe_cache: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert out is not None
+        assert (512, 64) == (ckv_cache.shape[-1], kpe_cache.shape[-1])
+        assert (q_nope.shape[1], ckv_cache.shape[1]) == self.sizes
+        assert {self.dtype} == {each.dtype for each in (q_nope, q_pe, ckv_cache, kpe_cache, out)}
+        for each in (q_nope, q_pe, ckv_cache, kpe_cache):
+            assert each.stride(-1) == 1
+            assert not any(stride * each.itemsize % 16 for stride in each.stride()[:-1])
+        assert len(q_nope) == self.query_starts[-1]
+        found, _ = paged_attention(
+            torch.cat([q_nope, q_pe], dim=-1),
+            torch.cat([ckv_cache, kpe_cache], dim=-1).unsqueeze(2),
+            ckv_cache.unsqueeze(2),
+            self.query_starts,
+            self.seq_lens,
+            self.table,
+            scale=self.scale,
+            causal=self.causal,
+        )
+        return out.copy_(found)
+
+
+@pytest.fixture
+def backend_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[AttentionBackend]]:
+    """The backend, on the stand-in in place of the library."""
+    names = ("flashinfer", "flashinfer.mla", "flashinfer.jit", "flashinfer.jit.cpp_ext", "flashinfer.jit.env")
+    modules = {name: ModuleType(name) for name in names}
+    vars(modules["flashinfer.mla"])["BatchMLAPagedAttentionWrapper"] = BatchMLAPagedAttentionWrapper
+    vars(modules["flashinfer.jit"])["env"] = modules["flashinfer.jit.env"]
+    vars(modules["flashinfer.jit.cpp_ext"])["get_cuda_path"] = str
+    monkeypatch.setattr(BatchMLAPagedAttentionWrapper, "made", [])
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    own = [f"kvframe_flashinfer.{name}" for name in ("backend", "builder", "latents", "latents_builder")]
+    for name in own:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module("kvframe_flashinfer.latents").FlashInferMLABackend
+    for name in own:
+        sys.modules.pop(name, None)
+
+
+def cases(backend_class: type[AttentionBackend]) -> tuple[Case, ...]:
+    wrappers = load_plugins().registry.wrappers
+    chains = (("decode_only",), ("chunked_local",), ("decode_only", "chunked_local"))
+    made = [tuple(wrappers.load(name)() for name in chain) for chain in chains]
+    return make_cases(backend_class.capabilities, "cuda", made, form_of(backend_class))
+
+
+def test_it_computes_the_grid(backend_class: type[AttentionBackend]) -> None:
+    found = cases(backend_class)
+    assert 80 < len(found)
+    assert {(512, 64)} == {(case.spec.latent_size, case.spec.rope_size) for case in found}  # type: ignore[attr-defined]
+    for case in found:
+        check_backend(backend_class, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("poison", [float("nan"), 1e4], ids=["nan", "large"])
+def test_the_library_computes_the_grid_on_a_gpu(poison: float) -> None:
+    try:
+        backend_class = load_plugins().registry.backends.load("flashinfer_mla")
+    except PluginError as error:
+        pytest.skip(str(error))
+    if reason := backend_class.unusable_reason():
+        pytest.skip(reason)
+    for case in cases(backend_class):
+        if case.query_dtype == torch.bfloat16:
+            check_backend(backend_class, case, "cuda", poison=poison)
+
+
+def layer(backend_class: type[AttentionBackend], **options: Any) -> LayerSpec:
+    return make_layer(backend_class.capabilities, form_of(backend_class), **options)
+
+
+def make_backend(backend_class: type[AttentionBackend], **options: Any) -> AttentionBackend:
+    assert backend_class.options_class is not None
+    return backend_class([layer(backend_class, **options)], torch.device("cpu"), backend_class.options_class())
+
+
+@pytest.mark.parametrize(
+    ("codes", "options"),
+    [
+        (["latent_size"], {"latent_size": 256}),
+        (["latent_size", "rope_size"], {"latent_size": 128, "rope_size": 32}),
+        (["dtype"], {"dtype": "float32"}),
+        (["mask_window"], {"window": 5}),
+        (["soft_cap", "sinks"], {"soft_cap": 2.0, "has_sinks": True}),
+    ],
+)
+def test_what_the_library_cannot_do_is_refused(
+    codes: list[str], options: dict[str, Any], backend_class: type[AttentionBackend]
+) -> None:
+    refused = backend_class.capabilities.refusals(layer(backend_class, **options), "cuda")
+    assert codes == [refusal.code for refusal in refused]
+
+
+def test_deepseeks_sizes_are_served(backend_class: type[AttentionBackend]) -> None:
+    deepseek = layer(backend_class, num_heads=128, head_size=192, head_size_v=128, dtype="bfloat16")
+    assert [] == backend_class.capabilities.refusals(deepseek, "cuda")
+
+
+def test_a_size_that_is_refused_is_named(backend_class: type[AttentionBackend]) -> None:
+    (refused,) = backend_class.capabilities.refusals(layer(backend_class, latent_size=256), "cuda")
+    assert "takes latent_size 512, not 256" == refused.reason
+
+
+def test_kernels_are_loaded_at_set_up_and_one_plan_serves_all_requests(backend_class: type[AttentionBackend]) -> None:
+    builder = make_backend(backend_class).make_builder()
+    assert ["auto"] == [wrapper.backend for wrapper in BatchMLAPagedAttentionWrapper.made]
+    built = builder.build(guard(make_metadata([Request(40, 1), Request(0, 9), Request(7, 2)], 16)))
+    assert (12, [0, 1, 10, 12]) == (built.num_tokens, built.wrapper.query_starts.tolist())
+    assert [41, 9, 9] == built.wrapper.seq_lens.tolist()
+
+
+def test_sizes_and_parameters_that_do_not_fit_are_refused(backend_class: type[AttentionBackend]) -> None:
+    with pytest.raises(BackendError, match="queries of 64 elements, which leave nothing beside the rotated part of 64"):
+        make_backend(backend_class, head_size=64)
+    backend = make_backend(backend_class, head_size=80, head_size_v=8)
+    expected = r"'layer' needs the parameter kv_up of shape \(4, 24, 512\), and got None"
+    with pytest.raises(BackendError, match=expected):
+        backend.bind(backend.layers[0], {})
+    built = backend.make_builder().build(make_metadata([Request(3, 1)], 16))
+    with pytest.raises(BackendError, match="'layer' attends to latents, and its model bound no kv_up"):
+        backend.forward(backend.layers[0], torch.ones(1, 4, 80), {"latent": torch.ones(2, 16, 576)}, built, None)
