@@ -12,6 +12,7 @@ from typing import Any
 
 import attrs
 import numpy as np
+import pytest
 
 from kvframe.cache.audit import pages_in
 from kvframe.cache.events import EventLog
@@ -125,7 +126,7 @@ class Lives:
 
     def happen(self) -> None:
         """Let one thing happen, which is one verb or several."""
-        events = {self.reset: 1, self.evict: 3, self.pin: 2, self.resize: 2, self.listen: 1}
+        events = {self.reset: 1, self.evict: 3, self.pin: 2, self.resize: 2, self.listen: 1, self.ask_too_much: 1}
         if self.pins:
             events[self.unpin] = 2
         if len(self.running) < MOST_RUNNING:
@@ -414,6 +415,38 @@ class Lives:
         self.manager.free(name)
         self.did("abort, swapped out")
         del self.swapped[name]
+
+    def ask_too_much(self) -> None:
+        """Ask for what is refused, which changes nothing."""
+        self.num_started += 1
+        new, known = f"r{self.num_started}", self.draw.choice(sorted({*self.running, *self.swapped}) or ["none"])
+        too_long = {ENCODER: InputSequence(MAX_ENCODER_LEN + self.draw.randint(1, 9), b"x")}
+        num_tokens = MAX_LEN + self.draw.randint(1, MAX_LEN)
+        asked: list[Callable[[], object]] = [lambda: self.manager.start(new, [7], inputs=too_long)]
+        if len(self.running) == MOST_RUNNING:
+            asked += [lambda: self.manager.start(new, [7]), lambda: self.manager.fork(known, new, [7])]
+        if known in self.running:
+            life, rows = self.running[known], np.array([self.manager.row(name) for name in sorted(self.running)])
+            targets = np.array([self.running[name].computed + 1 for name in sorted(self.running)])
+            targets[self.draw.randrange(len(rows))] = num_tokens
+            asked += [
+                lambda: self.manager.start(known, life.tokens),
+                lambda: self.manager.fork(known, known, life.tokens),
+                lambda: self.manager.swap_in(known, life.computed),
+                lambda: self.manager.extend(known, num_tokens),
+                lambda: self.manager.extend_rows(rows, targets),
+            ]
+        elif known in self.swapped:
+            asked += [
+                lambda: self.manager.start(known, [7]),
+                lambda: self.manager.fork(known, new, [7]),
+                lambda: self.manager.swap_in(known, num_tokens),
+            ]
+        before = {name: self.manager.block_ids(name) for name in self.running}
+        with pytest.raises(RequestError):
+            self.draw.choice(asked)()
+        self.did("ask too much", is_refused=True)
+        assert before == {name: self.manager.block_ids(name) for name in self.running}
 
     def end(self) -> None:
         """Free all requests, and check that nothing is left behind."""

@@ -83,6 +83,14 @@ def miscount_bytes(manager: KVCacheManager) -> None:
     manager._pool.held_bytes -= 1
 
 
+def lose_a_row(manager: KVCacheManager) -> None:
+    manager._free_rows.pop()
+
+
+def give_a_row_twice(manager: KVCacheManager) -> None:
+    manager._free_rows[0] = manager.row("here")
+
+
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
@@ -97,6 +105,8 @@ def miscount_bytes(manager: KVCacheManager) -> None:
         (miscount_the_cached, "cached pages are miscounted"),
         (miscount_the_held, "held pages are miscounted"),
         (miscount_bytes, "held bytes are miscounted"),
+        (lose_a_row, "rows were lost, or came from nowhere"),
+        (give_a_row_twice, "a row is free and a request's, or two requests'"),
     ],
 )
 def test_a_broken_pool_is_found(fault: Callable[[KVCacheManager], None], said: str) -> None:

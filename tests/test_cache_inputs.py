@@ -135,7 +135,7 @@ def test_inputs_are_cached_where_nothing_is_kept_of_tokens() -> None:
 
 
 def test_an_input_that_does_not_fit_leaves_everything_as_it_was() -> None:
-    plan = make_plan(full(), encoder(), num_slabs=2)
+    plan = make_plan(full(), encoder(), num_slabs=2, max_encoder_len=1000)
     manager = KVCacheManager(plan, max_num_seqs=1)
     manager.start("a", PROMPT, inputs=input_of(1000))
     assert not manager.extend("a", 1)

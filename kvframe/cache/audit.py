@@ -6,6 +6,8 @@ audit takes time in proportion to the pool: it is for tests, and for whoever sus
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,6 +24,21 @@ def pages_in(tables: BlockTables) -> BlockIds:
     """Return the pages that block tables name, each as often as they do."""
     ids = [stack.ids[stack.ids != 0] for stack in tables.stacks]
     return np.concatenate(ids) if ids else np.zeros(0, dtype=np.int32)
+
+
+def audit_rows(max_num_seqs: int, free: Sequence[int], taken: Sequence[int]) -> None:
+    """Check that every row of the table is free or one request's.
+
+    Args:
+        max_num_seqs: Rows that there are.
+        free: The rows that are free.
+        taken: The rows of requests.
+
+    Raises:
+        AssertionError: They are not; the text says what.
+    """
+    _require(len(free) + len(taken) == max_num_seqs, "rows were lost, or came from nowhere")
+    _require(len({*free, *taken}) == max_num_seqs, "a row is free and a request's, or two requests'")
 
 
 def audit_pool(pool: BlockPool, plan: KVCachePlan, held: BlockIds) -> None:

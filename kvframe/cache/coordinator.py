@@ -21,6 +21,7 @@ from kvframe.cache.free_pages import BlockIds
 from kvframe.cache.inputs import InputBlocks
 from kvframe.cache.lookup import PrefixHit
 from kvframe.cache.pool import BlockPool
+from kvframe.cache.refusals import too_many_tokens
 from kvframe.cache.tree import PrefixTree
 from kvframe.plan import KVCachePlan, PlannedGroup
 from kvframe.specs import KVCacheSpec
@@ -103,6 +104,7 @@ class KVCacheCoordinator:
         self.num_blocks = np.zeros((len(plan.groups), max_num_seqs), dtype=np.int64)
         self._groups: tuple[PlannedGroup, ...] = plan.groups
         self._alignment = plan.alignment
+        self._max_tokens = plan.max_model_len
         self._pool = pool
         self._tables = tables
         self._tree = tree
@@ -119,6 +121,8 @@ class KVCacheCoordinator:
         # Where every group of tokens is dense and in arrays, a batch of rows needs no look at each.
         self._is_plain = not self._asked and len(of_tokens) == len(plan.groups)
         self._stacks = [stack for stack in tables.stacks if not plan.groups[stack.groups[0]].is_of_input]
+        # Where the longest request ends within a block, that block's other tokens are no room.
+        self._ends_within_block = any(plan.max_model_len % stack.block_size for stack in self._stacks)
         self._moving: list[MovingGroups | None] = []
         for stack in self._stacks:
             found = [(place, moving.get(group)) for place, group in enumerate(stack.groups)]
@@ -272,9 +276,14 @@ class KVCacheCoordinator:
 
         Returns:
             False, and nothing changed, if there is none.
+
+        Raises:
+            RequestError: These are more tokens than the tables have room for; nothing changed.
         """
         if num_tokens <= self._room_of[row]:
             return True
+        if num_tokens > self._max_tokens:
+            raise too_many_tokens(num_tokens, self._max_tokens)
         if self._is_plain and (self._forks is None or row not in self._forks.rows):
             return self._make_plain_room(row, num_tokens)
         return self._make_room((row,), (num_tokens,))
@@ -285,11 +294,16 @@ class KVCacheCoordinator:
         Args:
             rows: ``[n], int64, host``, each once.
             num_tokens: ``[n], int64, host``.
+
+        Raises:
+            RequestError: As of ``extend``, of any of them.
         """
         (due,) = (num_tokens > self._room[rows]).nonzero()
         if not len(due):
             return True
         rows, num_tokens = rows[due], num_tokens[due]
+        if num_tokens.max() > self._max_tokens:
+            raise too_many_tokens(int(num_tokens.max()), self._max_tokens)
         if self._is_plain and len(rows) > 1 and (self._forks is None or not self._forks.rows):
             return self._make_room_at_once(rows, num_tokens)
         return self._make_room(rows.tolist(), num_tokens.tolist())
@@ -325,7 +339,7 @@ class KVCacheCoordinator:
         taken = self._pool.allocate(counts)
         if taken is None:
             return False
-        room = NEVER
+        room = self._max_tokens
         for s, (stack, (have, need)) in enumerate(zip(self._stacks, new, strict=True)):
             if need > have:
                 pages = self._pages_of(stack, counts, taken)
@@ -348,7 +362,8 @@ class KVCacheCoordinator:
         if self._tree is not None:
             self._tree.own.take_all(0, row, have, need, taken)
         self._num_blocks[0, row] = need
-        self._room_of[row] = need * stack.block_size
+        room = need * stack.block_size
+        self._room_of[row] = room if room <= self._max_tokens else self._max_tokens
         return True
 
     def _set_num_blocks(self, stack: TableStack, rows: Any, num_blocks: Any) -> None:
@@ -384,7 +399,7 @@ class KVCacheCoordinator:
         taken = self._pool.allocate(counts)
         if taken is None:
             return False
-        room: npt.NDArray[np.int64] | int = NEVER
+        room: npt.NDArray[np.int64] | int = self._max_tokens
         for s, (stack, (which, places)) in enumerate(zip(self._stacks, new, strict=True)):
             if len(which):
                 mine, pages = rows[which], self._pages_of(stack, counts, taken)
@@ -394,7 +409,7 @@ class KVCacheCoordinator:
                 self._set_num_blocks(stack, mine, places + 1)
             of_stack = self.num_blocks[stack.groups[0], rows] * stack.block_size
             room = np.minimum(room, of_stack) if s else of_stack
-        self._room[rows] = room if self._stacks else NEVER
+        self._room[rows] = np.minimum(room, self._max_tokens) if self._ends_within_block else room
         return True
 
     def _make_room(self, rows: Sequence[int], num_tokens: Sequence[int]) -> bool:
@@ -467,7 +482,7 @@ class KVCacheCoordinator:
 
     def _note_room(self, row: int) -> None:
         """Work out up to which tokens nothing is missing; of groups that store few blocks, up to the block's end."""
-        room = -1 if self._states[row].missing else NEVER
+        room = -1 if self._states[row].missing else self._max_tokens
         for group in self._dense:
             room = min(room, int(self.num_blocks[group.index, row]) * group.block_size)
         for group in self._sparse:
@@ -619,7 +634,12 @@ class KVCacheCoordinator:
         Returns:
             Per group, the block ids of the pages that have to be filled from the copies, 0 elsewhere; None, and nothing
             changed, if there are not enough pages.
+
+        Raises:
+            RequestError: As of ``extend``.
         """
+        if num_tokens > self._max_tokens:
+            raise too_many_tokens(num_tokens, self._max_tokens)
         state = attrs.evolve(swapped.state, live=dict(swapped.state.live))
         self._begin(row, swapped.num_computed, state)
         for index, copies in enumerate(swapped.copies):

@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.audit import audit_pool, audit_tree, pages_in
+from kvframe.cache.audit import audit_pool, audit_rows, audit_tree, pages_in
 from kvframe.cache.block_table import BlockTables
 from kvframe.cache.coordinator import KVCacheCoordinator, Rows, RowState, SwappedBlocks
 from kvframe.cache.events import EventLog
@@ -20,11 +20,13 @@ from kvframe.cache.lookup import PrefixHit, PrefixLookup, has_sparse
 from kvframe.cache.pins import Pin, Pins
 from kvframe.cache.pool import BlockPool
 from kvframe.cache.prefix import NO_MATCH, Namespace
+from kvframe.cache.refusals import cannot_fork, check_input_lens, name_in_use, no_free_row, not_swapped_out
 from kvframe.cache.restoring import Fetch, restore
 from kvframe.cache.stats import GroupLookups, KVCacheStats
 from kvframe.cache.swap import HostPages, HostStore
 from kvframe.cache.tree import PrefixTree
 from kvframe.cache.verb_audit import audit_each_verb
+from kvframe.errors import RequestError
 from kvframe.eviction import LRU, EvictionPolicy
 from kvframe.plan import KVCachePlan
 
@@ -138,6 +140,8 @@ class KVCacheManager:
         self._entries: dict[str, _Entry] = {}
         self._swapped: dict[str, _Swapped] = {}
         self._fresh: dict[int, _Entry] = {}
+        self._can_fork = copier is not None
+        self._max_num_seqs = max_num_seqs
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._num_resets = 0
         self._events: EventLog | None = None
@@ -172,10 +176,15 @@ class KVCacheManager:
 
         Returns:
             The number of tokens that need not be computed.
+
+        Raises:
+            RequestError: There is a request of that name (``duplicate_id``), no row is free (``no_row``), or an input
+                is too long (``input_too_long``); nothing changed.
         """
-        assert request_id not in self._entries
-        assert request_id not in self._swapped
-        assert self._free_rows
+        if request_id in self._entries or request_id in self._swapped or not self._free_rows:
+            raise self._no_place_for(request_id)
+        if inputs:
+            check_input_lens(inputs, self.plan.max_input_lens)
         namespace = (salt, inputs_root(inputs) if inputs else b"")
         of_inputs = input_blocks(self._input_groups, inputs, salt) if inputs else ()
         hit = NO_HIT
@@ -200,12 +209,31 @@ class KVCacheManager:
             request_id: A request in the table; its inputs are computed.
             new_id: The name of the new one; not in the table.
             token_ids: The tokens of the new one. Those that are computed of the other one are the same.
+
+        Raises:
+            RequestError: The other one cannot be forked (``no_fork``), there is a request of the new name
+                (``duplicate_id``), or no row is free (``no_row``); nothing changed.
         """
-        assert new_id not in self._entries
-        assert new_id not in self._swapped
-        entry, row = self._entries[request_id], self._free_rows.pop()
+        if new_id in self._entries or new_id in self._swapped or not self._free_rows:
+            raise self._no_place_for(new_id)
+        if request_id not in self._entries:
+            where = (
+                "it is swapped out; swap it in" if request_id in self._swapped else "it is not in the table; start it"
+            )
+            raise cannot_fork(request_id, where)
+        if not self._can_fork:
+            raise cannot_fork(request_id, "nobody copies pages that forks share; make the manager with a copier")
+        if self.missing_inputs(request_id):
+            raise cannot_fork(request_id, "its inputs are not computed; commit its first tokens before")
+        entry, row = self._entries[request_id], self._free_rows[-1]
         self._coordinator.fork(entry.row, row, token_ids)
+        self._free_rows.pop()
         self._entries[new_id] = _Entry(row, token_ids, entry.namespace, NO_HIT, entry.num_resets)
+
+    def _no_place_for(self, new_id: str) -> RequestError:
+        if new_id in self._entries or new_id in self._swapped:
+            return name_in_use(new_id, new_id in self._swapped)
+        return no_free_row(self._max_num_seqs)
 
     def find(self, token_ids: Sequence[int], *, salt: str = "", inputs: Mapping[str, InputSequence] = NO_INPUTS) -> int:
         """Return how many tokens ``start`` would find of such a request; it takes and changes nothing."""
@@ -233,6 +261,7 @@ class KVCacheManager:
             False, and nothing changed, if the pool cannot give the pages now.
 
         Raises:
+            RequestError: The plan is for fewer tokens (``too_long``); nothing changed.
             RuntimeError: A page that it shares with a fork could not be copied; nothing changed.
         """
         return self._coordinator.extend(self._entries[request_id].row, num_tokens)
@@ -246,6 +275,10 @@ class KVCacheManager:
 
         Returns:
             False, and nothing changed, if the pool cannot give the pages now.
+
+        Raises:
+            RequestError: As of ``extend``, of any of them; nothing changed.
+            RuntimeError: Likewise.
         """
         return self._coordinator.extend_rows(rows, num_tokens)
 
@@ -329,9 +362,14 @@ class KVCacheManager:
             False, and nothing changed, if the pool cannot give the pages now.
 
         Raises:
+            RequestError: It is not swapped out (``not_swapped``), no row is free (``no_row``), or the plan is for fewer
+                tokens (``too_long``); nothing changed.
             RuntimeError: A copy failed; the request is still swapped out, and holds nothing of the pool.
         """
-        assert self._free_rows
+        if request_id not in self._swapped:
+            raise not_swapped_out(request_id, request_id in self._entries)
+        if not self._free_rows:
+            raise no_free_row(self._max_num_seqs)
         assert self._host is not None
         entry, swapped = self._swapped[request_id].entry, self._swapped[request_id].blocks
         found = self._find_again(entry, swapped, use_prefix)
@@ -492,8 +530,13 @@ class KVCacheManager:
             None, and nothing changed, if the pool cannot give the pages now.
 
         Raises:
+            RequestError: No row is free (``no_row``), or the plan is for fewer tokens (``too_long``) or shorter inputs
+                (``input_too_long``); nothing changed.
             Exception: What ``fetch`` raises; nothing can be found that could not before.
         """
+        if not self._free_rows:
+            raise no_free_row(self._max_num_seqs)
+        check_input_lens(inputs, self.plan.max_input_lens)
         row, namespace = self._free_rows[-1], (salt, inputs_root(inputs) if inputs else b"")
         state = RowState(input_blocks(self._input_groups, inputs, salt) if inputs else ())
         saved = SwappedBlocks(copies, len(token_ids), state)
@@ -581,11 +624,12 @@ class KVCacheManager:
         yield from self._inputs.published()
 
     def audit(self) -> None:
-        """Check that all pages there are, are free, held or cached, and counted right; it takes long.
+        """Check that all pages there are, are free, held or cached, and counted right, and rows too; it takes long.
 
         Raises:
             AssertionError: They are not.
         """
+        audit_rows(self._max_num_seqs, self._free_rows, [entry.row for entry in self._entries.values()])
         held = np.concatenate([pages_in(self.tables), self._pins.pages()])
         audit_pool(self._pool, self.plan, held)
         if self._host is not None:

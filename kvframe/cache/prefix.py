@@ -86,7 +86,7 @@ class Cursor:
 
 def as_bytes(tokens: Sequence[int], start: int = 0, stop: int | None = None) -> bytes:
     """Return token ids, those of ``[start, stop)``, as four bytes each."""
-    if isinstance(tokens, array):
+    if isinstance(tokens, array) and tokens.typecode == "I":
         # A view of an array is not a copy, and nobody adds tokens while it lives.
         return tokens.tobytes() if stop is None else memoryview(tokens)[start:stop].tobytes()
     return array("I", tokens if stop is None else tokens[start:stop]).tobytes()

@@ -1,0 +1,237 @@
+"""What the cache manager may not be asked for is refused before anything is taken, with and without ``python -O``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvframe.cache.inputs import InputSequence
+from kvframe.cache.manager import KVCacheManager
+from kvframe.errors import RequestError
+from kvframe.specs import ENCODER, KVCacheSpec
+from tests.cache_model import HostCopies
+from tests.plans import encoder, full, make_plan, masked, ranged, state
+
+MAX_LEN, MAX_ENCODER_LEN, TOKENS = 30, 9, [7] * 20
+PLANS: dict[str, tuple[KVCacheSpec, ...]] = {
+    "nothing": (),
+    "one": (full(),),
+    "a block that ends where the longest does": (full(2),),
+    "alike": (full(), masked(window=5)),
+    "two sizes": (full(), masked(2, window=5)),
+    "asked position by position": (full(), ranged(window=5)),
+    "few blocks": (full(), state()),
+    "inputs": (full(), encoder()),
+}
+Ask = Callable[[KVCacheManager, int], bool]
+
+
+def make_manager(*specs: KVCacheSpec, max_num_seqs: int = 3, can_fork: bool = True) -> KVCacheManager:
+    plan = make_plan(*specs, num_slabs=60, max_model_len=MAX_LEN, max_encoder_len=MAX_ENCODER_LEN)
+    host = HostCopies(60, {})
+    copier = host.copy_within if can_fork else None
+    return KVCacheManager(plan, max_num_seqs=max_num_seqs, host_pages=host, copier=copier, audited=True)
+
+
+def start(manager: KVCacheManager, *names: str) -> None:
+    for name in names:
+        manager.start(name, TOKENS, use_prefix=False)
+        assert manager.extend(name, len(TOKENS))
+        manager.commit(name, TOKENS, len(TOKENS))
+
+
+def state_of(manager: KVCacheManager, *names: str) -> Any:
+    blocks = [manager.block_ids(name) for name in names]
+    return blocks, manager.num_held_pages, manager.num_free_rows, sorted(manager.published()), manager.stats
+
+
+def ask_one(manager: KVCacheManager, num_tokens: int) -> bool:
+    return manager.extend("one", num_tokens)
+
+
+def ask_row(manager: KVCacheManager, num_tokens: int) -> bool:
+    return manager.extend_rows(np.array([manager.row("one")]), np.array([num_tokens]))
+
+
+def ask_rows(manager: KVCacheManager, num_tokens: int) -> bool:
+    rows = np.array([manager.row("two"), manager.row("one")])
+    return manager.extend_rows(rows, np.array([len(TOKENS) + 1, num_tokens]))
+
+
+# --- more than the table has room for ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ask", [ask_one, ask_row, ask_rows])
+@pytest.mark.parametrize("kind", PLANS)
+def test_room_for_more_tokens_than_the_plan_is_for_is_refused(kind: str, ask: Ask) -> None:
+    manager = make_manager(*PLANS[kind])
+    start(manager, "one", "two")
+    for has_all_room in (False, True):
+        before = state_of(manager, "one", "two")
+        for num_tokens in (MAX_LEN + 1, 2 * MAX_LEN, 1000):
+            with pytest.raises(RequestError, match=rf"^room for {num_tokens} .* 30 at most; ask for fewer") as caught:
+                ask(manager, num_tokens)
+            assert caught.value.code == "too_long"
+            assert before == state_of(manager, "one", "two")
+        assert has_all_room or ask(manager, MAX_LEN)
+    manager.free("one")
+    manager.free("two")
+    assert (0, 0.0) == (manager.num_held_pages, manager.usage)
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_a_request_comes_back_with_room_for_the_longest_at_most(kind: str) -> None:
+    manager = make_manager(*PLANS[kind])
+    start(manager, "one", "two")
+    assert manager.swap_out("one")
+    before = state_of(manager, "two")
+    with pytest.raises(RequestError, match=r"^room for 31 tokens was asked for"):
+        manager.swap_in("one", MAX_LEN + 1)
+    assert before == state_of(manager, "two")
+    assert manager.swap_in("one", MAX_LEN)
+
+
+def test_an_input_that_is_longer_than_the_plan_is_for_is_refused() -> None:
+    manager = make_manager(full(), encoder())
+    before = state_of(manager)
+    with pytest.raises(
+        RequestError, match=r"^the input 'encoder' has 10 tokens, but the plan is for 9 at most"
+    ) as caught:
+        manager.start("one", TOKENS, inputs={ENCODER: InputSequence(MAX_ENCODER_LEN + 1, b"x")})
+    assert caught.value.code == "input_too_long"
+    assert before == state_of(manager)
+    manager.start("one", TOKENS, inputs={ENCODER: InputSequence(MAX_ENCODER_LEN, b"x")})
+    assert manager.extend("one", 1)
+
+
+def test_a_prefix_that_is_longer_than_the_plan_is_for_is_not_restored() -> None:
+    manager = make_manager(full())
+
+    def fetch(group: int, copies: Sequence[int], block_ids: Sequence[int]) -> None:
+        raise AssertionError("nothing is to be copied")
+
+    before, copies = state_of(manager), [[*range(1, 10)]]
+    with pytest.raises(RequestError, match=r"^room for 36 tokens was asked for"):
+        manager.restore([7] * 36, copies, fetch)
+    with pytest.raises(RequestError, match=r"^the input 'encoder' has 99 tokens"):
+        manager.restore([7] * 8, [[1, 2]], fetch, inputs={ENCODER: InputSequence(99, b"x")})
+    assert before == state_of(manager)
+    start(manager, "one", "two", "three")
+    with pytest.raises(RequestError, match=r"^no row of the table is free: there are 3"):
+        manager.restore([7] * 8, [[1, 2]], fetch)
+
+
+# --- names and rows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("begin", ["start", "fork"])
+def test_a_name_in_use_and_a_full_table_are_refused(begin: str) -> None:
+    manager = make_manager(full(), max_num_seqs=2)
+    start(manager, "one", "out")
+    assert manager.swap_out("out")
+
+    def ask(name: str) -> None:
+        if begin == "start":
+            manager.start(name, TOKENS)
+        else:
+            manager.fork("one", name, TOKENS)
+
+    before = state_of(manager, "one")
+    for name, where in (("one", "in the table"), ("out", "swapped out")):
+        with pytest.raises(RequestError, match=f"^a request '{name}' is {where} already; free it first") as caught:
+            ask(name)
+        assert caught.value.code == "duplicate_id"
+        assert before == state_of(manager, "one")
+    ask("two")
+    before = state_of(manager, "one", "two")
+    with pytest.raises(RequestError, match=r"^no row of the table is free: there are 2; free a request") as caught:
+        ask("three")
+    assert caught.value.code == "no_row"
+    with pytest.raises(RequestError, match=r"^no row of the table is free"):
+        manager.swap_in("out", len(TOKENS))
+    assert before == state_of(manager, "one", "two")
+    manager.free("two")
+    assert manager.swap_in("out", len(TOKENS))
+
+
+def test_only_what_is_swapped_out_is_swapped_in() -> None:
+    manager = make_manager(full())
+    start(manager, "one")
+    before = state_of(manager, "one")
+    for name, where in (("one", "it is in the table"), ("none", "there is none of that name")):
+        with pytest.raises(RequestError, match=f"^the request '{name}' is not swapped out: {where}") as caught:
+            manager.swap_in(name, len(TOKENS))
+        assert caught.value.code == "not_swapped"
+    assert before == state_of(manager, "one")
+
+
+def test_what_cannot_be_forked_is_refused_and_keeps_every_row() -> None:
+    manager, without_copier = make_manager(full(), encoder()), make_manager(full(), can_fork=False)
+    start(manager, "out")
+    assert manager.swap_out("out")
+    manager.start("new", TOKENS, inputs={ENCODER: InputSequence(3, b"x")})
+    start(without_copier, "one")
+    for cache, name, why in (
+        (manager, "none", "it is not in the table"),
+        (manager, "out", "it is swapped out"),
+        (manager, "new", "its inputs are not computed"),
+        (without_copier, "one", "nobody copies pages that forks share"),
+    ):
+        for _ in range(4):
+            with pytest.raises(RequestError, match=f"^the request '{name}' cannot be forked: {why}") as caught:
+                cache.fork(name, "fork", TOKENS)
+            assert caught.value.code == "no_fork"
+        assert cache.num_free_rows == 2
+
+
+WITHOUT_ASSERTIONS = """
+from kvframe.cache.manager import KVCacheManager
+from kvframe.errors import RequestError
+from tests.plans import full, make_plan
+assert False, "assertions are on"
+manager = KVCacheManager(make_plan(full()), max_num_seqs=2)
+manager.start("one", [1, 2, 3])
+manager.extend("one", 3)
+for verb in (
+    lambda: manager.start("one", [1, 2, 3]),
+    lambda: manager.extend("one", 65),
+    lambda: manager.fork("one", "two", [1, 2, 3]),
+    lambda: manager.swap_in("one", 3),
+):
+    try:
+        verb()
+    except RequestError as error:
+        print(error.code)
+manager.free("one")
+print(manager.num_held_pages, manager.num_free_rows)
+"""
+
+
+def test_what_is_refused_is_refused_without_assertions_too() -> None:
+    command = [sys.executable, "-O", "-c", WITHOUT_ASSERTIONS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["duplicate_id", "too_long", "no_fork", "not_swapped", "0", "2"]
+
+
+# --- tokens, however they are given -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("typecode", "bBhHiIlLqQ")
+def test_tokens_are_the_same_whatever_array_they_come_in(typecode: str) -> None:
+    manager = make_manager(full())
+    for name, tail in (("one", 1), ("two", 2)):
+        tokens = array(typecode, [7] * 8 + [tail] * 8)
+        manager.start(name, tokens)
+        assert manager.extend(name, 16)
+        manager.commit(name, tokens, 16)
+        manager.free(name)
+    for kind in ("I", typecode):
+        assert 8 == manager.find(array(kind, [7] * 8 + [3] * 8))
+        assert 12 == manager.find(array(kind, [7] * 8 + [2] * 4 + [3] * 4))
+    assert 8 == manager.start("three", array(typecode, [7] * 8 + [3] * 8))
