@@ -1,6 +1,6 @@
 """Run the cache manager against the cache by its definition for as many operations as one likes; record what happened.
 
-    python benchmarks/cache_model.py [--operations N] [--seed N] [--check-every N]
+    python benchmarks/cache_model.py [--operations N] [--seed N] [--check-every N] [--processes N]
 
 benchmarks/README.md says how, and what the figures mean.
 """
@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,28 @@ def run(seeds: Iterable[int], operations: int, check_every: int, seconds: float)
     }
 
 
+def run_turn(first: int, step: int, operations: int, check_every: int, seconds: float) -> dict[str, Any]:
+    """Live from every so many seeds on."""
+    return run(count(first, step), operations, check_every, seconds)
+
+
+def merge(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what several processes found, as one."""
+
+    def counted(name: str) -> dict[str, int]:
+        return dict(sum((Counter(each[name]) for each in found), Counter()))
+
+    return {
+        "seeds": sum(each["seeds"] for each in found),
+        "events": NUM_EVENTS,
+        "operations": sum(each["operations"] for each in found),
+        "seconds": max(each["seconds"] for each in found),
+        **{name: counted(name) for name in ("verbs", "refused", "drafts")},
+        "pages_copied": sum(each["pages_copied"] for each in found),
+        "failures": {seed: failure for each in found for seed, failure in each["failures"].items()},
+    }
+
+
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page as Markdown."""
     machine, failures = record["machine"], record["failures"]
@@ -82,9 +106,9 @@ def write_report(record: Mapping[str, Any]) -> str:
         f"{machine['processor']}, {machine['system']}; Python {machine['python']}, kvframe {machine['kvframe']} at "
         f"{machine['commit']}.",
         "",
-        f"{record['seeds']:,} mixtures of types, of {record['events']} events each, from the seeds "
-        f"{record['first_seed']:,} to {record['first_seed'] + record['seeds'] - 1:,}. What an operation returns, reads "
-        f"and writes, and what a request holds, was checked each time. After {how_often} all pages were counted, and "
+        f"{record['seeds']:,} mixtures of types, of {record['events']} events each, from as many seeds, the first of "
+        f"which is {record['first_seed']:,}, in {record['processes']} processes. What an operation returns, reads and "
+        f"writes, and what a request holds, was checked each time. After {how_often} all pages were counted, and "
         "what can be found was compared with the model.",
         "",
         *table(
@@ -111,6 +135,13 @@ def write_report(record: Mapping[str, Any]) -> str:
     show_default=True,
     help="Count all pages after so many operations, and compare what can be found after so many events.",
 )
+@click.option(
+    "--processes",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="How many at once, which share the seeds.",
+)
 @click.option("--minutes", type=click.FloatRange(min=0), default=1e9, help="Stop then at the latest.")
 @click.option(
     "--results",
@@ -118,15 +149,22 @@ def write_report(record: Mapping[str, Any]) -> str:
     default=HERE / "results",
     help="Where to write cache_model.json and cache_model.md.",
 )
-def main(operations: int, seed: int, check_every: int, minutes: float, results: Path) -> None:
+def main(operations: int, seed: int, check_every: int, processes: int, minutes: float, results: Path) -> None:
     """Run the cache manager against the cache by its definition, and record what happened."""
     machine = describe_machine(1)
-    found = run(count(seed), operations, check_every, 60 * minutes)
-    record = {"machine": machine, "first_seed": seed, "check_every": check_every, **found}
+    share = -(-operations // processes)
+    turns = [(seed + index, processes, share, check_every, 60 * minutes) for index in range(processes)]
+    if processes == 1:
+        found = [run_turn(*turns[0])]
+    else:
+        with ProcessPoolExecutor(processes) as executor:
+            found = list(executor.map(run_turn, *zip(*turns, strict=True)))
+    settings = {"first_seed": seed, "check_every": check_every, "processes": processes}
+    record = {"machine": machine, **settings, **merge(found)}
     results.mkdir(parents=True, exist_ok=True)
     (results / "cache_model.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     (results / "cache_model.md").write_text(write_report(record), encoding="utf-8")
-    sys.exit(1 if found["failures"] else 0)
+    sys.exit(1 if record["failures"] else 0)
 
 
 if __name__ == "__main__":

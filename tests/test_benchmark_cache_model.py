@@ -23,8 +23,9 @@ def benchmark() -> Iterator[Any]:
         yield import_module("cache_model")
 
 
-def run(benchmark: Any, folder: Path) -> tuple[int, dict[str, Any], str]:
-    answer = CliRunner().invoke(benchmark.main, ["--operations", "1000", "--seed", "4", "--results", str(folder)])
+def run(benchmark: Any, folder: Path, *options: str) -> tuple[int, dict[str, Any], str]:
+    arguments = ["--operations", "1000", "--seed", "4", "--results", str(folder), *options]
+    answer = CliRunner().invoke(benchmark.main, arguments)
     record = json.loads((folder / "cache_model.json").read_text(encoding="utf-8"))
     return answer.exit_code, record, (folder / "cache_model.md").read_text(encoding="utf-8")
 
@@ -34,6 +35,13 @@ def test_every_operation_is_counted(benchmark: Any, tmp_path: Path) -> None:
     assert (0, {}) == (code, record["failures"])
     assert 1000 <= record["operations"] == sum(record["verbs"].values())
     assert f"{record['operations']:,} operations" in page
+
+
+def test_processes_share_the_seeds(benchmark: Any, tmp_path: Path) -> None:
+    code, record, _ = run(benchmark, tmp_path, "--processes", "2")
+    assert (0, {}) == (code, record["failures"])
+    assert 1000 <= record["operations"] == sum(record["verbs"].values())
+    assert record["seeds"] >= record["processes"] == 2
 
 
 def test_a_failure_names_its_seed(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
