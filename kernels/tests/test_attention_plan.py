@@ -273,7 +273,7 @@ def test_where_nothing_can_be_compiled_one_line_says_so_and_numpy_cuts(
     def fail(source: str, name: str) -> None:
         raise RuntimeError("Failed to find C compiler.")
 
-    monkeypatch.setattr(attention_native, "compile_module_from_src", fail)
+    monkeypatch.setattr("triton.runtime.build.compile_module_from_src", fail)
     attention_native.load.cache_clear()
     try:
         for _ in range(2):

@@ -11,8 +11,6 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from triton.runtime.build import compile_module_from_src
-
 SOURCES = Path(__file__).parent / "src"
 
 
@@ -21,6 +19,9 @@ def load() -> ModuleType | None:
     """Return the compiled module; None where it cannot be built, which is said in one line, once."""
     source = "\n".join((SOURCES / name).read_text(encoding="utf-8") for name in ("tiles.h", "parts.h", "cut.c"))
     try:
+        # Triton does not promise to have it at this place in every version, or to be there at all.
+        from triton.runtime.build import compile_module_from_src
+
         module: ModuleType = compile_module_from_src(source, "kvframe_cut")
     except (RuntimeError, ImportError, OSError, subprocess.CalledProcessError) as error:
         print(f"kvframe-kernels: steps are cut by NumPy, which takes longer: {error}", file=sys.stderr, flush=True)

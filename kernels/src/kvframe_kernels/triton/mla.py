@@ -66,9 +66,12 @@ class LatentAttention:
 
     def cutter(self, dtype: torch.dtype) -> Cutter:
         """Return what cuts steps: as if each program's share of the heads had keys of its own."""
-        tilings = self.tilings_for(dtype)
-        heads = heads_per_program(self.num_heads, tilings[-1].block_m)
-        return cutter_for(self.num_heads // heads, heads, tilings, self.num_cores)
+        heads = self.heads_for(dtype)
+        return cutter_for(self.num_heads // heads, heads, self.tilings_for(dtype), self.num_cores)
+
+    def heads_for(self, dtype: torch.dtype) -> int:
+        """Return the query heads of a program, for queries of this dtype."""
+        return heads_per_program(self.num_heads, self.tilings_for(dtype)[-1].block_m)
 
     def launches(
         self,
@@ -98,11 +101,12 @@ class LatentAttention:
             causal: The batch's.
             has_starts: Whether the batch has tokens that are hidden.
         """
-        cutter = self.cutter(absorbed.dtype)
+        heads = self.heads_for(absorbed.dtype)
+        num_head_programs = self.num_heads // heads
         sizes = {
-            "NUM_KV_HEADS": cutter.num_kv_heads,
-            "GROUP": cutter.group,
-            "HEADS": cutter.group,
+            "NUM_KV_HEADS": num_head_programs,
+            "GROUP": heads,
+            "HEADS": heads,
             "HEAD_SIZE_V": self.latent_size,
         }
         arguments = {
@@ -130,12 +134,12 @@ class LatentAttention:
         }
         for each in programs:
             tiling = each.tiling
-            part_rows = each.num_slots, cutter.num_kv_heads, tiling.block_m
+            part_rows = each.num_slots, num_head_programs, tiling.block_m
             part_output = output.new_empty((*part_rows, self.latent_size), dtype=torch.float32)
             part_weight = output.new_empty(part_rows, dtype=torch.float32)
             yield Launch(
                 mla_kernel.attend_latents,
-                (each.num_items, cutter.num_kv_heads),
+                (each.num_items, num_head_programs),
                 {
                     **arguments,
                     "part_output": part_output,
