@@ -42,6 +42,7 @@ class Register(Protocol):
         *,
         needs: str | Sequence[str] | None = None,
         install: str | None = None,
+        needs_versions: str | Sequence[str] | None = None,
     ) -> None:
         """Claim a name for a class. Nothing is imported until the name is used.
 
@@ -50,9 +51,11 @@ class Register(Protocol):
             target: Where the class is, as ``"package.module:Class"``; a script or notebook may give the class itself.
             needs: Modules that the target imports and that may be missing (``"flash_attn"``): checked before import.
             install: What to type when something is missing (``"pip install 'my-package[cuda]'"``).
+            needs_versions: The least versions of distributions (``"flash-attn>=2.8"``): checked before import too.
+                Since version 1.2.
 
         Raises:
-            PluginError: The name or the target is not of that form.
+            PluginError: The name, the target or a version is not of that form.
         """
 
 

@@ -317,7 +317,9 @@ def _make_register(kind: str, candidate: Candidate, entries: list[Entry]) -> Reg
         *,
         needs: str | Sequence[str] | None = None,
         install: str | None = None,
+        needs_versions: str | Sequence[str] | None = None,
     ) -> None:
-        entries.append(Entry(kind, name, target, candidate.distribution, candidate.id, needs, install))
+        owner = candidate.distribution, candidate.id
+        entries.append(Entry(kind, name, target, *owner, needs, install, needs_versions))
 
     return register

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import re
@@ -64,6 +65,10 @@ def in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
 
 
+_LEAST_VERSION = re.compile(r"([A-Za-z0-9][\w.-]*)>=(\d+(?:\.\d+)*)", re.ASCII)
+_RELEASE = re.compile(r"\d+(?:\.\d+)*")
+
+
 def _as_names(needs: str | Sequence[str] | None) -> tuple[str, ...]:
     return (needs,) if isinstance(needs, str) else tuple(needs or ())
 
@@ -79,6 +84,17 @@ def _find_module(name: str) -> bool:
         return False
 
 
+def _is_older(found: str, least: str) -> bool:
+    """Return whether a version's release is before another; what is no version is not."""
+    release = _RELEASE.match(found)
+    if release is None:
+        return False
+    numbers = [[int(part) for part in each.split(".")] for each in (release.group(), least)]
+    length = max(map(len, numbers))
+    own, other = (each + [0] * (length - len(each)) for each in numbers)
+    return own < other
+
+
 @attrs.frozen
 class Entry:
     """One claim to a name.
@@ -91,6 +107,7 @@ class Entry:
         plugin: The plugin's id, ``distribution:name``.
         needs: Modules the target cannot be imported without; their top-level packages are looked for.
         install: What to type when something is missing; empty if unknown.
+        needs_versions: The least versions of distributions, ``"name>=1.2"``.
     """
 
     kind: str
@@ -100,9 +117,10 @@ class Entry:
     plugin: str
     needs: tuple[str, ...] = attrs.field(default=(), converter=_as_names)
     install: str = attrs.field(default="", converter=_as_hint)
+    needs_versions: tuple[str, ...] = attrs.field(default=(), converter=_as_names)
 
     def __attrs_post_init__(self) -> None:
-        """Refuse a name or target that could not be used later; raises ``PluginError``."""
+        """Refuse a name, target or version that could not be used later; raises ``PluginError``."""
         kind = KINDS[self.kind]
         if not isinstance(self.name, str) or not _SNAKE_CASE.fullmatch(self.name):
             raise PluginError(f"{kind.label} name {self.name!r} must be snake_case, like 'sliding_window'")
@@ -114,6 +132,9 @@ class Entry:
             raise PluginError(
                 f"the target of {kind.label} {self.name!r} must be like 'package.module:Class', not {self.target!r}"
             )
+        for need in self.needs_versions:
+            if not isinstance(need, str) or not _LEAST_VERSION.fullmatch(need):
+                raise PluginError(f"a version that {kind.label} {self.name!r} needs is like 'name>=1.2', not {need!r}")
 
     @property
     def id(self) -> str:
@@ -124,11 +145,30 @@ class Entry:
         """Return the needed modules that are not installed; imports nothing."""
         return tuple(name for name in self.needs if not _find_module(name))
 
+    def outdated(self) -> tuple[str, ...]:
+        """Return the needed distributions of which an older version is installed, with both; imports nothing.
+
+        One that is not installed under its name is passed over: builds from source and nightly ones have others.
+        """
+        found = []
+        for need in self.needs_versions:
+            name, _, least = need.partition(">=")
+            try:
+                version = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+            if _is_older(version, least):
+                found.append(f"{need}, not {version} as installed here")
+        return tuple(found)
+
     def load(self) -> Any:
         """Import the target and return the class; raises ``PluginError`` with owner, name and cause if it is unfit."""
         missing = self.missing()
         if missing:
             raise self._error(f"needs {', '.join(missing)}, not installed here")
+        outdated = self.outdated()
+        if outdated:
+            raise self._error(f"needs {'; '.join(outdated)}")
         loaded = self._import() if isinstance(self.target, str) else self.target
         kind = KINDS[self.kind]
         module, _, attribute = kind.base.partition(":")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +14,8 @@ from kvframe.errors import ContestedNameError, PluginError, UnknownNameError
 from kvframe.plugins import PluginPolicy, load_plugins
 from kvframe.registry import Entry, Registry
 from tests.fake_distributions import MANIFEST, FakeSite, registers
+
+PLUGINS = Path(__file__).resolve().parents[1] / "plugins"
 
 WINDOW_SPEC = """
 import attrs
@@ -183,6 +188,52 @@ def kvframe_register_backends(register):
 def test_needs_may_be_several() -> None:
     entry = Entry("backend", "x", "a:B", "a", "a:a", needs=["attrs", "no_such_one.part", "no_such_two"])
     assert entry.missing() == ("no_such_one.part", "no_such_two")
+
+
+@pytest.mark.parametrize(
+    ("found", "is_refused"),
+    [
+        *((found, False) for found in ("0.6.9", "0.6.10+cu130", "1.0", "0.7.0rc1", "nightly")),
+        *((found, True) for found in ("0.6.8.post1", "0.6", "0.5.12")),
+    ],
+)
+def test_a_library_that_is_too_old_is_found_before_import(
+    found: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", {"my-library": found}.__getitem__)
+    entry = Entry("backend", "x", "a:B", "a", "a:a", install="pip install -U it", needs_versions="my-library>=0.6.9")
+    assert is_refused is bool(entry.outdated())
+    if is_refused:
+        expected = (
+            f"backend 'x' of a cannot be used: needs my-library>=0.6.9, not {found} as installed here; "
+            "try: pip install -U it"
+        )
+        with pytest.raises(PluginError) as caught:
+            entry.load()
+        assert expected == str(caught.value)
+
+
+def test_a_version_of_what_is_not_installed_under_that_name_is_not_asked_for() -> None:
+    assert () == Entry("backend", "x", "a:B", "a", "a:a", needs_versions="no-such-library>=3").outdated()
+
+
+def test_a_version_that_cannot_be_read_is_refused() -> None:
+    with pytest.raises(PluginError, match=r"a version that backend 'x' needs is like 'name>=1.2', not 'library==2'"):
+        Entry("backend", "x", "a:B", "a", "a:a", needs_versions="library==2")
+
+
+def test_the_versions_that_plugins_ask_for_are_those_of_their_extras() -> None:
+    asked, extras = set(), set()
+    for claim in load_plugins().registry.backends.claims():
+        if claim.needs_versions:
+            asked.update((claim.owner, need) for need in claim.needs_versions)
+            folder = PLUGINS / claim.owner.removeprefix("kvframe-").replace("-", "_")
+            project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+            extras.update((claim.owner, need) for extra in project["optional-dependencies"].values() for need in extra)
+    assert {"kvframe-flash-attn", "kvframe-flashinfer", "kvframe-numba", "kvframe-triton"} == {
+        owner for owner, _ in asked
+    }
+    assert extras == asked
 
 
 def test_builtin_backends_are_what_they_say() -> None:

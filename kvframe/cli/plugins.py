@@ -53,6 +53,7 @@ def _names(catalogue: Catalogue) -> list[dict[str, Any]]:
             "plugin": entry.plugin,
             "contested": entry.name in contested,
             "missing": list(entry.missing()),
+            "outdated": list(entry.outdated()),
             "install": entry.install,
         }
         for entry in catalogue.claims()
@@ -62,9 +63,10 @@ def _names(catalogue: Catalogue) -> list[dict[str, Any]]:
 def _usable_in_words(name: dict[str, Any]) -> str:
     if name["contested"]:
         return f"contested: write {name['owner']}:{name['name']}, or choose an owner in the stack"
-    if name["missing"]:
+    if name["missing"] or name["outdated"]:
         hint = f"; try: {name['install']}" if name["install"] else ""
-        return f"no: needs {', '.join(name['missing'])}{hint}"
+        needed = ", ".join(name["missing"]) or "; ".join(name["outdated"])
+        return f"no: needs {needed}{hint}"
     return "yes"
 
 

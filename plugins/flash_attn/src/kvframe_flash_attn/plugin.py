@@ -13,6 +13,7 @@ def kvframe_register_backends(register: Register) -> None:
         "kvframe_flash_attn.backend:FlashAttnBackend",
         needs=("torch", "flash_attn"),
         install="pip install flash-attn --no-build-isolation",
+        needs_versions="flash-attn>=2.8",
     )
     register(
         "flash_attn_3",

@@ -17,4 +17,5 @@ def kvframe_register_backends(register: Register) -> None:
             f"kvframe_flashinfer.{target}",
             needs=("torch", "flashinfer"),
             install="pip install 'flashinfer-python>=0.6.9'",
+            needs_versions="flashinfer-python>=0.6.9",
         )

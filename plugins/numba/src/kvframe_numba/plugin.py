@@ -13,4 +13,5 @@ def kvframe_register_backends(register: Register) -> None:
         "kvframe_numba.backend:NumbaBackend",
         needs=("torch", "numba", "kvframe_kernels"),
         install="pip install 'kvframe-numba[numba]'",
+        needs_versions="numba>=0.61",
     )

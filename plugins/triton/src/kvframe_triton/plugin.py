@@ -14,4 +14,5 @@ def kvframe_register_backends(register: Register) -> None:
             f"kvframe_triton.{target}",
             needs=("torch", "triton", "kvframe_kernels"),
             install="pip install 'kvframe-triton[triton]'",
+            needs_versions="triton>=3.6",
         )
