@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -268,6 +269,40 @@ def test_what_the_script_calls_is_there(script: ModuleType) -> None:
     assert {"plugins"} == set(re.findall(r"-m kvframe (\w+)", text))
     assert "plugins" in importlib.import_module("kvframe.cli").main.list_commands(None)
     assert "gpu" in {each.split(":")[0] for each in markers()}
+
+
+WITHOUT = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"hypothesis", "transformers", "tokenizers", "safetensors"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+"""
+"""A module that, imported first, hides what tests of other things need."""
+
+
+def test_tests_of_a_gpu_need_nothing_that_other_tests_need(tmp_path: Path) -> None:
+    (find,) = re.findall(r"< <\((grep .+)\)$", (BENCHMARKS / "gpu.sh").read_text(encoding="utf-8"), re.MULTILINE)
+    found = subprocess.run(["bash", "-c", find], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert {"kernels/tests/test_attention.py", "tests/test_steps_on_a_gpu.py"} < {*found}
+    (tmp_path / "without.py").write_text(WITHOUT, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-p", "without", "-m", "gpu", "--collect-only", "-q", "-rs"]
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [*command, *found, "-p", "no:cacheprovider"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert 0 == done.returncode, done.stdout + done.stderr
+    assert "tiny models are made by transformers" in done.stdout
+    with_tests = {line.split("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    assert {*found} - {"tests/test_steps_on_a_gpu.py"} == with_tests
 
 
 def markers() -> list[str]:

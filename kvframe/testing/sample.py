@@ -7,7 +7,7 @@ sample has every trait of the grid, and every pair of those traits that kernels 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from kvframe.formats import PLAIN
 from kvframe.testing.case import Case, Request
@@ -56,6 +56,20 @@ def sample(cases: Sequence[Case], together: Iterable[tuple[str, str]] = TOGETHER
         chosen.add(best)
         missing -= pairs[best]
     return tuple(cases[index] for index in sorted(chosen))
+
+
+def parts(cases: Sequence[Case], num_parts: int) -> list[tuple[Case, ...]]:
+    """Return the cases as parts of about the same length, for processes that check them side by side.
+
+    Neighbours in the grid are computed by the same kernels: a part is a run of them, so that few kernels are compiled
+    by more than one process.
+
+    Args:
+        cases: What ``make_cases`` or ``sample`` returned.
+        num_parts: How many parts, at least one.
+    """
+    ends = [len(cases) * index // num_parts for index in range(num_parts + 1)]
+    return [tuple(cases[start:stop]) for start, stop in pairwise(ends)]
 
 
 def traits(case: Case) -> dict[str, Hashable]:

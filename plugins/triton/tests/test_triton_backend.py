@@ -22,12 +22,14 @@ from kvframe.testing.guard import guard
 from kvframe.testing.inputs import Learned, draw_inputs
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
-from kvframe.testing.sample import sample
+from kvframe.testing.sample import parts, sample
 from kvframe.testing.step import run_step
 
 CASES = make_cases(TritonBackend.capabilities, "cuda")
 FEW = sample(CASES)
 """The interpreter takes about a second for a case: of them, some in which all comes up that does in the grid."""
+
+NUM_PARTS = 24
 
 interpreted = pytest.mark.skipif(
     not knobs.runtime.interpret, reason="a CUDA device is there, on which all cases are run"
@@ -80,11 +82,19 @@ def test_what_is_always_computed_of_the_grid_has_every_variant_of_the_kernels(mo
     assert variants(CASES) == variants(FEW)
 
 
+# Most of the time goes to compiling the kernels: processes share it.
 @pytest.mark.gpu
-@pytest.mark.parametrize("poison", [float("nan"), 1e4], ids=["nan", "large"])
-def test_it_computes_the_grid_on_a_gpu(poison: float) -> None:
-    for case in CASES:
-        check_backend(TritonBackend, case, "cuda", poison=poison)
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_it_computes_the_grid_on_a_gpu(part: int) -> None:
+    for case in parts(CASES, NUM_PARTS)[part]:
+        check_backend(TritonBackend, case, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(NUM_PARTS // 3))
+def test_finite_values_where_nothing_is_live_change_nothing_on_a_gpu(part: int) -> None:
+    for case in parts(FEW, NUM_PARTS // 3)[part]:
+        check_backend(TritonBackend, case, "cuda", poison=1e4)
 
 
 class _WithoutLastPart(TritonBackend):
