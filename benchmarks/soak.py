@@ -11,27 +11,33 @@ from __future__ import annotations
 import json
 import logging
 import random
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import click
 import torch
 from machine import describe_machine
 from soak_faults import KINDS, Faults, InjectedError
+from soak_operator import OPERATIONS, Operator
 from soak_report import write_report
 from soak_scenarios import SCENARIOS, Scenario, Served
 from soak_traffic import Arrival, draw_arrivals
 from transformers.utils import logging as transformers_logging
 
 from kvframe import Engine, RequestOutput, SamplingParams
+from kvframe.cache.events import CacheEvent
 from kvframe.cli.render import progress
 from kvframe.errors import WrapperError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # The mirror is the tests': no package has it.
+from tests.cache_mirror import Mirror
 
 STEP_SECONDS, TOKEN_SECONDS = 0.03, 0.003
 FAULTS = 1 / 40
@@ -40,16 +46,17 @@ MOST_AFTER = {"memory": 60, "swap": 0}
 """How often the place of a fault may be reached before it strikes; 3 times unless said."""
 MOST_STEPS_ARMED = 100
 """A fault whose place is not reached by then, such as a copy to host memory, gives way to another."""
-RESETS = 1 / 500
-"""Steps before which the prefix cache is reset."""
 STEPS_PER_AUDIT = 50
 NUM_PROMPTS, NUM_PROMPTS_IN_SHORT = 40, 12
 MINUTES_IN_SHORT = 5.0
 
 
+_Made = TypeVar("_Made")
+
+
 @attrs.define
 class Counts:
-    """What happened. ``differences`` and ``leaks`` say in words what should not have."""
+    """What happened. ``differences``, ``mirror_differences`` and ``leaks`` say in words what should not have."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -58,9 +65,10 @@ class Counts:
     ends: Counter[str] = attrs.field(factory=Counter)
     compared_tokens: int = 0
     raised: Counter[str] = attrs.field(factory=Counter)
-    resets: int = 0
     audits: int = 0
+    mirrors: int = 0
     differences: list[str] = attrs.field(factory=list)
+    mirror_differences: list[str] = attrs.field(factory=list)
     leaks: list[str] = attrs.field(factory=list)
 
 
@@ -71,10 +79,16 @@ class Soak:
         """Make the engine, and let it break."""
         self.counts = Counts()
         self.engine: Engine = served.engine()
-        self.faults = Faults(self.engine)
+        self._mirror = Mirror()
+        self.faults = Faults(self.engine, self._hear)
+        source = random.Random(f"{served.scenario.name}-operator-{seed}")
+        self.operator = Operator(self.engine, self.faults, served.asked, source)
         swaps = "preemption" in served.scenario.cache
         wrapped = bool(served.scenario.wrappers)
-        self._kinds = [kind for kind in KINDS if (kind != "swap" or swaps) and (kind != "shape" or wrapped)]
+        # A size that finds no memory is the operator's.
+        self._kinds = [
+            kind for kind in KINDS if kind != "resize" and (kind != "swap" or swaps) and (kind != "shape" or wrapped)
+        ]
         self._source = random.Random(f"{served.scenario.name}-faults-{seed}")
         self._second = 0.0
         self._armed_until = 0
@@ -119,28 +133,30 @@ class Soak:
         for name in [name for name, step in self._patience.items() if step <= self.counts.steps]:
             del self._patience[name]
             self.engine.abort(name)
-        self.faults.listen()
+        self._attempt(self.faults.listen)
         if self.counts.steps >= self._armed_until:
             self.faults.disarm()
         if not self.faults.is_armed and self._source.random() < FAULTS:
             kind = self._source.choice(self._kinds)
             self.faults.arm(kind, self._source.randint(0, MOST_AFTER.get(kind, 3)))
             self._armed_until = self.counts.steps + MOST_STEPS_ARMED
-        if self._source.random() < RESETS:
-            self.engine.reset_prefix_cache()
-            self.counts.resets += 1
+        for act in self.operator.chosen():
+            self._attempt(act)
 
-    def _step(self) -> None:
-        before = self.engine.stats().computed_tokens
+    def _attempt(self, act: Callable[[], _Made]) -> _Made | None:
+        """Do something, and take note of what it raises for one of the faults; None if it did."""
         try:
-            outputs = self.engine.step()
+            return act()
         except (Exception, KeyboardInterrupt) as error:
             self.counts.raised[type(error).__name__] += 1
             if not isinstance(error, InjectedError | torch.OutOfMemoryError | WrapperError | KeyboardInterrupt):
                 raise
             self._last_errors.add(f"the step failed: {type(error).__name__}: {error}")
-            outputs = []
-        for output in outputs:
+            return None
+
+    def _step(self) -> None:
+        before = self.engine.stats().computed_tokens
+        for output in self._attempt(self.engine.step) or ():
             if output.finish_reason is not None:
                 self._end(output)
         self.counts.steps += 1
@@ -177,6 +193,28 @@ class Soak:
             self.engine._manager.audit()
         except AssertionError as error:
             self.counts.leaks.append(f"step {self.counts.steps}: {error}")
+        self._compare_mirror()
+
+    def _hear(self, events: Sequence[CacheEvent]) -> None:
+        try:
+            self._mirror.replay(events)
+        except (AssertionError, KeyError) as error:
+            self.counts.mirror_differences.append(f"step {self.counts.steps}: events out of order: {error!r}")
+
+    def _compare_mirror(self) -> None:
+        """Compare what the listener knows with what one who comes now is told."""
+        engine: Any = self.engine
+        num_interrupts = self.faults.struck["told"]
+        self._attempt(engine._cache_events.deliver)
+        if engine.on_cache_events is not None and num_interrupts == self.faults.struck["told"]:
+            self.counts.mirrors += 1
+            late = Mirror()
+            engine.on_cache_events = late.replay
+            if late.blocks.keys() != self._mirror.blocks.keys():
+                sizes = f"{len(self._mirror.blocks)} blocks and not {len(late.blocks)}"
+                self.counts.mirror_differences.append(f"step {self.counts.steps}: {sizes}")
+            engine.on_cache_events = None
+            self._attempt(self.faults.listen)
 
     def _look_for_leaks(self) -> None:
         """Check that nothing is held by nobody, and that everything is free once the prefixes are given up."""
@@ -205,14 +243,15 @@ def soak(
     started = time.perf_counter()
     running = Soak(served, seed)
     with running.engine as engine:
+        plan = engine.plan
         running.run(arrivals, advance)
-        stats, num_slabs = engine.stats(), engine.plan.num_slabs
+        stats = engine.stats()
     counts = running.counts
     return {
         "family": scenario.family,
         "what": scenario.what,
-        "cache_bytes": stats.cache_bytes,
-        "slabs": num_slabs,
+        "cache_bytes": plan.total_bytes,
+        "slabs": plan.num_slabs,
         "seconds": round(time.perf_counter() - started, 1),
         "requests": counts.requests,
         "most_at_once": counts.most_at_once,
@@ -226,12 +265,14 @@ def soak(
         "retries": stats.retries,
         "hit_tokens": stats.cached_prompt_tokens,
         "evictions": stats.evictions,
-        "resets": counts.resets,
+        **{what: running.operator.counts[what] for what in OPERATIONS},
         "audits": counts.audits,
+        "mirrors": counts.mirrors,
         "ends": dict(sorted(counts.ends.items())),
         "faults": {kind: running.faults.struck[kind] for kind in KINDS if running.faults.struck[kind]},
         "raised": dict(sorted(counts.raised.items())),
-        "differences": counts.differences,
+        "differences": counts.differences + running.operator.mistakes,
+        "mirror_differences": counts.mirror_differences,
         "leaks": counts.leaks,
     }
 
@@ -242,8 +283,9 @@ def soak(
 @click.option("--scenario", "names", multiple=True, type=click.Choice([each.name for each in SCENARIOS]))
 @click.option("--results", type=click.Path(path_type=Path), default=Path(__file__).parent / "results")
 def main(minutes: float, seed: int, names: Sequence[str], results: Path) -> None:
-    """Serve every scenario's traffic and write one JSON file and one page; fail if a token differs or a page leaks."""
+    """Serve every scenario's traffic and write one JSON file and one page; fail if anything differs or leaks."""
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background jobs have none.
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     logging.getLogger("kvframe").setLevel(logging.CRITICAL)  # a listener that raises is said each time
@@ -257,7 +299,7 @@ def main(minutes: float, seed: int, names: Sequence[str], results: Path) -> None
     page = write_report(record)
     (results / "soak.md").write_text(page, encoding="utf-8")
     click.echo(page)
-    if any(each["differences"] or each["leaks"] for each in record["scenarios"].values()):
+    if any(each["differences"] or each["mirror_differences"] or each["leaks"] for each in record["scenarios"].values()):
         sys.exit("what differs, and what leaks, is in soak.json")
 
 

@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvframe import hookimpl
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.wrapper import FieldUse, MetadataWrapper
+from kvframe.cache.events import CacheEvent
 from kvframe.engine.core import EngineCore
+from kvframe.errors import PlanError
 
 KINDS: Mapping[str, str] = {
     "backend": "a backend raises in one of the step's layers",
@@ -25,10 +27,13 @@ KINDS: Mapping[str, str] = {
     "logits": "the model's output for one request is NaN",
     "state": "what a layer stores of one token is NaN",
     "listener": "a listener to cache events raises; the next one is told all that is cached",
+    "told": "Ctrl-C in a listener to cache events; it is told all that is cached the next time",
+    "resize": "no memory for a cache of another size; it stays as it is",
     "interrupt": "Ctrl-C in one of the step's layers",
     "books": "Ctrl-C while the scheduler asks for room or commits",
 }
 """What can break."""
+INTERRUPTS = {"told", "interrupt", "books"}
 
 
 class InjectedError(RuntimeError):
@@ -42,8 +47,15 @@ class Faults:
         struck: How often each kind has struck.
     """
 
-    def __init__(self, engine: EngineCore[Any]) -> None:
-        """Stand in the places of an engine that can break."""
+    def __init__(
+        self, engine: EngineCore[Any], hear: Callable[[Sequence[CacheEvent]], None] = lambda events: None
+    ) -> None:
+        """Stand in the places of an engine that can break.
+
+        Args:
+            engine: The engine.
+            hear: Called with its cache events by a listener that may break.
+        """
         self.struck: Counter[str] = Counter()
         self._armed: dict[str, int] = {}
         self._is_poisoning = False
@@ -59,15 +71,17 @@ class Faults:
             host._pages.copy_out = self._before(host._pages.copy_out, "swap")
             host._pages.copy_in = self._before(host._pages.copy_in, "swap")
         parts._storage.fill = self._with_memory(parts._storage.fill)
+        parts._storage.resize = self._before(parts._storage.resize, "resize")
         parts._advance = self._short_of_memory(parts._advance)
         Careless.strikes = lambda: self._strikes("shape")
         self._engine = engine
+        self._hear = hear
         self.listen()
 
     def listen(self) -> None:
         """Let somebody listen to what the cache holds, if nobody does, who may raise."""
         if self._engine.on_cache_events is None:
-            self._engine.on_cache_events = self._before(lambda events: None, "listener")
+            self._engine.on_cache_events = self._before(self._hear, "listener", "told")
 
     def arm(self, kind: str, after: int = 0) -> None:
         """Let something break when its place is reached for the ``after + 1``-th time from now on."""
@@ -97,8 +111,10 @@ class Faults:
         def breaking(*arguments: Any, **named: Any) -> Any:
             for kind in kinds:
                 if self._strikes(kind):
-                    if kind in ("interrupt", "books"):
+                    if kind in INTERRUPTS:
                         signal.raise_signal(signal.SIGINT)
+                    elif kind == "resize":
+                        raise PlanError(KINDS[kind])
                     else:
                         raise InjectedError(KINDS[kind])
             return function(*arguments, **named)

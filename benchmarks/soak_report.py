@@ -22,7 +22,12 @@ COUNTS = {
     "hit_tokens": "prompt tokens found in the cache",
     "evictions": "cached pages given up",
     "resets": "resets of the prefix cache",
+    "resizes": "caches made larger, or tight again",
+    "resizes_refused": "sizes refused, for what is pinned or for want of memory",
+    "pins_asked": "prefixes to be pinned",
+    "pins": "of these, for which there was room",
     "audits": "audits",
+    "mirrors": "mirrors made of cache events compared with the cache",
 }
 ENDS = {"length": "served", "aborted": "given up by their owners", "error": "failed"}
 
@@ -60,5 +65,6 @@ def _counts(scenarios: Mapping[str, Any]) -> list[str]:
     for kind, text in KINDS.items():
         rows.append(row(f"fault: {text}", [each["faults"].get(kind, 0) for each in found]))
     rows.append(row("**tokens that differ, failures without a reason**", [len(each["differences"]) for each in found]))
+    rows.append(row("**mirrors that differ**", [len(each["mirror_differences"]) for each in found]))
     rows.append(row("**leaks**", [len(each["leaks"]) for each in found]))
     return table(("", *scenarios, "all"), rows)
