@@ -7,6 +7,7 @@ from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -159,6 +160,29 @@ def test_a_prefix_hit_is_not_computed() -> None:
     made = scheduler(CountingCache(hits={"a": 8}), request("a", 10))
     assert [{"a": 2}, {"a": 1}] == run(made, 2)
     assert (10, 8) == (made.stats.prompt_tokens, made.stats.cached_prompt_tokens)
+
+
+def test_who_was_admitted_when_a_step_breaks_waits_as_before() -> None:
+    cache = CountingCache()
+    made = scheduler(cache, request("a", 3, inputs=encoder("x")), request("b", 5), request("c", 2))
+    extend = cache.extend
+
+    def break_once(request_id: str, num_tokens: int) -> bool:
+        if request_id == "b":
+            vars(cache).pop("extend")
+            raise ValueError("no such page")
+        return extend(request_id, num_tokens)
+
+    vars(cache)["extend"] = break_once
+    with pytest.raises(ValueError, match="no such page"):
+        made.schedule()
+    assert (["a", "b", "c"], 0, {}) == ([each.request_id for each in made.waiting], len(made.running), cache.held)
+    step = made.schedule()
+    assert step is not None
+    # The encoder's input belongs to the step that admits its request.
+    assert [("a", {"encoder"}), ("b", set()), ("c", set())] == [
+        (each.request_id, each.new_inputs) for each in step.admitted
+    ]
 
 
 def test_the_request_admitted_last_is_preempted_and_computed_again() -> None:

@@ -118,25 +118,15 @@ class Scheduler(Generic[RequestT]):
         counts: list[int] = []
         # What was just preempted would only be preempted again; but with nothing running, something must start.
         if self.waiting and budget and (preempted == self.stats.preemptions or not self.running):
-            while self.waiting and budget and len(self.running) < self._max_num_seqs:
-                request = self.waiting[0]
-                if self.running and (request.runs_alone or self.running[0].runs_alone):
-                    break
-                if self._whole_prompts and len(request.token_ids) > budget:
-                    break
-                if self._is_being_computed(request, admitted, counts):
-                    break
-                other = request.forks_from
-                if other is not None and other.row >= 0 and other.num_computed < other.pause_at:
-                    break
-                count = self._admit(request, budget, admitted)
-                if not count:
-                    break
-                self.waiting.popleft()
-                self.running.append(request)
-                admitted.append(request)
-                counts.append(count)
-                budget -= count
+            try:
+                budget = self._admit_waiting(budget, admitted, counts)
+            except BaseException:
+                # There is no step that would compute what they bring: they wait as before.
+                for request in reversed(admitted):
+                    self._give_back(request)
+                    self.running.remove(request)
+                    self.waiting.appendleft(request)
+                raise
         num_reqs = len(going_on) + len(admitted)
         if not num_reqs:
             return None
@@ -325,6 +315,38 @@ class Scheduler(Generic[RequestT]):
         request.num_computed = 0
         request.new_inputs = frozenset()
 
+    def _admit_waiting(self, budget: int, admitted: list[RequestT], counts: list[int]) -> int:
+        """Let waiting requests run, in their order, as long as there is room.
+
+        Args:
+            budget: Tokens that the step has left.
+            admitted: Those that run now are put here.
+            counts: Of each, how many tokens the step computes.
+
+        Returns:
+            The tokens that are left.
+        """
+        while self.waiting and budget and len(self.running) < self._max_num_seqs:
+            request = self.waiting[0]
+            if self.running and (request.runs_alone or self.running[0].runs_alone):
+                break
+            if self._whole_prompts and len(request.token_ids) > budget:
+                break
+            if self._is_being_computed(request, admitted, counts):
+                break
+            other = request.forks_from
+            if other is not None and other.row >= 0 and other.num_computed < other.pause_at:
+                break
+            count = self._admit(request, budget, admitted)
+            if not count:
+                break
+            self.waiting.popleft()
+            self.running.append(request)
+            admitted.append(request)
+            counts.append(count)
+            budget -= count
+        return budget
+
     def _admit(self, request: RequestT, budget: int, admitted: Sequence[RequestT]) -> int:
         """Let a waiting request run, on as many tokens as the budget allows; 0, and nothing changed, if no room.
 
@@ -348,14 +370,10 @@ class Scheduler(Generic[RequestT]):
         """Let a request go on from where another one pauses; what is known of its tokens is computed in one step."""
         self._cache.fork(other.request_id, request.request_id, request.token_ids)
         try:
-            has_room = self._cache.extend(request.request_id, len(request.token_ids))
+            if not self._extend_first(request, len(request.token_ids)):
+                self._give_back(request)
+                return 0
         except (RuntimeError, MemoryError):
-            has_room = False
-        except BaseException:
-            self._give_back(request)
-            raise
-        if not has_room:
-            self._give_back(request)
             return 0
         request.fork(other)
         request.row = self._cache.row(request.request_id)
@@ -402,7 +420,7 @@ class Scheduler(Generic[RequestT]):
             if self._reserve_prompts and hit + num_scheduled < len(request.token_ids) and self.running:
                 # With room for a part of it only, it would take from others until it is preempted itself.
                 fits = fits and self._cache.has_room(request.request_id, len(request.token_ids))
-            if fits and self._cache.extend(request.request_id, hit + num_scheduled):
+            if fits and self._extend_first(request, hit + num_scheduled):
                 break
             self._give_back(request)
             if self.running:
@@ -419,6 +437,14 @@ class Scheduler(Generic[RequestT]):
             self.stats.prompt_tokens += request.num_prompt_tokens
             self.stats.cached_prompt_tokens += hit
         return num_scheduled
+
+    def _extend_first(self, request: RequestT, num_tokens: int) -> bool:
+        """Get room for one that the cache has just taken in; if that raises, it is there no more."""
+        try:
+            return self._cache.extend(request.request_id, num_tokens)
+        except BaseException:
+            self._give_back(request)
+            raise
 
     def _is_being_computed(self, request: RequestT, admitted: Sequence[RequestT], counts: Sequence[int]) -> bool:
         """Return whether a request admitted in this step computes what ``request`` can take in the next one.
