@@ -58,7 +58,9 @@ class Operator:
         self.engine.reset_prefix_cache()
 
     def _grow(self) -> None:
-        self._resize(self._tight + self.source.randint(1, self._tight))
+        # Beside what is pinned there has to be room for the longest request with the longest input, which is not tight.
+        plan = self.engine.plan
+        self._resize(self._tight + self.source.randint(1, plan.num_slabs_for(plan.peak_blocks(plan.max_model_len))))
 
     def _shrink(self) -> None:
         if self.source.random() < UNPINNED:
