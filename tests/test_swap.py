@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvframe_kernels.triton.pages import copy_pages
 from kvframe_transformers.testing import FAMILIES
+from kvframe_triton.backend import TritonBackend
+from kvframe_triton.latents import TritonMLABackend
+from triton import knobs
 
 from kvframe import Engine
+from kvframe.attention.backend import AttentionBackend, PageCopier
+from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.storage import HostStorage
+from kvframe.engine.assembly import find_page_copier
 from kvframe.engine.request import RequestOutput, SamplingParams
 from kvframe.engine.stats import EngineStats
 from kvframe.errors import PlanError
@@ -22,6 +30,10 @@ from tests.plans import evict_all, full, make_plan, ranged
 from tests.serving import GREEDY, PROMPTS, TinyModel, Tokens, held_pages, ids
 from tests.test_cache import SPECS
 from tests.test_scheduler_under_pressure import MAX_LEN, serve
+
+interpreted = pytest.mark.skipif(
+    not knobs.runtime.interpret, reason="a CUDA device is there, and the pool is not on it"
+)
 
 # --- whatever fails ---------------------------------------------------------------------------------------------------
 
@@ -144,15 +156,24 @@ def test_pages_side_by_side_are_one_copy() -> None:
     assert [] == list(host._runs(0, [], []))
 
 
+@pytest.mark.parametrize("copier", [None, pytest.param(copy_pages, marks=interpreted)], ids=["torch", "triton"])
 @pytest.mark.parametrize("num_staged", [0, 1, 2, 3, 100])
 def test_pages_that_are_side_by_side_in_the_host_store_alone_go_through_a_buffer(
-    num_staged: int, monkeypatch: pytest.MonkeyPatch
+    num_staged: int, copier: PageCopier | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = make_plan(full(num_kv_heads=2), ranged(window=6), num_slabs=12)
     page, size = plan.groups[0].page_bytes, plan.groups[0].page_bytes // plan.block_id_bytes
     pool = torch.randint(0, 256, (plan.total_bytes,), dtype=torch.uint8)
     before = pool.clone()
-    host = HostStorage(plan, pool, 12, staging_bytes=num_staged * page)
+    calls = []
+
+    def kernel(*tensors: torch.Tensor | None, **sizes: int) -> None:
+        calls.append(sizes["num_pages"])
+        with monkeypatch.context() as within:
+            within.setattr(torch.Tensor, "copy_", copy)
+            copy_pages(*tensors, **sizes)
+
+    host = HostStorage(plan, pool, 12, num_staged * page, copy_pages=None if copier is None else kernel)
     host.bytes.zero_()
     first = plan.null_bytes // plan.block_id_bytes
     block_ids = [first + size * index for index in (4, 0, 7, 2, 1)]
@@ -176,6 +197,17 @@ def test_pages_that_are_side_by_side_in_the_host_store_alone_go_through_a_buffer
         assert torch.equal(before[place], pool[place])
         pool[place] = 0
     assert not pool.any()
+    assert (copier is not None and num_staged > 1) is bool(calls)
+
+
+@pytest.mark.parametrize(
+    ("expected", "backends"),
+    [(None, [TorchBackend]), (copy_pages, [TorchBackend, TritonBackend]), (copy_pages, [TritonMLABackend])],
+    ids=["none", "the first that has one", "latents"],
+)
+def test_a_kernel_of_a_chosen_backend_copies_the_pages(expected: Any, backends: list[type[AttentionBackend]]) -> None:
+    choices: list[Any] = [SimpleNamespace(backend_class=each) for each in backends]
+    assert expected is find_page_copier(choices)
 
 
 def test_what_requests_share_is_shared_again() -> None:

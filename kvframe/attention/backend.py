@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import attrs
 import torch
@@ -18,6 +18,34 @@ from kvframe.specs import LayerSpec
 
 KVCache = Mapping[str, torch.Tensor]
 """One layer's state tensors by name, each ``[num_block_ids, *StateTensor.shape]``, strided over the pool, device."""
+
+
+class PageCopier(Protocol):
+    """Copies whole pages of a device's memory, any number of them at once."""
+
+    def __call__(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        source_ids: torch.Tensor | None,
+        target_ids: torch.Tensor | None,
+        *,
+        num_pages: int,
+        page_bytes: int,
+        id_bytes: int,
+    ) -> None:
+        """Copy pages byte by byte. Called while requests are swapped, on the stream of the steps; does not wait.
+
+        Args:
+            source: ``[num_bytes], uint8, device``.
+            target: ``[num_bytes], uint8, device``, apart from ``source``; written to.
+            source_ids: ``[num_pages], int64, device``: page ``i`` begins ``source_ids[i] * id_bytes`` into ``source``.
+                None if the pages lie side by side.
+            target_ids: Likewise for ``target``.
+            num_pages: How many pages to copy.
+            page_bytes: Bytes of a page, a multiple of 8.
+            id_bytes: Bytes from one id to the next, a multiple of 8.
+        """
 
 
 @attrs.frozen
@@ -235,6 +263,14 @@ class AttentionBackend(ABC):
     @classmethod
     def unusable_reason(cls) -> str | None:
         """Return one sentence why this backend cannot run in this environment; None if it can."""
+        return None
+
+    @classmethod
+    def page_copier(cls) -> PageCopier | None:
+        """Return a kernel that copies pages, for all groups that are swapped; None, the default, for torch's.
+
+        Called at set-up, of each backend that serves a layer: the first kernel found is used.
+        """
         return None
 
     def __init__(self, layers: Sequence[LayerSpec], device: torch.device, options: Any = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -158,7 +158,14 @@ class HostStorage:
         num_slabs: Slabs of the plan's size.
     """
 
-    def __init__(self, plan: KVCachePlan, pool: torch.Tensor, num_slabs: int, staging_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        plan: KVCachePlan,
+        pool: torch.Tensor,
+        num_slabs: int,
+        staging_bytes: int | None = None,
+        copy_pages: Callable[..., None] | None = None,
+    ) -> None:
         """Allocate the bytes.
 
         Args:
@@ -167,12 +174,14 @@ class HostStorage:
             num_slabs: How many slabs to allocate.
             staging_bytes: The size of the buffer for scattered pages, beside the pool; 0 for none. None for
                 ``STAGING_BYTES`` on a GPU, and none elsewhere.
+            copy_pages: What copies between the pool and that buffer (``AttentionBackend.page_copier``); None for torch.
 
         Raises:
             PlanError: The host has not that much memory, or the device none for the buffer.
         """
         self._plan = plan
         self._pool = pool
+        self._copy_pages = copy_pages
         self.num_slabs = num_slabs
         num_bytes = num_slabs * plan.slab_bytes
         self._is_pinned = pool.device.type == "cuda"
@@ -198,10 +207,12 @@ class HostStorage:
             host_ids: As many pages of the host store; ids count as in the pool, of which it is a copy in shape.
         """
         if self._is_staged(group, len(block_ids)):
-            pages = self._pages(group)
             for ids, host_bytes, staged in self._staged(group, block_ids, host_ids):
-                torch.index_select(pages, 0, ids, out=staged)
-                host_bytes.copy_(staged.view(torch.uint8).flatten(), non_blocking=self._is_pinned)
+                if self._copy_pages is None:
+                    torch.index_select(self._pages(group), 0, ids, out=staged)
+                else:
+                    self._copy_pages(self._pool, _flat(staged), ids, None, **self._sizes(group, len(ids)))
+                host_bytes.copy_(_flat(staged), non_blocking=self._is_pinned)
             return
         for start, host_start, num_bytes in self._runs(group, block_ids, host_ids):
             target = self.bytes.narrow(0, host_start - self._plan.null_bytes, num_bytes)
@@ -216,10 +227,12 @@ class HostStorage:
             block_ids: As many pages of the pool.
         """
         if self._is_staged(group, len(block_ids)):
-            pages = self._pages(group)
             for ids, host_bytes, staged in self._staged(group, block_ids, host_ids):
-                staged.view(torch.uint8).flatten().copy_(host_bytes, non_blocking=self._is_pinned)
-                pages.index_copy_(0, ids, staged)
+                _flat(staged).copy_(host_bytes, non_blocking=self._is_pinned)
+                if self._copy_pages is None:
+                    self._pages(group).index_copy_(0, ids, staged)
+                else:
+                    self._copy_pages(_flat(staged), self._pool, None, ids, **self._sizes(group, len(ids)))
             return
         for start, host_start, num_bytes in self._runs(group, block_ids, host_ids):
             source = self.bytes.narrow(0, host_start - self._plan.null_bytes, num_bytes)
@@ -248,6 +261,10 @@ class HostStorage:
         pool = self._pool.view(torch.int64)
         return pool.as_strided(((pool.numel() - words) // unit + 1, words), (unit, 1))
 
+    def _sizes(self, group: int, num_pages: int) -> dict[str, int]:
+        page_bytes = self._plan.groups[group].page_bytes
+        return {"num_pages": num_pages, "page_bytes": page_bytes, "id_bytes": self._plan.block_id_bytes}
+
     def _staged(
         self, group: int, block_ids: Sequence[int], host_ids: Sequence[int]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -264,3 +281,7 @@ class HostStorage:
                 yield part, self.bytes.narrow(0, target, staged.nbytes), staged
                 target += staged.nbytes
             first = stop
+
+
+def _flat(staged: torch.Tensor) -> torch.Tensor:
+    return staged.view(torch.uint8).flatten()

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import torch
 
+from kvframe.attention.backend import PageCopier
 from kvframe.attention.choice import Choice, layers_on_copies
 from kvframe.attention.layer import AttentionLayers
 from kvframe.attention.local import LocalCaches
@@ -156,7 +157,7 @@ def _assemble(
         plan=plan,
         choices=choices,
         storage=storage,
-        host=HostStorage(plan, storage.pool, host_slabs) if host_slabs else None,
+        host=HostStorage(plan, storage.pool, host_slabs, copy_pages=find_page_copier(choices)) if host_slabs else None,
         layers=AttentionLayers(
             layers,
             choices,
@@ -168,6 +169,12 @@ def _assemble(
             copied_bytes(plan, grouping, layers_on_copies(layers, choices)),
         ),
     )
+
+
+def find_page_copier(choices: Sequence[Choice]) -> PageCopier | None:
+    """Return the kernel that the first of the chosen backends has which has one; None if none of them does."""
+    copiers = (choice.backend_class.page_copier() for choice in choices)
+    return next((copier for copier in copiers if copier is not None), None)
 
 
 def _skipped_layers(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack) -> tuple[str, ...]:

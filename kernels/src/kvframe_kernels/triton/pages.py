@@ -65,7 +65,7 @@ def copy_launch(
         "id_words": id_bytes // _WORD.itemsize,
         "BLOCK": _BLOCK,
     }
-    return Launch(_copy, (triton.cdiv(words, _BLOCK), num_pages), arguments)
+    return Launch(_copy, (num_pages, triton.cdiv(words, _BLOCK)), arguments)
 
 
 def copy_pages_reference(
@@ -91,7 +91,7 @@ def _in_words(room: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _copy(source, target, source_ids, target_ids, num_words, id_words, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    page = tl.program_id(1).to(tl.int64)
+    page = tl.program_id(0).to(tl.int64)
     source_start = page * num_words
     target_start = page * num_words
     # A pool may have more words than 32 bits count.
@@ -99,6 +99,6 @@ def _copy(source, target, source_ids, target_ids, num_words, id_words, BLOCK: tl
         source_start = tl.load(source_ids + page) * id_words
     if target_ids is not None:
         target_start = tl.load(target_ids + page) * id_words
-    word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = word < num_words
     tl.store(target + target_start + word, tl.load(source + source_start + word, mask=inside), mask=inside)

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from kvframe_kernels.triton.attention import FORMATS, LOG2_E, PagedAttention
+from kvframe_kernels.triton.pages import copy_pages
 from kvframe_kernels.triton.write import write_kv
 
-from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
+from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache, PageCopier
 from kvframe.attention.metadata import SEQ_STARTS
 from kvframe.attention.relative_bias import RELATIVE_BIAS, bias_by_distance
 from kvframe.formats import PLAIN
@@ -41,6 +42,11 @@ class TritonBackend(AttentionBackend):
     def unusable_reason(cls) -> str | None:
         """Return that there is no CUDA device, if there is none."""
         return None if torch.cuda.is_available() else "needs a CUDA device; torch sees none"
+
+    @classmethod
+    def page_copier(cls) -> PageCopier:
+        """Return the kernel."""
+        return copy_pages
 
     def __init__(self, layers: Sequence[LayerSpec], device: torch.device) -> None:
         super().__init__(layers, device)

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from kvframe_kernels.triton.mla import LatentAttention
+from kvframe_kernels.triton.pages import copy_pages
 from kvframe_kernels.triton.write import write_kv
 
-from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
+from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache, PageCopier
 from kvframe.attention.metadata import SEQ_STARTS
 from kvframe.errors import BackendError
 from kvframe.specs import LayerSpec
@@ -43,6 +44,11 @@ class TritonMLABackend(AttentionBackend):
     def unusable_reason(cls) -> str | None:
         """Return that there is no CUDA device, if there is none."""
         return None if torch.cuda.is_available() else "needs a CUDA device; torch sees none"
+
+    @classmethod
+    def page_copier(cls) -> PageCopier:
+        """Return the kernel."""
+        return copy_pages
 
     def __init__(self, layers: Sequence[LayerSpec], device: torch.device) -> None:
         """Take the group's layers; raises ``BackendError`` where sizes do not fit together."""
