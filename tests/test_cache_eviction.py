@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -95,6 +99,48 @@ def test_a_window_that_lost_a_block_costs_the_tokens_that_need_it() -> None:
     evict(manager, 1, lost)
     # The window's earlier blocks were let go of as it moved, and are still there.
     assert 60 == manager.find([*tokens, 2])
+    manager.audit()
+
+
+def num_calls(work: Callable[[], None]) -> int:
+    """Return how many Python functions something calls."""
+    calls = Counter[str]()
+    sys.setprofile(lambda frame, event, argument: calls.update([event]))
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls["call"]
+
+
+def test_a_page_costs_no_more_to_give_up_where_many_prefixes_go_on() -> None:
+    costs = []
+    for num_continuations in (4, 64):
+        manager = make_manager(full(), masked(window=9), ranged(window=13), num_slabs=2000)
+        shared = list(range(40))
+        for each in range(num_continuations):
+            serve(manager, [*shared, *range(100 + 20 * each, 120 + 20 * each)])
+        manager.start("a", [*shared, 1])
+        pages = [[page for page in ids if page] for ids in manager.block_ids("a")]
+        manager.free("a")
+        costs.append([num_calls(partial(evict, manager, group, pages[group][-1])) for group in (1, 2)])
+        manager.audit()
+        assert 60 == manager.find([*shared, *range(100, 120), 1])
+    assert costs[0] == costs[1]
+
+
+def test_a_continuation_that_needs_a_lost_block_is_given_up_though_another_does_not() -> None:
+    manager = make_manager(full(), masked(window=9))
+    shared = list(range(40))
+    for tokens in ([100, 101, 102, 103], list(range(200, 220))):
+        serve(manager, [*shared, *tokens])
+    manager.start("a", [*shared, 1])
+    lost = manager.block_ids("a")[1][-1]
+    manager.free("a")
+    before = list(manager._pool.num_cached)
+    evict(manager, 1, lost)
+    assert [before[0] - 1, before[1] - 2] == manager._pool.num_cached
+    assert [36, 60] == [manager.find([*shared, *range(100, 105)]), manager.find([*shared, *range(200, 221)])]
     manager.audit()
 
 

@@ -416,27 +416,34 @@ class PrefixTree:
         self._tidy(node)
 
     def _drop_behind(self, node: PrefixNode, group: int, lost: int) -> None:
-        """Give up what lies behind a lost block that all of it needs."""
-        below = list(self._below(node))
-        if all(self._needs(group, lost, each.stop) for each in below if not each.children):
-            for each in below:
-                if each is not node:
-                    self._drop(each, each.start)
-            self._drop(node, (lost + 1) * self.sizes[self.place[group][0]] - 1)
-            for each in reversed(below[1:]):
+        """Give up what lies behind a lost block, one end after the other, up to the first that does not need it.
+
+        What it looks at is given up, but for the way to that end: a page costs no more where many prefixes go on.
+        """
+        behind = (lost + 1) * self.sizes[self.place[group][0]] - 1
+        useless: list[PrefixNode] = []
+        way: list[tuple[PrefixNode, Iterator[PrefixNode]]] = []
+        each: PrefixNode | None = node
+        while True:
+            if each is not None:
+                self._update(each)
+                # By the law of forgetting, nothing that comes after it needs the block either.
+                if not self._needs(group, lost, each.stop):
+                    break
+                way.append((each, iter(each.children.values())))
+            else:
+                done, _ = way.pop()
+                self._drop(done, max(done.start, behind))
+                useless.append(done)
+                if not way:
+                    break
+            each = next(way[-1][1], None)
+        for each in useless:
+            if each is not node:
                 self._remove_if_empty(each)
 
     def _needs(self, group: int, block: int, num_tokens: int) -> bool:
         return any(start <= block < stop for start, stop in self._groups[group].spec.live_blocks(num_tokens))
-
-    def _below(self, node: PrefixNode) -> Iterator[PrefixNode]:
-        """Go through a node and all after it, parents first."""
-        todo = [node]
-        while todo:
-            each = todo.pop()
-            self._update(each)
-            yield each
-            todo += each.children.values()
 
     def _drop(self, node: PrefixNode, kept: int) -> bool:
         """Give up the pages of a node's blocks that end behind ``kept`` tokens, and return whether none is left.
