@@ -532,14 +532,29 @@ class Lives:
             assert published == self.model.findable_pages()
         if self.log is not None:
             self.mirror.replay(self.log.take())
-            assert {(group, self.key(group, content)) for group, content in self.model.findable} == set(
-                self.mirror.blocks
-            )
+            told = {(group, self.key(group, content)): (group, content) for group, content in self.model.findable}
+            assert told.keys() == self.mirror.blocks.keys()
+            for (_, key), (index, content) in told.items():
+                self.check_event(index, content, key)
         copies = {name: swapped.blocks.copies for name, swapped in self.manager._swapped.items()}
         assert set(self.swapped) == set(copies)
         for name, (_, resident) in self.swapped.items():
             assert resident == [[host_id != 0 for host_id in ids] for ids in copies[name]]
         assert self.model.lookups == [list(attrs.astuple(each)[1:]) for each in self.manager.stats.lookups]
+
+    def check_event(self, index: int, content: tuple[str, tuple[int, bytes] | None, Any], key: bytes) -> None:
+        """Check that a block was told with all from which others find out what lies in it, and behind what."""
+        salt, encoder, what = content
+        group, event = self.plan.groups[index], self.mirror.blocks[index, key]
+        place = event.keys.index(key)
+        assert (salt, group.block_size, group.spec.sequence) == (event.salt, event.block_size, event.sequence)
+        start = event.start + place * group.block_size
+        if group.is_of_input:
+            assert what * group.block_size == start
+            return
+        assert len(what) - group.block_size == start
+        assert what[start:] == tuple(event.tokens[place * group.block_size :][: group.block_size])
+        assert key_of_tokens(what[: event.start], salt, encoder) == event.parent
 
     def key(self, index: int, content: tuple[str, tuple[int, bytes] | None, Any]) -> bytes:
         """Return what a block is known by outside."""

@@ -153,6 +153,28 @@ def test_only_so_many_tokens_are_remembered_beyond_the_life_of_their_pages(monke
         assert expected == branch(manager, name)
 
 
+def test_what_is_remembered_no_longer_is_not_remembered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvframe.cache.tree.MAX_GHOST_TOKENS", 12)
+    manager = make_manager(full(), state())
+    shared = list(range(8))
+    longest = [*shared, *range(100, 109)]
+    for index, tokens in enumerate([longest, [*shared, *range(20, 25)], [*shared, *range(30, 35)], longest]):
+        run(manager, str(index), tokens)
+        manager.free(str(index))
+    # Of the two shorter ones only the tokens are left; then all goes with the first block, and the longest takes their
+    # room.
+    manager._pool.evict_oldest(0, 2)
+    manager.start("a", longest)
+    page = manager.block_ids("a")[0][0]
+    manager.free("a")
+    evict(manager, 0, page)
+    for index, tokens in enumerate([list(range(start, start + 14)) for start in (40, 60)]):
+        run(manager, f"later {index}", tokens)
+        manager.free(f"later {index}")
+        evict_all(manager)
+    manager.audit()
+
+
 # --- what stands in the way of a hit ----------------------------------------------------------------------------------
 
 

@@ -69,9 +69,7 @@ def test_a_file_with_a_bit_flipped_is_refused(serving: Serving, tmp_path: Path) 
         damaged = bytearray(file)
         damaged[index] ^= 1 << (index % 8)
         path.write_bytes(damaged)
-        with pytest.raises(PrefixFileError) as refused:
-            serving.engine.load_prefixes(path)
-        assert refused.value.code in ("damaged", "version", "other_model", "other_cache"), index
+        assert refusal(serving.engine, path).code in ("damaged", "version", "other_model", "other_cache"), index
     path.write_bytes(file)
     assert [8, 4] == [each.num_tokens for each in serving.engine.load_prefixes(path)]
 
@@ -285,6 +283,32 @@ def test_parts_that_nobody_changed_are_loaded(serving: Serving, tmp_path: Path) 
     path = tmp_path / "prefixes"
     path.write_bytes(forged(parts_of(serving.file)))
     assert all(each.is_cached for each in serving.engine.load_prefixes(path))
+
+
+class Counted(list[Any]):
+    """A list that counts how many of its entries are gone through."""
+
+    num_visits = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        self.num_visits += len(found) if isinstance(key, slice) else 1
+        return found
+
+
+def test_a_prefix_of_a_file_with_many_is_read_without_a_look_at_the_others(serving: Serving, tmp_path: Path) -> None:
+    path, parts, num_prefixes = tmp_path / "prefixes", parts_of(serving.file), 500
+    entry = {"num_tokens": 1, "salt": "", "inputs": {}, "num_pages": [1]}
+    parts["prefixes"] = [entry] * num_prefixes
+    parts["tokens"] = np.arange(num_prefixes, dtype=np.uint32)
+    parts["places"] = np.arange(num_prefixes, dtype=np.uint64)
+    path.write_bytes(forged(parts))
+    with PrefixFileReader(path) as reader:
+        reader.prefixes = listed = Counted(reader.prefixes)
+        for index in (0, 250, num_prefixes - 1):
+            assert ([index], [index]) == (reader.tokens(index).tolist(), reader.places(index)[0].tolist())
+        assert listed.num_visits <= 6
+    assert "a prefix has 1 tokens, no whole blocks" in str(refusal(serving.engine, path))
 
 
 def test_a_file_that_says_that_it_is_huge_is_read_in_little_memory(serving: Serving, tmp_path: Path) -> None:

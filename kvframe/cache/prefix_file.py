@@ -17,6 +17,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -269,6 +270,9 @@ class PrefixFileReader:
             self._start, self._contents = self._read_header()
             self.origin = self._contents.origin
             self.prefixes = self._read_list()
+            # Where each prefix's own begin: of a file with many, nothing is counted again for each.
+            self._first_tokens = [0, *accumulate(each.num_tokens for each in self.prefixes)]
+            self._first_places = [0, *accumulate(sum(each.num_pages) for each in self.prefixes)]
         except BaseException:
             self._file.close()
             raise
@@ -284,12 +288,12 @@ class PrefixFileReader:
 
     def tokens(self, index: int) -> npt.NDArray[np.uint32]:
         """Return the token ids of a prefix, ``[num_tokens], uint32, host``."""
-        start = sum(each.num_tokens for each in self.prefixes[:index])
-        return self._numbers("tokens", "<u4", start, self.prefixes[index].num_tokens).astype(np.uint32)
+        num_tokens = self.prefixes[index].num_tokens
+        return self._numbers("tokens", "<u4", self._first_tokens[index], num_tokens).astype(np.uint32)
 
     def places(self, index: int) -> list[Places]:
         """Return per group the places of a prefix's pages."""
-        start = sum(sum(each.num_pages) for each in self.prefixes[:index])
+        start = self._first_places[index]
         found = []
         for count in self.prefixes[index].num_pages:
             found.append(self._numbers("places", "<u8", start, count).astype(np.uint64))

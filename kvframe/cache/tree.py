@@ -485,6 +485,9 @@ class PrefixTree:
     def _remove_if_empty(self, node: PrefixNode) -> None:
         if node.parent is None or node.children or node.row >= 0 or node.num_pages:
             return
+        if self._nodes[node.owner] is not node:
+            # It was remembered for the longest, and went as another one came.
+            return
         if self._keeps_ghosts:
             self._num_ghost_tokens += (node.stop - node.start) - self._ghosts.pop(node.owner, 0)
             self._ghosts[node.owner] = node.stop - node.start
