@@ -24,6 +24,7 @@ from kvframe.errors import PluginError
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
+from kvframe.testing.guard import guard
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
 
@@ -319,6 +320,14 @@ def test_decodes_and_other_requests_are_planned_apart(
 ) -> None:
     _, backend = make_backend(library)
     assert expected == parts(backend, requests)
+
+
+def test_page_lists_are_made_on_the_host_without_waiting_for_the_device(library: ModuleType) -> None:
+    _, backend = make_backend(library, window=20)
+    builder = backend.make_builder()
+    assert builder.on_host
+    built = builder.build(guard(make_metadata([Request(40, 1), Request(0, 9), Request(7, 2)], 16)))
+    assert [1, 2] == [len(part.wrapper.seq_lens) for part in built.parts]
 
 
 def test_kernels_are_loaded_at_set_up(library: ModuleType) -> None:
