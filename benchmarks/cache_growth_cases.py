@@ -58,6 +58,18 @@ def _steps(
     return dataclasses.replace(case, sides=sides, sizes={**case.sizes, "num_cached": num_cached})
 
 
+def _full_steps(num_branches: int, shared: int = 8192, num_requests: int = 8, length: int = 512) -> Case:
+    """Return decode steps in a pool that prompts with a common beginning fill: each new block takes another's place."""
+    windows = hybrid(1, 256)
+    blocks_per_layer = shared // BLOCK_SIZE + num_branches + num_requests * (length // BLOCK_SIZE - 8)
+    case = _steps(num_branches, num_requests, windows, length, len(windows) * blocks_per_layer + 1)
+    sides = tuple(
+        dataclasses.replace(side, setting=dataclasses.replace(side.setting, max_model_len=shared + 2048))
+        for side in case.sides
+    )
+    return dataclasses.replace(case, sides=sides, sizes={**case.sizes, "shared": shared, "num_branches": num_branches})
+
+
 def standard_axes() -> tuple[Axis, ...]:
     """Return what is measured by default."""
     return (
@@ -96,6 +108,13 @@ def standard_axes() -> tuple[Axis, ...]:
             "blocks cached before",
             "8 requests of 512 tokens, full attention, 65,536 blocks",
             {size: _steps(size, num_cached=size) for size in (16, 1024, 4096, 16_384, 61_440)},
+        ),
+        _axis(
+            "branches",
+            "cached prompts with a common beginning",
+            "8 requests of 512 tokens, a window of 256 and full attention; 8,192 tokens are in common, and the pool is "
+            "full of cached blocks",
+            {size: _full_steps(size) for size in (4, 16, 64, 256, 1024)},
         ),
     )
 

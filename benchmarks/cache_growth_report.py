@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +19,7 @@ def write_report(record: Mapping[str, Any]) -> str:
     lines += ["", f"Sides: {versions}.", "", "## A decode step", "", "![Time of a step](cache_growth.svg)"]
     for axis in record["axes"].values():
         lines += ["", f"### Against {axis['title']}", "", f"{axis['words']}.", "", *_axis(axis)]
+        lines += ["", _growth_of(axis)]
     shared = record["siblings"]
     lines += ["", "## Tokens found of prompts", "", f"Of {shared['title']}, one after the other:", ""]
     sides = shared["sides"].items()
@@ -74,6 +77,20 @@ def _axis(axis: Mapping[str, Any]) -> list[str]:
     first = next(iter(axis["points"].values()))["sides"]
     ratio = ["times as fast"] * (len(first) - 1)
     return table((axis["title"], *(f"{name}, µs" for name in first), *ratio), rows)
+
+
+def slope(points: Mapping[str, Any], side: str) -> float:
+    """Return the power of a size that a side's time grows with, over all that was measured: 0 for not at all."""
+    values = [math.log(int(value)) for value in points]
+    times = [math.log(statistics.median(point["sides"][side]["seconds"])) for point in points.values()]
+    return statistics.linear_regression(values, times).slope
+
+
+def _growth_of(axis: Mapping[str, Any]) -> str:
+    points = axis["points"]
+    sides = next(iter(points.values()))["sides"]
+    found = ", ".join(f"{slope(points, side):.2f} for {side}" for side in sides)
+    return f"The time grows with this power of the {axis['title']} (0: not at all; 1: in proportion): {found}."
 
 
 def _population(population: Mapping[str, Any]) -> list[str]:

@@ -58,6 +58,11 @@ class Decode(Work):
         others = (draw(self.random, PASSING) for _ in range(sizes.get("num_cached", 0) // (PASSING // BLOCK_SIZE)))
         for tokens in others:
             core.pass_through(core.prepare(tokens))
+        shared = draw(self.random, sizes.get("shared", 0))
+        for _ in range(sizes.get("num_branches", 0)):
+            prompt = core.prepare([*shared, *draw(self.random, BLOCK_SIZE)])
+            core.compute(prompt, 2048)
+            core.let_go(prompt)
         lengths = [sizes["length"] + index % BLOCK_SIZE for index in range(sizes["num_requests"])]
         self.token_ids = [draw(self.random, length) for length in lengths]
         self.prompts = [core.prepare(list(tokens)) for tokens in self.token_ids]

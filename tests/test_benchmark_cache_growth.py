@@ -128,10 +128,29 @@ def test_each_value_of_a_size_is_measured_in_each_round(record: dict[str, Any]) 
         assert value == point["sides"]["kvframe"]["num_groups"]
 
 
+def test_where_many_prompts_go_on_from_one_each_step_gives_up_pages(benchmark: Any, engines: dict[str, Here]) -> None:
+    (axis,) = (each for each in benchmark.cache_growth_cases.standard_axes() if each.name == "branches")
+    case, answers = axis.cases[16], engines["kvframe"].answers
+    question = {"side": "branches", "work": case.work, "sizes": case.sizes}
+    answers({**question, "do": "set up", "setting": dataclasses.asdict(case.sides[1].setting)})
+    work = answers._works["branches"]
+    before = work.core.num_evicted()
+    work.turn()
+    assert work.core.num_evicted() - before >= case.sizes["num_requests"]
+    answers({**question, "do": "check"})
+
+
+def test_the_slope_is_the_power_of_the_size(benchmark: Any) -> None:
+    for power in (0, 0.5, 1):
+        points = {str(size): {"sides": {"one": {"seconds": [3 * size**power] * 3}}} for size in (1, 16, 1024)}
+        assert power == pytest.approx(benchmark.cache_growth_report.slope(points, "one"))
+
+
 def test_the_page_has_every_size_and_side(benchmark: Any, record: dict[str, Any]) -> None:
     page = benchmark.cache_growth_report.write_report(record)
     assert "### Against groups" in page
     assert "| groups | vLLM, µs | kvframe, µs | times as fast |" in page
+    assert "The time grows with this power of the groups (0: not at all; 1: in proportion): " in page
     assert "| kvframe | 0, 256, 256, 256, 256 |" in page
     assert "| kvframe | 32 | 0: 100, 50: 50, 100: 0 |" in page
 
