@@ -7,6 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from random import Random
 
 import numpy as np
 import pytest
@@ -141,6 +142,21 @@ def test_a_continuation_that_needs_a_lost_block_is_given_up_though_another_does_
     evict(manager, 1, lost)
     assert [before[0] - 1, before[1] - 2] == manager._pool.num_cached
     assert [36, 60] == [manager.find([*shared, *range(100, 105)]), manager.find([*shared, *range(200, 221)])]
+    manager.audit()
+
+
+@pytest.mark.parametrize("specs", [[full()], [full(), masked(window=4096)]])
+def test_where_every_token_is_needed_all_that_is_cached_is_found_whatever_is_lost(specs: list[KVCacheSpec]) -> None:
+    draw = Random(7)
+    manager = make_manager(*specs)
+    prompts = [[0] * 4 * draw.randint(1, 6) + [1] * 4 * draw.randint(0, 4) + [2] * 4 * each for each in range(1, 9)]
+    for tokens in prompts:
+        serve(manager, tokens)
+    while any(manager._pool.num_cached):
+        group, page = draw.choice(sorted(manager.published()))
+        evict(manager, group, page)
+        found = {tuple(tokens[:end]) for tokens in prompts for end in range(4, manager.find([*tokens, 3]) + 1, 4)}
+        assert {len(found)} == set(manager._pool.num_cached)
     manager.audit()
 
 

@@ -31,6 +31,10 @@ class PrefixTree:
     """Finds and takes in prefixes. It keeps the pages that its nodes own from being used for anything else.
 
     Invariant: a page of a node is held or cached, and its owner in the pool is that node.
+
+    What no request can continue from any more after a loss is given up with it. Some of it stays until its turn comes:
+    what somebody holds; what comes after a block that its other continuations do not need; and what only ends in the
+    middle of a run needed, of a window, a chunk or a state. To look for these would cost as much as a prefix is long.
     """
 
     def __init__(
@@ -411,7 +415,7 @@ class PrefixTree:
             return
         node.pages[s][g, places] = 0
         node.num_pages -= len(indices)
-        if node.num_pages:
+        if node.num_pages or node.children:
             self._drop_behind(node, group, int(indices.min()))
         self._tidy(node)
 
