@@ -121,3 +121,5 @@ def test_the_operator_promises_the_shape_that_it_gives() -> None:
     # A layer that shares another's cache is given no keys, and a backend may return what it was given.
     same = OpaqueAttention(lambda query, key, value, sinks=None: query, 4)
     assert same(query, None, None).data_ptr() != query.data_ptr()
+    last = OpaqueAttention(lambda query, key, value, sinks=None: value[1:], 5)
+    assert last(query, key, value).data_ptr() != value[1:].data_ptr()

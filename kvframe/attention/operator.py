@@ -85,7 +85,9 @@ def _attend(
 ) -> torch.Tensor:
     # As the compiler was told: memory of its own, without gaps.
     output = _CALLS[layer].run(query, key, value, sinks).contiguous()
-    return output.clone() if output.data_ptr() == query.data_ptr() else output
+    memory = output.untyped_storage().data_ptr()
+    taken = (each for each in (query, key, value, sinks) if each is not None)
+    return output.clone() if any(each.untyped_storage().data_ptr() == memory for each in taken) else output
 
 
 def _fake(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import attrs
 import pytest
 import torch
+from kvframe_flex import builder as flex_builder
 from kvframe_flex import kernel, pages
 from kvframe_flex.backend import FlexBackend, FlexOptions
 from kvframe_flex.kernel import find_blocks
+from torch._dynamo import config as dynamo_config
 
 from kvframe import LayerSpec, Stack, load_plugins
 from kvframe.attention.selection import select_backends
@@ -189,6 +193,32 @@ def test_a_kernel_that_cannot_be_compiled_falls_back_only_if_it_may(
     assert "RuntimeError: the linker is gone" in caplog.messages[0]
     with pytest.raises(BackendError, match="compiling FlexAttention failed: RuntimeError: the linker is gone"):
         check_backend(Compiled, CASES["full-block=16-mixed"])
+
+
+def test_every_kind_of_batch_is_compiled_however_many_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    uncompiled, functions = [], kernel.Kernel._functions
+
+    def spy(self: kernel.Kernel, *arguments: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            uncompiled.append(arguments)
+        return functions(self, *arguments)
+
+    monkeypatch.setattr(kernel.Kernel, "_functions", spy)
+    # What is traced, and when it no longer is, does not hang on what becomes of the graph.
+    monkeypatch.setattr(kernel.torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(flex_builder, "MIN_CAPACITY", 32)
+    monkeypatch.setattr(dynamo_config, "recompile_limit", 2)
+    layer = layer_of(num_heads=1, num_kv_heads=1, head_size=8)
+    pages = {name: torch.zeros(64, 16, 1, 8) for name in "kv"}
+    backend = FlexBackend([layer], CPU, FlexOptions(compile="always"))
+    kinds = set()
+    for num_computed, num_requests in itertools.product((20, 400), (1, 2)):
+        metadata = make_metadata([Request(num_computed, 1)] * num_requests, 16)
+        built = backend.make_builder().build(metadata)
+        kinds.add((num_requests, len(built.pieces[0].places.positions)))
+        backend.forward(layer, torch.zeros(num_requests, 1, 8), pages, built, None)
+    assert 4 == len(kinds)
+    assert [] == uncompiled
 
 
 def test_the_stack_says_whether_to_compile() -> None:

@@ -82,7 +82,11 @@ class Places:
 
 
 class Kernel:
-    """Attention of one group's layers over the pieces of a step."""
+    """Attention of one group's layers over the pieces of a step.
+
+    Invariant: each kind of piece has compiled code of its own, so that torch's limit of variants of one code, past
+    which it runs the code as it stands, is not reached by kinds that come later.
+    """
 
     def __init__(self, sees: MaskFunction, scores: Scores, device: torch.device, compile_mode: str) -> None:
         """Take what the layers have in common.
@@ -104,16 +108,13 @@ class Kernel:
         if missing:
             _say_uncompiled(missing)
         self._may_fail = compile_mode == "auto"
-        self._compiled: Callable[..., torch.Tensor] | None = None
-        self._known: set[tuple[Any, ...]] = set()
-        if compile_mode != "never" and not missing:
-            with _compiling():
-                self._compiled = torch.compile(self._attend, dynamic=True)
+        self._is_compiled = compile_mode != "never" and not missing
+        self._compiled: dict[tuple[Any, ...], Callable[..., torch.Tensor]] = {}
 
     @property
     def is_compiled(self) -> bool:
         """Whether calls go through the compiler."""
-        return self._compiled is not None
+        return self._is_compiled
 
     def __call__(
         self,
@@ -140,15 +141,17 @@ class Kernel:
             BackendError: It is to be compiled always, and that failed.
         """
         arguments = query, key, value, places, causal, bias, sinks
-        if self._compiled is not None:
+        if self._is_compiled:
             # What torch makes a kernel of its own for.
             kind = len(query) == 1, query.shape[2] == 1, causal, query.dtype, len(places.positions)
             try:
-                if kind in self._known:
-                    return self._compiled(*arguments)
+                compiled = self._compiled.get(kind)
+                if compiled is not None:
+                    return compiled(*arguments)
                 with _compiling():
-                    result = self._compiled(*arguments)
-                self._known.add(kind)
+                    compiled = self._compile()
+                    result = compiled(*arguments)
+                self._compiled[kind] = compiled
                 return result
             except Exception as error:
                 lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -156,11 +159,22 @@ class Kernel:
                 if not self._may_fail:
                     raise BackendError(f"compiling FlexAttention failed: {reason}") from error
                 _say_uncompiled(reason)
-                self._compiled = None
+                self._is_compiled = False
         score, is_seen = self._functions(places, causal, bias, sinks)
         asked = _chosen(places.num_blocks, places.blocks)
         full = _chosen(places.num_full_blocks, places.full_blocks)
         return dense_flex_attention(query, key, value, score, is_seen, asked, full, BLOCK, self._scores.scale)
+
+    def _compile(self) -> Callable[..., torch.Tensor]:
+        """Return the kernel for one more kind of piece; it is compiled when it is first called."""
+
+        def attend(*arguments: Any) -> torch.Tensor:
+            return self._attend(*arguments)
+
+        # What was compiled is kept with the code, of which there is one for all functions that are made here.
+        attend.__code__ = attend.__code__.replace()
+        # As one graph: where torch cannot compile it, or no longer does, it says so instead of running it as it stands.
+        return torch.compile(attend, dynamic=True, fullgraph=True)
 
     def _attend(
         self,
