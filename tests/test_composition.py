@@ -19,6 +19,8 @@ from kvframe.testing import composition
 from kvframe.testing.composition import EQUAL, MISSING, WRONG, Cell, compose, main, render
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases
+from kvframe.testing.sample import sample
+from kvframe.testing.state import form_of
 
 FILE = Path(__file__).resolve().parents[1] / "plugins" / "COMPOSITION.md"
 CODE = re.compile(r"[a-z][a-z0-9_]*( [a-z][a-z0-9_]*)*")
@@ -101,6 +103,24 @@ def test_the_two_wrappers_compute_the_whole_grid(
     assert masks <= found
     for case in cases:
         check_backend(backend_class, case)
+
+
+TOGETHER = [("wrappers", name) for name in ("batch", "format", "is_padded", "visible", "causal")]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "numba", "flex", "mla", "triton", "triton_mla"])
+def test_the_two_wrappers_compute_some_of_the_grid(backend: str, registry: Registry) -> None:
+    backend_class = registry.backends.load(backend)
+    devices = backend_class.capabilities.devices
+    names = (("decode_only",), ("chunked_local",), ("decode_only", "chunked_local"))
+    chains = [tuple(registry.wrappers.load(name)() for name in chain) for chain in names]
+    made = make_cases(backend_class.capabilities, min(devices), chains, form_of(backend_class))
+    cases = sample([case for case in made if case.wrappers], TOGETHER)
+    assert {tuple(wrapper.name for wrapper in case.wrappers) for case in cases} == set(names)
+    # Without a GPU, Triton's interpreter runs its kernels on the CPU.
+    device = "cuda" if "cpu" not in devices and torch.cuda.is_available() else "cpu"
+    for case in cases:
+        check_backend(backend_class, case, device)
 
 
 # --- plugins of others ------------------------------------------------------------------------------------------------
