@@ -166,3 +166,47 @@ def test_the_script_writes_a_record_a_page_and_a_plot(tmp_path: Path) -> None:
     page = (tmp_path / "memory_traffic.md").read_text(encoding="utf-8")
     assert "\n| Jamba Mini | constant |" in page
     assert (tmp_path / "memory_traffic.svg").read_text(encoding="utf-8").startswith("<?xml")
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[tuple[str, str], dict[str, Any]]:
+    rows = json.loads((BENCHMARKS / "results" / "memory_traffic.json").read_text(encoding="utf-8"))["layouts"]
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        found.setdefault((row["title"], row["trace"]), {})[row["layout"]] = row
+    return found
+
+
+def test_every_published_shape_and_trace_is_recorded(bench: Any, recorded: dict[tuple[str, str], Any]) -> None:
+    titles = [model.title for model in bench.memory_traffic.MODELS]
+    assert [(title, trace) for title in titles for trace in bench.traffic.TRACES] == list(recorded)
+
+
+def test_kvframe_wastes_at_most_one_percent_of_any_shape_beyond_unfinished_blocks(
+    bench: Any, recorded: dict[tuple[str, str], Any]
+) -> None:
+    wasted = {}
+    for title in dict.fromkeys(title for title, _ in recorded):
+        of_shape = [rows for (name, _), rows in recorded.items() if name == title]
+        for layout in ("kvframe", "kvframe, few states"):
+            rows = [row[layout] for row in of_shape if layout in row]
+            wasted[title, layout] = bench.memory_traffic_report.shape_waste(rows) or 0.0
+    assert {} == {name: share for name, share in wasted.items() if share > 0.01}
+
+
+def test_kvframe_never_runs_fewer_requests_at_once(bench: Any, recorded: dict[tuple[str, str], Any]) -> None:
+    best_ratio = bench.memory_traffic_report.best_ratio
+    most = {name: best_ratio(rows, "equal padded groups") for name, rows in recorded.items()}
+    assert {} == {name: ratio for name, ratio in most.items() if ratio < 1}
+    # Which request meets which differs from layout to layout: what follows from that is no difference.
+    ended = {name: best_ratio(rows, "equal padded groups", "ended_in_1000_steps") for name, rows in recorded.items()}
+    assert {} == {name: ratio for name, ratio in ended.items() if ratio < 0.97}
+
+
+def test_three_traces_run_at_least_thirty_percent_more_requests_at_once(
+    bench: Any, recorded: dict[tuple[str, str], Any]
+) -> None:
+    best_ratio = bench.memory_traffic_report.best_ratio
+    for figure in ("peak", "concurrency"):
+        ratios = [best_ratio(rows, "equal padded groups", figure) for rows in recorded.values()]
+        assert 3 <= sum(ratio >= 1.3 for ratio in ratios)
