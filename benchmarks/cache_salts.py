@@ -70,13 +70,13 @@ class Trial:
 
 def trials(num_each: int, num_tokens: int, chance: random.Random) -> list[Trial]:
     """Return so many trials of each kind of two salts, and fewer of one, mixed, no two with the same prompt."""
-    kinds = [kind for kind in KINDS for _ in range(num_each if kind.endswith(THEIR_SALT) else max(2, num_each // 5))]
+    kinds = [kind for kind in KINDS for _ in range(num_each if kind.endswith(THEIR_SALT) else max(2, num_each // 3))]
     chance.shuffle(kinds)
     made = []
     for kind in kinds:
-        mine = array("I", chance.choices(range(VOCABULARY), k=num_tokens))
-        other = array("I", chance.choices(range(VOCABULARY), k=num_tokens))
-        before = array("I", mine) if kind.startswith("the same") else other
+        drawn, other = (chance.choices(range(VOCABULARY), k=num_tokens) for _ in range(2))
+        # Made alike, so that where a prompt lies in memory does not tell its kind.
+        mine, before = array("I", drawn), array("I", drawn if kind.startswith("the same") else other)
         made.append(Trial(kind, mine, before, MINE if kind.endswith("my salt") else THEIRS))
     return made
 

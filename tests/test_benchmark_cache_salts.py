@@ -56,7 +56,7 @@ def test_each_kind_of_trial_comes_as_often_and_shares_no_object(benchmark: Any) 
     chosen = benchmark.cache_salts.trials(10, 32, random.Random(1))
     for kind in benchmark.cache_salts.KINDS:
         of_kind = [trial for trial in chosen if trial.kind == kind]
-        assert (2 if "my salt" in kind else 10) == len(of_kind)
+        assert (3 if "my salt" in kind else 10) == len(of_kind)
         for trial in of_kind:
             assert ("same" in kind) == (trial.before == trial.mine)
             assert ("my salt" in kind) == (trial.salt == "mine")
@@ -72,8 +72,8 @@ def test_the_benchmark_notices_salts_that_share(
         monkeypatch.setattr(KVCacheManager, "start", lambda *args, salt, **options: start(*args, **options))
     salts = benchmark.cache_salts
     found = salts.judged("", salts.lookups(salts.trials(60, salts.LOOKUP_TOKENS, random.Random(1)), lambda _: None))
-    assert found["within"]["high"] < 0.1
-    assert is_shared == (found["across"]["high"] < 0.1)
+    assert found["within"]["high"] < 0.3
+    assert is_shared == (found["across"]["high"] < 0.3)
     assert not (is_shared and found["as_expected"])
 
 

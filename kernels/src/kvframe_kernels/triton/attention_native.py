@@ -22,7 +22,7 @@ def load() -> ModuleType | None:
         # Triton does not promise to have it at this place in every version, or to be there at all.
         from triton.runtime.build import compile_module_from_src
 
-        module: ModuleType = compile_module_from_src(source, "kvframe_cut")
+        module: ModuleType = compile_module_from_src(source, "kvframe_kernels_cut")
     except (RuntimeError, ImportError, OSError, subprocess.CalledProcessError) as error:
         print(f"kvframe-kernels: steps are cut by NumPy, which takes longer: {error}", file=sys.stderr, flush=True)
         return None

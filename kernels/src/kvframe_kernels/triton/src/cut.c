@@ -181,5 +181,5 @@ done:
 }
 
 static PyMethodDef methods[] = {{"cut", cut, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "kvframe_cut", NULL, -1, methods};
-PyMODINIT_FUNC PyInit_kvframe_cut(void) { return PyModule_Create(&module); }
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "kvframe_kernels_cut", NULL, -1, methods};
+PyMODINIT_FUNC PyInit_kvframe_kernels_cut(void) { return PyModule_Create(&module); }
