@@ -21,6 +21,7 @@ import attrs
 import click
 import torch
 from gpu_cases import TINY, Case, cases
+from gpu_engine import TINY_WORKLOAD, WORKLOAD, Workload, measure_steps
 from gpu_measure import measure_case, measure_host
 from gpu_report import write_report
 from gpu_timing import measure_ceilings
@@ -43,12 +44,12 @@ def usable_backends(registry: Registry, device: str) -> tuple[dict[str, type[Att
             continue
         try:
             backend_class = registry.backends.load(name)
-            reason = backend_class.unusable_reason()
+            if device in backend_class.capabilities.devices:
+                reason = backend_class.unusable_reason()
+            else:
+                reason = f"does not run on {device}"
         except KVFrameError as error:
             reason = str(error)
-        else:
-            if not reason and device not in backend_class.capabilities.devices:
-                reason = f"does not run on {device}"
         if reason:
             missing[name] = reason
         else:
@@ -99,17 +100,42 @@ def main(budget: float, device: str, tiny: bool, names: tuple[str, ...], results
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     wanted = TINY if tiny else tuple(cases())
     if device != "none":
-        for record in run(torch.device(device), wanted, names, time.monotonic() + budget, command_line()):
+        workload, before = TINY_WORKLOAD if tiny else WORKLOAD, record
+        for found in run(torch.device(device), wanted, names, time.monotonic() + budget, command_line(), workload):
+            record = merged(before, found)
             path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             page.write_text(write_report(record, wanted), encoding="utf-8")
     page.write_text(write_report(record, wanted), encoding="utf-8")
     print(page.read_text(encoding="utf-8"))
 
 
+def merged(before: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record with what an earlier one has besides, if it is of the same device, commit and libraries."""
+    same = ("device", "commit", "torch", "triton", "python")
+    if not before or any(before["machine"][key] != record["machine"][key] for key in same):
+        return record
+    if record["machine"]["commit"] == "unknown":
+        return record
+    cases = dict(before["cases"])
+    for name, case in record["cases"].items():
+        others = cases[name]["measured"] if name in cases else {}
+        cases[name] = {**case, "measured": {**others, **case["measured"]}}
+    host = {**before["host"], **record["host"]}
+    return {**record, "cases": cases, "host": host, "engine": record["engine"] or before["engine"]}
+
+
 def run(
-    device: torch.device, wanted: Sequence[Case], names: Sequence[str], end: float, command: str
+    device: torch.device,
+    wanted: Sequence[Case],
+    names: Sequence[str],
+    end: float,
+    command: str,
+    workload: Workload,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the record of a run on a device after each case, so that what was measured is kept whatever comes."""
+    """Yield the record of a run on a device after each case, so that what was measured is kept whatever comes.
+
+    Where backends are asked for by name, the steps of an engine are left out.
+    """
     torch.set_grad_enabled(False)
     registry = load_plugins().registry
     backends, missing = usable_backends(registry, device.type)
@@ -120,9 +146,18 @@ def run(
         "ceilings": attrs.asdict(ceilings),
         "missing": missing,
         "cases": {},
-        "host": {},
+        "host": measure_host(backends, registry, device),
+        "engine": {},
     }
-    record["host"] = measure_host(backends, registry, device)
+    yield record
+    if not names:
+        print("a step of an engine", file=sys.stderr, flush=True)
+        steps = measure_steps(workload, device)
+        found_steps = {graphs: attrs.asdict(each) for graphs, each in steps.items()}
+        record["engine"] = {"name": workload.name, "graphs": found_steps}
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        yield record
     spent = dict.fromkeys(backends, 0.0)
     for case in wanted:
         if time.monotonic() > end:

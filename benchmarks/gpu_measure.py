@@ -9,7 +9,7 @@ from collections.abc import Callable
 import attrs
 import torch
 from gpu_cases import Case, LatentCase, StateCase
-from gpu_steps import BLOCK_SIZE, ERROR, make_chain, make_layer, make_steps, needed_bytes
+from gpu_steps import BLOCK_SIZE, ERROR, make_chain, make_layer, make_steps, needed_bytes, rotation
 from gpu_timing import seconds_each, time_calls
 
 from kvframe.attention.backend import AttentionBackend
@@ -157,7 +157,7 @@ def measure_dense(case: Case, device: torch.device) -> Measured | None:
         return torch.randn(*shape, generator=generator, device=device, dtype=torch.bfloat16)
 
     batch, size = len(case.requests), case.head_size
-    turns = max(1, min(8, (256 << 20) // case.kv_bytes()))
+    turns = rotation(case)
     query = draw(batch, case.num_heads, num_queries, size)
     pairs = [(draw(batch, case.num_kv_heads, num_keys, size), draw(batch, case.num_kv_heads, num_keys, size))]
     pairs += [(draw(*pairs[0][0].shape), draw(*pairs[0][0].shape)) for _ in range(turns - 1)]

@@ -27,7 +27,7 @@ BLOCK_SIZE = 16
 ROTATED_BYTES = 256 << 20
 """Keys and values that calls read by turns: several times what the L2 cache of a GPU holds."""
 
-MAX_ROTATION = 32
+MAX_ROTATION = 128
 FILLED_TOKENS = 1 << 16
 """Tokens that are written at a time."""
 
