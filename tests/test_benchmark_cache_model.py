@@ -50,3 +50,9 @@ def test_a_failure_names_its_seed(benchmark: Any, tmp_path: Path, monkeypatch: p
     assert code == 1
     assert "4" in record["failures"]
     assert "| 4 | event " in page
+
+
+def test_ten_million_operations_are_recorded_without_a_failure() -> None:
+    record = json.loads((BENCHMARKS / "results" / "cache_model.json").read_text(encoding="utf-8"))
+    assert {} == record["failures"]
+    assert 10_000_000 <= record["operations"] == sum(record["verbs"].values())
