@@ -61,6 +61,16 @@ class PlanError(KVFrameError):
 class BackendError(KVFrameError):
     """No backend can serve a layer, the one that was named cannot, or one is called otherwise than was agreed."""
 
+    def __init__(self, message: str, code: str = "not_served") -> None:
+        """Keep a stable code beside the sentence.
+
+        Args:
+            message: The sentence for a person.
+            code: The ``snake_case`` code for a program: that of a ``Refusal``, where one is the reason.
+        """
+        super().__init__(message)
+        self.code = code
+
 
 class WrapperError(KVFrameError):
     """A wrapper cannot serve a layer or take a step, or a chain has an order that its wrappers forbid."""

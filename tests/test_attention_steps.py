@@ -20,11 +20,34 @@ from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.order import BatchOrder, split_batch
 from kvframe.attention.padding import pad_metadata
 from kvframe.builtin.torch_reference import TorchReferenceBackend
+from kvframe.errors import BackendError
 from kvframe.groups import group_layers, share_caches
 from kvframe.specs import LayerSpec
 from kvframe.stack import Stack
 from kvframe.testing.guard import ScalarGuard, guard
 from tests.attending import MIXED, SKIPPING, Bench, close, eight_layers, full, layer, local, plugin
+
+SINGLE_TOKENS = [(0, 1), (0, 1), (0, 1)]
+
+# --- what a step may be ----------------------------------------------------------------------------------------------
+
+
+class CausalOnly(TorchReferenceBackend):
+    """The reference, as far as it serves causal masks."""
+
+    capabilities = attrs.evolve(TorchReferenceBackend.capabilities, masks=frozenset({"causal", "window"}))
+
+
+def test_a_batch_that_is_not_causal_is_refused_where_a_backend_has_no_such_mask() -> None:
+    layers = [layer("full", full()), layer("window", local())]
+    stack = Stack.from_mapping({"rules": [{"layers": "window", "backend": "causal_only"}]})
+    bench = Bench(layers, stack, [plugin("mine", backends={"causal_only": CausalOnly})])
+    metadata = bench.metadata(SINGLE_TOKENS)
+    with pytest.raises(BackendError, match=r"causal_only', of layer 'window', .* it has no mask bidirec") as refused:
+        bench.attention.begin_step([attrs.evolve(each, causal=False) for each in metadata])
+    assert "mask_bidirectional" == refused.value.code
+    bench.attention.begin_step([attrs.evolve(metadata[0], causal=False), metadata[1]])
+
 
 # --- what a step pays for ---------------------------------------------------------------------------------------------
 
@@ -84,9 +107,6 @@ def counted(layers: list[LayerSpec], requests: list[tuple[int, int]], stack: Any
     if not bench.attention.skipped:
         assert all(close(bench.dense(spec, requests), outputs[spec.name]) for spec in layers)
     return Fresh.log
-
-
-SINGLE_TOKENS = [(0, 1), (0, 1), (0, 1)]
 
 
 def test_a_group_of_many_layers_is_built_once_a_step() -> None:

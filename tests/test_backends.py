@@ -14,7 +14,7 @@ from kvframe.builtin import torch_backend, torch_builder
 from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.errors import SpecError
-from kvframe.specs import AttentionMask, AttentionSpec, LayerSpec, QuerySpec, RelativeBias, StateTensor
+from kvframe.specs import ENCODER, AttentionMask, AttentionSpec, LayerSpec, QuerySpec, RelativeBias, StateTensor
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layers
@@ -163,6 +163,23 @@ def test_another_device_head_size_or_state_is_refused_by_code() -> None:
     assert ["device"] == refusals(device="cpu")
     assert ["head_size"] == refusals(attrs.evolve(NARROW_SPEC, head_size=80, head_size_v=80), head_size=80)
     assert ["state"] == refusals(RenamedState(block_size=32, num_kv_heads=1, head_size=64, dtype="float16"))
+
+
+def test_keys_of_another_sequence_are_for_a_backend_that_takes_batches_without_an_order() -> None:
+    class Encoded(GridSpec):
+        sequence = ENCODER
+
+    assert ["mask_bidirectional"] == refusals(Encoded(block_size=32, num_kv_heads=1, head_size=64, dtype="float16"))
+    assert ["mask_bidirectional"] == refusals(
+        Encoded(block_size=32, num_kv_heads=1, head_size=64, dtype="float16", causal=False)
+    )
+
+
+@pytest.mark.parametrize("mask", ["bidirectional", "mask_function", "live_range"])
+def test_who_serves_masks_of_any_kind_takes_batches_that_are_not_causal(mask: str) -> None:
+    assert NARROW.not_causal is not None
+    assert "mask_bidirectional" == NARROW.not_causal.code
+    assert attrs.evolve(NARROW, masks=frozenset({"causal", mask})).not_causal is None
 
 
 def test_every_reason_is_given_at_once() -> None:

@@ -14,7 +14,7 @@ from kvframe.attention.capture import GraphCapture
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.order import BatchOrder
 from kvframe.formats import PLAIN
-from kvframe.specs import LayerSpec
+from kvframe.specs import TOKENS, LayerSpec
 
 KVCache = Mapping[str, torch.Tensor]
 """One layer's state tensors by name, each ``[num_block_ids, *StateTensor.shape]``, strided over the pool, device."""
@@ -107,6 +107,13 @@ class Capabilities:
     spec_sizes: Mapping[str, frozenset[int]] = attrs.field(default=MappingProxyType({}), hash=False)
     preference: int = 0
 
+    @property
+    def not_causal(self) -> Refusal | None:
+        """Why it cannot take a batch that is not causal, in which no causal mask of a layer holds; None if it can."""
+        if self.masks & {"bidirectional", "mask_function", "live_range"}:
+            return None
+        return Refusal("mask_bidirectional", f"has no mask bidirectional ({', '.join(sorted(self.masks))})")
+
     def needs_copies(self, layer: LayerSpec) -> bool:
         """Return whether it serves a layer on copies of its pages, because it does not read their format."""
         return layer.spec is not None and layer.spec.kv_format.name not in self.formats
@@ -151,6 +158,10 @@ class Capabilities:
                 refuse("mask_function", f"takes no mask function ({listed(self.masks)})")
             else:
                 refuse("mask_live_range", f"has no mask live_range ({listed(self.masks)})")
+        not_causal = self.not_causal
+        if spec.sequence != TOKENS and not_causal is not None and not_causal not in found:
+            # Between the positions of two sequences there is no order: such a batch is never causal.
+            found.append(not_causal)
         for extension in sorted(set(extensions) - self.extensions):
             refuse(f"extension_{extension}", f"does not honour the extension {extension}")
         if query.soft_cap is not None and not self.soft_cap:

@@ -7,12 +7,13 @@ from typing import Any
 
 import attrs
 
-from kvframe.attention.backend import AttentionMetadataBuilder
+from kvframe.attention.backend import AttentionMetadataBuilder, Refusal
 from kvframe.attention.group import AttentionGroup
 from kvframe.attention.identity import Identity
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.order import BatchOrder, Permutation, is_ordered, permute
 from kvframe.attention.wrapper import MetadataWrapper, apply_wrapper
+from kvframe.errors import BackendError
 
 
 @attrs.frozen(eq=False)
@@ -39,12 +40,14 @@ class _Recipe:
         place: Where the end of its chain stands in the step's list of metadata.
         reuse: Equal for groups that read the same metadata if theirs is wrapped to the same.
         chain: Equal for groups with equal chains that keep state of one sequence, of any cache group.
+        not_causal: Why its backend cannot take a batch that is not causal; None if it can.
     """
 
     group: AttentionGroup
     place: int
     reuse: int
     chain: int
+    not_causal: Refusal | None
 
 
 class MetadataPlan:
@@ -79,7 +82,7 @@ class MetadataPlan:
                 place = places[beginning]
             reuse = numbers.setdefault(group.reuse_key, len(numbers))
             chain = numbers.setdefault((group.sequence, group.wrapper_ids), len(numbers))
-            self._recipes.append(_Recipe(group, place, reuse, chain))
+            self._recipes.append(_Recipe(group, place, reuse, chain, group.not_causal))
             self._builders.setdefault(reuse, group.builder)
 
     def prepare(self, metadata: Sequence[CommonAttentionMetadata]) -> PreparedMetadata:
@@ -91,6 +94,7 @@ class MetadataPlan:
 
         Raises:
             WrapperError: A wrapper cannot take the step.
+            BackendError: What comes out of a chain is not causal, and its backend takes causal batches only.
         """
         wrapped = list(metadata)
         for place, wrapper in self._calls:
@@ -192,6 +196,13 @@ class _Step:
         key = (recipe.reuse, id(common))
         if key in self.needs:
             return key
+        if recipe.not_causal is not None and not common.causal:
+            group = recipe.group
+            raise BackendError(
+                f"backend {group.backend_name!r}, of layer {group.layers[0].name!r}, cannot take a batch that is not "
+                f"causal: it {recipe.not_causal.reason}; give such layers another backend",
+                code=recipe.not_causal.code,
+            )
         builder, num_rows, permutation = recipe.group.builder, common.slot_mapping.shape[0], None
         if builder.batch_order is not None and not is_ordered(builder.batch_order, common):
             common, permutation = self._permute(builder.batch_order, recipe.chain, common)

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import torch
 
-from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder
+from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder, Refusal
 from kvframe.attention.capture import GraphCapture
 from kvframe.attention.choice import Choice
 from kvframe.attention.copies import CopyScratch, make_backend
@@ -33,6 +33,7 @@ class AttentionGroup:
         backend_id: What the backend is, with its parameters.
         backend: The backend's instance for this group.
         builder: Its metadata builder.
+        not_causal: Why its backend cannot take a batch that is not causal; None if it can.
     """
 
     cache_group: int
@@ -44,6 +45,7 @@ class AttentionGroup:
     backend_id: Identity
     backend: AttentionBackend
     builder: AttentionMetadataBuilder
+    not_causal: Refusal | None
 
     @property
     def writes(self) -> bool:
@@ -124,6 +126,7 @@ def form_groups(
                 backend_id=choice.backend_id,
                 backend=backend,
                 builder=backend.make_builder(),
+                not_causal=choice.backend_class.capabilities.not_causal,
             )
         )
     return tuple(formed)

@@ -167,7 +167,8 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
             ``inputs`` on the device.
 
         Raises:
-            BackendError: A layer declares a learned tensor and was bound none.
+            BackendError: A layer declares a learned tensor and was bound none, or its backend takes causal batches
+                only.
             WrapperError: A wrapper cannot take the step.
             BatchError: ``sub_batches`` do not cut the step into ranges of requests with tokens.
         """

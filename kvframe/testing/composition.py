@@ -165,8 +165,8 @@ def _judge(
     capabilities = backend_class.capabilities
     codes = [refusal.code for refusal in chain_refusals(chain, layer, capabilities, device)]
     causal = NOT_CAUSAL not in label
-    if not codes and not causal and not capabilities.masks & {"bidirectional", "live_range"}:
-        codes = ["mask_bidirectional"]
+    if not codes and not causal and capabilities.not_causal is not None:
+        codes = [capabilities.not_causal.code]
     if codes:
         return " ".join(codes), ""
     try:

@@ -90,7 +90,7 @@ def make_cases(
             found += cases
             if _has_bidirectional_mask(layer) and not _has_relative_bias(layer):
                 found += _cases(name, layer, cross)
-            if name.startswith("full-block") and "bidirectional" in capabilities.masks:
+            if name.startswith("full-block") and capabilities.not_causal is None:
                 found += _not_causal([*cases, *_cases(name, layer, cross)])
     for kv_format in stored:
         found += _format_cases(kv_format, capabilities, device, form)
@@ -316,5 +316,5 @@ def _chain_cases(chain: WrapperChain, capabilities: Capabilities, device: str, f
                 if chain_capture(chain) is not GraphCapture.ALWAYS:
                     cases = [case for case in cases if not case.num_padding]
                 yield from cases
-                if mask == "full" and any_causality and "bidirectional" in capabilities.masks:
+                if mask == "full" and any_causality and capabilities.not_causal is None:
                     yield from _not_causal(cases)
