@@ -32,11 +32,13 @@ PLANS: dict[str, tuple[KVCacheSpec, ...]] = {
 Ask = Callable[[KVCacheManager, int], bool]
 
 
-def make_manager(*specs: KVCacheSpec, max_num_seqs: int = 3, can_fork: bool = True) -> KVCacheManager:
+def make_manager(
+    *specs: KVCacheSpec, max_num_seqs: int = 3, can_fork: bool = True, audited: bool = True
+) -> KVCacheManager:
     plan = make_plan(*specs, num_slabs=60, max_model_len=MAX_LEN, max_encoder_len=MAX_ENCODER_LEN)
     host = HostCopies(60, {})
     copier = host.copy_within if can_fork else None
-    return KVCacheManager(plan, max_num_seqs=max_num_seqs, host_pages=host, copier=copier, audited=True)
+    return KVCacheManager(plan, max_num_seqs=max_num_seqs, host_pages=host, copier=copier, audited=audited)
 
 
 def start(manager: KVCacheManager, *names: str) -> None:
@@ -171,6 +173,31 @@ def test_only_what_is_swapped_out_is_swapped_in() -> None:
     assert before == state_of(manager, "one")
 
 
+def test_of_a_request_that_is_not_in_the_table_nothing_is_asked() -> None:
+    manager = make_manager(full())
+    start(manager, "one", "out")
+    assert manager.swap_out("out")
+    before = state_of(manager, "one")
+    for name, where in (("none", "there is none of that name; start it"), ("out", "it is swapped out; swap it in")):
+        for verb in (
+            lambda name: manager.extend(name, 1),
+            lambda name: manager.commit(name, TOKENS, 1),
+            lambda name: manager.has_room(name, 1),
+            manager.missing_inputs,
+            manager.swap_out,
+            manager.row,
+            manager.block_ids,
+            manager.free,
+        ):
+            if (name, verb) == ("out", manager.free):
+                continue
+            with pytest.raises(RequestError, match=f"^the request '{name}' is not in the table: {where}$") as caught:
+                verb(name)
+            assert caught.value.code == "unknown_id"
+            assert before == state_of(manager, "one")
+    manager.free("out")
+
+
 def test_what_cannot_be_forked_is_refused_and_keeps_every_row() -> None:
     manager, without_copier = make_manager(full(), encoder()), make_manager(full(), can_fork=False)
     start(manager, "out")
@@ -197,12 +224,14 @@ from tests.plans import full, make_plan
 assert False, "assertions are on"
 manager = KVCacheManager(make_plan(full()), max_num_seqs=2)
 manager.start("one", [1, 2, 3])
-manager.extend("one", 3)
+manager.extend("one", 4)
 for verb in (
     lambda: manager.start("one", [1, 2, 3]),
     lambda: manager.extend("one", 65),
     lambda: manager.fork("one", "two", [1, 2, 3]),
     lambda: manager.swap_in("one", 3),
+    lambda: manager.free("two"),
+    lambda: manager.commit("one", [1, -2, 3, 4], 4),
 ):
     try:
         verb()
@@ -216,7 +245,10 @@ print(manager.num_held_pages, manager.num_free_rows)
 def test_what_is_refused_is_refused_without_assertions_too() -> None:
     command = [sys.executable, "-O", "-c", WITHOUT_ASSERTIONS]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["duplicate_id", "too_long", "no_fork", "not_swapped", "0", "2"]
+    assert done.stdout.split() == [
+        *("duplicate_id", "too_long", "no_fork", "not_swapped", "unknown_id", "bad_token"),
+        *("0", "2"),
+    ]
 
 
 # --- tokens, however they are given -----------------------------------------------------------------------------------
@@ -235,3 +267,112 @@ def test_tokens_are_the_same_whatever_array_they_come_in(typecode: str) -> None:
         assert 8 == manager.find(array(kind, [7] * 8 + [3] * 8))
         assert 12 == manager.find(array(kind, [7] * 8 + [2] * 4 + [3] * 4))
     assert 8 == manager.start("three", array(typecode, [7] * 8 + [3] * 8))
+
+
+NO_TOKENS = (-1, 2**32, None, 1.5, "7")
+"""What stands among tokens and is none."""
+KNOWN = [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def run_on(manager: KVCacheManager, name: str, tokens: Sequence[int], num_tokens: int) -> None:
+    assert manager.extend(name, num_tokens)
+    manager.commit(name, tokens, num_tokens)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PLANS if kind != "nothing"])
+@pytest.mark.parametrize("wrong", NO_TOKENS)
+def test_a_token_that_is_none_ends_what_others_find_and_nothing_else(kind: str, wrong: Any) -> None:
+    """Whoever reads it first, and that may be another request, it is told to whoever committed it."""
+    for reader in ("nobody", "another request", "a listener", "commit"):
+        # An audit reads all tokens.
+        manager = make_manager(*PLANS[kind], audited=False)
+        others = [] if reader != "commit" else [*KNOWN, 9, 9, 9, 9]
+        tokens: list[Any] = list(KNOWN)
+        if others:
+            manager.start("other", others)
+            run_on(manager, "other", others, 12)
+        manager.start("one", tokens, use_prefix=False)
+        if reader == "a listener":
+            manager.record_events(b"s" * 32)
+        run_on(manager, "one", tokens, 8)
+        tokens += [9, wrong, 9, 9, 9, 9]
+        told = []
+        for num_tokens in (12, 13, 14):
+            if reader == "another request":
+                manager.find([*KNOWN, 9, 9])
+            try:
+                run_on(manager, "one", tokens, num_tokens)
+            except RequestError as refusal:
+                told.append(refusal)
+        # Where blocks die, its own commit reads in any case.
+        assert len(told) == 1 or (not told and reader == "nobody")
+        for error in told:
+            assert "bad_token" == error.code
+            assert str(error) == (
+                "the request 'one' is committed, but no other request finds its tokens from there on: "
+                f"{wrong!r} is no token id; give whole numbers in [0, 2**32)"
+            )
+        assert sum(map(len, manager.block_ids("one")))
+        if kind in ("one", "alike", "a block that ends where the longest does"):
+            assert 8 == manager.find([*KNOWN, 9, 9])
+        manager.free("one")
+        if others:
+            manager.free("other")
+        assert (0, 3) == (manager.num_held_pages, manager.num_free_rows)
+        manager.audit()
+        start(manager, "one", "two", "three")
+
+
+def test_what_a_row_passed_behind_a_token_that_is_none_is_let_go_of() -> None:
+    manager = make_manager(full(), masked(window=5), audited=False)
+    tokens: dict[str, list[Any]] = {"one": [1] * 24, "two": [2] * 24}
+    tokens["two"][9] = -1
+    for name, given in tokens.items():
+        manager.start(name, given, use_prefix=False)
+        run_on(manager, name, given, 4)
+    rows = np.array([manager.row(name) for name in tokens])
+    for num_tokens in range(5, 25):
+        computed = np.array([num_tokens] * 2)
+        assert manager.extend_rows(rows, computed)
+        manager.commit_rows(rows, computed)
+    assert 8 == manager.find([2] * 24)
+    with pytest.raises(RequestError, match=r"^the request 'two' is committed, but .*: -1 is no token id"):
+        manager.commit_rows(rows, computed)
+    manager.commit_rows(rows, computed)
+    for name in tokens:
+        manager.free(name)
+    assert [20, 8] == [manager.find([token] * 24) for token in (1, 2)]
+    # What is cached can be found, and given up.
+    assert len([*manager.published()]) == manager._pool.num_cached_pages
+
+
+def test_tokens_that_are_computed_and_not_given_are_told() -> None:
+    manager = make_manager(full())
+    manager.start("one", [1, 2, 3, 4, 5])
+    assert manager.extend("one", 12)
+    manager.record_events(b"s" * 32)
+    with pytest.raises(RequestError, match=r"there are 5 token ids of more tokens that are computed; give them all$"):
+        manager.commit("one", [1, 2, 3, 4, 5], 12)
+    manager.free("one")
+    assert 4 == manager.find([1, 2, 3, 4, 5, 6])
+
+
+@pytest.mark.parametrize("wrong", NO_TOKENS)
+def test_a_prompt_with_a_token_that_is_none_is_refused_where_it_is_read(wrong: Any) -> None:
+    manager = make_manager(full())
+    start(manager, "one")
+    before, prompt = state_of(manager, "one"), [*TOKENS, wrong, 1, 1, 1, 1]
+
+    def fetch(group: int, copies: Sequence[int], block_ids: Sequence[int]) -> None:
+        raise AssertionError("nothing is to be copied")
+
+    for verb in (
+        lambda: manager.start("two", prompt),
+        lambda: manager.find(prompt),
+        lambda: manager.pin(prompt),
+        lambda: manager.restore(prompt[18:22], [[1]], fetch),
+    ):
+        with pytest.raises(RequestError, match=r"is no token id; give whole numbers in \[0, 2\*\*32\)$") as caught:
+            verb()
+        assert caught.value.code == "bad_token"
+        assert before == state_of(manager, "one")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import NoReturn
 
 import attrs
 import numpy as np
@@ -19,8 +20,16 @@ from kvframe.cache.inputs import InputIndex, InputSequence, input_blocks, inputs
 from kvframe.cache.lookup import PrefixHit, PrefixLookup, has_sparse
 from kvframe.cache.pins import Pin, Pins
 from kvframe.cache.pool import BlockPool
-from kvframe.cache.prefix import NO_MATCH, Namespace
-from kvframe.cache.refusals import cannot_fork, check_input_lens, name_in_use, no_free_row, not_swapped_out
+from kvframe.cache.prefix import NO_MATCH, Namespace, as_bytes
+from kvframe.cache.refusals import (
+    cannot_fork,
+    check_input_lens,
+    name_in_use,
+    no_free_row,
+    not_in_table,
+    not_swapped_out,
+    unreadable_tokens,
+)
 from kvframe.cache.restoring import Fetch, restore
 from kvframe.cache.stats import GroupLookups, KVCacheStats
 from kvframe.cache.swap import HostPages, HostStore
@@ -51,6 +60,17 @@ class _Swapped:
     blocks: SwappedBlocks
 
 
+class _Table(dict[str, _Entry]):
+    """The requests in the table, by name; asked for another one, it says what is wrong with the name."""
+
+    def __init__(self, swapped: Mapping[str, _Swapped]) -> None:
+        super().__init__()
+        self._swapped = swapped
+
+    def __missing__(self, request_id: str) -> NoReturn:
+        raise not_in_table(request_id, request_id in self._swapped)
+
+
 @attrs.frozen
 class _Keepers:
     """Tells whoever published a page that it is gone."""
@@ -72,6 +92,9 @@ class KVCacheManager:
 
     Invariant: the pages that requests in the table and pins reference are exactly the held pages of the pool, and those
     of requests that are swapped out are exactly the held pages of the host store. A request is never both.
+
+    What is asked of a request that is not in the table is refused with a ``RequestError`` (``unknown_id``), and changes
+    nothing.
 
     Attributes:
         plan: The plan that it manages.
@@ -137,8 +160,8 @@ class KVCacheManager:
         )
         self._input_groups = tuple(group for group in plan.groups if group.is_of_input)
         self._host = None if host_pages is None else HostStore(plan, host_pages)
-        self._entries: dict[str, _Entry] = {}
         self._swapped: dict[str, _Swapped] = {}
+        self._entries = _Table(self._swapped)
         self._fresh: dict[int, _Entry] = {}
         self._can_fork = copier is not None
         self._max_num_seqs = max_num_seqs
@@ -167,7 +190,7 @@ class KVCacheManager:
         Args:
             request_id: Its name; not in the table.
             token_ids: Its tokens so far. They are read again as it runs: whoever adds tokens adds them here, and those
-                that are computed stay as they are. ``array("I", ...)`` is read fastest.
+                that are computed stay as they are. Each is in ``[0, 2**32)``; ``array("I", ...)`` is read fastest.
             salt: It shares blocks only with requests of the same salt: whatever the state of tokens depends on besides
                 (a tenant, an adapter of the weights) belongs into it.
             use_prefix: Whether to look for a cached prefix, and for cached inputs.
@@ -178,8 +201,8 @@ class KVCacheManager:
             The number of tokens that need not be computed.
 
         Raises:
-            RequestError: There is a request of that name (``duplicate_id``), no row is free (``no_row``), or an input
-                is too long (``input_too_long``); nothing changed.
+            RequestError: There is a request of that name (``duplicate_id``), no row is free (``no_row``), an input is
+                too long (``input_too_long``), or a token that is read is none (``bad_token``); nothing changed.
         """
         if request_id in self._entries or request_id in self._swapped or not self._free_rows:
             raise self._no_place_for(request_id)
@@ -291,6 +314,10 @@ class KVCacheManager:
             request_id: A request in the table.
             token_ids: Its tokens, at least ``num_computed`` of them: those that it started with, and others after them.
             num_computed: How many are computed; fewer than there was room made for where tokens were refused.
+
+        Raises:
+            RequestError: One of the tokens is none, or is not there (``bad_token``). They are read when somebody needs
+                them, by this verb or before it. All else is done: only, nothing is found of them from there on.
         """
         entry = self._entries[request_id]
         if token_ids is not entry.token_ids:
@@ -301,6 +328,8 @@ class KVCacheManager:
         self._coordinator.commit(entry.row, num_computed)
         if self._events is not None:
             self._tree.refresh(entry.row)
+        if self._tree.unreadable:
+            self._tell_unreadable([entry.row])
 
     def commit_rows(self, rows: Rows, num_computed: npt.NDArray[np.int64]) -> None:
         """Take note of what is computed of many requests: what ``commit`` does, for each of them.
@@ -310,6 +339,9 @@ class KVCacheManager:
         Args:
             rows: ``[n], int64, host``: their rows, each once.
             num_computed: ``[n], int64, host``.
+
+        Raises:
+            RequestError: As of ``commit``, of any of them, once; all else is done.
         """
         for row in self._fresh.keys() & rows.tolist() if self._fresh else ():
             self._first_commit(self._fresh.pop(row))
@@ -317,6 +349,14 @@ class KVCacheManager:
         if self._events is not None:
             for row in rows.tolist():
                 self._tree.refresh(row)
+        if self._tree.unreadable:
+            self._tell_unreadable(rows.tolist())
+
+    def _tell_unreadable(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            if row in self._tree.unreadable:
+                request_id = next(name for name, entry in self._entries.items() if entry.row == row)
+                raise unreadable_tokens(request_id, self._tree.unreadable.pop(row))
 
     def _first_commit(self, entry: _Entry) -> None:
         """Count a request's lookup, and publish its inputs, as soon as it runs."""
@@ -431,7 +471,8 @@ class KVCacheManager:
         self._host.free(swapped.blocks.copies)
 
     def _leave(self, request_id: str) -> None:
-        row = self._entries.pop(request_id).row
+        row = self._entries[request_id].row
+        del self._entries[request_id]
         self._fresh.pop(row, None)
         self._coordinator.free(row)
         self._free_rows.append(row)
@@ -531,12 +572,13 @@ class KVCacheManager:
 
         Raises:
             RequestError: No row is free (``no_row``), or the plan is for fewer tokens (``too_long``) or shorter inputs
-                (``input_too_long``); nothing changed.
+                (``input_too_long``), or a token is none (``bad_token``); nothing changed.
             Exception: What ``fetch`` raises; nothing can be found that could not before.
         """
         if not self._free_rows:
             raise no_free_row(self._max_num_seqs)
         check_input_lens(inputs, self.plan.max_input_lens)
+        as_bytes(token_ids)
         row, namespace = self._free_rows[-1], (salt, inputs_root(inputs) if inputs else b"")
         state = RowState(input_blocks(self._input_groups, inputs, salt) if inputs else ())
         saved = SwappedBlocks(copies, len(token_ids), state)

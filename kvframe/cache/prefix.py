@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.pool import NOBODY
+from kvframe.errors import RequestError
 
 TOKEN_BYTES = 4
 
@@ -85,8 +86,37 @@ class Cursor:
 
 
 def as_bytes(tokens: Sequence[int], start: int = 0, stop: int | None = None) -> bytes:
-    """Return token ids, those of ``[start, stop)``, as four bytes each."""
+    """Return token ids, those of ``[start, stop)``, as four bytes each.
+
+    Raises:
+        RequestError: One of them is no token id, or is not there (``bad_token``).
+    """
     if isinstance(tokens, array) and tokens.typecode == "I":
         # A view of an array is not a copy, and nobody adds tokens while it lives.
-        return tokens.tobytes() if stop is None else memoryview(tokens)[start:stop].tobytes()
-    return array("I", tokens if stop is None else tokens[start:stop]).tobytes()
+        data = tokens.tobytes() if stop is None else memoryview(tokens)[start:stop].tobytes()
+    else:
+        try:
+            data = array("I", tokens if stop is None else tokens[start:stop]).tobytes()
+        except (OverflowError, TypeError):
+            raise _unreadable(tokens, num_readable(tokens)) from None
+    if stop is not None and len(data) != TOKEN_BYTES * (stop - start):
+        raise _unreadable(tokens, len(tokens))
+    return data
+
+
+def num_readable(tokens: Sequence[int]) -> int:
+    """Return how many tokens come before the first one that is no token id."""
+    for place, token in enumerate(tokens):
+        try:
+            array("I", (token,))
+        except (OverflowError, TypeError):
+            return place
+    return len(tokens)
+
+
+def _unreadable(tokens: Sequence[int], place: int) -> RequestError:
+    if place < len(tokens):
+        why = f"{tokens[place]!r} is no token id; give whole numbers in [0, 2**32)"
+    else:
+        why = f"there are {place} token ids of more tokens that are computed; give them all"
+    return RequestError(why, code="bad_token")

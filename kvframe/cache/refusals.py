@@ -59,6 +59,25 @@ def no_free_row(max_num_seqs: int) -> RequestError:
     )
 
 
+def not_in_table(request_id: str, is_swapped: bool) -> RequestError:
+    """Return the error of who asks something of a request that is not in the table."""
+    where = "it is swapped out; swap it in" if is_swapped else "there is none of that name; start it"
+    return RequestError(f"the request {request_id!r} is not in the table: {where}", code="unknown_id")
+
+
+def unreadable_tokens(request_id: str, why: RequestError) -> RequestError:
+    """Return the error of who commits a request some of whose tokens could not be read.
+
+    Args:
+        request_id: The request.
+        why: Why not.
+    """
+    return RequestError(
+        f"the request {request_id!r} is committed, but no other request finds its tokens from there on: {why}",
+        code=why.code,
+    )
+
+
 def not_swapped_out(request_id: str, is_in_table: bool) -> RequestError:
     """Return the error of who swaps in a request that is not swapped out."""
     where = "it is in the table" if is_in_table else "there is none of that name"

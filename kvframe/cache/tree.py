@@ -19,8 +19,9 @@ from kvframe.cache.block_table import TableStack
 from kvframe.cache.forgetting import NEVER
 from kvframe.cache.own_pages import OwnPages
 from kvframe.cache.pool import NOBODY, BlockPool
-from kvframe.cache.prefix import NO_MATCH, TOKEN_BYTES, Cursor, Match, Namespace, PrefixNode, as_bytes
+from kvframe.cache.prefix import NO_MATCH, TOKEN_BYTES, Cursor, Match, Namespace, PrefixNode, as_bytes, num_readable
 from kvframe.cache.reach import longest_of_all
+from kvframe.errors import RequestError
 from kvframe.plan import PlannedGroup
 
 MAX_GHOST_TOKENS = 1 << 22
@@ -76,6 +77,8 @@ class PrefixTree:
         self._ghosts: OrderedDict[int, int] = OrderedDict()
         self._num_ghost_tokens = 0
         self.pool: BlockPool  # set by whoever makes both: each needs the other
+        # Of rows whose tokens could not be read, why not: such a row is followed no more.
+        self.unreadable: dict[int, RequestError] = {}
         # Called with a node, whose blocks that end in tokens (start, stop] became findable; None for nobody.
         self.on_stored: Callable[[PrefixNode, int, int], None] | None = None
 
@@ -172,7 +175,11 @@ class PrefixTree:
         end = self._num_computed[row]
         end -= end % self.unit
         if end > cursor.offset:
-            self._take_in(cursor, row, end)
+            try:
+                self._take_in(cursor, row, end)
+            except RequestError as error:
+                self._take_in_readable(cursor, row, end, error)
+                return
         self._next_publication[row] = NEVER if cursor.leaf is not None else end + self.unit
 
     def _take_in(self, cursor: Cursor, row: int, end: int) -> None:
@@ -201,6 +208,36 @@ class PrefixTree:
                 return
             if offset < node.stop:
                 node = self._split(node, offset)
+
+    def _take_in_readable(self, cursor: Cursor, row: int, end: int, error: RequestError) -> None:
+        """Take in what comes before the first token that cannot be read, and follow the row no more."""
+        end = min(end, num_readable(cursor.tokens))
+        end -= end % self.unit
+        if end > cursor.offset:
+            self._take_in(cursor, row, end)
+        if cursor.leaf is not None:
+            # That finds out the same of what comes after it.
+            self._update(cursor.leaf)
+        if self._cursors[row] is cursor:
+            self._stop_following(row, cursor, error)
+
+    def _stop_following(self, row: int, cursor: Cursor, error: RequestError) -> None:
+        """Let nothing more of a row be found: its tokens behind the cursor's offset cannot be read."""
+        self.unreadable[row] = error
+        root = self._roots.get(cursor.namespace)
+        if root is not None and not root.children:
+            del self._roots[cursor.namespace]
+        if cursor.leaf is not None:
+            for s, size in enumerate(self.sizes):
+                for group, own in zip(self.groups[s], self.own.pages[s][:, row, cursor.offset // size :], strict=True):
+                    pages = own[(self.pool.owners(own) == cursor.leaf.owner) & (own != 0)]
+                    held = pages[~self.pool.drop(group, pages)]
+                    self.pool.publish(NOBODY, held, np.zeros_like(held))
+            cursor.leaf.row = -1
+            self.leaf_owner[row] = NOBODY
+        self.own.clear(row, len(self._numbers))
+        self._cursors[row] = None
+        self._next_publication[row] = NEVER
 
     def _resume(self, cursor: Cursor) -> tuple[PrefixNode, int]:
         """Return the node that a cursor's offset lies in, or a place from which to look for it."""
@@ -309,6 +346,8 @@ class PrefixTree:
             leaf.row = -1
             self.leaf_owner[row] = NOBODY
             num_published = leaf.stop if not leaf.start else 0
+        if self.unreadable:
+            self.unreadable.pop(row, None)
         self._cursors[row] = None
         self._next_publication[row] = NEVER
         return num_published
@@ -322,9 +361,14 @@ class PrefixTree:
         end -= end % self.unit
         if end == node.stop:
             return
-        cursor = self._cursors[row]
+        cursor, error = self._cursors[row], None
         assert cursor is not None
-        added = as_bytes(cursor.tokens, node.stop, end)
+        try:
+            added = as_bytes(cursor.tokens, node.stop, end)
+        except RequestError as caught:
+            error, end = caught, min(end, num_readable(cursor.tokens))
+            end = max(node.stop, end - end % self.unit)
+            added = as_bytes(cursor.tokens, node.stop, end)
         node.tokens = node.tokens[: TOKEN_BYTES * (node.stop - node.start)] + added if node.stop > node.start else added
         for s, size in enumerate(self.sizes):
             first, last = node.stop // size, end // size
@@ -341,10 +385,15 @@ class PrefixTree:
         cursor.offset = end
         if self.on_stored is not None:
             self.on_stored(node, start, end)
+        if error is not None:
+            self._stop_following(row, cursor, error)
 
     def _freeze(self, node: PrefixNode) -> None:
         """Let a node grow no more though its request runs on: something else comes after its tokens."""
         self._update(node)
+        if node.row < 0:
+            # Its row is followed no more.
+            return
         cursor = self._cursors[node.row]
         assert cursor is not None
         cursor.leaf, cursor.node, cursor.offset = None, node, node.stop
