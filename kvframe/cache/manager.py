@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvframe.cache.audit import audit_pool, audit_rows, audit_tree, pages_in
 from kvframe.cache.block_table import BlockTables
-from kvframe.cache.coordinator import KVCacheCoordinator, Rows, RowState, SwappedBlocks
+from kvframe.cache.coordinator import KVCacheCoordinator
 from kvframe.cache.events import EventLog
 from kvframe.cache.forgetting import NEVER
 from kvframe.cache.forking import PageCopier
@@ -31,6 +31,8 @@ from kvframe.cache.refusals import (
     unreadable_tokens,
 )
 from kvframe.cache.restoring import Fetch, restore
+from kvframe.cache.resuming import Resumer, SwappedBlocks
+from kvframe.cache.rows import Rows, RowState
 from kvframe.cache.stats import GroupLookups, KVCacheStats
 from kvframe.cache.swap import HostPages, HostStore
 from kvframe.cache.tree import PrefixTree
@@ -158,6 +160,7 @@ class KVCacheManager:
             next_publication,
             copier,
         )
+        self._resumer = Resumer(plan, self._coordinator, self._tree, self._inputs)
         self._input_groups = tuple(group for group in plan.groups if group.is_of_input)
         self._host = None if host_pages is None else HostStore(plan, host_pages)
         self._swapped: dict[str, _Swapped] = {}
@@ -384,7 +387,9 @@ class KVCacheManager:
         copies = None if self._host is None else self._host.put(self._coordinator.blocks(entry.row))
         if copies is None:
             return False
-        self._swapped[request_id] = _Swapped(entry, self._coordinator.swapped(entry.row, copies))
+        row = entry.row
+        blocks = SwappedBlocks(copies, int(self._coordinator.num_computed[row]), self._coordinator.state(row))
+        self._swapped[request_id] = _Swapped(entry, blocks)
         self._leave(request_id)
         return True
 
@@ -412,9 +417,11 @@ class KVCacheManager:
             raise no_free_row(self._max_num_seqs)
         assert self._host is not None
         entry, swapped = self._swapped[request_id].entry, self._swapped[request_id].blocks
-        found = self._find_again(entry, swapped, use_prefix)
+        found = [[0] * len(copies) for copies in swapped.copies]
+        if self.prefix_caching and use_prefix:
+            found = self._resumer.find(entry.namespace, entry.token_ids, swapped)
         row = self._free_rows[-1]
-        to_fill = self._coordinator.resume(row, swapped, num_tokens, found)
+        to_fill = self._resumer.resume(row, swapped, num_tokens, found)
         if to_fill is None:
             return False
         try:
@@ -433,30 +440,6 @@ class KVCacheManager:
         if self.prefix_caching:
             self._fresh[row] = entry
         return True
-
-    def _find_again(self, entry: _Entry, swapped: SwappedBlocks, use_prefix: bool) -> list[list[int]]:
-        """Return per group the pages in which a swapped request's published blocks are found, 0 elsewhere."""
-        found = [[0] * len(copies) for copies in swapped.copies]
-        if not (self.prefix_caching and use_prefix):
-            return found
-        match = self._tree.match(entry.namespace, entry.token_ids, swapped.num_computed)
-        of_stack = self._tree.pages(match, match.length)
-        for index, copies in enumerate(swapped.copies):
-            if index in self._tree.place:
-                s, g = self._tree.place[index]
-                known = of_stack[s][g].tolist()
-            else:
-                known = self._known_input(swapped, index)
-            for place, (copy, page) in enumerate(zip(copies, known, strict=False)):
-                found[index][place] = page if copy else 0
-        return found
-
-    def _known_input(self, swapped: SwappedBlocks, group: int) -> list[int]:
-        for each in swapped.state.inputs:
-            known = self._inputs.known(each) if each.group == group else None
-            if known is not None and each.sequence not in swapped.state.missing:
-                return list(known.tolist())
-        return []
 
     def free(self, request_id: str) -> None:
         """Take a request out of the table, or give up its copy in host memory.
@@ -582,14 +565,13 @@ class KVCacheManager:
         row, namespace = self._free_rows[-1], (salt, inputs_root(inputs) if inputs else b"")
         state = RowState(input_blocks(self._input_groups, inputs, salt) if inputs else ())
         saved = SwappedBlocks(copies, len(token_ids), state)
-        entry = _Entry(row, token_ids, namespace, NO_HIT, self._num_resets)
         is_restored = restore(
             row,
             saved,
-            self._find_again(entry, saved, True),
             fetch,
             namespace=namespace,
             token_ids=token_ids,
+            resumer=self._resumer,
             coordinator=self._coordinator,
             tables=self.tables,
             tree=self._tree,

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvframe.cache.block_table import BlockTables
-from kvframe.cache.coordinator import KVCacheCoordinator, SwappedBlocks
+from kvframe.cache.coordinator import KVCacheCoordinator
 from kvframe.cache.inputs import InputIndex
 from kvframe.cache.prefix import NO_MATCH, Namespace
+from kvframe.cache.resuming import Resumer, SwappedBlocks
 from kvframe.cache.tree import PrefixTree
 
 
@@ -28,11 +29,11 @@ class Fetch(Protocol):
 def restore(
     row: int,
     saved: SwappedBlocks,
-    found: Sequence[Sequence[int]],
     fetch: Fetch,
     *,
     namespace: Namespace,
     token_ids: Sequence[int],
+    resumer: Resumer,
     coordinator: KVCacheCoordinator,
     tables: BlockTables,
     tree: PrefixTree,
@@ -43,11 +44,11 @@ def restore(
     Args:
         row: A free row.
         saved: Where the pages lie.
-        found: Per group, by block index, pages in the cache that hold the same; 0 for none.
-        fetch: Copies the others.
+        fetch: Copies those that are not in the cache.
         namespace: Whom the prefix is shared with.
         token_ids: Its tokens.
-        coordinator: Who gives the row its pages.
+        resumer: Who gives the row its pages.
+        coordinator: Whose row it is.
         tables: The block tables.
         tree: Where blocks of tokens are published.
         inputs: Where inputs are.
@@ -58,7 +59,7 @@ def restore(
     Raises:
         Exception: What ``fetch`` raises; nothing is published.
     """
-    to_fill = coordinator.resume(row, saved, saved.num_computed, found)
+    to_fill = resumer.resume(row, saved, saved.num_computed, resumer.find(namespace, token_ids, saved))
     if to_fill is None:
         return False
     try:

@@ -1,0 +1,218 @@
+"""Dead blocks: which of a row's blocks no later token needs, and giving their pages back as soon as it is so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvframe.cache.block_table import BlockTables
+from kvframe.cache.forgetting import NEVER, MovingGroups
+from kvframe.cache.free_pages import BlockIds
+from kvframe.cache.group_kinds import GroupKinds
+from kvframe.cache.pool import BlockPool
+from kvframe.cache.room import Room
+from kvframe.cache.rows import BlockRange, RowNumbers, Rows, RowState
+from kvframe.cache.tree import PrefixTree
+from kvframe.plan import PlannedGroup
+
+
+class DeadBlocks:
+    """Releases what died, and says when a row's next block dies (``RowNumbers.next_death``).
+
+    Invariant: after ``bury`` a row holds pages only of blocks that are live, or that its next tokens are written into.
+
+    Attributes:
+        first_death: The computed tokens from which on a block of a row that begins without a token dies.
+    """
+
+    def __init__(
+        self,
+        kinds: GroupKinds,
+        pool: BlockPool,
+        tables: BlockTables,
+        numbers: RowNumbers,
+        tree: PrefixTree | None,
+        room: Room,
+    ) -> None:
+        """Give pages back to a pool; every row is one without a token.
+
+        Args:
+            kinds: The groups.
+            pool: The pages.
+            tables: One block table per group.
+            numbers: What is counted of each row.
+            tree: Who keeps dead blocks findable; None if nobody does.
+            room: Who works out anew up to where there is room, for whom fewer pages change it.
+        """
+        self._asked, self._sparse, self._is_plain = kinds.asked, kinds.sparse, kinds.is_plain
+        self._stacks = kinds.stacks
+        self._moving: list[MovingGroups | None] = []
+        for stack in kinds.stacks:
+            found = [(place, kinds.forgetting.get(group)) for place, group in enumerate(stack.groups)]
+            of_stack = [(place, each) for place, each in found if each is not None and (each.window or each.chunk)]
+            self._moving.append(MovingGroups(of_stack, len(numbers.states)) if of_stack else None)
+        self._pool = pool
+        self._tables = tables
+        self._tree = tree
+        self._room = room
+        self._num_blocks, self._states = numbers.num_blocks, numbers.states
+        self._next_death, self._death_of = numbers.next_death, numbers.death_of
+        deaths = [int(moving.next_death(moving.dead[:, :1])[0]) for moving in self._moving if moving is not None]
+        self.first_death = -1 if self._asked else min(deaths, default=NEVER)
+        self._next_death[...] = self.first_death
+
+    def begin(self, row: int, num_computed: int, state: RowState) -> None:
+        """Take note of a row that begins, with exactly those blocks that are live after its computed tokens."""
+        for group in self._asked:
+            state.live.setdefault(group.index, ((0, num_computed // group.block_size),))
+        for moving in self._moving:
+            if moving is not None:
+                moving.start(row, num_computed)
+        self._note_next(row, is_asked=bool(self._asked or state.inputs))
+
+    def clear(self, row: int) -> None:
+        """Let a row be as one without a token."""
+        self._death_of[row] = self.first_death
+        for moving in self._moving:
+            if moving is not None:
+                moving.clear(row)
+
+    # --- burying ------------------------------------------------------------------------------------------------------
+
+    def bury(self, row: int, num_computed: int) -> None:
+        """Release what no token needs after those that are computed. Inputs are computed with the first, and stay."""
+        if self._tree is not None and not self._pool.is_short:
+            # Else what the row passes is freed with it: there are more useful pages to keep.
+            self._tree.refresh(row)
+        state = self._states[row]
+        if state.missing:
+            state.missing = frozenset()
+            self._room.note(row)
+        for s, moving in enumerate(self._moving):
+            if moving is not None:
+                for place, kind, before in zip(moving.places, moving.types, moving.dead[:, row].tolist(), strict=True):
+                    dead = kind.dead(num_computed)
+                    if dead > before:
+                        self._release_range(row, self._stacks[s].groups[place], before, dead)
+                np.maximum(moving.dead[:, row], moving.dead_at(np.array([num_computed]))[:, 0], out=moving.dead[:, row])
+        for group in self._asked:
+            self._bury_asked(row, group, state, num_computed)
+        self._note_next(row, is_asked=bool(self._asked))
+        if self._sparse:
+            self._room.note(row)
+
+    def bury_rows(self, rows: Rows, num_computed: npt.NDArray[np.int64]) -> None:
+        """Release what no token of several rows needs any more; plain rows together.
+
+        Args:
+            rows: ``[n], int64, host``, each once.
+            num_computed: ``[n], int64, host``.
+        """
+        if not self._is_plain or len(rows) == 1:
+            for row, count in zip(rows.tolist(), num_computed.tolist(), strict=True):
+                self.bury(row, count)
+            return
+        next_death = np.full(len(rows), NEVER)
+        for s, moving in enumerate(self._moving):
+            if moving is None:
+                continue
+            before, after = moving.dead[:, rows], moving.dead_at(num_computed)
+            np.maximum(before, after, out=after)
+            died = after - before
+            most = int(died.max())
+            for step in range(most):
+                # Nearly always one block of a group and row; a chunk of a prompt kills several.
+                if len(moving.types) == 1:
+                    (which,) = (died[0] > step).nonzero()
+                    self._release_each(s, int(moving.places[0]), rows[which], before[0, which] + step)
+                    continue
+                kinds, which = np.nonzero(died > step)
+                self._release_each(s, moving.places[kinds], rows[which], before[kinds, which] + step)
+            if most:
+                moving.dead[:, rows] = after
+            np.minimum(next_death, moving.next_death(after), out=next_death)
+        self._next_death[rows] = next_death
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _note_next(self, row: int, *, is_asked: bool) -> None:
+        """Work out when the next block of a row dies; of one that is asked, whenever tokens are computed."""
+        if is_asked:
+            self._death_of[row] = -1
+            return
+        nearest = NEVER
+        for moving in self._moving:
+            if moving is not None:
+                nearest = min(nearest, int(moving.next_death(moving.dead[:, [row]])[0]))
+        self._death_of[row] = nearest
+
+    def _bury_asked(self, row: int, group: PlannedGroup, state: RowState, num_computed: int) -> None:
+        """Release the dead blocks of a row in a group whose live ranges are asked."""
+        index, count = group.index, int(self._num_blocks[group.index, row])
+        live = group.spec.live_blocks(num_computed)
+        # The block that the next token is written into stays, live or not.
+        current = num_computed // group.block_size
+        is_live = live and live[-1][1] >= current
+        kept = (*live[:-1], (live[-1][0], count)) if is_live else (*live, (current, count))
+        before = state.live[index]
+        if before and before[-1][1] < count:
+            before = (*before[:-1], (before[-1][0], count))
+        # Where few blocks are stored, each step says which: those beyond its end are of tokens that were refused.
+        for start, stop in _difference(before, live if group in self._sparse else kept):
+            self._release_range(row, index, start, stop)
+        state.live[index] = kept
+
+    def _release_range(self, row: int, index: int, start: int, stop: int) -> None:
+        """Release blocks ``[start, stop)`` of a row in a group."""
+        ids = self._tables[index].ids[row, start:stop]
+        if self._tree is not None:
+            self._tree.own.keep_published(row, index, start, stop, self._pool)
+        release_resident(self._pool, index, ids)
+        ids[...] = 0
+
+    def _release_each(self, s: int, places: Rows | int, rows: Rows, blocks: npt.NDArray[np.int64]) -> None:
+        """Release blocks of groups of a stack and of rows, each named by its place, row and index."""
+        stack = self._stacks[s]
+        ids = stack.ids[places, rows, blocks]
+        if np.count_nonzero(ids) < len(ids):
+            is_held = ids != 0
+            rows, blocks, ids = rows[is_held], blocks[is_held], ids[is_held]
+            places = places if isinstance(places, int) else places[is_held]
+        if not len(ids):
+            return
+        stack.ids[places, rows, blocks] = 0
+        if self._tree is not None:
+            self._tree.pass_by(s, places, rows, blocks, ids)
+        self._pool.release(ids, stack.groups[places] if isinstance(places, int) else stack.index[places])
+
+
+def release_resident(pool: BlockPool, group: int, ids: BlockIds) -> None:
+    """Release the pages of a group that are there, in order.
+
+    Args:
+        pool: The pages.
+        group: The group.
+        ids: ``[n], int32, host``: what a block table says, 0 for none; it is not kept.
+    """
+    held = ids.copy() if np.count_nonzero(ids) == len(ids) else ids[ids != 0]
+    if len(held):
+        pool.release(held, group)
+
+
+def _difference(whole: Sequence[BlockRange], kept: Sequence[BlockRange]) -> list[BlockRange]:
+    """Return the parts of ``whole`` outside ``kept``; both are sorted and disjoint."""
+    if whole and kept and whole[0] == kept[0] and len(whole) == len(kept) == 1:
+        return []
+    left = []
+    for start, stop in whole:
+        for keep_start, keep_stop in kept:
+            if keep_stop <= start or stop <= keep_start:
+                continue
+            if start < keep_start:
+                left.append((start, keep_start))
+            start = max(start, keep_stop)
+        if start < stop:
+            left.append((start, stop))
+    return left

@@ -1,0 +1,78 @@
+"""The rows of running requests: the numbers that a step compares for all of them at once, and what they have beside."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvframe.cache.forgetting import NEVER
+from kvframe.cache.inputs import InputBlocks
+
+Rows = npt.NDArray[np.int64]
+BlockRange = tuple[int, int]
+
+
+@attrs.define
+class RowState:
+    """What a row has beside its numbers.
+
+    Attributes:
+        inputs: Its blocks in the groups of inputs.
+        missing: The inputs whose state is not computed.
+        branch: Where its tokens part from those of an earlier request; 0 if nothing is known.
+        live: For each group that is asked position by position, the block ranges that may hold pages.
+    """
+
+    inputs: tuple[InputBlocks, ...] = ()
+    missing: frozenset[str] = frozenset()
+    branch: int = 0
+    live: dict[int, tuple[BlockRange, ...]] = attrs.field(factory=dict)
+
+    def copy(self) -> RowState:
+        """Return the same for another row."""
+        return self if self is PLAIN else attrs.evolve(self, live=dict(self.live))
+
+
+PLAIN = RowState()
+"""What a row has that has nothing beside its numbers."""
+
+
+class RowNumbers:
+    """What is counted of each row.
+
+    Invariant: nothing happens to a row before a count is reached. It lacks no page while its tokens ``[0, room)`` are
+    computed; with fewer computed tokens than ``next_death`` none of its blocks dies, and with fewer than
+    ``next_publication`` none becomes findable that is not.
+
+    Attributes:
+        num_computed: ``[max_num_seqs], int64, host``: computed tokens.
+        num_blocks: ``[num_groups, max_num_seqs], int64, host``: blocks, those that are dead included: the columns of
+            the block tables that are in use.
+        room: ``[max_num_seqs], int64, host``.
+        next_death: Likewise; it may be too early, never too late.
+        next_publication: Likewise; the prefix tree says it.
+        computed_of: ``num_computed`` as a view in which single numbers are read and written several times as fast; and
+            so on.
+        states: What each row has beside.
+    """
+
+    def __init__(
+        self, num_groups: int, num_computed: npt.NDArray[np.int64], next_publication: npt.NDArray[np.int64]
+    ) -> None:
+        """Let every row be one without a token.
+
+        Args:
+            num_groups: Groups of the plan.
+            num_computed: ``[max_num_seqs], int64, host``, zeroed; the prefix tree reads it too.
+            next_publication: Likewise, what the prefix tree writes.
+        """
+        max_num_seqs = len(num_computed)
+        self.num_computed = num_computed
+        self.num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int64)
+        self.room = np.zeros(max_num_seqs, dtype=np.int64)
+        self.next_death = np.full(max_num_seqs, NEVER, dtype=np.int64)
+        self.next_publication = next_publication
+        self.computed_of, self.blocks_of, self.room_of = self.num_computed.data, self.num_blocks.data, self.room.data
+        self.death_of, self.publication_of = self.next_death.data, self.next_publication.data
+        self.states: list[RowState] = [PLAIN] * max_num_seqs
