@@ -145,6 +145,7 @@ TEST_MODULES = (
     "kvframe.testing.grid",
     "kvframe.testing.laws",
     "kvframe.testing.sample",
+    "kvframe.testing.staging",
     "kvframe.testing.wrappers",
 )
 PLUGIN_FILES = sorted((ROOT / "plugins").glob("*/src/**/*.py"))

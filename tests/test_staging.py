@@ -16,8 +16,6 @@ from kvframe_chunked_local import ChunkedLocalSpec
 from kvframe_cross_attention import CrossAttentionSpec
 from kvframe_kv_formats import Fp8TokenHead
 from kvframe_triton.backend import TritonBackend
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.attention.layer import AttentionLayers
@@ -27,6 +25,7 @@ from kvframe.attention.nested import host_tensors, replace_tensors
 from kvframe.attention.selection import select_backends
 from kvframe.attention.skipping import find_skippable_layers
 from kvframe.attention.staging import ALIGNMENT, HOST, StagedMemory, Staging
+from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.cache.inputs import InputSequence
 from kvframe.cache.manager import KVCacheManager
@@ -40,28 +39,12 @@ from kvframe.plan import plan_cache
 from kvframe.plugins import load_plugins
 from kvframe.specs import LayerSpec
 from kvframe.stack import Stack
+from kvframe.testing.laws import ConformanceError
+from kvframe.testing.staging import META, CopyCounter, check_staging
 from tests.attending import full, layer, local, plugin
 from tests.capturable import CapturableReference
 from tests.test_attention_steps import Decodes, ShortOnes
 from tests.test_states import states
-
-META = torch.device("meta")
-
-
-class Copies(TorchDispatchMode):
-    """Counts the operations that bring values from the host to the device."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = [each.device.type for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        made = [each.device.type for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
-        if "cpu" in given and "meta" in given + made:
-            self.found.append(str(func))
-        return result
 
 
 class OnHost(CapturableReference):
@@ -209,7 +192,7 @@ def copies_of_a_step(
     computed, new = (np.array(each) for each in zip(*requests, strict=True))
     rows = np.array([manager.row(str(index)) for index in range(len(requests))])
     fresh = {int(row): encoded for row in rows[computed == 0]}
-    with Copies() as copies:
+    with CopyCounter() as copies:
         logits = runner.forward(
             rows, computed, new, np.cumsum(new) - 1, new_inputs={"encoder": fresh} if fresh else {}, **options
         )
@@ -250,6 +233,42 @@ def test_extensions_with_a_host_copy_go_along() -> None:
 def test_what_asks_the_device_for_a_value_is_seen() -> None:
     with pytest.raises((RuntimeError, NotImplementedError)):
         torch.zeros(3, device=META)[0].item()
+
+
+# --- the same of any backend, as plugins check it ---------------------------------------------------------------------
+
+
+def test_the_torch_backend_needs_one_copy_for_layers_of_all_kinds() -> None:
+    check_staging(TorchBackend)
+
+
+class AsksTheDevice(TorchBackend):
+    def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> torch.Tensor:
+        output = super().forward(layer, query, kv_cache, metadata, sinks)
+        return output if output.isfinite().all() else torch.zeros_like(output)
+
+
+class IsTooShort(TorchBackend):
+    def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> torch.Tensor:
+        return super().forward(layer, query, kv_cache, metadata, sinks)[1:]
+
+
+class ServesNothing(TorchBackend):
+    capabilities = attrs.evolve(TorchBackend.capabilities, masks=frozenset())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (CopiesItself, "CopiesItself on decodes, stored as plain, makes [0-9]+ copies to the device: aten._to_copy"),
+        (AsksTheDevice, "AsksTheDevice on decodes, stored as plain, asks the device for a value"),
+        (IsTooShort, "the output of layers.0 is .2, 4, 8., not .3, 4, 8."),
+        (ServesNothing, "ServesNothing serves no layer of the kit"),
+    ],
+)
+def test_what_is_wrong_with_a_backend_is_said(wrong: type[AttentionBackend], message: str) -> None:
+    with pytest.raises(ConformanceError, match=message):
+        check_staging(wrong)
 
 
 # --- values that hold tensors -----------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
+from kvframe.testing.staging import check_staging
 
 CAPABILITIES = TorchVarlenBackend.capabilities
 HEAD_SIZES = (8, 40, 256)
@@ -70,6 +71,9 @@ class StandIn:
         assert query.dtype in (torch.float16, torch.bfloat16)
         assert key.shape[1] % 256 == query.shape[2] % 8 == 0
         assert len(cu_seq_q) == len(seqused_k) + 1 == len(block_table) + 1
+        if query.is_meta:
+            lse = query.new_empty(query.shape[1], len(query), dtype=torch.float32)
+            return torch.empty_like(query) if return_aux is None else (torch.empty_like(query), lse)
         assert int(seqused_k.max()) <= max_k
         assert int(cu_seq_q.diff().max()) <= max_q
         num_groups = query.shape[1] // key.shape[2]
@@ -122,6 +126,10 @@ def test_it_computes_the_grid_behind_wrappers(stand_in: StandIn) -> None:
     assert 30 < len(found)
     for case in found:
         check_backend(TorchVarlenBackend, case)
+
+
+def test_what_a_step_needs_is_in_its_one_copy_and_nobody_waits(stand_in: StandIn) -> None:
+    check_staging(TorchVarlenBackend)
 
 
 @pytest.mark.gpu

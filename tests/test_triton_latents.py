@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kvframe_kernels.triton.launch import Launch
 from kvframe_kernels.triton.mla import LatentAttention
 from kvframe_mla import MLASpec
 from kvframe_mla.testing import Latents
@@ -21,6 +22,7 @@ from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases
 from kvframe.testing.metadata import make_metadata
 from kvframe.testing.sample import parts, sample
+from kvframe.testing.staging import check_staging
 
 CASES = make_cases(TritonMLABackend.capabilities, "cuda", form=Latents())
 FEW = sample(CASES, [("batch", "state")])
@@ -55,6 +57,17 @@ def test_it_computes_the_grid_on_a_gpu(part: int) -> None:
 def test_finite_values_where_nothing_is_live_change_nothing_on_a_gpu() -> None:
     for case in FEW:
         check_backend(TritonMLABackend, case, "cuda", poison=1e4)
+
+
+@pytest.mark.parametrize("most", [1, None], ids=["expanded", "absorbed"])
+def test_what_a_step_needs_is_in_its_one_copy_and_nobody_waits(
+    most: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[Launch] = []
+    monkeypatch.setattr(Launch, "run", lambda launch: launched.append(launch))
+    monkeypatch.setattr(latents_builder.Forms, "most_absorbed", most)
+    check_staging(TritonMLABackend)
+    assert launched
 
 
 def few_cases() -> list[Case]:

@@ -77,7 +77,7 @@ def make_cases(
         ConformanceError: It declares a format that is not among them.
     """
     found: list[Case] = []
-    stored = _formats(capabilities, formats)
+    stored = formats_of(capabilities, formats)
     for name, layer in make_layers(capabilities, form):
         if not capabilities.refusals(layer, device):
             assert layer.spec is not None
@@ -109,7 +109,7 @@ def make_layers(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES) -
 
     Sizes and dtypes are some that the capabilities allow; masks and features are all that there are.
     """
-    head_size = _usual_head_size(capabilities, form)
+    head_size = usual_head_size(capabilities, form)
 
     def layer_with(**options: Any) -> LayerSpec:
         return make_layer(capabilities, form, **options)
@@ -150,7 +150,7 @@ def make_layer(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES, **
         form: The state that it stores.
         options: Fields of the form's spec and of ``QuerySpec`` that are to differ from the usual.
     """
-    head_size = options.pop("head_size", _usual_head_size(capabilities, form))
+    head_size = options.pop("head_size", usual_head_size(capabilities, form))
     stored: dict[str, Any] = {
         **form.sizes(head_size),
         **{name: min(sizes) for name, sizes in capabilities.spec_sizes.items()},
@@ -184,7 +184,8 @@ def make_masks(block_size: int) -> dict[str, Mapping[str, Any]]:
     }
 
 
-def _usual_head_size(capabilities: Capabilities, form: StateForm) -> int:
+def usual_head_size(capabilities: Capabilities, form: StateForm) -> int:
+    """Return a small head size that the capabilities allow."""
     return min(capabilities.head_sizes or {form.usual_head_size(capabilities.spec_sizes)})
 
 
@@ -222,14 +223,23 @@ def _not_causal(cases: Sequence[Case]) -> list[Case]:
 # --- formats ----------------------------------------------------------------------------------------------------------
 
 
-def _formats(capabilities: Capabilities, formats: Sequence[KVFormat] | None) -> list[KVFormat]:
+def formats_of(capabilities: Capabilities, formats: Sequence[KVFormat] | None) -> list[KVFormat]:
+    """Return the formats beside the plain one that a backend with these capabilities serves, by itself or on copies.
+
+    Args:
+        capabilities: What it declares.
+        formats: What there is; the installed ones unless given.
+
+    Raises:
+        ConformanceError: It declares a format that is not among them.
+    """
     if formats is None:
         reads_others = capabilities.takes_copies or capabilities.formats - {PLAIN.name}
         formats = installed_formats() if reads_others else ()
     return applicable(formats, capabilities.formats, capabilities.takes_copies)
 
 
-def _in_format(layer: LayerSpec, kv_format: KVFormat) -> LayerSpec | None:
+def in_format(layer: LayerSpec, kv_format: KVFormat) -> LayerSpec | None:
     """Return the layer in a format; None if it stores something else, or such sizes cannot be stored."""
     assert layer.spec is not None
     spec = layer.spec.in_format(kv_format)
@@ -243,7 +253,7 @@ def _in_format(layer: LayerSpec, kv_format: KVFormat) -> LayerSpec | None:
 def _format_cases(kv_format: KVFormat, capabilities: Capabilities, device: str, form: StateForm) -> Iterator[Case]:
     """Yield the main masks under every batch, and few of the batches for what else may differ."""
     sizes = sorted({align_up(size, capabilities.block_size_multiple) for size in (1, 16, 17)})
-    head_size = _usual_head_size(capabilities, form)
+    head_size = usual_head_size(capabilities, form)
     usual = align_up(16, capabilities.block_size_multiple)
     main = {mask: {"block_size": usual, **options} for mask, options in MAIN_MASKS.items()}
     further: dict[str, Mapping[str, Any]] = {f"full-block={size}": {"block_size": size} for size in sizes}
@@ -257,7 +267,7 @@ def _format_cases(kv_format: KVFormat, capabilities: Capabilities, device: str, 
     further["stride=6"] = {"stride": 6}
     further["full-soft_cap-learned_sinks"] = {"soft_cap": SOFT_CAP, "has_sinks": True}
     for name, options in {**main, **further}.items():
-        layer = _in_format(make_layer(capabilities, form, **options), kv_format)
+        layer = in_format(make_layer(capabilities, form, **options), kv_format)
         if layer is None or capabilities.refusals(layer, device):
             continue
         assert layer.spec is not None
@@ -274,7 +284,7 @@ def _chain_format_cases(
 ) -> Iterator[Case]:
     block_size = align_up(16, capabilities.block_size_multiple)
     for mask, options in {"full": {}, "chunk=6": {"chunk": 6}}.items():
-        owner = _in_format(make_layer(capabilities, form, block_size=block_size, **options), kv_format)
+        owner = in_format(make_layer(capabilities, form, block_size=block_size, **options), kv_format)
         for suffix, layer in (("", owner), ("-shared", None if owner is None else share_cache(owner))):
             if layer is None or chain_refusals(chain, layer, capabilities, device):
                 continue

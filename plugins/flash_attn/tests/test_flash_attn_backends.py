@@ -22,6 +22,7 @@ from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
+from kvframe.testing.staging import check_staging
 
 HEAD_SIZES = (8, 40, 256)
 FORMATS = ("plain", "int8_token_head")
@@ -79,6 +80,9 @@ class FlashAttn2:
         check_tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
         assert k.shape[1] % 256 == 0
         assert len(cu_seqlens_q) == len(cu_seqlens_k) == len(block_table) + 1
+        if q.is_meta:
+            lse = q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+            return (torch.empty_like(q), lse, None) if return_attn_probs else torch.empty_like(q)
         seq_lens = cu_seqlens_k.diff()
         assert int(seq_lens.max()) <= max_seqlen_k
         assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q
@@ -130,6 +134,9 @@ class FlashAttn2:
         check_tensors(q, k_cache, v_cache, cache_seqlens, block_table)
         assert k_cache.shape[1] % 256 == 0
         assert num_reqs == len(cache_seqlens) == len(block_table)
+        if q.is_meta:
+            lse = q.new_empty(num_reqs, num_heads, num_queries, dtype=torch.float32)
+            return (torch.empty_like(q), lse) if return_softmax_lse else torch.empty_like(q)
         output, lse = paged_attention(
             q.reshape(-1, num_heads, head_size),
             k_cache,
@@ -189,6 +196,9 @@ class FlashAttn3:
         assert softmax_scale is not None
         check_tensors(q, k_cache, v_cache, cache_seqlens, cu_seqlens_q, page_table)
         assert len(cu_seqlens_q) == len(cache_seqlens) + 1 == len(page_table) + 1
+        if q.is_meta:
+            lse = q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+            return (torch.empty_like(q), lse, None, None) if return_softmax_lse else torch.empty_like(q)
         assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q
         output, lse = paged_attention(
             q,
@@ -257,6 +267,11 @@ def test_it_computes_the_grid_behind_wrappers(name: str, at_least: int, stand_in
     assert at_least < len(found)
     for case in found:
         check_backend(backend_class, case)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_what_a_step_needs_is_in_its_one_copy_and_nobody_waits(name: str, stand_ins: dict[str, Any]) -> None:
+    check_staging(load(name))
 
 
 @pytest.mark.gpu

@@ -25,6 +25,7 @@ from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
+from kvframe.testing.staging import check_staging
 
 CASES = {case.name: case for case in make_cases(FlexBackend.capabilities)}
 CPU = torch.device("cpu")
@@ -124,6 +125,10 @@ def test_it_serves_what_a_function_says_and_refuses_what_only_live_ranges_say() 
     assert ["mask_live_range"] == [each.code for each in refusals(layer_of(stride=6), "cpu")]
 
 
+def test_what_a_step_needs_is_in_its_one_copy_and_nobody_waits() -> None:
+    check_staging(FlexBackend)
+
+
 # --- which pages are read, and which blocks of tokens -----------------------------------------------------------------
 
 
@@ -131,7 +136,7 @@ def pages_read(num_computed: int, num_new: int, **options: Any) -> list[int]:
     layer = layer_of(block_size=4, **options)
     builder = FlexBackend([layer], CPU, FlexOptions(compile="never")).make_builder()
     built = builder.build(make_metadata([Request(num_computed, num_new)], block_size=4))
-    return sorted(set(built.page_columns.tolist()))
+    return sorted(set(built.page_columns_cpu.tolist()))
 
 
 def test_only_pages_with_a_token_that_is_seen_are_read() -> None:
@@ -215,7 +220,7 @@ def test_every_kind_of_batch_is_compiled_however_many_come(monkeypatch: pytest.M
     for num_computed, num_requests in itertools.product((20, 400), (1, 2)):
         metadata = make_metadata([Request(num_computed, 1)] * num_requests, 16)
         built = backend.make_builder().build(metadata)
-        kinds.add((num_requests, len(built.pieces[0].places.positions)))
+        kinds.add((num_requests, len(built.pieces[0].places(backend._sight).positions)))
         backend.forward(layer, torch.zeros(num_requests, 1, 8), pages, built, None)
     assert 4 == len(kinds)
     assert [] == uncompiled

@@ -25,6 +25,7 @@ from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.guard import guard
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
+from kvframe.testing.staging import check_staging
 
 CASES = make_cases(MLABackend.capabilities, form=Latents())
 
@@ -40,6 +41,10 @@ def test_it_computes_the_grid(poison: float) -> None:
     assert {"float64", "float32", "float16", "bfloat16"} == {str(case.stored_dtype)[6:] for case in CASES}
     for case in CASES:
         check_backend(MLABackend, case, poison=poison)
+
+
+def test_what_a_step_needs_is_in_its_one_copy_and_nobody_waits() -> None:
+    check_staging(MLABackend)
 
 
 @pytest.mark.gpu

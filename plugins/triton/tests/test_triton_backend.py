@@ -23,6 +23,7 @@ from kvframe.testing.inputs import Learned, draw_inputs
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
 from kvframe.testing.sample import parts, sample
+from kvframe.testing.staging import check_staging
 from kvframe.testing.step import run_step
 
 CASES = make_cases(TritonBackend.capabilities, "cuda")
@@ -129,6 +130,13 @@ def layer(**options: object) -> LayerSpec:
 
 def build(requests: Sequence[Request], device: str = "cpu") -> TritonMetadata:
     return TritonBackend([layer()], torch.device(device)).make_builder().build(make_metadata(requests, 16))
+
+
+def test_what_a_step_needs_is_in_its_one_copy_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Launch] = []
+    monkeypatch.setattr(Launch, "run", lambda launch: launched.append(launch))
+    check_staging(TritonBackend)
+    assert {"attend", "_write"} <= {launch.kernel.__name__ for launch in launched}
 
 
 def test_building_never_waits_for_the_device() -> None:

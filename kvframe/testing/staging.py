@@ -1,0 +1,179 @@
+"""A backend's steps on a device without bytes: one copy brings over what the host worked out, and nobody waits.
+
+The device is torch's ``meta``: whatever asks it for a value raises, and every copy to it is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kvframe.attention.backend import AttentionBackend
+from kvframe.attention.choice import Candidate, Choice
+from kvframe.attention.identity import Identity
+from kvframe.attention.layer import AttentionLayer, AttentionLayers
+from kvframe.attention.staging import HOST
+from kvframe.attention.step import StepBatch, build_metadata
+from kvframe.cache.manager import KVCacheManager
+from kvframe.cache.storage import KVCacheStorage
+from kvframe.formats import PLAIN, KVFormat
+from kvframe.groups import group_layers
+from kvframe.plan import plan_cache
+from kvframe.specs import LayerSpec, align_up
+from kvframe.testing.case import Case
+from kvframe.testing.grid import formats_of, in_format, make_layer, make_masks, usual_head_size
+from kvframe.testing.inputs import Learned
+from kvframe.testing.laws import ConformanceError
+from kvframe.testing.state import RELATIVE_BIAS, SOFT_CAP, StateForm, form_of
+
+META = torch.device("meta")
+
+MASKS = ("full", "window=5", "window=5-sink_tokens=3", "bidirectional", "chunk=6", "stride=6", "function-stride=6")
+"""The masks of layers, of those of the grid."""
+
+NUM_FORMATTED = 3
+"""Layers in a format: to a backend, pages are the same whatever reads them."""
+
+STEPS = {"decodes": ((5, 1), (13, 1), (4, 1)), "a mixed batch": ((9, 1), (0, 7), (5, 3), (13, 1), (0, 300))}
+"""Steps by name: of each request, the tokens that were computed before, and those that the step computes."""
+
+MAX_LEN = 320
+
+
+class CopyCounter(TorchDispatchMode):
+    """While it is entered, notes the operations that bring tensors from the host to the device.
+
+    Attributes:
+        found: Their names, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Call ``func``, and note it if it reads a tensor of the host and reads or makes one of the device."""
+        result = func(*args, **(kwargs or {}))
+        given = [each.device.type for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        made = [each.device.type for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        if HOST.type in given and META.type in given + made:
+            self.found.append(str(func))
+        return result
+
+
+def check_staging(backend_class: type[AttentionBackend], formats: Sequence[KVFormat] | None = None) -> None:
+    """Check that a step on a backend is one copy to its device, for which nobody waits, whatever the step holds.
+
+    Layers of each mask and feature that it serves compute decodes and a mixed batch; a few do so in every format that
+    it reads, and in one of which it gets copies. What a backend calls outside of torch has no meaning on such a device:
+    put functions in its place that return tensors of the right shape. A copy that a library makes by itself is then not
+    seen.
+
+    Args:
+        backend_class: The backend.
+        formats: Formats that layers may be stored in beside the plain one; the installed ones unless given.
+
+    Raises:
+        ConformanceError: It copies by itself, asks the device for a value, or returns another shape than it has to.
+    """
+    form, capabilities = form_of(backend_class), backend_class.capabilities
+    found = formats_of(capabilities, formats)
+    copied = [each for each in found if each.name not in capabilities.formats]
+    for kv_format in (PLAIN, *(each for each in found if each.name in capabilities.formats), *copied[:1]):
+        layers = _layers(backend_class, form, kv_format)
+        if kv_format != PLAIN:
+            del layers[NUM_FORMATTED:]
+        elif not layers:
+            raise ConformanceError(f"{backend_class.__name__} serves no layer of the kit")
+        for step, requests in STEPS.items() if layers else ():
+            where = f"{backend_class.__name__} on {step}, stored as {kv_format.name},"
+            try:
+                copies = _copies_of_a_step(backend_class, form, layers, requests)
+            except (RuntimeError, NotImplementedError) as error:
+                raise ConformanceError(f"{where} asks the device for a value: {error}") from error
+            if len(copies) != 1:
+                raise ConformanceError(f"{where} makes {len(copies)} copies to the device: {', '.join(copies)}")
+
+
+def _layers(backend_class: type[AttentionBackend], form: StateForm, kv_format: KVFormat) -> list[LayerSpec]:
+    """Return a layer of each mask and feature that the backend serves, at one block size."""
+    capabilities = backend_class.capabilities
+    device, block_size = min(capabilities.devices), align_up(16, capabilities.block_size_multiple)
+    masks = make_masks(block_size)
+    features = {"soft_cap": SOFT_CAP}, {"has_sinks": True}, {"relative_bias": RELATIVE_BIAS}
+    of_form = form.features(usual_head_size(capabilities, form)).values()
+    layers = []
+    for index, options in enumerate((*(masks[name] for name in MASKS), *features, *of_form)):
+        layer = in_format(make_layer(capabilities, form, **{"block_size": block_size, **options}), kv_format)
+        if layer is not None and not capabilities.refusals(layer, device):
+            layers.append(attrs.evolve(layer, name=f"layers.{index}"))
+    return layers
+
+
+def _copies_of_a_step(
+    backend_class: type[AttentionBackend],
+    form: StateForm,
+    layers: Sequence[LayerSpec],
+    requests: Sequence[tuple[int, int]],
+) -> list[str]:
+    """Run a step of all layers; return the operations that brought something to the device."""
+    grouping = group_layers(layers)
+    memory_bytes = 100 * sum(group.page_bytes for group in grouping.groups)
+    plan = plan_cache(grouping, memory_bytes=memory_bytes, max_model_len=MAX_LEN, max_num_batched_tokens=MAX_LEN)
+    views = KVCacheStorage(plan, grouping, META).views
+    attention = AttentionLayers(layers, [_choose(each, backend_class) for each in layers], grouping, views, META)
+    cases = {each.name: Case(name=each.name, layer=each, requests=(), form=form) for each in layers}
+    learned = {name: Learned.draw(case, torch.Generator()).to(META) for name, case in cases.items()}
+    for name, each in learned.items():
+        attention[name].bind(each.parameters)
+    manager = KVCacheManager(plan, max_num_seqs=len(requests), prefix_caching=False)
+    for index, (num_computed, num_new) in enumerate(requests):
+        manager.start(str(index), [0] * MAX_LEN)
+        has_room = manager.extend(str(index), num_computed + num_new)
+        assert has_room
+    num_computed, query_lens = np.array(requests).T
+    batch = StepBatch(
+        rows=np.array([manager.row(str(index)) for index in range(len(requests))]),
+        num_computed=num_computed,
+        query_lens=query_lens,
+        generating_indices=np.cumsum(query_lens) - 1,
+    )
+    metadata, num_tokens = build_metadata(batch, manager.tables, HOST), int(query_lens.sum())
+    with CopyCounter() as copies:
+        attention.begin_step(metadata)
+        for name, case in cases.items():
+            _attend(attention[name], case, learned[name], num_tokens)
+    found: list[str] = copies.found
+    return found
+
+
+def _attend(layer: AttentionLayer, case: Case, learned: Learned, num_tokens: int) -> None:
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=case.query_dtype, device=META)
+
+    query = draw(num_tokens, case.query.num_heads, case.query.head_size)
+    output = layer(query, *case.form.draw(case.spec, num_tokens, draw), learned.sinks)
+    expected = num_tokens, case.query.num_heads, case.form.head_size_v(case.spec)
+    if tuple(output.shape) != expected:
+        raise ConformanceError(f"the output of {case.name} is {tuple(output.shape)}, not {expected}")
+
+
+def _choose(layer: LayerSpec, backend_class: type[AttentionBackend]) -> Choice:
+    options = backend_class.options_class
+    return Choice(
+        layer=layer.name,
+        wrappers=(),
+        wrapper_ids=(),
+        wrapped=layer,
+        backend=backend_class.__name__,
+        backend_class=backend_class,
+        backend_options=None if options is None else options(**backend_class.conformance_options),
+        backend_id=Identity.of("", backend_class),
+        candidates=(Candidate(name=backend_class.__name__),),
+    )
