@@ -111,6 +111,8 @@ USE_NUMPY = (
     "kvframe.cache.resuming",
     "kvframe.cache.restoring",
     "kvframe.cache.swap",
+    "kvframe.cache.entries",
+    "kvframe.cache.swapping",
     "kvframe.cache.audit",
     "kvframe.cache.verb_audit",
     "kvframe.cache.manager",

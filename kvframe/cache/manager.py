@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import NoReturn
 
 import attrs
 import numpy as np
@@ -13,64 +11,35 @@ import numpy.typing as npt
 from kvframe.cache.audit import audit_pool, audit_rows, audit_tree, pages_in
 from kvframe.cache.block_table import BlockTables
 from kvframe.cache.coordinator import KVCacheCoordinator
+from kvframe.cache.entries import NO_HIT, Entries, Entry
 from kvframe.cache.events import EventLog
 from kvframe.cache.forgetting import NEVER
 from kvframe.cache.forking import PageCopier
 from kvframe.cache.inputs import InputIndex, InputSequence, input_blocks, inputs_root
+from kvframe.cache.keys import NO_INPUTS
 from kvframe.cache.lookup import PrefixHit, PrefixLookup, has_sparse
 from kvframe.cache.pins import Pin, Pins
 from kvframe.cache.pool import BlockPool
-from kvframe.cache.prefix import NO_MATCH, Namespace, as_bytes
+from kvframe.cache.prefix import NO_MATCH
 from kvframe.cache.refusals import (
     cannot_fork,
     check_input_lens,
     name_in_use,
     no_free_row,
-    not_in_table,
     not_swapped_out,
     unreadable_tokens,
 )
-from kvframe.cache.restoring import Fetch, restore
-from kvframe.cache.resuming import Resumer, SwappedBlocks
-from kvframe.cache.rows import Rows, RowState
+from kvframe.cache.restoring import Fetch, Restorer
+from kvframe.cache.resuming import Resumer
+from kvframe.cache.rows import Rows
 from kvframe.cache.stats import GroupLookups, KVCacheStats
 from kvframe.cache.swap import HostPages, HostStore
+from kvframe.cache.swapping import SwappedRequests
 from kvframe.cache.tree import PrefixTree
 from kvframe.cache.verb_audit import audit_each_verb
 from kvframe.errors import RequestError
 from kvframe.eviction import LRU, EvictionPolicy
 from kvframe.plan import KVCachePlan
-
-NO_HIT = PrefixHit()
-NO_INPUTS: Mapping[str, InputSequence] = MappingProxyType({})
-
-
-@attrs.define
-class _Entry:
-    row: int
-    token_ids: Sequence[int]
-    namespace: Namespace
-    uncounted: PrefixHit
-    """What was found when it started, until it runs: a request that waits for room is looked up again and again."""
-    num_resets: int
-    """Resets of the prefix cache before it started."""
-
-
-@attrs.define
-class _Swapped:
-    entry: _Entry
-    blocks: SwappedBlocks
-
-
-class _Table(dict[str, _Entry]):
-    """The requests in the table, by name; asked for another one, it says what is wrong with the name."""
-
-    def __init__(self, swapped: Mapping[str, _Swapped]) -> None:
-        super().__init__()
-        self._swapped = swapped
-
-    def __missing__(self, request_id: str) -> NoReturn:
-        raise not_in_table(request_id, request_id in self._swapped)
 
 
 @attrs.frozen
@@ -160,12 +129,14 @@ class KVCacheManager:
             next_publication,
             copier,
         )
-        self._resumer = Resumer(plan, self._coordinator, self._tree, self._inputs)
+        resumer = Resumer(plan, self._coordinator, self._tree, self._inputs)
+        self._restorer = Restorer(plan, self.tables, self._tree, self._inputs, self._coordinator, resumer)
         self._input_groups = tuple(group for group in plan.groups if group.is_of_input)
         self._host = None if host_pages is None else HostStore(plan, host_pages)
-        self._swapped: dict[str, _Swapped] = {}
-        self._entries = _Table(self._swapped)
-        self._fresh: dict[int, _Entry] = {}
+        self._swapping = SwappedRequests(self._host, self._coordinator, resumer)
+        self._swapped = self._swapping.by_name
+        self._entries = Entries(self._swapped)
+        self._fresh: dict[int, Entry] = {}
         self._can_fork = copier is not None
         self._max_num_seqs = max_num_seqs
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
@@ -218,7 +189,7 @@ class KVCacheManager:
             hit = self._lookup.find(namespace, token_ids, len(token_ids), of_inputs)
         row = self._free_rows.pop()
         self._coordinator.start(row, hit, of_inputs)
-        self._entries[request_id] = entry = _Entry(row, token_ids, namespace, hit, self._num_resets)
+        self._entries[request_id] = entry = Entry(row, token_ids, namespace, hit, self._num_resets)
         if self.prefix_caching:
             self._tree.follow(row, namespace, token_ids, hit.num_tokens, hit.match)
             self._fresh[row] = entry
@@ -254,7 +225,7 @@ class KVCacheManager:
         entry, row = self._entries[request_id], self._free_rows[-1]
         self._coordinator.fork(entry.row, row, token_ids)
         self._free_rows.pop()
-        self._entries[new_id] = _Entry(row, token_ids, entry.namespace, NO_HIT, entry.num_resets)
+        self._entries[new_id] = Entry(row, token_ids, entry.namespace, NO_HIT, entry.num_resets)
 
     def _no_place_for(self, new_id: str) -> RequestError:
         if new_id in self._entries or new_id in self._swapped:
@@ -361,7 +332,7 @@ class KVCacheManager:
                 request_id = next(name for name, entry in self._entries.items() if entry.row == row)
                 raise unreadable_tokens(request_id, self._tree.unreadable.pop(row))
 
-    def _first_commit(self, entry: _Entry) -> None:
+    def _first_commit(self, entry: Entry) -> None:
         """Count a request's lookup, and publish its inputs, as soon as it runs."""
         self._lookup.count(entry.uncounted, self._lookups)
         if self._counts_uses:
@@ -383,13 +354,8 @@ class KVCacheManager:
         Raises:
             RuntimeError: A copy failed; nothing changed.
         """
-        entry = self._entries[request_id]
-        copies = None if self._host is None else self._host.put(self._coordinator.blocks(entry.row))
-        if copies is None:
+        if not self._swapping.take(request_id, self._entries[request_id]):
             return False
-        row = entry.row
-        blocks = SwappedBlocks(copies, int(self._coordinator.num_computed[row]), self._coordinator.state(row))
-        self._swapped[request_id] = _Swapped(entry, blocks)
         self._leave(request_id)
         return True
 
@@ -415,30 +381,18 @@ class KVCacheManager:
             raise not_swapped_out(request_id, request_id in self._entries)
         if not self._free_rows:
             raise no_free_row(self._max_num_seqs)
-        assert self._host is not None
-        entry, swapped = self._swapped[request_id].entry, self._swapped[request_id].blocks
-        found = [[0] * len(copies) for copies in swapped.copies]
-        if self.prefix_caching and use_prefix:
-            found = self._resumer.find(entry.namespace, entry.token_ids, swapped)
-        row = self._free_rows[-1]
-        to_fill = self._resumer.resume(row, swapped, num_tokens, found)
-        if to_fill is None:
+        row, uses_prefix = self._free_rows[-1], self.prefix_caching and use_prefix
+        entry = self._swapping.bring_back(request_id, row, num_tokens, uses_prefix=uses_prefix)
+        if entry is None:
             return False
-        try:
-            self._host.fetch(swapped.copies, to_fill)
-        except BaseException:
-            self._coordinator.free(row)
-            raise
         self._free_rows.pop()
-        self._host.free(swapped.copies)
-        del self._swapped[request_id]
         self._entries[request_id] = entry
         entry.row = row
-        if self.prefix_caching and entry.num_resets == self._num_resets:
-            # Its next commit offers all its blocks again: what was found by their keys may have been evicted.
-            self._tree.follow(row, entry.namespace, entry.token_ids, 0, NO_MATCH)
         if self.prefix_caching:
             self._fresh[row] = entry
+            if entry.num_resets == self._num_resets:
+                # Its next commit offers all its blocks again: what was found by their keys may have been evicted.
+                self._tree.follow(row, entry.namespace, entry.token_ids, 0, NO_MATCH)
         return True
 
     def free(self, request_id: str) -> None:
@@ -446,12 +400,10 @@ class KVCacheManager:
 
         The findable blocks of one in the table stay cached until they are evicted.
         """
-        swapped = self._swapped.pop(request_id, None)
-        if swapped is None:
+        if request_id in self._swapped:
+            self._swapping.give_up(request_id)
+        else:
             self._leave(request_id)
-            return
-        assert self._host is not None
-        self._host.free(swapped.blocks.copies)
 
     def _leave(self, request_id: str) -> None:
         row = self._entries[request_id].row
@@ -520,13 +472,7 @@ class KVCacheManager:
             RequestError: A lone request of the plan's greatest length would not have room beside all pins any more
                 (``no_room``); nothing changed.
         """
-        hit = NO_HIT
-        if self.prefix_caching:
-            namespace = (salt, inputs_root(inputs) if inputs else b"")
-            of_inputs = input_blocks(self._input_groups, inputs, salt) if inputs else ()
-            # As of a request with a token more: all that are given may be found.
-            hit = self._lookup.find(namespace, token_ids, len(token_ids) + 1, of_inputs)
-        return self._pins.pin(hit, checks_room=checks_room)
+        return self._pins.pin(self._find_all(token_ids, salt, inputs), checks_room=checks_room)
 
     def restore(
         self,
@@ -560,27 +506,18 @@ class KVCacheManager:
         """
         if not self._free_rows:
             raise no_free_row(self._max_num_seqs)
-        check_input_lens(inputs, self.plan.max_input_lens)
-        as_bytes(token_ids)
-        row, namespace = self._free_rows[-1], (salt, inputs_root(inputs) if inputs else b"")
-        state = RowState(input_blocks(self._input_groups, inputs, salt) if inputs else ())
-        saved = SwappedBlocks(copies, len(token_ids), state)
-        is_restored = restore(
-            row,
-            saved,
-            fetch,
-            namespace=namespace,
-            token_ids=token_ids,
-            resumer=self._resumer,
-            coordinator=self._coordinator,
-            tables=self.tables,
-            tree=self._tree,
-            inputs=self._inputs,
-        )
-        if not is_restored:
+        row = self._free_rows[-1]
+        if not self._restorer.restore(row, token_ids, copies, fetch, salt=salt, inputs=inputs):
             return None
-        hit = self._lookup.find(namespace, token_ids, len(token_ids) + 1, state.inputs)
-        return self._pins.pin(hit, checks_room=False)
+        return self._pins.pin(self._find_all(token_ids, salt, inputs), checks_room=False)
+
+    def _find_all(self, token_ids: Sequence[int], salt: str, inputs: Mapping[str, InputSequence]) -> PrefixHit:
+        """Return what is cached of tokens, up to all of them, and of inputs."""
+        if not self.prefix_caching:
+            return NO_HIT
+        of_inputs = input_blocks(self._input_groups, inputs, salt)
+        # As of a request with a token more: the last one is always left out.
+        return self._lookup.find((salt, inputs_root(inputs)), token_ids, len(token_ids) + 1, of_inputs)
 
     def unpin(self, pin: Pin) -> None:
         """Let go of a pin; its pages stay cached until they are evicted. Nothing if it is not held any more."""
@@ -656,28 +593,14 @@ class KVCacheManager:
         audit_rows(self._max_num_seqs, self._free_rows, [entry.row for entry in self._entries.values()])
         held = np.concatenate([pages_in(self.tables), self._pins.pages()])
         audit_pool(self._pool, self.plan, held)
-        if self._host is not None:
-            self._host.audit([swapped.blocks.copies for swapped in self._swapped.values()])
+        self._swapping.audit()
         if self.prefix_caching:
             audit_tree(self._tree)
 
     @property
     def stats(self) -> KVCacheStats:
         """What the cache did so far, as a copy."""
-        of_tokens = [
-            lookups for lookups, group in zip(self._lookups, self.plan.groups, strict=True) if not group.is_of_input
-        ]
-        return KVCacheStats(
-            queried_tokens=of_tokens[0].asked_tokens if of_tokens else 0,
-            hit_tokens=of_tokens[0].hit_tokens if of_tokens else 0,
-            lookups=[attrs.evolve(lookups) for lookups in self._lookups],
-            blocks_held=list(self._pool.num_held),
-            peak_blocks_held=list(self._pool.peak_held),
-            peak_bytes_held=self._pool.peak_held_bytes,
-            num_evictions=self._pool.num_evictions,
-            host_bytes_held=0 if self._host is None else self._host.held_bytes,
-            peak_host_bytes_held=0 if self._host is None else self._host.peak_held_bytes,
-        )
+        return KVCacheStats.of(self.plan.groups, self._lookups, self._pool, self._host)
 
     @property
     def on_pages_freed(self) -> Callable[[int, list[int]], None] | None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvframe.cache.block_table import BlockTables
 from kvframe.cache.coordinator import KVCacheCoordinator
-from kvframe.cache.inputs import InputIndex
-from kvframe.cache.prefix import NO_MATCH, Namespace
+from kvframe.cache.inputs import InputIndex, InputSequence, input_blocks, inputs_root
+from kvframe.cache.prefix import NO_MATCH, as_bytes
+from kvframe.cache.refusals import check_input_lens
 from kvframe.cache.resuming import Resumer, SwappedBlocks
+from kvframe.cache.rows import RowState
 from kvframe.cache.tree import PrefixTree
+from kvframe.plan import KVCachePlan
 
 
 class Fetch(Protocol):
@@ -26,50 +29,82 @@ class Fetch(Protocol):
         """
 
 
-def restore(
-    row: int,
-    saved: SwappedBlocks,
-    fetch: Fetch,
-    *,
-    namespace: Namespace,
-    token_ids: Sequence[int],
-    resumer: Resumer,
-    coordinator: KVCacheCoordinator,
-    tables: BlockTables,
-    tree: PrefixTree,
-    inputs: InputIndex,
-) -> bool:
-    """Let a row be resumed as if it had been swapped out, publish all that it has, and be free again.
+class Restorer:
+    """Takes in prefixes whose pages lie elsewhere. It keeps nothing: what it took in is the cache's."""
 
-    Args:
-        row: A free row.
-        saved: Where the pages lie.
-        fetch: Copies those that are not in the cache.
-        namespace: Whom the prefix is shared with.
-        token_ids: Its tokens.
-        resumer: Who gives the row its pages.
-        coordinator: Whose row it is.
-        tables: The block tables.
-        tree: Where blocks of tokens are published.
-        inputs: Where inputs are.
+    def __init__(
+        self,
+        plan: KVCachePlan,
+        tables: BlockTables,
+        tree: PrefixTree,
+        inputs: InputIndex,
+        coordinator: KVCacheCoordinator,
+        resumer: Resumer,
+    ) -> None:
+        """Take prefixes into a cache.
 
-    Returns:
-        False, and nothing changed, if the pool cannot give the pages now.
+        Args:
+            plan: What it is for.
+            tables: The block tables.
+            tree: Where blocks of tokens are published.
+            inputs: Where those of inputs are.
+            coordinator: Whose rows are used for it.
+            resumer: Who gives a row its pages.
+        """
+        self._max_input_lens = plan.max_input_lens
+        self._input_groups = tuple(group for group in plan.groups if group.is_of_input)
+        self._tables = tables
+        self._tree = tree
+        self._inputs = inputs
+        self._coordinator = coordinator
+        self._resumer = resumer
 
-    Raises:
-        Exception: What ``fetch`` raises; nothing is published.
-    """
-    to_fill = resumer.resume(row, saved, saved.num_computed, resumer.find(namespace, token_ids, saved))
-    if to_fill is None:
-        return False
-    try:
-        for group, (copies, ids) in enumerate(zip(saved.copies, to_fill, strict=True)):
-            wanted = [(copy, page) for copy, page in zip(copies, ids, strict=True) if page]
-            fetch(group, [copy for copy, _ in wanted], [page for _, page in wanted])
-        tree.follow(row, namespace, token_ids, 0, NO_MATCH)
-        for each in saved.state.inputs:
-            inputs.publish(each, tables[each.group].ids[row, : each.num_blocks])
-        coordinator.commit(row, saved.num_computed)
-    finally:
-        coordinator.free(row)
-    return True
+    def restore(
+        self,
+        row: int,
+        token_ids: Sequence[int],
+        copies: list[list[int]],
+        fetch: Fetch,
+        *,
+        salt: str,
+        inputs: Mapping[str, InputSequence],
+    ) -> bool:
+        """Let a row be resumed as if it had been swapped out, publish all that it has, and be free again.
+
+        Args:
+            row: A free row.
+            token_ids: The prefix's tokens, whole blocks in every group.
+            copies: Per group, by block index, where its pages lie, numbered from 1 on; 0 for none. What can be found in
+                the cache is not copied.
+            fetch: Copies pages.
+            salt: Whom the prefix is shared with.
+            inputs: Likewise, by what it brings.
+
+        Returns:
+            False, and nothing changed, if the pool cannot give the pages now.
+
+        Raises:
+            RequestError: The plan is for fewer tokens (``too_long``) or shorter inputs (``input_too_long``), or a token
+                is none (``bad_token``); nothing changed.
+            Exception: What ``fetch`` raises; nothing is published.
+        """
+        check_input_lens(inputs, self._max_input_lens)
+        as_bytes(token_ids)
+        namespace = (salt, inputs_root(inputs))
+        state = RowState(input_blocks(self._input_groups, inputs, salt))
+        saved = SwappedBlocks(copies, len(token_ids), state)
+        found = self._resumer.find(namespace, token_ids, saved)
+        to_fill = self._resumer.resume(row, saved, len(token_ids), found)
+        if to_fill is None:
+            return False
+        try:
+            for group, (places, ids) in enumerate(zip(copies, to_fill, strict=True)):
+                wanted = [(copy, page) for copy, page in zip(places, ids, strict=True) if page]
+                fetch(group, [copy for copy, _ in wanted], [page for _, page in wanted])
+            self._tree.follow(row, namespace, token_ids, 0, NO_MATCH)
+            for each in state.inputs:
+                self._inputs.publish(each, self._tables[each.group].ids[row, : each.num_blocks])
+            self._coordinator.commit(row, len(token_ids))
+        finally:
+            self._coordinator.free(row)
+        return True

@@ -82,7 +82,7 @@ class Resumer:
         return []
 
     def resume(
-        self, row: int, swapped: SwappedBlocks, num_tokens: int, found: Sequence[Sequence[int]]
+        self, row: int, swapped: SwappedBlocks, num_tokens: int, found: Sequence[Sequence[int]] | None
     ) -> list[list[int]] | None:
         """Begin a request again as it was, with room for its tokens ``[0, num_tokens)``.
 
@@ -90,7 +90,7 @@ class Resumer:
             row: A free row.
             swapped: What it was.
             num_tokens: The tokens to make room for.
-            found: Pages to share: what ``find`` returned, or zeros.
+            found: Pages to share, as ``find`` returns them; None for none.
 
         Returns:
             Per group, the block ids of the pages that have to be filled from the copies, 0 elsewhere; None, and nothing
@@ -101,6 +101,8 @@ class Resumer:
         """
         if num_tokens > self._max_tokens:
             raise too_many_tokens(num_tokens, self._max_tokens)
+        if found is None:
+            found = [[0] * len(copies) for copies in swapped.copies]
         self._coordinator.begin(row, swapped.num_computed, swapped.state.copy())
         # First of all, so that nothing of it is evicted to make room.
         for group, pages in enumerate(found):

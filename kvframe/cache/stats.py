@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import attrs
+
+if TYPE_CHECKING:
+    from kvframe.cache.pool import BlockPool
+    from kvframe.cache.swap import HostStore
+    from kvframe.plan import PlannedGroup
 
 
 @attrs.define
@@ -56,3 +64,32 @@ class KVCacheStats:
     num_evictions: int = 0
     host_bytes_held: int = 0
     peak_host_bytes_held: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        groups: Sequence[PlannedGroup],
+        lookups: Sequence[GroupLookups],
+        pool: BlockPool,
+        host: HostStore | None,
+    ) -> KVCacheStats:
+        """Return a copy of what is counted in a cache.
+
+        Args:
+            groups: Its groups.
+            lookups: What lookups found, per group.
+            pool: Its pages.
+            host: Where requests are swapped to; None if they cannot be.
+        """
+        of_tokens = [found for found, group in zip(lookups, groups, strict=True) if not group.is_of_input]
+        return cls(
+            queried_tokens=of_tokens[0].asked_tokens if of_tokens else 0,
+            hit_tokens=of_tokens[0].hit_tokens if of_tokens else 0,
+            lookups=[attrs.evolve(found) for found in lookups],
+            blocks_held=list(pool.num_held),
+            peak_blocks_held=list(pool.peak_held),
+            peak_bytes_held=pool.peak_held_bytes,
+            num_evictions=pool.num_evictions,
+            host_bytes_held=0 if host is None else host.held_bytes,
+            peak_host_bytes_held=0 if host is None else host.peak_held_bytes,
+        )
