@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from kvframe.cache.events import BlocksRemoved as BlocksRemoved
     from kvframe.cache.events import BlocksStored as BlocksStored
     from kvframe.cache.events import CacheCleared as CacheCleared
+    from kvframe.cache.inputs import InputSequence as InputSequence
+    from kvframe.cache.keys import content_key as content_key
     from kvframe.cache.keys import prefix_key as prefix_key
     from kvframe.cache.manager import KVCacheManager as KVCacheManager
     from kvframe.cache.pool import BlockPool as BlockPool
@@ -90,6 +92,7 @@ _HOME = {
     "FieldUse": "attention.wrapper",
     "FullAttentionSpec": "builtin.full_attention",
     "GraphCapture": "attention.capture",
+    "InputSequence": "cache.inputs",
     "KVCache": "attention.backend",
     "KVCacheCoordinator": "cache.coordinator",
     "KVCacheGroup": "groups",
@@ -114,6 +117,7 @@ _HOME = {
     "Stack": "stack",
     "StateTensor": "specs",
     "StepBatch": "attention.step",
+    "content_key": "cache.keys",
     "group_layers": "groups",
     "hookimpl": "hookspecs",
     "load_plugins": "plugins",

@@ -117,7 +117,7 @@ class PrefixFileError(KVFrameError):
         Args:
             message: The sentence for a person.
             code: The ``snake_case`` code for a program: ``unwritable``, ``unreadable``, ``damaged``, ``version``,
-                ``other_model``, ``other_cache``.
+                ``other_model``, ``other_cache``, ``no_key``, ``other_key``.
         """
         super().__init__(message)
         self.code = code

@@ -106,8 +106,9 @@ class CacheOptions:
             not used otherwise.
         audit: Whether to check after every operation that each page is free, held or cached and counted right, for
             whoever suspects the cache; it takes time in proportion to the pool.
-        key: What keys of cached blocks are made with, for those who listen to the cache: 64 hexadecimal digits, or a
-            file that holds them. None for a secret of each engine's own.
+        key: What keys that leave the process are made with, those of cached blocks for who listens to the cache and
+            those of inputs in files of prefixes: 64 hexadecimal digits, or a file that holds them. None for a secret of
+            each engine's own.
     """
 
     memory: int | Literal["auto"] = attrs.field(default="auto", converter=_as_bytes, validator=MEMORY)

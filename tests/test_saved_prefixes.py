@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 import safetensors
 from kvframe_transformers.testing import save_tiny
 
-from kvframe import Engine, Prompt, Stack
+from kvframe import Engine, InputSequence, Prompt, Stack, content_key, prefix_key
 from kvframe.engine.prompt import AnyPrompt
 from kvframe.errors import ModelError, PrefixFileError, RequestError
 from tests.cache_mirror import Mirror
@@ -82,20 +85,100 @@ def test_pages_are_bytes_whatever_they_hold(cache: dict[str, Any], engine: dict[
     assert [(runs[0][0], 0), (runs[0][0], 36)] == runs
 
 
-def test_what_an_encoder_made_of_its_input_is_saved_too(tmp_path: Path) -> None:
-    tiny = TinyModel.save(tmp_path / "model", "whisper")
-    log_mel = np.sin(np.arange(80 * 100)).reshape(80, 100)
-    asked = [Prompt(encoder=log_mel, decoder=[3, 5, 7, 9, 11, language]) for language in (5, 6)]
-    with tiny.engine(block_size=4) as engine:
+@pytest.fixture(scope="module")
+def whisper(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return TinyModel.save(tmp_path_factory.mktemp("whisper"), "whisper")
+
+
+KEY = "5f" * 32
+LOG_MEL = np.sin(np.arange(80 * 100)).reshape(80, 100)
+
+
+def heard(log_mel: Any, *decoder: int) -> Prompt:
+    return Prompt(encoder=log_mel, decoder=decoder)
+
+
+def test_what_an_encoder_made_of_its_input_is_saved_too(whisper: TinyModel, tmp_path: Path) -> None:
+    asked = [heard(LOG_MEL, 3, 5, 7, 9, 11, language) for language in (5, 6)]
+    with whisper.engine(block_size=4, key=KEY) as engine:
         expected = tokens(engine, asked)
         # The second has no whole block of tokens: what its encoder reads is saved alone.
-        saved = engine.save_prefixes(tmp_path / "prefixes", [asked[0], Prompt(encoder=log_mel + 1, decoder=[3])])
+        saved = engine.save_prefixes(tmp_path / "prefixes", [asked[0], heard(LOG_MEL + 1, 3)])
         assert [4, 0] == [each.num_tokens for each in saved]
-    with tiny.engine(block_size=4) as engine:
+    with whisper.engine(block_size=4, key=KEY) as engine:
         assert saved == engine.load_prefixes(tmp_path / "prefixes")
         assert expected == tokens(engine, asked)
-        engine.generate([Prompt(encoder=log_mel + 1, decoder=[3, 4])], GREEDY)
+        engine.generate([heard(LOG_MEL + 1, 3, 4)], GREEDY)
         assert (8, 0) == (found(engine), engine.stats().computed_input_tokens)
+
+
+NAMES_OF_INPUTS = """
+import hashlib, json, sys
+path, secret, content = sys.argv[1], bytes.fromhex(sys.argv[2]), sys.stdin.buffer.read()
+file = open(path, "rb").read()
+length = int.from_bytes(file[:8], "little")
+header = json.loads(file[8 : 8 + length])
+start, stop = header["prefixes"]["data_offsets"]
+prefixes = json.loads(file[8 + length + start : 8 + length + stop])
+plain = hashlib.sha256(b"float32 (80, 100)\\n" + content).digest()
+keyed = hashlib.blake2b(plain, digest_size=32, key=secret, person=b"kvframe.content1").hexdigest()
+print([each["inputs"]["encoder"]["key"] == keyed for each in prefixes], plain in file, plain.hex().encode() in file)
+"""
+
+
+def test_an_input_is_in_a_file_by_a_key_that_other_processes_make_from_the_secret(
+    whisper: TinyModel, tmp_path: Path
+) -> None:
+    path, mirror = tmp_path / "prefixes", Mirror()
+    with whisper.engine(block_size=4, key=KEY) as engine:
+        engine.on_cache_events = mirror.replay
+        engine.save_prefixes(path, [heard(LOG_MEL, 3, 5, 7, 9), heard(LOG_MEL + 1, 3)])
+    content = LOG_MEL.astype("<f4").tobytes()
+    for secret, expected in ((KEY, "[True, False] False False"), ("5e" * 32, "[False, False] False False")):
+        command = [sys.executable, "-I", "-c", NAMES_OF_INPUTS, str(path), secret]
+        done = subprocess.run(command, input=content, capture_output=True, check=True)
+        assert expected == done.stdout.decode().strip()
+    # And so are the keys of events: of the prefix, and of the input.
+    secret, plain = bytes.fromhex(KEY), sha256(b"float32 (80, 100)\n" + content).digest()
+    inputs = {"encoder": InputSequence(50, content_key(secret, plain))}
+    told = {key for _, key in mirror.blocks}
+    assert prefix_key(secret, [3, 5, 7, 9], inputs=inputs) in told
+    assert prefix_key(secret, [3, 5, 7, 9]) not in told
+
+
+def test_a_prefix_with_an_input_is_not_saved_without_a_key(whisper: TinyModel, tmp_path: Path) -> None:
+    (tmp_path / "prefixes").write_bytes(b"before")
+    with whisper.engine(block_size=4) as engine:
+        with pytest.raises(PrefixFileError, match=r"cannot name what its prompts bring for an .*; set key") as refused:
+            engine.save_prefixes(tmp_path / "prefixes", [heard(LOG_MEL, 3, 5, 7, 9)])
+        assert "no_key" == refused.value.code
+        assert (0, []) == (engine.stats().computed_tokens, list(engine._manager.published()))
+    assert ["prefixes"] == [each.name for each in tmp_path.iterdir()]
+    assert b"before" == (tmp_path / "prefixes").read_bytes()
+
+
+def test_a_file_with_inputs_is_refused_where_they_would_not_be_found(whisper: TinyModel, tmp_path: Path) -> None:
+    path = tmp_path / "prefixes"
+    with whisper.engine(block_size=4, key=KEY) as engine:
+        engine.save_prefixes(path, [heard(LOG_MEL, 3, 5, 7, 9)])
+    for key, code, says in (
+        ("5e" * 32, "other_key", r"by keys of another secret; set key in the stack's \[cache\]"),
+        (None, "no_key", r"this stack has no secret of them; set key in its \[cache\], 64 hexadecimal digits or"),
+    ):
+        with whisper.engine(block_size=4, key=key) as engine:
+            with pytest.raises(PrefixFileError, match=says) as refused:
+                engine.load_prefixes(path)
+            assert code == refused.value.code
+            assert [] == list(engine._manager.published())
+            engine._manager.audit()
+
+
+def test_without_inputs_a_file_needs_no_key(llama: TinyModel, tmp_path: Path) -> None:
+    with llama.engine(block_size=4, key=KEY) as engine:
+        engine.save_prefixes(tmp_path / "prefixes", [SYSTEM])
+    for key in (None, "5e" * 32):
+        with llama.engine(block_size=4, key=key) as engine:
+            assert [True] == [each.is_cached for each in engine.load_prefixes(tmp_path / "prefixes")]
 
 
 def test_a_prefix_is_loaded_under_its_salt_or_the_one_that_is_given(llama: TinyModel, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ class InputSequence:
     Attributes:
         num_tokens: Its tokens, at least one.
         key: A hash of its content, and of whatever else decides its state: inputs of equal key and length are the same.
+            An engine's are keyed (``kvframe.content_key``), so that they may leave the process.
     """
 
     num_tokens: int = attrs.field(validator=attrs.validators.ge(1))

@@ -3,6 +3,10 @@
 Inside, tokens are compared and nothing is hashed. Outside, the first ``n`` tokens of a request are known by the keyed
 BLAKE2b (RFC 7693) of ``joined(salt, inputs)`` and then each token id as four bytes, little-endian: 32 bytes that say
 nothing to who has not the secret. It is a function of the prefix alone, whatever the size of a block is.
+
+The content of an input is known by the keyed BLAKE2b of what its model adapter hashed it to: in the cache, in what keys
+outside are made of, and in files of saved prefixes. The first ``n`` tokens of an input are known by that of its salt,
+its name, the key of its content, how many tokens it has, and ``n``, ``joined``; numbers are eight bytes, little-endian.
 """
 
 from __future__ import annotations
@@ -26,6 +30,10 @@ PREFIX = b"kvframe.prefix.1"
 """What BLAKE2b is told that the keys are for, with the version of their definition."""
 INPUT = b"kvframe.inputs.1"
 """Likewise of the keys of inputs."""
+CONTENT = b"kvframe.content1"
+"""Likewise of what the content of an input is known by."""
+CHECK = b"kvframe.checks.1"
+"""Likewise of what tells a secret from others."""
 
 NO_INPUTS: Mapping[str, InputSequence] = MappingProxyType({})
 _DIGITS = re.compile(r"[0-9a-fA-F]+")
@@ -79,6 +87,24 @@ def prefix_key(
         32 bytes.
     """
     return PrefixHash(secret, salt, inputs_root(inputs)).add(np.fromiter(token_ids, dtype=np.uint32))
+
+
+def content_key(secret: bytes, content: bytes) -> bytes:
+    """Return what the content of an input is known by: the ``key`` of its ``InputSequence``.
+
+    Args:
+        secret: 32 bytes: the stack's ``[cache] key``.
+        content: The content's hash, as the model adapter makes it (``ModelInput.key``).
+
+    Returns:
+        32 bytes: the keyed BLAKE2b of ``content``.
+    """
+    return blake2b(content, digest_size=KEY_BYTES, key=secret, person=CONTENT).digest()
+
+
+def secret_check(secret: bytes) -> str:
+    """Return what tells a secret from others and says nothing of it: its keyed BLAKE2b of nothing, in hexadecimal."""
+    return blake2b(digest_size=KEY_BYTES, key=secret, person=CHECK).hexdigest()
 
 
 def input_key(secret: bytes, blocks: InputBlocks, num_tokens: int) -> bytes:

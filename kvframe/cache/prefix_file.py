@@ -3,10 +3,11 @@
 It is a safetensors file (https://huggingface.co/docs/safetensors): eight bytes that say how long the header is, the
 header in JSON, tensors. These are ``pages``, the bytes of all pages, each different one once; ``places``, for each
 prefix and group, where in them its pages begin, those that a request needs to go on; ``tokens``, the token ids of all
-prefixes; ``prefixes``, a JSON list of what else there is to say of each.
+prefixes; ``prefixes``, a JSON list of what else there is to say of each: of an input, its keyed hash
+(``kvframe.cache.keys``), by which nobody finds out what it was of who has not the secret.
 
-The header's metadata have a checksum of each tensor (BLAKE2b, 256 bits), one of themselves, and what of the model and
-its cache has to be the same. All else in the header follows from them: a reader makes it anew and compares.
+The header's metadata have a checksum of each tensor (BLAKE2b, 256 bits), one of themselves, and what of the model, its
+cache and the secret has to be the same. All else in the header follows from them: a reader makes it anew and compares.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import numpy.typing as npt
 from kvframe.cache.inputs import InputSequence
 from kvframe.errors import PrefixFileError
 
-FORMAT, VERSION = "kvframe.prefixes", 1
+FORMAT, VERSION = "kvframe.prefixes", 2
 MAX_HEADER_BYTES = 1 << 20
 MAX_LIST_BYTES = 4 << 20
 """Of the list of prefixes: what is read of a file at once is bounded, however large it says that it is."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
+import attrs
 import numpy as np
 
+from kvframe.cache.keys import content_key
 from kvframe.engine.progress import NO_INPUTS
 from kvframe.engine.prompt import AnyPrompt, Prompt
 from kvframe.engine.request import SamplingParams
@@ -28,7 +30,12 @@ class Admission:
     """
 
     def __init__(
-        self, model: LoadedModel, plan: KVCachePlan, max_model_len: int, max_prompt_len: int | None = None
+        self,
+        model: LoadedModel,
+        plan: KVCachePlan,
+        max_model_len: int,
+        secret: bytes,
+        max_prompt_len: int | None = None,
     ) -> None:
         """Take the limits.
 
@@ -36,12 +43,14 @@ class Admission:
             model: For its tokenizer and vocabulary.
             plan: What the cache holds.
             max_model_len: The most tokens of a request.
+            secret: 32 bytes, for the keys of inputs.
             max_prompt_len: The most tokens of a prompt that is computed in one step; None where it need not be.
         """
         self.has_text = model.decode([]) is not None
         self._model = model
         self.plan = plan
         self._max_model_len = max_model_len
+        self._secret = secret
         self._max_prompt_len = max_prompt_len
 
     def admit(self, prompt: AnyPrompt, params: SamplingParams) -> tuple[list[int], Mapping[str, ModelInput]]:
@@ -79,7 +88,7 @@ class Admission:
                 f"{longest} at most",
                 code="input_too_long",
             )
-        return prepared
+        return None if prepared is None else attrs.evolve(prepared, key=content_key(self._secret, prepared.key))
 
     def token_ids(
         self, prompt: str | Sequence[int], params: SamplingParams | None, input_lens: Mapping[str, int] | None = None

@@ -97,7 +97,7 @@ class EngineCore(ABC, Generic[RequestT]):
         """
         self.model = model
         self.stack = stack = Stack() if stack is None else stack
-        secret = read_secret(stack.cache.key, stack.source)
+        self._secret = read_secret(stack.cache.key, stack.source)
         assembly = assemble(model, layers, stack, registry)
         self.grouping: Grouping = assembly.grouping
         self._check_model()
@@ -110,7 +110,11 @@ class EngineCore(ABC, Generic[RequestT]):
         if self.grouping.note is not None:
             _log.info("%s: %s", model.description.name, self.grouping.note)
         self._admission = Admission(
-            model, self.plan, self._max_model_len, max_prompt_len=max_num_tokens if whole_prompts else None
+            model,
+            self.plan,
+            self._max_model_len,
+            self._secret,
+            max_prompt_len=max_num_tokens if whole_prompts else None,
         )
         self._manager = KVCacheManager(
             self.plan,
@@ -121,7 +125,7 @@ class EngineCore(ABC, Generic[RequestT]):
             audited=stack.cache.audit,
             eviction=make_policy(stack, registry),
         )
-        self._cache_events = CacheEventDelivery(self._manager, secret)
+        self._cache_events = CacheEventDelivery(self._manager, self._secret)
         if poison_freed:
             self._storage.poison()
             assembly.layers.local.is_poisoned = True

@@ -204,8 +204,9 @@ class Engine(EngineCore[Request]):
         """Write prompts' prefixes to a file, for ``load_prefixes`` in another process; computes what is missing.
 
         Saved are their longest parts of whole blocks, and what they bring for an encoder: the bytes of the pages that a
-        request needs to go on, each once, and their token ids and salt as they are. The file is written beside its
-        place and put there when it is whole.
+        request needs to go on, each once, their token ids and salt as they are, and for an encoder's input its key
+        (``kvframe.content_key``), for which the stack's ``[cache]`` has to have a ``key``. The file is written beside
+        its place and put there when it is whole.
 
         Args:
             path: The file; one that is there is replaced.
@@ -217,7 +218,8 @@ class Engine(EngineCore[Request]):
 
         Raises:
             RequestError: As ``pin_prefix``, but for want of room. Nothing is written.
-            PrefixFileError: It cannot be written (``unwritable``). What was there is as it was.
+            PrefixFileError: It cannot be written (``unwritable``), or the stack has no key for what a prompt brings for
+                an encoder (``no_key``). What was there is as it was.
             ModelError: As ``add_request``, or the model cannot be told from others.
         """
         return self._saved_prefixes.save(Path(path), prompts, cache_salt)
@@ -240,7 +242,8 @@ class Engine(EngineCore[Request]):
             For each prefix of the file, its tokens, and whether it is in the cache now.
 
         Raises:
-            PrefixFileError: The file is damaged, or of another version, model or kind of pages. Nothing was changed.
+            PrefixFileError: The file is damaged, or of another version, model or kind of pages, or it has inputs and
+                was saved with another key than this stack's, or this one has none. Nothing was changed.
             RequestError: There is no prefix cache (``no_prefix_caching``), no request could be added besides those
                 that run (``busy``), or the salt is none (``bad_salt``). Nothing was changed.
             ModelError: The model cannot be told from others.
@@ -326,6 +329,7 @@ class Engine(EngineCore[Request]):
             self._storage,
             lambda: self._fingerprint,
             self.model.description.vocab_size,
+            None if self.stack.cache.key is None else self._secret,
         )
 
     def _serve_one(self, prompt: AnyPrompt, params: SamplingParams, *, cache_salt: str) -> None:

@@ -11,7 +11,7 @@ from kvframe.cache.inputs import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.pins import Pin
 from kvframe.engine.admission import Admission
-from kvframe.engine.progress import input_sequences
+from kvframe.engine.progress import NO_SEQUENCES, input_sequences
 from kvframe.engine.prompt import AnyPrompt, Prompt
 from kvframe.engine.request import SamplingParams
 from kvframe.engine.salts import check_salt
@@ -29,11 +29,13 @@ class Prefix:
         token_ids: Its tokens, whole blocks in every group.
         salt: Whom it is shared with.
         inputs: What requests bring beside their tokens, as the cache sees it.
+        prompt: What is to be computed for it.
     """
 
     token_ids: tuple[int, ...]
     salt: str
     inputs: Mapping[str, InputSequence]
+    prompt: AnyPrompt
 
 
 class Compute(Protocol):
@@ -64,7 +66,9 @@ class Prefixes:
 
     def pin(self, prompt: AnyPrompt, salt: str) -> Pin:
         """Compute what is not cached of a prompt's prefix, and keep it."""
-        prefix = self.computed(prompt, salt)
+        self.check_caching()
+        prefix = self.of(prompt, salt)
+        self.compute(prefix)
         pin = self._manager.pin(prefix.token_ids, salt=salt, inputs=prefix.inputs)
         self._note_pin()
         return pin
@@ -73,17 +77,9 @@ class Prefixes:
         """Let go of it."""
         self._manager.unpin(pin)
 
-    def computed(self, prompt: AnyPrompt, salt: str) -> Prefix:
-        """Return a prompt's prefix, which lies in the cache until the next step.
-
-        Raises:
-            RequestError: The prompt can never be served, its computing failed, or no request could continue from it.
-            ModelError: It is text, and the model has no tokenizer.
-        """
-        self.check_caching()
-        prefix, whole = self._prefix(prompt, salt)
-        self._compute(whole, JUST_COMPUTE, cache_salt=salt)
-        return prefix
+    def compute(self, prefix: Prefix) -> None:
+        """Let a prefix lie in the cache until the next step; raises ``RequestError`` if its computing failed."""
+        self._compute(prefix.prompt, JUST_COMPUTE, cache_salt=prefix.salt)
 
     def check_caching(self) -> None:
         """Refuse what needs a prefix cache where there is none, with a ``RequestError``."""
@@ -94,19 +90,23 @@ class Prefixes:
                 code="no_prefix_caching",
             )
 
-    def _prefix(self, prompt: AnyPrompt, salt: str) -> tuple[Prefix, AnyPrompt]:
-        """Return a prompt's prefix, and the prompt to compute for it."""
+    def of(self, prompt: AnyPrompt, salt: str) -> Prefix:
+        """Return a prompt's prefix.
+
+        Raises:
+            RequestError: The prompt can never be served, or no request could continue from it.
+            ModelError: It is text, and the model has no tokenizer.
+        """
         check_salt(salt)
         token_ids, inputs = self._admission.admit(prompt, JUST_COMPUTE)
         alignment = self._manager.plan.alignment
         kept = tuple(token_ids[: len(token_ids) // alignment * alignment])
-        prefix = Prefix(kept, salt, input_sequences(inputs))
         if not kept and not inputs:
             raise RequestError(
                 f"the prompt has {len(token_ids)} tokens, and prefixes are kept in whole blocks of {alignment}",
                 code="prompt_too_short",
             )
         if not inputs:
-            return prefix, kept
+            return Prefix(kept, salt, NO_SEQUENCES, kept)
         given = prompt if isinstance(prompt, Prompt) else Prompt(encoder=prompt)
-        return prefix, attrs.evolve(given, decoder=kept or token_ids)
+        return Prefix(kept, salt, input_sequences(inputs), attrs.evolve(given, decoder=kept or token_ids))

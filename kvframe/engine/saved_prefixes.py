@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvframe.cache.keys import secret_check
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.pins import Pin
 from kvframe.cache.prefix_file import FilePrefix, Places, PrefixFileReader, PrefixFileWriter
@@ -25,6 +26,7 @@ from kvframe.errors import PrefixFileError, RequestError
 from kvframe.groups import Grouping
 from kvframe.plan import KVCachePlan, spec_to_dict
 
+_A_KEY = "64 hexadecimal digits or a file of them"
 STAGING_BYTES = 16 << 20
 """Of pages, on their way between the pool and a file: at least one."""
 
@@ -59,6 +61,7 @@ class SavedPrefixes:
         storage: KVCacheStorage,
         fingerprint: Callable[[], Mapping[str, str]],
         vocab_size: int | None,
+        shared_secret: bytes | None,
     ) -> None:
         """Work on an engine's cache.
 
@@ -69,6 +72,7 @@ class SavedPrefixes:
             storage: Its bytes.
             fingerprint: Returns what tells the model from others.
             vocab_size: Token ids are below it; None if unknown.
+            shared_secret: What inputs are known by is made with; None if no other process has it.
         """
         self._manager = manager
         self._prefixes = prefixes
@@ -76,6 +80,7 @@ class SavedPrefixes:
         self._storage = storage
         self._fingerprint = fingerprint
         self._vocab_size = vocab_size
+        self._key = None if shared_secret is None else secret_check(shared_secret)
 
     @property
     def _pool(self) -> torch.Tensor:
@@ -90,19 +95,28 @@ class SavedPrefixes:
     def save(self, path: Path, prompts: Sequence[AnyPrompt], cache_salt: str | Sequence[str]) -> list[SavedPrefix]:
         """Compute what is not cached of prompts' prefixes, and write them to a file."""
         self._prefixes.check_caching()
+        salts = salt_of_each(cache_salt, len(prompts))
+        prefixes = [self._prefixes.of(prompt, salt) for prompt, salt in zip(prompts, salts, strict=True)]
+        has_inputs = any(prefix.inputs for prefix in prefixes)
+        if has_inputs and self._key is None:
+            raise PrefixFileError(
+                f"{path} cannot name what its prompts bring for an encoder: another process would not know it again; "
+                f"set key in the stack's [cache], {_A_KEY}, here and where it is loaded",
+                code="no_key",
+            )
         saved = []
-        with PrefixFileWriter(path, self._origin()) as file:
-            for prompt, salt in zip(prompts, salt_of_each(cache_salt, len(prompts)), strict=True):
-                prefix = self._prefixes.computed(prompt, salt)
+        with PrefixFileWriter(path, {**self._origin(), "key": self._key if has_inputs else None}) as file:
+            for prefix in prefixes:
+                self._prefixes.compute(prefix)
                 # Nothing runs until it is written.
-                pin = self._manager.pin(prefix.token_ids, salt=salt, inputs=prefix.inputs, checks_room=False)
+                pin = self._manager.pin(prefix.token_ids, salt=prefix.salt, inputs=prefix.inputs, checks_room=False)
                 try:
                     pages = [self._read_pages(group, ids[ids != 0]) for group, ids in enumerate(pin.blocks)]
                     token_ids = array("I", prefix.token_ids[: pin.num_tokens])
-                    file.add(token_ids, salt, prefix.inputs, pages)
+                    file.add(token_ids, prefix.salt, prefix.inputs, pages)
                 finally:
                     self._manager.unpin(pin)
-                saved.append(SavedPrefix(num_tokens=len(token_ids), token_ids=token_ids, cache_salt=salt))
+                saved.append(SavedPrefix(num_tokens=len(token_ids), token_ids=token_ids, cache_salt=prefix.salt))
             file.finish()
         return saved
 
@@ -131,6 +145,7 @@ class SavedPrefixes:
             self._check_origin(file)
             file.check()
             self._check_prefixes(file)
+            self._check_key(file)
             if not self._manager.num_free_rows:
                 raise RequestError(
                     "as many requests run as max_num_seqs allows; load prefixes before, or when one has ended",
@@ -266,6 +281,23 @@ class SavedPrefixes:
                 last = file.num_page_bytes - group.page_bytes
                 if len(places) and (last < 0 or int(places.max()) > last):
                     raise self._damaged(file, "a page lies behind the end of its pages")
+
+    def _check_key(self, file: PrefixFileReader) -> None:
+        """Refuse a file whose inputs are known by other keys than here: nobody would find them."""
+        if not any(prefix.inputs for prefix in file.prefixes):
+            return
+        if self._key is None:
+            raise PrefixFileError(
+                f"{file.path} knows what its prompts bring for an encoder by keys, and this stack has no secret of "
+                f"them; set key in its [cache], {_A_KEY}, to that of the stack that saved it",
+                code="no_key",
+            )
+        if file.origin.get("key") != self._key:
+            raise PrefixFileError(
+                f"{file.path} knows what its prompts bring for an encoder by keys of another secret; set key in the "
+                "stack's [cache] to that of the stack that saved it",
+                code="other_key",
+            )
 
     def _is_too_long(self, prefix: FilePrefix) -> bool:
         longest = self._plan.max_input_lens

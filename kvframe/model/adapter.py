@@ -24,7 +24,9 @@ class ModelInput:
 
     Attributes:
         num_tokens: Tokens of the sequence that the model makes of it, at least one.
-        key: A hash of its content: inputs of equal keys are the same, and share what is computed of them.
+        key: A hash of its content, of 128 bits or more, the same in every process: inputs of equal keys are the same,
+            and share what is computed of them. The engine keys it with a secret (``kvframe.content_key``) before
+            anything else sees it.
         data: What the model computes the sequence from.
     """
 
