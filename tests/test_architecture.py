@@ -107,6 +107,8 @@ USE_NUMPY = (
     "kvframe.cache.room",
     "kvframe.cache.dead_blocks",
     "kvframe.cache.prefix_file",
+    "kvframe.cache.prefix_reader",
+    "kvframe.cache.prefix_writer",
     "kvframe.cache.coordinator",
     "kvframe.cache.resuming",
     "kvframe.cache.restoring",

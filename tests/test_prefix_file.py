@@ -17,7 +17,8 @@ import torch
 from kvframe_transformers.testing import save_tiny
 
 from kvframe import Engine, Stack
-from kvframe.cache.prefix_file import PrefixFileReader, _Contents
+from kvframe.cache.prefix_file import Contents
+from kvframe.cache.prefix_reader import PrefixFileReader
 from kvframe.errors import PrefixFileError
 from tests.serving import TinyModel, ids, make_stack
 
@@ -169,7 +170,7 @@ def forged(parts: Parts) -> bytes:
     }
     sizes = {name: len(each) for name, each in data.items()} | parts.get("sizes", {})
     checksums = {name: hashlib.blake2b(each, digest_size=32).hexdigest() for name, each in data.items()}
-    header = _Contents(parts["origin"], sizes, checksums).header()
+    header = Contents(parts["origin"], sizes, checksums).header()
     for was, now in parts.get("header", ()):
         assert was in header
         header = header.replace(was, now, 1)

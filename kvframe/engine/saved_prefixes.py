@@ -17,7 +17,9 @@ import torch
 from kvframe.cache.keys import secret_check
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.pins import Pin
-from kvframe.cache.prefix_file import FilePrefix, Places, PrefixFileReader, PrefixFileWriter
+from kvframe.cache.prefix_file import FilePrefix, Places
+from kvframe.cache.prefix_reader import PrefixFileReader
+from kvframe.cache.prefix_writer import PrefixFileWriter
 from kvframe.cache.storage import KVCacheStorage
 from kvframe.engine.prefixes import Prefixes
 from kvframe.engine.prompt import AnyPrompt
