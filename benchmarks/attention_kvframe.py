@@ -83,7 +83,7 @@ class KVFrame:
         built: list[Any] = []
 
         def build() -> None:
-            built[:] = builder.build_together([(builder, metadata)])
+            built[:] = [builder.finish(each) for each in builder.build_together([(builder, metadata)])]
 
         def attend() -> torch.Tensor:
             return backend.forward(layer, query, kv_cache, built[0], None)

@@ -235,7 +235,7 @@ def build_on_device(builder: AttentionMetadataBuilder, metadata: CommonAttention
     if not builder.on_host:
         metadata = staging.to_device(metadata)
     (built,) = builder.build_together([(builder, metadata)])
-    return staging.to_device(built)
+    return builder.finish(staging.to_device(built))
 
 
 def _error(

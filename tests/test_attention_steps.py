@@ -56,6 +56,7 @@ def test_a_batch_that_is_not_causal_is_refused_where_a_backend_has_no_such_mask(
 class Counted:
     common: CommonAttentionMetadata
     table: torch.Tensor
+    is_finished: bool = True
 
 
 class Counting(TorchReferenceBackend):
@@ -91,14 +92,21 @@ class Counting(TorchReferenceBackend):
         return self.Builder(self.log, None)
 
     def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> torch.Tensor:
+        assert metadata.is_finished
         assert metadata.table is metadata.common.block_table
         return super().forward(layer, query, kv_cache, metadata.common, sinks)
 
 
-def counted(layers: list[LayerSpec], requests: list[tuple[int, int]], stack: Any = None, **options: Any) -> list[str]:
+def counted(
+    layers: list[LayerSpec],
+    requests: list[tuple[int, int]],
+    stack: Any = None,
+    backend: type[Counting] = Counting,
+    **options: Any,
+) -> list[str]:
     """Return what one step of fresh requests asked of the builders, having compared its outputs."""
 
-    class Fresh(Counting):
+    class Fresh(backend):  # type: ignore[valid-type, misc]
         log: list[str] = []  # noqa: RUF012 - the test's
 
     tables = {"rules": [{"layers": "*", "backend": "counting"}], **(stack or {})}
@@ -117,20 +125,41 @@ def test_groups_with_another_mask_are_built_each_and_together() -> None:
     assert ["2 together", "build", "build"] == counted([layer("a", full()), layer("b", local())], SINGLE_TOKENS)
 
 
+def apart(layers: Any, *, hybrid: bool = True) -> Any:
+    """Group each layer by itself, as where the layers of several models are served together."""
+    whole = group_layers(layers, hybrid=hybrid)
+    groups = tuple(
+        attrs.evolve(whole.groups[0], index=index, layers=(each.name,), stored=(each.spec,))
+        for index, each in enumerate(layers)
+    )
+    return attrs.evolve(whole, groups=groups)
+
+
 def test_another_cache_groups_metadata_is_refreshed_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Two groups with equal specs: as where the layers of two models are served together.
     layers = [layer(name, full()) for name in "abc"]
-
-    def apart(layers: Any, *, hybrid: bool = True) -> Any:
-        whole = group_layers(layers, hybrid=hybrid)
-        groups = tuple(
-            attrs.evolve(whole.groups[0], index=index, layers=(each.name,), stored=(each.spec,))
-            for index, each in enumerate(layers)
-        )
-        return attrs.evolve(whole, groups=groups)
-
     monkeypatch.setattr("tests.attending.group_layers", apart)
     assert ["1 together", "build", "refresh", "refresh"] == counted(layers, SINGLE_TOKENS)
+
+
+class Finishing(Counting):
+    """With the last bit of its metadata made where the layers read it."""
+
+    class Builder(Counting.Builder):
+        on_host = True
+
+        def build(self, metadata: CommonAttentionMetadata) -> Counted:
+            return attrs.evolve(super().build(metadata), is_finished=False)
+
+        def finish(self, built: Counted) -> Counted:
+            self._log.append("finish")
+            return attrs.evolve(built, is_finished=True)
+
+
+def test_what_is_built_is_finished_once_and_then_taken_over_with_other_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.attending.group_layers", apart)
+    layers = [layer("full", full()), layer("window", local()), layer("another", full())]
+    expected = ["2 together", "build", "build", "refresh", "finish", "finish"]
+    assert expected == counted(layers, SINGLE_TOKENS, backend=Finishing)
 
 
 def test_a_chain_that_changes_nothing_costs_no_metadata() -> None:

@@ -237,6 +237,18 @@ class AttentionMetadataBuilder(ABC):
         """
         return [builder.build(metadata) for builder, metadata in builds]
 
+    def finish(self, built: Any) -> Any:
+        """Return what the layers read, of what ``build`` returned, whose tensors lie on the device by now.
+
+        Called by the framework once a step for each thing that was built, before any of the group's layers runs: the
+        place for what is made on the device of what the step's one copy brought there. The default changes nothing.
+
+        Args:
+            built: What was built. Where ``table_fields`` are declared, what is returned does not depend on these, and
+                has them too: for another cache group the framework replaces them.
+        """
+        return built
+
     def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
         """Return the ``table_fields`` of what ``build`` would return for ``metadata``.
 

@@ -114,11 +114,23 @@ class MetadataPlan:
         Args:
             prepared: What ``prepare`` returned, its tensors where the builders are to find them.
         """
+        there = {**prepared.built, **self._run(prepared.needs, prepared.refreshed)}
         found = {
-            key: BuiltMetadata(built, prepared.num_rows[key], prepared.permutations.get(key))
-            for key, built in {**prepared.built, **self._run(prepared.needs, prepared.refreshed)}.items()
+            key: BuiltMetadata(finished, prepared.num_rows[key], prepared.permutations.get(key))
+            for key, finished in self._finish(there, prepared.refreshed).items()
         }
         return [found[key] for key in prepared.keys]
+
+    def _finish(self, there: Mapping[Key, Any], refreshed: Mapping[Key, Key]) -> dict[Key, Any]:
+        finished = {key: self._builders[key[0]].finish(built) for key, built in there.items() if key not in refreshed}
+        for key in there.keys() & refreshed.keys():
+            other, built = refreshed[key], there[key]
+            if finished[other] is there[other]:
+                finished[key] = built
+            else:
+                fields = self._builders[key[0]].table_fields or ()
+                finished[key] = attrs.evolve(finished[other], **{name: getattr(built, name) for name in fields})
+        return finished
 
     def _run(self, needs: Mapping[Key, _Need], refreshed: Mapping[Key, Key]) -> dict[Key, Any]:
         built: dict[Key, Any] = {}

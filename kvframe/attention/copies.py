@@ -227,6 +227,12 @@ class CopyingBuilder(AttentionMetadataBuilder):
             for number, ((_, metadata), index) in enumerate(zip(builds, indices, strict=True))
         ]
 
+    def finish(self, built: Any) -> CopiedMetadata:
+        """Let the backend's builder finish its own."""
+        inner = self.inner.finish(built.built)
+        copied: CopiedMetadata = built if inner is built.built else attrs.evolve(built, built=inner)
+        return copied
+
     def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
         """Return the pages to copy of another block table."""
         index, num_columns = built.index_cpu, metadata.block_table.shape[1]

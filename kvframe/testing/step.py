@@ -128,7 +128,7 @@ def _build(builder: AttentionMetadataBuilder, common: CommonAttentionMetadata) -
     """Return what a builder builds, brought to the device as the framework does."""
     here, there = _on_host(builder, common)
     (built,) = builder.build_together([(builder, here)])
-    return there.to_device(built)
+    return builder.finish(there.to_device(built))
 
 
 def _on_host(
@@ -152,7 +152,8 @@ def _build_and_refresh(builder: AttentionMetadataBuilder, common: CommonAttentio
     fields, declared = builder.refreshed_fields(built, here), builder.table_fields or frozenset()
     if set(fields) != declared:
         raise ConformanceError(f"its builder refreshes {sorted(fields)}, and declares {sorted(declared)}")
-    return there.to_device(attrs.evolve(built, **fields))
+    built, fields = there.to_device((built, fields))
+    return attrs.evolve(builder.finish(built), **fields)
 
 
 def _make_backend(

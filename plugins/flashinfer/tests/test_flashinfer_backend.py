@@ -64,6 +64,9 @@ class Wrapper:
         self.plans += 1
         self.query_starts, self.sizes, self.options = query_starts, sizes, options
         self.seq_lens = ((counts - 1) * page_size + last_page_lens).clamp(min=0).to(torch.int32)
+        self.ids = ids
+        if ids.is_meta:
+            return
         self.table = torch.zeros(len(counts), max(1, int(counts.max())), dtype=torch.int32)
         for row, (start, stop) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
             self.table[row, : stop - start] = ids[start:stop]
@@ -272,7 +275,7 @@ def test_the_grid_sees_mistakes(missing: str, library: ModuleType, monkeypatch: 
     if missing == "the cut":
         builder = importlib.import_module("kvframe_flashinfer.builder")
         of = builder.PageLists.of
-        monkeypatch.setattr(builder.PageLists, "of", lambda metadata, window, device: of(metadata, None, device))
+        monkeypatch.setattr(builder.PageLists, "of", lambda metadata, window: of(metadata, None))
     else:
         capabilities = attrs.evolve(backend_class.capabilities, reads_dead_tokens=False)
         monkeypatch.setattr(backend_class, "capabilities", capabilities)
@@ -302,7 +305,8 @@ def make_backend(library: ModuleType, **options: Any) -> tuple[LayerSpec, Attent
 
 
 def parts(backend: AttentionBackend, requests: list[Request]) -> list[tuple[type, slice]]:
-    built = backend.make_builder().build(make_metadata(requests, 16))
+    builder = backend.make_builder()
+    built = builder.finish(builder.build(make_metadata(requests, 16)))
     return [(type(part.wrapper), part.rows) for part in built.parts]
 
 
@@ -330,12 +334,13 @@ def test_page_lists_are_made_on_the_host_without_waiting_for_the_device(library:
     _, backend = make_backend(library, window=20)
     builder = backend.make_builder()
     assert builder.on_host
-    built = builder.build(guard(make_metadata([Request(40, 1), Request(0, 9), Request(7, 2)], 16)))
+    built = builder.finish(builder.build(guard(make_metadata([Request(40, 1), Request(0, 9), Request(7, 2)], 16))))
     assert [1, 2] == [len(part.wrapper.seq_lens) for part in built.parts]
 
 
 def test_but_for_its_plans_what_a_step_needs_is_in_its_one_copy_and_nobody_waits(library: ModuleType) -> None:
     check_staging(load())
+    assert {"meta"} == {wrapper.ids.device.type for wrapper in (*DECODE.made, *PREFILL.made)}
 
 
 def test_kernels_are_loaded_at_set_up(library: ModuleType) -> None:
@@ -346,12 +351,12 @@ def test_kernels_are_loaded_at_set_up(library: ModuleType) -> None:
 def test_a_wrapper_is_planned_again_only_when_nobody_holds_its_plan(library: ModuleType) -> None:
     _, backend = make_backend(library)
     builder, step = backend.make_builder(), make_metadata([Request(40, 1)], 16)
-    held = [builder.build(step) for _ in range(3)]
+    held = [builder.finish(builder.build(step)) for _ in range(3)]
     assert 3 == len({id(built.parts[0].wrapper) for built in held}) == len(DECODE.made)
     del held
     gc.collect()
     for _ in range(5):
-        builder.build(step)
+        builder.finish(builder.build(step))
     assert 3 == len(DECODE.made)
 
 
@@ -368,8 +373,7 @@ def test_pages_that_a_window_has_left_are_not_in_the_lists() -> None:
 
     metadata = make_metadata([Request(40, 1), Request(7, 3), Request(15, 1)], 4)
     table = metadata.block_table
-    host = torch.device("cpu")
-    whole, cut = PageLists.of(metadata, None, host), PageLists.of(metadata, 6, host)
+    whole, cut = PageLists.of(metadata, None), PageLists.of(metadata, 6)
     assert [0, 11, 14, 18] == whole.starts.tolist()
     assert [1, 2, 4] == whole.last_page_lens.tolist() == cut.last_page_lens.tolist()
     # Queries at 40, 7 and 15 see from 35, 2 and 10 on: blocks 8, 0 and 2.

@@ -57,6 +57,9 @@ class BatchMLAPagedAttentionWrapper:
         assert torch.equal(kv_indptr.diff(), -(-kv_len_arr // page_size))
         self.query_starts, self.seq_lens = qo_indptr, kv_len_arr
         self.sizes, self.causal, self.scale, self.dtype = (num_heads, page_size), causal, sm_scale, q_data_type
+        self.ids = kv_indices
+        if kv_indices.is_meta:
+            return
         self.table = torch.zeros(len(kv_len_arr), max(1, int(kv_indptr.diff().max())), dtype=torch.int32)
         for row, (start, stop) in enumerate(zip(kv_indptr[:-1].tolist(), kv_indptr[1:].tolist(), strict=True)):
             self.table[row, : stop - start] = kv_indices[start:stop]
@@ -130,6 +133,7 @@ def test_but_for_its_plan_what_a_step_needs_is_in_its_one_copy_and_nobody_waits(
     backend_class: type[AttentionBackend],
 ) -> None:
     check_staging(backend_class)
+    assert {"meta"} == {wrapper.ids.device.type for wrapper in BatchMLAPagedAttentionWrapper.made}
 
 
 @pytest.mark.gpu
@@ -185,7 +189,7 @@ def test_a_size_that_is_refused_is_named(backend_class: type[AttentionBackend]) 
 def test_kernels_are_loaded_at_set_up_and_one_plan_serves_all_requests(backend_class: type[AttentionBackend]) -> None:
     builder = make_backend(backend_class).make_builder()
     assert ["auto"] == [wrapper.backend for wrapper in BatchMLAPagedAttentionWrapper.made]
-    built = builder.build(guard(make_metadata([Request(40, 1), Request(0, 9), Request(7, 2)], 16)))
+    built = builder.finish(builder.build(guard(make_metadata([Request(40, 1), Request(0, 9), Request(7, 2)], 16))))
     assert (12, [0, 1, 10, 12]) == (built.num_tokens, built.wrapper.query_starts.tolist())
     assert [41, 9, 9] == built.wrapper.seq_lens.tolist()
 

@@ -219,8 +219,9 @@ def test_every_kind_of_batch_is_compiled_however_many_come(monkeypatch: pytest.M
     kinds = set()
     for num_computed, num_requests in itertools.product((20, 400), (1, 2)):
         metadata = make_metadata([Request(num_computed, 1)] * num_requests, 16)
-        built = backend.make_builder().build(metadata)
-        kinds.add((num_requests, len(built.pieces[0].places(backend._sight).positions)))
+        builder = backend.make_builder()
+        built = builder.finish(builder.build(metadata))
+        kinds.add((num_requests, len(built.pieces[0].places.positions)))
         backend.forward(layer, torch.zeros(num_requests, 1, 8), pages, built, None)
     assert 4 == len(kinds)
     assert [] == uncompiled

@@ -77,20 +77,30 @@ class Problem:
 
 @attrs.frozen(eq=False)
 class Part:
-    """Some requests of a step, side by side.
+    """Some requests of a step, side by side, that one plan is made for.
 
     Attributes:
         rows: Their queries, in the packed batch.
-        wrapper: FlashInfer's wrapper, with their plan.
+        pages: What they read.
+        query_starts: ``[num_reqs + 1], int32``: where each one's queries begin among these; None for decodes.
+        page_size: Tokens per page.
+        causal: Whether a query sees only its own and earlier positions.
+        window: Tokens that a query sees, its own included; None for all.
+        wrapper: FlashInfer's wrapper, with their plan; None as long as the pages are on their way to the device.
     """
 
     rows: slice
-    wrapper: Any
+    pages: PageLists
+    query_starts: IntArray | None
+    page_size: int
+    causal: bool
+    window: int | None
+    wrapper: Any = None
 
 
 @attrs.define(eq=False)
 class FlashInferMetadata:
-    """A step's plans.
+    """A step's parts, and their plans.
 
     Attributes:
         parts: The decodes, and the other requests; either may be missing.
@@ -127,20 +137,17 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder):
 
     def load_kernels(self) -> None:
         """Plan a request of one token in both ways, so that what cannot be loaded or compiled fails at set-up."""
-        pages = PageLists(
-            np.array([0, 1], dtype=np.int32),
-            np.array([1], dtype=np.int32),
-            torch.zeros(1, dtype=torch.int32),
+        one = np.array([0, 1], dtype=np.int32)
+        pages = PageLists(one, one[1:], torch.zeros(1, dtype=torch.int32, device=self._device))
+        causal, window = self._problem.causal, self._problem.window
+        self.finish(
+            FlashInferMetadata(tuple(Part(slice(0, 1), pages, starts, 1, causal, window) for starts in (None, one)))
         )
-        holder = FlashInferMetadata()
-        self._plan_decodes(holder, pages, 1, self._problem.window)
-        self._plan_prefills(holder, pages, np.array([0, 1], dtype=np.int32), 1, self._problem.causal)
 
     def build(self, metadata: CommonAttentionMetadata) -> FlashInferMetadata:
-        """Return the step's plans."""
+        """Return the step's parts."""
         causal = metadata.causal and self._problem.causal
         window = self._problem.window if causal else None
-        built = FlashInferMetadata()
         starts = metadata.query_start_loc_cpu.numpy()
         split = split_batch(metadata, self.batch_order)
         num_decodes = split.num_decodes
@@ -148,31 +155,41 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder):
         if not metadata.seq_lens_cpu.numpy()[:num_decodes].all():
             # Its decode kernel divides by zero where a request, over keys of another sequence, has none.
             num_decodes = 0
-        pages = PageLists.of(metadata, window, self._device)
+        pages, size = PageLists.of(metadata, window), metadata.block_size
         parts = []
         if num_decodes:
-            wrapper = self._plan_decodes(built, pages.part(0, num_decodes), metadata.block_size, window)
-            parts.append(Part(slice(0, num_decodes), wrapper))
+            parts.append(Part(slice(0, num_decodes), pages.part(0, num_decodes), None, size, causal, window))
         if num_reqs > num_decodes:
             own = starts[num_decodes : num_reqs + 1]
-            wrapper = self._plan_prefills(
-                built, pages.part(num_decodes, num_reqs), own - own[0], metadata.block_size, causal
-            )
-            parts.append(Part(slice(int(own[0]), int(own[-1])), wrapper))
-        built.parts = tuple(parts)
-        return built
+            rows = slice(int(own[0]), int(own[-1]))
+            parts.append(Part(rows, pages.part(num_decodes, num_reqs), own - own[0], size, causal, window))
+        return FlashInferMetadata(tuple(parts))
 
-    def _plan_decodes(self, holder: FlashInferMetadata, pages: PageLists, page_size: int, window: int | None) -> Any:
+    def finish(self, built: Any) -> FlashInferMetadata:
+        """Return the parts with their plans, which the library makes on the host of lists that lie on the device."""
+        planned = FlashInferMetadata()
+        planned.parts = tuple(
+            attrs.evolve(
+                part,
+                wrapper=self._plan_decodes(planned, part)
+                if part.query_starts is None
+                else self._plan_prefills(planned, part, part.query_starts),
+            )
+            for part in built.parts
+        )
+        return planned
+
+    def _plan_decodes(self, holder: FlashInferMetadata, part: Part) -> Any:
         problem, wrapper = self._problem, self._decodes.lend(holder)
         wrapper.plan(
-            torch.from_numpy(pages.starts),
-            pages.ids,
-            torch.from_numpy(pages.last_page_lens),
+            torch.from_numpy(part.pages.starts),
+            part.pages.ids,
+            torch.from_numpy(part.pages.last_page_lens),
             problem.num_heads,
             problem.num_kv_heads,
             problem.head_size,
-            page_size,
-            window_left=-1 if window is None else window - 1,
+            part.page_size,
+            window_left=-1 if part.window is None else part.window - 1,
             logits_soft_cap=problem.soft_cap,
             q_data_type=problem.query_dtype,
             kv_data_type=problem.stored_dtype,
@@ -180,22 +197,20 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder):
         )
         return wrapper
 
-    def _plan_prefills(
-        self, holder: FlashInferMetadata, pages: PageLists, query_starts: IntArray, page_size: int, causal: bool
-    ) -> Any:
+    def _plan_prefills(self, holder: FlashInferMetadata, part: Part, query_starts: IntArray) -> Any:
         problem, wrapper = self._problem, self._prefills.lend(holder)
         wrapper.plan(
             torch.from_numpy(query_starts),
-            torch.from_numpy(pages.starts),
-            pages.ids,
-            torch.from_numpy(pages.last_page_lens),
+            torch.from_numpy(part.pages.starts),
+            part.pages.ids,
+            torch.from_numpy(part.pages.last_page_lens),
             problem.num_heads,
             problem.num_kv_heads,
             problem.head_size,
-            page_size,
-            causal=causal,
+            part.page_size,
+            causal=part.causal,
             sm_scale=problem.scale,
-            window_left=-1 if problem.window is None or not causal else problem.window - 1,
+            window_left=-1 if part.window is None else part.window - 1,
             logits_soft_cap=problem.soft_cap,
             q_data_type=problem.query_dtype,
             kv_data_type=problem.stored_dtype,

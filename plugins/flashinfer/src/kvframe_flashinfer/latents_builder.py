@@ -36,14 +36,25 @@ class LatentProblem:
 
 @attrs.define(eq=False)
 class LatentMetadata:
-    """A step's plan.
+    """A step, and its plan.
 
     Attributes:
         num_tokens: Tokens of the batch that belong to requests; they come first.
-        wrapper: FlashInfer's wrapper, with the plan; None if there are no such tokens.
+        pages: What these requests read.
+        query_starts: ``[num_reqs + 1], int32``: where each one's queries begin.
+        seq_lens: ``[num_reqs], int32``: tokens of each.
+        page_size: Tokens per page.
+        causal: Whether a query sees only its own and earlier positions.
+        wrapper: FlashInfer's wrapper, with the plan; None if there are no tokens, and as long as the pages are on their
+            way to the device.
     """
 
     num_tokens: int
+    pages: PageLists
+    query_starts: IntArray
+    seq_lens: IntArray
+    page_size: int
+    causal: bool
     wrapper: Any = None
 
 
@@ -67,47 +78,42 @@ class LatentMetadataBuilder(AttentionMetadataBuilder):
     def load_kernels(self) -> None:
         """Plan a request of one token, so that what cannot be loaded or compiled fails at set-up."""
         one = np.array([0, 1], dtype=np.int32)
-        pages = PageLists(one, one[1:], torch.zeros(1, dtype=torch.int32))
-        self._plan(LatentMetadata(1), pages, one, one[1:], 1, causal=True)
+        pages = PageLists(one, one[1:], torch.zeros(1, dtype=torch.int32, device=self._device))
+        self.finish(LatentMetadata(1, pages, one, one[1:], 1, causal=True))
 
     def build(self, metadata: CommonAttentionMetadata) -> LatentMetadata:
-        """Return the step's plan."""
+        """Return what there is to plan."""
         starts = metadata.query_start_loc_cpu.numpy()
-        built = LatentMetadata(int(starts[-1]))
-        if built.num_tokens:
-            # What lies behind the last request with tokens fills a batch up.
-            num_reqs = int(np.searchsorted(starts, built.num_tokens))
-            built.wrapper = self._plan(
-                built,
-                PageLists.of(metadata, None, self._device).part(0, num_reqs),
-                starts[: num_reqs + 1],
-                metadata.seq_lens_cpu.numpy()[:num_reqs],
-                metadata.block_size,
-                causal=metadata.causal,
-            )
-        return built
+        # What lies behind the last request with tokens fills a batch up.
+        num_reqs = int(np.searchsorted(starts, starts[-1]))
+        return LatentMetadata(
+            num_tokens=int(starts[-1]),
+            pages=PageLists.of(metadata, None).part(0, num_reqs),
+            query_starts=starts[: num_reqs + 1],
+            seq_lens=metadata.seq_lens_cpu.numpy()[:num_reqs],
+            page_size=metadata.block_size,
+            causal=metadata.causal,
+        )
 
-    def _plan(
-        self,
-        holder: LatentMetadata,
-        pages: PageLists,
-        query_starts: IntArray,
-        seq_lens: IntArray,
-        page_size: int,
-        *,
-        causal: bool,
-    ) -> Any:
-        problem, wrapper = self._problem, self._wrappers.lend(holder)
+    def finish(self, built: Any) -> LatentMetadata:
+        """Return the step with its plan, which the library makes on the host of lists that lie on the device."""
+        planned: LatentMetadata = attrs.evolve(built)
+        if planned.num_tokens:
+            planned.wrapper = self._plan(planned)
+        return planned
+
+    def _plan(self, step: LatentMetadata) -> Any:
+        problem, wrapper = self._problem, self._wrappers.lend(step)
         wrapper.plan(
-            torch.from_numpy(query_starts),
-            torch.from_numpy(pages.starts),
-            pages.ids,
-            torch.from_numpy(seq_lens),
+            torch.from_numpy(step.query_starts),
+            torch.from_numpy(step.pages.starts),
+            step.pages.ids,
+            torch.from_numpy(step.seq_lens),
             problem.num_heads,
             problem.latent_size,
             problem.rope_size,
-            page_size,
-            causal,
+            step.page_size,
+            step.causal,
             problem.scale,
             problem.dtype,
             problem.dtype,

@@ -23,8 +23,7 @@ class PageLists:
     Attributes:
         starts: ``[num_reqs + 1], int32``: where each request's pages begin in ``ids``.
         last_page_lens: ``[num_reqs], int32``: tokens in each one's last page; 0 for a request without pages.
-        ids: ``[starts[-1]], int32, host``: block ids, pinned where they are for a GPU, so that nobody waits while
-            a plan takes them there.
+        ids: ``[starts[-1]], int32, device``: block ids; on the host as long as they are on their way.
     """
 
     starts: IntArray
@@ -32,13 +31,12 @@ class PageLists:
     ids: torch.Tensor
 
     @classmethod
-    def of(cls, metadata: CommonAttentionMetadata, window: int | None, device: torch.device) -> PageLists:
+    def of(cls, metadata: CommonAttentionMetadata, window: int | None) -> PageLists:
         """Return the pages of all requests of a batch.
 
         Args:
             metadata: The batch, on the host.
             window: Tokens that a query sees, its own included; None for all.
-            device: Where the plan goes.
         """
         block_size, table = metadata.block_size, metadata.block_table
         seq_lens = metadata.seq_lens_cpu.numpy()
@@ -54,8 +52,7 @@ class PageLists:
         places = np.arange(starts[-1]) + np.repeat(
             np.arange(len(seq_lens)) * table.shape[1] + first - starts[:-1], counts
         )
-        ids = table.reshape(-1).index_select(0, torch.from_numpy(places.astype(np.int32)))
-        return cls(starts, last_page_lens, ids.pin_memory() if device.type == "cuda" else ids)
+        return cls(starts, last_page_lens, table.reshape(-1).index_select(0, torch.from_numpy(places.astype(np.int32))))
 
     def part(self, start: int, stop: int) -> PageLists:
         """Return the pages of the requests ``[start, stop)``."""

@@ -96,7 +96,7 @@ class FlexBackend(AttentionBackend):
             value = self._gather("v", piece, pages, kv_cache["v"], query.dtype)
             if self.device.type == "cuda":
                 rows, key, value = (_lengthened(each) for each in (rows, key, value))
-            result = self._kernel(rows, key, value, piece.places(self._sight), piece.causal, bias, sinks)[..., :size_v]
+            result = self._kernel(rows, key, value, piece.places, piece.causal, bias, sinks)[..., :size_v]
             result = result.transpose(1, 2).reshape(-1, query.shape[1], size_v)
             if piece.output_rows is None:
                 return result

@@ -36,7 +36,7 @@ class Piece:
             ``SINK``.
         query_positions: ``[num_tiles * num_queries], int32, device``: where the queries stand.
         sizes: ``[3], int64, device``: as in ``Places``.
-        made: The places, once a layer has asked for them.
+        places: Where they stand, as the kernel looks it up; None as long as the piece is on its way to the device.
     """
 
     num_tiles: int
@@ -50,7 +50,7 @@ class Piece:
     key_positions: torch.Tensor
     query_positions: torch.Tensor
     sizes: torch.Tensor
-    made: list[Places]
+    places: Places | None = None
 
     @classmethod
     def of(cls, piece: HostPiece, causal: bool, num_rows: int) -> Piece:
@@ -76,20 +76,15 @@ class Piece:
             key_positions=_whole(piece.key_positions, np.int32),
             query_positions=_whole(piece.query_positions, np.int32),
             sizes=torch.tensor([len(piece.key_positions), piece.num_queries, piece.num_keys]),
-            made=[],
         )
 
-    def places(self, sight: Sight) -> Places:
-        """Return where queries and tokens stand, and which blocks are read: made when the first layer asks.
-
-        The mask that blocks are found from is large: it is made where the piece lies, not brought there.
+    def finish(self, sight: Sight) -> Piece:
+        """Return the piece with its places, made where it lies: the mask that blocks are found from is large.
 
         Args:
             sight: What the layers' queries see.
         """
-        if not self.made:
-            self.made.append(self._places(sight))
-        return self.made[0]
+        return attrs.evolve(self, places=self._places(sight))
 
     def _places(self, sight: Sight) -> Places:
         keys, queries = self.key_positions, self.query_positions
@@ -156,6 +151,11 @@ class FlexMetadataBuilder(AttentionMetadataBuilder):
             page_rows_cpu=rows,
             page_columns_cpu=columns,
         )
+
+    def finish(self, built: Any) -> FlexMetadata:
+        """Return the metadata with the pieces' block masks."""
+        finished: FlexMetadata = attrs.evolve(built, pieces=tuple(piece.finish(self._sight) for piece in built.pieces))
+        return finished
 
     def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
         """Return the pages of all pieces."""
