@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.swap import HostPages
 from kvframe.engine.request import Request, SamplingParams
-from kvframe.engine.scheduler import Scheduler, SchedulerStats
+from kvframe.engine.scheduler import Scheduler
+from kvframe.engine.stats import SchedulerStats
 from kvframe.specs import KVCacheSpec
 from tests.plans import make_plan
 from tests.test_cache import SPECS

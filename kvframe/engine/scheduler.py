@@ -14,44 +14,14 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Generic
 
-import attrs
 import numpy as np
 
-from kvframe.engine.progress import FinishReason, RequestProgress, RequestT
+from kvframe.engine.holdings import Holdings
+from kvframe.engine.progress import FinishReason, RequestT
 from kvframe.engine.request_cache import RequestCache
 from kvframe.engine.running import IntArray, RunningRequests
 from kvframe.engine.scheduled import ScheduledStep
-
-
-@attrs.define
-class SchedulerStats:
-    """What the scheduler did so far.
-
-    Attributes:
-        prompt_tokens: Prompt tokens of the requests that were admitted, each request counted once.
-        cached_prompt_tokens: Of these, the tokens that a cached prefix covered, or another sample of the same prompt.
-        computed_tokens: Tokens computed, again after a preemption included.
-        computed_input_tokens: Likewise, tokens of what requests bring beside their own, such as an encoder's.
-        generated_tokens: Tokens generated.
-        preemptions: Times that a running request gave its blocks back.
-        swaps: Of these, the times that host memory kept its state.
-        failed_swaps: Times that copying to host memory, or back, failed, so that a request is computed again.
-        retries: Times that what the model gave for a request on a cached prefix was not numbers, so that it is computed
-            again without.
-        steps: Steps completed.
-    """
-
-    prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    computed_tokens: int = 0
-    computed_input_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    swaps: int = 0
-    failed_swaps: int = 0
-    retries: int = 0
-    steps: int = 0
-
+from kvframe.engine.stats import SchedulerStats
 
 NOBODY: IntArray = np.zeros(0, dtype=np.int64)
 
@@ -94,7 +64,9 @@ class Scheduler(Generic[RequestT]):
         self._max_num_batched_tokens = max_num_batched_tokens
         self._shared_block_size = shared_block_size
         self._whole_prompts = whole_prompts
-        self._reserve_prompts = reserve_prompts
+        self._holdings: Holdings[RequestT] = Holdings(
+            cache, self.stats, max_num_batched_tokens=max_num_batched_tokens, reserve_prompts=reserve_prompts
+        )
         self._pausing: list[RequestT] = []
 
     @property
@@ -123,7 +95,7 @@ class Scheduler(Generic[RequestT]):
             except BaseException:
                 # There is no step that would compute what they bring: they wait as before.
                 for request in reversed(admitted):
-                    self._give_back(request)
+                    self._holdings.give_back(request)
                     self.running.remove(request)
                     self.waiting.appendleft(request)
                 raise
@@ -184,7 +156,7 @@ class Scheduler(Generic[RequestT]):
         num_known[generating] = [len(request.token_ids) for request in generated]
         self.running.advance(num_computed, num_known)
         for request in ended:
-            self._give_back(request)
+            self._holdings.give_back(request)
         if ended:
             self.running.drop_ended()
         for request in reversed(again):
@@ -207,11 +179,11 @@ class Scheduler(Generic[RequestT]):
             return
         request.finish_reason = reason
         if request.row >= 0:
-            self._give_back(request)
+            self._holdings.give_back(request)
             self.running.remove(request)
         else:
             if request.is_swapped:
-                self._give_back(request)
+                self._holdings.give_back(request)
             self.waiting.remove(request)
 
     def note_pin(self) -> None:
@@ -267,7 +239,7 @@ class Scheduler(Generic[RequestT]):
                     return True
             except (RuntimeError, MemoryError):
                 # What it shares with others could not be copied for it: it is computed again.
-                self._give_back(request)
+                self._holdings.give_back(request)
                 self._let_wait(request)
                 return False
             victim = self.running[-1]
@@ -282,38 +254,20 @@ class Scheduler(Generic[RequestT]):
     def _compute_anew(self, request: RequestT) -> None:
         """Let a request wait for its turn to be computed from nothing: what others cached may be why it failed."""
         request.trusts_cache = False
-        self._give_back(request)
+        self._holdings.give_back(request)
         self.running.remove(request)
         self.waiting.appendleft(request)
         self.stats.retries += 1
 
     def _preempt(self, request: RequestT) -> None:
-        if self._swap_out(request):
-            self.stats.swaps += 1
-            request.is_swapped = True
-            request.row = -1
-        else:
-            self._give_back(request)
+        if not self._holdings.swap_out(request):
+            self._holdings.give_back(request)
         self._let_wait(request)
 
     def _let_wait(self, request: RequestT) -> None:
         self.running.remove(request)
         self.waiting.appendleft(request)
         self.stats.preemptions += 1
-
-    def _swap_out(self, request: RequestT) -> bool:
-        try:
-            return self._cache.swap_out(request.request_id)
-        except (RuntimeError, MemoryError):
-            self.stats.failed_swaps += 1
-            return False
-
-    def _give_back(self, request: RequestT) -> None:
-        self._cache.free(request.request_id)
-        request.row = -1
-        request.is_swapped = False
-        request.num_computed = 0
-        request.new_inputs = frozenset()
 
     def _admit_waiting(self, budget: int, admitted: list[RequestT], counts: list[int]) -> int:
         """Let waiting requests run, in their order, as long as there is room.
@@ -337,114 +291,18 @@ class Scheduler(Generic[RequestT]):
             other = request.forks_from
             if other is not None and other.row >= 0 and other.num_computed < other.pause_at:
                 break
-            count = self._admit(request, budget, admitted)
+            input_tokens = sum(each.num_new_input_tokens for each in admitted)
+            count = self._holdings.let_run(request, budget, input_tokens, others_run=bool(self.running))
             if not count:
                 break
+            if request.num_computed < request.pause_at:
+                self._pausing.append(request)
             self.waiting.popleft()
             self.running.append(request)
             admitted.append(request)
             counts.append(count)
             budget -= count
         return budget
-
-    def _admit(self, request: RequestT, budget: int, admitted: Sequence[RequestT]) -> int:
-        """Let a waiting request run, on as many tokens as the budget allows; 0, and nothing changed, if no room.
-
-        Args:
-            request: The request.
-            budget: Tokens that the step has left.
-            admitted: Those that the step lets run besides.
-        """
-        if request.is_swapped:
-            try:
-                return self._resume(request, budget)
-            except (RuntimeError, MemoryError):
-                self.stats.failed_swaps += 1
-                self._give_back(request)
-        other, request.forks_from = request.forks_from, None
-        if other is not None and other.row >= 0 and other.num_computed == other.pause_at and not other.new_inputs:
-            return self._fork(request, other)
-        return self._start(request, budget, admitted)
-
-    def _fork(self, request: RequestT, other: RequestProgress) -> int:
-        """Let a request go on from where another one pauses; what is known of its tokens is computed in one step."""
-        self._cache.fork(other.request_id, request.request_id, request.token_ids)
-        try:
-            if not self._extend_first(request, len(request.token_ids)):
-                self._give_back(request)
-                return 0
-        except (RuntimeError, MemoryError):
-            return 0
-        request.fork(other)
-        request.row = self._cache.row(request.request_id)
-        request.is_on_cache = request.was_started = True
-        self.stats.prompt_tokens += request.num_prompt_tokens
-        self.stats.cached_prompt_tokens += request.num_computed
-        return len(request.token_ids) - request.num_computed
-
-    def _resume(self, request: RequestT, budget: int) -> int:
-        num_scheduled = min(request.next_stop - request.num_computed, budget)
-        num_tokens = request.num_computed + num_scheduled
-        if not self._cache.swap_in(request.request_id, num_tokens, use_prefix=not request.runs_alone):
-            # Blocks that it found may lie scattered over slabs; taken anew, all of them fit where nothing else runs.
-            if self.running:
-                return 0
-            fits = self._cache.swap_in(request.request_id, num_tokens, use_prefix=False)
-            assert fits, "the plan promised room for a lone request"
-        request.is_swapped = False
-        request.row = self._cache.row(request.request_id)
-        self._note_pause(request)
-        return num_scheduled
-
-    def _note_pause(self, request: RequestT) -> None:
-        if request.num_computed < request.pause_at:
-            self._pausing.append(request)
-
-    def _start(self, request: RequestT, budget: int, admitted: Sequence[RequestT]) -> int:
-        input_tokens = sum(each.num_new_input_tokens for each in admitted)
-        while True:
-            hit = self._cache.start(
-                request.request_id,
-                request.token_ids,
-                salt=request.cache_salt,
-                use_prefix=request.uses_prefix,
-                inputs=request.input_sequences,
-            )
-            if request.inputs:
-                request.new_inputs = self._cache.missing_inputs(request.request_id)
-            # One input always goes, however long: it cannot be computed in parts.
-            new_tokens = request.num_new_input_tokens
-            fits = not input_tokens or input_tokens + new_tokens <= self._max_num_batched_tokens
-            stop = request.pause_at if hit < request.pause_at else len(request.token_ids)
-            num_scheduled = min(stop - hit, budget)
-            if self._reserve_prompts and hit + num_scheduled < len(request.token_ids) and self.running:
-                # With room for a part of it only, it would take from others until it is preempted itself.
-                fits = fits and self._cache.has_room(request.request_id, len(request.token_ids))
-            if fits and self._extend_first(request, hit + num_scheduled):
-                break
-            self._give_back(request)
-            if self.running:
-                return 0
-            assert not request.runs_alone, "the plan promised room for a lone request"
-            request.runs_alone = True
-        request.row = self._cache.row(request.request_id)
-        request.num_computed = hit
-        self._note_pause(request)
-        request.is_on_cache = hit > 0 or len(request.new_inputs) < len(request.inputs)
-        self.stats.computed_input_tokens += new_tokens
-        if not request.was_started:
-            request.was_started = True
-            self.stats.prompt_tokens += request.num_prompt_tokens
-            self.stats.cached_prompt_tokens += hit
-        return num_scheduled
-
-    def _extend_first(self, request: RequestT, num_tokens: int) -> bool:
-        """Get room for one that the cache has just taken in; if that raises, it is there no more."""
-        try:
-            return self._cache.extend(request.request_id, num_tokens)
-        except BaseException:
-            self._give_back(request)
-            raise
 
     def _is_being_computed(self, request: RequestT, admitted: Sequence[RequestT], counts: Sequence[int]) -> bool:
         """Return whether a request admitted in this step computes what ``request`` can take in the next one.

@@ -1,4 +1,4 @@
-"""What an engine did so far, as one value."""
+"""What an engine did so far, and the scheduler in it, as values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,36 @@ from typing import Any
 import attrs
 
 from kvframe.cache.stats import GroupLookups, KVCacheStats
-from kvframe.engine.scheduler import SchedulerStats
+
+
+@attrs.define
+class SchedulerStats:
+    """What the scheduler did so far.
+
+    Attributes:
+        prompt_tokens: Prompt tokens of the requests that were admitted, each request counted once.
+        cached_prompt_tokens: Of these, the tokens that a cached prefix covered, or another sample of the same prompt.
+        computed_tokens: Tokens computed, again after a preemption included.
+        computed_input_tokens: Likewise, tokens of what requests bring beside their own, such as an encoder's.
+        generated_tokens: Tokens generated.
+        preemptions: Times that a running request gave its blocks back.
+        swaps: Of these, the times that host memory kept its state.
+        failed_swaps: Times that copying to host memory, or back, failed, so that a request is computed again.
+        retries: Times that what the model gave for a request on a cached prefix was not numbers, so that it is computed
+            again without.
+        steps: Steps completed.
+    """
+
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    computed_tokens: int = 0
+    computed_input_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    swaps: int = 0
+    failed_swaps: int = 0
+    retries: int = 0
+    steps: int = 0
 
 
 @attrs.frozen(kw_only=True)
