@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, ClassVar
 
 import attrs
@@ -16,18 +15,33 @@ from kvframe_flex import kernel, pages
 from kvframe_flex.backend import FlexBackend, FlexOptions
 from kvframe_flex.kernel import find_blocks
 from torch._dynamo import config as dynamo_config
+from torch.fx.experimental import _config as shapes_config
 
 from kvframe import LayerSpec, Stack, load_plugins
 from kvframe.attention.selection import select_backends
 from kvframe.errors import BackendError, StackError
-from kvframe.testing.case import Request
+from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
+from kvframe.testing.sample import sample
 from kvframe.testing.staging import check_staging
 
 CASES = {case.name: case for case in make_cases(FlexBackend.capabilities)}
+FEW = sample([*CASES.values()])
+"""Compiling takes up to a minute: of all cases, some in which everything comes up that does in the grid."""
+TRACED = sample(
+    [
+        case
+        for case in CASES.values()
+        if case.name.startswith(("full", "window=5", "bidirectional", "chunk=6", "function-stride"))
+        and case.spec.block_size == 16
+        and "without_keys" not in case.name
+    ],
+    (),
+)
+"""Fewer yet, without what only sizes and formats differ in."""
 CPU = torch.device("cpu")
 
 
@@ -62,15 +76,26 @@ def test_it_computes_the_grid(poison: float) -> None:
             check_backend(FlexBackend, case, poison=poison)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "function-stride=6-block=16-decode",
-        "full-relative_bias-soft_cap-learned_sinks-prefill",
-    ],
-)
-def test_it_computes_cases_compiled(name: str) -> None:
-    check_backend(Compiled, CASES[name])
+def test_it_computes_a_case_compiled() -> None:
+    check_backend(Compiled, CASES["function-stride=6-block=16-decode"])
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
+def test_it_computes_some_of_the_grid_compiled(case: Case) -> None:
+    check_backend(Compiled, case)
+
+
+@pytest.fixture
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch traces kernels, and runs what it traced: all but the compiler of its graphs is as it is."""
+    monkeypatch.setattr(kernel, "COMPILER", "eager")
+
+
+@pytest.mark.usefixtures("traced_only")
+@pytest.mark.parametrize("case", TRACED, ids=lambda case: case.name)
+def test_what_torch_traces_computes_cases_of_every_mask_and_feature(case: Case) -> None:
+    check_backend(Compiled, case)
 
 
 @pytest.mark.gpu
@@ -191,7 +216,7 @@ def test_a_kernel_that_cannot_be_compiled_falls_back_only_if_it_may(
         return call
 
     monkeypatch.setattr(kernel, "missing_compiler", lambda device: "")
-    monkeypatch.setattr(kernel.torch, "compile", failing)
+    monkeypatch.setattr(torch, "compile", failing)
     with caplog.at_level(logging.WARNING, logger="kvframe"):
         check_backend(AsItComes, CASES["full-block=16-mixed"])
     assert 1 == len(caplog.messages)
@@ -200,6 +225,21 @@ def test_a_kernel_that_cannot_be_compiled_falls_back_only_if_it_may(
         check_backend(Compiled, CASES["full-block=16-mixed"])
 
 
+def attend_to(backend: FlexBackend, requests: list[Request]) -> tuple[Any, torch.Tensor]:
+    """Return a step's first piece, and its output."""
+    builder = backend.make_builder()
+    built = builder.finish(builder.build(make_metadata(requests, 16)))
+    pages = {name: torch.zeros(64, 16, 1, 8) for name in "kv"}
+    query = torch.zeros(sum(request.num_new for request in requests), 1, 8)
+    return built.pieces[0], backend.forward(backend.layers[0], query, pages, built, None)
+
+
+def always_compiled() -> FlexBackend:
+    layer = layer_of(num_heads=1, num_kv_heads=1, head_size=8)
+    return FlexBackend([layer], CPU, FlexOptions(compile="always"))
+
+
+@pytest.mark.usefixtures("traced_only")
 def test_every_kind_of_batch_is_compiled_however_many_come(monkeypatch: pytest.MonkeyPatch) -> None:
     uncompiled, functions = [], kernel.Kernel._functions
 
@@ -209,22 +249,31 @@ def test_every_kind_of_batch_is_compiled_however_many_come(monkeypatch: pytest.M
         return functions(self, *arguments)
 
     monkeypatch.setattr(kernel.Kernel, "_functions", spy)
-    # What is traced, and when it no longer is, does not hang on what becomes of the graph.
-    monkeypatch.setattr(kernel.torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(flex_builder, "MIN_CAPACITY", 32)
-    monkeypatch.setattr(dynamo_config, "recompile_limit", 2)
-    layer = layer_of(num_heads=1, num_kv_heads=1, head_size=8)
-    pages = {name: torch.zeros(64, 16, 1, 8) for name in "kv"}
-    backend = FlexBackend([layer], CPU, FlexOptions(compile="always"))
-    kinds = set()
-    for num_computed, num_requests in itertools.product((20, 400), (1, 2)):
-        metadata = make_metadata([Request(num_computed, 1)] * num_requests, 16)
-        builder = backend.make_builder()
-        built = builder.finish(builder.build(metadata))
-        kinds.add((num_requests, len(built.pieces[0].places.positions)))
-        backend.forward(layer, torch.zeros(num_requests, 1, 8), pages, built, None)
+    backend, kinds = always_compiled(), set()
+    with dynamo_config.patch(recompile_limit=2):
+        for num_computed, num_requests in itertools.product((20, 400), (1, 2)):
+            piece, _ = attend_to(backend, [Request(num_computed, 1)] * num_requests)
+            kinds.add((num_requests, len(piece.places.positions)))
     assert 4 == len(kinds)
     assert [] == uncompiled
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_a_known_kind_that_is_compiled_once_more_is_compiled_as_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    def note(graph: Any, inputs: Any) -> Any:
+        compiled.append((shapes_config.use_duck_shape, dynamo_config.specialize_int, dynamo_config.specialize_float))
+        return graph
+
+    monkeypatch.setattr(kernel, "COMPILER", note)
+    backend = always_compiled()
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad, torch.no_grad):
+        with mode():
+            attend_to(backend, [Request(20, 1), Request(40, 1)])
+    assert [(False, True, True)] * 3 == compiled
+    assert 1 == len(backend._kernel._compiled)
 
 
 def test_the_stack_says_whether_to_compile() -> None:

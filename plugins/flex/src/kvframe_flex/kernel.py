@@ -26,6 +26,9 @@ from kvframe_flex.pages import SINK
 BLOCK = 128
 """Queries, and tokens, of a block of the block mask: FlexAttention's own."""
 
+COMPILER = "inductor"
+"""What compiles a kernel, of torch's backends for graphs."""
+
 MIN_BLOCKS = 2
 """Blocks that a block mask has at least: a size of one would be a kernel of its own."""
 
@@ -84,8 +87,9 @@ class Places:
 class Kernel:
     """Attention of one group's layers over the pieces of a step.
 
-    Invariant: each kind of piece has compiled code of its own, so that torch's limit of variants of one code, past
-    which it runs the code as it stands, is not reached by kinds that come later.
+    Invariants: each kind of piece has compiled code of its own, so that torch's limit of variants of one code, past
+    which it runs the code as it stands, is not reached by kinds that come later; and whatever is compiled, for what
+    reason ever, is compiled as ``_compiling`` says.
     """
 
     def __init__(self, sees: MaskFunction, scores: Scores, device: torch.device, compile_mode: str) -> None:
@@ -145,14 +149,7 @@ class Kernel:
             # What torch makes a kernel of its own for.
             kind = len(query) == 1, query.shape[2] == 1, causal, query.dtype, len(places.positions)
             try:
-                compiled = self._compiled.get(kind)
-                if compiled is not None:
-                    return compiled(*arguments)
-                with _compiling():
-                    compiled = self._compile()
-                    result = compiled(*arguments)
-                self._compiled[kind] = compiled
-                return result
+                return self._run_compiled(kind, arguments)
             except Exception as error:
                 lines = [line.strip() for line in str(error).splitlines() if line.strip()]
                 reason = ": ".join([type(error).__name__, *lines[:1]])
@@ -165,6 +162,21 @@ class Kernel:
         full = _chosen(places.num_full_blocks, places.full_blocks)
         return dense_flex_attention(query, key, value, score, is_seen, asked, full, BLOCK, self._scores.scale)
 
+    def _run_compiled(self, kind: tuple[Any, ...], arguments: tuple[Any, ...]) -> torch.Tensor:
+        from torch._dynamo.exc import TorchDynamoException
+
+        compiled = self._compiled.get(kind)
+        if compiled is not None:
+            # Torch compiles a known kind once more where something else differs, such as whether gradients are wanted.
+            with contextlib.suppress(TorchDynamoException):
+                return compiled(*arguments)
+        else:
+            compiled = self._compile()
+        with _compiling():
+            result = compiled(*arguments)
+        self._compiled[kind] = compiled
+        return result
+
     def _compile(self) -> Callable[..., torch.Tensor]:
         """Return the kernel for one more kind of piece; it is compiled when it is first called."""
 
@@ -174,7 +186,7 @@ class Kernel:
         # What was compiled is kept with the code, of which there is one for all functions that are made here.
         attend.__code__ = attend.__code__.replace()
         # As one graph: where torch cannot compile it, or no longer does, it says so instead of running it as it stands.
-        return torch.compile(attend, dynamic=True, fullgraph=True)
+        return torch.compile(attend, dynamic=True, fullgraph=True, backend=_compile_graph)
 
     def _attend(
         self,
@@ -295,6 +307,17 @@ def keep_static(*tensors: torch.Tensor) -> None:
 
 def _say_uncompiled(reason: str) -> None:
     _log.warning("kvframe-flex: FlexAttention runs without being compiled, which is slow (%s)", reason)
+
+
+def _compile_graph(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Compile what torch traced; raises where it did so outside of ``_compiling``."""
+    from torch._dynamo import lookup_backend
+    from torch.fx.experimental import _config as shapes_config
+
+    if shapes_config.use_duck_shape:
+        raise RuntimeError("a kernel was traced with sizes that are equal by chance taken for one")
+    compiled: Callable[..., Any] = lookup_backend(COMPILER)(graph, inputs)
+    return compiled
 
 
 @contextlib.contextmanager
