@@ -23,7 +23,7 @@ from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.builtin.torch_builder import TorchMetadata, TorchMetadataBuilder
 from kvframe.builtin.torch_cut import cut_batches
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.builtin.torch_tiles import IntArray, ranges
+from kvframe.builtin.torch_tiles import NO_LIMIT, IntArray, Rules, ranges
 from kvframe.specs import LayerSpec, QuerySpec, RelativeBias
 from kvframe.testing.case import Request
 from kvframe.testing.metadata import make_metadata
@@ -119,8 +119,10 @@ def limits(small: bool) -> Iterator[None]:
 def assert_same(expected: Any, found: Any) -> None:
     """Hold two values equal, bit for bit; of metadata what layers read of it, and what a refresh does."""
     if isinstance(expected, TorchMetadata):
-        read = attrgetter("pieces", "pages", "page_index_cpu", "row_stride")
+        read = attrgetter("pieces", "pages", "row_stride")
         assert_same(read(expected), read(found))
+        one, other = (each.page_index_cpu - each.table_start for each in (expected, found))
+        assert_same(one, other)
     elif attrs.has(type(expected)):
         for field in attrs.fields(type(expected)):
             assert_same(getattr(expected, field.name), getattr(found, field.name))
@@ -311,6 +313,28 @@ def test_any_batch_equals_the_reference(
         torch.testing.assert_close(attend(TorchBackend, layer_of(**mask), common), expected)
 
 
+@st.composite
+def chunks(draw: st.DrawFn) -> list[Request]:
+    """Return requests with many tokens in the step, or one."""
+    computed, new = st.sampled_from([0, 1, 15, 16, 30, 61]), st.sampled_from([1, 9, 16, 17, 32, 40, 65])
+    pairs = draw(st.lists(st.tuples(computed, new, st.sampled_from([0.0, 0.0, 0.5])), min_size=1, max_size=5))
+    return [Request(before, now, num_hidden=int(hidden * before)) for before, now, hidden in pairs]
+
+
+@pytest.mark.parametrize("mask", [*MASKS[:4], {"window": 24}])
+@pytest.mark.parametrize("max_rows", [24, 64])
+@settings(deadline=None, max_examples=30)
+@given(requests=chunks())
+def test_tiles_that_share_a_mask_equal_the_reference(
+    mask: Mapping[str, Any], max_rows: int, requests: list[Request]
+) -> None:
+    common = metadata_of(requests)
+    expected = attend(TorchReferenceBackend, layer_of(**mask), common)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_builder, "MAX_FOLDED_QUERIES", max_rows)
+        torch.testing.assert_close(attend(TorchBackend, layer_of(**mask), common), expected)
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @any_time
 @given(requests=rows(), both_ways=st.booleans(), padding=st.integers(0, 2), small=st.booleans())
@@ -421,11 +445,24 @@ def test_a_step_without_a_token_for_any_request_gives_zeros(backend: type[Attent
 # --- how tiles are cut ------------------------------------------------------------------------------------------------
 
 
+def rules(free_padding: int = 0) -> Rules:
+    return Rules(
+        causal=True,
+        window=NO_LIMIT,
+        num_sink_tokens=0,
+        takes_causal=True,
+        group_size=1,
+        max_queries=256,
+        free_padding=free_padding,
+        biased_heads=0,
+        max_distance=0,
+        piece_keys=1 << 16,
+    )
+
+
 def cut(num_queries: IntArray, num_keys: IntArray, free_padding: int) -> tuple[IntArray | None, IntArray]:
     """Return how tiles of one segment are cut."""
-    zeros = np.zeros_like(num_keys)
-    limit = np.full_like(num_keys, 1 << 16)
-    return cut_batches(zeros, num_queries, num_keys, np.full_like(num_keys, free_padding), zeros, limit)
+    return cut_batches(np.zeros_like(num_keys), None, num_queries, num_keys, [rules(free_padding)])
 
 
 @any_time
@@ -438,11 +475,17 @@ def test_padding_is_less_than_half_of_a_batch_or_little(tiles: list[tuple[int, i
     order, bounds = cut(num_queries, num_keys, free_padding)
     order = np.arange(len(tiles)) if order is None else order
     assert list(range(len(tiles))) == sorted(order.tolist())
+    waste = len(tiles) * num_keys.max() - num_keys.sum()
     for start, stop in itertools.pairwise(bounds.tolist()):
         queries, keys = num_queries[order[start:stop]], num_keys[order[start:stop]]
         assert stop == start + 1 or len(keys) * keys.max() <= 1 << 16
-        free = queries.max() == 1 and len(tiles) * keys.max() - keys.sum() <= free_padding
-        assert free or (2 * keys.min() > keys.max() and 2 * queries.min() > queries.max())
+        little = num_queries.max() == 1 and (waste <= free_padding or 8 * waste <= num_keys.sum())
+        assert little or (2 * keys.min() > keys.max() and 2 * queries.min() > queries.max())
+
+
+def test_what_needs_little_padding_stays_in_order_in_any_number_of_batches() -> None:
+    order, bounds = cut(np.ones(200, dtype=int), np.tile([600, 590, 610, 200, 620], 40), 0)
+    assert (None, [0, 105, 200]) == (order, bounds.tolist())
 
 
 def test_lengths_within_a_factor_of_two_are_one_batch() -> None:
@@ -457,14 +500,8 @@ def test_other_lengths_are_cut_from_the_longest_down() -> None:
 
 
 def test_tiles_of_different_segments_are_not_mixed() -> None:
-    order, bounds = cut_batches(
-        np.array([0, 0, 2, 2, 2]),
-        np.array([1, 1, 1, 1, 1]),
-        np.array([100, 90, 10, 95, 90]),
-        np.zeros(5, dtype=int),
-        np.zeros(5, dtype=int),
-        np.full(5, 1 << 16),
-    )
+    segment, keys = np.array([0, 0, 2, 2, 2]), np.array([100, 90, 10, 95, 90])
+    order, bounds = cut_batches(segment, None, np.ones_like(keys), keys, [rules()])
     assert order is not None
     assert ([0, 1, 3, 4, 2], [0, 2, 4, 5]) == (order.tolist(), bounds.tolist())
 

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
 from kvframe.attention.metadata import SEQ_STARTS
 from kvframe.attention.relative_bias import RELATIVE_BIAS, bias_by_distance
+from kvframe.builtin.torch_bias import key_bias
 from kvframe.builtin.torch_builder import TorchMetadata, TorchMetadataBuilder
 from kvframe.builtin.torch_pieces import Piece
 from kvframe.specs import LayerSpec
@@ -31,16 +32,16 @@ class Scratch:
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
 
-    def take(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialised tensor of this shape, of the dtype and on the device of ``like``."""
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised tensor."""
         num_elements = math.prod(shape)
         if num_elements > MAX_SCRATCH_ELEMENTS:
-            return like.new_empty(shape)
+            return torch.empty(shape, dtype=dtype, device=device)
         buffer = self._buffer
-        if buffer is None or buffer.shape[0] < num_elements:
+        if buffer is None or buffer.shape[0] < num_elements or buffer.dtype != dtype:
             # Made outside of inference mode, so that a later call may write to it in either mode.
             with torch.inference_mode(False):
-                buffer = self._buffer = torch.empty(num_elements, dtype=like.dtype, device=like.device)
+                buffer = self._buffer = torch.empty(num_elements, dtype=dtype, device=device)
         return buffer[:num_elements].view(shape)
 
 
@@ -63,6 +64,7 @@ class TorchBackend(AttentionBackend):
         super().__init__(layers, device)
         self._key_scratch = Scratch()
         self._value_scratch = Scratch()
+        self._bias_scratch = Scratch()
         self._bias_by_distance: dict[str, torch.Tensor] = {}
 
     def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -85,29 +87,26 @@ class TorchBackend(AttentionBackend):
         values = kv_cache["v"]
         num_tokens, num_heads, head_size = query.shape
         by_distance = self._bias_by_distance.get(layer.name)
-        output = None
+        output = None  # behind a row for what is repeated
         for piece, pages in zip(metadata.pieces, metadata.pages, strict=True):
             num_rows = piece.num_tiles * piece.num_queries
-            in_order = piece.query_rows is None
-            rows = query[:num_rows] if piece.query_rows is None else query.index_select(0, piece.query_rows)
-            rows = rows.view(piece.num_tiles, piece.num_queries, num_heads, head_size)
+            rows = _rows_of(query, piece).view(piece.num_tiles, piece.num_queries, num_heads, head_size)
             if piece.parts:
                 result = self._attend_in_parts(layer, rows, kv_cache, piece, pages, sinks, by_distance)
             else:
                 key, value = self._gather(kv_cache, pages, piece.hidden_slots, piece.num_tiles, query.dtype)
-                result = _attend(layer, rows, key, value, piece, sinks, by_distance)
+                bias = self._bias(piece, by_distance, kv_cache["k"], query.dtype)
+                result = _attend(layer, rows, key, value, bias, piece.is_causal, sinks)
             result = result.reshape(num_rows, num_heads, values.shape[-1])
-            if in_order and num_rows == num_tokens:
+            if piece.first_row == 0 and num_rows == num_tokens:
                 return result
             if output is None:
-                output = query.new_zeros(num_tokens, num_heads, values.shape[-1])
-            if piece.output_rows is not None and piece.output_index is not None:
-                output.index_copy_(0, piece.output_rows, result.index_select(0, piece.output_index))
-            elif piece.query_rows is not None:
-                output.index_copy_(0, piece.query_rows, result)
-            else:
-                output[:num_rows] = result
-        return query.new_zeros(num_tokens, num_heads, values.shape[-1]) if output is None else output
+                output = query.new_zeros(1 + num_tokens, num_heads, values.shape[-1])
+            if piece.first_row is not None:
+                output[1 + piece.first_row : 1 + piece.first_row + num_rows] = result
+            elif piece.output_rows is not None:
+                output.index_copy_(0, piece.output_rows, result)
+        return query.new_zeros(num_tokens, num_heads, values.shape[-1]) if output is None else output[1:]
 
     def _gather(
         self, kv_cache: KVCache, pages: torch.Tensor, hidden_slots: torch.Tensor, num_tiles: int, dtype: torch.dtype
@@ -119,6 +118,20 @@ class TorchBackend(AttentionBackend):
             for name, scratch in scratches.items()
         )
         return key, value
+
+    def _bias(
+        self, piece: Piece, by_distance: torch.Tensor | None, keys: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """Return what is added to the scores of folded queries, or to all alike; None for nothing."""
+        bias = None if piece.mask is None else piece.mask.to(dtype)
+        if piece.hides_keys:
+            memory = self._bias_scratch.take((piece.num_tiles * piece.num_keys,), dtype, keys.device)
+            hiding = key_bias(memory, piece.hidden_slots, piece.padded_pages, keys.shape[1])
+            bias = hiding.view(piece.num_tiles, 1, 1, -1)
+        if by_distance is None:
+            return bias
+        learned = _learned_bias(by_distance, piece, keys.shape[2]).to(dtype)
+        return learned if bias is None else learned + bias
 
     def _attend_in_parts(
         self,
@@ -144,7 +157,7 @@ class TorchBackend(AttentionBackend):
             (key,) = _gather(kv_cache["k"], part_pages, part.hidden_slots, 1, query.dtype, self._key_scratch)
             # Keys first: the other way round, a few rows of bfloat16 by many columns take ten times as long.
             scores[0, :, :, tokens] = torch.bmm(key, columns).transpose(1, 2)
-        bias = _bias(piece, by_distance, num_kv_heads, wide)
+        bias = self._bias(piece, by_distance, kv_cache["k"], wide)
         weights = _weights(layer, scores, bias, sinks)[0].to(query.dtype)
         output = query.new_zeros(num_kv_heads, folded.shape[1], kv_cache["v"].shape[-1], dtype=wide)
         for part in piece.parts:
@@ -164,11 +177,19 @@ def _gather(
     scratch: Scratch,
 ) -> torch.Tensor:
     """Return the tiles' tokens of one state tensor, ``[num_tiles, num_heads, num_keys, size]``, strided."""
-    gathered = scratch.take((pages.shape[0], *state.shape[1:]), state)
+    gathered = scratch.take((pages.shape[0], *state.shape[1:]), state.dtype, state.device)
     torch.index_select(state, 0, pages, out=gathered)
     tokens = gathered.view(-1, *state.shape[2:])
     tokens.index_fill_(0, hidden_slots, 0)
     return tokens.to(dtype).view(num_tiles, -1, *state.shape[2:]).transpose(1, 2)
+
+
+def _rows_of(query: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Return the rows of the packed batch that a piece reads."""
+    if piece.first_row is not None:
+        return query[piece.first_row : piece.first_row + piece.num_tiles * piece.num_queries]
+    assert piece.query_rows is not None
+    return query.index_select(0, piece.query_rows)
 
 
 def _fold(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
@@ -186,36 +207,26 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    piece: Piece,
+    bias: torch.Tensor | None,
+    is_causal: bool,
     sinks: torch.Tensor | None,
-    by_distance: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return ``[num_tiles, num_queries, num_heads, head_size_v]`` for queries of the same shape but the last."""
     assert layer.query is not None
     num_tiles, num_queries, num_heads, _ = query.shape
     num_kv_heads = key.shape[1]
     group_size = num_heads // num_kv_heads
-    if piece.is_causal:
+    if is_causal:
         return scaled_dot_product_attention(
             query.transpose(1, 2), key, value, is_causal=True, scale=layer.query.scale, enable_gqa=group_size > 1
         ).transpose(1, 2)
     folded = _fold(query, num_kv_heads)
-    bias = _bias(piece, by_distance, num_kv_heads, query.dtype)
     if layer.query.soft_cap is None and sinks is None:
         result = scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=layer.query.scale)
     else:
         result = _explicit_attention(layer, folded, key, value, bias, sinks)
     result = result.view(num_tiles, num_kv_heads, group_size, num_queries, value.shape[-1])
     return result.permute(0, 3, 1, 2, 4).reshape(num_tiles, num_queries, num_heads, value.shape[-1])
-
-
-def _bias(piece: Piece, by_distance: torch.Tensor | None, num_kv_heads: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return what is added to the scores of folded queries, or to all alike; None for nothing."""
-    bias = None if piece.bias is None else piece.bias.to(dtype)
-    if by_distance is None:
-        return bias
-    learned = _learned_bias(by_distance, piece, num_kv_heads).to(dtype)
-    return learned if bias is None else learned + bias
 
 
 def _learned_bias(by_distance: torch.Tensor, piece: Piece, num_kv_heads: int) -> torch.Tensor:

@@ -4,29 +4,75 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 
 from kvframe.builtin.torch_layout import Layout
+from kvframe.builtin.torch_tiles import Rules
+
+MAX_KEPT_BYTES = 1 << 22
+"""Bytes of the masks that a builder keeps from one step to the next."""
 
 
-def tile_bias(
-    num_keys: int, dtype: torch.dtype, hidden: torch.Tensor, padded_pages: torch.Tensor | None, block_size: int
+def key_bias(
+    memory: torch.Tensor, hidden_slots: torch.Tensor, padded_pages: torch.Tensor | None, block_size: int
 ) -> torch.Tensor:
-    """Return what holds for all queries of a tile, for the tokens of all pieces: ``[num_keys], device``.
+    """Write and return what holds for all queries of a tile: ``memory``, ``[num_keys], device``.
 
     Args:
-        num_keys: Gathered tokens of all pieces.
-        dtype: Of the bias.
-        hidden: ``[num_hidden], int64, device``: tokens, counted through all pieces, that are hidden.
-        padded_pages: ``[num_padded], int64, device``: pages, counted likewise, that are hidden; None for none.
+        memory: For the gathered tokens of a piece; what is in it does not matter.
+        hidden_slots: As in a ``Piece``.
+        padded_pages: Likewise.
         block_size: Tokens per page.
     """
-    bias = _zeros(num_keys, dtype, hidden.device)
-    bias.index_fill_(0, hidden, -math.inf)
+    memory.zero_().index_fill_(0, hidden_slots, -math.inf)
     if padded_pages is not None:
-        bias.view(-1, block_size).index_fill_(0, padded_pages, -math.inf)
-    return bias
+        memory.view(-1, block_size).index_fill_(0, padded_pages, -math.inf)
+    return memory
+
+
+class Bands:
+    """The masks of aligned tiles: from the last keys on, all see the same, so that a short one is part of a long one.
+
+    They are kept from one step to the next, since they depend on no request.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Take what all masks have in common."""
+        self._dtype = dtype
+        self._device = device
+        self._kept: dict[tuple[int, int, int, int], torch.Tensor] = {}
+
+    def mask(self, rules: Rules, num_queries: int, num_behind: int, num_keys: int) -> torch.Tensor:
+        """Return what is added to the scores, ``[1, 1, group_size * num_queries, num_keys], device``, strided.
+
+        Args:
+            rules: Those of the group.
+            num_queries: Queries of a tile.
+            num_behind: Tokens behind the last query's own, up to the end of the last page.
+            num_keys: Gathered tokens of each tile.
+        """
+        key = (rules.window, rules.group_size, num_queries, num_behind)
+        band = self._kept.get(key)
+        if band is None or band.shape[3] < num_keys:
+            row_bytes = rules.group_size * num_queries * self._dtype.itemsize
+            ample = 1 << (num_keys - 1).bit_length()
+            is_kept = row_bytes * ample <= MAX_KEPT_BYTES
+            band = self._make(rules, num_queries, num_behind, ample if is_kept else num_keys)
+            if is_kept:
+                if sum(each.nbytes for each in self._kept.values()) + band.nbytes > MAX_KEPT_BYTES:
+                    self._kept.clear()
+                self._kept[key] = band
+        return band.narrow(3, band.shape[3] - num_keys, num_keys)
+
+    def _make(self, rules: Rules, num_queries: int, num_behind: int, num_keys: int) -> torch.Tensor:
+        # Made outside of inference mode, so that a later step may read it in either mode.
+        with torch.inference_mode(False):
+            column = torch.arange(num_keys, dtype=torch.int32, device=self._device)
+            own = torch.arange(num_queries, dtype=torch.int32, device=self._device)[:, None]
+            distance = own + (num_keys - num_behind - num_queries) - column
+            hidden = (distance < 0) | (distance >= rules.window)
+            band = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
+            return band.masked_fill_(hidden, -math.inf).repeat(rules.group_size, 1)[None, None]
 
 
 class QueryBias:
@@ -70,13 +116,6 @@ class QueryBias:
                 behind = torch.maximum(behind, self._sinks[piece][:, None, None] - self._column[start:stop])
             _hide(bias[:, :, start:stop], behind)
         return bias[:, None] if rules.group_size == 1 else bias[:, None].repeat(1, 1, rules.group_size, 1)
-
-
-def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if device.type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=device)
-    # NumPy asks for memory that is zeroed, and the system has such at hand; torch writes the zeros.
-    return torch.from_numpy(np.zeros(size * dtype.itemsize, dtype=np.uint8)).view(dtype)
 
 
 def _hide(bias: torch.Tensor, distance: torch.Tensor) -> None:

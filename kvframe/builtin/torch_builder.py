@@ -17,9 +17,10 @@ import torch
 
 from kvframe.attention.backend import AttentionMetadataBuilder
 from kvframe.attention.metadata import SEQ_STARTS, CommonAttentionMetadata
+from kvframe.builtin.torch_bias import Bands
 from kvframe.builtin.torch_layout import Layout
 from kvframe.builtin.torch_pieces import Piece, Pieces
-from kvframe.builtin.torch_tiles import NO_LIMIT, IntArray, Rules
+from kvframe.builtin.torch_tiles import NO_LIMIT, Rules
 from kvframe.formats import StateTensor
 from kvframe.specs import LayerSpec
 
@@ -47,14 +48,16 @@ class TorchMetadata:
         all_pieces: The dense batches, among those of other groups; None where no request has a new token.
         first_piece: The group's first one.
         pages: For each of its pieces ``[num_tiles * num_pages], int32, device``: block ids to gather.
-        page_index_cpu: ``[num_pages], int32, host``: where those of all pieces stand in the block table, row after row.
-        row_stride: From one row of that block table to the next.
+        page_index_cpu: ``[num_pages], int32, host``: where those of all pieces stand in the memory of the block table.
+        table_start: Where that block table starts there.
+        row_stride: From one row of it to the next.
     """
 
     all_pieces: Pieces | None
     first_piece: int
     pages: tuple[torch.Tensor, ...]
     page_index_cpu: torch.Tensor
+    table_start: int
     row_stride: int
 
     @property
@@ -101,6 +104,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         )
         self._dtype: torch.dtype = getattr(torch, state["k"].dtype)
         self._device = device
+        self._bands = Bands(self._dtype, device)
 
     @property
     def reuse_key(self) -> Hashable:
@@ -118,7 +122,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         firsts: dict[Hashable, int] = {}
         alike: dict[Hashable, list[int]] = {}
         same: dict[int, int] = {}
-        jobs = [_Job.of(builder._rules, metadata) for builder, metadata in builds]
+        jobs = [_Job.of(builder._rules, builder._bands, metadata) for builder, metadata in builds]
         for number, ((builder, metadata), job) in enumerate(zip(builds, jobs, strict=True)):
             kind = (metadata.block_size, job.causal, builder._dtype, builder._device)
             first = firsts.setdefault((kind, job.key), number)
@@ -140,10 +144,13 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         """Return the pages of all pieces."""
         table, index = _Table.of(metadata.block_table), built.page_index_cpu
         if table.row_stride != built.row_stride:
-            row = torch.div(index, built.row_stride, rounding_mode="floor")
+            row = torch.div(index - built.table_start, built.row_stride, rounding_mode="floor")
             index = index + row * (table.row_stride - built.row_stride)
+        shift = table.start - built.table_start
+        if shift < 0:
+            index, shift = index + shift, 0
         return {
-            "pages": table.ids(table.start)
+            "pages": table.ids(shift)
             .index_select(0, index.to(table.rows.device, non_blocking=True))
             .split_with_sizes([len(each) for each in built.pages])
         }
@@ -157,7 +164,7 @@ def _piece_keys(state: Iterable[StateTensor], device: torch.device) -> int:
     return min(MAX_PIECE_KEYS, max(1, MAX_PIECE_BYTES // token_bytes))
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Table:
     """A block table where it lies: as a rule among those of other groups.
 
@@ -188,7 +195,7 @@ class _Table:
         return self.rows.as_strided((num_ids - start,), (1,), start)
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Job:
     """What one group's metadata is made of.
 
@@ -196,6 +203,7 @@ class _Job:
         step: The group's batch metadata.
         rules: The group's rules, as far as they matter for this step.
         table: The group's block table.
+        bands: The masks of the group's aligned tiles.
         causal: Whether queries see only their own and earlier positions.
         key: Equal for groups that differ in their block ids only.
     """
@@ -203,11 +211,12 @@ class _Job:
     step: CommonAttentionMetadata
     rules: Rules
     table: _Table
+    bands: Bands
     causal: bool
     key: Hashable
 
     @classmethod
-    def of(cls, rules: Rules, step: CommonAttentionMetadata) -> _Job:
+    def of(cls, rules: Rules, bands: Bands, step: CommonAttentionMetadata) -> _Job:
         """Return what a group's metadata is made of."""
         if rules.window != NO_LIMIT and rules.window >= step.max_seq_len:
             # No request is as long as the window, which then hides nothing.
@@ -215,40 +224,42 @@ class _Job:
         table = _Table.of(step.block_table)
         starts = step.extensions.get(SEQ_STARTS)
         requests = (id(step.query_start_loc_cpu), id(step.seq_lens_cpu), id(starts), step.num_actual_tokens)
-        return cls(step, rules, table, step.causal and rules.causal, (rules, requests, table.row_stride))
+        return cls(step, rules, table, bands, step.causal and rules.causal, (rules, requests, table.row_stride))
 
 
 def _build_alike(jobs: Sequence[_Job], dtype: torch.dtype, device: torch.device) -> list[TorchMetadata]:
     """Return the metadata of groups with one block size, all or none of them causal."""
-    tables, steps, causal = [job.table for job in jobs], [job.step for job in jobs], jobs[0].causal
-    layout = Layout.of(steps, [job.rules for job in jobs], causal, steps[0].block_size)
+    tables, causal = [job.table for job in jobs], jobs[0].causal
+    layout = Layout.of([job.step for job in jobs], [job.rules for job in jobs], causal, jobs[0].step.block_size)
     if layout is None:
         nothing = torch.empty(0, dtype=torch.int32)
-        return [TorchMetadata(None, 0, (), nothing, table.row_stride) for table in tables]
+        return [TorchMetadata(None, 0, (), nothing, table.start, table.row_stride) for table in tables]
     padded_pages = layout.padded_pages()
-    pieces = Pieces.of(layout, causal, dtype, [step.num_actual_tokens for step in steps], padded_pages)
+    pieces = Pieces.of(layout, causal, [job.bands for job in jobs], dtype, padded_pages)
     if device.type == "cpu":
         pieces.made()  # There is no way to go first: what a step's metadata takes is all spent before its first layer.
-    index = layout.page_index([table.row_stride for table in tables], padded_pages)
-    group_pages = layout.group_pages()
-    pages = _take_pages(tables, index, group_pages).split_with_sizes((layout.counts * layout.widths).tolist())
-    page_index = torch.from_numpy(index).split_with_sizes(group_pages)
-    found, start = [], 0
-    for group, num_pieces in enumerate(np.bincount(layout.groups, minlength=len(steps)).tolist()):
-        own_pages = pages[start : start + num_pieces]
-        found.append(TorchMetadata(pieces, start, own_pages, page_index[group], tables[group].row_stride))
-        start += num_pieces
-    return found
+    starts, row_strides = np.array([(table.start, table.row_stride) for table in tables], dtype=np.int32).T
+    group = layout.tiles.group
+    index = torch.from_numpy(layout.page_index(layout.tiles.request * row_strides[group] + starts[group], padded_pages))
+    num_pages = layout.num_pages.tolist()
+    ends = np.searchsorted(layout.groups, np.arange(len(jobs) + 1)).tolist()
+    group_pages = [sum(num_pages[first:stop]) for first, stop in itertools.pairwise(ends)]
+    pages = _take_pages(tables, index, group_pages).split_with_sizes(num_pages)
+    return [
+        TorchMetadata(pieces, first, pages[first:stop], page_index, table.start, table.row_stride)
+        for (first, stop), page_index, table in zip(
+            itertools.pairwise(ends), index.split_with_sizes(group_pages), tables, strict=True
+        )
+    ]
 
 
-def _take_pages(tables: Sequence[_Table], index: IntArray, group_pages: Sequence[int]) -> torch.Tensor:
-    """Return the block ids of all groups, for where they stand in each group's table; one gather for each memory."""
-    starts = np.array([table.start for table in tables], dtype=np.int32)
-    places = torch.from_numpy(index + starts.repeat(group_pages)).to(tables[0].rows.device, non_blocking=True)
+def _take_pages(tables: Sequence[_Table], index: torch.Tensor, group_pages: Sequence[int]) -> torch.Tensor:
+    """Return the block ids of all groups, for where they stand in the tables' memory; one gather for each memory."""
+    index = index.to(tables[0].rows.device, non_blocking=True)
     found, first = [], 0
     for _, run in itertools.groupby(zip(tables, group_pages, strict=True), lambda pair: pair[0].place):
         members = list(run)
-        num_pages = sum(count for _, count in members)
-        found.append(members[0][0].ids().index_select(0, places[first : first + num_pages]))
-        first += num_pages
+        stop = first + sum(count for _, count in members)
+        found.append(members[0][0].ids().index_select(0, index[first:stop]))
+        first = stop
     return found[0] if len(found) == 1 else torch.cat(found)

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.builtin.torch_cut import cut_batches
-from kvframe.builtin.torch_tiles import FRESH, NUM_KINDS, IntArray, Rules, Spans, Tiles, ranges
+from kvframe.builtin.torch_tiles import ALIGNED, FRESH, NUM_KINDS, IntArray, Rules, Spans, Tiles, column_of, ranges
 
 
 @attrs.frozen(eq=False)
@@ -31,8 +31,8 @@ class Layout:
         counts: ``[num_pieces]``: its tiles.
         widths: ``[num_pieces]``: pages of each of them.
         queries: ``[num_pieces]``: queries of each of them, repeated ones included.
-        groups: The group of each piece.
-        is_fresh: Whether a piece's tiles are causal squares.
+        groups: ``[num_pieces]``: the group of each piece.
+        kinds: ``[num_pieces]``: the kind of its tiles.
         first_page: ``[num_tiles]``: where each tile's share starts among all pages.
         padding: ``[num_tiles]``: pages of it that are repeated.
         lead: ``[num_tiles]``: how many of these stand at its start.
@@ -46,8 +46,8 @@ class Layout:
     counts: IntArray
     widths: IntArray
     queries: IntArray
-    groups: list[int]
-    is_fresh: list[bool]
+    groups: IntArray
+    kinds: IntArray
     first_page: IntArray
     padding: IntArray
     lead: IntArray
@@ -64,22 +64,21 @@ class Layout:
             causal: Whether queries see only their own and earlier positions.
             block_size: Tokens per block.
         """
-        tiles = Tiles.of(steps, rules, causal)
+        tiles = Tiles.of(steps, rules, causal, block_size)
         if not len(tiles):
             return None
         spans = Spans.of(tiles, rules, causal, block_size)
         segment = NUM_KINDS * tiles.group + tiles.kind
-        free_padding = np.array([each.free_padding for each in rules])[tiles.group]
-        biased_heads = np.array([each.biased_heads for each in rules])[tiles.group]
-        piece_keys = np.array([each.piece_keys for each in rules])[tiles.group]
-        num_keys = spans.num_pages * block_size
-        order, bounds = cut_batches(segment, tiles.num_queries, num_keys, free_padding, biased_heads, piece_keys)
+        order, bounds = cut_batches(
+            segment, _shapes(tiles, spans, block_size), tiles.num_queries, spans.num_pages * block_size, rules
+        )
         if order is not None:
             tiles, spans = tiles.take(order), spans.take(order)
         starts, counts = bounds[:-1], bounds[1:] - bounds[:-1]
         widths = np.maximum.reduceat(spans.num_pages, starts)
         width = widths.repeat(counts)
-        is_fresh = tiles.kind[starts] == FRESH
+        kinds = tiles.kind[starts]
+        is_fresh = kinds == FRESH
         padding = width - spans.num_pages
         return cls(
             tiles=tiles,
@@ -90,18 +89,21 @@ class Layout:
             counts=counts,
             widths=widths,
             queries=np.maximum.reduceat(tiles.num_queries, starts),
-            groups=tiles.group[starts].tolist(),
-            is_fresh=is_fresh.tolist(),
+            groups=tiles.group[starts],
+            kinds=kinds,
             first_page=width.cumsum(dtype=np.int32) - width,
             padding=padding,
             lead=np.where(is_fresh.repeat(counts), np.int32(0), padding) if is_fresh.any() else padding,
         )
 
-    def group_pages(self) -> list[int]:
-        """Return the number of pages that each group reads."""
-        found = [0] * len(self.rules)
-        for group, num_pages in zip(self.groups, (self.counts * self.widths).tolist(), strict=True):
-            found[group] += num_pages
+    @property
+    def num_pages(self) -> IntArray:
+        """The pages that each piece gathers: ``[num_pieces]``."""
+        return self.counts * self.widths
+
+    def per_piece(self, numbers: IntArray) -> IntArray:
+        """Return the sums of the tiles' numbers: ``[num_pieces]``."""
+        found: IntArray = np.add.reduceat(numbers, self.starts)
         return found
 
     def padded_pages(self) -> IntArray:
@@ -110,15 +112,14 @@ class Layout:
         num_read = np.where(self.lead[padded] > 0, 1, self.spans.num_pages[padded])
         return ranges(self.first_page[padded] + num_read, self.padding[padded])
 
-    def page_index(self, row_strides: Sequence[int], padded_pages: IntArray) -> IntArray:
-        """Return where in its group's block table each page's id stands: ``[num_pages], int32``.
+    def page_index(self, row_starts: IntArray, padded_pages: IntArray) -> IntArray:
+        """Return where each page's id stands: ``[num_pages], int32``.
 
         Args:
-            row_strides: From one row of each group's block table to the next.
+            row_starts: ``[num_tiles], int32``: where the row of each tile's request starts in its block table.
             padded_pages: What ``padded_pages`` returned.
         """
         spans, first_page = self.spans, self.first_page
-        row = self.tiles.request * np.array(row_strides, dtype=np.int32)[self.tiles.group]
         first = spans.first
         # Pages stand one behind the other, so that the index follows from where this is not so.
         step = np.ones(int(first_page[-1]) + int(self.widths[-1]), dtype=np.int32)
@@ -128,8 +129,8 @@ class Layout:
             num_sinks, first_sink = spans.num_sinks[tile], spans.first_sink[tile]
             step[(first_page + self.lead)[tile] + num_sinks] += first[tile] - first_sink - num_sinks
             first = np.where(spans.num_sinks > 0, spans.first_sink, first)
-        jump = row + first
-        jump[1:] -= (row + (spans.top - 1))[:-1]
+        jump = row_starts + first
+        jump[1:] -= (row_starts + (spans.top - 1))[:-1]
         step[first_page] = jump
         return step.cumsum(dtype=np.int32)
 
@@ -139,7 +140,7 @@ class Layout:
         Args:
             padded_pages: What ``padded_pages`` returned; their tokens are those of the page that they repeat.
         """
-        blocks = self.page_index([0] * len(self.rules), padded_pages)
+        blocks = self.page_index(np.zeros_like(self.first_page), padded_pages)
         tokens = np.arange(self.block_size, dtype=np.int32)
         positions: IntArray = (blocks[:, None] * np.int32(self.block_size) + tokens).ravel()
         return positions
@@ -158,10 +159,11 @@ class Layout:
         """Return the gathered tokens that no query of their tile sees and that may hold anything.
 
         Returns:
-            ``[num_hidden]``, ascending; and how many of them lie in each piece: ``[num_pieces]``.
+            ``[num_hidden]``, piece after piece, ascending in each and counted from its first; and how many of them lie
+            in each piece: ``[num_pieces]``.
         """
         spans, size = self.spans, self.block_size
-        start = self.first_page * size
+        start = (self.first_page - self.first_page[self.starts].repeat(self.counts)) * size
         real = start + self.lead * size
         end = real + spans.num_pages * size
         before = end - spans.top * size  # Where the request's first token would stand, were all its blocks read.
@@ -180,7 +182,19 @@ class Layout:
         # What repeats a page for padding is hidden in whole where any token of that page is.
         begins[:, 0] = np.where(sees_first_page, real, start)
         lengths = np.maximum(ends - begins, 0)
-        return ranges(begins.ravel(), lengths.ravel()), np.add.reduceat(lengths.sum(1), self.starts)
+        lengths = lengths.ravel()
+        return ranges(begins.ravel(), lengths), np.add.reduceat(lengths, num_ranges * self.starts)
+
+    def aligned(self) -> IntArray:
+        """Return what the masks of aligned tiles are made of: ``[num_aligned_pieces, 5]``.
+
+        These are the piece, its group, the queries of each tile, the tokens behind the last one's own up to the end of
+        the page, and the gathered tokens of each tile.
+        """
+        piece = (self.kinds == ALIGNED).nonzero()[0]
+        tile, queries = self.starts[piece], self.queries[piece]
+        behind = self.spans.top[tile] * self.block_size - self.tiles.position[tile] - queries
+        return np.stack((piece, self.groups[piece], queries, behind, self.widths[piece] * self.block_size), axis=1)
 
     def sink_columns(self) -> IntArray | None:
         """Return the place in each tile's share behind its sinks: ``[num_tiles]``; None without any sinks."""
@@ -191,26 +205,22 @@ class Layout:
     def _behind_sinks(self, real: IntArray) -> IntArray:
         """Return the place behind each tile's sinks, for ``real``, where its own pages start."""
         assert self.spans.first_sink is not None
-        num_tokens = np.array([each.num_sink_tokens for each in self.rules], dtype=np.int32)[self.tiles.group]
+        num_tokens = column_of(self.rules, "num_sink_tokens")[self.tiles.group]
         behind: IntArray = real + num_tokens - self.spans.first_sink * self.block_size
         return behind
 
     def query_rows(self) -> QueryRows:
-        """Return the rows of the packed batch that the pieces read."""
-        tiles, first = self.tiles, self.tiles.first_row
+        """Return the rows of the packed batch that the pieces read and write."""
+        tiles = self.tiles
         if np.maximum.reduce(self.queries) == 1:
-            return QueryRows(first.astype(np.int64), self.counts, None)
+            rows = tiles.first_row.astype(np.int64)
+            return QueryRows(rows, rows + 1, self.counts, _first_rows(rows, self.counts))
         num_queries = self.queries.repeat(self.counts)
-        rows, last = ranges(first, num_queries), (first + tiles.num_queries - 1).repeat(num_queries)
-        is_new = rows <= last
-        sizes, num_new = self.counts * self.queries, np.add.reduceat(tiles.num_queries, self.starts)
-        index = is_new.nonzero()[0]
-        clipped = np.minimum(rows, last)
-        return QueryRows(
-            rows=clipped,
-            sizes=sizes,
-            uneven=UnevenRows(clipped[index], index - (sizes.cumsum() - sizes).repeat(num_new), num_new),
-        )
+        rows, first = ranges(tiles.first_row, num_queries), tiles.first_row + tiles.skip
+        last = first + tiles.num_new - 1
+        clipped = np.minimum(np.maximum(rows, first.repeat(num_queries)), last.repeat(num_queries))
+        sizes = self.counts * self.queries
+        return QueryRows(clipped, np.where(rows == clipped, rows + 1, 0), sizes, _first_rows(clipped, sizes))
 
     def query_columns(self, rows: IntArray) -> IntArray:
         """Return where each query's own token stands in its tile's share: ``[num_rows]``.
@@ -225,19 +235,29 @@ class Layout:
         return columns
 
 
-@attrs.frozen(eq=False)
-class UnevenRows:
-    """What the pieces write where tiles repeat their last query.
+def _shapes(tiles: Tiles, spans: Spans, block_size: int) -> IntArray | None:
+    """Return equal numbers for aligned tiles that one mask may serve: ``[num_tiles]``; None where there are none.
 
-    Attributes:
-        rows: ``[num_outputs], int64``: rows of the packed batch.
-        index: ``[num_outputs], int64``: the row of its piece that holds each.
-        sizes: ``[num_pieces]``: how many belong to each piece.
+    They have equally many queries, equally far from the last page's end. And what lies before the first token that they
+    see is hidden by a window, so that it may be padding, or there is none.
     """
+    aligned = tiles.kind == ALIGNED
+    if not aligned.any():
+        return None
+    behind = spans.top * block_size - tiles.position - tiles.num_queries
+    pages = np.where(spans.low > 0, 0, spans.num_pages.astype(np.int64))
+    shape = (tiles.num_queries * (pages.max() + 1) + pages) * block_size + behind
+    found: IntArray = np.where(aligned, shape, 0)
+    return found
 
-    rows: IntArray
-    index: IntArray
-    sizes: IntArray
+
+def _first_rows(rows: IntArray, sizes: IntArray) -> IntArray:
+    """Return the first row of each piece whose rows follow one another, -1 for others: ``[num_pieces]``."""
+    starts = sizes.cumsum() - sizes
+    leaps = np.empty(len(rows), dtype=np.bool_)
+    np.not_equal(rows[1:], rows[:-1] + 1, out=leaps[1:])
+    leaps[starts] = False
+    return np.where(np.logical_or.reduceat(leaps, starts), -1, rows[starts])
 
 
 @attrs.frozen(eq=False)
@@ -245,11 +265,13 @@ class QueryRows:
     """What the pieces read and write.
 
     Attributes:
-        rows: ``[num_rows], int64``: rows of the packed batch, for each query of each tile.
+        read: ``[num_rows], int64``: rows of the packed batch, for each query of each tile.
+        written: ``[num_rows], int64``: those behind them, 0 for a query that is repeated.
         sizes: ``[num_pieces]``: how many belong to each piece.
-        uneven: What they write, where tiles may repeat queries; None where all have one.
+        first: ``[num_pieces]``: the first row of a piece whose rows follow one another; -1 for another.
     """
 
-    rows: IntArray
+    read: IntArray
+    written: IntArray
     sizes: IntArray
-    uneven: UnevenRows | None
+    first: IntArray
