@@ -9,8 +9,8 @@ from typing import Any
 
 import attrs
 
+from kvframe.claims import KINDS
 from kvframe.errors import StackError
-from kvframe.registry import KINDS
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?")
 _UNITS = {"B": 1} | {

@@ -11,8 +11,8 @@ from typing import Any
 import attrs
 
 from kvframe import hookspecs
+from kvframe.claims import BUILTIN_OWNER, FAILURES, canonical, in_one_line
 from kvframe.errors import PluginError
-from kvframe.registry import BUILTIN_OWNER, FAILURES, canonical, in_one_line
 
 GROUP = "kvframe.v1"
 """The entry-point group of this generation of the contract; its versions are in ``kvframe.v1.api``."""

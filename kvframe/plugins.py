@@ -17,10 +17,11 @@ import attrs
 import pluggy
 
 from kvframe.checks import OWNERS, TABLES, TEXTS
+from kvframe.claims import FAILURES, Entry, in_one_line
 from kvframe.discovery import Candidate, find_candidates, is_called
 from kvframe.errors import ContestedNameError, PluginError, StackError, UnknownNameError
 from kvframe.hookspecs import HookSpecs, Register
-from kvframe.registry import FAILURES, Entry, Registry, in_one_line
+from kvframe.registry import Registry
 
 Status = Literal["loaded", "disabled", "incompatible", "conflict", "broken", "unusable"]
 """What became of a plugin; all but ``loaded`` come with a reason."""

@@ -14,12 +14,13 @@ from cattrs.gen import make_dict_structure_fn, override
 
 from kvframe.attention.wrapper import check_order
 from kvframe.checks import TABLE, TABLE_OF_TEXTS, TABLES, TEXT, TEXTS, Check, describe, parse_bytes
+from kvframe.claims import canonical
 from kvframe.errors import ContestedNameError, StackError, UnknownNameError, WrapperError
 from kvframe.eviction import LRU
 from kvframe.formats import PLAIN
 from kvframe.options import AUTO, CacheOptions, EngineOptions, ResolvedRule, Rule, Use
 from kvframe.plugins import PluginPolicy
-from kvframe.registry import Catalogue, Registry, canonical
+from kvframe.registry import Catalogue, Registry
 
 __all__ = ["CacheOptions", "EngineOptions", "ResolvedRule", "Rule", "Stack", "Use", "parse_bytes"]
 

@@ -21,9 +21,9 @@ import pytest
 import kvframe
 from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.attention.wrapper import MetadataWrapper
+from kvframe.claims import BUILTIN_OWNER
 from kvframe.model.adapter import LoadedModel, ModelAdapter
 from kvframe.plugins import load_plugins
-from kvframe.registry import BUILTIN_OWNER
 from kvframe.specs import KVCacheSpec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,7 +36,7 @@ FLOW = (
     ("hookspecs", "specs"),
     ("attention.capture", "attention.identity", "attention.metadata", "model.description"),
     ("attention.order", "attention.shapes", "attention.wrapper", "attention.backend"),
-    ("registry", "checks", "discovery", "plugins", "options", "stack"),
+    ("claims", "registry", "checks", "discovery", "plugins", "options", "stack"),
     ("model.layer_file",),
     ("eviction_choice", "format_choice", "groups", "plan", "ranks", "sizing"),
     ("cache",),
@@ -56,6 +56,7 @@ TORCH_FREE = (
     "kvframe.formats",
     "kvframe.masks",
     "kvframe.specs",
+    "kvframe.claims",
     "kvframe.registry",
     "kvframe.checks",
     "kvframe.discovery",

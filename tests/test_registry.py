@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvframe.builtin.full_attention import FullAttentionSpec
+from kvframe.claims import Entry
 from kvframe.errors import ContestedNameError, PluginError, UnknownNameError
 from kvframe.plugins import PluginPolicy, load_plugins
-from kvframe.registry import Entry, Registry
+from kvframe.registry import Registry
 from tests.fake_distributions import MANIFEST, FakeSite, registers
 
 PLUGINS = Path(__file__).resolve().parents[1] / "plugins"

@@ -12,10 +12,10 @@ import numpy.typing as npt
 from kvframe.cache.eviction import CachedPages, Current, IsCurrent, Mixed
 from kvframe.cache.free_pages import BlockIds, Groups
 from kvframe.cache.slabs import Slabs
+from kvframe.claims import FAILURES, in_one_line
 from kvframe.errors import PluginError
 from kvframe.eviction import MOST_USES, EvictionPolicy, LetGo
 from kvframe.plan import KVCachePlan
-from kvframe.registry import FAILURES, in_one_line
 
 _log = logging.getLogger("kvframe")
 Dues = npt.NDArray[np.int64]

@@ -8,8 +8,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.claims import FAILURES, in_one_line
 from kvframe.eviction import MOST_USES, EvictionPolicy, LetGo
-from kvframe.registry import FAILURES, in_one_line
 from kvframe.testing.laws import ConformanceError
 
 USES = np.array([0, 1, 2, 3, 5, 8, 100, 10**4, 10**9])

@@ -1,0 +1,202 @@
+"""Claims to names: what a plugin registers, checked as it is claimed, and imported only when it is used."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+
+from kvframe.errors import PluginError
+
+BUILTIN_OWNER = "kvframe"
+"""The owner of the built-in names, which nobody else can claim."""
+
+FAILURES = (Exception, SystemExit)
+"""What foreign code may raise at set-up and is contained; only an interrupt goes through."""
+
+_SNAKE_CASE = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+_IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+
+
+@attrs.frozen
+class Kind:
+    """One kind of thing that plugins register.
+
+    Attributes:
+        label: Its name for people.
+        base: Import string of the class that every target must subclass.
+        name_attribute: The class attribute that must equal the registered name; None if there is none.
+        reserved: Names that nobody can register.
+    """
+
+    label: str
+    base: str
+    name_attribute: str | None = None
+    reserved: frozenset[str] = frozenset()
+
+
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {
+        "spec": Kind("cache spec", "kvframe.specs:KVCacheSpec", "kind"),
+        "wrapper": Kind("wrapper", "kvframe.attention.wrapper:MetadataWrapper", "name"),
+        "backend": Kind("backend", "kvframe.attention.backend:AttentionBackend", reserved=frozenset({"auto"})),
+        "format": Kind("KV format", "kvframe.formats:KVFormat", "name", reserved=frozenset({"plain"})),
+        "eviction": Kind("eviction policy", "kvframe.eviction:EvictionPolicy", "name", reserved=frozenset({"lru"})),
+        "model_adapter": Kind("model adapter", "kvframe.model.adapter:ModelAdapter"),
+    }
+)
+"""Every kind by its key in the stack file (``[plugins.owners.backend]``)."""
+
+
+def canonical(distribution: str) -> str:
+    """Return a distribution's name as the package index compares it: ``kvframe_X`` is ``kvframe-x``."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return an error as ``Type: message``, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
+
+
+_LEAST_VERSION = re.compile(r"([A-Za-z0-9][\w.-]*)>=(\d+(?:\.\d+)*)", re.ASCII)
+_RELEASE = re.compile(r"\d+(?:\.\d+)*")
+
+
+def _as_names(needs: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (needs,) if isinstance(needs, str) else tuple(needs or ())
+
+
+def _as_hint(install: str | None) -> str:
+    return install or ""
+
+
+def _find_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name.partition(".")[0]) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _is_older(found: str, least: str) -> bool:
+    """Return whether a version's release is before another; what is no version is not."""
+    release = _RELEASE.match(found)
+    if release is None:
+        return False
+    numbers = [[int(part) for part in each.split(".")] for each in (release.group(), least)]
+    length = max(map(len, numbers))
+    own, other = (each + [0] * (length - len(each)) for each in numbers)
+    return own < other
+
+
+@attrs.frozen
+class Entry:
+    """One claim to a name.
+
+    Attributes:
+        kind: The kind's key (``"backend"``).
+        name: The registered name.
+        target: Import string of the class, or the class itself.
+        owner: The distribution that claims the name; a module's name if the plugin was passed as a module.
+        plugin: The plugin's id, ``distribution:name``.
+        needs: Modules the target cannot be imported without; their top-level packages are looked for.
+        install: What to type when something is missing; empty if unknown.
+        needs_versions: The least versions of distributions, ``"name>=1.2"``.
+    """
+
+    kind: str
+    name: str
+    target: str | type
+    owner: str
+    plugin: str
+    needs: tuple[str, ...] = attrs.field(default=(), converter=_as_names)
+    install: str = attrs.field(default="", converter=_as_hint)
+    needs_versions: tuple[str, ...] = attrs.field(default=(), converter=_as_names)
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse a name, target or version that could not be used later; raises ``PluginError``."""
+        kind = KINDS[self.kind]
+        if not isinstance(self.name, str) or not _SNAKE_CASE.fullmatch(self.name):
+            raise PluginError(f"{kind.label} name {self.name!r} must be snake_case, like 'sliding_window'")
+        if self.name in kind.reserved:
+            raise PluginError(f"{kind.label} name {self.name!r} is reserved; choose another")
+        if not isinstance(self.target, type) and not (
+            isinstance(self.target, str) and _IMPORT_STRING.fullmatch(self.target)
+        ):
+            raise PluginError(
+                f"the target of {kind.label} {self.name!r} must be like 'package.module:Class', not {self.target!r}"
+            )
+        for need in self.needs_versions:
+            if not isinstance(need, str) or not _LEAST_VERSION.fullmatch(need):
+                raise PluginError(f"a version that {kind.label} {self.name!r} needs is like 'name>=1.2', not {need!r}")
+
+    @property
+    def id(self) -> str:
+        """``owner:name``: names this claim whoever else claims the name."""
+        return f"{self.owner}:{self.name}"
+
+    def missing(self) -> tuple[str, ...]:
+        """Return the needed modules that are not installed; imports nothing."""
+        return tuple(name for name in self.needs if not _find_module(name))
+
+    def outdated(self) -> tuple[str, ...]:
+        """Return the needed distributions of which an older version is installed, with both; imports nothing.
+
+        One that is not installed under its name is passed over: builds from source and nightly ones have others.
+        """
+        found = []
+        for need in self.needs_versions:
+            name, _, least = need.partition(">=")
+            try:
+                version = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+            if _is_older(version, least):
+                found.append(f"{need}, not {version} as installed here")
+        return tuple(found)
+
+    def load(self) -> Any:
+        """Import the target and return the class; raises ``PluginError`` with owner, name and cause if it is unfit."""
+        missing = self.missing()
+        if missing:
+            raise self._error(f"needs {', '.join(missing)}, not installed here")
+        outdated = self.outdated()
+        if outdated:
+            raise self._error(f"needs {'; '.join(outdated)}")
+        loaded = self._import() if isinstance(self.target, str) else self.target
+        kind = KINDS[self.kind]
+        module, _, attribute = kind.base.partition(":")
+        base = getattr(importlib.import_module(module), attribute)
+        if not (isinstance(loaded, type) and issubclass(loaded, base)):
+            raise self._error(f"{self.target!r} is no subclass of {module}.{attribute}")
+        if inspect.isabstract(loaded):
+            abstract = ", ".join(sorted(getattr(loaded, "__abstractmethods__", ())))
+            raise self._error(f"{self.target!r} does not implement {abstract}")
+        own_name = getattr(loaded, kind.name_attribute, None) if kind.name_attribute else self.name
+        if own_name != self.name:
+            raise self._error(f"{self.target!r} has {kind.name_attribute} = {own_name!r}, not the registered name")
+        return loaded
+
+    def _import(self) -> Any:
+        assert isinstance(self.target, str)
+        module, _, path = self.target.partition(":")
+        try:
+            found: Any = importlib.import_module(module)
+        except FAILURES as error:
+            raise self._error(f"importing {module!r} failed: {in_one_line(error)}") from error
+        for attribute in path.split("."):
+            try:
+                found = getattr(found, attribute)
+            except FAILURES as error:
+                raise self._error(f"{module!r} has no {path!r}: {in_one_line(error)}") from error
+        return found
+
+    def _error(self, reason: str) -> PluginError:
+        hint = f"; try: {self.install}" if self.install else ""
+        return PluginError(f"{KINDS[self.kind].label} {self.name!r} of {self.owner} cannot be used: {reason}{hint}")
