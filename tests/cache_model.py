@@ -181,6 +181,32 @@ class CacheModel:
             (group.index, life.content((token // size + 1) * size)) in self.findable for token in live_tokens(group, n)
         )
 
+    def is_ever_needed(self, group: PlannedGroup, block: int) -> bool:
+        """Return whether a hit could need a block, wherever it ends."""
+        end = (block + 1) * group.block_size
+        return any(block in live_blocks(group, n) for n in range(0, end + self.alignment, self.alignment) if n >= end)
+
+    def useful(self) -> set[Page]:
+        """Return the pages that some hit needs, or a whole input."""
+        # Where no type needs the last token, a hit may lie behind what is known.
+        chunks = [group.spec.mask.chunk or 1 for group in self.of_tokens if group.spec.mask is not None]
+        beyond = 0 if any(map(needs_last_token, self.of_tokens)) else math.lcm(self.alignment, *chunks)
+        found, looked_at = set(), set()
+        for index, (salt, encoder, what) in self.findable:
+            life = Life(salt=salt, encoder=encoder, tokens=[], offered=[], num_resets=0, is_encoded=True)
+            if self.plan.groups[index].is_of_input:
+                pages = [(group.index, page) for group in self.of_inputs for page in self.input_pages(life, group)]
+                if all(page is not None for _, page in pages):
+                    found |= {(group, page) for group, page in pages if page is not None}
+                continue
+            life.tokens = [*what, *[-1] * beyond]
+            for n in range(self.alignment, len(life.tokens) + 1, self.alignment):
+                if life.content(n) not in looked_at and self.all_hold(life, n):
+                    for group in self.of_tokens:
+                        found |= {(group.index, page) for page in self.live_pages(life, group, n) if page}
+                looked_at.add(life.content(n))
+        return found
+
     def all_hold(self, life: Life, n: int) -> bool:
         return all(self.holds(life, group, n) for group in self.of_tokens)
 
@@ -239,7 +265,7 @@ class CacheModel:
                 size = group.block_size
                 for block in range(life.offered[group.index], num_computed // size):
                     page = block_ids[group.index][block]
-                    if page and (group.index, page) not in self.freed:
+                    if page and self.is_ever_needed(group, block) and (group.index, page) not in self.freed:
                         content = life.content((block + 1) * size)
                         if (group.index, page) in found:
                             self.findable[group.index, content] = page

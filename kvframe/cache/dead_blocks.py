@@ -168,7 +168,7 @@ class DeadBlocks:
         """Release blocks ``[start, stop)`` of a row in a group."""
         ids = self._tables[index].ids[row, start:stop]
         if self._tree is not None:
-            self._tree.own.keep_published(row, index, start, stop, self._pool)
+            self._tree.pass_range(row, index, start, ids)
         release_resident(self._pool, index, ids)
         ids[...] = 0
 

@@ -51,6 +51,26 @@ class Forgetting:
             return tokens + (self.window - 1)
         return -(-tokens // self.chunk) * self.chunk if self.chunk else NEVER
 
+    def dead_at(self, num_computed: Positions) -> Positions:
+        """Return ``[n]``: the block before which blocks are dead, for each count of computed tokens."""
+        if self.window:
+            return np.maximum((num_computed - (self.window - 1)) // self.block_size, self.first)
+        dead = (
+            (num_computed - num_computed % self.chunk) // self.block_size if self.chunk else np.zeros_like(num_computed)
+        )
+        return np.maximum(dead, self.first)
+
+    def deaths(self, blocks: Positions) -> Positions:
+        """Return ``[n]``: for each block, the computed tokens from which on it is dead."""
+        tokens = (blocks + 1) * self.block_size
+        if self.window:
+            deaths = tokens + (self.window - 1)
+        elif self.chunk:
+            deaths = -(-tokens // self.chunk) * self.chunk
+        else:
+            return np.full_like(blocks, NEVER)
+        return np.where(blocks < self.first, NEVER, deaths)
+
 
 def forgetting_of(spec: KVCacheSpec) -> Forgetting | None:
     """Return how a type forgets; None where only its live ranges say it."""

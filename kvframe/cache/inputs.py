@@ -6,7 +6,7 @@ runs, and are found by content: requests with the same input hold them once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -77,11 +77,23 @@ class InputIndex:
     """The cached inputs: which pages hold them.
 
     Invariant: a page in it is held or cached, and its owner in the pool is the entry that names it.
+
+    An input is of use if all of its blocks are there, in all groups that keep state of it. What is left of others is
+    given up, but for what somebody holds.
+
+    Attributes:
+        parts: The inputs of which blocks are lost: their salts, sequences, keys and lengths.
     """
 
-    def __init__(self, num_groups: int) -> None:
-        """Start empty."""
-        self._owners: list[dict[InputBlocks, int]] = [{} for _ in range(num_groups)]
+    def __init__(self, groups: Sequence[PlannedGroup]) -> None:
+        """Start empty.
+
+        Args:
+            groups: All groups of the plan.
+        """
+        self._groups = tuple(group for group in groups if group.is_of_input)
+        self._owners: list[dict[InputBlocks, int]] = [{} for _ in groups]
+        self.parts: dict[tuple[str, str, bytes, int], None] = {}
         self._entries: dict[int, tuple[InputBlocks, Pages]] = {}
         self._next_owner = NOBODY + 1
         self.pool: BlockPool  # set by whoever makes both: each needs the other
@@ -116,8 +128,27 @@ class InputIndex:
         """Take note that pages of an input were given up."""
         blocks, pages = self._entries[owner]
         pages[indices] = 0
+        self.parts[blocks.salt, blocks.sequence, blocks.key, blocks.num_tokens] = None
+        self._remove_if_empty(owner)
+
+    def settle(self) -> None:
+        """Give up what is of no use: what is left of inputs that are not whole."""
+        for salt, sequence, key, num_tokens in list(self.parts):
+            inputs = {sequence: InputSequence(num_tokens, key)}
+            known = [self._owners[each.group].get(each, NOBODY) for each in input_blocks(self._groups, inputs, salt)]
+            if not all(owner != NOBODY and self._entries[owner][1].all() for owner in known):
+                for owner in known:
+                    if owner != NOBODY:
+                        blocks, pages = self._entries[owner]
+                        pages[self.pool.drop(blocks.group, pages)] = 0
+                        self._remove_if_empty(owner)
+            if all(owner not in self._entries or self._entries[owner][1].all() for owner in known):
+                del self.parts[salt, sequence, key, num_tokens]
+
+    def _remove_if_empty(self, owner: int) -> None:
+        blocks, pages = self._entries[owner]
         if not pages.any():
-            del self._entries[owner], self._owners[group][blocks]
+            del self._entries[owner], self._owners[blocks.group][blocks]
 
     def entries(self) -> Iterator[tuple[InputBlocks, Pages]]:
         """Go through the inputs, each with its pages, 0 for one that is not cached."""
@@ -131,6 +162,7 @@ class InputIndex:
     def forget(self) -> None:
         """Forget every input; whoever has the pool gives up their pages."""
         self._entries.clear()
+        self.parts.clear()
         for owners in self._owners:
             owners.clear()
 

@@ -21,6 +21,7 @@ from kvframe.cache.lookup import PrefixHit, PrefixLookup, has_sparse
 from kvframe.cache.pins import Pin, Pins
 from kvframe.cache.pool import BlockPool
 from kvframe.cache.prefix import NO_MATCH
+from kvframe.cache.pruning import Pruning
 from kvframe.cache.refusals import (
     cannot_fork,
     check_input_lens,
@@ -36,6 +37,7 @@ from kvframe.cache.stats import GroupLookups, KVCacheStats
 from kvframe.cache.swap import HostPages, HostStore
 from kvframe.cache.swapping import SwappedRequests
 from kvframe.cache.tree import PrefixTree
+from kvframe.cache.usefulness import Usefulness
 from kvframe.cache.verb_audit import audit_each_verb
 from kvframe.errors import RequestError
 from kvframe.eviction import LRU, EvictionPolicy
@@ -47,15 +49,26 @@ class _Keepers:
     """Tells whoever published a page that it is gone."""
 
     plan: KVCachePlan
-    tree: PrefixTree
+    pruning: Pruning
     inputs: InputIndex
 
     def lost_all(self, owner: int, group: int, num_pages: int) -> bool:
-        return not self.plan.groups[group].is_of_input and self.tree.lost_all(owner, num_pages)
+        return not self.plan.groups[group].is_of_input and self.pruning.lost_all(owner, num_pages)
 
     def lost(self, owner: int, group: int, indices: npt.NDArray[np.int32]) -> None:
-        keeper = self.inputs if self.plan.groups[group].is_of_input else self.tree
+        keeper = self.inputs if self.plan.groups[group].is_of_input else self.pruning
         keeper.lost(owner, group, indices)
+
+    def settle(self) -> None:
+        if self.pruning.tree.doubtful:
+            self.pruning.settle()
+        if self.inputs.parts:
+            self.inputs.settle()
+
+    def look_again(self) -> None:
+        if self.pruning.held:
+            self.pruning.look_again()
+        self.settle()
 
 
 class KVCacheManager:
@@ -110,9 +123,13 @@ class KVCacheManager:
         num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         next_publication = np.full(max_num_seqs, NEVER, dtype=np.int64)
         stacks = [stack for stack in self.tables.stacks if not plan.groups[stack.groups[0]].is_of_input]
-        self._tree = PrefixTree(plan.groups, stacks, num_computed, next_publication, keeps_ghosts=has_sparse(plan))
-        self._inputs = InputIndex(len(plan.groups))
-        keepers = _Keepers(plan, self._tree, self._inputs) if self.prefix_caching else None
+        usefulness = Usefulness([group for group in plan.groups if not group.is_of_input], plan.max_model_len)
+        self._tree = PrefixTree(
+            plan.groups, stacks, num_computed, next_publication, usefulness, keeps_ghosts=has_sparse(plan)
+        )
+        self._pruning = Pruning(self._tree, usefulness)
+        self._inputs = InputIndex(plan.groups)
+        keepers = _Keepers(plan, self._pruning, self._inputs) if self.prefix_caching else None
         reserve = min(plan.num_slabs_for(group.peak_blocks for group in plan.groups), plan.num_slabs)
         self._pool = self._tree.pool = self._inputs.pool = BlockPool(
             plan, reserve_slabs=reserve, keeper=keepers, eviction=eviction
@@ -422,6 +439,7 @@ class KVCacheManager:
             self._events.cleared()
         self._pool.forget()
         self._tree.forget()
+        self._pruning.forget()
         self._inputs.forget()
         self._num_resets += 1
 

@@ -60,11 +60,23 @@ class OwnPages:
         if not self.is_table[s]:
             self.pages[s][:, rows, blocks] = pages
 
-    def keep_published(self, row: int, group: int, start: int, stop: int, pool: BlockPool) -> None:
-        """Take note that a row lets go of blocks: those that nobody can find are not its own any more."""
+    def keep_published(self, row: int, group: int, start: int, pages: Pages, pool: BlockPool) -> npt.NDArray[np.bool_]:
+        """Take note that a row lets go of blocks: those that nobody can find are not its own any more.
+
+        Args:
+            row: The row.
+            group: The group.
+            start: The first block.
+            pages: Their pages, 0 for none.
+            pool: Who knows which can be found.
+
+        Returns:
+            Which can be found.
+        """
         s, g = self._place[group]
-        own = self.pages[s][g, row, start:stop]
-        own[pool.owners(own) == NOBODY] = 0
+        is_kept: npt.NDArray[np.bool_] = pool.owners(pages) != NOBODY
+        self.pages[s][g, row, start : start + len(pages)] *= is_kept
+        return is_kept
 
     def give_up(self, row: int, start: int, stop: int) -> None:
         """Forget a row's pages of the blocks that lie in tokens ``[start, stop)``."""

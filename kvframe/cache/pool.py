@@ -43,6 +43,12 @@ class Keeper(Protocol):
     def lost(self, owner: int, group: int, indices: npt.NDArray[np.int32]) -> None:
         """Take note that an owner's pages at these indices are gone."""
 
+    def settle(self) -> None:
+        """Give up, by ``drop``, what is of no use without the pages that are gone."""
+
+    def look_again(self) -> None:
+        """Give up, by ``drop``, whatever is of no use: something that is of use is about to be given up."""
+
 
 class BlockPool:
     """Pages, shared by counts of their holders.
@@ -339,6 +345,13 @@ class BlockPool:
             self._end(group, block_ids[is_cached], places)
         return is_cached
 
+    def give_up_useless(self) -> bool:
+        """Give up what is of no use, before anything else; return whether there was something."""
+        before = self.num_evictions
+        if self._keeper is not None:
+            self._keeper.look_again()
+        return self.num_evictions > before
+
     def evict(self, group: int | Groups, block_ids: BlockIds) -> None:
         """Give up cached pages, and tell their keeper."""
         self._cached.note_taken(self._state[self._places(block_ids)])
@@ -356,6 +369,7 @@ class BlockPool:
         if is_of_one and self._keeper.lost_all(
             first, group if isinstance(group, int) else int(group[0]), len(block_ids)
         ):
+            self._keeper.settle()
             return
         indices = self._index[places]
         for each in (group,) if isinstance(group, int) else np.unique(group).tolist():
@@ -364,6 +378,7 @@ class BlockPool:
                 self._keeper.lost(first, each, indices[is_of_group])
             else:
                 self._tell_keeper(each, owners[is_of_group], indices[is_of_group])
+        self._keeper.settle()
 
     def _tell_keeper(self, group: int, owners: BlockIds, indices: npt.NDArray[np.int32]) -> None:
         assert self._keeper is not None
@@ -384,6 +399,8 @@ class BlockPool:
 
     def evict_oldest(self, group: int, num_pages: int) -> None:
         """Give up as many of a group's cached pages, or all if it has fewer."""
+        if self.give_up_useless():
+            return
         while num_pages > 0:
             block_ids = self._cached.take(group, num_pages, self._current)
             if block_ids is None:
@@ -394,17 +411,20 @@ class BlockPool:
 
     def evict_oldest_of_any(self, num_pages: int, uncut: int) -> None:
         """Give up as many cached pages, of whatever group, or all if there are fewer; short runs are not cut."""
-        while num_pages > 0:
-            taken = self._cached.take_any(num_pages, uncut, self._current)
+        end = self.num_evictions + num_pages
+        self.give_up_useless()
+        while self.num_evictions < end:
+            taken = self._cached.take_any(end - self.num_evictions, uncut, self._current)
             if taken is None:
                 return
             block_ids, group = taken
             if len(block_ids):
-                num_pages -= len(block_ids)
                 self._evict(group, block_ids)
 
     def evict_among(self, group: int, block_ids: BlockIds, num_pages: int) -> None:
         """Give up the cached ones of some pages, the first due first, until ``num_pages`` are."""
+        if self.give_up_useless():
+            return
         stamps = self._state[self._places(block_ids)]
         cached = np.flatnonzero(stamps > 0)
         dues = stamps[cached] if self._by_due is None else self._by_due.dues(block_ids[cached])

@@ -20,9 +20,10 @@ from kvframe.cache.forgetting import NEVER
 from kvframe.cache.own_pages import OwnPages
 from kvframe.cache.pool import NOBODY, BlockPool
 from kvframe.cache.prefix import NO_MATCH, TOKEN_BYTES, Cursor, Match, Namespace, PrefixNode, as_bytes, num_readable
-from kvframe.cache.reach import longest_of_all
+from kvframe.cache.usefulness import Usefulness
 from kvframe.errors import RequestError
 from kvframe.plan import PlannedGroup
+from kvframe.specs import KVCacheSpec
 
 MAX_GHOST_TOKENS = 1 << 22
 """Tokens that are remembered, where it matters what requests have in common, though nothing of them is kept."""
@@ -33,9 +34,15 @@ class PrefixTree:
 
     Invariant: a page of a node is held or cached, and its owner in the pool is that node.
 
-    What no request can continue from any more after a loss is given up with it. Some of it stays until its turn comes:
-    what somebody holds; what comes after a block that its other continuations do not need; and what only ends in the
-    middle of a run needed, of a window, a chunk or a state. To look for these would cost as much as a prefix is long.
+    Attributes:
+        unit: Tokens that runs are cut by: what the block sizes of all groups are multiples of.
+        sizes: Per table stack, tokens per block.
+        groups: Per table stack, its groups.
+        place: For each group, its table stack, and which of the stack's it is.
+        own: The pages that running requests took for themselves.
+        keeps_ghosts: Whether tokens are remembered whose pages are all gone.
+        doubtful: Nodes of which some pages may be of no use to anybody; for each, the tokens that a hit behind it may
+            have if it is concerned.
     """
 
     def __init__(
@@ -44,6 +51,7 @@ class PrefixTree:
         stacks: Sequence[TableStack],
         num_computed: npt.NDArray[np.int64],
         next_publication: npt.NDArray[np.int64],
+        usefulness: Usefulness,
         *,
         keeps_ghosts: bool,
     ) -> None:
@@ -54,6 +62,7 @@ class PrefixTree:
             stacks: The block tables of those of requests' tokens.
             num_computed: ``[max_num_seqs], int64, host``: the computed tokens of each row, as they are at any time.
             next_publication: Likewise, the computed tokens from which on ``publish`` has to be called; set here.
+            usefulness: Says which blocks a hit could need.
             keeps_ghosts: Whether to remember tokens whose pages are all gone.
         """
         self._groups = groups
@@ -63,19 +72,39 @@ class PrefixTree:
         self.groups = tuple(stack.groups for stack in stacks)
         self._nothing = [np.zeros((len(groups), 0), dtype=np.int32) for groups in self.groups]
         self.own = OwnPages(groups, stacks)
+        self._needs = [[usefulness.groups[group] for group in stack.groups] for stack in stacks]
+        # Per stack, which blocks of which group become findable.
+        self._is_needed = [
+            np.stack([each.needed(stack.ids.shape[2]) for each in needs])
+            for needs, stack in zip(self._needs, stacks, strict=True)
+        ]
         self._numbers = np.arange(max((stack.ids.shape[2] for stack in stacks), default=0), dtype=np.int32)
         # Per row, the owner number of the node that grows with it, and that node's first token.
         self.leaf_owner = np.full(len(num_computed), NOBODY, dtype=np.int32)
         self.leaf_start = np.zeros(len(num_computed), dtype=np.int64)
         # Single numbers of rows are read and written several times as fast in these.
-        self._num_computed, self._next_publication = num_computed.data, next_publication.data
-        self._keeps_ghosts = keeps_ghosts
+        self._computed_of, self._next_publication = num_computed.data, next_publication.data
+        self._num_computed = num_computed
+        self.keeps_ghosts = keeps_ghosts
         self._cursors: list[Cursor | None] = [None] * len(num_computed)
         self._roots: dict[Namespace, PrefixNode] = {}
         self._nodes: list[PrefixNode | None] = [None]  # the owner that is nobody
         self._free_owners: list[int] = []
         self._ghosts: OrderedDict[int, int] = OrderedDict()
         self._num_ghost_tokens = 0
+        # Where blocks of groups end differently, the end of a request may be of no use.
+        self._ends_alike = len(set(self.sizes)) <= 1
+        self._sparse = frozenset(
+            group.index for group in groups if type(group.spec).stored_blocks is not KVCacheSpec.stored_blocks
+        )
+        self._passes = not all(self.own.is_table)
+        # Per row, how many tokens were computed when it last passed a block that was kept, and one that was freed.
+        self._kept_at = np.zeros(len(num_computed), dtype=np.int64)
+        self._freed_at = np.zeros(len(num_computed), dtype=np.int64)
+        # Per row, whether it may have blocks that no hit needs, as what comes before them is not there or not its own.
+        self._has_gaps = np.zeros(len(num_computed), dtype=np.bool_)
+        self._gaps_of = self._has_gaps.data
+        self.doubtful: dict[PrefixNode, int] = {}
         self.pool: BlockPool  # set by whoever makes both: each needs the other
         # Of rows whose tokens could not be read, why not: such a row is followed no more.
         self.unreadable: dict[int, RequestError] = {}
@@ -132,7 +161,7 @@ class PrefixTree:
         todo = list(self._roots.values())
         while todo:
             node = todo.pop()
-            self._update(node)
+            self.update(node)
             todo += node.children.values()
             if node.parent is not None:
                 yield node
@@ -147,13 +176,18 @@ class PrefixTree:
             if each.start < offset:
                 node = each
         self._cursors[row] = Cursor(namespace, node, offset, tokens)
+        self._gaps_of[row] = self.keeps_ghosts or self._computed_of[row] > offset
+        if self._passes:
+            self._kept_at[row] = self._freed_at[row] = 0
         self._next_publication[row] = offset + self.unit
 
     def fork(self, row: int, new_row: int, tokens: Sequence[int]) -> None:
         """Let a row publish what it adds to the blocks that another one has computed."""
         cursor = self._cursors[row]
+        self._kept_at[new_row] = self._freed_at[new_row] = 0
+        self._has_gaps[new_row] = self._has_gaps[row]
         if cursor is not None:
-            offset = self._num_computed[row]
+            offset = self._computed_of[row]
             offset -= offset % self.unit
             self._cursors[new_row] = Cursor(cursor.namespace, cursor.leaf or cursor.node, offset, tokens)
             self._next_publication[new_row] = offset + self.unit
@@ -172,7 +206,7 @@ class PrefixTree:
         cursor = self._cursors[row]
         if cursor is None or cursor.leaf is not None:
             return
-        end = self._num_computed[row]
+        end = self._computed_of[row]
         end -= end % self.unit
         if end > cursor.offset:
             try:
@@ -184,11 +218,15 @@ class PrefixTree:
 
     def _take_in(self, cursor: Cursor, row: int, end: int) -> None:
         node, offset = self._resume(cursor)
+        if offset < cursor.offset:
+            self._gaps_of[row] = True
         if offset == node.stop:
             first = as_bytes(cursor.tokens, offset, offset + self.unit)
             if first not in node.children:
                 self._grow(cursor, row, node, first)
                 return
+        # What it has of known tokens is found by others' pages, which may be given up.
+        self._gaps_of[row] = True
         base = min(node.start, offset)
         data = as_bytes(cursor.tokens, base, end)
         while True:
@@ -199,7 +237,7 @@ class PrefixTree:
                     self._grow(cursor, row, node, first)
                     return
                 node = child
-            self._update(node)
+            self.update(node)
             known = node.start + self._common(node, data, base, end)
             self._heal(row, node, max(offset, cursor.offset), known)
             offset = known
@@ -217,7 +255,7 @@ class PrefixTree:
             self._take_in(cursor, row, end)
         if cursor.leaf is not None:
             # That finds out the same of what comes after it.
-            self._update(cursor.leaf)
+            self.update(cursor.leaf)
         if self._cursors[row] is cursor:
             self._stop_following(row, cursor, error)
 
@@ -235,6 +273,7 @@ class PrefixTree:
                     self.pool.publish(NOBODY, held, np.zeros_like(held))
             cursor.leaf.row = -1
             self.leaf_owner[row] = NOBODY
+            self.doubt(cursor.leaf)
         self.own.clear(row, len(self._numbers))
         self._cursors[row] = None
         self._next_publication[row] = NEVER
@@ -245,7 +284,7 @@ class PrefixTree:
         while node is not None and node.parent is not None and node.start >= cursor.offset:
             node = node.parent
         if node is not None and node.parent is not None and self._nodes[node.owner] is node:
-            self._update(node)
+            self.update(node)
             if cursor.offset <= node.stop:
                 return node, cursor.offset
         return self._root(cursor.namespace), 0
@@ -264,12 +303,14 @@ class PrefixTree:
         leaf = self._new_node(parent, parent.stop)
         leaf.row = row
         parent.children[first] = leaf
+        if parent.parent is not None:
+            leaf.added()
         cursor.leaf, cursor.node = leaf, leaf
         self.leaf_owner[row], self.leaf_start[row] = leaf.owner, leaf.start
 
     def _common(self, node: PrefixNode, data: bytes, base: int, limit: int) -> int:
         """Return how many tokens of a node, a multiple of the unit, are those of ``data``, which begins at ``base``."""
-        self._update(node)
+        self.update(node)
         length = min(node.stop, limit) - node.start
         mine = node.tokens if len(node.tokens) == TOKEN_BYTES * length else node.tokens[: TOKEN_BYTES * length]
         at = TOKEN_BYTES * (node.start - base)
@@ -286,12 +327,13 @@ class PrefixTree:
             first, last = start // size, stop // size
             mine = self.own.pages[s][:, row, first:last]
             theirs = node.pages[s][:, first - node.start // size : last - node.start // size]
-            groups, blocks = np.nonzero((theirs == 0) & (mine != 0))
+            groups, blocks = np.nonzero((theirs == 0) & (mine != 0) & self._is_needed[s][:, first:last])
             if len(groups):
                 free = self.pool.owners(mine[groups, blocks]) == NOBODY
                 groups, blocks = groups[free], blocks[free]
                 theirs[groups, blocks] = pages = mine[groups, blocks]
                 node.num_pages += len(pages)
+                node.changed()
                 self.pool.publish(node.owner, pages, first + blocks)
             if not self.own.is_table[s]:
                 mine[...] = 0
@@ -317,21 +359,62 @@ class PrefixTree:
         is_of_leaf = is_unowned & (leaves != NOBODY) & (blocks >= self.leaf_start[rows] // self.sizes[s])
         # Of a fork, a leaf may begin before what the row took for itself.
         is_of_leaf &= self.own.pages[s][places, rows, blocks] == pages
+        is_of_leaf &= self._is_needed[s][places, blocks]
         if self.pool.is_short:
             is_of_leaf[...] = False
         if np.count_nonzero(is_of_leaf) == len(pages):
             self.pool.publish(leaves, pages, blocks)
+            self._kept(rows, pages)
             return
         self.pool.publish(leaves[is_of_leaf], pages[is_of_leaf], blocks[is_of_leaf])
         is_lost = is_unowned & ~is_of_leaf
         places = places if isinstance(places, int) else places[is_lost]
-        self.own.pages[s][places, rows[is_lost], blocks[is_lost]] = 0
+        rows_lost, blocks_lost = rows[is_lost], blocks[is_lost]
+        self.own.pages[s][places, rows_lost, blocks_lost] = 0
+        self._freed(rows_lost, blocks_lost * self.sizes[s])
+        self._kept(rows[~is_lost], pages[~is_lost])
+
+    def pass_range(self, row: int, group: int, start: int, pages: npt.NDArray[np.int32]) -> None:
+        """Take note that a row is about to let go of blocks of a group; those that nobody can find are freed.
+
+        Args:
+            row: The row.
+            group: The group.
+            start: The first block.
+            pages: The pages of the blocks; 0 for none.
+        """
+        is_kept = self.own.keep_published(row, group, start, pages, self.pool)
+        if group not in self._sparse:
+            (freed,) = ((pages != 0) & ~is_kept).nonzero()
+            self._freed(np.full(len(freed), row), (start + freed) * self.sizes[self.place[group][0]])
+        pages = pages[is_kept]
+        self._kept(np.full(len(pages), row), pages)
+
+    def _kept(self, rows: npt.NDArray[np.int64], pages: npt.NDArray[np.int32]) -> None:
+        """Take note of pages that rows let go of and that stay; doubt those that may never have been of use."""
+        num_computed = self._num_computed[rows]
+        self._kept_at[rows] = num_computed
+        is_doubtful = self._has_gaps[rows] | (self._freed_at[rows] == num_computed)
+        if np.count_nonzero(is_doubtful):
+            for owner in np.unique(self.pool.owners(pages[is_doubtful])).tolist():
+                node = self._nodes[owner]
+                if node is not None:
+                    self.doubt(node)
+
+    def _freed(self, rows: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> None:
+        """Take note of blocks that rows let go of and that do not stay; doubt what a hit needed together with them."""
+        if len(rows):
+            self._freed_at[rows] = self._num_computed[rows]
+            for row in set(rows[starts < self._kept_at[rows]].tolist()):
+                cursor = self._cursors[row]
+                if cursor is not None and cursor.leaf is not None:
+                    self.doubt(cursor.leaf)
 
     def refresh(self, row: int) -> None:
         """Bring the node that grows with a row up to date, so that the pages of its full blocks are owned."""
         cursor = self._cursors[row]
         if cursor is not None and cursor.leaf is not None:
-            self._update(cursor.leaf)
+            self.update(cursor.leaf)
 
     def leave(self, row: int) -> int:
         """Let a row's node be as its last commit left it; the row is not followed any more.
@@ -342,22 +425,25 @@ class PrefixTree:
         cursor, num_published = self._cursors[row], 0
         if cursor is not None and cursor.leaf is not None:
             leaf = cursor.leaf
-            self._update(leaf)
+            self.update(leaf)
             leaf.row = -1
             self.leaf_owner[row] = NOBODY
             num_published = leaf.stop if not leaf.start else 0
         if self.unreadable:
             self.unreadable.pop(row, None)
+        node = None if cursor is None else cursor.node
+        if node is not None and (self._gaps_of[row] or not self._ends_alike) and self.is_there(node):
+            self.doubt(node)
         self._cursors[row] = None
         self._next_publication[row] = NEVER
         return num_published
 
-    def _update(self, node: PrefixNode) -> None:
+    def update(self, node: PrefixNode) -> None:
         """Bring a node that grows with a row up to date."""
         row = node.row
         if row < 0:
             return
-        end = self._num_computed[row]
+        end = self._computed_of[row]
         end -= end % self.unit
         if end == node.stop:
             return
@@ -373,6 +459,8 @@ class PrefixTree:
         for s, size in enumerate(self.sizes):
             first, last = node.stop // size, end // size
             new = self.own.pages[s][:, row, first:last].copy()
+            if not self.own.is_table[s]:
+                new *= self._is_needed[s][:, first:last]
             node.pages[s] = np.concatenate([node.pages[s], new], axis=1) if node.pages[s].shape[1] else new
             num_new = new.size if self.own.is_table[s] else int(np.count_nonzero(new))
             node.num_pages += num_new
@@ -383,6 +471,8 @@ class PrefixTree:
                 self.pool.publish(node.owner, new[groups, places], first + places)
         start, node.stop = node.stop, end
         cursor.offset = end
+        if node.first_hit or node.safe > node.start:
+            node.changed()
         if self.on_stored is not None:
             self.on_stored(node, start, end)
         if error is not None:
@@ -390,7 +480,7 @@ class PrefixTree:
 
     def _freeze(self, node: PrefixNode) -> None:
         """Let a node grow no more though its request runs on: something else comes after its tokens."""
-        self._update(node)
+        self.update(node)
         if node.row < 0:
             # Its row is followed no more.
             return
@@ -433,115 +523,89 @@ class PrefixTree:
             self.leaf_start[node.row] = at
         node.start, node.tokens, node.parent = at, node.tokens[cut:], upper
         upper.children[node.tokens[: TOKEN_BYTES * self.unit]] = node
+        upper.added()
+        node.safe, node.first_hit = at, 0
+        upper.unseen = [node]
+        if node in self.doubtful:
+            self.doubtful[upper] = self.doubtful[node]
         return upper
 
     # --- what is given up ---------------------------------------------------------------------------------------------
 
-    def lost_all(self, owner: int, num_pages: int) -> bool:
-        """Take note that a node lost so many pages, if these are all and nothing hangs on it; return whether so."""
-        node = self._nodes[owner]
-        if node is None or node.num_pages != num_pages or node.children or node.row >= 0 or self._keeps_ghosts:
-            return False
-        node.num_pages = 0
-        self._remove(node)
-        assert node.parent is not None
-        self._tidy(node.parent)
+    def node(self, owner: int) -> PrefixNode | None:
+        """Return the node of a number; None if it is gone."""
+        return self._nodes[owner]
+
+    def is_there(self, node: PrefixNode) -> bool:
+        """Return whether a node is still in the tree."""
+        return self._nodes[node.owner] is node
+
+    def is_whole_to(self, node: PrefixNode) -> bool:
+        """Return whether a node and all before it have all pages that some hit could need."""
+        each = node
+        while each.parent is not None:
+            if each.num_pages != self._num_needed(each):
+                return False
+            each = each.parent
         return True
 
-    def lost(self, owner: int, group: int, indices: npt.NDArray[np.int32]) -> None:
-        """Take note that pages of a node were given up, and give up what is of no use without them."""
-        node = self._nodes[owner]
-        if node is None:
-            # It hung on another that lost pages of the same batch.
-            return
-        s, g = self.place[group]
-        places = indices - node.start // self.sizes[s]
-        if node.row >= 0:
-            self.own.pages[s][g, node.row, indices] = 0
-            places = places[places < node.pages[s].shape[1]]
-            node.pages[s][g, places] = 0
-            node.num_pages -= len(places)
-            return
-        node.pages[s][g, places] = 0
-        node.num_pages -= len(indices)
-        if node.num_pages or node.children:
-            self._drop_behind(node, group, int(indices.min()))
-        self._tidy(node)
-
-    def _drop_behind(self, node: PrefixNode, group: int, lost: int) -> None:
-        """Give up what lies behind a lost block, one end after the other, up to the first that does not need it.
-
-        What it looks at is given up, but for the way to that end: a page costs no more where many prefixes go on.
-        """
-        behind = (lost + 1) * self.sizes[self.place[group][0]] - 1
-        useless: list[PrefixNode] = []
-        way: list[tuple[PrefixNode, Iterator[PrefixNode]]] = []
-        each: PrefixNode | None = node
-        while True:
-            if each is not None:
-                self._update(each)
-                # By the law of forgetting, nothing that comes after it needs the block either.
-                if not self._needs(group, lost, each.stop):
-                    break
-                way.append((each, iter(each.children.values())))
-            else:
-                done, _ = way.pop()
-                self._drop(done, max(done.start, behind))
-                useless.append(done)
-                if not way:
-                    break
-            each = next(way[-1][1], None)
-        for each in useless:
-            if each is not node:
-                self._remove_if_empty(each)
-
-    def _needs(self, group: int, block: int, num_tokens: int) -> bool:
-        return any(start <= block < stop for start, stop in self._groups[group].spec.live_blocks(num_tokens))
-
-    def _drop(self, node: PrefixNode, kept: int) -> bool:
-        """Give up the pages of a node's blocks that end behind ``kept`` tokens, and return whether none is left.
-
-        Those that somebody holds stay: they are of use again when what is missing before them is computed.
-        """
-        is_clear = True
+    def _num_needed(self, node: PrefixNode) -> int:
+        num_pages = 0
         for s, size in enumerate(self.sizes):
-            first = max(0, kept // size - node.start // size)
-            for group, pages in zip(self.groups[s], node.pages[s][:, first:], strict=True):
-                if np.count_nonzero(pages):
-                    is_dropped = self.pool.drop(group, pages)
-                    pages[is_dropped] = 0
-                    node.num_pages -= int(np.count_nonzero(is_dropped))
-                    is_clear = is_clear and not np.count_nonzero(pages)
-        return is_clear
+            start, stop = node.start // size, node.stop // size
+            is_needed = self._is_needed[s]
+            num_pages += (
+                (stop - start) * len(is_needed)
+                if self.own.is_table[s]
+                else int(np.count_nonzero(is_needed[:, start:stop]))
+            )
+        return num_pages
 
-    def _tidy(self, node: PrefixNode) -> None:
-        """Give up what no request can continue from at a node without children, and the node if nothing is left."""
-        while node.parent is not None and not node.children and node.row < 0:
-            if node.num_pages:
-                match = self.path(node)
-                pages = {group: self.pages(match, node.stop)[s][g] for group, (s, g) in self.place.items()}
-                usable = longest_of_all([(self._groups[group], row) for group, row in pages.items()], node.stop)
-                is_clear = self._drop(node, max(usable, node.start))
-                if is_clear and usable > node.start and not self._keeps_ghosts:
-                    self._shorten(node, usable)
-            if node.num_pages:
-                return
-            parent = node.parent
-            self._remove_if_empty(node)
-            node = parent
+    def safe_if_whole(self, node: PrefixNode) -> int:
+        """Return what is safe of a node and what is behind it, if it has all pages that some hit could need."""
+        if node.num_pages != self._num_needed(node):
+            return node.start
+        safe = node.stop
+        for needs, size in zip(self._needs, self.sizes, strict=True):
+            safe = min(safe, *(each.safe(node.start // size, node.stop // size) for each in needs))
+        return max(safe, node.start)
 
-    def _shorten(self, node: PrefixNode, stop: int) -> None:
+    def doubt(self, node: PrefixNode, concerned: int = 0) -> None:
+        """Take note that pages of a node may be of no use, and those behind it that hits of fewer tokens needed."""
+        self.doubtful[node] = max(concerned, self.doubtful.get(node, 0))
+
+    def take_out(self, node: PrefixNode, group: int, places: npt.NDArray[np.intp] | npt.NDArray[np.int32]) -> None:
+        """Forget the pages of some of a node's blocks, by their places in it, which are not held."""
+        s, g = self.place[group]
+        if node.row >= 0:
+            if not self.own.is_table[s]:
+                self.own.pages[s][g, node.row, places + node.start // self.sizes[s]] = 0
+            places = places[places < node.pages[s].shape[1]]
+        node.pages[s][g, places] = 0
+        node.num_pages -= len(places)
+
+    def cut_off(self, node: PrefixNode) -> None:
+        """Forget the tokens at a node's end that no page is left of, where nothing hangs on them."""
+        if node.children or node.row >= 0 or self.keeps_ghosts or not node.num_pages:
+            return
+        stop = node.start
+        for size, pages in zip(self.sizes, node.pages, strict=True):
+            if len(held := np.flatnonzero(pages.any(axis=0))):
+                stop = max(stop, (node.start // size + int(held[-1]) + 1) * size)
+        if stop == node.stop:
+            return
         node.stop = stop
         for s, size in enumerate(self.sizes):
-            node.pages[s] = node.pages[s][:, : stop // size - node.start // size]
+            node.pages[s] = node.pages[s][:, : node.stop // size - node.start // size]
 
-    def _remove_if_empty(self, node: PrefixNode) -> None:
+    def remove_if_empty(self, node: PrefixNode) -> None:
+        """Take a node without pages out, if nothing hangs on it; or remember its tokens, for the present."""
         if node.parent is None or node.children or node.row >= 0 or node.num_pages:
             return
         if self._nodes[node.owner] is not node:
             # It was remembered for the longest, and went as another one came.
             return
-        if self._keeps_ghosts:
+        if self.keeps_ghosts:
             self._num_ghost_tokens += (node.stop - node.start) - self._ghosts.pop(node.owner, 0)
             self._ghosts[node.owner] = node.stop - node.start
             while self._num_ghost_tokens > MAX_GHOST_TOKENS:
@@ -551,12 +615,13 @@ class PrefixTree:
                 assert ghost is not None
                 assert ghost.parent is not None
                 if not ghost.num_pages and not ghost.children and ghost.row < 0:
-                    self._remove(ghost)
-                    self._remove_if_empty(ghost.parent)
+                    self.remove(ghost)
+                    self.remove_if_empty(ghost.parent)
         else:
-            self._remove(node)
+            self.remove(node)
 
-    def _remove(self, node: PrefixNode) -> None:
+    def remove(self, node: PrefixNode) -> None:
+        """Take a node out."""
         assert node.parent is not None
         del node.parent.children[node.tokens[: TOKEN_BYTES * self.unit]]
         self._nodes[node.owner] = None
@@ -578,3 +643,4 @@ class PrefixTree:
         self._free_owners.clear()
         self._ghosts.clear()
         self._num_ghost_tokens = 0
+        self.doubtful.clear()
