@@ -18,6 +18,7 @@ from kvframe_kv_formats import Fp8TokenHead
 from kvframe_triton.backend import TritonBackend
 
 from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder
+from kvframe.attention.capture import GraphCapture
 from kvframe.attention.layer import AttentionLayers
 from kvframe.attention.local import LocalCaches
 from kvframe.attention.metadata import Axis, CommonAttentionMetadata, Extension
@@ -253,6 +254,29 @@ class IsTooShort(TorchBackend):
         return super().forward(layer, query, kv_cache, metadata, sinks)[1:]
 
 
+class CountsSteps(OnHost):
+    """Keeps in its metadata what a graph cannot be told."""
+
+    def make_builder(self) -> AttentionMetadataBuilder:
+        @attrs.frozen(eq=False)
+        class Counted:
+            number: int
+
+        class Builder(AttentionMetadataBuilder):
+            capture = GraphCapture.ALWAYS
+            on_host = True
+            number = 0
+
+            def build(self, metadata: CommonAttentionMetadata) -> Counted:
+                self.number += 1
+                return Counted(self.number)
+
+        return Builder()
+
+    def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> torch.Tensor:
+        return query.new_empty(*query.shape[:2], kv_cache["v"].shape[-1])  # type: ignore[no-any-return]
+
+
 class ServesNothing(TorchBackend):
     capabilities = attrs.evolve(TorchBackend.capabilities, masks=frozenset())
 
@@ -263,6 +287,7 @@ class ServesNothing(TorchBackend):
         (CopiesItself, "CopiesItself on decodes, stored as plain, makes [0-9]+ copies to the device: aten._to_copy"),
         (AsksTheDevice, "AsksTheDevice on decodes, stored as plain, asks the device for a value"),
         (IsTooShort, "the output of layers.0 is .2, 4, 8., not .3, 4, 8."),
+        (CountsSteps, "CountsSteps on decodes of a graph, stored as plain, differs from what was captured: .*number"),
         (ServesNothing, "ServesNothing serves no layer of the kit"),
     ],
 )

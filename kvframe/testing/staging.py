@@ -5,7 +5,7 @@ The device is torch's ``meta``: whatever asks it for a value raises, and every c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvframe.attention.backend import AttentionBackend
+from kvframe.attention.capture import GraphCapture, NotReplayableError
 from kvframe.attention.choice import Candidate, Choice
 from kvframe.attention.identity import Identity
 from kvframe.attention.layer import AttentionLayer, AttentionLayers
@@ -40,8 +41,16 @@ MASKS = ("full", "window=5", "window=5-sink_tokens=3", "bidirectional", "chunk=6
 NUM_FORMATTED = 3
 """Layers in a format: to a backend, pages are the same whatever reads them."""
 
-STEPS = {"decodes": ((5, 1), (13, 1), (4, 1)), "a mixed batch": ((9, 1), (0, 7), (5, 3), (13, 1), (0, 300))}
-"""Steps by name: of each request, the tokens that were computed before, and those that the step computes."""
+Requests = tuple[tuple[int, int], ...]
+"""Of each request, the tokens that were computed before, and those that a step computes."""
+
+DECODES: Requests = ((5, 1), (13, 1), (4, 1))
+STEPS: Mapping[str, tuple[Requests, bool]] = {
+    "decodes": (DECODES, False),
+    "decodes of a graph": (DECODES, True),
+    "a mixed batch": (((9, 1), (0, 7), (5, 3), (13, 1), (0, 300)), False),
+}
+"""Steps by name, and whether they are replayed, as far as the backend's can be captured."""
 
 MAX_LEN = 320
 
@@ -70,10 +79,10 @@ class CopyCounter(TorchDispatchMode):
 def check_staging(backend_class: type[AttentionBackend], formats: Sequence[KVFormat] | None = None) -> None:
     """Check that a step on a backend is one copy to its device, for which nobody waits, whatever the step holds.
 
-    Layers of each mask and feature that it serves compute decodes and a mixed batch; a few do so in every format that
-    it reads, and in one of which it gets copies. What a backend calls outside of torch has no meaning on such a device:
-    put functions in its place that return tensors of the right shape. A copy that a library makes by itself is then not
-    seen.
+    Layers of each mask and feature that it serves compute decodes, those of a graph too where it can be captured, and
+    a mixed batch; a few do so in every format that it reads, and in one of which it gets copies. What a backend calls
+    outside of torch has no meaning on such a device: put functions in its place that return tensors of the right shape.
+    A copy that a library makes by itself is then not seen.
 
     Args:
         backend_class: The backend.
@@ -91,13 +100,15 @@ def check_staging(backend_class: type[AttentionBackend], formats: Sequence[KVFor
             del layers[NUM_FORMATTED:]
         elif not layers:
             raise ConformanceError(f"{backend_class.__name__} serves no layer of the kit")
-        for step, requests in STEPS.items() if layers else ():
+        for step, (requests, is_replayed) in STEPS.items() if layers else ():
             where = f"{backend_class.__name__} on {step}, stored as {kv_format.name},"
             try:
-                copies = _copies_of_a_step(backend_class, form, layers, requests)
+                copies = _copies_of_a_step(backend_class, form, layers, requests, is_replayed)
+            except NotReplayableError as error:
+                raise ConformanceError(f"{where} differs from what was captured: {error}") from error
             except (RuntimeError, NotImplementedError) as error:
                 raise ConformanceError(f"{where} asks the device for a value: {error}") from error
-            if len(copies) != 1:
+            if copies is not None and len(copies) != 1:
                 raise ConformanceError(f"{where} makes {len(copies)} copies to the device: {', '.join(copies)}")
 
 
@@ -120,9 +131,13 @@ def _copies_of_a_step(
     backend_class: type[AttentionBackend],
     form: StateForm,
     layers: Sequence[LayerSpec],
-    requests: Sequence[tuple[int, int]],
-) -> list[str]:
-    """Run a step of all layers; return the operations that brought something to the device."""
+    requests: Requests,
+    is_replayed: bool,
+) -> list[str] | None:
+    """Run a step of all layers; return the operations that brought something to the device.
+
+    None if it is to be replayed, and cannot be captured.
+    """
     grouping = group_layers(layers)
     memory_bytes = 100 * sum(group.page_bytes for group in grouping.groups)
     plan = plan_cache(grouping, memory_bytes=memory_bytes, max_model_len=MAX_LEN, max_num_batched_tokens=MAX_LEN)
@@ -145,8 +160,17 @@ def _copies_of_a_step(
         generating_indices=np.cumsum(query_lens) - 1,
     )
     metadata, num_tokens = build_metadata(batch, manager.tables, HOST), int(query_lens.sum())
+    captured = None
+    if is_replayed:
+        if attention.capture is GraphCapture.NEVER:
+            return None
+        metadata = tuple(attrs.evolve(each, static_shapes=True) for each in metadata)
+        captured = attention.capture_step(metadata, ())
     with CopyCounter() as copies:
-        attention.begin_step(metadata)
+        if captured is None:
+            attention.begin_step(metadata)
+        else:
+            attention.replay_step(captured, metadata, ())
         for name, case in cases.items():
             _attend(attention[name], case, learned[name], num_tokens)
     found: list[str] = copies.found
