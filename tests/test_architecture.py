@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import kvframe
+import kvframe.cache
 from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.attention.wrapper import MetadataWrapper
 from kvframe.claims import BUILTIN_OWNER
@@ -111,9 +112,10 @@ USE_NUMPY = (
     "kvframe.cache.prefix_reader",
     "kvframe.cache.prefix_writer",
     "kvframe.cache.coordinator",
+    "kvframe.cache.prefix_cache",
     "kvframe.cache.resuming",
     "kvframe.cache.restoring",
-    "kvframe.cache.swap",
+    "kvframe.cache.host_store",
     "kvframe.cache.entries",
     "kvframe.cache.swapping",
     "kvframe.cache.audit",
@@ -233,6 +235,14 @@ def test_types_come_from_earlier_stages_too() -> None:
 def test_no_two_modules_import_each_other() -> None:
     graph = {name: core_imports(path) - {name} for name, path in core_files().items()}
     assert sorted(graph) == sorted(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_the_cache_names_its_files_in_the_order_of_the_flow() -> None:
+    graph = {name: core_imports(path) for name, path in core_files().items() if name.startswith("cache.")}
+    named = [f"cache.{name}" for name in re.findall(r"``(\w+)``", kvframe.cache.__doc__ or "")]
+    assert sorted(graph) == sorted(named)
+    later = {name: [other for other in graph[name] if other in named[place:]] for place, name in enumerate(named)}
+    assert {} == {name: others for name, others in later.items() if others}
 
 
 def test_the_flow_imports_no_built_in_type_and_no_test_kit() -> None:

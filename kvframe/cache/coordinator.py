@@ -124,7 +124,7 @@ class KVCacheCoordinator:
         if self._tree is not None:
             self._tree.fork(row, new_row, token_ids)
         is_shared = False
-        for group in self._kinds.all:
+        for group in self._kinds.groups:
             index, size, count = group.index, group.block_size, self._blocks_of[group.index, row]
             # What was made room for and not computed is the other one's.
             count = count if group.is_of_input else min(count, -(-num_computed // size))

@@ -11,9 +11,6 @@ from kvframe.cache.lookup import PrefixHit
 from kvframe.cache.prefix import Namespace
 from kvframe.cache.refusals import not_in_table
 
-NO_HIT = PrefixHit()
-"""What is found where nothing was looked for."""
-
 
 @attrs.define
 class Entry:

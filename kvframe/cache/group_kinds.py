@@ -15,18 +15,18 @@ class GroupKinds:
     """Which groups are treated alike.
 
     Attributes:
-        all: All groups of the plan.
+        groups: All groups of the plan.
         of_tokens: Those that keep state of requests' own tokens.
         stacks: The block tables of these.
-        dense: Of these, those that store every block that a step computes.
-        sparse: The others: their types say at each step which blocks they store.
+        dense: The groups of tokens that store every block that a step computes.
+        sparse: The other groups of tokens: their types say at each step which blocks they store.
         forgetting: For each dense group, by its index, how it forgets; None where only its live ranges say it.
         asked: The groups whose live ranges are asked position by position.
         is_plain: Whether every group is dense, of requests' own tokens and not asked: then a batch of rows needs no
             look at each.
     """
 
-    all: tuple[PlannedGroup, ...]
+    groups: tuple[PlannedGroup, ...]
     of_tokens: tuple[PlannedGroup, ...]
     stacks: tuple[TableStack, ...]
     dense: tuple[PlannedGroup, ...]
@@ -49,7 +49,7 @@ class GroupKinds:
         forgetting = {group.index: forgetting_of(group.spec) for group in dense}
         asked = (*sparse, *(group for group in dense if forgetting[group.index] is None))
         return cls(
-            all=plan.groups,
+            groups=plan.groups,
             of_tokens=of_tokens,
             stacks=tuple(stack for stack in tables.stacks if not plan.groups[stack.groups[0]].is_of_input),
             dense=dense,

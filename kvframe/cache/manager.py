@@ -8,20 +8,19 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.audit import audit_pool, audit_rows, audit_tree, pages_in
+from kvframe.cache.audit import audit_rows, pages_in
 from kvframe.cache.block_table import BlockTables
 from kvframe.cache.coordinator import KVCacheCoordinator
-from kvframe.cache.entries import NO_HIT, Entries, Entry
+from kvframe.cache.entries import Entries, Entry
 from kvframe.cache.events import EventLog
 from kvframe.cache.forgetting import NEVER
 from kvframe.cache.forking import PageCopier
-from kvframe.cache.inputs import InputIndex, InputSequence, input_blocks, inputs_root
+from kvframe.cache.host_store import HostPages, HostStore
+from kvframe.cache.inputs import InputSequence, input_blocks, inputs_root
 from kvframe.cache.keys import NO_INPUTS
-from kvframe.cache.lookup import PrefixHit, PrefixLookup, has_sparse
 from kvframe.cache.pins import Pin, Pins
-from kvframe.cache.pool import BlockPool
 from kvframe.cache.prefix import NO_MATCH
-from kvframe.cache.pruning import Pruning
+from kvframe.cache.prefix_cache import NO_HIT, PrefixCache
 from kvframe.cache.refusals import (
     cannot_fork,
     check_input_lens,
@@ -34,41 +33,11 @@ from kvframe.cache.restoring import Fetch, Restorer
 from kvframe.cache.resuming import Resumer
 from kvframe.cache.rows import Rows
 from kvframe.cache.stats import GroupLookups, KVCacheStats
-from kvframe.cache.swap import HostPages, HostStore
 from kvframe.cache.swapping import SwappedRequests
-from kvframe.cache.tree import PrefixTree
-from kvframe.cache.usefulness import Usefulness
 from kvframe.cache.verb_audit import audit_each_verb
 from kvframe.errors import RequestError
 from kvframe.eviction import LRU, EvictionPolicy
 from kvframe.plan import KVCachePlan
-
-
-@attrs.frozen
-class _Keepers:
-    """Tells whoever published a page that it is gone."""
-
-    plan: KVCachePlan
-    pruning: Pruning
-    inputs: InputIndex
-
-    def lost_all(self, owner: int, group: int, num_pages: int) -> bool:
-        return not self.plan.groups[group].is_of_input and self.pruning.lost_all(owner, num_pages)
-
-    def lost(self, owner: int, group: int, indices: npt.NDArray[np.int32]) -> None:
-        keeper = self.inputs if self.plan.groups[group].is_of_input else self.pruning
-        keeper.lost(owner, group, indices)
-
-    def settle(self) -> None:
-        if self.pruning.tree.doubtful:
-            self.pruning.settle()
-        if self.inputs.parts:
-            self.inputs.settle()
-
-    def look_again(self) -> None:
-        if self.pruning.held:
-            self.pruning.look_again()
-        self.settle()
 
 
 class KVCacheManager:
@@ -122,21 +91,12 @@ class KVCacheManager:
         )
         num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         next_publication = np.full(max_num_seqs, NEVER, dtype=np.int64)
-        stacks = [stack for stack in self.tables.stacks if not plan.groups[stack.groups[0]].is_of_input]
-        usefulness = Usefulness([group for group in plan.groups if not group.is_of_input], plan.max_model_len)
-        self._tree = PrefixTree(
-            plan.groups, stacks, num_computed, next_publication, usefulness, keeps_ghosts=has_sparse(plan)
+        self._cache = PrefixCache(
+            plan, self.tables, num_computed, next_publication, is_caching=self.prefix_caching, eviction=eviction
         )
-        self._pruning = Pruning(self._tree, usefulness)
-        self._inputs = InputIndex(plan.groups)
-        keepers = _Keepers(plan, self._pruning, self._inputs) if self.prefix_caching else None
-        reserve = min(plan.num_slabs_for(group.peak_blocks for group in plan.groups), plan.num_slabs)
-        self._pool = self._tree.pool = self._inputs.pool = BlockPool(
-            plan, reserve_slabs=reserve, keeper=keepers, eviction=eviction
-        )
+        self._pool, self._tree, self._lookup = self._cache.pool, self._cache.tree, self._cache.lookup
         self._counts_uses = self._pool.eviction is not LRU
         self._pins = Pins(plan, self._pool)
-        self._lookup = PrefixLookup(plan, self._tree, self._inputs)
         self._coordinator = KVCacheCoordinator(
             plan,
             self._pool,
@@ -146,8 +106,8 @@ class KVCacheManager:
             next_publication,
             copier,
         )
-        resumer = Resumer(plan, self._coordinator, self._tree, self._inputs)
-        self._restorer = Restorer(plan, self.tables, self._tree, self._inputs, self._coordinator, resumer)
+        resumer = Resumer(plan, self._coordinator, self._tree, self._cache.inputs)
+        self._restorer = Restorer(plan, self.tables, self._tree, self._cache.inputs, self._coordinator, resumer)
         self._input_groups = tuple(group for group in plan.groups if group.is_of_input)
         self._host = None if host_pages is None else HostStore(plan, host_pages)
         self._swapping = SwappedRequests(self._host, self._coordinator, resumer)
@@ -358,7 +318,7 @@ class KVCacheManager:
         entry.uncounted = NO_HIT
         if entry.num_resets == self._num_resets:
             for each in self._coordinator.state(entry.row).inputs:
-                self._inputs.publish(each, self.tables[each.group].ids[entry.row, : each.num_blocks])
+                self._cache.inputs.publish(each, self.tables[each.group].ids[entry.row, : each.num_blocks])
 
     def swap_out(self, request_id: str) -> bool:
         """Move a request's resident pages, of all groups, to host memory and take it out of the table.
@@ -437,10 +397,7 @@ class KVCacheManager:
         self._pins.unpin_all()
         if self._events is not None:
             self._events.cleared()
-        self._pool.forget()
-        self._tree.forget()
-        self._pruning.forget()
-        self._inputs.forget()
+        self._cache.forget()
         self._num_resets += 1
 
     def resize(self, num_slabs: int) -> bool:
@@ -456,12 +413,8 @@ class KVCacheManager:
             length would not have room beside what is pinned.
         """
         plan = attrs.evolve(self.plan, num_slabs=num_slabs)
-        if not self._pins.leave_room(plan):
+        if not self._pins.leave_room(plan) or not self._cache.resize(plan):
             return False
-        if plan.groups:
-            reserve = min(plan.num_slabs_for(group.peak_blocks for group in plan.groups), num_slabs)
-            if not self._pool.resize(plan, reserve):
-                return False
         self.plan = self._pins.plan = plan
         return True
 
@@ -490,7 +443,7 @@ class KVCacheManager:
             RequestError: A lone request of the plan's greatest length would not have room beside all pins any more
                 (``no_room``); nothing changed.
         """
-        return self._pins.pin(self._find_all(token_ids, salt, inputs), checks_room=checks_room)
+        return self._pins.pin(self._cache.find_all(token_ids, salt, inputs), checks_room=checks_room)
 
     def restore(
         self,
@@ -508,8 +461,7 @@ class KVCacheManager:
 
         Args:
             token_ids: Its tokens, whole blocks in every group.
-            copies: Per group, by block index, where the pages lie that ``pin`` would hold, numbered from 1 on; 0 for
-                others. What can be found in the cache is not copied.
+            copies: Where the pages lie that ``pin`` would hold, as of ``Restorer.restore``.
             fetch: Copies pages.
             salt: As for ``start``.
             inputs: As for ``start``.
@@ -527,15 +479,7 @@ class KVCacheManager:
         row = self._free_rows[-1]
         if not self._restorer.restore(row, token_ids, copies, fetch, salt=salt, inputs=inputs):
             return None
-        return self._pins.pin(self._find_all(token_ids, salt, inputs), checks_room=False)
-
-    def _find_all(self, token_ids: Sequence[int], salt: str, inputs: Mapping[str, InputSequence]) -> PrefixHit:
-        """Return what is cached of tokens, up to all of them, and of inputs."""
-        if not self.prefix_caching:
-            return NO_HIT
-        of_inputs = input_blocks(self._input_groups, inputs, salt)
-        # As of a request with a token more: the last one is always left out.
-        return self._lookup.find((salt, inputs_root(inputs)), token_ids, len(token_ids) + 1, of_inputs)
+        return self._pins.pin(self._cache.find_all(token_ids, salt, inputs), checks_room=False)
 
     def unpin(self, pin: Pin) -> None:
         """Let go of a pin; its pages stay cached until they are evicted. Nothing if it is not held any more."""
@@ -552,17 +496,14 @@ class KVCacheManager:
         Returns:
             The events: whoever asked takes them from it. Nothing goes to a log that was there before.
         """
-        self._events = log = EventLog(self.plan.groups, self._tree, secret)
-        for node in self._tree.walk():
-            log.stored(node, node.start, node.stop)
-        for blocks, pages in self._inputs.entries():
-            log.stored_input(blocks, np.flatnonzero(pages), pages)
-        self._tree.on_stored, self._inputs.on_stored, self._pool.on_removed = log.stored, log.stored_input, log.removed
-        return log
+        self._events = EventLog(self.plan.groups, self._tree, secret)
+        self._cache.tell(self._events)
+        return self._events
 
     def stop_events(self) -> None:
         """Record no events any more."""
-        self._events = self._tree.on_stored = self._inputs.on_stored = self._pool.on_removed = None
+        self._events = None
+        self._cache.tell(None)
 
     # --- what is there ------------------------------------------------------------------------------------------------
 
@@ -596,11 +537,7 @@ class KVCacheManager:
 
     def published(self) -> Iterator[tuple[int, int]]:
         """Go through the pages that can be found: the group and block id of each."""
-        for node in self._tree.walk():
-            for pages, groups in zip(node.pages, self._tree.groups, strict=True):
-                for group, row in zip(groups, pages, strict=True):
-                    yield from ((group, page) for page in row[row != 0].tolist())
-        yield from self._inputs.published()
+        return self._cache.published()
 
     def audit(self) -> None:
         """Check that all pages there are, are free, held or cached, and counted right, and rows too; it takes long.
@@ -609,11 +546,8 @@ class KVCacheManager:
             AssertionError: They are not.
         """
         audit_rows(self._max_num_seqs, self._free_rows, [entry.row for entry in self._entries.values()])
-        held = np.concatenate([pages_in(self.tables), self._pins.pages()])
-        audit_pool(self._pool, self.plan, held)
+        self._cache.audit(self.plan, np.concatenate([pages_in(self.tables), self._pins.pages()]))
         self._swapping.audit()
-        if self.prefix_caching:
-            audit_tree(self._tree)
 
     @property
     def stats(self) -> KVCacheStats:

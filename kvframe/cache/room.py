@@ -50,9 +50,9 @@ class Room:
             own: Who is told which pages a row was given; None for nobody.
             forks: The rows that may share a page which they are about to write; None if there are no forks.
         """
-        self._groups, self._dense, self._sparse = kinds.all, kinds.dense, kinds.sparse
+        self._groups, self._dense, self._sparse = kinds.groups, kinds.dense, kinds.sparse
         self._of_tokens, self._stacks, self._is_plain = kinds.of_tokens, kinds.stacks, kinds.is_plain
-        self._lone = kinds.stacks[0] if kinds.is_plain and len(kinds.all) == 1 else None
+        self._lone = kinds.stacks[0] if kinds.is_plain and len(kinds.groups) == 1 else None
         self._alignment = plan.alignment
         self._max_tokens = plan.max_model_len
         # Where the longest request ends within a block, that block's other tokens are no room.

@@ -52,8 +52,11 @@ class RowNumbers:
         room: ``[max_num_seqs], int64, host``.
         next_death: Likewise; it may be too early, never too late.
         next_publication: Likewise; the prefix tree says it.
-        computed_of: ``num_computed`` as a view in which single numbers are read and written several times as fast; and
-            so on.
+        computed_of: ``num_computed`` as a view in which single numbers are read and written several times as fast.
+        blocks_of: Likewise ``num_blocks``.
+        room_of: Likewise ``room``.
+        death_of: Likewise ``next_death``.
+        publication_of: Likewise ``next_publication``.
         states: What each row has beside.
     """
 

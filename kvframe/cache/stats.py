@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import attrs
 
 if TYPE_CHECKING:
+    from kvframe.cache.host_store import HostStore
     from kvframe.cache.pool import BlockPool
-    from kvframe.cache.swap import HostStore
     from kvframe.plan import PlannedGroup
 
 

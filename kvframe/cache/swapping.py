@@ -6,8 +6,8 @@ import attrs
 
 from kvframe.cache.coordinator import KVCacheCoordinator
 from kvframe.cache.entries import Entry
+from kvframe.cache.host_store import HostStore
 from kvframe.cache.resuming import Resumer, SwappedBlocks
-from kvframe.cache.swap import HostStore
 
 
 @attrs.frozen
