@@ -85,7 +85,7 @@ def model_parts() -> Iterator[Part]:
     for windows, sizes in WINDOWS.items():
         layers = windowed_layers(sizes, "torch")
         for kind, make in (("decodes", decode_batch), ("mixed", mixed_batch)):
-            limit = 1000.0 if kind == "decodes" else None
+            limit = 1000.0 if kind == "decodes" else 2500.0
             yield model_part(f"ten groups, {windows}, 256 requests, {kind}", layers, make(256), limit)
     # Nine groups take over what was built for the first; or there is nothing to build.
     equal = layers_of([SlidingWindowSpec(window=256, **SIZES)] * 10, "torch")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
-from kvframe.builtin import torch_backend, torch_builder
+from kvframe.builtin import torch_backend, torch_builder, torch_pieces
 from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.errors import SpecError
@@ -59,6 +59,7 @@ def test_finite_values_where_nothing_is_live_change_nothing(backend: type[Attent
         (torch_builder, "MAX_PIECE_KEYS"),
         (torch_builder, "MAX_PIECE_BYTES"),
         (torch_builder, "MAX_FOLDED_QUERIES"),
+        (torch_pieces, "MAX_SHARED_KEYS"),
         (torch_backend, "MAX_SCRATCH_ELEMENTS"),
         (torch_builder, "FREE_PADDING_ELEMENTS"),
     ],

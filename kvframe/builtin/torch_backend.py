@@ -106,6 +106,8 @@ class TorchBackend(AttentionBackend):
                 output[1 + piece.first_row : 1 + piece.first_row + num_rows] = result
             elif piece.output_rows is not None:
                 output.index_copy_(0, piece.output_rows, result)
+            elif piece.query_rows is not None:
+                output[1:].index_copy_(0, piece.query_rows, result)
         return query.new_zeros(num_tokens, num_heads, values.shape[-1]) if output is None else output[1:]
 
     def _gather(

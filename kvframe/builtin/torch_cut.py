@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +14,7 @@ MAX_BIAS_ELEMENTS = 1 << 24
 MAX_POWERS = 1 << 6
 """More than there are powers of two that lengths differ by."""
 
-UNSORTED_PADDING = 8
+UNSORTED_PADDING = 16
 """Tiles stay in order where padding is at most one in so many of the tokens that they read."""
 
 
@@ -57,27 +56,38 @@ def cut_batches(
     in_order = np.stack((starts, edges[1:], limit, longest))[:, uniform]
     for start, stop, most, size in in_order.T.tolist():
         bounds.extend(range(start, stop, max(1, most // size)))
-    order = None
-    if not uniform.all():
-        tiles = (~uniform).repeat(counts).nonzero()[0]
-        keys, each = num_keys[tiles], np.arange(len(counts)).repeat(counts)[tiles]
-        # Lengths in (longest / 2, longest], (longest / 4, longest / 2], … are not mixed; nor such numbers of queries.
-        run = MAX_POWERS**2 * segment[tiles].astype(np.int64)
-        run += np.frexp(longest[each] // keys)[1]
-        if widest.max() > 1:
-            run += MAX_POWERS * np.frexp(widest[each] // num_queries[tiles])[1]
-        runs = (run,) if shape is None else (shape[tiles], run)
-        by_length = np.lexsort((-keys, *runs))
-        order = np.arange(len(segment))
-        order[tiles] = tiles[by_length]
-        ends = _edges(*(column[by_length] for column in runs)).tolist()
-        places, keys, limits = tiles.tolist(), keys[by_length].tolist(), limit[each].tolist()
-        for tile, stop in itertools.pairwise(ends):
-            while tile < stop:
-                bounds.append(places[tile])
-                tile += max(1, limits[tile] // keys[tile])
-        bounds.sort()
-    return order, np.array([*bounds, len(segment)])
+    if uniform.all():
+        return None, np.array([*bounds, len(segment)])
+    tiles = (~uniform).repeat(counts).nonzero()[0]
+    each, keys = np.arange(len(counts)).repeat(counts)[tiles], num_keys[tiles]
+    # Lengths in (longest / 2, longest], (longest / 4, longest / 2], … are not mixed; nor such numbers of queries.
+    run = MAX_POWERS**2 * segment[tiles].astype(np.int64)
+    run += np.frexp(longest[each] // keys)[1]
+    if widest.max() > 1:
+        run += MAX_POWERS * np.frexp(widest[each] // num_queries[tiles])[1]
+    runs: Sequence[IntArray] = (run,) if shape is None else (shape[tiles], run)
+    by_length = np.lexsort((-keys, *runs))
+    order = np.arange(len(segment))
+    order[tiles] = tiles[by_length]
+    firsts = _longest_first(keys[by_length], limit[each], [column[by_length] for column in runs])
+    return order, np.array([*sorted([*bounds, *tiles[firsts].tolist()]), len(segment)])
+
+
+def _longest_first(num_keys: IntArray, limit: IntArray, runs: Sequence[IntArray]) -> list[int]:
+    """Return where each batch starts among tiles of which the longest of each run come first.
+
+    Args:
+        num_keys: ``[num_tiles]``: tokens that each reads.
+        limit: ``[num_tiles]``: tokens that a batch of more than one tile reads at most, alike in a run.
+        runs: ``[num_tiles]`` each: tiles are in one run where they are equal in all of these.
+    """
+    found, keys, edges = [], num_keys.tolist(), _edges(*runs)
+    starts, stops = edges[:-1], edges[1:]
+    for tile, stop, most in zip(starts.tolist(), stops.tolist(), limit[starts].tolist(), strict=True):
+        while tile < stop:
+            found.append(tile)
+            tile += max(1, most // keys[tile])
+    return found
 
 
 def _edges(*columns: IntArray) -> IntArray:

@@ -214,7 +214,7 @@ class Layout:
         tiles = self.tiles
         if np.maximum.reduce(self.queries) == 1:
             rows = tiles.first_row.astype(np.int64)
-            return QueryRows(rows, rows + 1, self.counts, _first_rows(rows, self.counts))
+            return QueryRows(rows, None, self.counts, _first_rows(rows, self.counts))
         num_queries = self.queries.repeat(self.counts)
         rows, first = ranges(tiles.first_row, num_queries), tiles.first_row + tiles.skip
         last = first + tiles.num_new - 1
@@ -266,12 +266,12 @@ class QueryRows:
 
     Attributes:
         read: ``[num_rows], int64``: rows of the packed batch, for each query of each tile.
-        written: ``[num_rows], int64``: those behind them, 0 for a query that is repeated.
+        written: ``[num_rows], int64``: those behind them, 0 for a query that is repeated; None where none is.
         sizes: ``[num_pieces]``: how many belong to each piece.
         first: ``[num_pieces]``: the first row of a piece whose rows follow one another; -1 for another.
     """
 
     read: IntArray
-    written: IntArray
+    written: IntArray | None
     sizes: IntArray
     first: IntArray

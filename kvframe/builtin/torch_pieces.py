@@ -50,7 +50,7 @@ class Piece:
         query_rows: ``[num_tiles * num_queries], int64, device``: rows of the packed batch that it reads, where they do
             not; else None.
         output_rows: ``[num_tiles * num_queries], int64, device``: the row behind each of them, 0 for what is repeated;
-            likewise.
+            None where tiles have one query each, and likewise.
         hidden_slots: ``[num_hidden], int64, device``: gathered tokens that no query of their tile sees and that may
             hold anything, NaN included; they are zeroed.
         padded_pages: ``[num_padded], int64, device``: gathered pages that no query of their tile sees, since they
@@ -118,7 +118,7 @@ class Pieces:
         padded_pages: ``[num_padded], int64``: the ``padded_pages`` of all pieces.
         part_slots: The ``hidden_slots`` of each part of each piece that is cut.
         rows: ``[num_rows], int64``: rows of the packed batch that the pieces read.
-        output_rows: ``[num_rows], int64``: the row behind each, 0 for what is repeated.
+        output_rows: ``[num_rows], int64``: the row behind each, 0 for what is repeated; None where nothing is.
         own: ``[num_rows], float32``: half a token behind where each query's own token stands in its tile's share, so
             that no distance between places is 0 and infinitely many of it have a sign; None where no mask is made of
             it.
@@ -133,7 +133,7 @@ class Pieces:
     padded_pages: torch.Tensor
     part_slots: tuple[tuple[torch.Tensor, ...], ...]
     rows: torch.Tensor
-    output_rows: torch.Tensor
+    output_rows: torch.Tensor | None
     own: torch.Tensor | None
     sink_ends: torch.Tensor | None
     key_positions: torch.Tensor | None
@@ -168,7 +168,7 @@ class Pieces:
             padded_pages=torch.from_numpy(padded),
             part_slots=part_slots,
             rows=torch.from_numpy(rows.read),
-            output_rows=torch.from_numpy(rows.written),
+            output_rows=None if rows.written is None else torch.from_numpy(rows.written),
             own=_floats(layout.query_columns(rows.read), 0.5) if adds_queries else None,
             sink_ends=None if sink_columns is None else _floats(sink_columns, -0.5),
             key_positions=torch.from_numpy(layout.key_positions(padded_pages)) if is_learned else None,
@@ -199,7 +199,7 @@ class Pieces:
             (layout.widths * layout.block_size).tolist(),
             [None if row < 0 else row for row in cut.rows.first.tolist()],
             _split(self.rows, cut.rows.sizes, leaps),
-            _split(self.output_rows, cut.rows.sizes, leaps),
+            _split(self.output_rows, cut.rows.sizes, leaps & (layout.queries > 1)),
             hidden,
             padded,
             (hides & ~makes).tolist(),
@@ -251,9 +251,9 @@ class Pieces:
         ]
 
 
-def _split(tensor: torch.Tensor, sizes: IntArray, wanted: BoolArray) -> list[torch.Tensor | None]:
+def _split(tensor: torch.Tensor | None, sizes: IntArray, wanted: BoolArray) -> list[torch.Tensor | None]:
     """Return each piece's share of a tensor, None for pieces that want none."""
-    if not wanted.any():
+    if tensor is None or not wanted.any():
         return [None] * len(sizes)
     shares = tensor.split_with_sizes(sizes.tolist())
     return [share if wants else None for share, wants in zip(shares, wanted.tolist(), strict=True)]
