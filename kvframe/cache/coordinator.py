@@ -21,10 +21,10 @@ from kvframe.cache.group_kinds import GroupKinds
 from kvframe.cache.inputs import InputBlocks
 from kvframe.cache.lookup import PrefixHit
 from kvframe.cache.pool import BlockPool
+from kvframe.cache.publishing import Publisher
 from kvframe.cache.refusals import too_many_tokens
 from kvframe.cache.room import Room
 from kvframe.cache.rows import PLAIN, RowNumbers, Rows, RowState
-from kvframe.cache.tree import PrefixTree
 from kvframe.plan import KVCachePlan
 
 
@@ -45,7 +45,7 @@ class KVCacheCoordinator:
         plan: KVCachePlan,
         pool: BlockPool,
         tables: BlockTables,
-        tree: PrefixTree | None,
+        publisher: Publisher | None,
         num_computed: npt.NDArray[np.int64],
         next_publication: npt.NDArray[np.int64],
         copier: PageCopier | None = None,
@@ -56,9 +56,9 @@ class KVCacheCoordinator:
             plan: The groups.
             pool: The pages.
             tables: One block table per group.
-            tree: Where full blocks are published; None if nowhere.
+            publisher: Where full blocks are published; None if nowhere.
             num_computed: ``[max_num_seqs], int64, host``, zeroed.
-            next_publication: Likewise, what the tree says of when it has to be told.
+            next_publication: Likewise, what the publisher says of when it has to be told.
             copier: Copies pages where a fork writes; None if there are no forks.
         """
         kinds = GroupKinds.of(plan, tables)
@@ -67,10 +67,10 @@ class KVCacheCoordinator:
         self._kinds = kinds
         self._pool = pool
         self._tables = tables
-        self._tree = tree
+        self._publisher = publisher
         self._forks = None if copier is None else ForkedRows(kinds.of_tokens, pool, tables, num_computed, copier)
-        self.room = Room(plan, kinds, pool, tables, numbers, None if tree is None else tree.own, self._forks)
-        self._dead_blocks = DeadBlocks(kinds, pool, tables, numbers, tree, self.room)
+        self.room = Room(plan, kinds, pool, tables, numbers, None if publisher is None else publisher.own, self._forks)
+        self._dead_blocks = DeadBlocks(kinds, pool, tables, numbers, publisher, self.room)
         self._max_tokens = plan.max_model_len
         self._is_plain = kinds.is_plain
         # Of a lone group whose blocks all live as long as their request, rows have no gaps, and nothing falls due.
@@ -121,8 +121,8 @@ class KVCacheCoordinator:
         state, num_computed = self._states[row], self._computed_of[row]
         assert not state.missing
         self.begin(new_row, num_computed, state.copy())
-        if self._tree is not None:
-            self._tree.fork(row, new_row, token_ids)
+        if self._publisher is not None:
+            self._publisher.fork(row, new_row, token_ids)
         is_shared = False
         for group in self._kinds.groups:
             index, size, count = group.index, group.block_size, self._blocks_of[group.index, row]
@@ -132,8 +132,8 @@ class KVCacheCoordinator:
             self.hold(new_row, index, ids)
             if num_computed % size and count * size > num_computed and not group.is_of_input and ids[-1]:
                 is_shared = True
-                if self._tree is not None:
-                    self._tree.own.take(new_row, index, [count - 1], ids[-1:])
+                if self._publisher is not None:
+                    self._publisher.own.take(new_row, index, [count - 1], ids[-1:])
         self.room.note(new_row)
         if is_shared:
             self._forks.rows |= {row, new_row}
@@ -217,8 +217,8 @@ class KVCacheCoordinator:
         Inputs are computed with the first of them, and stay.
         """
         self._computed_of[row] = num_computed
-        if num_computed >= self._publication_of[row] and self._tree is not None:
-            self._tree.publish(row)
+        if num_computed >= self._publication_of[row] and self._publisher is not None:
+            self._publisher.publish(row)
         if num_computed >= self._death_of[row]:
             self._dead_blocks.bury(row, num_computed)
 
@@ -230,9 +230,9 @@ class KVCacheCoordinator:
             num_computed: ``[n], int64, host``.
         """
         self.num_computed[rows] = num_computed
-        if self._tree is not None:
+        if self._publisher is not None:
             for row in rows[num_computed >= self._next_publication[rows]].tolist():
-                self._tree.publish(row)
+                self._publisher.publish(row)
         (due,) = (num_computed >= self._next_death[rows]).nonzero()
         if len(due):
             self._dead_blocks.bury_rows(rows[due], num_computed[due])
@@ -252,7 +252,7 @@ class KVCacheCoordinator:
         """Release every block of a row, its tail first: a prefix outlives what hangs on it."""
         if self._forks is not None:
             self._forks.rows.discard(row)
-        num_published = self._tree.leave(row) if self._tree is not None else 0
+        num_published = self._publisher.leave(row) if self._publisher is not None else 0
         if self._lone is None:
             self.give_back(row)
         else:
@@ -271,8 +271,8 @@ class KVCacheCoordinator:
                 ids.fill(0)
                 for group in stack.groups:
                     counts[group, row] = 0
-        if self._tree is not None:
-            self._tree.own.clear(row, most)
+        if self._publisher is not None:
+            self._publisher.own.clear(row, most)
         self._computed_of[row] = self._room_of[row] = 0
         self._states[row] = PLAIN
         self._dead_blocks.clear(row)

@@ -12,9 +12,9 @@ from kvframe.cache.forgetting import NEVER, MovingGroups
 from kvframe.cache.free_pages import BlockIds
 from kvframe.cache.group_kinds import GroupKinds
 from kvframe.cache.pool import BlockPool
+from kvframe.cache.publishing import Publisher
 from kvframe.cache.room import Room
 from kvframe.cache.rows import BlockRange, RowNumbers, Rows, RowState
-from kvframe.cache.tree import PrefixTree
 from kvframe.plan import PlannedGroup
 
 
@@ -33,7 +33,7 @@ class DeadBlocks:
         pool: BlockPool,
         tables: BlockTables,
         numbers: RowNumbers,
-        tree: PrefixTree | None,
+        publisher: Publisher | None,
         room: Room,
     ) -> None:
         """Give pages back to a pool; every row is one without a token.
@@ -43,7 +43,7 @@ class DeadBlocks:
             pool: The pages.
             tables: One block table per group.
             numbers: What is counted of each row.
-            tree: Who keeps dead blocks findable; None if nobody does.
+            publisher: Who keeps dead blocks findable; None if nobody does.
             room: Who works out anew up to where there is room, for whom fewer pages change it.
         """
         self._asked, self._sparse, self._is_plain = kinds.asked, kinds.sparse, kinds.is_plain
@@ -55,7 +55,7 @@ class DeadBlocks:
             self._moving.append(MovingGroups(of_stack, len(numbers.states)) if of_stack else None)
         self._pool = pool
         self._tables = tables
-        self._tree = tree
+        self._publisher = publisher
         self._room = room
         self._num_blocks, self._states = numbers.num_blocks, numbers.states
         self._next_death, self._death_of = numbers.next_death, numbers.death_of
@@ -83,9 +83,9 @@ class DeadBlocks:
 
     def bury(self, row: int, num_computed: int) -> None:
         """Release what no token needs after those that are computed. Inputs are computed with the first, and stay."""
-        if self._tree is not None and not self._pool.is_short:
+        if self._publisher is not None and not self._pool.is_short:
             # Else what the row passes is freed with it: there are more useful pages to keep.
-            self._tree.refresh(row)
+            self._publisher.refresh(row)
         state = self._states[row]
         if state.missing:
             state.missing = frozenset()
@@ -167,8 +167,8 @@ class DeadBlocks:
     def _release_range(self, row: int, index: int, start: int, stop: int) -> None:
         """Release blocks ``[start, stop)`` of a row in a group."""
         ids = self._tables[index].ids[row, start:stop]
-        if self._tree is not None:
-            self._tree.pass_range(row, index, start, ids)
+        if self._publisher is not None:
+            self._publisher.pass_range(row, index, start, ids)
         release_resident(self._pool, index, ids)
         ids[...] = 0
 
@@ -183,8 +183,8 @@ class DeadBlocks:
         if not len(ids):
             return
         stack.ids[places, rows, blocks] = 0
-        if self._tree is not None:
-            self._tree.pass_by(s, places, rows, blocks, ids)
+        if self._publisher is not None:
+            self._publisher.pass_by(s, places, rows, blocks, ids)
         self._pool.release(ids, stack.groups[places] if isinstance(places, int) else stack.index[places])
 
 

@@ -95,19 +95,20 @@ class KVCacheManager:
             plan, self.tables, num_computed, next_publication, is_caching=self.prefix_caching, eviction=eviction
         )
         self._pool, self._tree, self._lookup = self._cache.pool, self._cache.tree, self._cache.lookup
+        self._publisher = self._cache.publisher
         self._counts_uses = self._pool.eviction is not LRU
         self._pins = Pins(plan, self._pool)
         self._coordinator = KVCacheCoordinator(
             plan,
             self._pool,
             self.tables,
-            self._tree if self.prefix_caching else None,
+            self._publisher if self.prefix_caching else None,
             num_computed,
             next_publication,
             copier,
         )
         resumer = Resumer(plan, self._coordinator, self._tree, self._cache.inputs)
-        self._restorer = Restorer(plan, self.tables, self._tree, self._cache.inputs, self._coordinator, resumer)
+        self._restorer = Restorer(plan, self.tables, self._publisher, self._cache.inputs, self._coordinator, resumer)
         self._input_groups = tuple(group for group in plan.groups if group.is_of_input)
         self._host = None if host_pages is None else HostStore(plan, host_pages)
         self._swapping = SwappedRequests(self._host, self._coordinator, resumer)
@@ -168,7 +169,7 @@ class KVCacheManager:
         self._coordinator.start(row, hit, of_inputs)
         self._entries[request_id] = entry = Entry(row, token_ids, namespace, hit, self._num_resets)
         if self.prefix_caching:
-            self._tree.follow(row, namespace, token_ids, hit.num_tokens, hit.match)
+            self._publisher.follow(row, namespace, token_ids, hit.num_tokens, hit.match)
             self._fresh[row] = entry
         return hit.num_tokens
 
@@ -273,13 +274,13 @@ class KVCacheManager:
         entry = self._entries[request_id]
         if token_ids is not entry.token_ids:
             entry.token_ids = token_ids
-            self._tree.read_from(entry.row, token_ids)
+            self._publisher.read_from(entry.row, token_ids)
         if entry.row in self._fresh:
             self._first_commit(self._fresh.pop(entry.row))
         self._coordinator.commit(entry.row, num_computed)
         if self._events is not None:
-            self._tree.refresh(entry.row)
-        if self._tree.unreadable:
+            self._publisher.refresh(entry.row)
+        if self._publisher.unreadable:
             self._tell_unreadable([entry.row])
 
     def commit_rows(self, rows: Rows, num_computed: npt.NDArray[np.int64]) -> None:
@@ -299,15 +300,15 @@ class KVCacheManager:
         self._coordinator.commit_rows(rows, num_computed)
         if self._events is not None:
             for row in rows.tolist():
-                self._tree.refresh(row)
-        if self._tree.unreadable:
+                self._publisher.refresh(row)
+        if self._publisher.unreadable:
             self._tell_unreadable(rows.tolist())
 
     def _tell_unreadable(self, rows: Sequence[int]) -> None:
         for row in rows:
-            if row in self._tree.unreadable:
+            if row in self._publisher.unreadable:
                 request_id = next(name for name, entry in self._entries.items() if entry.row == row)
-                raise unreadable_tokens(request_id, self._tree.unreadable.pop(row))
+                raise unreadable_tokens(request_id, self._publisher.unreadable.pop(row))
 
     def _first_commit(self, entry: Entry) -> None:
         """Count a request's lookup, and publish its inputs, as soon as it runs."""
@@ -369,7 +370,7 @@ class KVCacheManager:
             self._fresh[row] = entry
             if entry.num_resets == self._num_resets:
                 # Its next commit offers all its blocks again: what was found by their keys may have been evicted.
-                self._tree.follow(row, entry.namespace, entry.token_ids, 0, NO_MATCH)
+                self._publisher.follow(row, entry.namespace, entry.token_ids, 0, NO_MATCH)
         return True
 
     def free(self, request_id: str) -> None:

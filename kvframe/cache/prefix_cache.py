@@ -16,6 +16,7 @@ from kvframe.cache.inputs import InputIndex, InputSequence, input_blocks, inputs
 from kvframe.cache.lookup import PrefixHit, PrefixLookup, has_sparse
 from kvframe.cache.pool import BlockPool
 from kvframe.cache.pruning import Pruning
+from kvframe.cache.publishing import Publisher
 from kvframe.cache.tree import PrefixTree
 from kvframe.cache.usefulness import Usefulness
 from kvframe.eviction import EvictionPolicy
@@ -60,6 +61,7 @@ class PrefixCache:
     Attributes:
         pool: The pages.
         tree: Where published blocks of tokens are found.
+        publisher: Who puts blocks of tokens there as requests compute them.
         inputs: Where those of inputs are.
         lookup: Finds what all groups have.
     """
@@ -80,7 +82,7 @@ class PrefixCache:
             plan: What was allocated.
             tables: The block tables.
             num_computed: ``[max_num_seqs], int64, host``: the computed tokens of each row, as they are at any time.
-            next_publication: Likewise, the computed tokens from which on the tree has to be told; the tree sets it.
+            next_publication: Likewise, the computed tokens from which on the publisher has to be called; it sets them.
             is_caching: Whether anybody publishes pages.
             eviction: Who says which cached pages are given up first; the longest unused unless given.
 
@@ -89,9 +91,8 @@ class PrefixCache:
         """
         stacks = [stack for stack in tables.stacks if not plan.groups[stack.groups[0]].is_of_input]
         usefulness = Usefulness([group for group in plan.groups if not group.is_of_input], plan.max_model_len)
-        self.tree = PrefixTree(
-            plan.groups, stacks, num_computed, next_publication, usefulness, keeps_ghosts=has_sparse(plan)
-        )
+        self.tree = PrefixTree(plan.groups, stacks, usefulness, keeps_ghosts=has_sparse(plan))
+        self.publisher = Publisher(self.tree, plan.groups, num_computed, next_publication)
         self._pruning = Pruning(self.tree, usefulness)
         self.inputs = InputIndex(plan.groups)
         keeper = _Keepers(plan, self._pruning, self.inputs) if is_caching else None
@@ -118,7 +119,7 @@ class PrefixCache:
     def forget(self) -> None:
         """Give up every cached page, and make held ones unfindable."""
         self.pool.forget()
-        self.tree.forget()
+        self.publisher.forget()
         self._pruning.forget()
         self.inputs.forget()
 

@@ -160,7 +160,8 @@ class Pruning:
 
     def _give_up_useless(self, node: PrefixNode) -> PrefixNode | None:
         """Give up the pages of a node that no hit needs; return a child that has to be looked at before, if one has."""
-        self.tree.update(node)
+        if node.row >= 0:
+            self.tree.catch_up(node)
         self.tree.cut_off(node)
         if self.tree.is_whole_to(node) and self._usefulness.is_end(node.stop):
             self._note(node, self._usefulness.first_end(node.start), self.tree.safe_if_whole(node), is_whole=True)
@@ -189,7 +190,8 @@ class Pruning:
 
     def _give_up_all(self, node: PrefixNode) -> None:
         """Give up the pages of a node that no hit ends in or behind."""
-        self.tree.update(node)
+        if node.row >= 0:
+            self.tree.catch_up(node)
         for group, (s, g) in self.tree.place.items():
             self._drop(node, group, np.flatnonzero(node.pages[s][g]))
         node.first_hit = node.safe = NEVER

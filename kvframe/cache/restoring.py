@@ -9,10 +9,10 @@ from kvframe.cache.block_table import BlockTables
 from kvframe.cache.coordinator import KVCacheCoordinator
 from kvframe.cache.inputs import InputIndex, InputSequence, input_blocks, inputs_root
 from kvframe.cache.prefix import NO_MATCH, as_bytes
+from kvframe.cache.publishing import Publisher
 from kvframe.cache.refusals import check_input_lens
 from kvframe.cache.resuming import Resumer, SwappedBlocks
 from kvframe.cache.rows import RowState
-from kvframe.cache.tree import PrefixTree
 from kvframe.plan import KVCachePlan
 
 
@@ -36,7 +36,7 @@ class Restorer:
         self,
         plan: KVCachePlan,
         tables: BlockTables,
-        tree: PrefixTree,
+        publisher: Publisher,
         inputs: InputIndex,
         coordinator: KVCacheCoordinator,
         resumer: Resumer,
@@ -46,7 +46,7 @@ class Restorer:
         Args:
             plan: What it is for.
             tables: The block tables.
-            tree: Where blocks of tokens are published.
+            publisher: Where blocks of tokens are published.
             inputs: Where those of inputs are.
             coordinator: Whose rows are used for it.
             resumer: Who gives a row its pages.
@@ -54,7 +54,7 @@ class Restorer:
         self._max_input_lens = plan.max_input_lens
         self._input_groups = tuple(group for group in plan.groups if group.is_of_input)
         self._tables = tables
-        self._tree = tree
+        self._publisher = publisher
         self._inputs = inputs
         self._coordinator = coordinator
         self._resumer = resumer
@@ -101,7 +101,7 @@ class Restorer:
             for group, (places, ids) in enumerate(zip(copies, to_fill, strict=True)):
                 wanted = [(copy, page) for copy, page in zip(places, ids, strict=True) if page]
                 fetch(group, [copy for copy, _ in wanted], [page for _, page in wanted])
-            self._tree.follow(row, namespace, token_ids, 0, NO_MATCH)
+            self._publisher.follow(row, namespace, token_ids, 0, NO_MATCH)
             for each in state.inputs:
                 self._inputs.publish(each, self._tables[each.group].ids[row, : each.num_blocks])
             self._coordinator.commit(row, len(token_ids))

@@ -1,0 +1,397 @@
+"""How what running requests compute becomes findable: they grow the prefix tree, or heal what is lost of it.
+
+The node at the end of a running request grows with it and is brought up to date when somebody looks: a step costs
+nothing. What a request passes, a window's blocks say, stays findable while there is room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvframe.cache.forgetting import NEVER
+from kvframe.cache.pool import NOBODY
+from kvframe.cache.prefix import TOKEN_BYTES, Cursor, Match, Namespace, PrefixNode, as_bytes, num_readable
+from kvframe.cache.tree import PrefixTree
+from kvframe.errors import RequestError
+from kvframe.plan import PlannedGroup
+from kvframe.specs import KVCacheSpec
+
+
+class Publisher:
+    """Follows the rows of running requests through a prefix tree.
+
+    Attributes:
+        own: The pages that rows took for themselves.
+        leaf_owner: ``[max_num_seqs], int32, host``: per row, the owner number of the node that grows with it.
+        leaf_start: ``[max_num_seqs], int64, host``: per row, that node's first token.
+        unreadable: Of rows whose tokens could not be read, why not: such a row is followed no more.
+    """
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        groups: Sequence[PlannedGroup],
+        num_computed: npt.NDArray[np.int64],
+        next_publication: npt.NDArray[np.int64],
+    ) -> None:
+        """Follow no row yet.
+
+        Args:
+            tree: The tree.
+            groups: All groups of the plan.
+            num_computed: ``[max_num_seqs], int64, host``: the computed tokens of each row, as they are at any time.
+            next_publication: Likewise, the computed tokens from which on ``publish`` has to be called; set here.
+        """
+        self._tree = tree
+        tree.catch_up = self._update
+        self.own = tree.own
+        self.leaf_owner = np.full(len(num_computed), NOBODY, dtype=np.int32)
+        self.leaf_start = np.zeros(len(num_computed), dtype=np.int64)
+        self.unreadable: dict[int, RequestError] = {}
+        # Single numbers of rows are read and written several times as fast in these.
+        self._computed_of, self._next_publication = num_computed.data, next_publication.data
+        self._num_computed = num_computed
+        self._cursors: list[Cursor | None] = [None] * len(num_computed)
+        self._numbers = np.arange(max((len(needed[0]) for needed in tree.is_needed), default=0), dtype=np.int32)
+        # Where blocks of groups end differently, the end of a request may be of no use.
+        self._ends_alike = len(set(tree.sizes)) <= 1
+        default = KVCacheSpec.stored_blocks
+        self._sparse = frozenset(group.index for group in groups if type(group.spec).stored_blocks is not default)
+        self._passes = not all(tree.own.is_table)
+        # Per row, how many tokens were computed when it last passed a block that was kept, and one that was freed.
+        self._kept_at = np.zeros(len(num_computed), dtype=np.int64)
+        self._freed_at = np.zeros(len(num_computed), dtype=np.int64)
+        # Per row, whether it may have blocks that no hit needs, as what comes before them is not there or not its own.
+        self._has_gaps = np.zeros(len(num_computed), dtype=np.bool_)
+        self._gaps_of = self._has_gaps.data
+
+    # --- taking in ----------------------------------------------------------------------------------------------------
+
+    def follow(self, row: int, namespace: Namespace, tokens: Sequence[int], offset: int, match: Match) -> None:
+        """Let a row publish its blocks from ``offset`` tokens on, which is what it found."""
+        node = None
+        # A hit may lie behind the tokens that are known, where nothing of them is needed: then the way begins anew.
+        for each in match.nodes if offset <= match.length else ():
+            if each.start < offset:
+                node = each
+        self._cursors[row] = Cursor(namespace, node, offset, tokens)
+        self._gaps_of[row] = self._tree.keeps_ghosts or self._computed_of[row] > offset
+        if self._passes:
+            self._kept_at[row] = self._freed_at[row] = 0
+        self._next_publication[row] = offset + self._tree.unit
+
+    def fork(self, row: int, new_row: int, tokens: Sequence[int]) -> None:
+        """Let a row publish what it adds to the blocks that another one has computed."""
+        cursor = self._cursors[row]
+        self._kept_at[new_row] = self._freed_at[new_row] = 0
+        self._has_gaps[new_row] = self._has_gaps[row]
+        if cursor is not None:
+            offset = self._computed_of[row]
+            offset -= offset % self._tree.unit
+            self._cursors[new_row] = Cursor(cursor.namespace, cursor.leaf or cursor.node, offset, tokens)
+            self._next_publication[new_row] = offset + self._tree.unit
+
+    def read_from(self, row: int, tokens: Sequence[int]) -> None:
+        """Read a row's tokens from somewhere else from now on."""
+        cursor = self._cursors[row]
+        if cursor is not None:
+            cursor.tokens = tokens
+
+    def publish(self, row: int) -> None:
+        """Take in the blocks of a row that are full.
+
+        Where another request's tokens are the same, its blocks stay found, and missing ones are taken from this row.
+        """
+        cursor = self._cursors[row]
+        if cursor is None or cursor.leaf is not None:
+            return
+        end = self._computed_of[row]
+        end -= end % self._tree.unit
+        if end > cursor.offset:
+            try:
+                self._take_in(cursor, row, end)
+            except RequestError as error:
+                self._take_in_readable(cursor, row, end, error)
+                return
+        self._next_publication[row] = NEVER if cursor.leaf is not None else end + self._tree.unit
+
+    def _take_in(self, cursor: Cursor, row: int, end: int) -> None:
+        node, offset = self._resume(cursor)
+        if offset < cursor.offset:
+            self._gaps_of[row] = True
+        if offset == node.stop:
+            first = as_bytes(cursor.tokens, offset, offset + self._tree.unit)
+            if first not in node.children:
+                self._grow(cursor, row, node, first)
+                return
+        # What it has of known tokens is found by others' pages, which may be given up.
+        self._gaps_of[row] = True
+        base = min(node.start, offset)
+        data = as_bytes(cursor.tokens, base, end)
+        while True:
+            if offset == node.stop:
+                first = data[TOKEN_BYTES * (offset - base) : TOKEN_BYTES * (offset - base + self._tree.unit)]
+                child = node.children.get(first)
+                if child is None:
+                    self._grow(cursor, row, node, first)
+                    return
+                node = child
+            self._update(node)
+            known = node.start + self._tree.common(node, data, base, end)
+            self._heal(row, node, max(offset, cursor.offset), known)
+            offset = known
+            if offset == end:
+                cursor.node, cursor.offset = node, end
+                return
+            if offset < node.stop:
+                node = self._split(node, offset)
+
+    def _take_in_readable(self, cursor: Cursor, row: int, end: int, error: RequestError) -> None:
+        """Take in what comes before the first token that cannot be read, and follow the row no more."""
+        end = min(end, num_readable(cursor.tokens))
+        end -= end % self._tree.unit
+        if end > cursor.offset:
+            self._take_in(cursor, row, end)
+        if cursor.leaf is not None:
+            # That finds out the same of what comes after it.
+            self._update(cursor.leaf)
+        if self._cursors[row] is cursor:
+            self._stop_following(row, cursor, error)
+
+    def _stop_following(self, row: int, cursor: Cursor, error: RequestError) -> None:
+        """Let nothing more of a row be found: its tokens behind the cursor's offset cannot be read."""
+        self.unreadable[row] = error
+        self._tree.remove_root_if_empty(cursor.namespace)
+        if cursor.leaf is not None:
+            for s, size in enumerate(self._tree.sizes):
+                for group, own in zip(
+                    self._tree.groups[s], self.own.pages[s][:, row, cursor.offset // size :], strict=True
+                ):
+                    pages = own[(self._tree.pool.owners(own) == cursor.leaf.owner) & (own != 0)]
+                    held = pages[~self._tree.pool.drop(group, pages)]
+                    self._tree.pool.publish(NOBODY, held, np.zeros_like(held))
+            cursor.leaf.row = -1
+            self.leaf_owner[row] = NOBODY
+            self._tree.doubt(cursor.leaf)
+        self.own.clear(row, len(self._numbers))
+        self._cursors[row] = None
+        self._next_publication[row] = NEVER
+
+    def _resume(self, cursor: Cursor) -> tuple[PrefixNode, int]:
+        """Return the node that a cursor's offset lies in, or a place from which to look for it."""
+        node = cursor.node
+        while node is not None and node.parent is not None and node.start >= cursor.offset:
+            node = node.parent
+        if node is not None and node.parent is not None and self._tree.is_there(node):
+            self._update(node)
+            if cursor.offset <= node.stop:
+                return node, cursor.offset
+        return self._tree.root(cursor.namespace), 0
+
+    def _grow(self, cursor: Cursor, row: int, parent: PrefixNode, first: bytes) -> None:
+        """Begin a node that grows with a row."""
+        if parent.row >= 0:
+            self._freeze(parent)
+        leaf = self._tree.new_node(parent, parent.stop)
+        leaf.row = row
+        parent.children[first] = leaf
+        if parent.parent is not None:
+            leaf.added()
+        cursor.leaf, cursor.node = leaf, leaf
+        self.leaf_owner[row], self.leaf_start[row] = leaf.owner, leaf.start
+
+    def _split(self, node: PrefixNode, at: int) -> PrefixNode:
+        """Cut a node in two and return the upper part."""
+        upper = self._tree.split(node, at)
+        if node.row >= 0:
+            self.own.give_up(node.row, upper.start, at)
+            self.leaf_start[node.row] = at
+        return upper
+
+    def _heal(self, row: int, node: PrefixNode, start: int, stop: int) -> None:
+        """Take pages of a row for blocks of a node that end in tokens ``(start, stop]`` and have none."""
+        for s, size in enumerate(self._tree.sizes):
+            first, last = start // size, stop // size
+            mine = self.own.pages[s][:, row, first:last]
+            theirs = node.pages[s][:, first - node.start // size : last - node.start // size]
+            groups, blocks = np.nonzero((theirs == 0) & (mine != 0) & self._tree.is_needed[s][:, first:last])
+            if len(groups):
+                free = self._tree.pool.owners(mine[groups, blocks]) == NOBODY
+                groups, blocks = groups[free], blocks[free]
+                theirs[groups, blocks] = pages = mine[groups, blocks]
+                node.num_pages += len(pages)
+                node.changed()
+                self._tree.pool.publish(node.owner, pages, first + blocks)
+            if not self.own.is_table[s]:
+                mine[...] = 0
+        if self._tree.on_stored is not None:
+            self._tree.on_stored(node, start, stop)
+
+    # --- nodes that grow ----------------------------------------------------------------------------------------------
+
+    def pass_by(
+        self,
+        s: int,
+        places: npt.NDArray[np.int64] | int,
+        rows: npt.NDArray[np.int64],
+        blocks: npt.NDArray[np.int64],
+        pages: npt.NDArray[np.int32],
+    ) -> None:
+        """Take note that rows are about to let go of full blocks of a stack; those of growing nodes become theirs.
+
+        Not so where pages are short: only a request that parts from this one in the middle could use what it passed.
+        """
+        leaves = self.leaf_owner[rows]
+        is_unowned = self._tree.pool.owners(pages) == NOBODY
+        is_of_leaf = is_unowned & (leaves != NOBODY) & (blocks >= self.leaf_start[rows] // self._tree.sizes[s])
+        # Of a fork, a leaf may begin before what the row took for itself.
+        is_of_leaf &= self.own.pages[s][places, rows, blocks] == pages
+        is_of_leaf &= self._tree.is_needed[s][places, blocks]
+        if self._tree.pool.is_short:
+            is_of_leaf[...] = False
+        if np.count_nonzero(is_of_leaf) == len(pages):
+            self._tree.pool.publish(leaves, pages, blocks)
+            self._kept(rows, blocks * self._tree.sizes[s], pages)
+            return
+        self._tree.pool.publish(leaves[is_of_leaf], pages[is_of_leaf], blocks[is_of_leaf])
+        is_lost = is_unowned & ~is_of_leaf
+        places = places if isinstance(places, int) else places[is_lost]
+        self.own.pages[s][places, rows[is_lost], blocks[is_lost]] = 0
+        starts = blocks * self._tree.sizes[s]
+        self._freed(rows[is_lost], starts[is_lost])
+        self._kept(rows[~is_lost], starts[~is_lost], pages[~is_lost])
+
+    def pass_range(self, row: int, group: int, start: int, pages: npt.NDArray[np.int32]) -> None:
+        """Take note that a row is about to let go of blocks of a group; those that nobody can find are freed.
+
+        Args:
+            row: The row.
+            group: The group.
+            start: The first block.
+            pages: The pages of the blocks; 0 for none.
+        """
+        is_kept = self.own.keep_published(row, group, start, pages, self._tree.pool)
+        size = self._tree.sizes[self._tree.place[group][0]]
+        if group not in self._sparse:
+            (freed,) = ((pages != 0) & ~is_kept).nonzero()
+            self._freed(np.full(len(freed), row), size * (start + freed))
+        (kept,) = is_kept.nonzero()
+        self._kept(np.full(len(kept), row), size * (start + kept), pages[kept])
+
+    def _kept(self, rows: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], pages: npt.NDArray[np.int32]) -> None:
+        """Take note of blocks that rows let go of and that stay; doubt those that may never have been of use.
+
+        They are of use from the beginning if all that a hit needed together with them was there: what was freed before
+        their first token was computed is needed by none of these hits.
+        """
+        self._kept_at[rows] = self._num_computed[rows]
+        is_doubtful = self._has_gaps[rows] | (starts < self._freed_at[rows])
+        if np.count_nonzero(is_doubtful):
+            for owner in np.unique(self._tree.pool.owners(pages[is_doubtful])).tolist():
+                node = self._tree.node(owner)
+                if node is not None:
+                    self._tree.doubt(node)
+
+    def _freed(self, rows: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> None:
+        """Take note of blocks that rows let go of and that do not stay; doubt what a hit needed together with them."""
+        if len(rows):
+            self._freed_at[rows] = self._num_computed[rows]
+            for row in set(rows[starts < self._kept_at[rows]].tolist()):
+                cursor = self._cursors[row]
+                if cursor is not None and cursor.leaf is not None:
+                    self._tree.doubt(cursor.leaf)
+
+    def refresh(self, row: int) -> None:
+        """Bring the node that grows with a row up to date, so that the pages of its full blocks are owned."""
+        cursor = self._cursors[row]
+        if cursor is not None and cursor.leaf is not None:
+            self._update(cursor.leaf)
+
+    def leave(self, row: int) -> int:
+        """Let a row's node be as its last commit left it; the row is not followed any more.
+
+        Returns:
+            The first tokens of which it published all blocks by itself; 0 where that would have to be found out.
+        """
+        cursor, num_published = self._cursors[row], 0
+        if cursor is not None and cursor.leaf is not None:
+            leaf = cursor.leaf
+            self._update(leaf)
+            leaf.row = -1
+            self.leaf_owner[row] = NOBODY
+            num_published = leaf.stop if not leaf.start else 0
+        if self.unreadable:
+            self.unreadable.pop(row, None)
+        node = None if cursor is None else cursor.node
+        if node is not None and (self._gaps_of[row] or not self._ends_alike) and self._tree.is_there(node):
+            self._tree.doubt(node)
+        self._cursors[row] = None
+        self._next_publication[row] = NEVER
+        return num_published
+
+    def _update(self, node: PrefixNode) -> None:
+        """Bring a node that grows with a row up to date."""
+        row = node.row
+        if row < 0:
+            return
+        end = self._computed_of[row]
+        end -= end % self._tree.unit
+        if end == node.stop:
+            return
+        cursor, error = self._cursors[row], None
+        assert cursor is not None
+        try:
+            added = as_bytes(cursor.tokens, node.stop, end)
+        except RequestError as caught:
+            error, end = caught, min(end, num_readable(cursor.tokens))
+            end = max(node.stop, end - end % self._tree.unit)
+            added = as_bytes(cursor.tokens, node.stop, end)
+        node.tokens = node.tokens[: TOKEN_BYTES * (node.stop - node.start)] + added if node.stop > node.start else added
+        for s, size in enumerate(self._tree.sizes):
+            first, last = node.stop // size, end // size
+            new = self.own.pages[s][:, row, first:last].copy()
+            if not self.own.is_table[s]:
+                new *= self._tree.is_needed[s][:, first:last]
+            node.pages[s] = np.concatenate([node.pages[s], new], axis=1) if node.pages[s].shape[1] else new
+            num_new = new.size if self.own.is_table[s] else int(np.count_nonzero(new))
+            node.num_pages += num_new
+            if num_new == last - first and len(new) == 1:
+                self._tree.pool.publish(node.owner, new[0], self._numbers[first:last])
+            else:
+                groups, places = np.nonzero(new)
+                self._tree.pool.publish(node.owner, new[groups, places], first + places)
+        start, node.stop = node.stop, end
+        cursor.offset = end
+        if node.first_hit or node.safe > node.start:
+            node.changed()
+        if self._tree.on_stored is not None:
+            self._tree.on_stored(node, start, end)
+        if error is not None:
+            self._stop_following(row, cursor, error)
+
+    def _freeze(self, node: PrefixNode) -> None:
+        """Let a node grow no more though its request runs on: something else comes after its tokens."""
+        self._update(node)
+        if node.row < 0:
+            # Its row is followed no more.
+            return
+        cursor = self._cursors[node.row]
+        assert cursor is not None
+        cursor.leaf, cursor.node, cursor.offset = None, node, node.stop
+        self._next_publication[node.row] = node.stop + self._tree.unit
+        self.own.give_up(node.row, node.start, node.stop)
+        self.leaf_owner[node.row] = NOBODY
+        node.row = -1
+
+    def forget(self) -> None:
+        """Forget every prefix; requests that run publish nothing any more. Whoever has the pool gives up the pages."""
+        for row, cursor in enumerate(self._cursors):
+            if cursor is not None:
+                self._cursors[row] = None
+                self._next_publication[row] = NEVER
+        self.own.forget()
+        self.leaf_owner[...] = NOBODY
+        self._tree.forget()
