@@ -123,7 +123,12 @@ class CacheModel:
         alone = {g.index: max(n for n in range(known + 1) if self.holds(life, g, n)) for g in self.of_tokens}
         life.lookups = [[0, 0, 0, 0] for _ in self.plan.groups]
         for group in self.of_tokens:
-            limits = any(not self.holds(life, group, n) for n in alone.values() if n > hit)
+            # Where no hit can end, that is for those whose blocks end elsewhere.
+            limits = any(
+                n % group.block_size > 0 if n % self.alignment else not self.holds(life, group, n)
+                for n in alone.values()
+                if n > hit
+            )
             life.lookups[group.index] = [len(life.tokens), alone[group.index], hit, int(limits)]
             blocks[group.index] = self.live_pages(life, group, hit)
             life.offered[group.index] = hit // group.block_size

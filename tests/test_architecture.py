@@ -98,6 +98,7 @@ USE_NUMPY = (
     "kvframe.cache.prefix",
     "kvframe.cache.own_pages",
     "kvframe.cache.tree",
+    "kvframe.cache.doubts",
     "kvframe.cache.publishing",
     "kvframe.cache.inputs",
     "kvframe.cache.keys",

@@ -191,3 +191,12 @@ def test_where_very_many_prefixes_go_on_the_next_evictions_look_at_the_others(nu
     assert before[2] - 3 * num_continuations >= manager._pool.num_cached[2] >= before[2] - 5 * num_continuations
     assert (num_calls > 1) == (num_continuations > 2 * MOST_AT_ONCE)
     manager.audit()
+
+
+def test_blocks_that_end_together_nowhere_take_no_memory_for_what_no_hit_needs() -> None:
+    # Without a prefix cache, a state's block may be as long as any request, and blocks of others of any size.
+    manager = make_manager(masked(5, window=8), state(2**30), masked(3, window=8))
+    serve(manager, list(range(40)))
+    assert 0 == manager.find([*range(40), 1])
+    assert [0, 0, 0] == manager._pool.num_cached
+    manager.audit()

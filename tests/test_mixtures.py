@@ -161,7 +161,9 @@ def test_a_hit_ends_where_every_kind_of_layer_can_go_on(models: Any, references:
         assert hits == after.cached_prompt_tokens - before.cached_prompt_tokens
         for new, old in zip(after.lookups, before.lookups, strict=True):
             assert hits == new.hit_tokens - old.hit_tokens
-            assert (hits == new.found_tokens - old.found_tokens) == (new.kind == "mamba")
+            # Of windows and chunks, what could only be continued from where there is no state is not kept.
+            goes_on = new.kind in ("full_attention", "mla")
+            assert (hits < new.found_tokens - old.found_tokens) == goes_on, new.kind
         assert "mamba" == max(after.lookups, key=lambda lookups: lookups.times_limiting).kind
 
 

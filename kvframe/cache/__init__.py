@@ -6,8 +6,8 @@ Its files, in the order of the flow; each uses only those before it.
 - Where a request's blocks lie: ``block_table``.
 - Pages: those that are free (``free_pages``, ``equal_pages``, ``slabs``), those that are given up first (``eviction``,
   ``due``), and all of them (``pool``).
-- What is found: ``prefix``, ``own_pages``, ``tree``, ``publishing``, ``pruning`` for tokens, ``inputs`` for what comes
-  beside them; ``stats``, ``lookup``, ``pins``.
+- What is found: ``prefix``, ``own_pages``, ``tree``, ``doubts``, ``publishing``, ``pruning`` for tokens, ``inputs`` for
+  what comes beside them; ``stats``, ``lookup``, ``pins``.
 - Who is told outside: ``keys``, ``events``.
 - What must be true of all this: ``audit``; all this together: ``prefix_cache``.
 - Requests that run, as rows: ``rows``, ``group_kinds``, ``refusals``; where they share pages that are not full,

@@ -16,7 +16,7 @@ from kvframe.cache.prefix import NO_MATCH, Match, Namespace
 from kvframe.cache.reach import longest_alone, longest_of_all
 from kvframe.cache.stats import GroupLookups
 from kvframe.cache.tree import PrefixTree
-from kvframe.plan import KVCachePlan
+from kvframe.plan import KVCachePlan, PlannedGroup
 from kvframe.specs import KVCacheSpec
 
 Pages = npt.NDArray[np.int32]
@@ -116,11 +116,18 @@ class PrefixLookup:
         hit = most if is_equal else longest_of_all(held, most)
         longer = [other for other in set(alone) if other > hit]
         for (group, row), longest in zip(held, alone, strict=True):
-            limits = any(longest_alone(group, row, other) < other for other in longer)
+            limits = any(self._lacks(group, row, other) for other in longer)
             lookups[group.index].add(GroupLookups("", num_tokens, longest, hit, int(limits)))
         known = match.length - match.length % self._alignment
         branch = known if self._has_sparse and known > hit else 0
         return PrefixHit(hit, pages, of_inputs, branch, num_tokens, lookups, match)
+
+    def _lacks(self, group: PlannedGroup, pages: Pages, num_tokens: int) -> bool:
+        """Return whether it is for a group that no hit has so many tokens."""
+        if num_tokens % self._alignment:
+            # Nobody keeps what is needed there only, as the blocks of some end elsewhere.
+            return num_tokens % group.block_size > 0
+        return longest_alone(group, pages, num_tokens) < num_tokens
 
     def count(self, hit: PrefixHit, totals: Sequence[GroupLookups]) -> None:
         """Add what a lookup found to the totals of each group."""

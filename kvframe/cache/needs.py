@@ -109,25 +109,26 @@ class EverlastingNeeds:
 class MovingNeeds:
     """A hit needs the sinks, and what moves along with it: worked out once for all blocks and hits."""
 
-    def __init__(self, forgetting: Forgetting, step: int, num_hits: int) -> None:
+    def __init__(self, forgetting: Forgetting, step: int, max_tokens: int) -> None:
         """Work out what is needed.
 
         Args:
             forgetting: When blocks die.
             step: Tokens per step.
-            num_hits: The most hits.
+            max_tokens: The tokens of the longest hit there could be.
         """
         self.size = forgetting.block_size
         self._step = step
+        num_hits = max_tokens // step
         tokens = step * np.arange(num_hits + 1)
         self._stops = tokens // self.size
         self._starts = np.minimum(forgetting.dead_at(tokens), self._stops)
         self._num_sinks = forgetting.first
-        blocks = np.arange(int(self._stops[-1]))
+        blocks = np.arange(-(-max_tokens // self.size))
         deaths = forgetting.deaths(blocks)
         self._ends = np.where(deaths == NEVER, NEVER, deaths + -deaths % step)
         self._first_hits = -(-((blocks + 1) * self.size) // step)
-        self._last_hits = np.where(deaths == NEVER, num_hits, (deaths - 1) // step)
+        self._last_hits = np.where(deaths == NEVER, num_hits, np.minimum((deaths - 1) // step, num_hits))
 
     def needed(self, num_blocks: int) -> Flags:
         """Return those that live until a hit ends."""
@@ -177,17 +178,17 @@ class MovingNeeds:
 class AskedNeeds:
     """What hits need is asked of the type, hit by hit, and remembered."""
 
-    def __init__(self, spec: KVCacheSpec, step: int, num_hits: int) -> None:
+    def __init__(self, spec: KVCacheSpec, step: int, max_tokens: int) -> None:
         """Ask nothing yet.
 
         Args:
             spec: The type.
             step: Tokens per step.
-            num_hits: The most hits.
+            max_tokens: The tokens of the longest hit there could be.
         """
         self.size = spec.block_size
         self._step = step
-        self._num_hits = num_hits
+        self._num_hits = max_tokens // step
         self._live_blocks = spec.live_blocks
         self._known: dict[int, Sequence[tuple[int, int]]] = {}
 
@@ -198,7 +199,7 @@ class AskedNeeds:
         return found
 
     def _needs(self, block: int, number: int) -> bool:
-        return any(start <= block < stop for start, stop in self._live(number))
+        return number <= self._num_hits and any(start <= block < stop for start, stop in self._live(number))
 
     def needed(self, num_blocks: int) -> Flags:
         """Return those that the first hit that has them needs: by the law of forgetting no other does else."""
@@ -244,17 +245,17 @@ class AskedNeeds:
         return flags
 
 
-def needs_of(spec: KVCacheSpec, step: int, num_hits: int) -> Needs:
+def needs_of(spec: KVCacheSpec, step: int, max_tokens: int) -> Needs:
     """Return what hits need of a type.
 
     Args:
         spec: The type.
         step: Tokens per step, a multiple of its block size.
-        num_hits: The most hits.
+        max_tokens: The tokens of the longest hit there could be.
     """
     forgetting = forgetting_of(spec)
     if forgetting is None:
-        return AskedNeeds(spec, step, num_hits)
+        return AskedNeeds(spec, step, max_tokens)
     if not forgetting.window and not forgetting.chunk:
         return EverlastingNeeds(spec.block_size, step)
-    return MovingNeeds(forgetting, step, num_hits)
+    return MovingNeeds(forgetting, step, max_tokens)

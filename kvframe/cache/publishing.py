@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.cache.doubts import Doubts
 from kvframe.cache.forgetting import NEVER
 from kvframe.cache.pool import NOBODY
 from kvframe.cache.prefix import TOKEN_BYTES, Cursor, Match, Namespace, PrefixNode, as_bytes, num_readable
 from kvframe.cache.tree import PrefixTree
 from kvframe.errors import RequestError
 from kvframe.plan import PlannedGroup
-from kvframe.specs import KVCacheSpec
 
 
 class Publisher:
@@ -56,22 +56,8 @@ class Publisher:
         self._num_computed = num_computed
         self._cursors: list[Cursor | None] = [None] * len(num_computed)
         self._numbers = np.arange(max((len(needed[0]) for needed in tree.is_needed), default=0), dtype=np.int32)
-        # Where blocks of groups end differently, the end of a request may be of no use.
-        self._ends_alike = len(set(tree.sizes)) <= 1
-        default = KVCacheSpec.stored_blocks
-        self._sparse = frozenset(group.index for group in groups if type(group.spec).stored_blocks is not default)
-        self._passes = not all(tree.own.is_table)
         self._is_all_needed = [bool(needed.all()) for needed in tree.is_needed]
-        # Per row, whether it may have blocks that no hit needs, as what comes before them is not there or not its own.
-        self._has_gaps = np.zeros(len(num_computed), dtype=np.bool_)
-        # Per row, how many tokens were computed when it last passed a block that was freed, and before that, at the
-        # most, one that was kept; and whether it kept one since.
-        self._freed_at = np.zeros(len(num_computed), dtype=np.int64)
-        self._kept_at = np.zeros(len(num_computed), dtype=np.int64)
-        self._keeps = np.zeros(len(num_computed), dtype=np.bool_)
-        # Per row, whether one of the first two is so: usually of none.
-        self._is_wary = np.zeros(len(num_computed), dtype=np.bool_)
-        self._gaps_of, self._keeps_of, self._wary_of = self._has_gaps.data, self._keeps.data, self._is_wary.data
+        self._doubts = Doubts(tree, groups, num_computed)
 
     # --- taking in ----------------------------------------------------------------------------------------------------
 
@@ -83,16 +69,13 @@ class Publisher:
             if each.start < offset:
                 node = each
         self._cursors[row] = Cursor(namespace, node, offset, tokens)
-        self._gaps_of[row] = self._wary_of[row] = self._tree.keeps_ghosts or self._computed_of[row] > offset
-        if self._passes:
-            self._kept_at[row] = self._freed_at[row] = self._keeps_of[row] = 0
+        self._doubts.begin(row, has_gaps=self._computed_of[row] > offset)
         self._next_publication[row] = offset + self._tree.unit
 
     def fork(self, row: int, new_row: int, tokens: Sequence[int]) -> None:
         """Let a row publish what it adds to the blocks that another one has computed."""
         cursor = self._cursors[row]
-        for each in (self._has_gaps, self._freed_at, self._kept_at, self._keeps, self._is_wary):
-            each[new_row] = each[row]
+        self._doubts.fork(row, new_row)
         if cursor is not None:
             offset = self._computed_of[row]
             offset -= offset % self._tree.unit
@@ -126,14 +109,14 @@ class Publisher:
     def _take_in(self, cursor: Cursor, row: int, end: int) -> None:
         node, offset = self._resume(cursor)
         if offset < cursor.offset:
-            self._gaps_of[row] = self._wary_of[row] = True
+            self._doubts.find_gaps(row)
         if offset == node.stop:
             first = as_bytes(cursor.tokens, offset, offset + self._tree.unit)
             if first not in node.children:
                 self._grow(cursor, row, node, first)
                 return
         # What it has of known tokens is found by others' pages, which may be given up.
-        self._gaps_of[row] = self._wary_of[row] = True
+        self._doubts.find_gaps(row)
         base = min(node.start, offset)
         data = as_bytes(cursor.tokens, base, end)
         while True:
@@ -260,14 +243,17 @@ class Publisher:
             is_of_leaf[...] = False
         if np.count_nonzero(is_of_leaf) == len(pages):
             self._tree.pool.publish(leaves, pages, blocks)
-            self._kept(rows, blocks, s, pages)
+            self._doubts.keep(rows, blocks, s, pages)
             return
         self._tree.pool.publish(leaves[is_of_leaf], pages[is_of_leaf], blocks[is_of_leaf])
         is_lost = is_unowned & ~is_of_leaf
         places = places if isinstance(places, int) else places[is_lost]
         self.own.pages[s][places, rows[is_lost], blocks[is_lost]] = 0
-        self._freed(rows[is_lost], blocks[is_lost], s)
-        self._kept(rows[~is_lost], blocks[~is_lost], s, pages[~is_lost])
+        num_lost = np.count_nonzero(is_lost)
+        if num_lost:
+            self._doubts.free(rows[is_lost], blocks[is_lost], s, leaves[is_lost])
+        if num_lost < len(rows):
+            self._doubts.keep(rows[~is_lost], blocks[~is_lost], s, pages[~is_lost])
 
     def pass_range(self, row: int, group: int, start: int, pages: npt.NDArray[np.int32]) -> None:
         """Take note that a row is about to let go of blocks of a group; those that nobody can find are freed.
@@ -279,46 +265,14 @@ class Publisher:
             pages: The pages of the blocks; 0 for none.
         """
         is_kept = self.own.keep_published(row, group, start, pages, self._tree.pool)
-        num_kept, s = int(np.count_nonzero(is_kept)), self._tree.place[group][0]
-        if group not in self._sparse and num_kept < np.count_nonzero(pages):
+        (kept,) = is_kept.nonzero()
+        s, _ = self._tree.place[group]
+        if len(kept) < np.count_nonzero(pages) and self._doubts.minds(group):
             (freed,) = ((pages != 0) & ~is_kept).nonzero()
-            self._freed(np.full(len(freed), row), start + freed, s)
-        if num_kept:
-            self._keeps_of[row] = True
-            if self._wary_of[row]:
-                (kept,) = is_kept.nonzero()
-                self._kept(np.full(num_kept, row), start + kept, s, pages[kept])
-
-    def _kept(
-        self, rows: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64], s: int, pages: npt.NDArray[np.int32]
-    ) -> None:
-        """Take note of blocks that rows let go of and that stay; doubt those that may never have been of use.
-
-        They are of use from the beginning if all that a hit needed together with them was there: what was freed before
-        their first token was computed is needed by none of these hits.
-        """
-        self._keeps[rows] = True
-        if not np.count_nonzero(self._is_wary):
-            return
-        is_doubtful = self._has_gaps[rows] | (blocks * self._tree.sizes[s] < self._freed_at[rows])
-        for owner in np.unique(self._tree.pool.owners(pages[is_doubtful])).tolist():
-            node = self._tree.node(owner)
-            if node is not None:
-                self._tree.doubt(node)
-
-    def _freed(self, rows: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64], s: int) -> None:
-        """Take note of blocks that rows let go of and that do not stay; doubt what a hit needed together with them."""
-        if not len(rows):
-            return
-        num_computed, keeps = self._num_computed[rows], self._keeps[rows]
-        self._freed_at[rows], self._is_wary[rows] = num_computed, True
-        if np.count_nonzero(keeps):
-            self._kept_at[rows[keeps]] = num_computed[keeps]
-            self._keeps[rows] = False
-        for row in set(rows[blocks * self._tree.sizes[s] < self._kept_at[rows]].tolist()):
-            cursor = self._cursors[row]
-            if cursor is not None and cursor.leaf is not None:
-                self._tree.doubt(cursor.leaf)
+            rows = np.full(len(freed), row)
+            self._doubts.free(rows, start + freed, s, self.leaf_owner[rows])
+        if len(kept):
+            self._doubts.keep_of(row, start + kept, s, pages[kept])
 
     def refresh(self, row: int) -> None:
         """Bring the node that grows with a row up to date, so that the pages of its full blocks are owned."""
@@ -341,18 +295,11 @@ class Publisher:
             num_published = leaf.stop if not leaf.start else 0
         if self.unreadable:
             self.unreadable.pop(row, None)
-        node = None if cursor is None else cursor.node
-        if node is not None and self._ends_in_doubt(row) and self._tree.is_there(node):
-            self._tree.doubt(node)
+        if cursor is not None:
+            self._doubts.end(row, cursor.node)
         self._cursors[row] = None
         self._next_publication[row] = NEVER
         return num_published
-
-    def _ends_in_doubt(self, row: int) -> bool:
-        """Return whether a row's last blocks may be of no use: if no hit ends behind all that it freed, or none can."""
-        if self._gaps_of[row] or not self._ends_alike:
-            return True
-        return self._passes and self._freed_at[row] > self._computed_of[row] // self._tree.unit * self._tree.unit
 
     def _update(self, node: PrefixNode) -> None:
         """Bring a node that grows with a row up to date."""

@@ -52,9 +52,10 @@ class Usefulness:
         chunks = [each.chunk for each in forgetting if each is not None and each.chunk]
         self._step = math.lcm(*(group.block_size for group in groups))
         # Where no type always needs the last token, a hit may lie behind the tokens that are known.
-        self._beyond = 0 if needs_last else math.lcm(self._step, *chunks)
-        self._num_hits = (max_tokens + self._beyond) // self._step + 1
-        self.groups = {group.index: needs_of(group.spec, self._step, self._num_hits) for group in groups}
+        self._beyond = 0 if needs_last else min(math.lcm(self._step, *chunks), max_tokens)
+        longest = max_tokens + self._beyond
+        self._num_hits = longest // self._step
+        self.groups = {group.index: needs_of(group.spec, self._step, longest) for group in groups}
         # Those last that are asked hit by hit.
         self._in_order = sorted(self.groups.items(), key=lambda item: isinstance(item[1], AskedNeeds))
 
