@@ -200,3 +200,22 @@ def test_blocks_that_end_together_nowhere_take_no_memory_for_what_no_hit_needs()
     assert 0 == manager.find([*range(40), 1])
     assert [0, 0, 0] == manager._pool.num_cached
     manager.audit()
+
+
+def test_what_is_computed_again_before_somebody_looked_at_all_prefixes_ends_the_search() -> None:
+    manager = make_manager(full(), masked(window=17), masked(window=5), num_slabs=8000)
+    shared = list(range(40))
+    for each in range(4 * MOST_AT_ONCE):
+        serve(manager, [*shared, *range(100 + 20 * each, 120 + 20 * each)])
+    lost = pages_of(manager, shared)[1][-1]
+    evict(manager, 1, lost)
+    assert manager._tree.doubtful
+    # Somebody brings back what was lost: the prefixes that are left to be looked at have everything again.
+    compute(manager, "a", [*shared, 1])
+    manager.free("a")
+    assert 40 == manager.find([*shared, 2])
+    while manager._tree.doubtful:
+        manager._pool.give_up_useless()
+    last = 100 + 20 * (4 * MOST_AT_ONCE - 1)
+    assert 60 == manager.find([*shared, *range(last, last + 20), 1])
+    manager.audit()

@@ -86,7 +86,7 @@ class PrefixNode:
 
     def changed(self) -> None:
         """Take note that it has more pages than when somebody looked at it."""
-        self.is_whole = False
+        self.is_whole, self.seen = False, 0
         if self.safe > self.start:
             self.safe = self.start
             self._be_unseen()

@@ -117,6 +117,9 @@ class Pruning:
         children = node.children.values()
         if concerned == NEVER:
             return list(children)
+        if self.tree.is_whole_to(node):
+            # What was lost is there again.
+            return []
         if node.safe_behind < concerned:
             found = [child for child in children if child.safe < concerned]
             node.safe_behind = min((child.safe for child in children if child.safe >= concerned), default=NEVER)
@@ -126,7 +129,7 @@ class Pruning:
             if child.safe == child.start:
                 child.safe = self.tree.safe_if_whole(child)
                 node.safe_behind = min(node.safe_behind, child.safe) if child.safe >= concerned else node.safe_behind
-        found = [child for child in found if child.safe < concerned]
+        found = [child for child in found if child.safe < concerned and child.seen < self._num_losses]
         node.unseen = found[max(0, self._num_left) :]
         if node.unseen:
             node.safe_behind = min(node.safe_behind, *(child.safe for child in node.unseen))
@@ -174,7 +177,6 @@ class Pruning:
             if isinstance(next_hit, PrefixNode):
                 return next_hit
             uses = self._usefulness.uses(pages, node.start, node.stop, next_hit)
-        self._num_left -= 1
         for group, useless in uses.useless.items():
             self._drop(node, group, np.flatnonzero(useless))
         self.tree.cut_off(node)
@@ -183,7 +185,8 @@ class Pruning:
         return None
 
     def _note(self, node: PrefixNode, first_hit: int, safe: int, *, is_whole: bool) -> None:
-        """Note what was found out of a node."""
+        """Note what was found out of a node, which is one less to look at."""
+        self._num_left -= 1
         node.first_hit, node.safe, node.is_whole, node.seen = first_hit, safe, is_whole, self._num_losses
         if node.parent is not None:
             node.parent.safe_behind = min(node.parent.safe_behind, safe)
