@@ -93,17 +93,16 @@ class KVCacheCoordinator:
             missing = frozenset(each.sequence for each in inputs if each.sequence not in hit.inputs)
             self.begin(row, hit.num_tokens, RowState(inputs, missing, hit.branch))
         for group in self._kinds.of_tokens if hit.num_tokens else ():
-            index, pages = group.index, hit.pages.get(group.index)
+            index = group.index
             self._blocks_of[index, row] = hit.num_tokens // group.block_size
-            if pages is not None:
-                table = self._tables[index].ids[row]
-                for start, stop in group.spec.live_blocks(hit.num_tokens):
-                    table[start:stop] = pages[start:stop]
-                    self._pool.hold(index, pages[start:stop])
+            table, pages = self._tables[index].ids[row], hit.pages(index)
+            for start, stop in group.spec.live_blocks(hit.num_tokens):
+                table[start:stop] = pages[start:stop]
+                self._pool.hold(index, pages[start:stop])
         for each in inputs:
-            pages = hit.inputs.get(each.sequence, {}).get(each.group)
-            if pages is not None:
-                self.hold(row, each.group, pages)
+            of_input = hit.inputs.get(each.sequence, {}).get(each.group)
+            if of_input is not None:
+                self.hold(row, each.group, of_input)
         if self._is_plain:
             self._room_of[row] = hit.num_tokens
         else:

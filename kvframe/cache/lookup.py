@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -31,22 +32,36 @@ class PrefixHit:
 
     Attributes:
         num_tokens: Tokens that need not be computed.
-        pages: Per group of tokens, the pages of a prefix at least as long, 0 for none; what is live of it is there.
+        stacks: Per table stack ``[num_groups, num_blocks], int32``: the pages of a prefix at least as long, 0 for none;
+            what is live of it is there.
+        place: For each group of tokens, its table stack, and which of the stack's it is.
         inputs: For each input that is cached as a whole, the pages of all its blocks, per group.
         branch: The longest prefix that an earlier request had too, where a type that stores few blocks may have kept
             nothing of it, so that it has to be computed again; 0 if the hit is as long.
         asked_tokens: Tokens of the request; 0 where nothing was looked for.
-        lookups: Per group, what this lookup found; empty where nothing of its tokens is known, and it has no inputs.
         match: How far the tokens are known.
+        found: Per group of tokens, stack by stack, the tokens that it alone could have continued from; empty where
+            nothing is known.
+        limiting: The groups that had less than others.
+        of_inputs: What was found of each input in each of its groups.
     """
 
     num_tokens: int = 0
-    pages: Mapping[int, Pages] = _NONE
+    stacks: Sequence[Pages] = ()
+    place: Mapping[int, tuple[int, int]] = _NONE
     inputs: Mapping[str, Mapping[int, Pages]] = _NONE
     branch: int = 0
     asked_tokens: int = 0
-    lookups: tuple[GroupLookups, ...] = ()
     match: Match = NO_MATCH
+    found: Sequence[int] = ()
+    limiting: Sequence[int] = ()
+    of_inputs: Sequence[tuple[int, GroupLookups]] = ()
+
+    def pages(self, group: int) -> Pages:
+        """Return ``[num_blocks], int32``: the pages of a group of tokens, 0 for none."""
+        stack, place = self.place[group]
+        pages: Pages = self.stacks[stack][place]
+        return pages
 
     def found_pages(self, plan: KVCachePlan) -> Iterator[Pages]:
         """Go through the pages that a request holds that begins with this hit.
@@ -54,8 +69,9 @@ class PrefixHit:
         Args:
             plan: The groups.
         """
-        for index, pages in self.pages.items():
-            for start, stop in plan.groups[index].spec.live_blocks(self.num_tokens) if self.num_tokens else ():
+        for index in self.place if self.num_tokens else ():
+            pages = self.pages(index)
+            for start, stop in plan.groups[index].spec.live_blocks(self.num_tokens):
                 yield pages[start:stop]
         for of_input in self.inputs.values():
             yield from of_input.values()
@@ -74,12 +90,14 @@ class PrefixLookup:
         """
         self._tree = tree
         self._inputs = inputs
-        self._groups = tuple(group for group in plan.groups if not group.is_of_input)
+        self._stacks = [[plan.groups[group] for group in groups] for groups in tree.groups]
+        self._groups = [group for groups in tree.groups for group in groups]
+        self._nothing = [0] * len(self._groups)
         self._alignment = plan.alignment
         self._has_sparse = has_sparse(plan)
         self._kinds = tuple(group.spec.kind for group in plan.groups)
         # Where some type always needs the last token, nothing behind the tokens that are known can be a hit.
-        forgetting = [forgetting_of(group.spec) for group in self._groups]
+        forgetting = [forgetting_of(plan.groups[group].spec) for group in self._groups]
         needs_last = [each is not None and not each.chunk and each.window != 1 for each in forgetting]
         self._ends_with_match = any(needs_last)
         self._ends_with_pages = self._ends_with_match and not all(needs_last)
@@ -102,25 +120,43 @@ class PrefixLookup:
         most = match.length if self._ends_with_match else num_tokens - 1
         if not most and not inputs:
             return PrefixHit(asked_tokens=num_tokens)
-        lookups = tuple(map(GroupLookups, self._kinds))
-        of_inputs = self._find_inputs(inputs, lookups) if inputs else _NONE
         of_stack = self._tree.pages(match, most)
         if self._ends_with_pages:
             most = max(_last_page(pages) * size for pages, size in zip(of_stack, self._tree.sizes, strict=True))
-        place = self._tree.place
-        pages = {group.index: of_stack[place[group.index][0]][place[group.index][1]] for group in self._groups}
-        alone = [longest_alone(group, pages[group.index], most) for group in self._groups]
-        held = [(group, pages[group.index]) for group in self._groups]
-        most = min(alone, default=0)
-        is_equal = most == max(alone, default=0) and not most % self._alignment
-        hit = most if is_equal else longest_of_all(held, most)
-        longer = [other for other in set(alone) if other > hit]
-        for (group, row), longest in zip(held, alone, strict=True):
-            limits = any(self._lacks(group, row, other) for other in longer)
-            lookups[group.index].add(GroupLookups("", num_tokens, longest, hit, int(limits)))
+        found: list[int] = []
+        for groups, pages in zip(self._stacks, of_stack, strict=True):
+            if np.count_nonzero(pages) == pages.size:
+                found += [pages.shape[1] * groups[0].block_size] * len(groups)
+            else:
+                found += [longest_alone(group, row, most) for group, row in zip(groups, pages, strict=True)]
+        longest, most = (max(found), min(found)) if found else (0, 0)
+        is_equal = most == longest and not most % self._alignment
+        hit = most if is_equal else longest_of_all(self._held(of_stack), most)
         known = match.length - match.length % self._alignment
-        branch = known if self._has_sparse and known > hit else 0
-        return PrefixHit(hit, pages, of_inputs, branch, num_tokens, lookups, match)
+        whole_inputs, of_inputs = self._find_inputs(inputs) if inputs else (_NONE, ())
+        return PrefixHit(
+            num_tokens=hit,
+            stacks=of_stack,
+            place=self._tree.place,
+            inputs=whole_inputs,
+            branch=known if self._has_sparse and known > hit else 0,
+            asked_tokens=num_tokens,
+            match=match,
+            found=found,
+            limiting=self._limiting(of_stack, found, hit) if longest > hit else (),
+            of_inputs=of_inputs,
+        )
+
+    def _held(self, of_stack: Sequence[Pages]) -> list[tuple[PlannedGroup, Pages]]:
+        """Return the groups of tokens, stack by stack, each with its pages."""
+        groups = chain.from_iterable(self._stacks)
+        return list(zip(groups, chain.from_iterable(of_stack), strict=True))
+
+    def _limiting(self, of_stack: Sequence[Pages], found: Sequence[int], hit: int) -> list[int]:
+        """Return the groups for which it is that no hit has as many tokens as another group has."""
+        longer = [other for other in set(found) if other > hit]
+        held = self._held(of_stack)
+        return [group.index for group, row in held if any(self._lacks(group, row, other) for other in longer)]
 
     def _lacks(self, group: PlannedGroup, pages: Pages, num_tokens: int) -> bool:
         """Return whether it is for a group that no hit has so many tokens."""
@@ -131,30 +167,35 @@ class PrefixLookup:
 
     def count(self, hit: PrefixHit, totals: Sequence[GroupLookups]) -> None:
         """Add what a lookup found to the totals of each group."""
-        if hit.lookups:
-            for total, lookups in zip(totals, hit.lookups, strict=True):
-                total.add(lookups)
-            return
-        for group in self._groups:
-            totals[group.index].asked_tokens += hit.asked_tokens
+        for group, num_tokens in zip(self._groups, hit.found or self._nothing, strict=True):
+            total = totals[group]
+            total.asked_tokens += hit.asked_tokens
+            total.found_tokens += num_tokens
+            total.hit_tokens += hit.num_tokens
+        for group in hit.limiting:
+            totals[group].times_limiting += 1
+        for group, lookups in hit.of_inputs:
+            totals[group].add(lookups)
 
     def _find_inputs(
-        self, inputs: Sequence[InputBlocks], lookups: Sequence[GroupLookups]
-    ) -> dict[str, dict[int, Pages]]:
-        """Return the pages of the inputs that are cached as a whole."""
+        self, inputs: Sequence[InputBlocks]
+    ) -> tuple[dict[str, dict[int, Pages]], list[tuple[int, GroupLookups]]]:
+        """Return the pages of the inputs that are cached as a whole, and what was found of each in each group."""
         found = {each.group: self._inputs.find(each) for each in inputs}
         some = {each.sequence for each in inputs if found[each.group] is not None}
         lacking = {each.sequence for each in inputs if found[each.group] is None}
         whole: dict[str, dict[int, Pages]] = {}
+        lookups = []
         for each in inputs:
             pages = found[each.group]
             alone, together = pages is not None, each.sequence not in lacking
             is_limiting = not alone and each.sequence in some
             size = each.num_tokens
-            lookups[each.group].add(GroupLookups("", size, size * alone, size * together, is_limiting))
+            of_group = GroupLookups(self._kinds[each.group], size, size * alone, size * together, is_limiting)
+            lookups.append((each.group, of_group))
             if pages is not None and together:
                 whole.setdefault(each.sequence, {})[each.group] = pages
-        return whole
+        return whole, lookups
 
 
 def _last_page(pages: Pages) -> int:

@@ -105,7 +105,7 @@ class Pins:
             return np.zeros(0, dtype=np.int32) if found is None else found.copy()
         blocks = np.zeros(hit.num_tokens // planned.block_size, dtype=np.int32)
         for start, stop in planned.spec.live_blocks(hit.num_tokens) if hit.num_tokens else ():
-            blocks[start:stop] = hit.pages[group][start:stop]
+            blocks[start:stop] = hit.pages(group)[start:stop]
         return blocks
 
     def _check_room(self, pin: Pin) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import attrs
 import numpy as np
@@ -14,6 +15,9 @@ from kvframe.cache.pool import NOBODY
 from kvframe.errors import RequestError
 
 TOKEN_BYTES = 4
+_LONG = 1024
+"""Tokens that are not copied more often than they have to be."""
+
 _MAX_GONE = 16
 """Children that are not there any more, of which a node may know besides as many as it has."""
 
@@ -120,8 +124,7 @@ class PrefixNode:
 _NONE: list[PrefixNode] = []
 
 
-@attrs.frozen(eq=False)
-class Match:
+class Match(NamedTuple):
     """How far a request's tokens are known.
 
     Attributes:
@@ -162,8 +165,13 @@ def as_bytes(tokens: Sequence[int], start: int = 0, stop: int | None = None) -> 
         RequestError: One of them is no token id, or is not there (``bad_token``).
     """
     if isinstance(tokens, array) and tokens.typecode == "I":
-        # A view of an array is not a copy, and nobody adds tokens while it lives.
-        data = tokens.tobytes() if stop is None else memoryview(tokens)[start:stop].tobytes()
+        if stop is None:
+            data = tokens.tobytes()
+        else:
+            # To cut an array copies it once more, which takes less than to look at it where it is short. While somebody
+            # looks at it nobody can add tokens.
+            part = tokens[start:stop] if stop - start < _LONG else memoryview(tokens)[start:stop]
+            data = part.tobytes()
     else:
         try:
             data = array("I", tokens if stop is None else tokens[start:stop]).tobytes()
