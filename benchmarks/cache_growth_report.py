@@ -13,7 +13,7 @@ from report import heading, spread, table
 
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page of results as Markdown."""
-    note = "every side is checked to hold and to find the blocks that it should"
+    note = "every side is checked to hold and find the blocks that it should, in a process that used memory before"
     lines = heading("The cache core as sizes grow", record, note, dtype="Blocks of 16 tokens")
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     lines += ["", f"Sides: {versions}.", "", "## A decode step", "", "![Time of a step](cache_growth.svg)"]

@@ -23,7 +23,7 @@ RATIO = "{:.3g}"
 
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page of results as Markdown."""
-    note = "every side is checked to hold and to find the blocks that it should"
+    note = "every side is checked to hold and find the blocks that it should, in a process that used memory before"
     lines = heading("The cache core: kvframe's and vLLM's", record, note, dtype="Blocks of 16 tokens")
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     lines += ["", f"Sides: {versions}.", "", *_summary(record["cases"])]

@@ -8,9 +8,11 @@ output the answer.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from cache_cases import Setting
@@ -18,6 +20,10 @@ from cache_core import Core, settle
 from cache_sharing import STUDIES
 from cache_work import WORKS, Work
 from engine_process import answer_questions
+
+_M_TRIM_THRESHOLD = -1
+_LARGE, _SMALL, _ARENA = 8192, 256, 256 << 10
+"""Bytes: of a piece that Python asks the system's allocator for, of one from an arena of its own, and of an arena."""
 
 
 def make_core(engine: str) -> Core:
@@ -64,6 +70,25 @@ class Answers:
                 return facts
 
 
+def touch_memory(num_bytes: int) -> list[bytes]:
+    """Let a process have used so much memory before, as one that has served for a while: large and small pieces.
+
+    What the system gives to a process for the first time costs more than anything that is measured here.
+
+    Args:
+        num_bytes: How much of each.
+
+    Returns:
+        Small pieces that keep Python's own memory from being given back as long as they live.
+    """
+    with suppress(AttributeError):
+        # Of glibc: memory that is free is not given back to the system.
+        ctypes.CDLL(None).mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    large = [bytes(_LARGE) for _ in range(num_bytes // _LARGE)]
+    del large
+    return [bytes(_SMALL) for _ in range(num_bytes // _SMALL)][:: _ARENA // _SMALL]
+
+
 def setting_of(values: dict[str, Any]) -> Setting:
     """Return a setting that went through JSON."""
     return Setting(**{**values, "windows": tuple(values["windows"])})
@@ -72,11 +97,13 @@ def setting_of(values: dict[str, Any]) -> Setting:
 def main() -> None:
     """Answer until there are no more questions."""
     engine = sys.argv[1]
+    kept = touch_memory(256 << 20)
 
     def load() -> tuple[dict[str, str], Answers]:
         return make_core(engine).describe(), Answers(lambda: make_core(engine))
 
     answer_questions(load)
+    del kept
 
 
 if __name__ == "__main__":

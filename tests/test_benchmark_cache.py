@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -48,6 +49,27 @@ def do(answers: Any, case: Any, side: Any, changes: Mapping[str, Any] | None = N
 
 def own(case: Any) -> list[Any]:
     return [side for side in case.sides if side.engine == "kvframe"]
+
+
+MEMORY = """
+from pathlib import Path
+from cache_worker import touch_memory
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1])
+
+before = resident()
+kept = touch_memory(64 << 20)
+print((resident() - before) * 4096 >> 20, sum(map(len, kept)) >> 20)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="whether memory is given back is the C library's choice")
+def test_a_worker_keeps_the_memory_that_it_has_touched_and_uses_next_to_nothing_of_it(benchmark: Any) -> None:
+    run = subprocess.run([sys.executable, "-c", MEMORY], cwd=BENCHMARKS, capture_output=True, text=True, check=True)
+    resident, used = map(int, run.stdout.split())
+    assert resident > 100
+    assert 0 == used
 
 
 def test_every_piece_of_work_is_done_and_checked(benchmark: Any, answers: Any) -> None:

@@ -251,11 +251,12 @@ class KVCacheCoordinator:
         """Release every block of a row, its tail first: a prefix outlives what hangs on it."""
         if self._forks is not None:
             self._forks.rows.discard(row)
-        num_published = self._publisher.leave(row) if self._publisher is not None else 0
-        if self._lone is None:
-            self.give_back(row)
-        else:
-            self._free_lone(self._lone, row, num_published // self._lone.block_size)
+        if self._lone is not None:
+            self._free_lone(self._lone, row)
+            return
+        if self._publisher is not None:
+            self._publisher.leave(row)
+        self.give_back(row)
 
     def give_back(self, row: int) -> None:
         """Release every block of a row, which may have gaps, and let it be as one without a token."""
@@ -276,13 +277,15 @@ class KVCacheCoordinator:
         self._states[row] = PLAIN
         self._dead_blocks.clear(row)
 
-    def _free_lone(self, table: BlockTable, row: int, num_published: int) -> None:
-        """Release every block of a row in the only group; of the first ones it is known that they are published."""
+    def _free_lone(self, table: BlockTable, row: int) -> None:
+        """Release every block of a row in the only group."""
         count = self._blocks_of[0, row]
-        if count > num_published:
-            self._pool.release(table.ids[row, num_published:count][::-1].copy(), 0)
-        if num_published:
-            self._pool.release(table.ids[row, :num_published][::-1].copy(), 0, are_published=True)
+        first, end = self._publisher.leave(row, retires=True) if self._publisher is not None else (0, 0)
+        start, stop = first // table.block_size, end // table.block_size
+        if count > stop:
+            self._pool.release(table.ids[row, stop:count][::-1].copy(), 0)
+        if start:
+            self._pool.release(table.ids[row, :start][::-1].copy(), 0)
         table.ids[row, :count] = 0
         self._blocks_of[0, row] = self._computed_of[row] = self._room_of[row] = 0
 

@@ -115,6 +115,8 @@ class Doubts:
 
     def end(self, row: int, node: PrefixNode | None) -> None:
         """Take note that a row ends; doubt the node at its end if no hit ends behind all that it freed, or none can."""
+        if not self._wary_of[row] and self._ends_alike:
+            return
         step = self._tree.unit
         if self._gaps_of[row] or not self._ends_alike or self._freed_at_of[row] > self._computed_of[row] // step * step:
             self._doubt(node)

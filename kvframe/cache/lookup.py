@@ -92,7 +92,6 @@ class PrefixLookup:
         self._inputs = inputs
         self._stacks = [[plan.groups[group] for group in groups] for groups in tree.groups]
         self._groups = [group for groups in tree.groups for group in groups]
-        self._nothing = [0] * len(self._groups)
         self._alignment = plan.alignment
         self._has_sparse = has_sparse(plan)
         self._kinds = tuple(group.spec.kind for group in plan.groups)
@@ -167,11 +166,13 @@ class PrefixLookup:
 
     def count(self, hit: PrefixHit, totals: Sequence[GroupLookups]) -> None:
         """Add what a lookup found to the totals of each group."""
-        for group, num_tokens in zip(self._groups, hit.found or self._nothing, strict=True):
-            total = totals[group]
-            total.asked_tokens += hit.asked_tokens
-            total.found_tokens += num_tokens
-            total.hit_tokens += hit.num_tokens
+        for group in self._groups:
+            totals[group].asked_tokens += hit.asked_tokens
+        if not hit.found and not hit.of_inputs:
+            return
+        for group, num_tokens in zip(self._groups, hit.found, strict=True):
+            totals[group].found_tokens += num_tokens
+            totals[group].hit_tokens += hit.num_tokens
         for group in hit.limiting:
             totals[group].times_limiting += 1
         for group, lookups in hit.of_inputs:

@@ -317,7 +317,7 @@ class KVCacheManager:
             for pages in entry.uncounted.found_pages(self.plan):
                 self._pool.count_uses(pages)
         entry.uncounted = NO_HIT
-        if entry.num_resets == self._num_resets:
+        if self._input_groups and entry.num_resets == self._num_resets:
             for each in self._coordinator.state(entry.row).inputs:
                 self._cache.inputs.publish(each, self.tables[each.group].ids[entry.row, : each.num_blocks])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -29,7 +29,7 @@ class Keeper(Protocol):
     """Who has pages in the pool found by others: told of each page whose content is given up."""
 
     def lost_all(self, owner: int, group: int, num_pages: int) -> bool:
-        """Take note that an owner lost so many pages, if these are all that it has and nothing else is of no use then.
+        """Take note that an owner lost so many pages, if these are all that it has; give up what is of no use then.
 
         Args:
             owner: Who published them.
@@ -197,14 +197,13 @@ class BlockPool:
         counts[group] = num_woken
         self._count_held(counts)
 
-    def release(self, block_ids: BlockIds, group: int | Groups, *, are_published: bool = False) -> None:
+    def release(self, block_ids: BlockIds, group: int | Groups) -> None:
         """Count one holder of each page less. Of pages with none, the published ones are cached and others are free.
 
         Args:
             block_ids: The pages, in the order in which they shall be given up; one as often as it has holders that let
                 go of it.
             group: Their group, or the group of each.
-            are_published: Whether it is known that all of them are published.
         """
         places = None
         if self._num_more_holders:
@@ -215,15 +214,29 @@ class BlockPool:
                 group = group if isinstance(group, int) else group[is_last]
         if not len(block_ids):
             return
-        is_published: npt.NDArray[np.bool_] | bool = are_published
+        is_published: npt.NDArray[np.bool_] | bool = False
         if self._keeper is not None:
             places = self._places(block_ids) if places is None else places
-            if not are_published:
-                owners = self._owner[places]
-                num_published = np.count_nonzero(owners)
-                if num_published:
-                    is_published = True if num_published == len(block_ids) else owners != NOBODY
+            owners = self._owner[places]
+            num_published = np.count_nonzero(owners)
+            if num_published:
+                is_published = True if num_published == len(block_ids) else owners != NOBODY
         self._let_go(block_ids, places, group, is_published)
+
+    def retire(self, owner: int, block_ids: BlockIds, indices: Indices, group: int) -> None:
+        """Publish pages and count one holder of each less; the last one is given up first.
+
+        Args:
+            owner: Who it is.
+            block_ids: Pages of one group that nobody published yet.
+            indices: What the owner knows each by.
+            group: Their group.
+        """
+        places = self._publish(owner, block_ids, indices)
+        if self._num_more_holders:
+            self.release(block_ids[::-1].copy(), group)
+        else:
+            self._let_go(block_ids[::-1].copy(), places, group, True)
 
     def _release_shared(self, places: Places) -> npt.NDArray[np.intp]:
         """Count a holder less of pages that may have several, or come once for each; return which have none left."""
@@ -242,7 +255,7 @@ class BlockPool:
         group: int | Groups,
         is_published: npt.NDArray[np.bool_] | bool,
     ) -> None:
-        """Cache or free pages whose last holder is gone; those that are published have places."""
+        """Cache or free pages whose last holder is gone; those that are published have places, in whatever order."""
         self._free.clock += 1
         if is_published is not False:
             assert places is not None
@@ -272,9 +285,13 @@ class BlockPool:
             block_ids: The pages.
             indices: What the owner knows each by.
         """
+        self._publish(owner, block_ids, indices)
+
+    def _publish(self, owner: int | BlockIds, block_ids: BlockIds, indices: Indices) -> Places:
         places = self._places(block_ids)
         self._owner[places] = owner
         self._index[places] = indices
+        return places
 
     def owners(self, block_ids: BlockIds) -> npt.NDArray[np.int32]:
         """Return who published each page; ``NOBODY`` for nobody."""
@@ -369,7 +386,6 @@ class BlockPool:
         if is_of_one and self._keeper.lost_all(
             first, group if isinstance(group, int) else int(group[0]), len(block_ids)
         ):
-            self._keeper.settle()
             return
         indices = self._index[places]
         for each in (group,) if isinstance(group, int) else np.unique(group).tolist():
@@ -455,11 +471,10 @@ class BlockPool:
         stamp = self._free.clock
         self._state[places] = stamp
         self._cached.add(stamp, block_ids, group)
+        self._count_cached(group, len(block_ids), 1)
         cached = self._cached
         if cached.num_entries > 2 * sum(self.num_cached) + _MAX_STALE or len(cached.thinned) > _MAX_STALE:
             cached.keep(self._is_current)
-        for each, count in _per_group(group, len(block_ids)):
-            self.num_cached[each] += count
 
     def _give(self, block_ids: BlockIds, group: int | Groups) -> None:
         self._free.give(block_ids)
@@ -472,13 +487,19 @@ class BlockPool:
     def _end(self, group: int | Groups, block_ids: BlockIds, places: Places) -> None:
         """Give up the content of cached pages."""
         self._state[places] = 0
-        for each, count in _per_group(group, len(block_ids)):
-            self.num_cached[each] -= count
+        self._count_cached(group, len(block_ids), -1)
         self.num_evictions += len(block_ids)
         if self.on_removed is not None:
             self.on_removed(block_ids)
         self._free.uncache(block_ids)
         self._give(block_ids, group)
+
+    def _count_cached(self, group: int | Groups, num_pages: int, sign: int) -> None:
+        if isinstance(group, int):
+            self.num_cached[group] += sign * num_pages
+            return
+        for each, count in enumerate(np.bincount(group).tolist()):
+            self.num_cached[each] += sign * count
 
     def _count_held(self, num_blocks: Sequence[int]) -> None:
         for group, count in enumerate(num_blocks):
@@ -489,8 +510,3 @@ class BlockPool:
                     self.peak_held[group] = num_held
         if self.held_bytes > self.peak_held_bytes:
             self.peak_held_bytes = self.held_bytes
-
-
-def _per_group(group: int | Groups, num_pages: int) -> Iterable[tuple[int, int]]:
-    """Return how many pages are of each group: all of the one, or as an array says."""
-    return ((group, num_pages),) if isinstance(group, int) else enumerate(np.bincount(group).tolist())

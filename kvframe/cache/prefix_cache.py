@@ -14,7 +14,7 @@ from kvframe.cache.events import EventLog
 from kvframe.cache.free_pages import BlockIds
 from kvframe.cache.inputs import InputIndex, InputSequence, input_blocks, inputs_root
 from kvframe.cache.lookup import PrefixHit, PrefixLookup, has_sparse
-from kvframe.cache.pool import BlockPool
+from kvframe.cache.pool import BlockPool, Keeper
 from kvframe.cache.pruning import Pruning
 from kvframe.cache.publishing import Publisher
 from kvframe.cache.tree import PrefixTree
@@ -28,29 +28,26 @@ NO_HIT = PrefixHit()
 
 @attrs.frozen
 class _Keepers:
-    """Tells whoever published a page that it is gone."""
+    """Tells whoever published a page that it is gone, of tokens or of inputs."""
 
-    plan: KVCachePlan
+    are_of_input: tuple[bool, ...]
     pruning: Pruning
     inputs: InputIndex
 
     def lost_all(self, owner: int, group: int, num_pages: int) -> bool:
-        return not self.plan.groups[group].is_of_input and self.pruning.lost_all(owner, num_pages)
+        return not self.are_of_input[group] and self.pruning.lost_all(owner, group, num_pages)
 
     def lost(self, owner: int, group: int, indices: npt.NDArray[np.int32]) -> None:
-        keeper = self.inputs if self.plan.groups[group].is_of_input else self.pruning
+        keeper = self.inputs if self.are_of_input[group] else self.pruning
         keeper.lost(owner, group, indices)
 
     def settle(self) -> None:
-        if self.pruning.tree.doubtful:
-            self.pruning.settle()
-        if self.inputs.parts:
-            self.inputs.settle()
+        self.pruning.settle()
+        self.inputs.settle()
 
     def look_again(self) -> None:
-        if self.pruning.held:
-            self.pruning.look_again()
-        self.settle()
+        self.pruning.look_again()
+        self.inputs.settle()
 
 
 class PrefixCache:
@@ -95,8 +92,13 @@ class PrefixCache:
         self.publisher = Publisher(self.tree, plan.groups, num_computed, next_publication)
         self._pruning = Pruning(self.tree, usefulness)
         self.inputs = InputIndex(plan.groups)
-        keeper = _Keepers(plan, self._pruning, self.inputs) if is_caching else None
-        self.pool = BlockPool(plan, reserve_slabs=_reserve(plan), keeper=keeper, eviction=eviction)
+        keeper: Keeper = self._pruning
+        if any(group.is_of_input for group in plan.groups):
+            are_of_input = tuple(group.is_of_input for group in plan.groups)
+            keeper = _Keepers(are_of_input, self._pruning, self.inputs)
+        self.pool = BlockPool(
+            plan, reserve_slabs=_reserve(plan), keeper=keeper if is_caching else None, eviction=eviction
+        )
         self.tree.pool = self.inputs.pool = self.pool
         self.lookup = PrefixLookup(plan, self.tree, self.inputs)
         self._input_groups = tuple(group for group in plan.groups if group.is_of_input)

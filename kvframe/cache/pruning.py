@@ -50,8 +50,11 @@ class Pruning:
 
     # --- what is told -------------------------------------------------------------------------------------------------
 
-    def lost_all(self, owner: int, num_pages: int) -> bool:
-        """Take note that a node lost so many pages, if these are all and nothing hangs on it; return whether so."""
+    def lost_all(self, owner: int, group: int, num_pages: int) -> bool:
+        """Take note that a node lost so many pages, if these are all and nothing hangs on it; return whether so.
+
+        What is of no use then is given up.
+        """
         node = self.tree.node(owner)
         if node is None or node.num_pages != num_pages or node.children or node.row >= 0 or self.tree.keeps_ghosts:
             return False
@@ -61,6 +64,7 @@ class Pruning:
         parent = node.parent
         if parent is not None and parent.parent is not None and not (parent.is_whole and parent.num_pages):
             self.tree.doubt(parent)
+            self.settle()
         return True
 
     def lost(self, owner: int, group: int, indices: npt.NDArray[np.int32]) -> None:
@@ -81,10 +85,13 @@ class Pruning:
                 self._settle(node, concerned)
 
     def look_again(self) -> None:
-        """Doubt what was held when it was found to be of no use."""
-        for node in self.held:
-            self.tree.doubt(node)
-        self.held.clear()
+        """Give up what is of no use now, of what was held when it was found to be so too."""
+        if self.held:
+            for node in self.held:
+                self.tree.doubt(node)
+            self.held.clear()
+        if self.tree.doubtful:
+            self.settle()
 
     def forget(self) -> None:
         """Forget nodes that are gone."""

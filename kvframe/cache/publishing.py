@@ -280,29 +280,34 @@ class Publisher:
         if cursor is not None and cursor.leaf is not None:
             self._update(cursor.leaf)
 
-    def leave(self, row: int) -> int:
+    def leave(self, row: int, *, retires: bool = False) -> tuple[int, int]:
         """Let a row's node be as its last commit left it; the row is not followed any more.
 
+        Args:
+            row: The row.
+            retires: Whether to release the blocks that become findable by it, the last one first: of a lone group.
+
         Returns:
-            The first tokens of which it published all blocks by itself; 0 where that would have to be found out.
+            The tokens of these blocks: the first one, and the one after the last.
         """
-        cursor, num_published = self._cursors[row], 0
+        cursor, start, stop = self._cursors[row], 0, 0
         if cursor is not None and cursor.leaf is not None:
             leaf = cursor.leaf
-            self._update(leaf)
+            start = leaf.stop
+            self._update(leaf, retires=retires)
+            stop = leaf.stop
             leaf.row = -1
             self.leaf_owner[row] = NOBODY
-            num_published = leaf.stop if not leaf.start else 0
         if self.unreadable:
             self.unreadable.pop(row, None)
         if cursor is not None:
             self._doubts.end(row, cursor.node)
         self._cursors[row] = None
         self._next_publication[row] = NEVER
-        return num_published
+        return start, stop
 
-    def _update(self, node: PrefixNode) -> None:
-        """Bring a node that grows with a row up to date."""
+    def _update(self, node: PrefixNode, *, retires: bool = False) -> None:
+        """Bring a node that grows with a row up to date; of the only group, release what becomes findable by it."""
         row = node.row
         if row < 0:
             return
@@ -318,21 +323,26 @@ class Publisher:
             error, end = caught, min(end, num_readable(cursor.tokens))
             end = max(node.stop, end - end % self._tree.unit)
             added = as_bytes(cursor.tokens, node.stop, end)
-        node.tokens = node.tokens[: TOKEN_BYTES * (node.stop - node.start)] + added if node.stop > node.start else added
+        start, node.stop = node.stop, end
+        is_new = start == node.start
+        node.tokens = added if is_new else node.tokens[: TOKEN_BYTES * (start - node.start)] + added
         for s, size in enumerate(self._tree.sizes):
-            first, last = node.stop // size, end // size
+            first, last = start // size, end // size
             new = self.own.pages[s][:, row, first:last].copy()
-            if not self.own.is_table[s]:
+            if self.own.is_table[s]:
+                num_new = new.size
+            else:
                 new *= self._tree.is_needed[s][:, first:last]
-            node.pages[s] = np.concatenate([node.pages[s], new], axis=1) if node.pages[s].shape[1] else new
-            num_new = new.size if self.own.is_table[s] else int(np.count_nonzero(new))
+                num_new = int(np.count_nonzero(new))
+            node.pages[s] = new if is_new else np.concatenate([node.pages[s], new], axis=1)
             node.num_pages += num_new
-            if num_new == last - first and len(new) == 1:
+            if retires and num_new:
+                self._tree.pool.retire(node.owner, new[0], self._numbers[first:last], self._tree.groups[s][0])
+            elif num_new == last - first and len(new) == 1:
                 self._tree.pool.publish(node.owner, new[0], self._numbers[first:last])
             else:
                 groups, places = np.nonzero(new)
                 self._tree.pool.publish(node.owner, new[groups, places], first + places)
-        start, node.stop = node.stop, end
         cursor.offset = end
         if node.first_hit or node.safe > node.start:
             node.changed()
