@@ -137,9 +137,10 @@ def _held_bytes(plan: KVCachePlan, num_tokens: int) -> int:
 def wasted_share(plan: KVCachePlan) -> float:
     """Return the share of the memory given that no page can use when the longest requests fill it.
 
-    It is what lies before the first slab and behind the last one, and the ends of slabs that are too short for a page.
+    It is what lies before the first slab, what is too short for a page behind the last one, and the ends of slabs.
     """
-    return 1 - plan.num_slabs * plan.slab_bytes * (1 - plan.waste_fraction) / plan.memory_bytes
+    used = plan.num_slabs * plan.slab_bytes * (1 - plan.waste_fraction) + plan.rest_bytes
+    return 1 - used / plan.memory_bytes
 
 
 @click.command()

@@ -144,8 +144,11 @@ class SlabsAndPages:
             rows = {request: np.asarray(ids[group.index], dtype=np.int64) for request, ids in tables.items()}
             held = _distinct(np.concatenate([np.zeros(0, np.int64), *rows.values()]))
             slabs = np.unique(self._slab_of(held))
+            slabs = slabs[slabs < plan.num_slabs]
+            num_rest = plan.num_rest_pages if group.index == plan.rest_group else 0
+            num_pages = len(slabs) * group.pages_per_slab + num_rest
             filled = _distinct(np.fromiter(self._filled[group.index], dtype=np.int64))
-            num_filled = np.count_nonzero(np.isin(self._slab_of(filled), slabs))
+            num_filled = np.count_nonzero(np.isin(self._slab_of(filled), [*slabs, plan.num_slabs]))
             empty = sum(
                 empty_tokens(group.spec, int(np.count_nonzero(row)), computed[request]) for request, row in rows.items()
             )
@@ -154,7 +157,7 @@ class SlabsAndPages:
             needed += num_bytes - empty_bytes
             unfinished += empty_bytes
             cached += (num_filled - len(held)) * group.page_bytes
-            free += (len(slabs) * group.pages_per_slab - num_filled) * group.page_bytes
+            free += (num_pages - num_filled) * group.page_bytes
             tails += len(slabs) * (plan.slab_bytes - group.pages_per_slab * group.page_bytes)
             held_slabs += len(slabs)
         return MemoryUse(
@@ -162,7 +165,7 @@ class SlabsAndPages:
             unfinished=unfinished,
             partly_used=free,
             cached=cached,
-            padding=tails + plan.memory_bytes - plan.num_slabs * plan.slab_bytes,
+            padding=tails + plan.memory_bytes - plan.num_slabs * plan.slab_bytes - plan.rest_bytes,
             idle=(plan.num_slabs - held_slabs) * plan.slab_bytes,
         )
 

@@ -60,13 +60,16 @@ class KVCachePlan:
     """What is allocated, to the byte, and how it is cut.
 
     The pool is ``total_bytes`` long: first the null page (``null_bytes``, owned by nobody: where padding points),
-    then ``num_slabs`` slabs. A *block id* is a page's byte offset divided by ``block_id_bytes``, so block ids of
-    every group address one pool with one stride, and 0 is the null page.
+    then ``num_slabs`` slabs, then the rest of the memory, too short for a slab, as pages of one group for ever. A
+    *block id* is a page's byte offset divided by ``block_id_bytes``, so block ids of every group address one pool with
+    one stride, and 0 is the null page.
 
     Attributes:
         groups: The groups; empty for a model that keeps nothing.
         slab_bytes: Bytes of a slab.
         num_slabs: Slabs in the pool.
+        rest_group: The group that has the rest.
+        num_rest_pages: How many pages of it that are; 0 where it is too short for one, and after a resize.
         null_bytes: Bytes before the first slab.
         block_id_bytes: Bytes per unit of a block id.
         memory_bytes: What the plan was given.
@@ -84,11 +87,18 @@ class KVCachePlan:
     max_model_len: int
     max_num_batched_tokens: int
     max_input_lens: Mapping[str, int] = attrs.field(factory=dict)
+    rest_group: int = 0
+    num_rest_pages: int = 0
 
     @property
     def total_bytes(self) -> int:
         """Bytes that a run allocates for the pool."""
-        return self.null_bytes + self.num_slabs * self.slab_bytes
+        return self.null_bytes + self.num_slabs * self.slab_bytes + self.rest_bytes
+
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes of the pages behind the last slab."""
+        return self.num_rest_pages * self.groups[self.rest_group].page_bytes if self.num_rest_pages else 0
 
     @property
     def alignment(self) -> int:
@@ -151,17 +161,19 @@ class KVCachePlan:
         )
 
     def num_slabs_for(self, num_blocks: Iterable[int]) -> int:
-        """Return the slabs that hold ``num_blocks`` blocks (one count per group), from an empty pool."""
+        """Return the slabs that hold ``num_blocks`` blocks (one count per group), from an empty pool without a rest."""
         return sum(-(-count // group.pages_per_slab) for count, group in zip(num_blocks, self.groups, strict=True))
 
     def resized(self, memory_bytes: int) -> KVCachePlan:
-        """Return a plan of other memory that is cut as this one is: more slabs of the same kind, or fewer.
+        """Return a plan of other memory that is cut as this one is: more slabs of the same kind, or fewer, and no rest.
 
         Raises:
             PlanError: Not even one slab for each group fits the memory, or there are too many for a block id.
         """
         num_slabs = _num_slabs(memory_bytes, self.null_bytes, self.slab_bytes, self.block_id_bytes, len(self.groups))
-        return attrs.evolve(self, num_slabs=num_slabs, memory_bytes=memory_bytes)
+        is_same = num_slabs == self.num_slabs and self.total_bytes <= memory_bytes
+        num_rest_pages = self.num_rest_pages if is_same else 0
+        return attrs.evolve(self, num_slabs=num_slabs, memory_bytes=memory_bytes, num_rest_pages=num_rest_pages)
 
     def fits(self, num_tokens: int, input_lens: Mapping[str, int] | None = None) -> bool:
         """Return whether one request that grows to ``num_tokens`` tokens fits the pool.
@@ -207,6 +219,8 @@ class KVCachePlan:
             ],
             "slab_bytes": self.slab_bytes,
             "num_slabs": self.num_slabs,
+            "rest_group": self.rest_group,
+            "num_rest_pages": self.num_rest_pages,
             "null_bytes": self.null_bytes,
             "block_id_bytes": self.block_id_bytes,
             "memory_bytes": self.memory_bytes,
@@ -264,6 +278,7 @@ def plan_cache(
     block_id_bytes = math.gcd(slab_bytes, *page_bytes) if page_bytes else 1
     null_bytes = align_up(max(page_bytes, default=0), block_id_bytes)
     num_slabs = _num_slabs(memory_bytes, null_bytes, slab_bytes, block_id_bytes, len(page_bytes))
+    rest_group, num_rest_pages = _rest(grouping.groups, peaks, memory_bytes - null_bytes - num_slabs * slab_bytes)
     return KVCachePlan(
         groups=tuple(
             PlannedGroup(
@@ -285,7 +300,26 @@ def plan_cache(
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
         max_input_lens=input_lens,
+        rest_group=rest_group,
+        num_rest_pages=num_rest_pages,
     )
+
+
+def _rest(groups: Sequence[KVCacheGroup], peaks: Sequence[int], num_bytes: int) -> tuple[int, int]:
+    """Return which group has what is left over of the memory, and how many pages of it that are.
+
+    It is the one that takes the most as requests grow, of those that a page fits of. Where all pages have one size,
+    there is none: any of them takes any page.
+    """
+    growing = [
+        group.index
+        for group in groups
+        if group.spec.sequence == TOKENS and not group.spec.is_per_block and group.page_bytes <= num_bytes
+    ]
+    if not growing or len({group.page_bytes for group in groups}) == 1:
+        return 0, 0
+    largest = max(growing, key=lambda index: peaks[index] * groups[index].page_bytes)
+    return largest, num_bytes // groups[largest].page_bytes
 
 
 def _num_slabs(memory_bytes: int, null_bytes: int, slab_bytes: int, block_id_bytes: int, num_groups: int) -> int:

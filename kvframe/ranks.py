@@ -102,7 +102,11 @@ def plan_ranks(
     return RankPlans(
         whole=whole,
         groupings=groupings,
-        plans=tuple(attrs.evolve(each, num_slabs=num_slabs) if each.groups else each for each in plans),
+        plans=tuple(
+            # What is left over behind the slabs differs from rank to rank.
+            attrs.evolve(each, num_slabs=num_slabs, num_rest_pages=0) if each.groups else each
+            for each in plans
+        ),
         prefix_caching=prefix_caching and not whole.whole_prompts,
     )
 

@@ -101,7 +101,7 @@ def copied_bytes(plan: KVCachePlan, grouping: Grouping, copied: Sequence[LayerSp
         group = plan.groups[grouping.group_of(layer.name).index]
         for key in layer.spec.in_format(PLAIN).state_tensors().items():
             per_slab[key] = max(per_slab.get(key, 0), group.pages_per_slab * key[1].num_bytes)
-    return plan.num_slabs * sum(per_slab.values())
+    return (plan.num_slabs + bool(plan.num_rest_pages)) * sum(per_slab.values())
 
 
 def num_host_slabs(plan: KVCachePlan, stack: Stack) -> int:

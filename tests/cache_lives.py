@@ -101,6 +101,7 @@ class Lives:
             max_model_len=MAX_LEN,
             max_num_batched_tokens=CHUNK,
             max_encoder_len=MAX_ENCODER_LEN,
+            rest=self.draw.choice((0.0, self.draw.random())),
         )
         self.model = CacheModel(self.plan, is_caching=prefix_caching)
         self.host = HostCopies(num_slabs // 2, self.model.bytes)
@@ -337,7 +338,7 @@ class Lives:
         """Return how many slabs, or slabs' worth of a lone group's pages, are not pinned."""
         plan = self.manager.plan
         pages = {int(page) for blocks in pinned for ids in blocks for page in ids if page}
-        slabs = {(page * plan.block_id_bytes - plan.null_bytes) // plan.slab_bytes for page in pages}
+        slabs = {(page * plan.block_id_bytes - plan.null_bytes) // plan.slab_bytes for page in pages} - {plan.num_slabs}
         if len(plan.groups) == 1:
             return plan.num_slabs - -(-len(pages) // plan.groups[0].pages_per_slab)
         return plan.num_slabs - len(slabs)
@@ -354,10 +355,10 @@ class Lives:
         self.pins.clear()
 
     def resize(self) -> None:
-        """Have more or fewer slabs; fewer only where nobody holds a page of those that go."""
+        """Have more or fewer slabs; fewer only where nobody holds a page of those that go, or behind them."""
         num_slabs = self.draw.randint(LEAST_SLABS, MOST_SLABS) if self.plan.groups else 0
-        plan = attrs.evolve(self.plan, num_slabs=num_slabs)
-        before = self.manager.plan.num_slabs
+        plan = attrs.evolve(self.plan, num_slabs=num_slabs, num_rest_pages=0)
+        before, bytes_before = self.manager.plan.num_slabs, self.manager.plan.total_bytes
         pinned = [int(page) for pin in self.pins for ids in pin.blocks for page in ids if page]
         held = np.array([*pages_in(self.manager.tables), *pinned], dtype=np.int64)
         has_room = self.num_left([pin.blocks for pin in self.pins]) - (before - num_slabs) >= self.num_needed
@@ -368,7 +369,7 @@ class Lives:
         self.did("shrink" if num_slabs < before else "grow", not is_resized)
         assert expected == is_resized
         assert (num_slabs if is_resized else before) == self.manager.plan.num_slabs
-        if num_slabs >= before or not is_resized:
+        if plan.total_bytes >= bytes_before or not is_resized:
             assert published == set(self.manager.published())
 
     def listen(self) -> None:

@@ -105,8 +105,9 @@ def make_plan(
     max_model_len: int = 64,
     max_num_batched_tokens: int = 16,
     max_encoder_len: int = 24,
+    rest: float = 0.0,
 ) -> KVCachePlan:
-    """Plan one layer per spec over exactly ``num_slabs`` slabs (0 for no specs)."""
+    """Plan one layer per spec over exactly ``num_slabs`` slabs (0 for no specs), and a share of one behind them."""
     layers = [LayerSpec(name=f"layer{index}", spec=spec) for index, spec in enumerate(specs)]
     plan = plan_cache(
         group_layers(layers),
@@ -115,7 +116,12 @@ def make_plan(
         max_num_batched_tokens=max_num_batched_tokens,
         max_input_lens={ENCODER: max_encoder_len},
     )
-    return attrs.evolve(plan, num_slabs=num_slabs if specs else 0)
+    plan = attrs.evolve(plan, num_slabs=num_slabs if specs else 0, rest_group=0, num_rest_pages=0)
+    growing = [group for group in plan.groups if not group.is_of_input and not group.spec.is_per_block]
+    if not growing or len({group.page_bytes for group in plan.groups}) == 1:
+        return plan
+    group = min(growing, key=lambda group: group.page_bytes)
+    return attrs.evolve(plan, rest_group=group.index, num_rest_pages=int(rest * group.pages_per_slab))
 
 
 def evict(manager: KVCacheManager, group: int, page: int) -> None:

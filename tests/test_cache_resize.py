@@ -30,6 +30,79 @@ def fill(manager: KVCacheManager) -> list[str]:
     return names
 
 
+def with_rest(*specs: KVCacheSpec, num_slabs: int = 16, rest: float = 0.8) -> KVCacheManager:
+    plan = make_plan(*specs, num_slabs=num_slabs, rest=rest)
+    assert 0 < plan.num_rest_pages < plan.groups[plan.rest_group].pages_per_slab
+    return KVCacheManager(plan, max_num_seqs=MOST_RUNNING, audited=True)
+
+
+MIXED = (full(2), masked(12, window=5))
+
+
+def test_the_rest_behind_the_slabs_is_used_first_and_by_its_group_alone() -> None:
+    manager = with_rest(*MIXED)
+    plan = manager.plan
+    end = (plan.null_bytes + plan.num_slabs * plan.slab_bytes) // plan.block_id_bytes
+    manager.start("a", [1] * 60)
+    assert manager.extend("a", 60)
+    blocks = manager.block_ids("a")
+    rest = [block for block in blocks[plan.rest_group] if block >= end]
+    assert rest == blocks[plan.rest_group][: len(rest)]
+    assert min(plan.num_rest_pages, len(blocks[plan.rest_group])) == len(rest)
+    assert not [block for group, ids in enumerate(blocks) if group != plan.rest_group for block in ids if block >= end]
+    manager.free("a")
+    assert 0 == manager.usage
+
+
+def test_with_a_rest_there_is_room_for_as_many_more_pages() -> None:
+    none, some = make_manager(*MIXED, num_slabs=6), with_rest(*MIXED, num_slabs=6)
+
+    def most(manager: KVCacheManager) -> int:
+        """Return how many blocks one request gets."""
+        tokens = list(range(64))
+        manager.start("a", tokens)
+        for count in range(32):
+            if not manager.extend("a", 2 * count + 2):
+                return count
+            manager.commit("a", tokens, 2 * count + 2)
+        raise AssertionError
+
+    assert (6, 4) == (some.plan.groups[0].pages_per_slab, some.plan.num_rest_pages)
+    # Four slabs where the window lies in two blocks; with four pages more it gets so far that it lies in one.
+    assert (4 * 6, 4 + 4 * 6 + 2) == (most(none), most(some))
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_the_rest_becomes_part_of_a_slab_where_a_pool_grows(is_held: bool) -> None:
+    manager, whole = with_rest(*MIXED), make_manager(*MIXED, num_slabs=30)
+    names = fill(manager)
+    blocks, published = [manager.block_ids(name) for name in names], set(manager.published())
+    for name in names if not is_held else ():
+        manager.free(name)
+    assert manager.resize(30)
+    assert (30, 0) == (manager.plan.num_slabs, manager.plan.num_rest_pages)
+    assert published <= set(manager.published())
+    if is_held:
+        assert blocks == [manager.block_ids(name) for name in names]
+        for name in names:
+            manager.free(name)
+    manager.reset_prefix_cache()
+    assert 0 == manager.usage
+    assert len(fill(whole)) == len(fill(manager))
+
+
+def test_the_rest_goes_where_a_pool_shrinks_unless_somebody_holds_a_page_of_it() -> None:
+    manager = with_rest(*MIXED)
+    names = fill(manager)
+    assert not manager.resize(16)
+    assert manager.plan.num_rest_pages
+    for name in names:
+        manager.free(name)
+    assert manager.resize(16)
+    assert (16, 0) == (manager.plan.num_slabs, manager.plan.num_rest_pages)
+    assert len(fill(make_manager(*MIXED, num_slabs=16))) == len(fill(manager))
+
+
 @pytest.mark.parametrize("specs", MIXTURES)
 def test_a_pool_that_grew_is_as_large_as_one_that_was_made_so(specs: tuple[KVCacheSpec, ...]) -> None:
     grown, whole = make_manager(*specs, num_slabs=20), make_manager(*specs, num_slabs=60)

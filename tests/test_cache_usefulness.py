@@ -14,8 +14,8 @@ from kvframe.cache.pruning import MOST_AT_ONCE
 from kvframe.cache.usefulness import Usefulness
 from kvframe.specs import ENCODER
 from tests.cache_lives import KINDS
-from tests.cache_model import live_blocks
-from tests.plans import encoder, evict, full, make_plan, masked, state
+from tests.cache_model import HostCopies, live_blocks
+from tests.plans import encoder, evict, evict_all, full, make_plan, masked, ranged, state
 
 BLOCKS = 12
 
@@ -219,3 +219,26 @@ def test_what_is_computed_again_before_somebody_looked_at_all_prefixes_ends_the_
     last = 100 + 20 * (4 * MOST_AT_ONCE - 1)
     assert 60 == manager.find([*shared, *range(last, last + 20), 1])
     manager.audit()
+
+
+def test_what_a_request_puts_back_in_several_places_is_doubted_when_it_ends() -> None:
+    plan = make_plan(state(2, every=1), ranged(4, window=8), num_slabs=100)
+    manager = KVCacheManager(plan, max_num_seqs=4, host_pages=HostCopies(20, {}))
+    stem = [7] * 24
+    long = [*stem, 1, 2, 3, 4, 5, 6]
+    for known in (long, [*long[:28], 8, 9], [*stem, 8, 9]):
+        serve(manager, known)
+    evict_all(manager)
+    manager._pool.give_up_useless()
+    compute(manager, "a", long[:29])
+    assert manager.swap_out("a")
+    evict_all(manager)
+    manager._pool.give_up_useless()
+    assert [] == list(manager.published())
+    # It brings back what its window reaches, and no state that a hit could begin with.
+    assert manager.swap_in("a", 29)
+    assert manager.extend("a", 30)
+    manager.commit("a", long, 30)
+    manager.free("a")
+    manager._pool.give_up_useless()
+    assert [] == list(manager.published())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.errors import PlanError, SpecError, UnknownNameError
 from kvframe.groups import group_layers
-from kvframe.plan import plan_cache
+from kvframe.plan import KVCachePlan, plan_cache
 from kvframe.plugins import load_plugins
 from kvframe.sizing import copied_bytes, num_host_slabs, plan_for_stack
 from kvframe.specs import ENCODER, KVCacheSpec, LayerSpec
@@ -98,6 +98,33 @@ def test_a_hybrid_of_27_billion_parameters_wastes_under_one_percent() -> None:
     assert [52, 10] == [len(group.layers) for group in plan.groups]
     assert plan.waste_fraction < 0.01
     assert plan.total_bytes <= 2**30
+
+
+def test_what_is_left_over_behind_the_slabs_is_pages_of_the_group_that_takes_the_most() -> None:
+    window, whole = ranged(block_size=16, num_kv_heads=9, window=64), full(block_size=16, num_kv_heads=2)
+    grouping = group_layers([layer("a", window), layer("b", whole)])
+
+    def planned(memory_bytes: int) -> KVCachePlan:
+        return plan_cache(grouping, memory_bytes=memory_bytes, max_model_len=4096, max_num_batched_tokens=64)
+
+    start = planned(2**22)
+    slabs_end = start.total_bytes - start.rest_bytes
+    page_bytes = start.groups[1].page_bytes
+    for more in range(0, start.slab_bytes, page_bytes // 2):
+        plan = planned(slabs_end + more)
+        assert (start.num_slabs, more // page_bytes) == (plan.num_slabs, plan.num_rest_pages)
+        assert plan.rest_group == (1 if plan.num_rest_pages else 0)
+        assert slabs_end + plan.num_rest_pages * page_bytes == plan.total_bytes
+        assert plan.num_rest_pages == plan.to_dict()["num_rest_pages"]
+        assert plan == plan.resized(plan.memory_bytes)
+        assert 0 == plan.resized(2**21).num_rest_pages == plan.resized(2**23).num_rest_pages
+
+
+def test_where_all_pages_have_one_size_nothing_is_left_over_but_what_is_no_slab() -> None:
+    plan = plan_cache(
+        group_layers([layer("a", full())]), memory_bytes=2**16 + 100, max_model_len=64, max_num_batched_tokens=16
+    )
+    assert 0 == plan.num_rest_pages
 
 
 def test_a_plan_of_nothing_takes_nothing() -> None:

@@ -280,12 +280,11 @@ class KVCacheCoordinator:
     def _free_lone(self, table: BlockTable, row: int) -> None:
         """Release every block of a row in the only group."""
         count = self._blocks_of[0, row]
-        first, end = self._publisher.leave(row, retires=True) if self._publisher is not None else (0, 0)
-        start, stop = first // table.block_size, end // table.block_size
-        if count > stop:
-            self._pool.release(table.ids[row, stop:count][::-1].copy(), 0)
-        if start:
-            self._pool.release(table.ids[row, :start][::-1].copy(), 0)
+        num_released = 0
+        if self._publisher is not None:
+            num_released = self._publisher.leave(row, retires=True) // table.block_size
+        if count > num_released:
+            self._pool.release(table.ids[row, num_released:count][::-1].copy(), 0)
         table.ids[row, :count] = 0
         self._blocks_of[0, row] = self._computed_of[row] = self._room_of[row] = 0
 

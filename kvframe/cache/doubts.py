@@ -120,6 +120,11 @@ class Doubts:
         step = self._tree.unit
         if self._gaps_of[row] or not self._ends_alike or self._freed_at_of[row] > self._computed_of[row] // step * step:
             self._doubt(node)
+            # It may have put blocks back in any node before.
+            while node is not None:
+                if not node.first_hit:
+                    self._doubt(node)
+                node = node.parent
 
     def _doubt(self, node: PrefixNode | None) -> None:
         if node is not None and self._tree.is_there(node):

@@ -44,7 +44,7 @@ class HostStore:
         """
         self._plan = plan
         self._pages = pages
-        self._pool = BlockPool(attrs.evolve(plan, num_slabs=pages.num_slabs))
+        self._pool = BlockPool(attrs.evolve(plan, num_slabs=pages.num_slabs, num_rest_pages=0))
 
     def put(self, block_ids: Sequence[Sequence[int]]) -> list[list[int]] | None:
         """Copy a request's resident pages to the store.

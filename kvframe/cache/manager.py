@@ -404,7 +404,8 @@ class KVCacheManager:
     def resize(self, num_slabs: int) -> bool:
         """Have more or fewer slabs, whose bytes are there (after it, those that go are nobody's).
 
-        Slabs are added, and go, at the end of the pool. Cached pages of those that go are given up.
+        Slabs are added, and go, at the end of the pool. Cached pages of those that go are given up. What was left over
+        behind the last one becomes part of a slab, or goes likewise.
 
         Args:
             num_slabs: How many there are to be; requests that run have to fit in them.
@@ -413,7 +414,7 @@ class KVCacheManager:
             False, and nothing changed, if somebody holds a page of a slab that would go, or a request of the greatest
             length would not have room beside what is pinned.
         """
-        plan = attrs.evolve(self.plan, num_slabs=num_slabs)
+        plan = attrs.evolve(self.plan, num_slabs=num_slabs, num_rest_pages=0)
         if not self._pins.leave_room(plan) or not self._cache.resize(plan):
             return False
         self.plan = self._pins.plan = plan

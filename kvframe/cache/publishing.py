@@ -280,22 +280,22 @@ class Publisher:
         if cursor is not None and cursor.leaf is not None:
             self._update(cursor.leaf)
 
-    def leave(self, row: int, *, retires: bool = False) -> tuple[int, int]:
+    def leave(self, row: int, *, retires: bool = False) -> int:
         """Let a row's node be as its last commit left it; the row is not followed any more.
 
         Args:
             row: The row.
-            retires: Whether to release the blocks that become findable by it, the last one first: of a lone group.
+            retires: Whether to release the blocks of a lone group, the last one first, if all become findable only now.
 
         Returns:
-            The tokens of these blocks: the first one, and the one after the last.
+            The first tokens of the row, whose blocks it released.
         """
-        cursor, start, stop = self._cursors[row], 0, 0
+        cursor, num_released = self._cursors[row], 0
         if cursor is not None and cursor.leaf is not None:
             leaf = cursor.leaf
-            start = leaf.stop
+            retires = retires and not leaf.stop
             self._update(leaf, retires=retires)
-            stop = leaf.stop
+            num_released = leaf.stop if retires else 0
             leaf.row = -1
             self.leaf_owner[row] = NOBODY
         if self.unreadable:
@@ -304,7 +304,7 @@ class Publisher:
             self._doubts.end(row, cursor.node)
         self._cursors[row] = None
         self._next_publication[row] = NEVER
-        return start, stop
+        return num_released
 
     def _update(self, node: PrefixNode, *, retires: bool = False) -> None:
         """Bring a node that grows with a row up to date; of the only group, release what becomes findable by it."""

@@ -21,7 +21,8 @@ class Slabs:
     it is *idle* while none of them is held. Its free pages are listed; the slabs that have any are *open*.
 
     An allocation succeeds if and only if the free and cached pages in each group's slabs that are not idle, and as many
-    idle slabs as the shortfall needs, cover it.
+    idle slabs as the shortfall needs, cover it. What is left over behind the slabs is treated as a shorter one that is
+    never idle.
     """
 
     def __init__(self, plan: KVCachePlan, reserve: int) -> None:
@@ -34,6 +35,7 @@ class Slabs:
         """
         num_groups, num_slabs = len(plan.groups), plan.num_slabs
         self.clock = 0
+        self._num_slabs, self._num_rest = num_slabs, 0
         self._reserve = reserve
         self._null_ids = plan.null_bytes // plan.block_id_bytes
         self._slab_ids = plan.slab_bytes // plan.block_id_bytes if plan.groups else 1
@@ -49,6 +51,17 @@ class Slabs:
         self._open_idle: list[dict[int, None]] = [{} for _ in range(num_groups)]
         self._cached_held: list[dict[int, None]] = [{} for _ in range(num_groups)]
         self._available = [0] * num_groups
+        if plan.num_rest_pages:
+            self._add_rest(plan.rest_group, plan.num_rest_pages)
+
+    def _add_rest(self, group: int, num_pages: int) -> None:
+        """Have fewer pages than a slab's behind the last one, as if somebody held another one of them for ever."""
+        rest, self._num_rest = self._num_slabs, num_pages
+        self._group.append(group)
+        self._held, self._cached = np.append(self._held, np.int32(1)), np.append(self._cached, np.int32(0))
+        self._free_pages.append(self._pages_of(rest, group)[::-1].tolist())
+        self._open_held[group][rest] = None
+        self._available[group] += num_pages
 
     @property
     def num_idle_slabs(self) -> int:
@@ -58,7 +71,7 @@ class Slabs:
     @property
     def is_short(self) -> bool:
         """Return whether nearly all slabs have held or cached pages."""
-        return SHORT * len(self._free_slabs) <= len(self._group)
+        return SHORT * len(self._free_slabs) <= self._num_slabs
 
     # --- taking -------------------------------------------------------------------------------------------------------
 
@@ -198,15 +211,36 @@ class Slabs:
             self._cached_held[self._group[slab]].pop(slab, None)
 
     def resize(self, plan: KVCachePlan, reserve: int) -> None:
-        """Put the slabs that are new under all free ones, or take out those that go, which are free."""
+        """Put the slabs that are new under all free ones, or take out those that go, which are free.
+
+        What was left over behind the slabs becomes the first of the new ones, or goes.
+        """
+        if self._num_rest:
+            self._end_rest(is_slab=plan.num_slabs > self._num_slabs)
         before, after = len(self._group), plan.num_slabs
         added = range(before, after)
-        self._reserve = reserve
+        self._num_slabs, self._reserve = after, reserve
         self._free_slabs = [*reversed(added), *(slab for slab in self._free_slabs if slab < after)]
         self._group = [*self._group[:after], *(_NO_GROUP for _ in added)]
         self._free_pages = [*self._free_pages[:after], *([] for _ in added)]
         self._held = np.concatenate([self._held[:after], np.zeros(len(added), dtype=np.int32)])
         self._cached = np.concatenate([self._cached[:after], np.zeros(len(added), dtype=np.int32)])
+
+    def _end_rest(self, *, is_slab: bool) -> None:
+        """Let what is left over behind the slabs be a whole one, or nothing; then all of it is free."""
+        rest, group, num_pages = self._num_slabs, self._group[self._num_slabs], self._num_rest
+        self._num_rest = 0
+        if is_slab:
+            self._free_pages[rest][:0] = self._pages_of(rest, group)[num_pages:][::-1].tolist()
+            self._open_held[group][rest] = None
+            self._available[group] += self._per_slab[group] - num_pages
+            self._held[rest] -= 1
+            if not self._held[rest]:
+                self._sleep(rest, group)
+            return
+        del self._group[rest], self._free_pages[rest], self._open_held[group][rest]
+        self._held, self._cached = self._held[:rest], self._cached[:rest]
+        self._available[group] -= num_pages
 
     def cut_pages(self) -> BlockIds:
         """Return the pages of all slabs that are cut."""
@@ -214,6 +248,7 @@ class Slabs:
         slabs = np.flatnonzero(group != _NO_GROUP)
         group = group[slabs]
         counts, sizes = np.array(self._per_slab)[group], np.array(self._page_ids)[group]
+        counts[slabs == self._num_slabs] = self._num_rest
         index = np.arange(max(self._per_slab))
         pages = (self._null_ids + self._slab_ids * slabs)[:, None] + sizes[:, None] * index
         return pages[index < counts[:, None]].astype(np.int32)
@@ -224,7 +259,8 @@ class Slabs:
 
     def count_idle_slabs(self, held: BlockIds) -> int:
         """Return how many slabs have none of the pages that are held."""
-        return len(self._group) - len(np.unique(self._slabs_of(held)))
+        slabs = np.unique(self._slabs_of(held))
+        return self._num_slabs - int(np.count_nonzero(slabs < self._num_slabs))
 
     # --- slabs --------------------------------------------------------------------------------------------------------
 
@@ -233,7 +269,8 @@ class Slabs:
 
     def _pages_of(self, slab: int, group: int) -> BlockIds:
         first = self._null_ids + slab * self._slab_ids
-        return first + self._page_ids[group] * np.arange(self._per_slab[group], dtype=np.int32)
+        num_pages = self._per_slab[group] if slab < self._num_slabs or not self._num_rest else self._num_rest
+        return first + self._page_ids[group] * np.arange(num_pages, dtype=np.int32)
 
     def _wake(self, slab: int, group: int) -> None:
         """An idle slab is about to hold a page."""

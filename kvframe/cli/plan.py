@@ -214,6 +214,7 @@ def _print(
         [
             ("allocated", f"{format_bytes(planned.total_bytes)} ({planned.total_bytes:,} bytes)"),
             ("slabs", f"{planned.num_slabs:,} of {format_bytes(planned.slab_bytes)}"),
+            *_rest(planned),
             *_bytes_held(planned),
             ("wasted", f"{planned.waste_fraction:.2%} of full slabs"),
             *swapping,
@@ -226,6 +227,13 @@ def _print(
     )
     if grouping.note is not None:
         click.echo(grouping.note)
+
+
+def _rest(planned: KVCachePlan) -> list[tuple[str, str]]:
+    if not planned.num_rest_pages:
+        return []
+    pages = "page" if planned.num_rest_pages == 1 else "pages"
+    return [("behind them", f"{planned.num_rest_pages:,} {pages} of group {planned.rest_group}")]
 
 
 def _stored_as(specs: Sequence[KVCacheSpec]) -> str:

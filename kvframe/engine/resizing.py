@@ -42,8 +42,10 @@ def resize(
                 f"a cache of {plan.total_bytes} bytes has no room for the request {request.asked_id!r} of "
                 f"{request.num_final_tokens} tokens, which goes on; wait until it has ended, or abort it"
             )
-    before = manager.plan.num_slabs
-    if plan.num_slabs > before:
+    before = manager.plan
+    if plan.total_bytes == before.total_bytes:
+        return plan
+    if plan.total_bytes > before.total_bytes:
         storage.resize(plan)
     while not manager.resize(plan.num_slabs):
         if not scheduler.running:
@@ -52,10 +54,10 @@ def resize(
                 "them, or give it more memory"
             )
         scheduler.preempt_last()
-    if plan.num_slabs < before:
+    if plan.total_bytes < before.total_bytes:
         try:
             storage.resize(plan)
         except PlanError:
-            manager.resize(before)
+            manager.resize(before.num_slabs)
             raise
     return plan
