@@ -196,7 +196,7 @@ class KVCacheCoordinator:
         if not len(due):
             return True
         rows, num_tokens = rows[due], num_tokens[due]
-        if num_tokens.max() > self._max_tokens:
+        if np.maximum.reduce(num_tokens) > self._max_tokens:
             raise too_many_tokens(int(num_tokens.max()), self._max_tokens)
         return self.room.make_rows(rows, num_tokens)
 

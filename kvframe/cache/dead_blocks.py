@@ -114,14 +114,14 @@ class DeadBlocks:
             for row, count in zip(rows.tolist(), num_computed.tolist(), strict=True):
                 self.bury(row, count)
             return
-        next_death = np.full(len(rows), NEVER)
+        next_death: npt.NDArray[np.int64] | None = None
         for s, moving in enumerate(self._moving):
             if moving is None:
                 continue
             before, after = moving.dead[:, rows], moving.dead_at(num_computed)
             np.maximum(before, after, out=after)
             died = after - before
-            most = int(died.max())
+            most = int(np.maximum.reduce(died, axis=None))
             for step in range(most):
                 # Nearly always one block of a group and row; a chunk of a prompt kills several.
                 if len(moving.types) == 1:
@@ -132,8 +132,9 @@ class DeadBlocks:
                 self._release_each(s, moving.places[kinds], rows[which], before[kinds, which] + step)
             if most:
                 moving.dead[:, rows] = after
-            np.minimum(next_death, moving.next_death(after), out=next_death)
-        self._next_death[rows] = next_death
+            nearest = moving.next_death(after)
+            next_death = nearest if next_death is None else np.minimum(next_death, nearest)
+        self._next_death[rows] = NEVER if next_death is None else next_death
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

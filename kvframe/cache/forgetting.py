@@ -118,6 +118,7 @@ class MovingGroups:
         self._behind = np.array([[each.window - 1] for each in self.types], dtype=np.int64)
         self._chunk = np.array([[each.chunk or 1] for each in self.types], dtype=np.int64)
         self._is_chunk = np.array([[each.chunk > 0] for each in self.types])
+        self._has_chunks = bool(self._is_chunk.any())
         self.dead = np.zeros((len(self.types), max_num_seqs), dtype=np.int64)
         self.dead[...] = self._first
 
@@ -132,7 +133,7 @@ class MovingGroups:
     def dead_at(self, num_computed: Positions) -> Positions:
         """Return ``[num_groups, n]``: the block before which blocks are dead, for each count of computed tokens."""
         behind: Positions = np.maximum(self._first, (num_computed - self._behind) // self._size)
-        if self._is_chunk.any():
+        if self._has_chunks:
             chunks = (num_computed - num_computed % self._chunk) // self._size
             behind = np.where(self._is_chunk, chunks, behind)
         return behind
@@ -141,7 +142,7 @@ class MovingGroups:
         """Return ``[n]``: the computed tokens from which on another block is dead in some group."""
         tokens = (dead + 1) * self._size
         found = tokens + self._behind
-        if self._is_chunk.any():
+        if self._has_chunks:
             found = np.where(self._is_chunk, -(-tokens // self._chunk) * self._chunk, found)
-        nearest: Positions = found.min(axis=0)
+        nearest: Positions = np.minimum.reduce(found)
         return nearest

@@ -137,25 +137,26 @@ class Room:
         new = []
         for stack in self._stacks:
             have = self._num_blocks[stack.groups[0], rows]
-            added = np.maximum(-(-num_tokens // stack.block_size) - have, 0)
-            if added.max() > 1:
+            need = np.maximum((num_tokens + (stack.block_size - 1)) // stack.block_size, have)
+            added = need - have
+            if np.maximum.reduce(added) > 1:
                 return self._make_whatever_lacks(rows.tolist(), num_tokens.tolist())
             (which,) = added.nonzero()
-            new.append((which, have[which]))
+            mine, places = (rows, have) if len(which) == len(rows) else (rows[which], have[which])
+            new.append((mine, places, need * stack.block_size))
             for group in stack.groups:
                 counts[group] = len(which)
         taken = self._pool.allocate(counts)
         if taken is None:
             return False
         room: npt.NDArray[np.int64] | int = self._max_tokens
-        for s, (stack, (which, places)) in enumerate(zip(self._stacks, new, strict=True)):
-            if len(which):
-                mine, pages = rows[which], _pages_of(stack, counts, taken)
+        for s, (stack, (mine, places, of_stack)) in enumerate(zip(self._stacks, new, strict=True)):
+            if len(mine):
+                pages = _pages_of(stack, counts, taken)
                 stack.ids[:, mine, places] = pages
                 if self._own is not None:
                     self._own.take_each(s, mine, places, pages)
                 self._set_num_blocks(stack, mine, places + 1)
-            of_stack = self._num_blocks[stack.groups[0], rows] * stack.block_size
             room = np.minimum(room, of_stack) if s else of_stack
         self._room[rows] = np.minimum(room, self._max_tokens) if self._ends_within_block else room
         return True
