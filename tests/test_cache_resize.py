@@ -39,42 +39,58 @@ def with_rest(*specs: KVCacheSpec, num_slabs: int = 16, rest: float = 0.8) -> KV
 MIXED = (full(2), masked(12, window=5))
 
 
-def test_the_rest_behind_the_slabs_is_used_first_and_by_its_group_alone() -> None:
-    manager = with_rest(*MIXED)
+def most(manager: KVCacheManager) -> int:
+    """Return how many blocks of two tokens one request gets, which goes on."""
+    tokens = list(range(64))
+    manager.start("most", tokens)
+    for count in range(32):
+        if not manager.extend("most", 2 * count + 2):
+            return count
+        manager.commit("most", tokens, 2 * count + 2)
+    raise AssertionError
+
+
+def behind(manager: KVCacheManager) -> list[int]:
+    """Return how many pages behind the slabs each group has of the request."""
     plan = manager.plan
     end = (plan.null_bytes + plan.num_slabs * plan.slab_bytes) // plan.block_id_bytes
-    manager.start("a", [1] * 60)
-    assert manager.extend("a", 60)
-    blocks = manager.block_ids("a")
-    rest = [block for block in blocks[plan.rest_group] if block >= end]
-    assert rest == blocks[plan.rest_group][: len(rest)]
-    assert min(plan.num_rest_pages, len(blocks[plan.rest_group])) == len(rest)
-    assert not [block for group, ids in enumerate(blocks) if group != plan.rest_group for block in ids if block >= end]
-    manager.free("a")
-    assert 0 == manager.usage
+    return [sum(block >= end for block in ids) for ids in manager.block_ids("most")]
 
 
-def test_with_a_rest_there_is_room_for_as_many_more_pages() -> None:
+def test_with_a_rest_there_is_room_for_as_many_more_pages_and_its_group_alone_has_them() -> None:
     none, some = make_manager(*MIXED, num_slabs=6), with_rest(*MIXED, num_slabs=6)
-
-    def most(manager: KVCacheManager) -> int:
-        """Return how many blocks one request gets."""
-        tokens = list(range(64))
-        manager.start("a", tokens)
-        for count in range(32):
-            if not manager.extend("a", 2 * count + 2):
-                return count
-            manager.commit("a", tokens, 2 * count + 2)
-        raise AssertionError
-
     assert (6, 4) == (some.plan.groups[0].pages_per_slab, some.plan.num_rest_pages)
     # Four slabs where the window lies in two blocks; with four pages more it gets so far that it lies in one.
     assert (4 * 6, 4 + 4 * 6 + 2) == (most(none), most(some))
+    assert [4, 0] == behind(some)
+    some.free("most")
+    assert 0 == some.usage
+
+
+def test_the_rest_is_used_last_but_before_anything_cached_is_given_up() -> None:
+    manager = with_rest(full(2, 2), masked(12, window=5), num_slabs=5)
+    assert (3, 2) == (manager.plan.groups[0].pages_per_slab, manager.plan.num_rest_pages)
+    cached, tokens = list(range(100, 112)), list(range(12))
+    for name, of_name in (("cached", cached), ("most", tokens)):
+        manager.start(name, of_name)
+        assert manager.extend(name, 6)
+        manager.commit(name, of_name, 6)
+        if name == "cached":
+            assert manager.extend(name, 12)
+            manager.commit(name, of_name, 12)
+            manager.free(name)
+    # Three slabs are cached, two are held, and none is free.
+    assert ([0, 0], 12) == (behind(manager), manager.find([*cached, 1]))
+    for count, rest in ((4, 1), (5, 2)):
+        assert manager.extend("most", 2 * count)
+        assert ([rest, 0], 12) == (behind(manager), manager.find([*cached, 1]))
+    assert manager.extend("most", 12)
+    assert 0 == manager.find([*cached, 1])
 
 
 @pytest.mark.parametrize("is_held", [False, True])
 def test_the_rest_becomes_part_of_a_slab_where_a_pool_grows(is_held: bool) -> None:
-    manager, whole = with_rest(*MIXED), make_manager(*MIXED, num_slabs=30)
+    manager, whole = with_rest(*MIXED, num_slabs=20, rest=0.5), make_manager(*MIXED, num_slabs=30)
     names = fill(manager)
     blocks, published = [manager.block_ids(name) for name in names], set(manager.published())
     for name in names if not is_held else ():
@@ -92,15 +108,14 @@ def test_the_rest_becomes_part_of_a_slab_where_a_pool_grows(is_held: bool) -> No
 
 
 def test_the_rest_goes_where_a_pool_shrinks_unless_somebody_holds_a_page_of_it() -> None:
-    manager = with_rest(*MIXED)
-    names = fill(manager)
-    assert not manager.resize(16)
-    assert manager.plan.num_rest_pages
-    for name in names:
-        manager.free(name)
-    assert manager.resize(16)
-    assert (16, 0) == (manager.plan.num_slabs, manager.plan.num_rest_pages)
-    assert len(fill(make_manager(*MIXED, num_slabs=16))) == len(fill(manager))
+    manager = with_rest(*MIXED, num_slabs=6)
+    most(manager)
+    assert not manager.resize(6)
+    assert 4 == manager.plan.num_rest_pages
+    manager.free("most")
+    assert manager.resize(6)
+    assert (6, 0) == (manager.plan.num_slabs, manager.plan.num_rest_pages)
+    assert 4 * 6 == most(manager)
 
 
 @pytest.mark.parametrize("specs", MIXTURES)

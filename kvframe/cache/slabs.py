@@ -22,7 +22,7 @@ class Slabs:
 
     An allocation succeeds if and only if the free and cached pages in each group's slabs that are not idle, and as many
     idle slabs as the shortfall needs, cover it. What is left over behind the slabs is treated as a shorter one that is
-    never idle.
+    never idle, and of which pages are taken last, before any cached page is given up for it.
     """
 
     def __init__(self, plan: KVCachePlan, reserve: int) -> None:
@@ -35,7 +35,7 @@ class Slabs:
         """
         num_groups, num_slabs = len(plan.groups), plan.num_slabs
         self.clock = 0
-        self._num_slabs, self._num_rest = num_slabs, 0
+        self._num_slabs, self._num_rest, self._rest = num_slabs, 0, -1
         self._reserve = reserve
         self._null_ids = plan.null_bytes // plan.block_id_bytes
         self._slab_ids = plan.slab_bytes // plan.block_id_bytes if plan.groups else 1
@@ -56,7 +56,8 @@ class Slabs:
 
     def _add_rest(self, group: int, num_pages: int) -> None:
         """Have fewer pages than a slab's behind the last one, as if somebody held another one of them for ever."""
-        rest, self._num_rest = self._num_slabs, num_pages
+        self._rest = rest = self._num_slabs
+        self._num_rest = num_pages
         self._group.append(group)
         self._held, self._cached = np.append(self._held, np.int32(1)), np.append(self._cached, np.int32(0))
         self._free_pages.append(self._pages_of(rest, group)[::-1].tolist())
@@ -92,6 +93,8 @@ class Slabs:
         spare = self.num_idle_slabs - sum(needed)
         if spare < 0:
             return None
+        if self._num_rest:
+            spare -= self._spare_rest(num_blocks, needed, spare)
         spare = max(0, spare - self._reserve)
         blocks: list[int] = []
         for group, count in enumerate(num_blocks):
@@ -105,13 +108,35 @@ class Slabs:
             spare = min(spare, budget)
         return np.array(blocks, dtype=np.int32)
 
+    def _spare_rest(self, num_blocks: Sequence[int], needed: list[int], spare: int) -> int:
+        """Let idle slabs serve what the pages behind the slabs would, if there are as many to spare; return how many.
+
+        Args:
+            num_blocks: The pages wanted, per group.
+            needed: The idle slabs that each group needs; changed.
+            spare: How many there are besides.
+        """
+        group = self._group[self._rest]
+        num_there = self._num_rest - (int(self._held[self._rest]) - 1)
+        lacking = max(0, num_blocks[group] - (self._available[group] - num_there))
+        more = -(-lacking // self._per_slab[group]) - needed[group]
+        if more > spare:
+            return 0
+        needed[group] += more
+        return more
+
     def _take_some(self, group: int, count: int, blocks: list[int], num_claims: int, evictor: Evictor) -> None:
         """Take at least one page and at most ``count``, or make one free; claim at most ``num_claims`` idle slabs."""
-        opened = self._open_held[group] or (self._open_idle[group] if num_claims > 0 else None)
-        if opened:
-            self._take_from(next(iter(opened)), group, count, blocks)
+        opened = self._first(self._open_held[group])
+        if opened is None and num_claims > 0:
+            opened = next(iter(self._open_idle[group]), None)
+        if opened is None and not (self._free_slabs and num_claims > 0) and self._rest in self._open_held[group]:
+            opened = self._rest
+        if opened is not None:
+            self._take_from(opened, group, count, blocks)
         elif num_claims <= 0:
-            slab = next(iter(self._cached_held[group]))
+            slab = self._first(self._cached_held[group])
+            slab = self._rest if slab is None else slab
             evictor.evict_among(group, self._pages_of(slab, group), count)
         elif self._free_slabs:
             num_whole = min(count // self._per_slab[group], num_claims, len(self._free_slabs))
@@ -127,6 +152,13 @@ class Slabs:
             else:
                 owner = self._group[slab]
                 evictor.evict_among(owner, self._pages_of(slab, owner), self._per_slab[owner])
+
+    def _first(self, slabs: dict[int, None]) -> int | None:
+        """Return the first of some slabs, but not what is left over behind them."""
+        for slab in slabs:
+            if slab != self._rest:
+                return slab
+        return None
 
     def _first_idle(self) -> tuple[int, int]:
         """Return the idle slab that is given up first, and when it is due: the longest idle, and since when."""
@@ -228,8 +260,8 @@ class Slabs:
 
     def _end_rest(self, *, is_slab: bool) -> None:
         """Let what is left over behind the slabs be a whole one, or nothing; then all of it is free."""
-        rest, group, num_pages = self._num_slabs, self._group[self._num_slabs], self._num_rest
-        self._num_rest = 0
+        rest, group, num_pages = self._rest, self._group[self._rest], self._num_rest
+        self._num_rest, self._rest = 0, -1
         if is_slab:
             self._free_pages[rest][:0] = self._pages_of(rest, group)[num_pages:][::-1].tolist()
             self._open_held[group][rest] = None
@@ -248,7 +280,7 @@ class Slabs:
         slabs = np.flatnonzero(group != _NO_GROUP)
         group = group[slabs]
         counts, sizes = np.array(self._per_slab)[group], np.array(self._page_ids)[group]
-        counts[slabs == self._num_slabs] = self._num_rest
+        counts[slabs == self._rest] = self._num_rest
         index = np.arange(max(self._per_slab))
         pages = (self._null_ids + self._slab_ids * slabs)[:, None] + sizes[:, None] * index
         return pages[index < counts[:, None]].astype(np.int32)
@@ -269,7 +301,7 @@ class Slabs:
 
     def _pages_of(self, slab: int, group: int) -> BlockIds:
         first = self._null_ids + slab * self._slab_ids
-        num_pages = self._per_slab[group] if slab < self._num_slabs or not self._num_rest else self._num_rest
+        num_pages = self._num_rest if slab == self._rest else self._per_slab[group]
         return first + self._page_ids[group] * np.arange(num_pages, dtype=np.int32)
 
     def _wake(self, slab: int, group: int) -> None:
