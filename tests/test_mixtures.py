@@ -190,7 +190,7 @@ def test_preempted_requests_give_the_same_tokens(
     expected = references(mixture)
     options: dict[str, Any] = {"max_model_len": 96, "max_num_batched_tokens": 12, "block_size": 5}
     options["states"] = {"checkpoints": "aligned" if prefix_caching else "none"}
-    memory = models(mixture).tight_memory(75, **options) * 5 // 4
+    memory = models(mixture).tight_memory(75, **options) * 4 // 3
     options |= {"memory": memory, "max_num_seqs": 8, "preemption": preemption}
     if preemption == "swap":
         options["swap_memory"] = "4MiB"
