@@ -165,7 +165,9 @@ class KVCachePlan:
         return sum(-(-count // group.pages_per_slab) for count, group in zip(num_blocks, self.groups, strict=True))
 
     def resized(self, memory_bytes: int) -> KVCachePlan:
-        """Return a plan of other memory that is cut as this one is: more slabs of the same kind, or fewer, and no rest.
+        """Return a plan of other memory that is cut as this one is: more slabs of the same kind, or fewer.
+
+        The rest stays where the number of slabs stays and it fits; else there is none.
 
         Raises:
             PlanError: Not even one slab for each group fits the memory, or there are too many for a block id.
@@ -278,7 +280,8 @@ def plan_cache(
     block_id_bytes = math.gcd(slab_bytes, *page_bytes) if page_bytes else 1
     null_bytes = align_up(max(page_bytes, default=0), block_id_bytes)
     num_slabs = _num_slabs(memory_bytes, null_bytes, slab_bytes, block_id_bytes, len(page_bytes))
-    rest_group, num_rest_pages = _rest(grouping.groups, peaks, memory_bytes - null_bytes - num_slabs * slab_bytes)
+    most_bytes = min(memory_bytes, _MAX_BLOCK_ID * block_id_bytes)
+    rest_group, num_rest_pages = _rest(grouping.groups, peaks, most_bytes - null_bytes - num_slabs * slab_bytes)
     return KVCachePlan(
         groups=tuple(
             PlannedGroup(

@@ -13,6 +13,7 @@ import pytest
 
 from kvframe.cache.inputs import InputSequence
 from kvframe.cache.manager import KVCacheManager
+from kvframe.cache.prefix import as_bytes
 from kvframe.errors import RequestError
 from kvframe.specs import ENCODER, KVCacheSpec
 from tests.cache_model import HostCopies
@@ -219,6 +220,7 @@ def test_what_cannot_be_forked_is_refused_and_keeps_every_row() -> None:
 
 WITHOUT_ASSERTIONS = """
 from kvframe.cache.manager import KVCacheManager
+from kvframe.cache.prefix import as_bytes
 from kvframe.errors import RequestError
 from tests.plans import full, make_plan
 assert False, "assertions are on"
@@ -376,3 +378,17 @@ def test_a_prompt_with_a_token_that_is_none_is_refused_where_it_is_read(wrong: A
             verb()
         assert caught.value.code == "bad_token"
         assert before == state_of(manager, "one")
+
+
+def test_who_is_told_that_tokens_are_missing_can_add_them() -> None:
+    plan = make_plan(full(), num_slabs=600, max_model_len=2048)
+    manager, tokens = KVCacheManager(plan, max_num_seqs=2), array("I", range(1500))
+    manager.start("one", tokens)
+    assert manager.extend("one", 2000)
+    manager.commit("one", tokens, 2000)
+    with pytest.raises(RequestError, match="give them all") as caught:
+        as_bytes(tokens, 0, 2000)
+    tokens.append(1500)
+    assert (1501, "bad_token") == (len(tokens), caught.value.code)
+    manager.free("one")
+    manager.audit()

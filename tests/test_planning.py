@@ -120,6 +120,19 @@ def test_what_is_left_over_behind_the_slabs_is_pages_of_the_group_that_takes_the
         assert 0 == plan.resized(2**21).num_rest_pages == plan.resized(2**23).num_rest_pages
 
 
+def test_no_page_behind_the_slabs_has_an_id_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    grouping = group_layers([layer("a", ranged(num_kv_heads=9, window=64)), layer("b", full())])
+
+    def planned(memory_bytes: int) -> KVCachePlan:
+        return plan_cache(grouping, memory_bytes=memory_bytes, max_model_len=64, max_num_batched_tokens=16)
+
+    start = planned(2**16)
+    slabs_end = start.total_bytes - start.rest_bytes
+    monkeypatch.setattr("kvframe.plan._MAX_BLOCK_ID", (slabs_end + start.groups[1].page_bytes) // start.block_id_bytes)
+    plan = planned(slabs_end + start.slab_bytes - 1)
+    assert (start.num_slabs, 1) == (plan.num_slabs, plan.num_rest_pages)
+
+
 def test_where_all_pages_have_one_size_nothing_is_left_over_but_what_is_no_slab() -> None:
     plan = plan_cache(
         group_layers([layer("a", full())]), memory_bytes=2**16 + 100, max_model_len=64, max_num_batched_tokens=16

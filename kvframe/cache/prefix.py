@@ -168,10 +168,9 @@ def as_bytes(tokens: Sequence[int], start: int = 0, stop: int | None = None) -> 
         if stop is None:
             data = tokens.tobytes()
         else:
-            # To cut an array copies it once more, which takes less than to look at it where it is short. While somebody
-            # looks at it nobody can add tokens.
-            part = tokens[start:stop] if stop - start < _LONG else memoryview(tokens)[start:stop]
-            data = part.tobytes()
+            # To cut an array copies it once more, which takes less than a view of it where it is short. A view is not
+            # kept, not even by an error: while it lives nobody can add tokens.
+            data = (tokens[start:stop] if stop - start < _LONG else memoryview(tokens)[start:stop]).tobytes()
     else:
         try:
             data = array("I", tokens if stop is None else tokens[start:stop]).tobytes()
