@@ -92,6 +92,7 @@ USE_NUMPY = (
     "kvframe.cache.equal_pages",
     "kvframe.cache.slabs",
     "kvframe.cache.due",
+    "kvframe.cache.owners",
     "kvframe.cache.pool",
     "kvframe.cache.forgetting",
     "kvframe.cache.reach",

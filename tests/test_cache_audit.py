@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.pool import NOBODY, BlockPool
+from kvframe.cache.pool import BlockPool
 from kvframe.cache.verb_audit import READERS
 from kvframe.specs import KVCacheSpec
 from tests.plans import full, make_plan, masked
@@ -64,11 +64,11 @@ def hold_once_too_often(manager: KVCacheManager) -> None:
 
 
 def forget_an_owner(manager: KVCacheManager) -> None:
-    manager._pool._owner[manager._pool._places(cached(manager._pool))] = NOBODY
+    manager._pool._owners.forget()
 
 
 def own_a_free_page(manager: KVCacheManager) -> None:
-    manager._pool._owner[manager._pool._places(manager._pool.free_pages()[:1])] = 1
+    manager._pool._owners.publish(1, manager._pool.free_pages()[:1], np.zeros(1, dtype=np.int32))
 
 
 def miscount_the_cached(manager: KVCacheManager) -> None:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvframe.cache.block_table import BlockTables
 from kvframe.cache.free_pages import BlockIds
+from kvframe.cache.owners import NOBODY
 from kvframe.cache.pool import BlockPool
 from kvframe.cache.tree import PrefixTree
 from kvframe.plan import KVCachePlan
@@ -70,7 +71,7 @@ def audit_pool(pool: BlockPool, plan: KVCachePlan, held: BlockIds) -> None:
     num_bytes = sum(count * group.page_bytes for count, group in zip(pool.num_held, plan.groups, strict=True))
     _require(num_bytes == pool.held_bytes, "held bytes are miscounted")
     _require(pool.count_idle_slabs(pages[is_held]) == pool.num_idle_slabs, "idle slabs are miscounted")
-    is_published = pool.is_published(pages)
+    is_published = pool.owners(pages) != NOBODY
     _require(
         np.count_nonzero(is_published[is_cached]) == len(pages[is_cached]), "a page is cached that nobody can find"
     )

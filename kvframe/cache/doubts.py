@@ -46,23 +46,24 @@ class Doubts:
         self._keeps = np.zeros(len(num_computed), dtype=np.bool_)
         # Per row, whether it has gaps or freed something: usually none has.
         self._is_wary = np.zeros(len(num_computed), dtype=np.bool_)
+        self._all = self._has_gaps, self._freed_at, self._kept_at, self._keeps, self._is_wary
         # Single ones are read and written several times as fast in these.
         self._gaps_of, self._keeps_of, self._wary_of = self._has_gaps.data, self._keeps.data, self._is_wary.data
-        self._freed_at_of, self._kept_at_of = self._freed_at.data, self._kept_at.data
+        self._freed_at_of = self._freed_at.data
 
     def begin(self, row: int, *, has_gaps: bool) -> None:
-        """Begin with a row that has passed nothing.
+        """Begin with a row that has passed nothing, as a new one or one that ended.
 
         Args:
             row: The row.
             has_gaps: Whether it has less than a request that computed as much.
         """
-        self._gaps_of[row] = self._wary_of[row] = has_gaps or self._tree.keeps_ghosts
-        self._freed_at_of[row] = self._kept_at_of[row] = self._keeps_of[row] = 0
+        if has_gaps or self._tree.keeps_ghosts:
+            self.find_gaps(row)
 
     def fork(self, row: int, new_row: int) -> None:
         """Begin with a row that has what another one has."""
-        for each in (self._has_gaps, self._freed_at, self._kept_at, self._keeps, self._is_wary):
+        for each in self._all:
             each[new_row] = each[row]
 
     def find_gaps(self, row: int) -> None:
@@ -116,6 +117,7 @@ class Doubts:
     def end(self, row: int, node: PrefixNode | None) -> None:
         """Take note that a row ends; doubt the node at its end if no hit ends behind all that it freed, or none can."""
         if not self._wary_of[row] and self._ends_alike:
+            self._keeps_of[row] = False
             return
         step = self._tree.unit
         if self._gaps_of[row] or not self._ends_alike or self._freed_at_of[row] > self._computed_of[row] // step * step:
@@ -125,6 +127,8 @@ class Doubts:
                 if not node.first_hit:
                     self._doubt(node)
                 node = node.parent
+        for each in self._all:
+            each[row] = 0
 
     def _doubt(self, node: PrefixNode | None) -> None:
         if node is not None and self._tree.is_there(node):

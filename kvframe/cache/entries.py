@@ -22,6 +22,7 @@ class Entry:
         namespace: Whom it shares with.
         uncounted: What was found when it started, until it runs: a request that waits for room is looked up again and
             again.
+        asked_tokens: Its tokens that were looked up then; 0 where nothing was looked for.
         num_resets: Resets of the prefix cache before it started.
     """
 
@@ -29,6 +30,7 @@ class Entry:
     token_ids: Sequence[int]
     namespace: Namespace
     uncounted: PrefixHit
+    asked_tokens: int
     num_resets: int
 
 

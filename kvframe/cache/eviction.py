@@ -82,17 +82,19 @@ class CachedPages(ABC):
     def clear(self) -> None:
         """Forget every entry."""
 
-    def note_taken(self, stamps: npt.NDArray[np.int64]) -> None:
+    def note_taken(self, stamps: npt.NDArray[np.int64]) -> list[int]:
         """Take note that pages are not cached any more.
 
         Args:
             stamps: ``[n], int64, host``: when each was let go of.
+
+        Returns:
+            These times, each once.
         """
         first = int(stamps[0])
-        if np.count_nonzero(stamps == first) == len(stamps):
-            self.thinned.add(first)
-        else:
-            self.thinned.update(np.unique(stamps).tolist())
+        times = [first] if np.count_nonzero(stamps == first) == len(stamps) else np.unique(stamps).tolist()
+        self.thinned.update(times)
+        return times
 
 
 class LeastRecentlyUsed(CachedPages):

@@ -12,7 +12,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.pool import NOBODY, BlockPool
+from kvframe.cache.owners import NOBODY
+from kvframe.cache.pool import BlockPool
 from kvframe.plan import PlannedGroup
 
 Pages = npt.NDArray[np.int32]

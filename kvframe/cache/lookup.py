@@ -38,7 +38,6 @@ class PrefixHit:
         inputs: For each input that is cached as a whole, the pages of all its blocks, per group.
         branch: The longest prefix that an earlier request had too, where a type that stores few blocks may have kept
             nothing of it, so that it has to be computed again; 0 if the hit is as long.
-        asked_tokens: Tokens of the request; 0 where nothing was looked for.
         match: How far the tokens are known.
         found: Per group of tokens, stack by stack, the tokens that it alone could have continued from; empty where
             nothing is known.
@@ -51,7 +50,6 @@ class PrefixHit:
     place: Mapping[int, tuple[int, int]] = _NONE
     inputs: Mapping[str, Mapping[int, Pages]] = _NONE
     branch: int = 0
-    asked_tokens: int = 0
     match: Match = NO_MATCH
     found: Sequence[int] = ()
     limiting: Sequence[int] = ()
@@ -75,6 +73,10 @@ class PrefixHit:
                 yield pages[start:stop]
         for of_input in self.inputs.values():
             yield from of_input.values()
+
+
+NO_HIT = PrefixHit()
+"""Nothing is cached, or nothing was looked for."""
 
 
 class PrefixLookup:
@@ -118,7 +120,7 @@ class PrefixLookup:
         match = self._tree.match(namespace, tokens, num_tokens - 1)
         most = match.length if self._ends_with_match else num_tokens - 1
         if not most and not inputs:
-            return PrefixHit(asked_tokens=num_tokens)
+            return NO_HIT
         of_stack = self._tree.pages(match, most)
         if self._ends_with_pages:
             most = max(_last_page(pages) * size for pages, size in zip(of_stack, self._tree.sizes, strict=True))
@@ -139,7 +141,6 @@ class PrefixLookup:
             place=self._tree.place,
             inputs=whole_inputs,
             branch=known if self._has_sparse and known > hit else 0,
-            asked_tokens=num_tokens,
             match=match,
             found=found,
             limiting=self._limiting(of_stack, found, hit) if longest > hit else (),
@@ -164,10 +165,10 @@ class PrefixLookup:
             return num_tokens % group.block_size > 0
         return longest_alone(group, pages, num_tokens) < num_tokens
 
-    def count(self, hit: PrefixHit, totals: Sequence[GroupLookups]) -> None:
-        """Add what a lookup found to the totals of each group."""
+    def count(self, hit: PrefixHit, num_tokens: int, totals: Sequence[GroupLookups]) -> None:
+        """Add what a lookup of so many tokens found to the totals of each group."""
         for group in self._groups:
-            totals[group].asked_tokens += hit.asked_tokens
+            totals[group].asked_tokens += num_tokens
         if not hit.found and not hit.of_inputs:
             return
         for group, num_tokens in zip(self._groups, hit.found, strict=True):

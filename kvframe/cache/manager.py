@@ -18,9 +18,10 @@ from kvframe.cache.forking import PageCopier
 from kvframe.cache.host_store import HostPages, HostStore
 from kvframe.cache.inputs import InputSequence, input_blocks, inputs_root
 from kvframe.cache.keys import NO_INPUTS
+from kvframe.cache.lookup import NO_HIT
 from kvframe.cache.pins import Pin, Pins
 from kvframe.cache.prefix import NO_MATCH
-from kvframe.cache.prefix_cache import NO_HIT, PrefixCache
+from kvframe.cache.prefix_cache import PrefixCache
 from kvframe.cache.refusals import (
     cannot_fork,
     check_input_lens,
@@ -162,12 +163,13 @@ class KVCacheManager:
             check_input_lens(inputs, self.plan.max_input_lens)
         namespace = (salt, inputs_root(inputs) if inputs else b"")
         of_inputs = input_blocks(self._input_groups, inputs, salt) if inputs else ()
-        hit = NO_HIT
+        hit, num_asked = NO_HIT, 0
         if self.prefix_caching and use_prefix:
-            hit = self._lookup.find(namespace, token_ids, len(token_ids), of_inputs)
+            num_asked = len(token_ids)
+            hit = self._lookup.find(namespace, token_ids, num_asked, of_inputs)
         row = self._free_rows.pop()
         self._coordinator.start(row, hit, of_inputs)
-        self._entries[request_id] = entry = Entry(row, token_ids, namespace, hit, self._num_resets)
+        self._entries[request_id] = entry = Entry(row, token_ids, namespace, hit, num_asked, self._num_resets)
         if self.prefix_caching:
             self._publisher.follow(row, namespace, token_ids, hit.num_tokens, hit.match)
             self._fresh[row] = entry
@@ -203,7 +205,7 @@ class KVCacheManager:
         entry, row = self._entries[request_id], self._free_rows[-1]
         self._coordinator.fork(entry.row, row, token_ids)
         self._free_rows.pop()
-        self._entries[new_id] = Entry(row, token_ids, entry.namespace, NO_HIT, entry.num_resets)
+        self._entries[new_id] = Entry(row, token_ids, entry.namespace, NO_HIT, 0, entry.num_resets)
 
     def _no_place_for(self, new_id: str) -> RequestError:
         if new_id in self._entries or new_id in self._swapped:
@@ -312,11 +314,11 @@ class KVCacheManager:
 
     def _first_commit(self, entry: Entry) -> None:
         """Count a request's lookup, and publish its inputs, as soon as it runs."""
-        self._lookup.count(entry.uncounted, self._lookups)
+        self._lookup.count(entry.uncounted, entry.asked_tokens, self._lookups)
         if self._counts_uses:
             for pages in entry.uncounted.found_pages(self.plan):
                 self._pool.count_uses(pages)
-        entry.uncounted = NO_HIT
+        entry.uncounted, entry.asked_tokens = NO_HIT, 0
         if self._input_groups and entry.num_resets == self._num_resets:
             for each in self._coordinator.state(entry.row).inputs:
                 self._cache.inputs.publish(each, self.tables[each.group].ids[entry.row, : each.num_blocks])

@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from kvframe.cache.block_table import TableStack
 from kvframe.cache.forgetting import never_dies
-from kvframe.cache.pool import NOBODY, BlockPool
+from kvframe.cache.owners import NOBODY
+from kvframe.cache.pool import BlockPool
 from kvframe.plan import PlannedGroup
 
 Pages = npt.NDArray[np.int32]

@@ -12,14 +12,11 @@ from kvframe.cache.due import PagesByDue, SlabsByDue
 from kvframe.cache.equal_pages import EqualPages
 from kvframe.cache.eviction import CachedPages, LeastRecentlyUsed
 from kvframe.cache.free_pages import BlockIds, FreePages, Groups
+from kvframe.cache.owners import NOBODY, Indices, Owners, Places
 from kvframe.cache.slabs import Slabs
 from kvframe.eviction import LRU, EvictionPolicy
 from kvframe.plan import KVCachePlan
 
-Places = npt.NDArray[np.intp]
-Indices = npt.NDArray[np.int32] | npt.NDArray[np.int64]
-NOBODY = 0
-"""The owner of a page that nobody published."""
 _MAX_STALE = 1 << 16
 """Stale entries that the queues of cached pages may have besides as many as there are cached pages; and stamps that
 they may remember as thinned."""
@@ -109,8 +106,7 @@ class BlockPool:
         # one too: taking and giving need not write it.
         self._state = np.zeros(num_places, dtype=np.int64)
         self._num_more_holders = 0
-        self._owner = np.full(num_places if keeper is not None else 1, NOBODY, dtype=np.int32)
-        self._index = np.zeros(num_places if keeper is not None else 1, dtype=np.int32)
+        self._owners = Owners(num_places if keeper is not None else 1, self._places)
         self.num_cached = [0] * num_groups
         self.num_held = [0] * num_groups
         self.peak_held = [0] * num_groups
@@ -190,7 +186,7 @@ class BlockPool:
             self._state[places] = before - 1
             return
         self._state[places] = np.where(was_cached, 0, before - 1)
-        self._cached.note_taken(before[was_cached])
+        self._note_taken(before[was_cached])
         self._free.hold(group, block_ids[was_cached])
         self.num_cached[group] -= num_woken
         counts = [0] * len(self.num_held)
@@ -217,13 +213,13 @@ class BlockPool:
         is_published: npt.NDArray[np.bool_] | bool = False
         if self._keeper is not None:
             places = self._places(block_ids) if places is None else places
-            owners = self._owner[places]
+            owners = self._owners.of(places)
             num_published = np.count_nonzero(owners)
             if num_published:
                 is_published = True if num_published == len(block_ids) else owners != NOBODY
         self._let_go(block_ids, places, group, is_published)
 
-    def retire(self, owner: int, block_ids: BlockIds, indices: Indices, group: int) -> None:
+    def retire(self, owner: int, block_ids: BlockIds, indices: npt.NDArray[np.int32], group: int) -> None:
         """Publish pages and count one holder of each less; the last one is given up first.
 
         Args:
@@ -232,11 +228,13 @@ class BlockPool:
             indices: What the owner knows each by.
             group: Their group.
         """
-        places = self._publish(owner, block_ids, indices)
+        tail_first = block_ids[::-1].copy()
         if self._num_more_holders:
-            self.release(block_ids[::-1].copy(), group)
-        else:
-            self._let_go(block_ids[::-1].copy(), places, group, True)
+            self.publish(owner, block_ids, indices)
+            self.release(tail_first, group)
+            return
+        self._let_go(tail_first, self._places(tail_first), group, True)
+        self._owners.retire(self._free.clock, owner, tail_first, indices[::-1])
 
     def _release_shared(self, places: Places) -> npt.NDArray[np.intp]:
         """Count a holder less of pages that may have several, or come once for each; return which have none left."""
@@ -278,31 +276,26 @@ class BlockPool:
             self.held_bytes -= count * self._page_bytes[each]
 
     def publish(self, owner: int | BlockIds, block_ids: BlockIds, indices: Indices) -> None:
-        """Let pages be found through an owner: they are cached when their last holder goes.
+        """Let pages that somebody holds be found through an owner: they are cached when their last holder goes.
 
         Args:
             owner: Who it is, or who of each.
             block_ids: The pages.
             indices: What the owner knows each by.
         """
-        self._publish(owner, block_ids, indices)
+        self._owners.publish(owner, block_ids, indices)
 
-    def _publish(self, owner: int | BlockIds, block_ids: BlockIds, indices: Indices) -> Places:
-        places = self._places(block_ids)
-        self._owner[places] = owner
-        self._index[places] = indices
-        return places
+    def hand_over(self, owner: int, block_ids: BlockIds, indices: Indices) -> None:
+        """Let published pages, held or cached, be found through another owner, which knows each by an index."""
+        self._owners.note(np.unique(self._state[self._places(block_ids)]).tolist())
+        self._owners.publish(owner, block_ids, indices)
 
     def owners(self, block_ids: BlockIds) -> npt.NDArray[np.int32]:
         """Return who published each page; ``NOBODY`` for nobody."""
-        return self._owner[self._places(block_ids)]
-
-    def is_published(self, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
-        """Return whether each page has an owner."""
         if self._keeper is None:
-            return np.zeros(len(block_ids), dtype=np.bool_)
-        has_owner: npt.NDArray[np.bool_] = self._owner[self._places(block_ids)] != NOBODY
-        return has_owner
+            return np.full(len(block_ids), NOBODY, dtype=np.int32)
+        places = self._places(block_ids)
+        return self._owners.of_all(places, self._state[places])
 
     def resize(self, plan: KVCachePlan, reserve_slabs: int) -> bool:
         """Have more or fewer slabs. Of those that go, the last ones, cached pages are given up.
@@ -329,8 +322,7 @@ class BlockPool:
         if num_new > 0:
             self._state = np.concatenate([self._state, np.zeros(num_new, dtype=np.int64)])
             if self._keeper is not None:
-                self._owner = np.concatenate([self._owner, np.full(num_new, NOBODY, dtype=np.int32)])
-                self._index = np.concatenate([self._index, np.zeros(num_new, dtype=np.int32)])
+                self._owners.grow(num_new)
             if self._by_due is not None:
                 self._by_due.grow(num_new)
         if self._by_due is not None:
@@ -357,8 +349,8 @@ class BlockPool:
         is_cached: npt.NDArray[np.bool_] = (stamps > 0) & (block_ids != 0)
         if np.count_nonzero(is_cached):
             places = places[is_cached]
-            self._owner[places] = NOBODY
-            self._cached.note_taken(stamps[is_cached])
+            self._note_taken(stamps[is_cached])
+            self._owners.clear(places)
             self._end(group, block_ids[is_cached], places)
         return is_cached
 
@@ -371,39 +363,36 @@ class BlockPool:
 
     def evict(self, group: int | Groups, block_ids: BlockIds) -> None:
         """Give up cached pages, and tell their keeper."""
-        self._cached.note_taken(self._state[self._places(block_ids)])
+        self._note_taken(self._state[self._places(block_ids)])
         self._evict(group, block_ids)
 
     def _evict(self, group: int | Groups, block_ids: BlockIds) -> None:
         """Give up cached pages that are in no queue any more."""
         assert self._keeper is not None
         places = self._places(block_ids)
-        owners = self._owner[places]
-        self._owner[places] = NOBODY
+        owners, indices = self._owners.take(places, self._state.item(places.item(0)))
         self._end(group, block_ids, places)
-        data, first = owners.tobytes(), int(owners[0])
-        is_of_one = data == data[: owners.itemsize] * len(owners)
-        if is_of_one and self._keeper.lost_all(
-            first, group if isinstance(group, int) else int(group[0]), len(block_ids)
-        ):
-            return
-        indices = self._index[places]
+        if isinstance(owners, int):
+            any_group = group if isinstance(group, int) else int(group[0])
+            if self._keeper.lost_all(owners, any_group, len(block_ids)):
+                return
         for each in (group,) if isinstance(group, int) else np.unique(group).tolist():
             is_of_group = slice(None) if isinstance(group, int) else group == each
-            if is_of_one:
-                self._keeper.lost(first, each, indices[is_of_group])
-            else:
-                self._tell_keeper(each, owners[is_of_group], indices[is_of_group])
+            of_group = owners if isinstance(owners, int) else owners[is_of_group]
+            self._tell_keeper(each, of_group, indices[is_of_group])
         self._keeper.settle()
 
-    def _tell_keeper(self, group: int, owners: BlockIds, indices: npt.NDArray[np.int32]) -> None:
+    def _tell_keeper(self, group: int, owners: int | BlockIds, indices: npt.NDArray[np.int32]) -> None:
         assert self._keeper is not None
+        if isinstance(owners, int):
+            self._keeper.lost(owners, group, indices)
+            return
         for owner in np.unique(owners).tolist():
             self._keeper.lost(owner, group, indices[owners == owner])
 
     def forget(self) -> None:
         """Give up every cached page and let held ones be found no more, without telling anybody."""
-        self._owner[...] = NOBODY
+        self._owners.forget()
         for stamp, block_ids, group in self._cached.entries():
             block_ids, group = self._current(stamp, block_ids, group)
             self._end(group, block_ids, self._places(block_ids))
@@ -428,7 +417,8 @@ class BlockPool:
     def evict_oldest_of_any(self, num_pages: int, uncut: int) -> None:
         """Give up as many cached pages, of whatever group, or all if there are fewer; short runs are not cut."""
         end = self.num_evictions + num_pages
-        self.give_up_useless()
+        if self._keeper is not None:
+            self._keeper.look_again()
         while self.num_evictions < end:
             taken = self._cached.take_any(end - self.num_evictions, uncut, self._current)
             if taken is None:
@@ -466,15 +456,19 @@ class BlockPool:
         current: npt.NDArray[np.bool_] = self._state[self._places(block_ids)] == stamp
         return current
 
+    def _note_taken(self, stamps: npt.NDArray[np.int64]) -> None:
+        """Take note that pages that were let go of at these times are not cached any more."""
+        self._owners.note(self._cached.note_taken(stamps))
+
     def _cache(self, block_ids: BlockIds, places: Places, group: int | Groups) -> None:
         """Keep published pages that were let go of."""
         stamp = self._free.clock
         self._state[places] = stamp
         self._cached.add(stamp, block_ids, group)
         self._count_cached(group, len(block_ids), 1)
-        cached = self._cached
-        if cached.num_entries > 2 * sum(self.num_cached) + _MAX_STALE or len(cached.thinned) > _MAX_STALE:
-            cached.keep(self._is_current)
+        thinned = self._cached.thinned
+        if thinned and (self._cached.num_entries > 2 * sum(self.num_cached) + _MAX_STALE or len(thinned) > _MAX_STALE):
+            self._cached.keep(self._is_current)
 
     def _give(self, block_ids: BlockIds, group: int | Groups) -> None:
         self._free.give(block_ids)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.forgetting import NEVER
-from kvframe.cache.pool import NOBODY
+from kvframe.cache.owners import NOBODY
 from kvframe.errors import RequestError
 
 TOKEN_BYTES = 4

@@ -13,7 +13,7 @@ from kvframe.cache.block_table import BlockTables
 from kvframe.cache.events import EventLog
 from kvframe.cache.free_pages import BlockIds
 from kvframe.cache.inputs import InputIndex, InputSequence, input_blocks, inputs_root
-from kvframe.cache.lookup import PrefixHit, PrefixLookup, has_sparse
+from kvframe.cache.lookup import NO_HIT, PrefixHit, PrefixLookup, has_sparse
 from kvframe.cache.pool import BlockPool, Keeper
 from kvframe.cache.pruning import Pruning
 from kvframe.cache.publishing import Publisher
@@ -21,9 +21,6 @@ from kvframe.cache.tree import PrefixTree
 from kvframe.cache.usefulness import Usefulness
 from kvframe.eviction import EvictionPolicy
 from kvframe.plan import KVCachePlan
-
-NO_HIT = PrefixHit()
-"""What is found where nothing was looked for."""
 
 
 @attrs.frozen

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvframe.cache.doubts import Doubts
 from kvframe.cache.forgetting import NEVER
-from kvframe.cache.pool import NOBODY
+from kvframe.cache.owners import NOBODY
 from kvframe.cache.prefix import TOKEN_BYTES, Cursor, Match, Namespace, PrefixNode, as_bytes, num_readable
 from kvframe.cache.tree import PrefixTree
 from kvframe.errors import RequestError
@@ -293,21 +293,42 @@ class Publisher:
         cursor, num_released = self._cursors[row], 0
         if cursor is not None and cursor.leaf is not None:
             leaf = cursor.leaf
-            retires = retires and not leaf.stop
-            self._update(leaf, retires=retires)
-            num_released = leaf.stop if retires else 0
+            if retires and not leaf.stop:
+                num_released = self._retire(leaf, cursor)
+            if not num_released:
+                self._update(leaf)
             leaf.row = -1
             self.leaf_owner[row] = NOBODY
         if self.unreadable:
             self.unreadable.pop(row, None)
-        if cursor is not None:
-            self._doubts.end(row, cursor.node)
+        self._doubts.end(row, None if cursor is None else cursor.node)
         self._cursors[row] = None
         self._next_publication[row] = NEVER
         return num_released
 
-    def _update(self, node: PrefixNode, *, retires: bool = False) -> None:
-        """Bring a node that grows with a row up to date; of the only group, release what becomes findable by it."""
+    def _retire(self, leaf: PrefixNode, cursor: Cursor) -> int:
+        """Let all that a row computed in the only group become findable and be released, tail first.
+
+        Returns:
+            How many tokens that is; none where one of them cannot be read.
+        """
+        end = self._computed_of[leaf.row]
+        end -= end % self._tree.unit
+        try:
+            leaf.tokens = as_bytes(cursor.tokens, 0, end)
+        except RequestError:
+            return 0
+        num_blocks = end // self._tree.sizes[0]
+        pages = self.own.pages[0][:, leaf.row, :num_blocks].copy()
+        leaf.pages = [pages]
+        leaf.stop, leaf.num_pages = end, num_blocks
+        self._tree.pool.retire(leaf.owner, pages[0], self._numbers[:num_blocks], self._tree.groups[0][0])
+        if self._tree.on_stored is not None:
+            self._tree.on_stored(leaf, 0, end)
+        return end
+
+    def _update(self, node: PrefixNode) -> None:
+        """Bring a node that grows with a row up to date."""
         row = node.row
         if row < 0:
             return
@@ -336,9 +357,7 @@ class Publisher:
                 num_new = int(np.count_nonzero(new))
             node.pages[s] = new if is_new else np.concatenate([node.pages[s], new], axis=1)
             node.num_pages += num_new
-            if retires and num_new:
-                self._tree.pool.retire(node.owner, new[0], self._numbers[first:last], self._tree.groups[s][0])
-            elif num_new == last - first and len(new) == 1:
+            if num_new == last - first and len(new) == 1:
                 self._tree.pool.publish(node.owner, new[0], self._numbers[first:last])
             else:
                 groups, places = np.nonzero(new)

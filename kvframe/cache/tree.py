@@ -191,7 +191,7 @@ class PrefixTree:
             upper.pages[s], node.pages[s] = node.pages[s][:, :num_blocks].copy(), node.pages[s][:, num_blocks:].copy()
             groups, blocks = np.nonzero(upper.pages[s])
             upper.num_pages += len(blocks)
-            self.pool.publish(upper.owner, upper.pages[s][groups, blocks], upper.start // size + blocks)
+            self.pool.hand_over(upper.owner, upper.pages[s][groups, blocks], upper.start // size + blocks)
         node.num_pages -= upper.num_pages
         node.start, node.tokens, node.parent = at, node.tokens[cut:], upper
         upper.children[node.tokens[: TOKEN_BYTES * self.unit]] = node
