@@ -132,7 +132,7 @@ def evict(manager: KVCacheManager, group: int, page: int) -> None:
 def evict_all(manager: KVCacheManager) -> None:
     """Give up every cached page."""
     for group in range(len(manager.plan.groups)):
-        manager._pool.evict_oldest(group, manager._pool.num_cached[group])
+        manager._pool.evict_oldest(group, manager._pool.counts.cached[group])
 
 
 def branch(manager: KVCacheManager, name: str) -> int:

@@ -93,6 +93,7 @@ USE_NUMPY = (
     "kvframe.cache.slabs",
     "kvframe.cache.due",
     "kvframe.cache.owners",
+    "kvframe.cache.page_counts",
     "kvframe.cache.pool",
     "kvframe.cache.forgetting",
     "kvframe.cache.reach",

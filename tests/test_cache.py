@@ -132,7 +132,7 @@ def test_an_allocation_that_cannot_be_met_changes_nothing() -> None:
     pages = [group.pages_per_slab for group in make_plan(full(), ranged(window=4)).groups]
     assert pool.allocate([2 * pages[0], 2 * pages[1]]) is None
     assert before == pool.num_idle_slabs
-    assert [0, 0] == pool.num_held
+    assert [0, 0] == pool.counts.held
     assert pool.allocate([2 * pages[0], pages[1]]) is not None
 
 

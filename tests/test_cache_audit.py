@@ -68,19 +68,19 @@ def forget_an_owner(manager: KVCacheManager) -> None:
 
 
 def own_a_free_page(manager: KVCacheManager) -> None:
-    manager._pool._owners.publish(1, manager._pool.free_pages()[:1], np.zeros(1, dtype=np.int32))
+    manager._pool.publish(1, manager._pool.free_pages()[:1], np.zeros(1, dtype=np.int32))
 
 
 def miscount_the_cached(manager: KVCacheManager) -> None:
-    manager._pool.num_cached[0] += 1
+    manager._pool.counts._cached[0] += 1
 
 
 def miscount_the_held(manager: KVCacheManager) -> None:
-    manager._pool.num_held[0] -= 1
+    manager._pool.counts._held[0] -= 1
 
 
 def miscount_bytes(manager: KVCacheManager) -> None:
-    manager._pool.held_bytes -= 1
+    manager._pool.counts.held_bytes -= 1
 
 
 def lose_a_row(manager: KVCacheManager) -> None:
@@ -163,7 +163,7 @@ def test_many_rows_are_audited_at_once() -> None:
     manager = make_manager(*ONE_SIZE, audited=True)
     rows = np.array([manager.row("here")])
     assert manager.extend_rows(rows, np.array([20]))
-    manager._pool.num_held[0] += 1
+    manager._pool.counts._held[0] += 1
     with pytest.raises(AssertionError, match=r"^the cache is broken after 'commit_rows': held pages are miscounted$"):
         manager.commit_rows(rows, np.array([10]))
 

@@ -66,8 +66,8 @@ def test_what_hangs_on_a_lost_block_is_given_up_with_it() -> None:
     assert 40 == first
     evict(manager, 0, page)
     # Two blocks of the prefix are left, and what windows kept of them.
-    assert 2 == manager._pool.num_cached[0]
-    assert manager._pool.num_cached[1] <= 2
+    assert 2 == manager._pool.counts.cached[0]
+    assert manager._pool.counts.cached[1] <= 2
     assert 8 == manager.find([*shared, 100])
     manager.audit()
 
@@ -145,9 +145,9 @@ def test_a_continuation_that_needs_a_lost_block_is_given_up_though_another_does_
     manager.start("a", [*shared, 1])
     lost = manager.block_ids("a")[1][-1]
     manager.free("a")
-    before = list(manager._pool.num_cached)
+    before = manager._pool.counts.cached
     evict(manager, 1, lost)
-    assert [before[0] - 1, before[1] - 2] == manager._pool.num_cached
+    assert [before[0] - 1, before[1] - 2] == manager._pool.counts.cached
     assert [36, 60] == [manager.find([*shared, *range(100, 105)]), manager.find([*shared, *range(200, 221)])]
     manager.audit()
 
@@ -159,11 +159,11 @@ def test_where_every_token_is_needed_all_that_is_cached_is_found_whatever_is_los
     prompts = [[0] * 4 * draw.randint(1, 6) + [1] * 4 * draw.randint(0, 4) + [2] * 4 * each for each in range(1, 9)]
     for tokens in prompts:
         serve(manager, tokens)
-    while any(manager._pool.num_cached):
+    while any(manager._pool.counts.cached):
         group, page = draw.choice(sorted(manager.published()))
         evict(manager, group, page)
         found = {tuple(tokens[:end]) for tokens in prompts for end in range(4, manager.find([*tokens, 3]) + 1, 4)}
-        assert {len(found)} == set(manager._pool.num_cached)
+        assert {len(found)} == set(manager._pool.counts.cached)
     manager.audit()
 
 
@@ -206,7 +206,7 @@ def test_after_a_reset_nothing_is_found_and_what_ran_publishes_nothing() -> None
     manager.commit("a", tokens, 30)
     manager.free("a")
     assert 0 == manager.find([*tokens, 1])
-    assert [0, 0] == manager._pool.num_cached
+    assert [0, 0] == manager._pool.counts.cached
     assert 0 == serve(manager, tokens)
     assert 28 == manager.find([*tokens, 1])
 
@@ -236,9 +236,9 @@ def test_stale_entries_of_the_queues_are_left_out(monkeypatch: pytest.MonkeyPatc
     manager = make_manager(full(), state())
     for _ in range(40):
         serve(manager, list(range(30)))
-        assert manager._pool._cached.num_entries <= 2 * sum(manager._pool.num_cached) + 8 + 16
+        assert manager._pool._cached.num_entries <= 2 * sum(manager._pool.counts.cached) + 8 + 16
     evict_all(manager)
-    assert [0, 0] == manager._pool.num_cached
+    assert [0, 0] == manager._pool.counts.cached
 
 
 @pytest.mark.parametrize("specs", [[full()], [full(), masked(window=9)]])

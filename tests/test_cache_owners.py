@@ -14,6 +14,7 @@ from tests.plans import full, make_plan
 
 Pages = npt.NDArray[np.int32]
 NUM_PAGES, OWNER, OTHER = 8, 3, 4
+TAIL_FIRST = np.arange(NUM_PAGES, dtype=np.int32)[::-1]
 
 
 class Recorder:
@@ -81,7 +82,7 @@ def test_each_page_has_its_owner_whatever_becomes_of_others_that_were_let_go_of_
     pool = BlockPool(make_plan(full(), num_slabs=2 * NUM_PAGES, max_model_len=4 * NUM_PAGES), keeper=keeper)
     pages = pool.allocate((NUM_PAGES,))
     assert pages is not None
-    pool.retire(OWNER, pages, np.arange(NUM_PAGES, dtype=np.int32), 0)
+    pool.retire(OWNER, pages[::-1].copy(), TAIL_FIRST, 0)
     assert [OWNER] * NUM_PAGES == pool.owners(pages).tolist()
     assert [-1] * NUM_PAGES == pool.holders(pages).tolist()
     touch(pool, pages)
@@ -101,13 +102,13 @@ def test_pages_that_somebody_else_holds_are_published_and_not_let_go_of() -> Non
     pages = pool.allocate((NUM_PAGES,))
     assert pages is not None
     pool.hold(0, pages[:2])
-    pool.retire(OWNER, pages, np.arange(NUM_PAGES, dtype=np.int32), 0)
+    pool.retire(OWNER, pages[::-1].copy(), TAIL_FIRST, 0)
     assert [OWNER] * NUM_PAGES == pool.owners(pages).tolist()
     assert [1, 1, *[-1] * (NUM_PAGES - 2)] == pool.holders(pages).tolist()
     pool.forget()
     assert [NOBODY] * NUM_PAGES == pool.owners(pages).tolist()
-    assert 2 == sum(pool.num_held)
-    assert 0 == pool.num_cached_pages
+    assert 2 == sum(pool.counts.held)
+    assert 0 == pool.counts.num_cached
 
 
 def test_parts_of_what_several_owners_let_go_of_are_given_up_together() -> None:
@@ -117,7 +118,7 @@ def test_parts_of_what_several_owners_let_go_of_are_given_up_together() -> None:
     for owner in (OWNER, OTHER):
         pages = pool.allocate((NUM_PAGES,))
         assert pages is not None
-        pool.retire(owner, pages, np.arange(NUM_PAGES, dtype=np.int32), 0)
+        pool.retire(owner, pages[::-1].copy(), TAIL_FIRST, 0)
         both.append(pages)
     half = NUM_PAGES // 2
     pool.evict(0, np.concatenate([pages[:half] for pages in both]))

@@ -84,12 +84,12 @@ def test_the_middle_of_a_prefix_is_given_up_with_what_only_it_was_for() -> None:
     tokens = list(range(40))
     serve(manager, tokens, at_once=4)
     windows = [pages_of(manager, tokens[:n])[1][-1] for n in (16, 24)]
-    before = list(manager._pool.num_cached)
+    before = manager._pool.counts.cached
     evict(manager, 1, windows[0])
-    assert [before[0], before[1] - 1] == manager._pool.num_cached
+    assert [before[0], before[1] - 1] == manager._pool.counts.cached
     # Between two lost blocks the window is never whole any more: the one between them has no use.
     evict(manager, 1, windows[1])
-    assert [before[0], before[1] - 3] == manager._pool.num_cached
+    assert [before[0], before[1] - 3] == manager._pool.counts.cached
     assert 36 == manager.find(tokens)
     manager.audit()
 
@@ -103,7 +103,7 @@ def test_every_continuation_that_only_had_hits_with_a_lost_block_is_given_up() -
     lost = pages_of(manager, shared)[1][-1]
     evict(manager, 1, lost)
     assert [100, 36, 36] == [manager.find([*tokens, 1]) for tokens in (long, *short)]
-    assert manager._pool.num_cached[0] == 100 // 4
+    assert manager._pool.counts.cached[0] == 100 // 4
     manager.audit()
 
 
@@ -123,7 +123,7 @@ def test_what_is_held_is_given_up_when_it_is_let_go_of() -> None:
     # "b" has computed the same for itself, and goes on behind what is lost.
     assert 0 == manager.find([*tokens, 1])
     manager.free("b")
-    assert manager._pool.num_cached[0]
+    assert manager._pool.counts.cached[0]
     serve(manager, list(range(1000, 1104)))
     assert 104 == manager.find([*range(1000, 1104), 1])
     manager.audit()
@@ -134,10 +134,10 @@ def test_what_is_of_no_use_is_given_up_before_what_is() -> None:
     first, second = list(range(16)), list(range(100, 118))
     serve(manager, first)
     serve(manager, second)
-    cached = list(manager._pool.num_cached)
+    cached = manager._pool.counts.cached
     # The second one's end, in blocks of 2 tokens, is let go of last, and no hit ends there.
     assert manager._pool.give_up_useless()
-    assert [cached[0], cached[1] - 1] == manager._pool.num_cached
+    assert [cached[0], cached[1] - 1] == manager._pool.counts.cached
     assert [16, 16] == [manager.find([*tokens[:16], 1]) for tokens in (first, second)]
     assert not manager._pool.give_up_useless()
 
@@ -147,7 +147,7 @@ def test_what_no_hit_can_ever_need_is_not_kept() -> None:
     tokens = list(range(32))
     serve(manager, tokens, at_once=4)
     # A chunk's last block is needed by nobody who begins behind it; of a window of one token nothing ever is.
-    assert [8, 4, 0] == manager._pool.num_cached
+    assert [8, 4, 0] == manager._pool.counts.cached
     assert 32 == manager.find([*tokens, 1])
 
 
@@ -159,7 +159,7 @@ def test_states_that_no_hit_is_left_for_are_given_up() -> None:
     lost = pages_of(manager, tokens)[0][4]
     evict(manager, 0, lost)
     assert 16 == manager.find([*tokens, 1])
-    assert [4, 4] == manager._pool.num_cached
+    assert [4, 4] == manager._pool.counts.cached
     manager.audit()
 
 
@@ -170,9 +170,9 @@ def test_an_input_of_which_a_part_is_lost_is_given_up_in_all_groups() -> None:
     manager.commit("a", [1, 2], 2)
     page = manager.block_ids("a")[2][3]
     manager.free("a")
-    assert [0, 3, 5] == manager._pool.num_cached
+    assert [0, 3, 5] == manager._pool.counts.cached
     evict(manager, 2, page)
-    assert [0, 0, 0] == manager._pool.num_cached
+    assert [0, 0, 0] == manager._pool.counts.cached
     manager.audit()
 
 
@@ -182,13 +182,13 @@ def test_where_very_many_prefixes_go_on_the_next_evictions_look_at_the_others(nu
     shared = list(range(40))
     for each in range(num_continuations):
         serve(manager, [*shared, *range(100 + 20 * each, 120 + 20 * each)])
-    before = list(manager._pool.num_cached)
+    before = manager._pool.counts.cached
     evict(manager, 1, pages_of(manager, shared)[1][-1])
     num_calls = 0
     while manager._pool.give_up_useless():
         num_calls += 1
     # The small window's first four blocks were for hits that the large one is lost for.
-    assert before[2] - 3 * num_continuations >= manager._pool.num_cached[2] >= before[2] - 5 * num_continuations
+    assert before[2] - 3 * num_continuations >= manager._pool.counts.cached[2] >= before[2] - 5 * num_continuations
     assert (num_calls > 1) == (num_continuations > 2 * MOST_AT_ONCE)
     manager.audit()
 
@@ -198,7 +198,7 @@ def test_blocks_that_end_together_nowhere_take_no_memory_for_what_no_hit_needs()
     manager = make_manager(masked(5, window=8), state(2**30), masked(3, window=8))
     serve(manager, list(range(40)))
     assert 0 == manager.find([*range(40), 1])
-    assert [0, 0, 0] == manager._pool.num_cached
+    assert [0, 0, 0] == manager._pool.counts.cached
     manager.audit()
 
 

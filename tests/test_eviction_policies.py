@@ -202,7 +202,7 @@ def test_pages_are_given_up_in_the_order_that_the_policy_says(policy: EvictionPo
         order = Order(specs, policy, seed)
         for _ in range(300):
             order.draw.choice([order.take, order.let_go, order.let_go, order.find, order.give_up])()
-            assert len(order.cached) == order.pool.num_cached_pages
+            assert len(order.cached) == order.pool.counts.num_cached
         num_given_up += order.pool.num_evictions
     assert num_given_up > 100
 
@@ -397,7 +397,7 @@ def test_many_pages_that_are_taken_again_and_again_leave_few_entries(monkeypatch
     for _ in range(60):
         serve(manager, list(range(30)))
     pool: Any = manager._pool
-    assert pool._cached.num_entries <= 2 * manager._pool.num_cached_pages + 8 + 16
+    assert pool._cached.num_entries <= 2 * manager._pool.counts.num_cached + 8 + 16
     assert len(pool._free._order) <= 2 * manager.plan.num_slabs + 8
 
 

@@ -5,7 +5,7 @@ Its files, in the order of the flow; each uses only those before it.
 - When blocks die: ``forgetting``; what hits need: ``needs``, ``usefulness``, ``reach``.
 - Where a request's blocks lie: ``block_table``.
 - Pages: those that are free (``free_pages``, ``equal_pages``, ``slabs``), those that are given up first (``eviction``,
-  ``due``), who published them (``owners``), and all of them (``pool``).
+  ``due``), who published them (``owners``), how many they are (``page_counts``), and all of them (``pool``).
 - What is found: ``prefix``, ``own_pages``, ``tree``, ``doubts``, ``publishing``, ``pruning`` for tokens, ``inputs`` for
   what comes beside them; ``stats``, ``lookup``, ``pins``.
 - Who is told outside: ``keys``, ``events``.

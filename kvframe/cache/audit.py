@@ -65,11 +65,12 @@ def audit_pool(pool: BlockPool, plan: KVCachePlan, held: BlockIds) -> None:
     is_known = int(num_holders.sum()) == len(held) and int(num_listed.sum()) == len(free)
     if not is_known or np.count_nonzero(num_listed + is_held + is_cached == 1) < len(pages):
         _explain(is_held, is_cached, num_listed)
-    _require(np.count_nonzero(is_cached) == sum(pool.num_cached), "cached pages are miscounted")
-    _require(np.count_nonzero(is_held) == sum(pool.num_held), "held pages are miscounted")
+    num_cached = int(np.count_nonzero(is_cached))
+    _require(sum(pool.counts.cached) == num_cached == pool.counts.num_cached, "cached pages are miscounted")
+    _require(np.count_nonzero(is_held) == sum(pool.counts.held), "held pages are miscounted")
     _require(bytes(num_holders[is_held]) == bytes(counted[is_held].astype(np.int64)), "holders are miscounted")
-    num_bytes = sum(count * group.page_bytes for count, group in zip(pool.num_held, plan.groups, strict=True))
-    _require(num_bytes == pool.held_bytes, "held bytes are miscounted")
+    num_bytes = sum(count * group.page_bytes for count, group in zip(pool.counts.held, plan.groups, strict=True))
+    _require(num_bytes == pool.counts.held_bytes, "held bytes are miscounted")
     _require(pool.count_idle_slabs(pages[is_held]) == pool.num_idle_slabs, "idle slabs are miscounted")
     is_published = pool.owners(pages) != NOBODY
     _require(

@@ -42,6 +42,7 @@ class TableStack:
         sequence: Which sequence of a request the blocks are of.
         groups: The groups' indices, in the array's order.
         ids: ``[num_groups, max_num_seqs, max_blocks], int32, host``; each group's ``BlockTable.ids`` is a view of it.
+        flat: ``[num_groups * max_num_seqs * max_blocks], int32, host``: the same array.
         index: ``[num_groups], int64, host``: ``groups`` as an array.
         group_of_each: ``[max_blocks * num_groups], int64, host``: the group of each block of a row, all groups' first
             blocks first.
@@ -51,13 +52,29 @@ class TableStack:
     sequence: str
     groups: tuple[int, ...]
     ids: npt.NDArray[np.int32]
+    flat: npt.NDArray[np.int32] = attrs.field(init=False, repr=False)
     index: npt.NDArray[np.int64] = attrs.field(init=False, repr=False)
     group_of_each: npt.NDArray[np.int64] = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        """Keep the groups as arrays too."""
+        """See the array as one row, and keep the groups as arrays too."""
+        object.__setattr__(self, "flat", self.ids.reshape(-1))
         object.__setattr__(self, "index", np.array(self.groups, dtype=np.int64))
         object.__setattr__(self, "group_of_each", np.tile(self.index, self.ids.shape[2]))
+
+    def at(
+        self, places: npt.NDArray[np.int64] | int, rows: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """Return where blocks lie in ``flat``, which is several times as fast to index.
+
+        Args:
+            places: The place of each block's group in the array, one if it is the same of all.
+            rows: ``[n], int64, host``: the row of each.
+            blocks: ``[n], int64, host``: which of the row's blocks.
+        """
+        _, num_rows, num_blocks = self.ids.shape
+        at: npt.NDArray[np.int64] = (places * num_rows + rows) * num_blocks + blocks
+        return at
 
 
 class BlockTables(Sequence[BlockTable]):

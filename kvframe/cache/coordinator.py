@@ -69,7 +69,8 @@ class KVCacheCoordinator:
         self._tables = tables
         self._publisher = publisher
         self._forks = None if copier is None else ForkedRows(kinds.of_tokens, pool, tables, num_computed, copier)
-        self.room = Room(plan, kinds, pool, tables, numbers, None if publisher is None else publisher.own, self._forks)
+        own = None if publisher is None or all(publisher.own.is_table) else publisher.own
+        self.room = Room(plan, kinds, pool, tables, numbers, own, self._forks)
         self._dead_blocks = DeadBlocks(kinds, pool, tables, numbers, publisher, self.room)
         self._max_tokens = plan.max_model_len
         self._is_plain = kinds.is_plain
@@ -283,9 +284,10 @@ class KVCacheCoordinator:
         num_released = 0
         if self._publisher is not None:
             num_released = self._publisher.leave(row, retires=True) // table.block_size
+        ids = table.ids[row, :count]
         if count > num_released:
-            self._pool.release(table.ids[row, num_released:count][::-1].copy(), 0)
-        table.ids[row, :count] = 0
+            self._pool.release(ids[num_released:][::-1].copy(), 0)
+        ids.fill(0)
         self._blocks_of[0, row] = self._computed_of[row] = self._room_of[row] = 0
 
     def _release_tail_first(self, stack: TableStack, ids: BlockIds) -> None:

@@ -118,18 +118,19 @@ class DeadBlocks:
         for s, moving in enumerate(self._moving):
             if moving is None:
                 continue
-            before, after = moving.dead[:, rows], moving.dead_at(num_computed)
+            before, after = moving.dead.take(rows, axis=1), moving.dead_at(num_computed)
             np.maximum(before, after, out=after)
-            died = after - before
-            most = int(np.maximum.reduce(died, axis=None))
+            died = (after - before).reshape(-1)
+            most = int(np.maximum.reduce(died))
             for step in range(most):
                 # Nearly always one block of a group and row; a chunk of a prompt kills several.
+                (which,) = (died > step).nonzero()
+                blocks = before.reshape(-1)[which] + step
                 if len(moving.types) == 1:
-                    (which,) = (died[0] > step).nonzero()
-                    self._release_each(s, int(moving.places[0]), rows[which], before[0, which] + step)
-                    continue
-                kinds, which = np.nonzero(died > step)
-                self._release_each(s, moving.places[kinds], rows[which], before[kinds, which] + step)
+                    self._release_each(s, int(moving.places[0]), rows[which], blocks)
+                else:
+                    kinds, which = np.divmod(which, len(rows))
+                    self._release_each(s, moving.places[kinds], rows[which], blocks)
             if most:
                 moving.dead[:, rows] = after
             nearest = moving.next_death(after)
@@ -176,17 +177,19 @@ class DeadBlocks:
     def _release_each(self, s: int, places: Rows | int, rows: Rows, blocks: npt.NDArray[np.int64]) -> None:
         """Release blocks of groups of a stack and of rows, each named by its place, row and index."""
         stack = self._stacks[s]
-        ids = stack.ids[places, rows, blocks]
+        at = stack.at(places, rows, blocks)
+        ids = stack.flat[at]
         if np.count_nonzero(ids) < len(ids):
             is_held = ids != 0
-            rows, blocks, ids = rows[is_held], blocks[is_held], ids[is_held]
+            rows, blocks, at, ids = rows[is_held], blocks[is_held], at[is_held], ids[is_held]
             places = places if isinstance(places, int) else places[is_held]
         if not len(ids):
             return
-        stack.ids[places, rows, blocks] = 0
+        stack.flat[at] = 0
         if self._publisher is not None:
-            self._publisher.pass_by(s, places, rows, blocks, ids)
-        self._pool.release(ids, stack.groups[places] if isinstance(places, int) else stack.index[places])
+            self._publisher.release_passed(s, places, rows, blocks, at, ids)
+        else:
+            self._pool.release(ids, stack.groups[places] if isinstance(places, int) else stack.index[places])
 
 
 def release_resident(pool: BlockPool, group: int, ids: BlockIds) -> None:

@@ -70,7 +70,7 @@ class Doubts:
         """Take note that what comes before a row's next blocks is not there, or not its own."""
         self._gaps_of[row] = self._wary_of[row] = True
 
-    def keep(self, rows: Rows, blocks: Blocks, s: int, pages: npt.NDArray[np.int32]) -> None:
+    def keep(self, rows: Rows, blocks: Blocks, s: int, owners: npt.NDArray[np.int32]) -> None:
         """Take note of blocks that rows let go of and that stay; doubt those that may never have been of use.
 
         What was freed before a block's first token was computed, no hit needs together with it.
@@ -79,19 +79,19 @@ class Doubts:
             rows: ``[n], int64, host``: the rows.
             blocks: ``[n], int64, host``: a block of each.
             s: The table stack of their groups.
-            pages: ``[n], int32, host``: their pages, which somebody published.
+            owners: ``[n], int32, host``: who published each.
         """
         self._keeps[rows] = True
         if np.count_nonzero(self._is_wary):
             is_doubtful = self._has_gaps[rows] | (blocks * self._tree.sizes[s] < self._freed_at[rows])
-            for owner in np.unique(self._tree.pool.owners(pages[is_doubtful])).tolist():
+            for owner in np.unique(owners[is_doubtful]).tolist():
                 self._doubt(self._tree.node(owner))
 
     def keep_of(self, row: int, blocks: Blocks, s: int, pages: npt.NDArray[np.int32]) -> None:
         """Take note of several blocks of one row, as ``keep`` does."""
         self._keeps_of[row] = True
         if self._wary_of[row]:
-            self.keep(np.full(len(blocks), row), blocks, s, pages)
+            self.keep(np.full(len(blocks), row), blocks, s, self._tree.pool.owners(pages))
 
     def free(self, rows: Rows, blocks: Blocks, s: int, leaves: npt.NDArray[np.int32]) -> None:
         """Take note of blocks that rows let go of and that do not stay; doubt what a hit needed together with them.

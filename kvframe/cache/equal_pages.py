@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.free_pages import SHORT, BlockIds, Evictor, Groups
+from kvframe.cache.free_pages import SHORT, BlockIds, Evictor
 from kvframe.plan import KVCachePlan
 
 _MAX_UNCUT = 256
@@ -70,7 +70,7 @@ class EqualPages:
         """Count them."""
         self._num_held += len(block_ids)
 
-    def let_go(self, block_ids: BlockIds, groups: int | Groups, is_cached: npt.NDArray[np.bool_] | bool) -> None:
+    def let_go(self, block_ids: BlockIds, is_cached: npt.NDArray[np.bool_] | bool) -> None:
         """Count them."""
         self._num_held -= len(block_ids)
 

@@ -75,7 +75,7 @@ class FreePages(Protocol):
     def hold(self, group: int, block_ids: BlockIds) -> None:
         """Take note that cached pages are held again."""
 
-    def let_go(self, block_ids: BlockIds, groups: int | Groups, is_cached: npt.NDArray[np.bool_] | bool) -> None:
+    def let_go(self, block_ids: BlockIds, is_cached: npt.NDArray[np.bool_] | bool) -> None:
         """Take note that pages are not held any more; those that are not cached are given back beside."""
 
     def uncache(self, block_ids: BlockIds) -> None:

@@ -108,9 +108,9 @@ class HostStore:
     @property
     def held_bytes(self) -> int:
         """Bytes of pages in the store: 0 when no request is swapped out."""
-        return self._pool.held_bytes
+        return self._pool.counts.held_bytes
 
     @property
     def peak_held_bytes(self) -> int:
         """The most of them at once."""
-        return self._pool.peak_held_bytes
+        return self._pool.counts.peak_held_bytes

@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.owners import NOBODY
+from kvframe.cache.owners import NOBODY, Indices
 from kvframe.cache.pool import BlockPool
 from kvframe.plan import PlannedGroup
 
@@ -125,7 +125,7 @@ class InputIndex:
         if self.on_stored is not None:
             self.on_stored(blocks, new, pages)
 
-    def lost(self, owner: int, group: int, indices: npt.NDArray[np.int32]) -> None:
+    def lost(self, owner: int, group: int, indices: Indices) -> None:
         """Take note that pages of an input were given up."""
         blocks, pages = self._entries[owner]
         pages[indices] = 0

@@ -24,6 +24,7 @@ class OwnPages:
 
     Attributes:
         pages: Per stack ``[num_groups, max_num_seqs, max_blocks], int32``.
+        flat: Per stack ``[num_groups * max_num_seqs * max_blocks], int32``: the same, indexed as the stack's.
         is_table: Per stack, whether it is the block table.
     """
 
@@ -39,6 +40,7 @@ class OwnPages:
             stack.ids if is_table else np.zeros_like(stack.ids)
             for stack, is_table in zip(stacks, self.is_table, strict=True)
         )
+        self.flat = tuple(pages.reshape(-1) for pages in self.pages)
         self._apart = [
             (pages, stack.block_size)
             for stack, pages, is_table in zip(stacks, self.pages, self.is_table, strict=True)

@@ -32,15 +32,14 @@ class Owners:
         self._places = places
         self._owner = np.full(num_places, NOBODY, dtype=np.int32)
         self._index = np.zeros(num_places, dtype=np.int32)
-        self._whole: dict[int, tuple[int, BlockIds, npt.NDArray[np.int32]]] = {}
+        self._whole: dict[int, tuple[int, BlockIds, Indices]] = {}
 
-    def publish(self, owner: int | BlockIds, block_ids: BlockIds, indices: Indices) -> None:
+    def publish(self, owner: int | BlockIds, places: Places, indices: Indices) -> None:
         """Note of each page its owner, one for all or one of each, and what the owner knows it by."""
-        places = self._places(block_ids)
         self._owner[places] = owner
         self._index[places] = indices
 
-    def retire(self, stamp: int, owner: int, block_ids: BlockIds, indices: npt.NDArray[np.int32]) -> None:
+    def retire(self, stamp: int, owner: int, block_ids: BlockIds, indices: Indices) -> None:
         """Note pages as a whole.
 
         Args:
@@ -56,7 +55,10 @@ class Owners:
         for stamp in stamps if self._whole else ():
             whole = self._whole.pop(stamp, None)
             if whole is not None:
-                self.publish(*whole)
+                self._note(*whole)
+
+    def _note(self, owner: int, block_ids: BlockIds, indices: Indices) -> None:
+        self.publish(owner, self._places(block_ids), indices)
 
     def of(self, places: Places) -> npt.NDArray[np.int32]:
         """Return the owner of each page; ``NOBODY`` of those that were retired as a whole."""
@@ -69,7 +71,7 @@ class Owners:
             owners[stamps == stamp] = self._whole[stamp][0]
         return owners
 
-    def take(self, places: Places, stamp: int) -> tuple[int | npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    def take(self, places: Places, stamp: int) -> tuple[int | npt.NDArray[np.int32], Indices]:
         """Let pages be nobody's.
 
         Args:
@@ -84,7 +86,7 @@ class Owners:
             owner, block_ids, indices = whole
             if len(block_ids) == len(places):
                 return owner, indices
-            self.publish(owner, block_ids, indices)
+            self._note(owner, block_ids, indices)
         owners = self._owner[places]
         self._owner[places] = NOBODY
         data = owners.tobytes()

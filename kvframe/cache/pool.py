@@ -13,6 +13,7 @@ from kvframe.cache.equal_pages import EqualPages
 from kvframe.cache.eviction import CachedPages, LeastRecentlyUsed
 from kvframe.cache.free_pages import BlockIds, FreePages, Groups
 from kvframe.cache.owners import NOBODY, Indices, Owners, Places
+from kvframe.cache.page_counts import PageCounts
 from kvframe.cache.slabs import Slabs
 from kvframe.eviction import LRU, EvictionPolicy
 from kvframe.plan import KVCachePlan
@@ -37,7 +38,7 @@ class Keeper(Protocol):
             Whether it is so; else nothing changed, and ``lost`` follows for each group.
         """
 
-    def lost(self, owner: int, group: int, indices: npt.NDArray[np.int32]) -> None:
+    def lost(self, owner: int, group: int, indices: Indices) -> None:
         """Take note that an owner's pages at these indices are gone."""
 
     def settle(self) -> None:
@@ -54,11 +55,7 @@ class BlockPool:
     held by nobody).
 
     Attributes:
-        num_held: Per group, the pages that somebody holds.
-        peak_held: Per group, the most of them at once.
-        held_bytes: Bytes of held pages.
-        peak_held_bytes: The most of them at once.
-        num_cached: Per group, the cached pages.
+        counts: How many pages are held and cached.
         num_evictions: Cached pages whose content was given up so far.
         on_pages_freed: Called with a group and block ids whenever the content of pages ends; None for nobody.
         on_removed: Called with the block ids of pages that were cached and are given up; None for nobody.
@@ -89,10 +86,11 @@ class BlockPool:
         # Pages are apart by the smallest page at least, so that a quotient tells them apart.
         self._divisor = min(page_ids, default=1)
         num_places = plan.total_bytes // plan.block_id_bytes // self._divisor + 1 if plan.groups else 1
-        self._page_bytes = [group.page_bytes for group in plan.groups]
+        page_bytes = [group.page_bytes for group in plan.groups]
+        self.counts = PageCounts(page_bytes)
         self._by_due: PagesByDue | None = None
         if eviction is not None and eviction != LRU:
-            self._by_due = PagesByDue(eviction, self._page_bytes, plan.total_bytes, num_places, self._places)
+            self._by_due = PagesByDue(eviction, page_bytes, plan.total_bytes, num_places, self._places)
         self._cached: CachedPages = LeastRecentlyUsed(num_groups) if self._by_due is None else self._by_due
         self._free: FreePages
         if EqualPages.fit(plan):
@@ -107,11 +105,6 @@ class BlockPool:
         self._state = np.zeros(num_places, dtype=np.int64)
         self._num_more_holders = 0
         self._owners = Owners(num_places if keeper is not None else 1, self._places)
-        self.num_cached = [0] * num_groups
-        self.num_held = [0] * num_groups
-        self.peak_held = [0] * num_groups
-        self.held_bytes = 0
-        self.peak_held_bytes = 0
         self.num_evictions = 0
         self.on_pages_freed: Callable[[int, list[int]], None] | None = None
         self.on_removed: Callable[[BlockIds], None] | None = None
@@ -127,11 +120,6 @@ class BlockPool:
     def eviction(self) -> EvictionPolicy:
         """Who says which cached pages are given up first."""
         return LRU if self._by_due is None or self._by_due.policy is None else self._by_due.policy
-
-    @property
-    def num_cached_pages(self) -> int:
-        """Pages that nobody holds and that a prefix hit can still take."""
-        return sum(self.num_cached)
 
     def holders(self, block_ids: BlockIds) -> npt.NDArray[np.int64]:
         """Return how many hold each page: 1 for a free one too, and -1 for a cached one."""
@@ -172,7 +160,7 @@ class BlockPool:
         """
         taken = self._free.take(num_blocks, self)
         if taken is not None:
-            self._count_held(num_blocks)
+            self.counts.hold(num_blocks)
         return taken
 
     def hold(self, group: int, block_ids: BlockIds) -> None:
@@ -188,10 +176,7 @@ class BlockPool:
         self._state[places] = np.where(was_cached, 0, before - 1)
         self._note_taken(before[was_cached])
         self._free.hold(group, block_ids[was_cached])
-        self.num_cached[group] -= num_woken
-        counts = [0] * len(self.num_held)
-        counts[group] = num_woken
-        self._count_held(counts)
+        self.counts.wake(group, num_woken)
 
     def release(self, block_ids: BlockIds, group: int | Groups) -> None:
         """Count one holder of each page less. Of pages with none, the published ones are cached and others are free.
@@ -219,22 +204,25 @@ class BlockPool:
                 is_published = True if num_published == len(block_ids) else owners != NOBODY
         self._let_go(block_ids, places, group, is_published)
 
-    def retire(self, owner: int, block_ids: BlockIds, indices: npt.NDArray[np.int32], group: int) -> None:
-        """Publish pages and count one holder of each less; the last one is given up first.
+    def retire(self, owner: int | BlockIds, block_ids: BlockIds, indices: Indices, group: int | Groups) -> None:
+        """Publish pages and count one holder of each less.
 
         Args:
-            owner: Who it is.
-            block_ids: Pages of one group that nobody published yet.
-            indices: What the owner knows each by.
-            group: Their group.
+            owner: Who it is, or who of each.
+            block_ids: Pages that nobody published yet, in the order in which they shall be given up; kept.
+            indices: What the owner knows each by; kept.
+            group: Their group, or the group of each.
         """
-        tail_first = block_ids[::-1].copy()
-        if self._num_more_holders:
-            self.publish(owner, block_ids, indices)
-            self.release(tail_first, group)
+        places = self._places(block_ids)
+        if isinstance(owner, int) and not self._num_more_holders:
+            self._let_go(block_ids, places, group, True)
+            self._owners.retire(self._free.clock, owner, block_ids, indices)
             return
-        self._let_go(tail_first, self._places(tail_first), group, True)
-        self._owners.retire(self._free.clock, owner, tail_first, indices[::-1])
+        self._owners.publish(owner, places, indices)
+        if self._num_more_holders:
+            self.release(block_ids, group)
+        else:
+            self._let_go(block_ids, places, group, True)
 
     def _release_shared(self, places: Places) -> npt.NDArray[np.intp]:
         """Count a holder less of pages that may have several, or come once for each; return which have none left."""
@@ -266,14 +254,8 @@ class BlockPool:
                 self._give(block_ids[is_free], group if isinstance(group, int) else group[is_free])
         else:
             self._give(block_ids, group)
-        self._free.let_go(block_ids, group, is_published)
-        if isinstance(group, int):
-            self.num_held[group] -= len(block_ids)
-            self.held_bytes -= len(block_ids) * self._page_bytes[group]
-            return
-        for each, count in enumerate(np.bincount(group).tolist()):
-            self.num_held[each] -= count
-            self.held_bytes -= count * self._page_bytes[each]
+        self._free.let_go(block_ids, is_published)
+        self.counts.let_go(group, len(block_ids), is_published)
 
     def publish(self, owner: int | BlockIds, block_ids: BlockIds, indices: Indices) -> None:
         """Let pages that somebody holds be found through an owner: they are cached when their last holder goes.
@@ -283,12 +265,13 @@ class BlockPool:
             block_ids: The pages.
             indices: What the owner knows each by.
         """
-        self._owners.publish(owner, block_ids, indices)
+        self._owners.publish(owner, self._places(block_ids), indices)
 
     def hand_over(self, owner: int, block_ids: BlockIds, indices: Indices) -> None:
         """Let published pages, held or cached, be found through another owner, which knows each by an index."""
-        self._owners.note(np.unique(self._state[self._places(block_ids)]).tolist())
-        self._owners.publish(owner, block_ids, indices)
+        places = self._places(block_ids)
+        self._owners.note(np.unique(self._state[places]).tolist())
+        self._owners.publish(owner, places, indices)
 
     def owners(self, block_ids: BlockIds) -> npt.NDArray[np.int32]:
         """Return who published each page; ``NOBODY`` for nobody."""
@@ -382,7 +365,7 @@ class BlockPool:
             self._tell_keeper(each, of_group, indices[is_of_group])
         self._keeper.settle()
 
-    def _tell_keeper(self, group: int, owners: int | BlockIds, indices: npt.NDArray[np.int32]) -> None:
+    def _tell_keeper(self, group: int, owners: int | BlockIds, indices: Indices) -> None:
         assert self._keeper is not None
         if isinstance(owners, int):
             self._keeper.lost(owners, group, indices)
@@ -465,9 +448,8 @@ class BlockPool:
         stamp = self._free.clock
         self._state[places] = stamp
         self._cached.add(stamp, block_ids, group)
-        self._count_cached(group, len(block_ids), 1)
-        thinned = self._cached.thinned
-        if thinned and (self._cached.num_entries > 2 * sum(self.num_cached) + _MAX_STALE or len(thinned) > _MAX_STALE):
+        num_thinned, most = len(self._cached.thinned), 2 * self.counts.num_cached + _MAX_STALE
+        if num_thinned and (num_thinned > _MAX_STALE or self._cached.num_entries > most):
             self._cached.keep(self._is_current)
 
     def _give(self, block_ids: BlockIds, group: int | Groups) -> None:
@@ -481,26 +463,9 @@ class BlockPool:
     def _end(self, group: int | Groups, block_ids: BlockIds, places: Places) -> None:
         """Give up the content of cached pages."""
         self._state[places] = 0
-        self._count_cached(group, len(block_ids), -1)
+        self.counts.end(group, len(block_ids))
         self.num_evictions += len(block_ids)
         if self.on_removed is not None:
             self.on_removed(block_ids)
         self._free.uncache(block_ids)
         self._give(block_ids, group)
-
-    def _count_cached(self, group: int | Groups, num_pages: int, sign: int) -> None:
-        if isinstance(group, int):
-            self.num_cached[group] += sign * num_pages
-            return
-        for each, count in enumerate(np.bincount(group).tolist()):
-            self.num_cached[each] += sign * count
-
-    def _count_held(self, num_blocks: Sequence[int]) -> None:
-        for group, count in enumerate(num_blocks):
-            if count:
-                self.num_held[group] = num_held = self.num_held[group] + count
-                self.held_bytes += count * self._page_bytes[group]
-                if num_held > self.peak_held[group]:
-                    self.peak_held[group] = num_held
-        if self.held_bytes > self.peak_held_bytes:
-            self.peak_held_bytes = self.held_bytes

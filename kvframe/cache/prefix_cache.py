@@ -14,6 +14,7 @@ from kvframe.cache.events import EventLog
 from kvframe.cache.free_pages import BlockIds
 from kvframe.cache.inputs import InputIndex, InputSequence, input_blocks, inputs_root
 from kvframe.cache.lookup import NO_HIT, PrefixHit, PrefixLookup, has_sparse
+from kvframe.cache.owners import Indices
 from kvframe.cache.pool import BlockPool, Keeper
 from kvframe.cache.pruning import Pruning
 from kvframe.cache.publishing import Publisher
@@ -34,7 +35,7 @@ class _Keepers:
     def lost_all(self, owner: int, group: int, num_pages: int) -> bool:
         return not self.are_of_input[group] and self.pruning.lost_all(owner, group, num_pages)
 
-    def lost(self, owner: int, group: int, indices: npt.NDArray[np.int32]) -> None:
+    def lost(self, owner: int, group: int, indices: Indices) -> None:
         keeper = self.inputs if self.are_of_input[group] else self.pruning
         keeper.lost(owner, group, indices)
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvframe.cache.forgetting import NEVER
 from kvframe.cache.needs import Pages
+from kvframe.cache.owners import Indices
 from kvframe.cache.prefix import PrefixNode
 from kvframe.cache.tree import PrefixTree
 from kvframe.cache.usefulness import Usefulness
@@ -67,7 +68,7 @@ class Pruning:
             self.settle()
         return True
 
-    def lost(self, owner: int, group: int, indices: npt.NDArray[np.int32]) -> None:
+    def lost(self, owner: int, group: int, indices: Indices) -> None:
         """Take note that pages of a node were given up."""
         node = self.tree.node(owner)
         assert node is not None

@@ -56,6 +56,7 @@ class Publisher:
         self._num_computed = num_computed
         self._cursors: list[Cursor | None] = [None] * len(num_computed)
         self._numbers = np.arange(max((len(needed[0]) for needed in tree.is_needed), default=0), dtype=np.int32)
+        self._group_of = [np.array(groups, dtype=np.int64) for groups in tree.groups]
         self._is_all_needed = [bool(needed.all()) for needed in tree.is_needed]
         self._doubts = Doubts(tree, groups, num_computed)
 
@@ -220,40 +221,57 @@ class Publisher:
 
     # --- nodes that grow ----------------------------------------------------------------------------------------------
 
-    def pass_by(
+    def release_passed(
         self,
         s: int,
         places: npt.NDArray[np.int64] | int,
         rows: npt.NDArray[np.int64],
         blocks: npt.NDArray[np.int64],
+        at: npt.NDArray[np.int64],
         pages: npt.NDArray[np.int32],
     ) -> None:
-        """Take note that rows are about to let go of full blocks of a stack; those of growing nodes become theirs.
+        """Release full blocks that rows have passed; those of growing nodes become theirs before.
 
         Not so where pages are short: only a request that parts from this one in the middle could use what it passed.
+
+        Args:
+            s: The table stack of their groups.
+            places: The place of each block's group in the stack; one if it is the same of all.
+            rows: ``[n], int64, host``: the row of each.
+            blocks: ``[n], int64, host``: which of the row's blocks.
+            at: ``[n], int64, host``: where it lies in the stack (``TableStack.at``).
+            pages: ``[n], int32, host``: its page.
         """
-        leaves = self.leaf_owner[rows]
-        is_unowned = self._tree.pool.owners(pages) == NOBODY
-        is_of_leaf = is_unowned & (leaves != NOBODY) & (blocks >= self.leaf_start[rows] // self._tree.sizes[s])
+        pool = self._tree.pool
+        groups = self._tree.groups[s][places] if isinstance(places, int) else self._group_of[s][places]
+        owners = pool.owners(pages)
+        if np.count_nonzero(owners) == len(pages):
+            self._doubts.keep(rows, blocks, s, owners)
+            pool.release(pages, groups)
+            return
+        leaves, is_unowned = self.leaf_owner[rows], owners == NOBODY
+        is_of_leaf = is_unowned & (blocks * self._tree.sizes[s] >= self.leaf_start[rows])
         # Of a fork, a leaf may begin before what the row took for itself.
-        is_of_leaf &= self.own.pages[s][places, rows, blocks] == pages
+        is_of_leaf &= self.own.flat[s][at] == pages
         if not self._is_all_needed[s]:
             is_of_leaf &= self._tree.is_needed[s][places, blocks]
-        if self._tree.pool.is_short:
+        if pool.is_short:
             is_of_leaf[...] = False
+        elif np.count_nonzero(leaves) < len(leaves):
+            is_of_leaf &= leaves != NOBODY
         if np.count_nonzero(is_of_leaf) == len(pages):
-            self._tree.pool.publish(leaves, pages, blocks)
-            self._doubts.keep(rows, blocks, s, pages)
+            self._doubts.keep(rows, blocks, s, leaves)
+            pool.retire(leaves, pages, blocks, groups)
             return
-        self._tree.pool.publish(leaves[is_of_leaf], pages[is_of_leaf], blocks[is_of_leaf])
+        pool.publish(leaves[is_of_leaf], pages[is_of_leaf], blocks[is_of_leaf])
         is_lost = is_unowned & ~is_of_leaf
-        places = places if isinstance(places, int) else places[is_lost]
-        self.own.pages[s][places, rows[is_lost], blocks[is_lost]] = 0
+        self.own.flat[s][at[is_lost]] = 0
         num_lost = np.count_nonzero(is_lost)
         if num_lost:
             self._doubts.free(rows[is_lost], blocks[is_lost], s, leaves[is_lost])
         if num_lost < len(rows):
-            self._doubts.keep(rows[~is_lost], blocks[~is_lost], s, pages[~is_lost])
+            self._doubts.keep(rows[~is_lost], blocks[~is_lost], s, pool.owners(pages[~is_lost]))
+        pool.release(pages, groups)
 
     def pass_range(self, row: int, group: int, start: int, pages: npt.NDArray[np.int32]) -> None:
         """Take note that a row is about to let go of blocks of a group; those that nobody can find are freed.
@@ -322,7 +340,8 @@ class Publisher:
         pages = self.own.pages[0][:, leaf.row, :num_blocks].copy()
         leaf.pages = [pages]
         leaf.stop, leaf.num_pages = end, num_blocks
-        self._tree.pool.retire(leaf.owner, pages[0], self._numbers[:num_blocks], self._tree.groups[0][0])
+        tail_first, indices = pages[0, ::-1].copy(), self._numbers[:num_blocks][::-1]
+        self._tree.pool.retire(leaf.owner, tail_first, indices, self._tree.groups[0][0])
         if self._tree.on_stored is not None:
             self._tree.on_stored(leaf, 0, end)
         return end

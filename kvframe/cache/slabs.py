@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.free_pages import SHORT, BlockIds, Evictor, Groups
+from kvframe.cache.free_pages import SHORT, BlockIds, Evictor
 from kvframe.plan import KVCachePlan
 
 _NO_GROUP = -1
@@ -42,8 +43,8 @@ class Slabs:
         self._per_slab = [group.pages_per_slab for group in plan.groups]
         self._page_ids = [group.page_bytes // plan.block_id_bytes for group in plan.groups]
         self._group = [_NO_GROUP] * num_slabs
-        self._held = np.zeros(num_slabs, dtype=np.int32)
-        self._cached = np.zeros(num_slabs, dtype=np.int32)
+        self._held = [0] * num_slabs
+        self._cached = [0] * num_slabs
         self._free_pages: list[list[int]] = [[] for _ in range(num_slabs)]
         self._free_slabs = list(range(num_slabs - 1, -1, -1))
         self._idle: OrderedDict[int, int] = OrderedDict()
@@ -59,7 +60,8 @@ class Slabs:
         self._rest = rest = self._num_slabs
         self._num_rest = num_pages
         self._group.append(group)
-        self._held, self._cached = np.append(self._held, np.int32(1)), np.append(self._cached, np.int32(0))
+        self._held.append(1)
+        self._cached.append(0)
         self._free_pages.append(self._pages_of(rest, group)[::-1].tolist())
         self._open_held[group][rest] = None
         self._available[group] += num_pages
@@ -117,7 +119,7 @@ class Slabs:
             spare: How many there are besides.
         """
         group = self._group[self._rest]
-        num_there = self._num_rest - (int(self._held[self._rest]) - 1)
+        num_there = self._num_rest - (self._held[self._rest] - 1)
         lacking = max(0, num_blocks[group] - (self._available[group] - num_there))
         more = -(-lacking // self._per_slab[group]) - needed[group]
         if more > spare:
@@ -198,7 +200,7 @@ class Slabs:
 
     def give(self, block_ids: BlockIds) -> None:
         """List pages as free in their slabs; an idle slab without cached pages becomes free."""
-        for block_id, slab in zip(block_ids.tolist(), self._slabs_of(block_ids).tolist(), strict=True):
+        for block_id, slab in zip(block_ids.tolist(), self._slabs_of(block_ids), strict=True):
             pages, group = self._free_pages[slab], self._group[slab]
             pages.append(block_id)
             if len(pages) == 1:
@@ -208,39 +210,37 @@ class Slabs:
 
     def hold(self, group: int, block_ids: BlockIds) -> None:
         """Count cached pages as held."""
-        slabs = self._slabs_of(block_ids)
-        for slab in set(slabs[self._held[slabs] == 0].tolist()):
-            self._wake(slab, group)
-        np.add.at(self._held, slabs, 1)
-        np.subtract.at(self._cached, slabs, 1)
         self._available[group] -= len(block_ids)
-        for slab in set(slabs[self._cached[slabs] == 0].tolist()):
-            self._cached_held[group].pop(slab, None)
+        for slab, count in Counter(self._slabs_of(block_ids)).items():
+            if not self._held[slab]:
+                self._wake(slab, group)
+            self._held[slab] += count
+            self._cached[slab] -= count
+            if not self._cached[slab]:
+                self._cached_held[group].pop(slab, None)
 
-    def let_go(self, block_ids: BlockIds, groups: int | Groups, is_cached: npt.NDArray[np.bool_] | bool) -> None:
+    def let_go(self, block_ids: BlockIds, is_cached: npt.NDArray[np.bool_] | bool) -> None:
         """Count held pages as cached or as nothing; the latter have to be given before."""
         slabs = self._slabs_of(block_ids)
-        if is_cached is not False:
-            kept = slabs if is_cached is True else slabs[is_cached]
-            for slab in set(kept[self._cached[kept] == 0].tolist()):
+        counts = Counter(slabs)
+        kept = Counter() if is_cached is False else counts if is_cached is True else Counter(compress(slabs, is_cached))
+        for slab, count in kept.items():
+            if not self._cached[slab]:
                 self._cached_held[self._group[slab]][slab] = None
-            np.add.at(self._cached, kept, 1)
-        np.subtract.at(self._held, slabs, 1)
-        if isinstance(groups, int):
-            self._available[groups] += len(block_ids)
-        else:
-            for group, count in enumerate(np.bincount(groups).tolist()):
-                self._available[group] += count
-        asleep = slabs[self._held[slabs] == 0]
-        for slab in set(asleep.tolist()):
-            self._sleep(slab, self._group[slab])
+            self._cached[slab] += count
+        for slab, count in counts.items():
+            group = self._group[slab]
+            self._available[group] += count
+            self._held[slab] -= count
+            if not self._held[slab]:
+                self._sleep(slab, group)
 
     def uncache(self, block_ids: BlockIds) -> None:
         """Count cached pages as nothing; they have to be given after."""
-        slabs = self._slabs_of(block_ids)
-        np.subtract.at(self._cached, slabs, 1)
-        for slab in set(slabs[self._cached[slabs] == 0].tolist()):
-            self._cached_held[self._group[slab]].pop(slab, None)
+        for slab, count in Counter(self._slabs_of(block_ids)).items():
+            self._cached[slab] -= count
+            if not self._cached[slab]:
+                self._cached_held[self._group[slab]].pop(slab, None)
 
     def resize(self, plan: KVCachePlan, reserve: int) -> None:
         """Put the slabs that are new under all free ones, or take out those that go, which are free.
@@ -255,8 +255,8 @@ class Slabs:
         self._free_slabs = [*reversed(added), *(slab for slab in self._free_slabs if slab < after)]
         self._group = [*self._group[:after], *(_NO_GROUP for _ in added)]
         self._free_pages = [*self._free_pages[:after], *([] for _ in added)]
-        self._held = np.concatenate([self._held[:after], np.zeros(len(added), dtype=np.int32)])
-        self._cached = np.concatenate([self._cached[:after], np.zeros(len(added), dtype=np.int32)])
+        self._held = [*self._held[:after], *(0 for _ in added)]
+        self._cached = [*self._cached[:after], *(0 for _ in added)]
 
     def _end_rest(self, *, is_slab: bool) -> None:
         """Let what is left over behind the slabs be a whole one, or nothing; then all of it is free."""
@@ -271,7 +271,7 @@ class Slabs:
                 self._sleep(rest, group)
             return
         del self._group[rest], self._free_pages[rest], self._open_held[group][rest]
-        self._held, self._cached = self._held[:rest], self._cached[:rest]
+        del self._held[rest], self._cached[rest]
         self._available[group] -= num_pages
 
     def cut_pages(self) -> BlockIds:
@@ -291,13 +291,13 @@ class Slabs:
 
     def count_idle_slabs(self, held: BlockIds) -> int:
         """Return how many slabs have none of the pages that are held."""
-        slabs = np.unique(self._slabs_of(held))
-        return self._num_slabs - int(np.count_nonzero(slabs < self._num_slabs))
+        return self._num_slabs - sum(slab < self._num_slabs for slab in {*self._slabs_of(held)})
 
     # --- slabs --------------------------------------------------------------------------------------------------------
 
-    def _slabs_of(self, block_ids: BlockIds) -> npt.NDArray[np.intp]:
-        return (block_ids.astype(np.intp) - self._null_ids) // self._slab_ids
+    def _slabs_of(self, block_ids: BlockIds) -> list[int]:
+        slabs: list[int] = ((block_ids - self._null_ids) // self._slab_ids).tolist()
+        return slabs
 
     def _pages_of(self, slab: int, group: int) -> BlockIds:
         first = self._null_ids + slab * self._slab_ids
