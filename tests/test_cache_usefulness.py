@@ -242,3 +242,23 @@ def test_what_a_request_puts_back_in_several_places_is_doubted_when_it_ends() ->
     manager.free("a")
     manager._pool.give_up_useless()
     assert [] == list(manager.published())
+
+
+def test_a_block_that_ends_in_what_only_this_request_has_is_kept_though_it_begins_before() -> None:
+    # Blocks of four tokens and of three: after five common tokens, the second block of three ends in each one's own.
+    manager = make_manager(full(), masked(3, window=9))
+    shared = list(range(5))
+    prompts = {name: [*shared, *range(start, start + 20)] for name, start in (("first", 100), ("second", 200))}
+    for name, tokens in prompts.items():
+        assert 0 == manager.start(name, tokens)
+        assert manager.extend(name, 7)
+        manager.commit(name, tokens, 7)
+    rows = np.array([manager.row(name) for name in prompts])
+    for num_computed in range(8, 21):
+        assert manager.extend_rows(rows, np.full(2, num_computed))
+        manager.commit_rows(rows, np.full(2, num_computed))
+    manager.audit()
+    for name, tokens in prompts.items():
+        assert 0 == manager.block_ids(name)[1][1]
+        # Nine tokens from the fifth on are needed for the next one: its block is found, or nothing is.
+        assert 12 == manager.find([*tokens[:12], 1])

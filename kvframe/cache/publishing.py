@@ -250,7 +250,7 @@ class Publisher:
             pool.release(pages, groups)
             return
         leaves, is_unowned = self.leaf_owner[rows], owners == NOBODY
-        is_of_leaf = is_unowned & (blocks * self._tree.sizes[s] >= self.leaf_start[rows])
+        is_of_leaf = is_unowned & (blocks >= self.leaf_start[rows] // self._tree.sizes[s])
         # Of a fork, a leaf may begin before what the row took for itself.
         is_of_leaf &= self.own.flat[s][at] == pages
         if not self._is_all_needed[s]:
@@ -332,6 +332,8 @@ class Publisher:
         """
         end = self._computed_of[leaf.row]
         end -= end % self._tree.unit
+        if not end:
+            return 0
         try:
             leaf.tokens = as_bytes(cursor.tokens, 0, end)
         except RequestError:
