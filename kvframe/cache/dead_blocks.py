@@ -83,6 +83,13 @@ class DeadBlocks:
 
     def bury(self, row: int, num_computed: int) -> None:
         """Release what no token needs after those that are computed. Inputs are computed with the first, and stay."""
+        if self._is_plain:
+            self._bury_plain(np.array([row]), np.array([num_computed]))
+        else:
+            self._bury_row(row, num_computed)
+
+    def _bury_row(self, row: int, num_computed: int) -> None:
+        """Release what no token of a row needs any more, group by group."""
         if self._publisher is not None and not self._pool.is_short:
             # Else what the row passes is freed with it: there are more useful pages to keep.
             self._publisher.refresh(row)
@@ -110,32 +117,50 @@ class DeadBlocks:
             rows: ``[n], int64, host``, each once.
             num_computed: ``[n], int64, host``.
         """
-        if not self._is_plain or len(rows) == 1:
-            for row, count in zip(rows.tolist(), num_computed.tolist(), strict=True):
-                self.bury(row, count)
+        if self._is_plain:
+            self._bury_plain(rows, num_computed)
             return
+        for row, count in zip(rows.tolist(), num_computed.tolist(), strict=True):
+            self._bury_row(row, count)
+
+    def _bury_plain(self, rows: Rows, num_computed: npt.NDArray[np.int64]) -> None:
+        """Release what no token of plain rows needs any more, of all rows and groups together."""
         next_death: npt.NDArray[np.int64] | None = None
         for s, moving in enumerate(self._moving):
             if moving is None:
                 continue
             before, after = moving.dead.take(rows, axis=1), moving.dead_at(num_computed)
             np.maximum(before, after, out=after)
-            died = (after - before).reshape(-1)
-            most = int(np.maximum.reduce(died))
-            for step in range(most):
-                # Nearly always one block of a group and row; a chunk of a prompt kills several.
-                (which,) = (died > step).nonzero()
-                blocks = before.reshape(-1)[which] + step
+            died = after - before
+            most = np.maximum.reduce(died, axis=None)
+            if most > 1:
+                self._bury_runs(rows, num_computed, np.maximum.reduce(died) > 1)
+                return
+            if most:
+                (which,) = died.reshape(-1).nonzero()
+                blocks = before.reshape(-1)[which]
                 if len(moving.types) == 1:
                     self._release_each(s, int(moving.places[0]), rows[which], blocks)
                 else:
                     kinds, which = np.divmod(which, len(rows))
                     self._release_each(s, moving.places[kinds], rows[which], blocks)
-            if most:
                 moving.dead[:, rows] = after
             nearest = moving.next_death(after)
             next_death = nearest if next_death is None else np.minimum(next_death, nearest)
         self._next_death[rows] = NEVER if next_death is None else next_death
+
+    def _bury_runs(self, rows: Rows, num_computed: npt.NDArray[np.int64], has_runs: npt.NDArray[np.bool_]) -> None:
+        """Release what no token of plain rows needs any more, where a chunk of a prompt killed several blocks of some.
+
+        Args:
+            rows: As of ``bury_rows``.
+            num_computed: Likewise.
+            has_runs: ``[n], bool, host``: in which rows.
+        """
+        for row, count in zip(rows[has_runs].tolist(), num_computed[has_runs].tolist(), strict=True):
+            self._bury_row(row, count)
+        if not has_runs.all():
+            self._bury_plain(rows[~has_runs], num_computed[~has_runs])
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
