@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from attention_engine import Step
 from attention_shapes import Buffers, Shape
-from attention_worker import Step
 from kvframe_sliding_window.spec import SlidingWindowSpec
 
 from kvframe.attention.backend import AttentionBackend

@@ -8,8 +8,8 @@ from importlib.metadata import version
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
+from attention_engine import Step
 from attention_shapes import Buffers, Shape
-from attention_worker import Step
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa

@@ -8,47 +8,18 @@ descriptor of shared memory. Each line of its input is a turn as JSON, each line
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from attention_engine import Engine, Step
 from attention_shapes import Buffers, Shape
 from engine_process import answer_questions
 
 SLOW_SECONDS = 0.1
 """A step that takes longer is timed once in a turn."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """A shape that an engine has set up.
-
-    Attributes:
-        build: Makes the step's metadata from what the engine knows of the batch.
-        attend: Computes attention with the metadata that ``build`` returned last, into the output buffer or not.
-    """
-
-    build: Callable[[], Any]
-    attend: Callable[[], torch.Tensor]
-
-
-class Engine(Protocol):
-    """An engine's attention."""
-
-    def describe(self) -> dict[str, str]:
-        """Return the versions that its figures depend on."""
-        ...
-
-    def why_not(self, shape: Shape) -> str:
-        """Return in one sentence why it cannot compute a step; empty if it can."""
-        ...
-
-    def prepare(self, shape: Shape, buffers: Buffers) -> Step:
-        """Write keys and values to the pool, in the engine's layout and by its own code, and set up the step."""
-        ...
 
 
 class Naive:

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from kvframe.cache.manager import KVCacheManager
+from typing import Any, Protocol
 
 READERS = frozenset(("audit", "block_ids", "find", "has_room", "missing_inputs", "published", "row"))
 """Public methods of the manager that change nothing; all others are verbs."""
 
 
-def audit_each_verb(manager: KVCacheManager) -> None:
+class Audited(Protocol):
+    """What has verbs, and can say whether it is whole."""
+
+    def audit(self) -> None:
+        """Check that it is.
+
+        Raises:
+            AssertionError: It is not.
+        """
+
+
+def audit_each_verb(manager: Audited) -> None:
     """Let every verb of a manager end with an audit, whether it returns or raises.
 
     The verbs are replaced on this one manager, so that others pay nothing.
 
     Args:
-        manager: The manager. From now on its verbs raise ``AssertionError`` where pages are not as they must be; the
+        manager: A cache manager. From now on its verbs raise ``AssertionError`` where it is not as it must be; the
             text names the verb that was the last.
     """
     kind = type(manager)
@@ -28,7 +36,7 @@ def audit_each_verb(manager: KVCacheManager) -> None:
             setattr(manager, name, _audited(manager, name, getattr(manager, name)))
 
 
-def _audited(manager: KVCacheManager, name: str, verb: Callable[..., Any]) -> Callable[..., Any]:
+def _audited(manager: Audited, name: str, verb: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(verb)
     def audited(*args: Any, **kwargs: Any) -> Any:
         try:
