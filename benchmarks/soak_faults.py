@@ -71,7 +71,7 @@ class Faults:
             host._pages.copy_out = self._before(host._pages.copy_out, "swap")
             host._pages.copy_in = self._before(host._pages.copy_in, "swap")
         parts._storage.fill = self._with_memory(parts._storage.fill)
-        parts._storage.resize = self._before(parts._storage.resize, "resize")
+        parts._storage.reserve = self._before(parts._storage.reserve, "resize")
         parts._advance = self._short_of_memory(parts._advance)
         Careless.strikes = lambda: self._strikes("shape")
         self._engine = engine

@@ -117,17 +117,23 @@ def test_a_wrong_size_is_refused(llama: TinyModel, memory: int | str, said: str)
         engine.resize_cache(memory)
 
 
-def test_memory_that_is_not_there_changes_nothing(llama: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    with make(llama, SMALL) as engine:
-        before = engine.plan
+@pytest.mark.parametrize(("before", "after"), [(SMALL, LARGE), (LARGE, SMALL)])
+def test_memory_that_is_not_there_changes_nothing(
+    model: TinyModel, before: int | str, after: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(model, before) as engine:
+        engine.generate(PROMPTS[:1], PARAMS)
+        plan, pages = engine.plan, sorted(engine._manager.published())
 
         def fail(*_: Any, **__: Any) -> None:
             raise RuntimeError("out of memory")
 
-        monkeypatch.setattr("torch.zeros", fail)
-        with pytest.raises(PlanError, match=r"cpu has no [0-9]+ bytes to give the cache"):
-            engine.resize_cache(LARGE)
-        assert before == engine.plan
+        with monkeypatch.context() as patched:
+            patched.setattr("torch.zeros", fail)
+            with pytest.raises(PlanError, match=r"cpu has no [0-9]+ bytes to give the cache"):
+                engine.resize_cache(after)
+        assert plan == engine.plan == engine._manager.plan
+        assert pages == sorted(engine._manager.published())
         assert "length" == engine.generate(PROMPTS[2:3], PARAMS)[0].finish_reason
 
 

@@ -71,20 +71,29 @@ class KVCacheStorage:
         """Slabs that there are bytes for."""
         return self._plan.num_slabs
 
-    def resize(self, plan: KVCachePlan) -> None:
-        """Have more bytes, zeroed, or fewer, at the pool's end; what stays keeps its content.
+    def reserve(self, plan: KVCachePlan) -> torch.Tensor:
+        """Return ``[plan.total_bytes], uint8, device``, zeroed: memory to ``move`` to.
+
+        Args:
+            plan: What to have; the same but for the number of slabs.
+
+        Raises:
+            PlanError: The device has not that much memory.
+        """
+        # Torch resizes no memory that NumPy has once seen, as backends may let it.
+        return self._allocate(plan, self.pool.device)
+
+    def move(self, plan: KVCachePlan, pool: torch.Tensor) -> None:
+        """Have more bytes, or fewer, at the pool's end; what stays keeps its content.
 
         The pool and the views are the same tensors afterwards, at another place in memory: whoever kept an address of
         theirs, as a graph does, must be told.
 
         Args:
             plan: What to have; the same but for the number of slabs.
-
-        Raises:
-            PlanError: The device has not that much memory; nothing changed.
+            pool: The memory that was reserved for it.
         """
-        # Torch resizes no memory that NumPy has once seen, as backends may let it.
-        pool, kept = self._allocate(plan, self.pool.device), min(plan.total_bytes, self._plan.total_bytes)
+        kept = min(plan.total_bytes, self._plan.total_bytes)
         pool[:kept] = self.pool[:kept]
         memory = pool.untyped_storage()
         self._plan = plan

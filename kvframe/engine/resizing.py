@@ -42,11 +42,9 @@ def resize(
                 f"a cache of {plan.total_bytes} bytes has no room for the request {request.asked_id!r} of "
                 f"{request.num_final_tokens} tokens, which goes on; wait until it has ended, or abort it"
             )
-    before = manager.plan
-    if plan.total_bytes == before.total_bytes:
+    if plan.total_bytes == manager.plan.total_bytes:
         return plan
-    if plan.total_bytes > before.total_bytes:
-        storage.resize(plan)
+    pool = storage.reserve(plan)
     while not manager.resize(plan.num_slabs):
         if not scheduler.running:
             raise PlanError(
@@ -54,10 +52,5 @@ def resize(
                 "them, or give it more memory"
             )
         scheduler.preempt_last()
-    if plan.total_bytes < before.total_bytes:
-        try:
-            storage.resize(plan)
-        except PlanError:
-            manager.resize(before.num_slabs)
-            raise
+    storage.move(plan, pool)
     return plan
