@@ -33,7 +33,7 @@ from kvframe.cli.render import progress
 
 HERE = Path(__file__).resolve().parent
 SEED, VOCABULARY = 7, 128
-LOOKUP_TOKENS, REQUEST_TOKENS = 2048, 256
+LOOKUP_TOKENS, REQUEST_TOKENS = 2048, 480
 QUEUED_TOKENS = 64
 """Of prompts in the same queue: short ones, of whose time the step that one waits for the other is the greater part."""
 ONE_TOKEN = SamplingParams(max_new_tokens=1, ignore_eos=True)
