@@ -75,7 +75,10 @@ class PageCounts:
         """Count cached pages of a group as held."""
         self._cached_of[group] -= num_pages
         self.num_cached -= num_pages
-        self.hold([num_pages if each == group else 0 for each in range(len(self._bytes_of))])
+        self._held_of[group] += num_pages
+        self._peak_of[group] = max(self._peak_of[group], self._held_of[group])
+        self.held_bytes += num_pages * self._bytes_of[group]
+        self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
 
     def let_go(self, group: int | Groups, num_pages: int, is_cached: npt.NDArray[np.bool_] | bool) -> None:
         """Count held pages as cached or as nothing.
