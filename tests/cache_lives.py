@@ -461,6 +461,8 @@ class Lives:
             self.manager.unpin(pin)
             self.did("unpin")
         assert (0, 0, 0.0) == (self.manager.num_held_pages, self.manager.stats.host_bytes_held, self.manager.usage)
+        rows = self.manager._publisher._doubts._all
+        assert not any(of_each.any() for of_each in rows), "a row that ended is not as a new one"
 
     # --- what must be true --------------------------------------------------------------------------------------------
 

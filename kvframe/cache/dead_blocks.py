@@ -211,10 +211,11 @@ class DeadBlocks:
         if not len(ids):
             return
         stack.flat[at] = 0
+        groups = stack.groups[places] if isinstance(places, int) else stack.index[places]
         if self._publisher is not None:
-            self._publisher.release_passed(s, places, rows, blocks, at, ids)
+            self._publisher.release_passed(s, places, rows, blocks, at, ids, groups)
         else:
-            self._pool.release(ids, stack.groups[places] if isinstance(places, int) else stack.index[places])
+            self._pool.release(ids, groups)
 
 
 def release_resident(pool: BlockPool, group: int, ids: BlockIds) -> None:

@@ -51,7 +51,7 @@ class Owners:
         self._whole[stamp] = owner, block_ids, indices
 
     def note(self, stamps: Iterable[int]) -> None:
-        """Note each page of what was retired at some of these times."""
+        """Note each page of what was retired at some of these times, which may come several times."""
         for stamp in stamps if self._whole else ():
             whole = self._whole.pop(stamp, None)
             if whole is not None:

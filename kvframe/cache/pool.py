@@ -270,7 +270,7 @@ class BlockPool:
     def hand_over(self, owner: int, block_ids: BlockIds, indices: Indices) -> None:
         """Let published pages, held or cached, be found through another owner, which knows each by an index."""
         places = self._places(block_ids)
-        self._owners.note(np.unique(self._state[places]).tolist())
+        self._owners.note(self._state[places].tolist())
         self._owners.publish(owner, places, indices)
 
     def owners(self, block_ids: BlockIds) -> npt.NDArray[np.int32]:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvframe.cache.doubts import Doubts
 from kvframe.cache.forgetting import NEVER
+from kvframe.cache.free_pages import Groups
 from kvframe.cache.owners import NOBODY
 from kvframe.cache.prefix import TOKEN_BYTES, Cursor, Match, Namespace, PrefixNode, as_bytes, num_readable
 from kvframe.cache.tree import PrefixTree
@@ -56,7 +57,6 @@ class Publisher:
         self._num_computed = num_computed
         self._cursors: list[Cursor | None] = [None] * len(num_computed)
         self._numbers = np.arange(max((len(needed[0]) for needed in tree.is_needed), default=0), dtype=np.int32)
-        self._group_of = [np.array(groups, dtype=np.int64) for groups in tree.groups]
         self._is_all_needed = [bool(needed.all()) for needed in tree.is_needed]
         self._doubts = Doubts(tree, groups, num_computed)
 
@@ -229,6 +229,7 @@ class Publisher:
         blocks: npt.NDArray[np.int64],
         at: npt.NDArray[np.int64],
         pages: npt.NDArray[np.int32],
+        groups: int | Groups,
     ) -> None:
         """Release full blocks that rows have passed; those of growing nodes become theirs before.
 
@@ -241,24 +242,22 @@ class Publisher:
             blocks: ``[n], int64, host``: which of the row's blocks.
             at: ``[n], int64, host``: where it lies in the stack (``TableStack.at``).
             pages: ``[n], int32, host``: its page.
+            groups: Its group; one if it is the same of all.
         """
         pool = self._tree.pool
-        groups = self._tree.groups[s][places] if isinstance(places, int) else self._group_of[s][places]
         owners = pool.owners(pages)
         if np.count_nonzero(owners) == len(pages):
             self._doubts.keep(rows, blocks, s, owners)
             pool.release(pages, groups)
             return
         leaves, is_unowned = self.leaf_owner[rows], owners == NOBODY
-        is_of_leaf = is_unowned & (blocks >= self.leaf_start[rows] // self._tree.sizes[s])
+        is_of_leaf = is_unowned & (leaves != NOBODY) & (blocks >= self.leaf_start[rows] // self._tree.sizes[s])
         # Of a fork, a leaf may begin before what the row took for itself.
         is_of_leaf &= self.own.flat[s][at] == pages
         if not self._is_all_needed[s]:
             is_of_leaf &= self._tree.is_needed[s][places, blocks]
         if pool.is_short:
             is_of_leaf[...] = False
-        elif np.count_nonzero(leaves) < len(leaves):
-            is_of_leaf &= leaves != NOBODY
         if np.count_nonzero(is_of_leaf) == len(pages):
             self._doubts.keep(rows, blocks, s, leaves)
             pool.retire(leaves, pages, blocks, groups)
