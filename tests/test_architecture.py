@@ -335,6 +335,53 @@ def test_the_documents_show_public_modules_only(document: str) -> None:
     assert shown <= {*PUBLIC_MODULES, *TEST_MODULES}
 
 
+# --- what a test must not do ------------------------------------------------------------------------------------------
+
+
+TEST_FILES = sorted(
+    path
+    for path in (*ROOT.glob("*/**/*.py"), ROOT / "conftest.py")
+    if {"tests", "conftest.py"} & {*path.relative_to(ROOT).parts}
+)
+CLOCK_MODULES = {"time", "timeit", "datetime"}
+CLOCKS = re.compile(
+    r"(perf_counter|monotonic|process_time|thread_time|clock_gettime|time)(_ns)?|default_timer|getrusage|elapsed_time"
+)
+
+
+def clocks_read(source: str) -> list[str]:
+    """Return what a test reads of time, or leaves to a clock to decide."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.split(".")[0] in CLOCK_MODULES]
+        elif isinstance(node, ast.ImportFrom):
+            found += [f"{node.module}.{each.name}" for each in node.names if node.module in CLOCK_MODULES]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and CLOCKS.fullmatch(node.func.attr):
+            found.append(ast.unparse(node.func))
+        elif isinstance(node, ast.keyword) and node.arg == "deadline" and ast.unparse(node.value) != "None":
+            found.append(f"deadline={ast.unparse(node.value)}")
+    return found
+
+
+def test_a_clock_is_seen_however_it_is_read() -> None:
+    assert ["time"] == clocks_read("import time")
+    assert ["time.perf_counter"] == clocks_read("from time import perf_counter")
+    assert ["torch.Event.elapsed_time"] == clocks_read("torch.Event.elapsed_time(start, end)")
+    assert ["deadline=200"] == clocks_read("settings(deadline=200)")
+    assert [] == clocks_read("settings(deadline=None); times.time_key(device); subprocess.run([], timeout=60)")
+
+
+def test_no_test_reads_a_clock() -> None:
+    # A test that reads one fails on a busy machine; what makes a thing slow can be counted.
+    assert len(TEST_FILES) > 100
+    assert {} == {
+        str(path.relative_to(ROOT)): clocks
+        for path in TEST_FILES
+        if (clocks := clocks_read(path.read_text(encoding="utf-8")))
+    }
+
+
 # --- what the core must not know --------------------------------------------------------------------------------------
 
 

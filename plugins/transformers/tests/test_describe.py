@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kvframe_transformers.adapter import TransformersAdapter
 from kvframe_transformers.testing import save_tiny, tiny_config
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from kvframe.errors import ModelError
@@ -90,11 +92,34 @@ def test_gemma3n_layers_share_the_cache_of_the_last_layer_of_their_kind(tmp_path
     ]
 
 
-def test_a_671b_config_is_described_in_seconds(tmp_path: Path) -> None:
-    file = write_config(tmp_path, "deepseek_v3")
-    start = time.perf_counter()
-    layers = TransformersAdapter().describe(file).layers
-    assert time.perf_counter() - start < 10
+class Work(TorchDispatchMode):
+    """Counts torch's operations, and the bytes of the tensors that they make anywhere but on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_operations = self.num_bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor) and each.device.type != "meta"]
+        self.num_operations += 1
+        self.num_bytes += sum(each.numel() * each.element_size() for each in made)
+        return result
+
+
+def test_a_671b_config_is_described_without_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, make, made = write_config(tmp_path, "deepseek_v3"), torch.nn.Module.__init__, []
+
+    def make_counted(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        made.append(type(module))
+        make(module, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.Module, "__init__", make_counted)
+    with Work() as work:
+        layers = TransformersAdapter().describe(file).layers
+    assert len(made) < 30 * 61, "the model is built once, with the experts of a layer in one module"
+    assert work.num_operations < 300 * 61, "the model runs once"
+    assert work.num_bytes < 2**20, "weights and masks of published size are on the meta device"
     assert 61 == len(layers)
     assert {"mla"} == {layer.kind for layer in layers}
     assert {"latent_size": 512, "rope_size": 64, "head_size_v": 128} == layers[0].options
