@@ -36,7 +36,7 @@ FLOW = (
     ("eviction", "formats", "masks"),
     ("hookspecs", "specs"),
     ("attention.capture", "attention.identity", "attention.metadata", "model.description"),
-    ("attention.order", "attention.shapes", "attention.wrapper", "attention.backend"),
+    ("attention.declared_words", "attention.order", "attention.shapes", "attention.wrapper", "attention.backend"),
     ("claims", "registry", "checks", "discovery", "plugins", "options", "stack"),
     ("model.layer_file",),
     ("eviction_choice", "format_choice", "groups", "plan", "ranks", "sizing"),

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol, Self
 import attrs
 import torch
 
+from kvframe.attention import declared_words
 from kvframe.attention.capture import GraphCapture
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.order import BatchOrder
@@ -63,10 +64,10 @@ class Refusal:
 
 @attrs.frozen(kw_only=True)
 class Capabilities:
-    """What a backend can do, as data. An empty or None limit means "any".
+    """What a backend can do, as data. Every word is checked when the value is made; a wrong one is a ``BackendError``.
 
     Attributes:
-        devices: Device types (``"cpu"``, ``"cuda"``).
+        devices: Device types by torch's name (``"cpu"``, ``"cuda"``), without an index.
         dtypes: Cache and query dtypes by torch's name.
         masks: Mask features, of ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, ``chunk``;
             ``mask_function`` for any of these and for what else ``KVCacheSpec.mask_function`` says; ``live_range``
@@ -86,26 +87,40 @@ class Capabilities:
         separate_value_size: Whether value vectors may differ in size from key vectors.
         block_size_multiple: Its block sizes are multiples of this.
         spec_sizes: Fields of the layers' specs that it is limited to, with the values that they may have
-            (``{"latent_size": frozenset({512})}``). Another value is refused, and the code is the field's name.
+            (``{"latent_size": frozenset({512})}``). Another value is refused, and the code is the field's name. A field
+            that is not named may have any value.
         preference: Where several can serve a layer, ``backend = "auto"`` takes the highest.
     """
 
-    devices: frozenset[str]
-    dtypes: frozenset[str]
-    masks: frozenset[str]
-    extensions: frozenset[str] = frozenset()
-    state: frozenset[str] = frozenset({"k", "v"})
-    formats: frozenset[str] = frozenset({PLAIN.name})
-    takes_copies: bool = False
-    reads_dead_tokens: bool = False
-    soft_cap: bool = False
-    sinks: bool = False
-    relative_bias: bool = False
-    head_sizes: frozenset[int] | None = None
-    separate_value_size: bool = False
-    block_size_multiple: int = 1
-    spec_sizes: Mapping[str, frozenset[int]] = attrs.field(default=MappingProxyType({}), hash=False)
-    preference: int = 0
+    devices: frozenset[str] = attrs.field(converter=declared_words.as_set, validator=declared_words.known_devices)
+    dtypes: frozenset[str] = attrs.field(converter=declared_words.as_set, validator=declared_words.known_dtypes)
+    masks: frozenset[str] = attrs.field(converter=declared_words.as_set, validator=declared_words.known_masks)
+    extensions: frozenset[str] = attrs.field(
+        default=frozenset(), converter=declared_words.as_set, validator=declared_words.extension_names
+    )
+    state: frozenset[str] = attrs.field(
+        default=frozenset({"k", "v"}), converter=declared_words.as_set, validator=declared_words.names
+    )
+    formats: frozenset[str] = attrs.field(
+        default=frozenset({PLAIN.name}), converter=declared_words.as_set, validator=declared_words.optional_names
+    )
+    takes_copies: bool = attrs.field(default=False, validator=declared_words.flag)
+    reads_dead_tokens: bool = attrs.field(default=False, validator=declared_words.flag)
+    soft_cap: bool = attrs.field(default=False, validator=declared_words.flag)
+    sinks: bool = attrs.field(default=False, validator=declared_words.flag)
+    relative_bias: bool = attrs.field(default=False, validator=declared_words.flag)
+    head_sizes: frozenset[int] | None = attrs.field(
+        default=None, converter=declared_words.as_set, validator=declared_words.optional_sizes
+    )
+    separate_value_size: bool = attrs.field(default=False, validator=declared_words.flag)
+    block_size_multiple: int = attrs.field(default=1, validator=declared_words.size)
+    spec_sizes: Mapping[str, frozenset[int]] = attrs.field(
+        default=MappingProxyType({}),
+        converter=declared_words.as_sizes,
+        validator=declared_words.sizes_by_field,
+        hash=False,
+    )
+    preference: int = attrs.field(default=0, validator=declared_words.whole_number)
 
     @property
     def not_causal(self) -> Refusal | None:

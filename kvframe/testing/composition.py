@@ -143,9 +143,14 @@ def _judge_layers(
     if unusable:
         yield from ((label, unusable, "") for label in labels)
         return
+    judged = []
     for label in labels:
         layer = _make_layer(label, backend_class.capabilities, form)
-        yield label, *_judge(backend_class, chain, label, layer, form, device)
+        judged.append((label, *_judge(backend_class, chain, label, layer, form, device)))
+    if not chain and not any(verdict in (EQUAL, WRONG) for _, verdict, _ in judged):
+        nothing = f"{backend_class.__name__} serves no layer at all on {device}, so that nothing of it was computed"
+        judged = [(label, WRONG, f"{nothing}: {verdict}") for label, verdict, _ in judged]
+    yield from judged
 
 
 def _make_layer(label: str, capabilities: Capabilities, form: StateForm) -> LayerSpec:
@@ -176,6 +181,9 @@ def _judge(
         return error.code, ""
     except ConformanceError as error:
         return WRONG, str(error)
+    except Exception as error:
+        # One backend's mistake is its own: the others' cells are made all the same.
+        return WRONG, f"{backend_class.__name__} on {label}: {type(error).__name__}: {error}"
     return EQUAL, ""
 
 

@@ -52,16 +52,10 @@ def check_backend(
         output = run_step(backend_class, case, inputs, learned, torch.device(device), poison)
     except ConformanceError as error:
         raise _failure(backend_class, case, str(error)) from error
-    expected = (output.num_tokens, case.query.num_heads, case.form.head_size_v(case.spec)), case.query_dtype
-    for values, whose in ((output.values, ""), (output.refreshed, "with refreshed metadata, ")):
-        if values is None:
-            continue
-        found = tuple(values.shape), values.dtype
-        if found != expected:
-            raise _failure(backend_class, case, f"{whose}the output is {found[0]}, {found[1]}, not {expected}")
+    for made, values in output.values.items():
         problem = _find_error(case, inputs, learned, values, output.rows) if len(output.rows) else ""
         if problem:
-            raise _failure(backend_class, case, whose + problem)
+            raise _failure(backend_class, case, made + problem)
 
 
 def _find_error(

@@ -8,6 +8,7 @@ and on one that shares it. What a backend or a chain refuses is left out.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import attrs
@@ -29,6 +30,7 @@ from kvframe.testing.batches import (
 )
 from kvframe.testing.case import Case, Request
 from kvframe.testing.formats import applicable, installed_formats
+from kvframe.testing.laws import ConformanceError
 from kvframe.testing.state import KEYS_AND_VALUES, RELATIVE_BIAS, SOFT_CAP, StateForm
 
 SCALE = 0.4
@@ -62,8 +64,9 @@ def make_cases(
     chains: Sequence[WrapperChain] = (),
     form: StateForm = KEYS_AND_VALUES,
     formats: Sequence[KVFormat] | None = None,
+    only: str = "*",
 ) -> tuple[Case, ...]:
-    """Return every case that a backend with these capabilities must compute.
+    """Return every case that a backend with these capabilities must compute, at least one.
 
     Args:
         capabilities: What the backend declares.
@@ -72,14 +75,19 @@ def make_cases(
         form: The state that it reads (``form_of``).
         formats: Formats that layers may be stored in: those that it declares it reads, and through copies all others if
             it takes such; the installed ones unless given.
+        only: The pattern of the names of the cases wanted (``"full-*"``).
 
     Raises:
-        ConformanceError: It declares a format that is not among them.
+        ConformanceError: It declares a format that is not among them; there is no case at all, none behind one of the
+            chains, none in one of the formats given, or none of such a name.
     """
     found: list[Case] = []
+    refusals: list[Refusal] = []
     stored = formats_of(capabilities, formats)
     for name, layer in make_layers(capabilities, form):
-        if not capabilities.refusals(layer, device):
+        refused = capabilities.refusals(layer, device)
+        refusals += refused
+        if not refused:
             assert layer.spec is not None
             batches = backend_batches(layer.spec.block_size)
             cross = cross_batches(layer.spec.block_size)
@@ -98,7 +106,31 @@ def make_cases(
         found += _chain_cases(chain, capabilities, device, form)
         for kv_format in stored:
             found += _chain_format_cases(chain, kv_format, capabilities, device, form)
-    return tuple(attrs.evolve(case, form=form) for case in found)
+    _require_cases(found, refusals, device, chains, stored if formats is not None else ())
+    named = tuple(attrs.evolve(case, form=form) for case in found if fnmatchcase(case.name, only))
+    if not named:
+        raise ConformanceError(f"no case has a name like {only!r}; the {len(found)} cases begin with {found[0].name!r}")
+    return named
+
+
+def _require_cases(
+    cases: Sequence[Case],
+    refusals: Sequence[Refusal],
+    device: str,
+    chains: Sequence[WrapperChain],
+    formats: Sequence[KVFormat],
+) -> None:
+    """Check that there are cases: alone, behind each chain and in each format. What has none would pass unseen."""
+    if all(case.wrappers for case in cases):
+        reasons = "; ".join(dict.fromkeys(f"it {refusal.reason}" for refusal in refusals))
+        raise ConformanceError(f"no case at all: such a backend serves no layer of the kit on {device}: {reasons}")
+    for chain in chains:
+        if not any(case.wrappers == chain for case in cases):
+            label = "+".join(wrapper.name for wrapper in chain)
+            raise ConformanceError(f"no case behind {label}: the chain or the backend refuses every layer of the kit")
+    for kv_format in formats:
+        if not any(case.spec.kv_format == kv_format for case in cases):
+            raise ConformanceError(f"no case in the format {kv_format.name}: no layer of the kit is stored in it")
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -161,6 +193,11 @@ def make_layer(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES, **
     of_query = {field.name for field in attrs.fields(QuerySpec)}
     for name, value in options.items():
         (query if name in of_query else stored)[name] = value
+    unknown = sorted(set(stored) - {field.name for field in attrs.fields(form.spec_class)})
+    if unknown:
+        raise ConformanceError(
+            f"spec_sizes or an option names {', '.join(unknown)}, which {form.spec_class.__name__} has not"
+        )
     return LayerSpec(name="layer", spec=form.spec_class(**stored), query=QuerySpec(**query))
 
 

@@ -11,6 +11,7 @@ from itertools import combinations, pairwise
 
 from kvframe.formats import PLAIN
 from kvframe.testing.case import Case, Request
+from kvframe.testing.laws import ConformanceError
 
 TOGETHER = (
     ("batch", "visible"),
@@ -44,7 +45,11 @@ def sample(cases: Sequence[Case], together: Iterable[tuple[str, str]] = TOGETHER
     Args:
         cases: What ``make_cases`` returned.
         together: Names of ``traits`` whose pairs come up.
+
+    Raises:
+        ConformanceError: There is no case.
     """
+    _require_some(cases)
     wanted = {frozenset(pair) for pair in together}
     pairs = [_pairs(case, wanted) for case in cases]
     costs = [_cost(case) for case in cases]
@@ -66,10 +71,19 @@ def parts(cases: Sequence[Case], num_parts: int) -> list[tuple[Case, ...]]:
 
     Args:
         cases: What ``make_cases`` or ``sample`` returned.
-        num_parts: How many parts, at least one.
+        num_parts: How many parts, at least one; no more than there are cases.
+
+    Raises:
+        ConformanceError: There is no case for one of the parts.
     """
+    _require_some(cases, num_parts)
     ends = [len(cases) * index // num_parts for index in range(num_parts + 1)]
     return [tuple(cases[start:stop]) for start, stop in pairwise(ends)]
+
+
+def _require_some(cases: Sequence[Case], num_parts: int = 1) -> None:
+    if len(cases) < num_parts:
+        raise ConformanceError(f"{len(cases)} cases are too few for {num_parts} checks: one would check nothing")
 
 
 def traits(case: Case) -> dict[str, Hashable]:

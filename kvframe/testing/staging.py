@@ -31,6 +31,7 @@ from kvframe.testing.case import Case
 from kvframe.testing.grid import formats_of, in_format, make_layer, make_masks, usual_head_size
 from kvframe.testing.inputs import Learned
 from kvframe.testing.laws import ConformanceError
+from kvframe.testing.output import check_output
 from kvframe.testing.state import RELATIVE_BIAS, SOFT_CAP, StateForm, form_of
 
 META = torch.device("meta")
@@ -183,9 +184,10 @@ def _attend(layer: AttentionLayer, case: Case, learned: Learned, num_tokens: int
 
     query = draw(num_tokens, case.query.num_heads, case.query.head_size)
     output = layer(query, *case.form.draw(case.spec, num_tokens, draw), learned.sinks)
-    expected = num_tokens, case.query.num_heads, case.form.head_size_v(case.spec)
-    if tuple(output.shape) != expected:
-        raise ConformanceError(f"the output of {case.name} is {tuple(output.shape)}, not {expected}")
+    try:
+        check_output(output, case, query)
+    except ConformanceError as error:
+        raise ConformanceError(f"{case.name}: {error}") from error
 
 
 def _choose(layer: LayerSpec, backend_class: type[AttentionBackend]) -> Choice:

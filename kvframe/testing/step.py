@@ -25,8 +25,14 @@ from kvframe.specs import LayerSpec
 from kvframe.testing.case import Case
 from kvframe.testing.inputs import Inputs, Learned
 from kvframe.testing.laws import ConformanceError
+from kvframe.testing.output import check_output
 from kvframe.testing.pages import fill, give_pages, plan_pool, slots_of, write, written_tokens
 from kvframe.testing.step_metadata import make_step_metadata
+
+BUILT = ""
+"""Metadata that was built for the step."""
+REFRESHED = "with refreshed metadata, "
+"""Metadata that was built for other tables, and then refreshed. The two begin the sentence that says what is wrong."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -34,17 +40,13 @@ class Output:
     """What a backend made of a step.
 
     Attributes:
-        values: ``[num_tokens, num_heads, head_size_v], device``: what it returned, for the tokens that its chain keeps.
-        refreshed: The same from metadata that was built for other tables and then refreshed; None if its builder
-            declares no ``table_fields``.
+        values: ``[num_tokens, num_heads, head_size_v], device``: what it returned, for the tokens that its chain keeps,
+            by how its metadata was made: ``BUILT`` always, ``REFRESHED`` if its builder declares ``table_fields``.
         rows: ``[num_actual_tokens], int64, host``: which of the packed tokens these are, without padding.
-        num_tokens: Tokens that it was given, padding included.
     """
 
-    values: torch.Tensor
-    refreshed: torch.Tensor | None
+    values: Mapping[str, torch.Tensor]
     rows: torch.Tensor
-    num_tokens: int
 
 
 def run_step(
@@ -66,7 +68,8 @@ def run_step(
         poison: What lies where no live state is.
 
     Raises:
-        ConformanceError: The chain keeps other tokens than those that generate, or somebody wrote where nobody may.
+        ConformanceError: The chain keeps other tokens than those that generate, the output is not what the contract
+            says, or somebody wrote where nobody may.
         WrapperError: The chain refuses the layer or the step.
     """
     chain, seen, _ = bind_chain(case.wrappers, case.layer)
@@ -113,15 +116,18 @@ def run_step(
         query, back = query.index_select(0, permutation.tokens), permutation.inverse
     guard = _WriteGuard([storage.pool, query, *_tensors(metadata), *_tensors(common)])
 
-    def attend(built: Any) -> torch.Tensor:
-        values = backend.forward(seen, query, kv_cache, built, learned.sinks)
-        return values if back is None or len(values) != len(back) else values.index_select(0, back)
+    def attend(built: Any, made: str) -> torch.Tensor:
+        try:
+            values = check_output(backend.forward(seen, query, kv_cache, built, learned.sinks), case, query)
+        except ConformanceError as error:
+            raise ConformanceError(f"{made}{error}") from error
+        return values if back is None else values.index_select(0, back)
 
-    built = _build(builder, common)
-    values = attend(built)
-    refreshed = None if builder.table_fields is None else attend(_build_and_refresh(builder, common))
+    values = {BUILT: attend(_build(builder, common), BUILT)}
+    if builder.table_fields is not None:
+        values[REFRESHED] = attend(_build_and_refresh(builder, common), REFRESHED)
     guard.check("it wrote to the cache, the query or the batch metadata")
-    return Output(values=values, refreshed=refreshed, rows=kept[: wrapped.num_actual_tokens], num_tokens=len(kept))
+    return Output(values=values, rows=kept[: wrapped.num_actual_tokens])
 
 
 def _build(builder: AttentionMetadataBuilder, common: CommonAttentionMetadata) -> Any:

@@ -1,0 +1,35 @@
+"""What a backend's ``forward`` returned, checked before any of its values are looked at."""
+
+from __future__ import annotations
+
+import torch
+
+from kvframe.testing.case import Case
+from kvframe.testing.laws import ConformanceError
+
+
+def check_output(values: object, case: Case, query: torch.Tensor) -> torch.Tensor:
+    """Return what ``forward`` returned if it is a tensor as the contract says.
+
+    Args:
+        values: What ``forward`` returned.
+        case: What it computed.
+        query: ``[num_tokens, num_heads, head_size], device``: the queries that it was given.
+
+    Raises:
+        ConformanceError: It is no dense ``torch.Tensor``, or its shape, dtype or device is another.
+    """
+    # Not a subclass: one may say of itself whatever it likes, and compares as it likes.
+    if type(values) is not torch.Tensor:
+        raise ConformanceError(f"forward returns {type(values).__name__}, not torch.Tensor")
+    shape = len(query), case.query.num_heads, case.form.head_size_v(case.spec)
+    expected = _say(shape, query.dtype, query.device, torch.strided)
+    found = _say(tuple(values.shape), values.dtype, values.device, values.layout)
+    if found != expected:
+        raise ConformanceError(f"the output is {found}, not {expected}")
+    return values
+
+
+def _say(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, layout: torch.layout) -> str:
+    where = "" if layout is torch.strided else f", {layout}"
+    return f"{shape}, {dtype}, {device}{where}"

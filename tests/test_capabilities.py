@@ -1,0 +1,88 @@
+"""A backend's capabilities: every word is checked when they are made, and the sentence says what was meant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from kvframe.attention.backend import Capabilities
+from kvframe.attention.declared_words import MASK_FEATURES, USUAL_DEVICES
+from kvframe.errors import BackendError
+from kvframe.masks import AttentionMask
+
+RIGHT: Mapping[str, Any] = {"devices": {"cpu"}, "dtypes": {"float32"}, "masks": {"causal"}}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("devices", "cpu", "a set is needed, and 'cpu' is given"),
+        ("devices", {"cdua"}, "there is no device type named 'cdua'; .*did you mean 'cuda'?"),
+        ("devices", {"cuda:0"}, "there is no device type named 'cuda:0'; .*did you mean 'cuda'?"),
+        ("devices", {"npu"}, "a device type of another package is known once that package is imported"),
+        ("devices", set(), "the set is empty, so that no layer could be served"),
+        ("devices", {0}, "0 is not a string"),
+        ("masks", {"casual"}, "there is no mask feature named 'casual'; .*did you mean 'causal'?"),
+        ("masks", [], "the set is empty"),
+        ("masks", None, "a set is needed, and None is given"),
+        ("masks", [{"causal"}, []], "a set is needed"),
+        ("dtypes", {"bfloat_16"}, "there is no dtype named 'bfloat_16'; .*did you mean 'bfloat16'?"),
+        ("dtypes", {torch.float32}, "torch.float32 is not a string"),
+        ("extensions", {"seq_start"}, "there is no extension named 'seq_start'; .*did you mean 'seq_starts'?"),
+        ("extensions", {"Own-Name"}, "'Own-Name' must be snake_case"),
+        ("state", {"K"}, "'K' must be snake_case"),
+        ("state", set(), "the set is empty"),
+        ("formats", "plain", "a set is needed, and 'plain' is given"),
+        ("formats", {"FP8"}, "'FP8' must be snake_case"),
+        ("takes_copies", "no", "'no' is neither True nor False"),
+        ("reads_dead_tokens", 1, "1 is neither True nor False"),
+        ("soft_cap", None, "None is neither True nor False"),
+        ("sinks", "yes", "'yes' is neither"),
+        ("relative_bias", 0, "0 is neither"),
+        ("separate_value_size", [], r"\[\] is neither"),
+        ("head_sizes", 64, "a set is needed, and 64 is given"),
+        ("head_sizes", (), "None stands for any size"),
+        ("head_sizes", {64.0}, "64.0 is not a whole number"),
+        ("head_sizes", {-8}, "-8 is not at least 1"),
+        ("block_size_multiple", 0, "0 is not at least 1"),
+        ("block_size_multiple", True, "True is not a whole number"),
+        ("spec_sizes", [64], "sets of sizes by field name are needed"),
+        ("spec_sizes", {"latent_size": 512}, "a set is needed, and 512 is given"),
+        ("spec_sizes", {"latent-size": {512}}, "'latent-size' must be snake_case"),
+        ("preference", "high", "'high' is not a whole number"),
+        ("masks", {"x" * 100_000}, "there is no mask feature named"),
+    ],
+)
+def test_a_wrong_word_is_refused_when_the_capabilities_are_made(field: str, value: object, message: str) -> None:
+    with pytest.raises(BackendError, match=f"^capabilities: {field}: .*{message}") as raised:
+        Capabilities(**{**RIGHT, field: value})
+    assert "capabilities" == raised.value.code
+
+
+def test_every_field_is_checked() -> None:
+    checked = {field.name for field in attrs.fields(Capabilities) if field.validator is not None}
+    assert {field.name for field in attrs.fields(Capabilities)} == checked
+
+
+def test_any_collection_of_words_becomes_a_set_that_cannot_change() -> None:
+    sizes = {"latent_size": [512]}
+    made = Capabilities(devices=["cpu"], dtypes=("float32",), masks={"causal": 1}, head_sizes=[8], spec_sizes=sizes)
+    sizes["latent_size"].append(64)
+    expected = Capabilities(**RIGHT, head_sizes=frozenset({8}), spec_sizes={"latent_size": frozenset({512})})
+    assert expected == made
+    assert hash(expected) == hash(made)
+
+
+def test_names_of_a_plugins_own_are_taken() -> None:
+    own = Capabilities(**RIGHT, extensions={"tree_parents"}, state={"latent"}, formats={"own_format"})
+    assert {"tree_parents"} == own.extensions
+
+
+def test_every_feature_of_a_mask_and_every_usual_device_is_known() -> None:
+    masks = [AttentionMask(window=2, num_sink_tokens=1), AttentionMask(chunk=2), AttentionMask(causal=False)]
+    assert {*MASK_FEATURES} - {"mask_function", "live_range"} == set().union(*(mask.features for mask in masks))
+    assert {*USUAL_DEVICES} == Capabilities(**{**RIGHT, "devices": USUAL_DEVICES}).devices
