@@ -14,12 +14,10 @@ from typing import Any
 import attrs
 
 from kvframe.errors import PluginError
+from kvframe.foreign import call
 
 BUILTIN_OWNER = "kvframe"
 """The owner of the built-in names, which nobody else can claim."""
-
-FAILURES = (Exception, SystemExit)
-"""What foreign code may raise at set-up and is contained; only an interrupt goes through."""
 
 _SNAKE_CASE = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 _IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
@@ -58,11 +56,6 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 def canonical(distribution: str) -> str:
     """Return a distribution's name as the package index compares it: ``kvframe_X`` is ``kvframe-x``."""
     return re.sub(r"[-_.]+", "-", distribution).lower()
-
-
-def in_one_line(error: BaseException) -> str:
-    """Return an error as ``Type: message``, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
 
 
 _LEAST_VERSION = re.compile(r"([A-Za-z0-9][\w.-]*)>=(\d+(?:\.\d+)*)", re.ASCII)
@@ -187,14 +180,11 @@ class Entry:
         assert isinstance(self.target, str)
         module, _, path = self.target.partition(":")
         try:
-            found: Any = importlib.import_module(module)
-        except FAILURES as error:
-            raise self._error(f"importing {module!r} failed: {in_one_line(error)}") from error
-        for attribute in path.split("."):
-            try:
-                found = getattr(found, attribute)
-            except FAILURES as error:
-                raise self._error(f"{module!r} has no {path!r}: {in_one_line(error)}") from error
+            found: Any = call(f"importing {module!r}", importlib.import_module, module)
+            for attribute in path.split("."):
+                found = call(f"looking for {path!r} in {module!r}", getattr, found, attribute)
+        except PluginError as error:
+            raise self._error(str(error)) from error.__cause__
         return found
 
     def _error(self, reason: str) -> PluginError:

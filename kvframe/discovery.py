@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distribution, distributions, version
 from types import ModuleType
 from typing import Any
@@ -11,14 +11,18 @@ from typing import Any
 import attrs
 
 from kvframe import hookspecs
-from kvframe.claims import BUILTIN_OWNER, FAILURES, canonical, in_one_line
+from kvframe.claims import BUILTIN_OWNER, canonical
 from kvframe.errors import PluginError
+from kvframe.foreign import call, in_one_line, safe_repr
 
 GROUP = "kvframe.v1"
 """The entry-point group of this generation of the contract; its versions are in ``kvframe.v1.api``."""
 
-_GENERATION = re.compile(r"kvframe\.v(\d+)")
-_VERSION = re.compile(r"v(\d+)_(\d+)")
+_DISTRIBUTION = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_NAME = re.compile(r"[\w.-]+", re.ASCII)
+_VALUE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*(\s*:\s*[^\W\d]\w*(\.[^\W\d]\w*)*)?\s*(\[.*\])?")
+_GENERATION = re.compile(r"kvframe\.v(\d{1,9})", re.ASCII)
+_VERSION = re.compile(r"v(\d{1,9})_(\d{1,9})", re.ASCII)
 
 
 @attrs.frozen(eq=False)
@@ -33,6 +37,7 @@ class Candidate:
         source: What gives its manifest; None if it cannot be used.
         incompatible: Why this kvframe cannot speak with it; empty if it can.
         broken: Why it cannot even be read; empty if it can.
+        module: The manifest module's name; empty if there is none.
     """
 
     name: str
@@ -42,18 +47,12 @@ class Candidate:
     source: EntryPoint | ModuleType | None = None
     incompatible: str = ""
     broken: str = ""
+    module: str = ""
 
     @property
     def id(self) -> str:
         """``distribution:name``, the id that a stack may write."""
         return f"{self.distribution}:{self.name}"
-
-    @property
-    def module(self) -> str:
-        """The manifest module's name; empty if there is none."""
-        if self.source is None:
-            return ""
-        return self.source.module if isinstance(self.source, EntryPoint) else self.source.__name__
 
     def load(self) -> Any:
         """Import the manifest; raises whatever its code raises."""
@@ -85,49 +84,90 @@ def _builtin() -> Candidate:
     except PackageNotFoundError:
         core = ""
     entry_point = EntryPoint("builtin", "kvframe.builtin.plugin", GROUP)
-    return Candidate("builtin", BUILTIN_OWNER, core, hookspecs.API_VERSION, entry_point)
+    return Candidate(
+        "builtin", BUILTIN_OWNER, core or "", hookspecs.API_VERSION, entry_point, module=entry_point.module
+    )
 
 
 def _as_candidate(plugin: Any) -> Candidate:
-    if not isinstance(plugin, ModuleType):
-        raise PluginError(f"plugins=[...] takes modules with kvframe hooks, not {plugin!r}")
-    name, stated = plugin.__name__, getattr(plugin, "__version__", "")
-    return Candidate(name, name, str(stated), hookspecs.API_VERSION, plugin)
+    if not issubclass(type(plugin), ModuleType):
+        raise PluginError(f"plugins=[...] takes modules with kvframe hooks, not {safe_repr(plugin)}")
+    name = call("the __name__ of a module in plugins=[...]", getattr, plugin, "__name__")
+    stated = call(f"the __version__ of {safe_repr(name)}", getattr, plugin, "__version__", "")
+    if type(name) is not str:
+        raise PluginError(f"the __name__ of a module in plugins=[...] must be a text, not {safe_repr(name)}")
+    version = in_one_line(stated) if isinstance(stated, str) else safe_repr(stated)
+    return Candidate(name, name, version, hookspecs.API_VERSION, plugin, module=name)
 
 
 def _installed() -> Iterable[Candidate]:
-    names, unreadable = set(), []
-    for dist in distributions():
+    names: dict[str, Distribution] = {}
+    unreadable: list[str] = []
+    for dist in _distributions(unreadable):
         try:
-            if "kvframe.v" in (dist.read_text("entry_points.txt") or ""):
-                name = dist.metadata["Name"]
-                if not name:
-                    raise PluginError("its METADATA states no name")
-                names.add(canonical(name))
-        except FAILURES as error:
-            unreadable.append(f"a distribution in {dist.locate_file('')} cannot be read: {in_one_line(error)}")
-    for name in sorted(names):
-        # Asked again by name: of two copies on the path only the first is the installed one.
-        dist = distribution(name)
+            if "kvframe.v" in (call("reading entry_points.txt", dist.read_text, "entry_points.txt") or ""):
+                names.setdefault(_name_of(dist), dist)
+        except PluginError as error:
+            unreadable.append(f"a distribution in {_place_of(dist)} cannot be read: {error}")
+    for name, found in sorted(names.items()):
         try:
-            yield from _candidates_of(dist, name)
-        except FAILURES as error:
-            reason = f"its entry_points.txt cannot be read: {in_one_line(error)}"
-            yield Candidate(name, name, dist.version, broken=reason)
+            # Asked again by name: of two copies on the path only the first is the installed one.
+            dist = call(f"finding the distribution {name!r}", distribution, name)
+            candidates = call("reading entry_points.txt", _candidates_of, dist, name)
+        except PluginError as error:
+            candidates = [Candidate(name, name, _version_of(found), broken=f"it cannot be read: {error}")]
+        yield from candidates
     for reason in unreadable:
         yield Candidate("unknown", "unknown", broken=reason)
+
+
+def _distributions(unreadable: list[str]) -> Iterator[Distribution]:
+    """Yield what is installed, up to where a finder of ``sys.meta_path`` fails."""
+    try:
+        found = iter(call("looking for distributions", distributions))
+        while (dist := call("looking for distributions", next, found, None)) is not None:
+            yield dist
+    except PluginError as error:
+        unreadable.append(str(error))
+
+
+def _name_of(dist: Distribution) -> str:
+    """Return a distribution's canonical name; raises ``PluginError`` if it states none."""
+    name = call("reading METADATA", lambda: dist.metadata["Name"])
+    if not name:
+        raise PluginError("its METADATA states no name")
+    if not _DISTRIBUTION.fullmatch(str(name)):
+        raise PluginError(f"its METADATA states {safe_repr(name)}, which is no name of a distribution")
+    return canonical(str(name))
+
+
+def _version_of(dist: Distribution) -> str:
+    """Return a distribution's version; empty if it states none that can be read."""
+    try:
+        stated = call("reading METADATA", lambda: dist.version)
+    except PluginError:
+        return ""
+    return in_one_line(str(stated)) if stated else ""
+
+
+def _place_of(dist: Distribution) -> str:
+    try:
+        return in_one_line(str(call("finding it", dist.locate_file, "")))
+    except PluginError as error:
+        return f"an unknown place ({error})"
 
 
 def _candidates_of(dist: Distribution, name: str) -> list[Candidate]:
     entry_points = [each for each in dist.entry_points if each.group.startswith("kvframe.v")]
     stated = {each.name: each.value for each in entry_points if each.group == f"{GROUP}.api"}
     current = [each for each in entry_points if each.group == GROUP]
-    found = []
+    version, found = _version_of(dist), []
     for each in current:
         api_version, refusal = _read_version(name, each.name, stated.get(each.name))
         twice = sum(other.name == each.name for other in current) > 1
-        broken = f"{name} lists {each.name!r} twice in its entry points" if twice else ""
-        found.append(Candidate(each.name, name, dist.version, api_version, each, refusal, broken))
+        broken = f"{name} lists {safe_repr(each.name)} twice in its entry points" if twice else _why_malformed(each)
+        module = "" if broken else each.module
+        found.append(Candidate(in_one_line(each.name), name, version, api_version, each, refusal, broken, module))
     for each in entry_points:
         generation = _GENERATION.fullmatch(each.group)
         if generation and each.group != GROUP and each.name not in {entry.name for entry in current}:
@@ -138,8 +178,17 @@ def _candidates_of(dist: Distribution, name: str) -> list[Candidate]:
                 f"{name} offers it in {each.group}, generation {major} of the contract, "
                 f"and this kvframe reads {GROUP}; {cure} {name}"
             )
-            found.append(Candidate(each.name, name, dist.version, major, incompatible=reason))
+            found.append(Candidate(in_one_line(each.name), name, version, major, incompatible=reason))
     return list({(each.name, each.api_version): each for each in found}.values())
+
+
+def _why_malformed(entry_point: EntryPoint) -> str:
+    """Return why an entry point can name no plugin; empty if it can."""
+    if not _NAME.fullmatch(entry_point.name):
+        return f"the entry point's name {safe_repr(entry_point.name)} has other than letters, digits, '_', '.' and '-'"
+    if not _VALUE.fullmatch(entry_point.value):
+        return f"the entry point's value {safe_repr(entry_point.value)} is not like 'package.module'"
+    return ""
 
 
 def _read_version(dist: str, name: str, stated: str | None) -> tuple[str, str]:
@@ -154,7 +203,11 @@ def _read_version(dist: str, name: str, stated: str | None) -> tuple[str, str]:
         )
     match = _VERSION.fullmatch(stated.strip())
     if match is None:
-        return "", f"{dist} states {stated!r} as the contract version of {name!r}, which is not of the form {example!r}"
+        return (
+            "",
+            f"{dist} states {safe_repr(stated)} as the contract version of {safe_repr(name)}, "
+            f"which is not of the form {example!r}",
+        )
     major, minor = int(match.group(1)), int(match.group(2))
     theirs = f"{major}.{minor}"
     if major != our_major or minor > our_minor:

@@ -46,6 +46,8 @@ class Register(Protocol):
     ) -> None:
         """Claim a name for a class. Nothing is imported until the name is used.
 
+        May be called until the hook that was given it returns.
+
         Args:
             name: The name that stacks and models use: ``snake_case``, once per plugin and kind.
             target: Where the class is, as ``"package.module:Class"``; a script or notebook may give the class itself.
@@ -55,7 +57,7 @@ class Register(Protocol):
                 Since version 1.2.
 
         Raises:
-            PluginError: The name, the target or a version is not of that form.
+            PluginError: The name, the target or a version is not of that form, or the hook has returned.
         """
 
 

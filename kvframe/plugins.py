@@ -8,7 +8,7 @@ plugin has a pluggy manager of its own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal
@@ -17,10 +17,11 @@ import attrs
 import pluggy
 
 from kvframe.checks import OWNERS, TABLES, TEXTS
-from kvframe.claims import FAILURES, Entry, in_one_line
+from kvframe.claims import Entry
 from kvframe.discovery import Candidate, find_candidates, is_called
 from kvframe.errors import ContestedNameError, PluginError, StackError, UnknownNameError
-from kvframe.hookspecs import HookSpecs, Register
+from kvframe.foreign import call, in_one_line, safe_repr
+from kvframe.hookspecs import HookSpecs
 from kvframe.registry import Registry
 
 Status = Literal["loaded", "disabled", "incompatible", "conflict", "broken", "unusable"]
@@ -236,22 +237,22 @@ def _load(candidate: Candidate, policy: PluginPolicy, registry: Registry) -> Non
         raise _SetAside("broken", candidate.broken)
     if candidate.incompatible:
         raise _SetAside("incompatible", candidate.incompatible)
-    try:
-        manifest = candidate.load()
-    except FAILURES as error:
-        raise _SetAside("broken", f"importing {candidate.module} failed: {in_one_line(error)}", error) from error
-    manager = _attach(candidate, manifest)
+    manager = _attach(candidate, _contain(f"importing {candidate.module}", candidate.load))
     reason = _call(manager, "kvframe_unusable_reason")
     if reason is not None:
-        if not isinstance(reason, str) or not reason.strip():
-            raise _SetAside("broken", f"kvframe_unusable_reason must return a sentence or None, not {reason!r}")
-        raise _SetAside("unusable", reason)
+        if not issubclass(type(reason), str) or not in_one_line(reason):
+            raise _SetAside(
+                "broken", f"kvframe_unusable_reason must return a sentence or None, not {safe_repr(reason)}"
+            )
+        raise _SetAside("unusable", in_one_line(reason))
     _configure(manager, candidate, policy)
     entries: list[Entry] = []
     for hook, kind in _REGISTERING.items():
-        answer = _call(manager, hook, register=_make_register(kind, candidate, entries))
+        register = _Registering(hook, kind, candidate, entries)
+        answer = _call(manager, hook, register=register)
+        register.is_over = True
         if answer is not None:
-            raise _SetAside("broken", f"{hook} must call register(...) and return nothing, not {answer!r}")
+            raise _SetAside("broken", f"{hook} must call register(...) and return nothing, not {safe_repr(answer)}")
     try:
         registry.add(entries)
     except ContestedNameError as error:
@@ -264,20 +265,9 @@ def _attach(candidate: Candidate, manifest: Any) -> pluggy.PluginManager:
     """Return a hook manager that holds this plugin alone; raises ``_SetAside`` if its hooks are not as specified."""
     manager = pluggy.PluginManager("kvframe")
     manager.add_hookspecs(HookSpecs)
-    try:
-        manager.register(manifest, name=candidate.id)
-    except pluggy.PluginValidationError as error:
-        raise _SetAside("broken", " ".join(str(error).split()), error) from error
-    callers = manager.get_hookcallers(manifest) or []
-    # pluggy's own check, check_pending(), knows only what is marked: here a bare function is looked at too.
+    _contain(f"reading the hooks of {candidate.module}", manager.register, manifest, name=candidate.id)
+    callers, unmarked = _contain(f"reading the hooks of {candidate.module}", _read_hooks, manager, manifest)
     marked = {caller.name for caller in callers if not all(hook.optionalhook for hook in caller.get_hookimpls())}
-    unmarked = {
-        name
-        for name in dir(manifest)
-        if name.startswith("kvframe_")
-        and inspect.isroutine(getattr(manifest, name, None))
-        and manager.parse_hookimpl_opts(manifest, name) is None
-    }
     unknown = sorted((marked | unmarked) - set(_HOOKS))
     if unknown:
         raise _SetAside("broken", "; ".join(_explain_unknown_hook(name) for name in unknown))
@@ -288,6 +278,21 @@ def _attach(candidate: Candidate, manifest: Any) -> pluggy.PluginManager:
     return manager
 
 
+def _read_hooks(manager: pluggy.PluginManager, manifest: Any) -> tuple[list[pluggy.HookCaller], set[str]]:
+    """Return the callers of a manifest's hooks, and the names of functions that look like hooks and are not marked.
+
+    pluggy's own check, ``check_pending()``, knows only what is marked.
+    """
+    unmarked = {
+        name
+        for name in dir(manifest)
+        if name.startswith("kvframe_")
+        and inspect.isroutine(getattr(manifest, name, None))
+        and manager.parse_hookimpl_opts(manifest, name) is None
+    }
+    return manager.get_hookcallers(manifest) or [], unmarked
+
+
 def _explain_unknown_hook(name: str) -> str:
     nearest = get_close_matches(name, _HOOKS, n=1)
     hint = f"did you mean {nearest[0]!r}?" if nearest else f"hooks: {', '.join(_HOOKS)}"
@@ -296,11 +301,16 @@ def _explain_unknown_hook(name: str) -> str:
 
 def _call(manager: pluggy.PluginManager, hook: str, **arguments: Any) -> Any:
     """Call one plugin's hook and return its answer, None if it has none."""
-    try:
-        answers = getattr(manager.hook, hook)(**arguments)
-    except FAILURES as error:
-        raise _SetAside("broken", f"{hook} failed: {in_one_line(error)}", error) from error
+    answers = _contain(hook, getattr(manager.hook, hook), **arguments)
     return answers[0] if answers else None
+
+
+def _contain(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a plugin's code; raises ``_SetAside`` if it fails."""
+    try:
+        return call(what, function, *args, **kwargs)
+    except PluginError as error:
+        raise _SetAside("broken", str(error), error.__cause__) from error
 
 
 def _configure(manager: pluggy.PluginManager, candidate: Candidate, policy: PluginPolicy) -> None:
@@ -311,8 +321,26 @@ def _configure(manager: pluggy.PluginManager, candidate: Candidate, policy: Plug
     _call(manager, "kvframe_configure", settings=MappingProxyType(settings))
 
 
-def _make_register(kind: str, candidate: Candidate, entries: list[Entry]) -> Register:
-    def register(
+@attrs.define(eq=False)
+class _Registering:
+    """The ``register`` of one hook of one plugin.
+
+    Attributes:
+        hook: The hook that is given it.
+        kind: The kind of the names.
+        candidate: The plugin.
+        entries: Where the claims go.
+        is_over: Whether the hook has returned.
+    """
+
+    hook: str
+    kind: str
+    candidate: Candidate
+    entries: list[Entry]
+    is_over: bool = False
+
+    def __call__(
+        self,
         name: str,
         target: str | type,
         *,
@@ -320,7 +348,11 @@ def _make_register(kind: str, candidate: Candidate, entries: list[Entry]) -> Reg
         install: str | None = None,
         needs_versions: str | Sequence[str] | None = None,
     ) -> None:
-        owner = candidate.distribution, candidate.id
-        entries.append(Entry(kind, name, target, *owner, needs, install, needs_versions))
-
-    return register
+        """Record a claim; see ``kvframe.hookspecs.Register``."""
+        owner = self.candidate.distribution, self.candidate.id
+        if self.is_over:
+            raise PluginError(
+                f"plugin {self.candidate.id} called register({safe_repr(name)}, ...) after its {self.hook} had "
+                "returned; nothing was registered"
+            )
+        self.entries.append(Entry(self.kind, name, target, *owner, needs, install, needs_versions))

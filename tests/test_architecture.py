@@ -33,6 +33,7 @@ CORE = ROOT / "kvframe"
 # The flow of the design, one stage a line. A name stands for a module, or for a package and all that is in it.
 FLOW = (
     ("errors",),
+    ("foreign",),
     ("eviction", "formats", "masks"),
     ("hookspecs", "specs"),
     ("attention.capture", "attention.identity", "attention.metadata", "model.description"),
@@ -52,6 +53,7 @@ BESIDE = ("builtin", "testing")
 TORCH_FREE = (
     "kvframe",
     "kvframe.errors",
+    "kvframe.foreign",
     "kvframe.hookspecs",
     "kvframe.eviction",
     "kvframe.formats",

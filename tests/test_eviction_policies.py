@@ -338,8 +338,8 @@ def test_the_uses_of_a_page_end_with_its_content() -> None:
 # --- a policy that breaks its word ------------------------------------------------------------------------------------
 
 WRONG = [
-    (ValueError("no\nidea"), "raises ValueError: no idea"),
-    (SystemExit(3), "raises SystemExit: 3"),
+    (ValueError("no\nidea"), "failed: ValueError: no idea"),
+    (SystemExit(3), "failed: SystemExit: 3"),
     (None, "has to return int64 of shape (3,), not NoneType"),
     ([1, 2, 3], "has to return int64 of shape (3,), not list"),
     (np.zeros(2, dtype=np.int64), "has to return int64 of shape (3,), not int64 of shape (2,)"),
@@ -374,7 +374,7 @@ def test_a_policy_that_fails_later_is_set_aside_and_the_cache_goes_on_by_lru(
     assert set(lru.published()) == set(failed.published())
     (record,) = caplog.records
     assert record.getMessage() == (
-        "eviction policy 'failing': due() raises ZeroDivisionError: late; it is set aside, and cached pages are "
+        "eviction policy 'failing': due() failed: ZeroDivisionError: late; it is set aside, and cached pages are "
         "given up by when they were used last"
     )
 

@@ -151,7 +151,7 @@ def test_class_may_be_registered_itself() -> None:
         ("spec:WindowSpec", "import no_such_library", "importing 'kvframe_window.spec' failed: ModuleNotFoundError"),
         ("spec:WindowSpec", "raise SystemExit(3)", "importing 'kvframe_window.spec' failed: SystemExit: 3"),
         ("gone:WindowSpec", "", "importing 'kvframe_window.gone' failed: ModuleNotFoundError"),
-        ("spec:WindowSpecs", WINDOW_SPEC, "'kvframe_window.spec' has no 'WindowSpecs'"),
+        ("spec:WindowSpecs", WINDOW_SPEC, "looking for 'WindowSpecs' in 'kvframe_window.spec' failed: AttributeError"),
         ("spec:attrs", WINDOW_SPEC, "is no subclass of kvframe.specs.KVCacheSpec"),
         ("spec:AttentionSpec", WINDOW_SPEC, "does not implement live_ranges"),
         ("spec:WindowSpec", WINDOW_SPEC.replace("my_window", "other"), "has kind = 'other', not the registered name"),

@@ -12,9 +12,9 @@ import numpy.typing as npt
 from kvframe.cache.eviction import CachedPages, Current, IsCurrent, Mixed
 from kvframe.cache.free_pages import BlockIds, Groups
 from kvframe.cache.slabs import Slabs
-from kvframe.claims import FAILURES, in_one_line
 from kvframe.errors import PluginError
 from kvframe.eviction import MOST_USES, EvictionPolicy, LetGo
+from kvframe.foreign import call
 from kvframe.plan import KVCachePlan
 
 _log = logging.getLogger("kvframe")
@@ -251,10 +251,7 @@ class PagesByDue(CachedPages):
 
     def _ask(self, policy: EvictionPolicy, pages: LetGo) -> Dues:
         whose, count = f"eviction policy {policy.name!r}", len(pages.num_bytes)
-        try:
-            dues = policy.due(pages)
-        except FAILURES as error:
-            raise PluginError(f"{whose}: due() raises {in_one_line(error)}") from error
+        dues = call(f"{whose}: due()", policy.due, pages)
         if not isinstance(dues, np.ndarray) or dues.shape != (count,) or dues.dtype != np.int64:
             is_array = isinstance(dues, np.ndarray)
             given = f"{dues.dtype} of shape {dues.shape}" if is_array else f"{type(dues).__name__}"

@@ -8,8 +8,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.claims import FAILURES, in_one_line
+from kvframe.errors import PluginError
 from kvframe.eviction import MOST_USES, EvictionPolicy, LetGo
+from kvframe.foreign import call
 from kvframe.testing.laws import ConformanceError
 
 USES = np.array([0, 1, 2, 3, 5, 8, 100, 10**4, 10**9])
@@ -56,10 +57,11 @@ class _Asking:
 
     def __call__(self, clock: int, uses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         sizes = np.full(len(uses), PAGE_BYTES)
+        pages = LetGo(clock, uses.copy(), sizes, self.capacity, self.reuse.copy())
         try:
-            dues = self.policy.due(LetGo(clock, uses.copy(), sizes, self.capacity, self.reuse.copy()))
-        except FAILURES as error:
-            raise ConformanceError(f"{self.policy!r}: form: due() raises {in_one_line(error)}") from error
+            dues = call("form: due()", self.policy.due, pages)
+        except PluginError as error:
+            raise ConformanceError(f"{self.policy!r}: {error}") from error.__cause__
         is_right = isinstance(dues, np.ndarray) and dues.shape == uses.shape and dues.dtype == np.int64
         self.require(is_right, f"form: due() has to return int64 of shape {uses.shape}, not {dues!r}")
         return dues.copy()
