@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import attrs
 
+from kvframe.answers import ask, ask_live_ranges, lacks
 from kvframe.errors import ContestedNameError, PluginError, SpecError, UnknownNameError
 from kvframe.format_choice import default_format, follow_owners, make_format, store_in
 from kvframe.formats import KVFormat
@@ -189,8 +191,9 @@ def group_layers(layers: Sequence[LayerSpec], *, hybrid: bool = True) -> Groupin
     members: dict[tuple[object, ...], list[tuple[str, KVCacheSpec]]] = {}
     for layer in layers:
         if layer.shares_with is None and layer.spec is not None and layer.spec.keeps_past:
-            stored = layer.spec if hybrid else layer.spec.retain_all().in_format(layer.spec.kv_format)
-            members.setdefault(stored.group_key, []).append((layer.name, stored))
+            stored = layer.spec if hybrid else ask(layer.spec, "retain_all()", partial(_retained, layer.spec))
+            key = ask(stored, "group_key", partial(_hashable_key, stored))
+            members.setdefault(key, []).append((layer.name, stored))
     groups = tuple(
         KVCacheGroup(
             index=index,
@@ -201,6 +204,17 @@ def group_layers(layers: Sequence[LayerSpec], *, hybrid: bool = True) -> Groupin
         for index, group in enumerate(members.values())
     )
     return Grouping(groups=groups, follows=follows, step_local=tuple(filter(None, map(_step_local, layers))))
+
+
+def _retained(spec: KVCacheSpec) -> KVCacheSpec:
+    """Return the spec that keeps every past token, stored as ``spec`` is."""
+    return spec.retain_all().in_format(spec.kv_format)
+
+
+def _hashable_key(spec: KVCacheSpec) -> tuple[object, ...]:
+    key = spec.group_key
+    hash(key)
+    return key
 
 
 def _step_local(layer: LayerSpec) -> str | None:
@@ -264,13 +278,12 @@ def _check_readable(layer: LayerSpec, owner: LayerSpec) -> None:
             f"which is stored as {owner.spec.kv_format}"
         )
     for n in _probed_positions(layer.spec, owner.spec):
-        kept = owner.spec.live_ranges(n)
-        for start, stop in layer.spec.live_ranges(n):
-            if not _is_within(start, stop, kept):
-                raise SpecError(
-                    f"layer {layer.name!r} shares the cache of {owner.name!r}, which no longer keeps all of the tokens "
-                    f"{start} to {stop - 1} that {layer.name!r} needs at position {n}"
-                )
+        lost = lacks(ask_live_ranges(layer.spec, n), ask_live_ranges(owner.spec, n))
+        if lost is not None:
+            raise SpecError(
+                f"layer {layer.name!r} shares the cache of {owner.name!r}, which no longer keeps all of the tokens "
+                f"{lost[0]} to {lost[1] - 1} that {layer.name!r} needs at position {n}"
+            )
 
 
 _FARTHEST_PROBE = 1 << 20
@@ -282,10 +295,3 @@ def _probed_positions(*specs: KVCacheSpec) -> list[int]:
     sizes |= {size for spec in specs for size in attrs.astuple(spec, recurse=False) if type(size) is int}
     positions = {size + offset for size in sizes if size <= _FARTHEST_PROBE for offset in (-1, 0, 1)}
     return sorted(position for position in positions if position > 0)
-
-
-def _is_within(start: int, stop: int, ranges: Iterable[tuple[int, int]]) -> bool:
-    for first, last in ranges:
-        if first <= start < last:
-            start = last
-    return start >= stop

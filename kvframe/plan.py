@@ -13,8 +13,10 @@ from typing import Any
 
 import attrs
 
+from kvframe.answers import Answers
 from kvframe.errors import PlanError
 from kvframe.groups import Grouping, KVCacheGroup
+from kvframe.spec_check import check_spec_at_set_up, peak_of
 from kvframe.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, align_up
 
 _MAX_PAGES_PER_SLAB = 64
@@ -34,6 +36,7 @@ class PlannedGroup:
         pages_per_slab: Pages that a slab is cut into.
         peak_blocks: The most blocks that one request of the plan's ``max_model_len`` tokens, with the longest inputs,
             ever holds.
+        answers: What the spec answers about positions, checked.
     """
 
     index: int
@@ -43,6 +46,9 @@ class PlannedGroup:
     layer_offsets: tuple[int, ...]
     pages_per_slab: int
     peak_blocks: int
+    answers: Answers = attrs.field(
+        init=False, eq=False, repr=False, default=attrs.Factory(lambda self: Answers(self.spec), takes_self=True)
+    )
 
     @property
     def block_size(self) -> int:
@@ -156,7 +162,7 @@ class KVCachePlan:
             if group.is_of_input
             else group.peak_blocks
             if num_tokens == self.max_model_len
-            else group.spec.peak_blocks(num_tokens, self.max_num_batched_tokens)
+            else peak_of(group.spec, num_tokens, self.max_num_batched_tokens)
             for group in self.groups
         )
 
@@ -268,8 +274,10 @@ def plan_cache(
     Raises:
         PlanError: Not even one slab for each group fits the memory, or a group keeps state of a sequence whose length
             is not given.
+        SpecError: A spec's answers break the laws of cache specs.
     """
     input_lens = {} if max_input_lens is None else dict(max_input_lens)
+    _check_specs(grouping.groups, max_model_len, max_num_batched_tokens, input_lens)
     page_bytes = [group.page_bytes for group in grouping.groups]
     peaks = [_peak_blocks(group, max_model_len, max_num_batched_tokens, input_lens) for group in grouping.groups]
     if pages_per_slab is None:
@@ -341,12 +349,27 @@ def _num_slabs(memory_bytes: int, null_bytes: int, slab_bytes: int, block_id_byt
     return num_slabs
 
 
+def _check_specs(
+    groups: Sequence[KVCacheGroup], max_model_len: int, max_num_batched_tokens: int, input_lens: Mapping[str, int]
+) -> None:
+    """Check each distinct spec once; raises ``SpecError``."""
+    checked: list[KVCacheSpec] = []
+    for spec in (spec for group in groups for spec in group.stored):
+        if spec not in checked:
+            checked.append(spec)
+            if spec.sequence == TOKENS:
+                check_spec_at_set_up(spec, max_model_len, max_num_batched_tokens)
+            else:
+                longest = input_lens.get(spec.sequence, 0)
+                check_spec_at_set_up(spec, longest, longest)
+
+
 def _peak_blocks(
     group: KVCacheGroup, max_model_len: int, max_num_batched_tokens: int, input_lens: Mapping[str, int]
 ) -> int:
     sequence = group.spec.sequence
     if sequence == TOKENS:
-        return group.spec.peak_blocks(max_model_len, max_num_batched_tokens)
+        return peak_of(group.spec, max_model_len, max_num_batched_tokens)
     if sequence not in input_lens:
         raise PlanError(
             f"layer {group.layers[0]!r} ({group.spec.kind}) keeps state of the sequence {sequence!r}, and the model "

@@ -49,7 +49,7 @@ positive_int = attrs.field(validator=_positive)
 """An attrs field for a count or size: a whole number of at least one."""
 
 
-def _union(*ranges: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
+def union(*ranges: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
     """Return sorted, disjoint ranges that cover what any of ``ranges`` covers."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(itertools.chain(*ranges)):
@@ -60,7 +60,8 @@ def _union(*ranges: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
     return merged
 
 
-def _num_covered(ranges: Iterable[tuple[int, int]]) -> int:
+def num_covered(ranges: Iterable[tuple[int, int]]) -> int:
+    """Return how many places disjoint ranges have together."""
     return sum(stop - start for start, stop in ranges)
 
 
@@ -204,14 +205,14 @@ class KVCacheSpec(ABC):
         Those that are live and those that are stored, wherever the tokens part from an earlier request's.
         """
         live, end = self.live_blocks(n), n + num_new_tokens
-        held = _union(live, self.stored_blocks(n, num_new_tokens))
+        held = union(live, self.stored_blocks(n, num_new_tokens))
         left_out = n // self.block_size
         for start, stop in held:
             left_out = stop if start <= left_out else left_out
         branch = (left_out + 1) * self.block_size
         if branch <= end:
-            held = max(held, _union(live, self.stored_blocks(n, num_new_tokens, branch)), key=_num_covered)
-        return _num_covered(held)
+            held = max(held, union(live, self.stored_blocks(n, num_new_tokens, branch)), key=num_covered)
+        return num_covered(held)
 
     def peak_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
         """Return the most blocks a request ever holds on its way to ``num_tokens`` tokens.

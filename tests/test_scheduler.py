@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -16,6 +17,7 @@ from kvframe.engine.progress import NO_INPUTS, NO_SEQUENCES
 from kvframe.engine.request import Request, SamplingParams
 from kvframe.engine.scheduled import ScheduledStep
 from kvframe.engine.scheduler import Scheduler
+from kvframe.errors import SpecError
 from kvframe.model.adapter import ModelInput
 
 IntArray = npt.NDArray[np.int64]
@@ -170,11 +172,11 @@ def test_who_was_admitted_when_a_step_breaks_waits_as_before() -> None:
     def break_once(request_id: str, num_tokens: int) -> bool:
         if request_id == "b":
             vars(cache).pop("extend")
-            raise ValueError("no such page")
+            raise KeyboardInterrupt
         return extend(request_id, num_tokens)
 
     vars(cache)["extend"] = break_once
-    with pytest.raises(ValueError, match="no such page"):
+    with pytest.raises(KeyboardInterrupt):
         made.schedule()
     assert (["a", "b", "c"], 0, {}) == ([each.request_id for each in made.waiting], len(made.running), cache.held)
     step = made.schedule()
@@ -183,6 +185,99 @@ def test_who_was_admitted_when_a_step_breaks_waits_as_before() -> None:
     assert [("a", {"encoder"}), ("b", set()), ("c", set())] == [
         (each.request_id, each.new_inputs) for each in step.admitted
     ]
+
+
+@pytest.mark.parametrize("verb", ["start", "extend", "has_room"])
+def test_a_request_that_the_cache_cannot_take_in_ends_alone(verb: str) -> None:
+    cache = CountingCache()
+    others = request("a", 3, 1), request("c", 2, 1)
+    made = scheduler(cache, others[0], faulty := request("b", 20), others[1])
+    ask = getattr(cache, verb)
+
+    def refuse(request_id: str, *args: Any, **options: Any) -> Any:
+        if request_id == "b":
+            raise SpecError("the cache spec lies")
+        return ask(request_id, *args, **options)
+
+    vars(cache)[verb] = refuse
+    assert [{"a": 3, "c": 2}] == run(made, 1)
+    assert ("error", "no further token of it can be computed: the cache spec lies") == (
+        faulty.finish_reason,
+        faulty.error,
+    )
+    assert ([faulty], []) == (made.take_failed(), made.take_failed())
+    assert (["length", "length"], {}, False) == ([each.finish_reason for each in others], cache.held, made.has_work)
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_running_request_that_gets_no_room_by_an_error_ends_alone(is_alone: bool) -> None:
+    cache = CountingCache()
+    good, faulty = request("a", 3, 3), request("b", 4, 3)
+    made = scheduler(cache, *([faulty] if is_alone else [good, faulty]))
+    run(made, 1)
+    extend, extend_rows = cache.extend, cache.extend_rows
+
+    def refuse(request_id: str, num_tokens: int) -> bool:
+        if request_id == "b":
+            raise SpecError("the cache spec lies")
+        return extend(request_id, num_tokens)
+
+    def refuse_rows(rows: IntArray, num_tokens: IntArray) -> bool:
+        if faulty.row in rows.tolist():
+            raise SpecError("the cache spec lies")
+        return extend_rows(rows, num_tokens)
+
+    vars(cache).update(extend=refuse, extend_rows=refuse_rows)
+    if is_alone:
+        assert made.schedule() is None
+    else:
+        assert [{"a": 1}, {"a": 1}] == run(made, 2)
+    assert ([faulty], "error", 5) == (made.take_failed(), faulty.finish_reason, len(faulty.token_ids))
+    assert ({}, False) == (cache.held, made.has_work)
+
+
+def test_a_step_that_nobody_can_schedule_ends_its_requests_and_raises_once() -> None:
+    cache = CountingCache(num_blocks=4)
+    first, second, third = request("a", 8, 5), request("b", 7, 3), request("c", 3, 1)
+    made = scheduler(cache, first, second, third)
+    run(made, 1)
+
+    def refuse(request_id: str) -> bool:
+        raise KeyError(request_id)
+
+    vars(cache)["swap_out"] = refuse
+    with pytest.raises(KeyError):
+        made.schedule()
+    assert [first, second] == made.take_failed()
+    assert {"the step that was to compute it failed"} == {first.error, second.error}
+    assert [{"c": 3}] == run(made, 1)
+    assert ({}, False) == (cache.held, made.has_work)
+
+
+@pytest.mark.parametrize("frees", [True, False])
+def test_an_outcome_that_the_cache_cannot_note_ends_the_step_and_raises_once(frees: bool) -> None:
+    cache = CountingCache()
+    first, second, third = request("a", 8, 5), request("b", 8, 3), request("c", 3, 1)
+    made = scheduler(cache, first, second, third)
+    step = made.schedule()
+    assert step is not None
+    commit_rows, free = cache.commit_rows, cache.free
+
+    def refuse(rows: IntArray, num_computed: IntArray) -> None:
+        raise KeyError("rows")
+
+    def refuse_to_free(request_id: str) -> None:
+        raise KeyError(request_id)
+
+    vars(cache)["commit_rows"] = refuse
+    if not frees:
+        vars(cache)["free"] = refuse_to_free
+    with pytest.raises(KeyError, match="rows"):
+        complete(made, step)
+    assert ([first, second], {"error"}) == (made.take_failed(), {first.finish_reason, second.finish_reason})
+    vars(cache).update(commit_rows=commit_rows, free=free)
+    assert [{"c": 3}] == run(made, 1)
+    assert not made.has_work
 
 
 def test_the_request_admitted_last_is_preempted_and_computed_again() -> None:

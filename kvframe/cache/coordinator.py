@@ -85,7 +85,12 @@ class KVCacheCoordinator:
     # --- the beginning ------------------------------------------------------------------------------------------------
 
     def start(self, row: int, hit: PrefixHit, inputs: tuple[InputBlocks, ...] = ()) -> None:
-        """Begin a request from what a lookup found, holding its blocks; a free row is as one without a token."""
+        """Begin a request from what a lookup found, holding its blocks; a free row is as one without a token.
+
+        Raises:
+            SpecError: A spec answers wrongly at the end of what was found; nothing changed.
+        """
+        live = [group.answers.live_blocks(hit.num_tokens) if hit.num_tokens else () for group in self._kinds.of_tokens]
         if self._is_plain:
             if not hit.num_tokens:
                 return
@@ -93,11 +98,11 @@ class KVCacheCoordinator:
         else:
             missing = frozenset(each.sequence for each in inputs if each.sequence not in hit.inputs)
             self.begin(row, hit.num_tokens, RowState(inputs, missing, hit.branch))
-        for group in self._kinds.of_tokens if hit.num_tokens else ():
+        for group, ranges in zip(self._kinds.of_tokens, live, strict=True) if hit.num_tokens else ():
             index = group.index
             self._blocks_of[index, row] = hit.num_tokens // group.block_size
             table, pages = self._tables[index].ids[row], hit.pages(index)
-            for start, stop in group.spec.live_blocks(hit.num_tokens):
+            for start, stop in ranges:
                 table[start:stop] = pages[start:stop]
                 self._pool.hold(index, pages[start:stop])
         for each in inputs:

@@ -15,6 +15,7 @@ from kvframe.cache.pool import BlockPool
 from kvframe.cache.publishing import Publisher
 from kvframe.cache.room import Room
 from kvframe.cache.rows import BlockRange, RowNumbers, Rows, RowState
+from kvframe.errors import SpecError
 from kvframe.plan import PlannedGroup
 
 
@@ -178,7 +179,13 @@ class DeadBlocks:
     def _bury_asked(self, row: int, group: PlannedGroup, state: RowState, num_computed: int) -> None:
         """Release the dead blocks of a row in a group whose live ranges are asked."""
         index, count = group.index, int(self._num_blocks[group.index, row])
-        live = group.spec.live_blocks(num_computed)
+        try:
+            live = group.answers.live_blocks(num_computed)
+        except SpecError as error:
+            # It keeps all its blocks, and gets none for another token.
+            state.fault = error
+            self._room.note(row)
+            return
         # The block that the next token is written into stays, live or not.
         current = num_computed // group.block_size
         is_live = live and live[-1][1] >= current

@@ -13,6 +13,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.answers import ask_live_ranges, blocks_of
+from kvframe.errors import SpecError
 from kvframe.specs import KVCacheSpec
 
 Positions = npt.NDArray[np.int64]
@@ -93,7 +95,10 @@ def never_dies(spec: KVCacheSpec) -> bool:
 def _says(forgetting: Forgetting, spec: KVCacheSpec, n: int) -> bool:
     current, dead = n // spec.block_size, forgetting.dead(n)
     ranges = ((0, min(forgetting.first, dead)), (dead, current)) if dead > forgetting.first else ((0, current),)
-    live = spec.live_blocks(n)
+    try:
+        live = blocks_of(ask_live_ranges(spec, n), spec.block_size)
+    except SpecError:  # a type may answer no further than requests go
+        return False
     return all(
         any(start <= first and stop <= last for first, last in live) for start, stop in ranges if start < stop
     ) and sum(min(stop, current) - start for start, stop in live if start < current) == sum(

@@ -69,7 +69,7 @@ class PrefixHit:
         """
         for index in self.place if self.num_tokens else ():
             pages = self.pages(index)
-            for start, stop in plan.groups[index].spec.live_blocks(self.num_tokens):
+            for start, stop in plan.groups[index].answers.live_blocks(self.num_tokens):
                 yield pages[start:stop]
         for of_input in self.inputs.values():
             yield from of_input.values()

@@ -156,6 +156,7 @@ class KVCacheManager:
         Raises:
             RequestError: There is a request of that name (``duplicate_id``), no row is free (``no_row``), an input is
                 too long (``input_too_long``), or a token that is read is none (``bad_token``); nothing changed.
+            SpecError: A spec answers wrongly at the end of what is cached; nothing changed.
         """
         if request_id in self._entries or request_id in self._swapped or not self._free_rows:
             raise self._no_place_for(request_id)
@@ -167,8 +168,9 @@ class KVCacheManager:
         if self.prefix_caching and use_prefix:
             num_asked = len(token_ids)
             hit = self._lookup.find(namespace, token_ids, num_asked, of_inputs)
-        row = self._free_rows.pop()
+        row = self._free_rows[-1]
         self._coordinator.start(row, hit, of_inputs)
+        self._free_rows.pop()
         self._entries[request_id] = entry = Entry(row, token_ids, namespace, hit, num_asked, self._num_resets)
         if self.prefix_caching:
             self._publisher.follow(row, namespace, token_ids, hit.num_tokens, hit.match)
@@ -239,6 +241,7 @@ class KVCacheManager:
 
         Raises:
             RequestError: The plan is for fewer tokens (``too_long``); nothing changed.
+            SpecError: A spec answers wrongly about these tokens; nothing changed.
             RuntimeError: A page that it shares with a fork could not be copied; nothing changed.
         """
         return self._coordinator.extend(self._entries[request_id].row, num_tokens)

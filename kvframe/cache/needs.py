@@ -12,7 +12,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.answers import Answers
 from kvframe.cache.forgetting import NEVER, Forgetting, forgetting_of
+from kvframe.errors import SpecError
 from kvframe.specs import KVCacheSpec
 
 Pages = npt.NDArray[np.int32]
@@ -189,13 +191,17 @@ class AskedNeeds:
         self.size = spec.block_size
         self._step = step
         self._num_hits = max_tokens // step
-        self._live_blocks = spec.live_blocks
+        self._answers = Answers(spec)
         self._known: dict[int, Sequence[tuple[int, int]]] = {}
 
     def _live(self, number: int) -> Sequence[tuple[int, int]]:
         found = self._known.get(number)
         if found is None:
-            found = self._known[number] = self._live_blocks(number * self._step)
+            try:
+                found = self._answers.live_blocks(number * self._step)
+            except SpecError:  # the request that gets there is told; no cached block is of less use for it
+                found = ((0, number * self._step // self.size),)
+            self._known[number] = found
         return found
 
     def _needs(self, block: int, number: int) -> bool:

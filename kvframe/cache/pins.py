@@ -104,7 +104,7 @@ class Pins:
             found = hit.inputs.get(planned.spec.sequence, {}).get(group)
             return np.zeros(0, dtype=np.int32) if found is None else found.copy()
         blocks = np.zeros(hit.num_tokens // planned.block_size, dtype=np.int32)
-        for start, stop in planned.spec.live_blocks(hit.num_tokens) if hit.num_tokens else ():
+        for start, stop in planned.answers.live_blocks(hit.num_tokens) if hit.num_tokens else ():
             blocks[start:stop] = hit.pages(group)[start:stop]
         return blocks
 

@@ -16,7 +16,7 @@ Pages = npt.NDArray[np.int32]
 
 def longest_alone(group: PlannedGroup, pages: Pages, num_tokens: int) -> int:
     """Return the longest prefix of at most ``num_tokens`` tokens that a group holds the live range of."""
-    size, live_blocks = group.block_size, group.spec.live_blocks
+    size, live_blocks = group.block_size, group.answers.live_blocks
     num_tokens = min(num_tokens // size, len(pages)) * size
     while num_tokens:
         for start, stop in live_blocks(num_tokens):

@@ -98,7 +98,10 @@ class Resumer:
 
         Raises:
             RequestError: These are more tokens than the plan is for; nothing changed.
+            SpecError: A spec answers wrongly where the request goes on; nothing changed.
         """
+        if swapped.state.fault is not None:
+            raise swapped.state.fault
         if num_tokens > self._max_tokens:
             raise too_many_tokens(num_tokens, self._max_tokens)
         if found is None:
@@ -111,7 +114,11 @@ class Resumer:
             [place for place, (copy, page) in enumerate(zip(copies, pages, strict=True)) if copy and not page]
             for copies, pages in zip(swapped.copies, found, strict=True)
         ]
-        given = self._coordinator.room.make_again(row, num_tokens, to_fill)
+        try:
+            given = self._coordinator.room.make_again(row, num_tokens, to_fill)
+        except BaseException:
+            self._coordinator.give_back(row)
+            raise
         if given is None:
             self._coordinator.give_back(row)
             return None

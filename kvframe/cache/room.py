@@ -52,6 +52,8 @@ class Room:
         """
         self._groups, self._dense, self._sparse = kinds.groups, kinds.dense, kinds.sparse
         self._of_tokens, self._stacks, self._is_plain = kinds.of_tokens, kinds.stacks, kinds.is_plain
+        # Of these, only the live ranges say what a token sees: they are asked for each, as a backend asks them.
+        self._seen_by_range = tuple(group for group in kinds.asked if group in kinds.dense)
         self._lone = kinds.stacks[0] if kinds.is_plain and len(kinds.groups) == 1 else None
         self._alignment = plan.alignment
         self._max_tokens = plan.max_model_len
@@ -79,7 +81,7 @@ class Room:
         start = max(int(self._num_computed[row]), num_tokens - max_new_tokens)
         for group in self._of_tokens:
             held = np.count_nonzero(self._tables[group.index].ids[row, : self._num_blocks[group.index, row]])
-            most = group.spec.num_resident_blocks(start, max(0, num_tokens - start))
+            most = group.answers.num_resident_blocks(start, max(0, num_tokens - start))
             lacking[group.index] = max(0, most - int(held))
         for each in self._states[row].inputs:
             lacking[each.group] = each.num_blocks - int(self._num_blocks[each.group, row])
@@ -87,7 +89,8 @@ class Room:
 
     def note(self, row: int) -> None:
         """Work out up to which tokens nothing is missing; of groups that store few blocks, up to the block's end."""
-        room = -1 if self._states[row].missing else self._max_tokens
+        state = self._states[row]
+        room = -1 if state.missing or state.fault is not None else self._max_tokens
         for group in self._dense:
             room = min(room, int(self._num_blocks[group.index, row]) * group.block_size)
         for group in self._sparse:
@@ -243,11 +246,21 @@ class Room:
         return True
 
     def _places(self, row: int, num_tokens: int) -> list[Sequence[int]]:
-        """Return per group the indices of the blocks that a row lacks a page for to compute tokens up to a number."""
+        """Return per group the indices of the blocks that a row lacks a page for to compute tokens up to a number.
+
+        Raises:
+            SpecError: A spec answers wrongly where its tokens are.
+        """
+        fault = self._states[row].fault
+        if fault is not None:
+            raise fault
         places: list[Sequence[int]] = [()] * len(self._groups)
         for group in self._dense:
             places[group.index] = range(int(self._num_blocks[group.index, row]), -(-num_tokens // group.block_size))
         num_computed = int(self._num_computed[row])
+        for group in self._seen_by_range:
+            for position in range(num_computed, num_tokens):
+                group.answers.live_blocks(position)
         if self._sparse and num_computed < num_tokens:
             resume = self._where_others_continue(self._states[row], num_computed, num_tokens)
             for group in self._sparse:
@@ -255,7 +268,7 @@ class Room:
                 count = int(self._num_blocks[group.index, row])
                 places[group.index] = [
                     index
-                    for start, stop in group.spec.stored_blocks(num_computed, num_tokens - num_computed, resume)
+                    for start, stop in group.answers.stored_blocks(num_computed, num_tokens - num_computed, resume)
                     for index in range(max(start, num_computed // size), stop)
                     if index >= count or not ids[index]
                 ]

@@ -338,7 +338,10 @@ class EngineCore(ABC, Generic[RequestT]):
     def _advance(self) -> None:
         """Compute one batch and note who has something new."""
         with HeldInterrupts() as interrupts:
-            step = self._scheduler.schedule()
+            try:
+                step = self._scheduler.schedule()
+            finally:
+                self._requests.note(self._scheduler.take_failed())
             if step is None:
                 return
             try:
@@ -348,7 +351,10 @@ class EngineCore(ABC, Generic[RequestT]):
                 failed = self._scheduler.fail(step, f"the step failed: {type(error).__name__}: {error}")
                 self._requests.note(failed)
                 raise
-            self._requests.note(self._scheduler.complete(step, outcomes))
+            try:
+                self._requests.note(self._scheduler.complete(step, outcomes))
+            finally:
+                self._requests.note(self._scheduler.take_failed())
         self._cache_events.deliver()
 
     def _forget(self, request_id: str) -> None:

@@ -126,7 +126,7 @@ class Holdings(Generic[RequestT]):
             num_scheduled = min(stop - hit, budget)
             if self._reserve_prompts and hit + num_scheduled < len(request.token_ids) and others_run:
                 # With room for a part of it only, it would take from others until it is preempted itself.
-                fits = fits and self._cache.has_room(request.request_id, len(request.token_ids))
+                fits = fits and self._has_room_for_all(request)
             if fits and self._extend_first(request, hit + num_scheduled):
                 break
             self.give_back(request)
@@ -143,6 +143,14 @@ class Holdings(Generic[RequestT]):
             self._stats.prompt_tokens += request.num_prompt_tokens
             self._stats.cached_prompt_tokens += hit
         return num_scheduled
+
+    def _has_room_for_all(self, request: RequestT) -> bool:
+        """Return whether there is room for all tokens of one that the cache has just taken in; as ``_extend_first``."""
+        try:
+            return self._cache.has_room(request.request_id, len(request.token_ids))
+        except BaseException:
+            self.give_back(request)
+            raise
 
     def _extend_first(self, request: RequestT, num_tokens: int) -> bool:
         """Get room for one that the cache has just taken in; if that raises, it is there no more."""

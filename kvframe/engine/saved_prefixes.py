@@ -214,7 +214,7 @@ class SavedPrefixes:
         if planned.is_of_input:
             given = prefix.inputs.get(planned.spec.sequence)
             return [] if given is None else list(range(-(-given.num_tokens // planned.block_size)))
-        live = planned.spec.live_blocks(prefix.num_tokens) if prefix.num_tokens else ()
+        live = planned.answers.live_blocks(prefix.num_tokens) if prefix.num_tokens else ()
         return [block for start, stop in live for block in range(start, stop)]
 
     def _write_pages(self, file: PrefixFileReader, group: int, copies: Sequence[int], block_ids: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ computed in one.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from typing import Generic
@@ -22,7 +23,10 @@ from kvframe.engine.request_cache import RequestCache
 from kvframe.engine.running import IntArray, RunningRequests
 from kvframe.engine.scheduled import ScheduledStep
 from kvframe.engine.stats import SchedulerStats
+from kvframe.errors import KVFrameError
+from kvframe.foreign import safe_text
 
+_log = logging.getLogger("kvframe")
 NOBODY: IntArray = np.zeros(0, dtype=np.int64)
 
 
@@ -68,6 +72,7 @@ class Scheduler(Generic[RequestT]):
             cache, self.stats, max_num_batched_tokens=max_num_batched_tokens, reserve_prompts=reserve_prompts
         )
         self._pausing: list[RequestT] = []
+        self._failed: list[RequestT] = []
 
     @property
     def has_work(self) -> bool:
@@ -81,8 +86,26 @@ class Scheduler(Generic[RequestT]):
     def schedule(self) -> ScheduledStep[RequestT] | None:
         """Choose the next step and get room for its tokens; None if there is nothing to do.
 
-        Either ``complete`` or ``fail`` must follow before the next call.
+        Either ``complete`` or ``fail`` must follow before the next call. A request that the cache cannot serve, because
+        a plugin's cache spec raises or breaks its laws at the request's tokens, ends with an error, and the others go
+        on; ``take_failed`` returns it.
+
+        Raises:
+            Exception: The step could not be scheduled, and no single request is the cause. Every running request ended
+                with an error, or the first one that waits if none ran.
         """
+        try:
+            return self._schedule()
+        except Exception:
+            self._end_all(list(self.running) or list(self.waiting)[:1])
+            raise
+
+    def take_failed(self) -> list[RequestT]:
+        """Return the requests that ended with an error in ``schedule`` or in ``complete`` when that raised, once."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _schedule(self) -> ScheduledStep[RequestT] | None:
         preempted = self.stats.preemptions
         going_on = self._continue_running() if self.running else NOBODY
         budget = self._max_num_batched_tokens - int(going_on.sum())
@@ -120,7 +143,18 @@ class Scheduler(Generic[RequestT]):
 
         Returns:
             The requests with a new token or an end, in the step's order.
+
+        Raises:
+            Exception: The cache could not take note of it. The requests of the step ended with an error;
+                ``take_failed`` returns them.
         """
+        try:
+            return self._complete(step, outcomes)
+        except Exception:
+            self._end_all(step.requests)
+            raise
+
+    def _complete(self, step: ScheduledStep[RequestT], outcomes: Sequence[int]) -> list[RequestT]:
         for request in step.admitted:
             request.new_inputs = frozenset()
         num_computed = step.num_computed + step.num_scheduled
@@ -179,12 +213,29 @@ class Scheduler(Generic[RequestT]):
             return
         request.finish_reason = reason
         if request.row >= 0:
-            self._holdings.give_back(request)
             self.running.remove(request)
         else:
-            if request.is_swapped:
-                self._holdings.give_back(request)
             self.waiting.remove(request)
+        if request.row >= 0 or request.is_swapped:
+            self._holdings.give_back(request)
+
+    def _end_at_fault(self, request: RequestT, error: Exception) -> None:
+        """End one request that the cache cannot serve."""
+        why = str(error) if isinstance(error, KVFrameError) else safe_text(error)
+        request.error = f"no further token of it can be computed: {why}"
+        self.end(request, "error")
+        self._failed.append(request)
+
+    def _end_all(self, requests: Sequence[RequestT]) -> None:
+        """End requests of a step of which nobody can say whose fault it is; whoever called is told what was raised."""
+        for request in requests:
+            if request.finish_reason is None:
+                request.error = "the step that was to compute it failed"
+                try:
+                    self.end(request, "error")
+                except Exception as error:
+                    _log.error("what request %r held is lost: %s", request.request_id, safe_text(error))
+                self._failed.append(request)
 
     def note_pin(self) -> None:
         """Take note that the cache keeps more than before.
@@ -219,8 +270,8 @@ class Scheduler(Generic[RequestT]):
         try:
             if self._cache.extend_rows(rows[: len(counts)], num_computed[: len(counts)] + counts):
                 return counts
-        except (RuntimeError, MemoryError):
-            pass  # a copy failed; one by one shows whose
+        except Exception:
+            pass  # a copy failed, or a spec answered wrongly; one by one shows whose
         # There is no room for all. Those that came first get theirs at the cost of those that came last.
         granted: list[int] = []
         while len(granted) < len(self.running) and budget:
@@ -232,7 +283,7 @@ class Scheduler(Generic[RequestT]):
         return np.array(granted, dtype=np.int64)
 
     def _make_room(self, request: RequestT, num_tokens: int) -> bool:
-        """Get room for a running request's first tokens; False if it had to be preempted itself."""
+        """Get room for a running request's first tokens; False if it had to be preempted itself, or ended."""
         while True:
             try:
                 if self._cache.extend(request.request_id, num_tokens):
@@ -241,6 +292,9 @@ class Scheduler(Generic[RequestT]):
                 # What it shares with others could not be copied for it: it is computed again.
                 self._holdings.give_back(request)
                 self._let_wait(request)
+                return False
+            except Exception as error:
+                self._end_at_fault(request, error)
                 return False
             victim = self.running[-1]
             if len(self.running) == 1:
@@ -292,7 +346,11 @@ class Scheduler(Generic[RequestT]):
             if other is not None and other.row >= 0 and other.num_computed < other.pause_at:
                 break
             input_tokens = sum(each.num_new_input_tokens for each in admitted)
-            count = self._holdings.let_run(request, budget, input_tokens, others_run=bool(self.running))
+            try:
+                count = self._holdings.let_run(request, budget, input_tokens, others_run=bool(self.running))
+            except Exception as error:
+                self._end_at_fault(request, error)
+                continue
             if not count:
                 break
             if request.num_computed < request.pause_at:
