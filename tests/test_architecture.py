@@ -155,6 +155,7 @@ PUBLIC_MODULES = (
 # What a plugin's tests may import beside these.
 TEST_MODULES = (
     "kvframe.testing.conformance",
+    "kvframe.testing.error_bound",
     "kvframe.testing.eviction",
     "kvframe.testing.formats",
     "kvframe.testing.grid",

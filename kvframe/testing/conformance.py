@@ -7,30 +7,25 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from kvframe.attention.backend import AttentionBackend
 from kvframe.attention.relative_bias import RELATIVE_BIAS
+from kvframe.formats import PLAIN
 from kvframe.testing.case import Case
+from kvframe.testing.error_bound import attention_error_bound
 from kvframe.testing.inputs import Inputs, Learned, draw_inputs
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.reference import dense_attention, relative_bias, visible_tokens
 from kvframe.testing.step import run_step
 
-ERROR_FACTOR = 2
-"""A backend may err by this factor more than the reference does in the same dtype."""
-
-ROUNDING_UNITS = 4
-"""And by as many rounding units of the largest output, for where the reference happens to err by nothing."""
-
-_LOWER_DTYPE = {torch.float64: torch.float32}
-
 
 def check_backend(
     backend_class: type[AttentionBackend], case: Case, device: str = "cpu", poison: float = float("nan")
 ) -> None:
-    """Check that a backend computes a case within the error that its dtype allows, and writes nowhere it may not.
+    """Check that a backend computes a case within ``attention_error_bound``, and writes nowhere it may not.
 
     Its metadata is built as the framework does it: of requests in the order that the builder asks for, and once more
     for other tables and then refreshed, if the builder declares which fields depend on them.
@@ -62,31 +57,45 @@ def _find_error(
     case: Case, inputs: Sequence[Inputs], learned: Learned, values: torch.Tensor, rows: torch.Tensor
 ) -> str:
     """Return which queries' values are wrong, and by how much; empty if none are."""
-    dtype = _LOWER_DTYPE.get(case.query_dtype, case.query_dtype)
-    exact = torch.cat([*_reference(case, inputs, learned, torch.float64)])[rows]
-    rounded = torch.cat([*_reference(case, inputs, learned, dtype)])[rows]
-    unit = torch.finfo(case.query_dtype).eps
-    # Nothing is more exact than float64 to measure its error by: it errs by as many of its units as float32 does.
-    own_error = float((rounded - exact).abs().max()) * unit / torch.finfo(dtype).eps
-    allowed = ERROR_FACTOR * own_error + ROUNDING_UNITS * unit * float(exact.abs().max())
-    errors = (values.cpu()[: len(exact)].double() - exact).abs().flatten(1).amax(1)
+    exact, allowed = (torch.cat(parts)[rows] for parts in zip(*_reference(case, inputs, learned), strict=True))
+    errors = (values.cpu()[: len(exact)].double() - exact).abs()
     # NaN is never within, as it compares false with everything.
-    wrong = (~(errors <= allowed)).nonzero().flatten().tolist()
+    is_wrong = ~(errors <= allowed).flatten(1)
+    wrong = is_wrong.any(1).nonzero().flatten().tolist()
     if not wrong:
         return ""
-    index, position = [*_places(case)][int(rows[wrong[0]])]
+    first = wrong[0]
+    index, position = [*_places(case)][int(rows[first])]
+    # NaN counts as the largest.
+    worst = int((errors[first] - allowed[first]).argmax())
+    error, bound = float(errors[first].flatten()[worst]), float(allowed[first].flatten()[worst])
     hint = "; NaN is state that is not live" if bool(errors[wrong].isnan().any()) else ""
     return (
         f"{len(wrong)} of {len(errors)} queries are wrong, the first at position {position} of request {index} "
-        f"({case.requests[index]}), by {float(errors[wrong[0]]):.3g} where {allowed:.3g} is allowed{hint}"
+        f"({case.requests[index]}), by {error:.3g} where {bound:.3g} is allowed{hint}"
     )
 
 
-def _reference(case: Case, inputs: Sequence[Inputs], learned: Learned, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Yield each request's output, computed in ``dtype``, as float64."""
+def _reference(case: Case, inputs: Sequence[Inputs], learned: Learned) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield each request's output, and how far a backend's may lie from it, both in float64."""
+    for arguments, magnitudes in dense_arguments(case, inputs, learned):
+        bound = attention_error_bound(**arguments, dtype=case.query_dtype, magnitudes=magnitudes)
+        yield dense_attention(**arguments), bound
+
+
+def dense_arguments(
+    case: Case, inputs: Sequence[Inputs], learned: Learned
+) -> Iterator[tuple[dict[str, Any], tuple[torch.Tensor, torch.Tensor]]]:
+    """Yield for each request what ``dense_attention`` takes, in float64, and the magnitudes for the error bound.
+
+    Args:
+        case: The case.
+        inputs: Each request's tensors.
+        learned: The layer's learned tensors.
+    """
     mask = case.spec.mask
     causal = case.causal and (mask is None or mask.causal)
-    learned = learned.to(dtype)
+    learned = learned.to(torch.float64)
     for request, tensors in zip(case.requests, inputs, strict=True):
         visible = torch.ones(request.num_new, request.seq_len, dtype=torch.bool)
         if causal:
@@ -96,9 +105,26 @@ def _reference(case: Case, inputs: Sequence[Inputs], learned: Learned, dtype: to
         if case.query.relative_bias is not None:
             table = learned.parameters[RELATIVE_BIAS]
             bias = relative_bias(case.query.relative_bias, table, request.num_computed, request.seq_len)
-        query, key, value = (each.to(dtype) for each in (tensors.query, tensors.read_key, tensors.read_value))
-        key, value = case.form.expand(case.layer, key, value, learned.parameters)
-        yield dense_attention(case.query, query, key, value, visible, learned.sinks, bias).double()
+        stored = tensors.read_key.double(), tensors.read_value.double()
+        key, value = case.form.expand(case.layer, *stored, learned.parameters)
+        if case.spec.kv_format != PLAIN:
+            # A format may store an element as its difference from another, and then it errs by units of the largest.
+            stored = _largest(stored[0]), _largest(stored[1])
+        arguments = {
+            "layer": case.query,
+            "query": tensors.query.double(),
+            "key": key,
+            "value": value,
+            "visible": visible,
+            "sinks": learned.sinks,
+            "bias": bias,
+        }
+        yield arguments, case.form.magnitudes(case.layer, *stored, learned.parameters)
+
+
+def _largest(vectors: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude of each vector in the place of its elements."""
+    return vectors if not vectors.numel() else vectors.abs().amax(-1, keepdim=True).expand_as(vectors)
 
 
 def _places(case: Case) -> Iterator[tuple[int, int]]:

@@ -1,7 +1,6 @@
 """Attention written straight from its definition over dense tensors: no pages, no blocks, no kernel.
 
-It is computed in the dtype of its inputs: in float64 it is what a backend is measured against, in the backend's own
-dtype it says how much error that dtype allows.
+It is computed in the dtype of its inputs. A backend is measured against it in float64.
 """
 
 from __future__ import annotations

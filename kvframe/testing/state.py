@@ -144,6 +144,26 @@ class StateForm(ABC):
         """
         return key, value
 
+    def magnitudes(
+        self, layer: LayerSpec, key: torch.Tensor, value: torch.Tensor, parameters: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the elements of ``expand``'s keys and values may err by units of.
+
+        The default is right for keys and values that are sums of products of what is stored and of parameters: the sums
+        of the products' magnitudes.
+
+        Args:
+            layer: The layer.
+            key: What ``draw`` returned first, or the magnitudes of its elements.
+            value: What it returned second, likewise.
+            parameters: What ``draw_parameters`` returned.
+
+        Returns:
+            As ``expand``.
+        """
+        sizes = {name: tensor.abs() for name, tensor in parameters.items()}
+        return self.expand(layer, key.abs(), value.abs(), sizes)
+
 
 class KeysAndValues(StateForm):
     """One key and one value per token and KV head."""

@@ -1,0 +1,112 @@
+"""How far attention that was computed in floats may lie from its definition: a bound from the numbers alone.
+
+The bound is a property of the case. It needs no run in low precision, so it is the same on every machine, in whatever
+order that machine's kernels add.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kvframe.specs import QuerySpec
+
+ROUNDINGS = 6
+"""Operations that round a weight or a value on its way to the output, each by half a unit at most: the exponential, the
+rounding of the weight to the dtype, the sum, the division by the denominator, the merge of two parts of the keys, and
+the output. A score goes through as many at most: the scaled query, the product, the scale, the soft cap, the bias, and
+the difference from the largest."""
+
+
+def attention_error_bound(
+    layer: QuerySpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+    magnitudes: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Return the largest error that attention in ``dtype`` may have, for each element of the output.
+
+    To first order, the output ``o = sum_t p_t v_t`` errs by ``sum_t p_t v_t e_t + sum_t p_t (v_t - o) s_t`` if each
+    term errs by the factor ``1 + e_t`` and each score by ``s_t``. What these can be follows from the standard model of
+    rounding (Higham, Accuracy and Stability of Numerical Algorithms, chapters 2 and 3):
+
+    * what is rounded to ``dtype`` errs by units of its magnitude, and a score by units of ``scale * sum_d |q_d k_td|``,
+      of the capped score, of the bias, and of its difference from the largest score;
+    * sums are in float32 at least. A sum of ``n`` terms, in any order, errs by ``sqrt(n)`` units of the sum of their
+      magnitudes (Higham and Mary, SIAM J. Sci. Comput. 41, 2019). A soft cap may err by units of the cap. A score may
+      err by units of the logarithms of sums, by which parts of the keys are merged.
+
+    ``sum_t p_t s_t |v_t - o|`` is bounded by the root mean square of ``s_t`` and the deviation of the values, under the
+    weights (Cauchy and Schwarz). A query that sees nothing has a bound of zero.
+
+    Args:
+        layer: The scale and the soft cap.
+        query: ``[num_queries, num_heads, head_size]``.
+        key: ``[num_tokens, num_kv_heads, head_size]``.
+        value: ``[num_tokens, num_kv_heads, head_size_v]``.
+        visible: ``[num_queries, num_tokens], bool``.
+        sinks: ``[num_heads]`` or None.
+        bias: ``[num_heads, num_queries, num_tokens]`` or None.
+        dtype: What attention is computed in; sums of less than 32 bits are taken in float32.
+        magnitudes: Shaped as ``key`` and ``value``: what their elements err by units of. Their own magnitudes unless
+            given; more where keys and values are computed from something else.
+
+    Returns:
+        ``[num_queries, num_heads, head_size_v], float64``.
+    """
+    given = (query, key, value, *(magnitudes or (key.abs(), value.abs())))
+    query, key, value, key_size, value_size = (each.double() for each in given)
+    kv_head = torch.arange(query.shape[1]) // (query.shape[1] // key.shape[1])
+    key, value, key_size, value_size = (each[:, kv_head] for each in (key, value, key_size, value_size))
+
+    scores = torch.einsum("qhd,thd->hqt", query, key) * layer.scale
+    size = torch.einsum("qhd,thd->hqt", query.abs(), key_size) * abs(layer.scale)
+    capped = 0.0
+    if layer.soft_cap is not None:
+        capped = layer.soft_cap
+        scores = capped * torch.tanh(scores / capped)
+        size = size * (1 - (scores / capped) ** 2)
+    rounded = size + scores.abs()
+    summed = math.sqrt(query.shape[2]) * size + scores.abs() + capped
+    if bias is not None:
+        scores = scores + bias.double()
+        rounded, summed = rounded + bias.double().abs(), summed + bias.double().abs()
+    # The sink is one more token, whose value is zero.
+    logits = scores.new_full((*scores.shape[:2], 1), -math.inf)
+    if sinks is not None:
+        logits = logits.zero_() + sinks.double()[:, None, None]
+    rounded, summed = (torch.cat([each, logits.abs().nan_to_num(posinf=0.0)], dim=-1) for each in (rounded, summed))
+    scores = torch.cat([scores.masked_fill(~visible, -math.inf), logits], dim=-1)
+    no_value = value.new_zeros(1, *value.shape[1:])
+    value, value_size = (torch.cat([each, no_value]) for each in (value, value_size))
+
+    is_seen = scores > -math.inf
+    weights = torch.softmax(scores, dim=-1).masked_fill(~is_seen, 0)
+    largest = scores.amax(-1, keepdim=True)
+    rounded = rounded + (largest - scores).masked_fill(~is_seen, 0)
+    num_seen = is_seen.sum(-1, keepdim=True)
+    summed = summed + scores.abs().masked_fill(~is_seen, 0).amax(-1, keepdim=True) + num_seen.clamp(min=1).log()
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("hqt,thd->qhd", weights, values)
+
+    def of_scores(errors: torch.Tensor) -> torch.Tensor:
+        return (weights * errors**2).sum(-1).sqrt().T[:, :, None] * deviation
+
+    deviation = (mean(value**2) - mean(value) ** 2).clamp(min=0).sqrt()
+    terms = mean(value_size)
+    sum_dtype = dtype if dtype.itemsize > 4 else torch.float32
+    unit, sum_unit = torch.finfo(dtype).eps, torch.finfo(sum_dtype).eps
+    bound = unit * (terms + of_scores(rounded))
+    bound += sum_unit * (num_seen.sqrt().transpose(0, 1) * terms + of_scores(summed))
+    # Weights and outputs that are too small for the dtype become zero.
+    least = torch.finfo(dtype).tiny * unit + torch.finfo(sum_dtype).tiny
+    lost = torch.einsum("qt,thd->qhd", visible.double(), 1 + value_size[:-1]) * least
+    return ROUNDINGS / 2 * bound + lost
