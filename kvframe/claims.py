@@ -13,8 +13,10 @@ from typing import Any
 
 import attrs
 
+from kvframe.declarations import find_misdeclared
 from kvframe.errors import PluginError
-from kvframe.foreign import call
+from kvframe.foreign import call, in_one_line, safe_repr
+from kvframe.targets import find_problem
 
 BUILTIN_OWNER = "kvframe"
 """The owner of the built-in names, which nobody else can claim."""
@@ -58,8 +60,9 @@ def canonical(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-_LEAST_VERSION = re.compile(r"([A-Za-z0-9][\w.-]*)>=(\d+(?:\.\d+)*)", re.ASCII)
-_RELEASE = re.compile(r"\d+(?:\.\d+)*")
+_LEAST_VERSION = re.compile(r"([A-Za-z0-9][\w.-]*)>=(\d{1,18}(?:\.\d{1,18})*)", re.ASCII)
+_RELEASE = re.compile(r"\d{1,18}(?:\.\d{1,18})*", re.ASCII)
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def _as_names(needs: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -72,9 +75,18 @@ def _as_hint(install: str | None) -> str:
 
 def _find_module(name: str) -> bool:
     try:
-        return importlib.util.find_spec(name.partition(".")[0]) is not None
-    except (ImportError, ValueError):
+        return call(f"looking for {name!r}", importlib.util.find_spec, name.partition(".")[0]) is not None
+    except PluginError:
         return False
+
+
+def _find_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution; None if it is not there or states none that can be read."""
+    try:
+        version: str | None = call(f"looking for {distribution!r}", importlib.metadata.version, distribution)
+    except PluginError:
+        return None
+    return version
 
 
 def _is_older(found: str, least: str) -> bool:
@@ -116,18 +128,28 @@ class Entry:
         """Refuse a name, target or version that could not be used later; raises ``PluginError``."""
         kind = KINDS[self.kind]
         if not isinstance(self.name, str) or not _SNAKE_CASE.fullmatch(self.name):
-            raise PluginError(f"{kind.label} name {self.name!r} must be snake_case, like 'sliding_window'")
+            raise PluginError(f"{kind.label} name {safe_repr(self.name)} must be snake_case, like 'sliding_window'")
         if self.name in kind.reserved:
             raise PluginError(f"{kind.label} name {self.name!r} is reserved; choose another")
         if not isinstance(self.target, type) and not (
             isinstance(self.target, str) and _IMPORT_STRING.fullmatch(self.target)
         ):
             raise PluginError(
-                f"the target of {kind.label} {self.name!r} must be like 'package.module:Class', not {self.target!r}"
+                f"the target of {kind.label} {self.name!r} must be like 'package.module:Class', "
+                f"not {safe_repr(self.target)}"
             )
+        for module in self.needs:
+            if not isinstance(module, str) or not _MODULE.fullmatch(module):
+                raise PluginError(
+                    f"a module that {kind.label} {self.name!r} needs is like 'a.b', not {safe_repr(module)}"
+                )
+        if not isinstance(self.install, str):
+            raise PluginError(f"what installs {kind.label} {self.name!r} must be a text, not {safe_repr(self.install)}")
         for need in self.needs_versions:
             if not isinstance(need, str) or not _LEAST_VERSION.fullmatch(need):
-                raise PluginError(f"a version that {kind.label} {self.name!r} needs is like 'name>=1.2', not {need!r}")
+                raise PluginError(
+                    f"a version that {kind.label} {self.name!r} needs is like 'name>=1.2', not {safe_repr(need)}"
+                )
 
     @property
     def id(self) -> str:
@@ -146,11 +168,8 @@ class Entry:
         found = []
         for need in self.needs_versions:
             name, _, least = need.partition(">=")
-            try:
-                version = importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                continue
-            if _is_older(version, least):
+            version = _find_version(name)
+            if version is not None and _is_older(version, least):
                 found.append(f"{need}, not {version} as installed here")
         return tuple(found)
 
@@ -163,18 +182,60 @@ class Entry:
         if outdated:
             raise self._error(f"needs {'; '.join(outdated)}")
         loaded = self._import() if isinstance(self.target, str) else self.target
-        kind = KINDS[self.kind]
-        module, _, attribute = kind.base.partition(":")
+        module, _, attribute = KINDS[self.kind].base.partition(":")
         base = getattr(importlib.import_module(module), attribute)
-        if not (isinstance(loaded, type) and issubclass(loaded, base)):
-            raise self._error(f"{self.target!r} is no subclass of {module}.{attribute}")
-        if inspect.isabstract(loaded):
-            abstract = ", ".join(sorted(getattr(loaded, "__abstractmethods__", ())))
-            raise self._error(f"{self.target!r} does not implement {abstract}")
-        own_name = getattr(loaded, kind.name_attribute, None) if kind.name_attribute else self.name
-        if own_name != self.name:
-            raise self._error(f"{self.target!r} has {kind.name_attribute} = {own_name!r}, not the registered name")
+        try:
+            unfit = call("reading what it declares", self._why_unfit, loaded, base)
+        except PluginError as error:
+            raise self._error(str(error)) from error.__cause__
+        if unfit:
+            raise self._error(f"{safe_repr(self.target)} {unfit}")
         return loaded
+
+    def problem(self) -> str:
+        """Return why the name cannot be used, as far as that shows without an import; empty if nothing is known."""
+        hint = f"; try: {self.install}" if self.install else ""
+        missing, outdated = self.missing(), self.outdated()
+        if missing or outdated:
+            return f"needs {', '.join(missing) or '; '.join(outdated)}{hint}"
+        if not isinstance(self.target, str):
+            return ""
+        try:
+            return call(f"looking for {self.target!r}", find_problem, self.target)
+        except PluginError as error:
+            return str(error)
+
+    def why_unusable(self, loaded: Any) -> str:
+        """Return why the class cannot be used in this environment, as it says itself; empty if it can or does not say.
+
+        Args:
+            loaded: What ``load`` returned.
+
+        Raises:
+            PluginError: Its ``unusable_reason`` fails, or returns something else than a sentence or None.
+        """
+        if self.kind != "backend":
+            return ""
+        whose = f"backend {self.id!r}: unusable_reason()"
+        reason: Any = call(whose, lambda: loaded.unusable_reason())
+        if reason is None:
+            return ""
+        if not issubclass(type(reason), str) or not in_one_line(reason):
+            raise PluginError(f"{whose} must return a sentence or None, not {safe_repr(reason)}")
+        return in_one_line(reason)
+
+    def _why_unfit(self, loaded: Any, base: type) -> str:
+        """Return why what was imported cannot stand for the name; empty if it can. May raise anything."""
+        kind = KINDS[self.kind]
+        if not (issubclass(type(loaded), type) and issubclass(loaded, base)):
+            return f"is no subclass of {kind.base.replace(':', '.')}"
+        if inspect.isabstract(loaded):
+            return f"does not implement {', '.join(sorted(loaded.__abstractmethods__))}"
+        misdeclared = find_misdeclared(base, loaded)
+        if misdeclared:
+            return misdeclared
+        own_name = getattr(loaded, kind.name_attribute) if kind.name_attribute else self.name
+        return "" if own_name == self.name else f"has {kind.name_attribute} = {own_name!r}, not the registered name"
 
     def _import(self) -> Any:
         assert isinstance(self.target, str)

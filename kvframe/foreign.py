@@ -5,6 +5,8 @@ Whatever such code raises becomes one ``PluginError`` that says what was called 
 ``KeyboardInterrupt`` passes, because it is the user's. The texts and values of a plugin are made safe to print: its
 ``__str__`` and ``__repr__`` may raise, exit, return no text or return megabytes of it.
 
+What such code prints goes to stderr, so that it is not taken for kvframe's own output.
+
 Python cannot contain everything. Code that ends the process (``os._exit``, a crash in C), never returns, raises in a
 thread of its own, or changes the process (``os.chdir``, ``signal``, ``warnings``, another module's attributes) takes
 effect.
@@ -12,7 +14,10 @@ effect.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from kvframe.errors import KVFrameError, PluginError
@@ -45,7 +50,8 @@ def call(
         PluginError: It raised anything but ``passes`` and ``KeyboardInterrupt``.
     """
     try:
-        return function(*args, **kwargs)
+        with _printing_to_stderr():
+            return function(*args, **kwargs)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -54,9 +60,37 @@ def call(
         raise PluginError(f"{what} failed: {safe_text(error)}") from error
 
 
+_printing_lock = threading.Lock()
+_num_printing = 0
+_stdout: Any = None
+
+
+@contextmanager
+def _printing_to_stderr() -> Iterator[None]:
+    """Let ``sys.stdout`` be ``sys.stderr`` while the body runs, in whatever order threads come and go."""
+    global _num_printing, _stdout
+    with _printing_lock:
+        if _num_printing == 0:
+            _stdout, sys.stdout = sys.stdout, sys.stderr
+        _num_printing += 1
+    try:
+        yield
+    finally:
+        with _printing_lock:
+            _num_printing -= 1
+            if _num_printing == 0:
+                sys.stdout = _stdout
+
+
 def safe_text(error: BaseException) -> str:
     """Return an error of a plugin as ``Type: message``, in one line of printable characters, cut where it is long."""
     return f"{_type_name(error)}: {in_one_line(_read(str, error))}".rstrip(": ")
+
+
+def safe_reason(error: BaseException) -> str:
+    """Return an error's message without its type, as ``safe_text`` shows it; the type if it has none."""
+    first: Any = error.args[0] if error.args else None
+    return in_one_line(first) if issubclass(type(first), str) else safe_text(error)
 
 
 def safe_repr(value: Any) -> str:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
-from kvframe.errors import KVFrameError, SpecError, UnknownNameError
+from kvframe.errors import KVFrameError, PluginError, SpecError, UnknownNameError
+from kvframe.foreign import call, safe_repr
 
 if TYPE_CHECKING:
     import torch
@@ -171,13 +172,13 @@ def state_of(kv_format: KVFormat, state_tensors: Callable[[], Mapping[str, State
     """
     whose = f"KV format {kv_format.name!r}"
     try:
-        state = state_tensors()
-    except KVFrameError:
-        raise
-    except Exception as error:
-        raise SpecError(f"{whose}: state_tensors() raises {type(error).__name__}: {error}") from error
+        state = call(f"{whose}: state_tensors()", state_tensors, passes=(KVFrameError,))
+    except PluginError as error:
+        raise SpecError(str(error)) from error.__cause__
     if not isinstance(state, Mapping) or not state or not all(isinstance(each, StateTensor) for each in state.values()):
-        raise SpecError(f"{whose}: state_tensors() has to give StateTensors by name, at least one, not {state!r}")
+        raise SpecError(
+            f"{whose}: state_tensors() has to give StateTensors by name, at least one, not {safe_repr(state)}"
+        )
     for name, tensor in state.items():
         if not all(isinstance(size, int) and size > 0 for size in tensor.shape):
             raise SpecError(f"{whose}: {name!r} has the shape {tensor.shape}; sizes are whole numbers from 1 on")

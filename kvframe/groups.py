@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import attrs
 
 from kvframe.answers import ask, ask_live_ranges, lacks
-from kvframe.errors import ContestedNameError, PluginError, SpecError, UnknownNameError
+from kvframe.errors import ContestedNameError, KVFrameError, PluginError, SpecError, UnknownNameError
+from kvframe.foreign import call
 from kvframe.format_choice import default_format, follow_owners, make_format, store_in
 from kvframe.formats import KVFormat
 from kvframe.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, LayerSpec, QuerySpec
@@ -147,9 +148,8 @@ def _layer_spec(
     given = options.pop("format", None) if takes_format else None
     try:
         query = QuerySpec(**layer.query) if layer.query else None
-        spec = store_in(
-            spec_class(**options), None if given is None else make_format(given, registry), default=kv_format
-        )
+        made = call("making its cache spec", partial(spec_class, **options), passes=(KVFrameError,))
+        spec = store_in(made, None if given is None else make_format(given, registry), default=kv_format)
         return LayerSpec(name=layer.name, spec=spec, query=query, shares_with=layer.shares_with)
     except (SpecError, UnknownNameError, ContestedNameError, PluginError, TypeError, ValueError) as error:
         raise SpecError(f"layer {layer.name!r} ({layer.kind}): {error}") from error

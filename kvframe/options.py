@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import attrs
@@ -24,8 +25,9 @@ from kvframe.checks import (
     one_of,
     parse_bytes,
 )
-from kvframe.errors import KVFrameError, StackError
+from kvframe.errors import KVFrameError, PluginError, StackError
 from kvframe.eviction import LRU
+from kvframe.foreign import call, safe_reason
 from kvframe.specs import ITEM_BYTES
 
 T = TypeVar("T")
@@ -66,6 +68,7 @@ def make_with_options(made: type[T], options: Mapping[str, Any]) -> T:
 
     Raises:
         ValueError: One is not a field, one lacks a value, or the class refuses them; with the options there are.
+        PluginError: The class fails in another way.
     """
     fields: list[Any] = [field for field in attrs.fields(made) if field.init]  # type: ignore[arg-type]
     names = [field.name for field in fields]
@@ -76,10 +79,12 @@ def make_with_options(made: type[T], options: Mapping[str, Any]) -> T:
             raise ValueError(f"there is no option {', '.join(map(repr, unknown))}")
         if missing:
             raise ValueError(f"{', '.join(map(repr, missing))} must be given")
-        return made(**options)
-    except (KVFrameError, TypeError, ValueError) as error:
-        reason = error.args[0] if error.args else type(error).__name__
-        raise ValueError(f"{reason}; its options: {', '.join(names) or 'none'}") from error
+        return call(f"{made.__name__}()", partial(made, **options))
+    except (PluginError, ValueError) as failure:
+        error = failure.__cause__ if isinstance(failure, PluginError) else failure
+        if not isinstance(error, KVFrameError | TypeError | ValueError):
+            raise
+        raise ValueError(f"{safe_reason(error)}; its options: {', '.join(names) or 'none'}") from error
 
 
 AUTO = Use("auto")

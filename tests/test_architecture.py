@@ -34,6 +34,7 @@ CORE = ROOT / "kvframe"
 FLOW = (
     ("errors",),
     ("foreign",),
+    ("declarations", "targets"),
     ("eviction", "formats", "masks"),
     ("hookspecs", "specs"),
     ("attention.capture", "attention.identity", "attention.metadata", "model.description"),
@@ -54,6 +55,8 @@ TORCH_FREE = (
     "kvframe",
     "kvframe.errors",
     "kvframe.foreign",
+    "kvframe.declarations",
+    "kvframe.targets",
     "kvframe.hookspecs",
     "kvframe.eviction",
     "kvframe.formats",

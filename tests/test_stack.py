@@ -364,6 +364,7 @@ from kvframe import MetadataWrapper
 @attrs.frozen(kw_only=True)
 class Cut(MetadataWrapper):
     name = "cut"
+    fields = {}
     effects = frozenset({"pieces"})
     def __call__(self, metadata):
         return metadata
@@ -371,6 +372,7 @@ class Cut(MetadataWrapper):
 @attrs.frozen(kw_only=True)
 class Pick(MetadataWrapper):
     name = "pick"
+    fields = {}
     not_after = frozenset({"pieces"})
     not_before = frozenset({"pick"})
     def __call__(self, metadata):

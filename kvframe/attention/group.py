@@ -14,7 +14,9 @@ from kvframe.attention.choice import Choice
 from kvframe.attention.copies import CopyScratch, make_backend
 from kvframe.attention.identity import Identity
 from kvframe.attention.wrapper import WrapperChain, chain_capture
-from kvframe.errors import BackendError
+from kvframe.declarations import find_misdeclared
+from kvframe.errors import BackendError, PluginError
+from kvframe.foreign import call
 from kvframe.groups import Grouping
 from kvframe.specs import LayerSpec
 
@@ -101,7 +103,7 @@ def form_groups(
             unless given.
 
     Raises:
-        BackendError: A backend could not be set up.
+        BackendError: A backend could not be set up; names the backend, the layer and the method.
     """
     local, num_cache_groups = local or {}, len(grouping.groups)
     scratch = CopyScratch(device) if scratch is None else scratch
@@ -114,7 +116,7 @@ def form_groups(
     formed = []
     for (cache_group, *_), group in members.items():
         choice = group[0][1]
-        backend = _make_backend(choice, [each.wrapped for _, each in group], device, scratch)
+        backend, builder = _set_up(choice, [each.wrapped for _, each in group], device, scratch)
         formed.append(
             AttentionGroup(
                 cache_group=cache_group,
@@ -125,19 +127,26 @@ def form_groups(
                 backend_name=choice.backend,
                 backend_id=choice.backend_id,
                 backend=backend,
-                builder=backend.make_builder(),
+                builder=builder,
                 not_causal=choice.backend_class.capabilities.not_causal,
             )
         )
     return tuple(formed)
 
 
-def _make_backend(
+def _set_up(
     choice: Choice, layers: Sequence[LayerSpec], device: torch.device, scratch: CopyScratch
-) -> AttentionBackend:
+) -> tuple[AttentionBackend, AttentionMetadataBuilder]:
+    """Return a backend's instance for a group, and its builder."""
+    whose = f"backend {choice.backend!r}, of layer {layers[0].name!r}: "
+    made = (choice.backend_class, layers, device, choice.backend_options, scratch)
     try:
-        return make_backend(choice.backend_class, layers, device, choice.backend_options, scratch)
-    except Exception as error:
-        raise BackendError(
-            f"backend {choice.backend!r} could not be set up for {layers[0].name!r}: {type(error).__name__}: {error}"
-        ) from error
+        backend = call(f"{whose}__init__()", make_backend, *made)
+        builder = call(f"{whose}make_builder()", backend.make_builder)
+        misdeclared = call(f"{whose}make_builder()", find_misdeclared, AttentionMetadataBuilder, builder)
+        if not misdeclared:
+            call(f"{whose}reuse_key of its builder", lambda: hash(builder.reuse_key))
+            return backend, builder
+    except PluginError as error:
+        raise BackendError(str(error)) from error.__cause__
+    raise BackendError(f"{whose}make_builder() returns what {misdeclared}")

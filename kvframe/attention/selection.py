@@ -13,7 +13,8 @@ from kvframe.attention.identity import Identity
 from kvframe.attention.skipping import why_not_skipped
 from kvframe.attention.times import TimesTable, layer_shape, read_times, time_key
 from kvframe.attention.wrapper import DROPS_TOKENS, MetadataWrapper, bind_chain, check_order
-from kvframe.errors import BackendError, KVFrameError, StackError, WrapperError
+from kvframe.errors import BackendError, KVFrameError, PluginError, StackError, WrapperError
+from kvframe.foreign import call, safe_reason, safe_repr
 from kvframe.options import AUTO, Use
 from kvframe.specs import LayerSpec
 
@@ -51,7 +52,7 @@ def select_backends(
         WrapperError: A wrapper cannot serve a layer, or may not stand where it does.
         StackError: Options do not fit the wrapper or backend that they are for, ``prefill_skipping`` is a wrapper that
             drops nothing, or the table of measured times that the stack names cannot be read.
-        PluginError: A wrapper cannot be imported, or a parameter of a wrapper or backend cannot be hashed.
+        PluginError: A wrapper cannot be imported or fails, or a parameter of a wrapper or backend cannot be hashed.
         UnknownNameError: A cache spec's default chain names a wrapper that no plugin registers.
     """
     _check_skipping(stack, registry)
@@ -117,14 +118,16 @@ def _choose(
         wrappers, wrapped, extensions = bind_chain([wrapper for wrapper, _ in made], layer)
     except WrapperError as error:
         raise WrapperError(f"layer {layer.name!r}: {error}", code=error.code) from error
+    except PluginError as error:
+        raise PluginError(f"layer {layer.name!r}: {error}") from error
     names = registry.backends.names() if rule.backend == AUTO else (rule.backend.name,)
-    classes: dict[str, type[AttentionBackend]] = {}
+    made_of: dict[str, _Usable] = {}
     candidates = []
     for name in names:
-        candidate, backend_class = _consider(name, wrapped, extensions, registry, device)
+        candidate, usable = _consider(name, rule.backend, wrapped, extensions, registry, device)
         candidates.append(candidate)
-        if backend_class is not None:
-            classes[candidate.name] = backend_class
+        if usable is not None:
+            made_of[candidate.name] = usable
     if rule.backend == AUTO and times.times:
         shape = layer_shape(wrapped, wrappers)
         candidates = [
@@ -136,8 +139,7 @@ def _choose(
         raise BackendError(_nobody(layer, rule.backend, candidates))
     best, by_time = _best(able)
     rest = [candidate for candidate in candidates if candidate is not best]
-    backend_class = classes[best.name]
-    backend_options = _make_options(rule.backend, backend_class)
+    usable = made_of[best.name]
     return Choice(
         layer=layer.name,
         wrappers=wrappers,
@@ -147,9 +149,9 @@ def _choose(
         ),
         wrapped=wrapped,
         backend=best.name,
-        backend_class=backend_class,
-        backend_options=backend_options,
-        backend_id=Identity.of(best.name.rpartition(":")[0], backend_class, _parameters(backend_options)),
+        backend_class=usable.backend_class,
+        backend_options=usable.options,
+        backend_id=usable.identity,
         candidates=(best, *rest),
         by_time=by_time,
     )
@@ -172,28 +174,63 @@ def _parameters(options: Any) -> dict[str, Any]:
     return {} if options is None else attrs.asdict(options, recurse=False)
 
 
+@attrs.frozen
+class _Usable:
+    """A backend that can serve a layer: its class, an instance of its ``options_class``, and what tells it apart."""
+
+    backend_class: type[AttentionBackend]
+    options: Any
+    identity: Identity
+
+
 def _consider(
-    name: str, layer: LayerSpec, extensions: Collection[str], registry: Registry, device: str
-) -> tuple[Candidate, type[AttentionBackend] | None]:
+    name: str, use: Use, layer: LayerSpec, extensions: Collection[str], registry: Registry, device: str
+) -> tuple[Candidate, _Usable | None]:
+    """Ask one backend whether it can serve a layer; whatever goes wrong in its code is why it cannot.
+
+    Raises:
+        StackError: The stack names the backend and gives it options that do not fit.
+    """
     entry = registry.backends.get(name)
+    whose = f"backend {entry.id!r}"
     try:
         backend_class: type[AttentionBackend] = entry.load()
-        capabilities = backend_class.capabilities
-        refusals = capabilities.refusals(layer, device, extensions)
-        if device not in capabilities.devices:
-            # Its first reason is enough, and it is not asked to find out more: it may compile its kernels for that.
-            refusals = refusals[:1]
-        elif reason := backend_class.unusable_reason():
-            refusals = [Refusal("environment", reason)]
+        candidate = call(f"{whose}: capabilities", _compare, entry.id, backend_class, layer, extensions, device)
+        if device in backend_class.capabilities.devices and (reason := entry.why_unusable(backend_class)):
+            candidate = attrs.evolve(candidate, refusals=(Refusal("environment", reason),))
+        if candidate.refusals:
+            return candidate, None
+        options = _make_options(use, backend_class, whose)
+        parameters = call(f"{whose}: its options", _parameters, options)
+        identity = call(
+            f"{whose}: its options", Identity.of, entry.owner, backend_class, parameters, passes=(PluginError,)
+        )
+    except StackError:
+        if use != AUTO:
+            raise
+        refusal = Refusal("options", f"{whose} has options without a default")
     except KVFrameError as error:
-        return Candidate(name=entry.id, refusals=(Refusal("import", str(error)),)), None
-    candidate = Candidate(
-        name=entry.id,
+        refusal = Refusal("import", str(error))
+    else:
+        return candidate, _Usable(backend_class, options, identity)
+    return Candidate(name=entry.id, refusals=(refusal,)), None
+
+
+def _compare(
+    name: str, backend_class: type[AttentionBackend], layer: LayerSpec, extensions: Collection[str], device: str
+) -> Candidate:
+    """Return what a backend's capabilities say of a layer. May raise anything."""
+    capabilities = backend_class.capabilities
+    refusals = capabilities.refusals(layer, device, extensions)
+    if device not in capabilities.devices:
+        # Its first reason is enough, and it is not asked to find out more: it may compile its kernels for that.
+        refusals = refusals[:1]
+    return Candidate(
+        name=name,
         refusals=tuple(refusals),
         preference=capabilities.preference,
         on_copies=capabilities.needs_copies(layer),
     )
-    return candidate, backend_class
 
 
 def _nobody(layer: LayerSpec, asked: Use, candidates: Sequence[Candidate]) -> str:
@@ -209,22 +246,26 @@ def _make_wrapper(use: Use, registry: Registry) -> tuple[MetadataWrapper, str]:
     """Return a wrapper, not yet made for a layer, and the distribution that provides it."""
     entry = registry.wrappers.get(use.name)
     wrapper_class: type[MetadataWrapper] = entry.load()
-    return _with_options(wrapper_class, use, f"wrapper {use.name!r}"), entry.owner
+    return _with_options(wrapper_class, use, "wrapper", f"wrapper {entry.id!r}"), entry.owner
 
 
-def _make_options(use: Use, backend_class: type[AttentionBackend]) -> Any:
+def _make_options(use: Use, backend_class: type[AttentionBackend], whose: str) -> Any:
     options_class = backend_class.options_class
     if options_class is None:
         if use.options:
             raise StackError(f"backend {use.name!r} has no options, and is given {', '.join(sorted(use.options))}")
         return None
-    return _with_options(options_class, use, f"backend {use.name!r}")
+    if not attrs.has(options_class):
+        raise PluginError(f"{whose}: options_class must be an attrs class, not {safe_repr(options_class)}")
+    return _with_options(options_class, use, "backend", whose)
 
 
-def _with_options(options_class: type[Any], use: Use, user: str) -> Any:
+def _with_options(options_class: type[Any], use: Use, label: str, whose: str) -> Any:
     try:
-        return options_class(**use.options)
-    except (TypeError, ValueError) as error:  # what a constructor and the validators of attrs raise
+        return call(f"{whose}: its options", lambda: options_class(**use.options))
+    except PluginError as error:
+        cause = error.__cause__
+        if not isinstance(cause, TypeError | ValueError):  # what a constructor and the validators of attrs raise
+            raise
         names = ", ".join(field.name for field in attrs.fields(options_class)) or "none"
-        reason = error.args[0] if error.args else type(error).__name__
-        raise StackError(f"{user}: {reason}; its options: {names}") from error
+        raise StackError(f"{label} {use.name!r}: {safe_reason(cause)}; its options: {names}") from cause

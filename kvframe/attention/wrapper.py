@@ -15,7 +15,8 @@ import attrs
 from kvframe.attention.capture import GraphCapture
 from kvframe.attention.metadata import NO_EXTENSIONS, Axis, CommonAttentionMetadata, Extension
 from kvframe.attention.shapes import find_misfit
-from kvframe.errors import WrapperError
+from kvframe.errors import PluginError, WrapperError
+from kvframe.foreign import call, safe_repr
 from kvframe.specs import LayerSpec
 
 if TYPE_CHECKING:
@@ -221,15 +222,32 @@ def bind_chain(wrappers: Sequence[MetadataWrapper], layer: LayerSpec) -> tuple[W
 
     Raises:
         WrapperError: A wrapper cannot serve the layer.
+        PluginError: A wrapper raises something else, or returns what the contract does not allow.
     """
     bound = []
     required: set[str] = set()
     for wrapper in wrappers:
-        made = wrapper.for_layer(layer)
-        required |= made.added_extensions(layer)
-        layer = made.wrapped_layer(layer)
+        made, added, layer = _bind(wrapper, layer)
+        required |= added
         bound.append(made)
     return tuple(bound), layer, frozenset(required)
+
+
+def _bind(wrapper: MetadataWrapper, layer: LayerSpec) -> tuple[MetadataWrapper, frozenset[str], LayerSpec]:
+    """Make a wrapper for a layer; return it, the extensions that it may add, and the layer that it leaves."""
+    whose = f"wrapper {wrapper.name!r} ({type(wrapper).__module__}.{type(wrapper).__qualname__})"
+    made = call(f"{whose}: for_layer()", wrapper.for_layer, layer, passes=(WrapperError,))
+    if type(made) is not type(wrapper):
+        raise PluginError(f"{whose}: for_layer() must return a {type(wrapper).__name__}, not {safe_repr(made)}")
+    added = call(f"{whose}: added_extensions()", made.added_extensions, layer, passes=(WrapperError,))
+    if not isinstance(added, frozenset | set) or not all(type(each) is str for each in added):
+        raise PluginError(f"{whose}: added_extensions() must return a frozenset of names, not {safe_repr(added)}")
+    wrapped = call(f"{whose}: wrapped_layer()", made.wrapped_layer, layer, passes=(WrapperError,))
+    if type(wrapped) is not LayerSpec or wrapped.spec is None or wrapped.query is None:
+        raise PluginError(
+            f"{whose}: wrapped_layer() must return a LayerSpec with a spec and a query side, not {safe_repr(wrapped)}"
+        )
+    return made, frozenset(added), wrapped
 
 
 def chain_capture(chain: Sequence[MetadataWrapper]) -> GraphCapture:

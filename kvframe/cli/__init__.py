@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from kvframe.cli.output import keep_output_apart
 from kvframe.errors import KVFrameError
 
 _COMMANDS: Mapping[str, str] = {
@@ -58,6 +59,7 @@ class LazyGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; a ``KVFrameError`` becomes one line on stderr and exit code 2."""
+        keep_output_apart()
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 # A text that is no Unicode is refused; to print it must not lose the others. JSON reads the escape.

@@ -11,19 +11,24 @@ from kvframe.cli.options import json_option, read_stack, stack_option
 from kvframe.cli.render import print_json, print_table
 
 if TYPE_CHECKING:
+    from kvframe.claims import Entry
     from kvframe.plugins import PluginHost
     from kvframe.registry import Catalogue
 
 
 @click.command(short_help="List the plugins and the names they register.")
 @stack_option
+@click.option("--check", is_flag=True, help="Import what the names stand for, and ask each backend if it can run here.")
 @json_option
-def plugins(stack_file: Path | None, as_json: bool) -> None:
-    """List the plugins: version, contract, status, why one is not in use, and the names they register."""
+def plugins(stack_file: Path | None, check: bool, as_json: bool) -> None:
+    """List the plugins: version, contract, status, why one is not in use, and the names they register.
+
+    A name is "not imported" if the file of its class was found; --check imports the class.
+    """
     from kvframe.plugins import load_plugins
 
     host = load_plugins(read_stack(stack_file).plugins)
-    names = [entry for catalogue in host.registry.catalogues.values() for entry in _names(catalogue)]
+    names = [entry for catalogue in host.registry.catalogues.values() for entry in _names(catalogue, check)]
     if as_json:
         print_json(_to_dict(host, names))
         return
@@ -42,7 +47,7 @@ def plugins(stack_file: Path | None, as_json: bool) -> None:
     )
 
 
-def _names(catalogue: Catalogue) -> list[dict[str, Any]]:
+def _names(catalogue: Catalogue, check: bool) -> list[dict[str, Any]]:
     """Return every claim to a name as plain values."""
     contested = catalogue.contested()
     return [
@@ -55,19 +60,32 @@ def _names(catalogue: Catalogue) -> list[dict[str, Any]]:
             "missing": list(entry.missing()),
             "outdated": list(entry.outdated()),
             "install": entry.install,
+            "problem": _problem(entry, check),
+            "checked": check,
         }
         for entry in catalogue.claims()
     ]
 
 
+def _problem(entry: Entry, check: bool) -> str:
+    """Return why a name cannot be used; empty if it can, or if only an import could show it and none is asked for."""
+    from kvframe.errors import PluginError
+
+    problem = entry.problem()
+    if problem or not check:
+        return problem
+    try:
+        return entry.why_unusable(entry.load())
+    except PluginError as error:
+        return str(error)
+
+
 def _usable_in_words(name: dict[str, Any]) -> str:
     if name["contested"]:
         return f"contested: write {name['owner']}:{name['name']}, or choose an owner in the stack"
-    if name["missing"] or name["outdated"]:
-        hint = f"; try: {name['install']}" if name["install"] else ""
-        needed = ", ".join(name["missing"]) or "; ".join(name["outdated"])
-        return f"no: needs {needed}{hint}"
-    return "yes"
+    if name["problem"]:
+        return f"no: {name['problem']}"
+    return "yes" if name["checked"] else "not imported"
 
 
 def _to_dict(host: PluginHost, names: list[dict[str, Any]]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from kvframe.attention.local import LocalCaches
 from kvframe.attention.selection import select_backends
 from kvframe.attention.skipping import find_skippable_layers
 from kvframe.cache.storage import HostStorage, KVCacheStorage
-from kvframe.errors import StackError
+from kvframe.errors import PluginError, StackError
+from kvframe.foreign import call, safe_repr
 from kvframe.formats import PLAIN
 from kvframe.groups import Grouping, group_layers, make_layer_specs
 from kvframe.model.adapter import LoadedModel
@@ -172,9 +173,19 @@ def _assemble(
 
 
 def find_page_copier(choices: Sequence[Choice]) -> PageCopier | None:
-    """Return the kernel that the first of the chosen backends has which has one; None if none of them does."""
-    copiers = (choice.backend_class.page_copier() for choice in choices)
-    return next((copier for copier in copiers if copier is not None), None)
+    """Return the copy kernel of the first chosen backend that provides one; None if none does.
+
+    Raises:
+        PluginError: A chosen backend fails when it is asked, or returns what cannot be called.
+    """
+    for choice in choices:
+        whose = f"backend {choice.backend!r}, of layer {choice.layer!r}: page_copier()"
+        copier = call(whose, choice.backend_class.page_copier)
+        if copier is not None:
+            if not callable(copier):
+                raise PluginError(f"{whose} must return a function or None, not {safe_repr(copier)}")
+            return copier
+    return None
 
 
 def _skipped_layers(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack) -> tuple[str, ...]:

@@ -3,19 +3,70 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvframe.errors import ModelError, PluginError
+import attrs
+
+from kvframe.errors import KVFrameError, ModelError, PluginError
+from kvframe.foreign import call, safe_repr
+from kvframe.model.description import ModelDescription
 from kvframe.model.layer_file import is_layer_file, parse_file, read_layer_file
 
 if TYPE_CHECKING:
-    from kvframe.model.adapter import ModelAdapter
-    from kvframe.model.description import ModelDescription
+    from kvframe.claims import Entry
+    from kvframe.model.adapter import LoadedModel, ModelAdapter
     from kvframe.registry import Registry
 
 
-def find_adapter(path: Path, registry: Registry) -> ModelAdapter:
-    """Return the one model adapter that recognises ``path``.
+@attrs.frozen
+class FoundAdapter:
+    """A plugin's model adapter, behind which its failures are errors that name it.
+
+    Attributes:
+        entry: The claim to its name.
+        adapter: The plugin's instance.
+    """
+
+    entry: Entry
+    adapter: ModelAdapter
+
+    @classmethod
+    def make(cls, entry: Entry) -> FoundAdapter:
+        """Import the adapter's class and make an instance; raises ``PluginError`` if either fails."""
+        return cls(entry, call(f"model adapter {entry.id!r}: __init__()", entry.load()))
+
+    @property
+    def whose(self) -> str:
+        """How an error names it."""
+        return f"model adapter {self.entry.id!r}"
+
+    def recognises(self, path: Path) -> bool:
+        """Return whether ``path`` is of the adapter's kind; raises ``PluginError`` if it fails."""
+        answer: Any = call(f"{self.whose}: recognises()", self.adapter.recognises, path)
+        if type(answer) is not bool:
+            raise PluginError(f"{self.whose}: recognises() must return True or False, not {safe_repr(answer)}")
+        return answer
+
+    def describe(self, path: Path) -> ModelDescription:
+        """Return what the adapter reads at ``path``; raises ``KVFrameError`` if it refuses or fails."""
+        description: Any = call(f"{self.whose}: describe()", self.adapter.describe, path, passes=(KVFrameError,))
+        return self._checked(description, "describe() must return a ModelDescription")
+
+    def load(self, path: Path, *, device: str, dtype: str) -> LoadedModel:
+        """Return the model that the adapter loads; raises ``KVFrameError`` if it refuses or fails."""
+        what = f"{self.whose}: load()"
+        model = call(what, self.adapter.load, path, device=device, dtype=dtype, passes=(KVFrameError,))
+        self._checked(call(what, getattr, model, "description", None), "load() must return a model with a description")
+        return model
+
+    def _checked(self, description: Any, otherwise: str) -> ModelDescription:
+        if not isinstance(description, ModelDescription):
+            raise PluginError(f"{self.whose}: {otherwise}, not {safe_repr(description)}")
+        return description
+
+
+def find_adapter(path: Path, registry: Registry) -> FoundAdapter:
+    """Return the one model adapter that recognises ``path``; one that fails is passed over.
 
     Args:
         path: A model's folder or config file.
@@ -26,17 +77,16 @@ def find_adapter(path: Path, registry: Registry) -> ModelAdapter:
     """
     if not path.exists():
         raise ModelError(f"there is no file or folder {path}")
-    found: dict[str, ModelAdapter] = {}
+    found: dict[str, FoundAdapter] = {}
     unusable: list[str] = []
     names = registry.model_adapters.names()
     for name in names:
         try:
-            adapter: ModelAdapter = registry.model_adapters.load(name)()
+            adapter = FoundAdapter.make(registry.model_adapters.get(name))
+            if adapter.recognises(path):
+                found[name] = adapter
         except PluginError as error:
             unusable.append(str(error))
-            continue
-        if adapter.recognises(path):
-            found[name] = adapter
     if len(found) == 1:
         return found.popitem()[1]
     if found:
@@ -67,6 +117,7 @@ def describe_model(path: Path, registry: Registry) -> ModelDescription:
 
     Raises:
         ModelError: Nothing is there, or it is no model, or it is not understood.
+        PluginError: The adapter that recognises it fails.
     """
     if is_layer_file(path):
         return read_layer_file(path)

@@ -1,0 +1,29 @@
+"""Where the command line's own output goes: apart from what plugins, libraries and subprocesses print."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+
+def keep_output_apart() -> None:
+    """Let ``sys.stdout`` write to the process's standard output, and send to stderr what anything else writes there.
+
+    What C code or a subprocess prints goes to file descriptor 1, whatever ``sys.stdout`` is. It would stand in the
+    middle of a JSON document. Does nothing if ``sys.stdout`` is not that of the process, as in a test.
+    """
+    stdout = sys.stdout
+    if stdout is not sys.__stdout__ or not isinstance(stdout, io.TextIOWrapper):
+        return
+    try:
+        if (stdout.fileno(), sys.stderr.fileno()) != (1, 2):
+            return
+        stdout.flush()
+        own = os.dup(1)
+        os.dup2(2, 1)
+    except (OSError, AttributeError):  # a closed stream
+        return
+    sys.stdout = io.TextIOWrapper(
+        os.fdopen(own, "wb"), encoding=stdout.encoding, errors=stdout.errors, line_buffering=stdout.line_buffering
+    )
