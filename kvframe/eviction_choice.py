@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvframe.errors import KVFrameError, StackError
+from kvframe.errors import KVFrameError, PluginError, StackError
 from kvframe.eviction import LRU, EvictionPolicy
 from kvframe.options import make_with_options
 
@@ -24,12 +24,14 @@ def make_policy(stack: Stack, registry: Registry) -> EvictionPolicy:
         StackError: No plugin in use provides it, it cannot be imported, or its options do not fit it.
     """
     use = stack.cache.eviction
+    where = f"{stack.source}: cache.eviction"
     try:
         policy_class: type[EvictionPolicy] = (
             type(LRU) if use.name == LRU.name else registry.eviction_policies.load(use.name)
         )
-        return make_with_options(policy_class, use.options)
-    except ValueError as error:
-        raise StackError(f"{stack.source}: cache.eviction: eviction policy {use.name!r}: {error}") from error
     except KVFrameError as error:
-        raise StackError(f"{stack.source}: cache.eviction: {error}") from error
+        raise StackError(f"{where}: {error}") from error
+    try:
+        return make_with_options(policy_class, use.options)
+    except (ValueError, PluginError) as error:
+        raise StackError(f"{where}: eviction policy {use.name!r}: {error}") from error

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvframe.errors import KVFrameError, SpecError, StackError
+from kvframe.errors import KVFrameError, PluginError, SpecError, StackError
 from kvframe.formats import PLAIN, KVFormat, state_of
 from kvframe.options import Use, make_with_options
 
@@ -48,7 +48,7 @@ def make_format(given: Any, registry: Registry) -> KVFormat:
         SpecError: It is none of that, or the options do not fit the format.
         UnknownNameError: No plugin provides the format.
         ContestedNameError: Several plugins do.
-        PluginError: It cannot be imported.
+        PluginError: It cannot be imported, or fails.
     """
     if isinstance(given, KVFormat):
         return given
@@ -58,6 +58,8 @@ def make_format(given: Any, registry: Registry) -> KVFormat:
         return make_with_options(format_class, use.options)
     except ValueError as error:
         raise SpecError(f"KV format {use.name!r}: {error}") from error
+    except PluginError as error:
+        raise PluginError(f"KV format {use.name!r}: {error}") from error
 
 
 def _as_use(given: Any) -> Use:

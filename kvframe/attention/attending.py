@@ -12,7 +12,8 @@ from kvframe.attention.build import BuiltMetadata
 from kvframe.attention.group import AttentionGroup
 from kvframe.attention.relative_bias import RELATIVE_BIAS
 from kvframe.attention.slots import Slots
-from kvframe.errors import BackendError
+from kvframe.errors import BackendError, PluginError
+from kvframe.foreign import call
 from kvframe.specs import LayerSpec
 
 
@@ -49,7 +50,8 @@ class AttentionLayer:
             parameters: By name, such as ``relative_bias: [num_buckets, num_heads]``, device.
 
         Raises:
-            BackendError: The bias that the layer declares is not among them, or has another shape.
+            BackendError: The bias that the layer declares is not among them, or has another shape; or the backend
+                fails.
         """
         query = self.spec.query
         if query is not None and query.relative_bias is not None:
@@ -60,7 +62,11 @@ class AttentionLayer:
                     f"layer {self.spec.name!r} declares a relative bias of {expected[0]} buckets for {expected[1]} "
                     f"heads, and was bound {found or 'nothing'}; bind it {{{RELATIVE_BIAS!r}: a tensor {expected}}}"
                 )
-        self._backend.bind(self._wrapped, parameters)
+        whose = f"backend {self._step.group.backend_name!r}, of layer {self.spec.name!r}: bind()"
+        try:
+            call(whose, self._backend.bind, self._wrapped, parameters, passes=(BackendError,))
+        except PluginError as error:
+            raise BackendError(str(error)) from error.__cause__
         self.lacks_parameters = False
 
     def __call__(
