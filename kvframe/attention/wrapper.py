@@ -28,6 +28,11 @@ DROPS_TOKENS = "drops_tokens"
 VIRTUAL_REQUESTS = "virtual_requests"
 """The effect of a wrapper that makes several rows of one request."""
 
+CHANGES_MASK = "changes_mask"
+"""The effect of a wrapper after which queries attend to other tokens than before: those of the mask that
+``wrapped_layer`` gives the layer, over the rows of the batch as they were. Any other wrapper leaves to each query the
+tokens that it attended to."""
+
 
 class FieldUse(StrEnum):
     """What a wrapper does with a field of the metadata, or with an extension."""
@@ -59,8 +64,8 @@ class MetadataWrapper(ABC):
     extensions: ClassVar[Mapping[str, FieldUse]] = MappingProxyType({})
     """What happens to each extension; one that is not listed is refused."""
     effects: ClassVar[frozenset[str]] = frozenset()
-    """What it does to a batch that others of a chain may care about: ``DROPS_TOKENS``, ``VIRTUAL_REQUESTS``, or words
-    of its own."""
+    """What it does to a batch that others of a chain may care about: ``DROPS_TOKENS``, ``VIRTUAL_REQUESTS``,
+    ``CHANGES_MASK``, or words of its own."""
     not_after: ClassVar[frozenset[str]] = frozenset()
     """Wrappers, or effects, that may not stand before it in a chain."""
     not_before: ClassVar[frozenset[str]] = frozenset()

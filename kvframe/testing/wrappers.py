@@ -1,5 +1,8 @@
 """Whether a wrapper keeps the contract: run on batches of every kind, and held to what it declares.
 
+Attention after the wrapper is compared with attention before it: each query has to attend to the same slots, unless
+the wrapper declares another mask.
+
 What ``apply_wrapper`` refuses of every wrapper by itself, as an extension that it does not know, is not checked again.
 """
 
@@ -26,6 +29,7 @@ from kvframe.attention.padding import pad_metadata
 from kvframe.attention.wrapper import FieldUse, MetadataWrapper, apply_wrapper
 from kvframe.errors import WrapperError
 from kvframe.specs import LayerSpec
+from kvframe.testing.attended import find_difference
 from kvframe.testing.batches import cross_wrapper_batches, wrapper_batches
 from kvframe.testing.case import Request
 from kvframe.testing.guard import ScalarGuard, guard, unguard
@@ -122,7 +126,7 @@ def _check_batch(wrapper: MetadataWrapper, layer: LayerSpec, batch: str, metadat
         if wrapper.fields[name] is FieldUse.CARRY and not same:
             raise _failure(wrapper, batch, f"it declares to carry {name} and hands on something else")
     _check_extensions(wrapper, layer, batch, metadata, first)
-    problem = find_problem(first)
+    problem = find_problem(first) or find_difference(wrapper, layer, metadata, first)
     if problem:
         raise _failure(wrapper, batch, problem)
     try:

@@ -1,0 +1,88 @@
+"""Which slots each query of a batch attends to: a wrapper leaves these as they are, or says that it changes them.
+
+A query's attention follows from the set of slots: their order, and the rows of the batch, do not matter.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from kvframe.attention.metadata import NO_EXTENSIONS, SEQ_STARTS, CommonAttentionMetadata
+from kvframe.attention.wrapper import CHANGES_MASK, DROPS_TOKENS, FieldUse, MetadataWrapper
+from kvframe.specs import KVCacheSpec, LayerSpec
+
+
+def find_difference(
+    wrapper: MetadataWrapper, layer: LayerSpec, metadata: CommonAttentionMetadata, wrapped: CommonAttentionMetadata
+) -> str:
+    """Return in one sentence how attention after a wrapper differs from attention before it; empty if it does not.
+
+    Of a wrapper that drops tokens, those that generate are compared. Of one that changes the mask, attention after it
+    is compared with the mask of ``wrapped_layer`` over the rows of the batch as they were. A wrapper that resets
+    ``causal`` decides whether the batch is causal.
+
+    Args:
+        wrapper: The wrapper, made for the layer.
+        layer: The layer, as it is before the wrapper.
+        metadata: What the wrapper was given; it does not contradict itself.
+        wrapped: What it made of it; likewise.
+    """
+    kept, drops = [*range(metadata.num_actual_tokens)], DROPS_TOKENS in wrapper.effects
+    if drops:
+        kept = metadata.generating_indices_cpu[: metadata.num_generating].tolist()
+    if wrapped.num_actual_tokens != len(kept):
+        which = "generate" if drops else "go in, and it does not declare that it drops tokens"
+        return f"{wrapped.num_actual_tokens} tokens come out where {len(kept)} {which}"
+    after = wrapper.wrapped_layer(layer).spec
+    before = after if CHANGES_MASK in wrapper.effects else layer.spec
+    if before is None or after is None:
+        return ""
+    expected = attended_slots(_as_declared(wrapper, layer, metadata, wrapped), before)
+    found = attended_slots(wrapped, after)
+    slots, new_slots = metadata.slot_mapping.tolist(), wrapped.slot_mapping.tolist()
+    for row, token in enumerate(kept):
+        if slots[token] != new_slots[row]:
+            return f"token {token} of the batch has the slot {slots[token]} before and {new_slots[row]} after"
+        if expected[token] != found[row]:
+            lost, new = sorted(expected[token] - found[row]), sorted(found[row] - expected[token])
+            return f"token {token} of the batch no longer attends to the slots {lost}, and attends to {new} instead"
+    return ""
+
+
+def attended_slots(metadata: CommonAttentionMetadata, spec: KVCacheSpec) -> list[set[int]]:
+    """Return the slots that each packed token attends to, padding left out; -1 for tokens without a block.
+
+    Args:
+        metadata: A step's metadata on the host.
+        spec: The layer's cache spec.
+    """
+    causal = metadata.causal and (spec.mask is None or spec.mask.causal)
+    starts, tables = metadata.query_start_loc_cpu.tolist(), metadata.block_table.tolist()
+    hidden = [0] * metadata.num_reqs
+    if SEQ_STARTS in metadata.extensions:
+        hidden = metadata.extensions[SEQ_STARTS].values.tolist()
+    found: list[set[int]] = []
+    for request, seq_len in enumerate(metadata.seq_lens_cpu.tolist()):
+        blocks, num_new = tables[request], starts[request + 1] - starts[request]
+        for position in range(seq_len - num_new, seq_len):
+            ranges = (*spec.live_ranges(position), (position, position + 1)) if causal else ((0, seq_len),)
+            tokens = [token for start, stop in ranges for token in range(max(start, hidden[request]), stop)]
+            found.append({_slot(blocks, token, metadata.block_size) for token in tokens})
+    return found
+
+
+def _slot(blocks: list[int], token: int, block_size: int) -> int:
+    index, offset = divmod(token, block_size)
+    return blocks[index] * block_size + offset if index < len(blocks) else -1
+
+
+def _as_declared(
+    wrapper: MetadataWrapper, layer: LayerSpec, metadata: CommonAttentionMetadata, wrapped: CommonAttentionMetadata
+) -> CommonAttentionMetadata:
+    """Return the batch as it was, with what the wrapper declares to decide anew."""
+    if wrapper.fields["causal"] is FieldUse.RESET:
+        metadata = attrs.evolve(metadata, causal=wrapped.causal)
+    if CHANGES_MASK in wrapper.effects and SEQ_STARTS in wrapper.added_extensions(layer):
+        extensions = {name: each for name, each in wrapped.extensions.items() if name == SEQ_STARTS}
+        metadata = attrs.evolve(metadata, extensions=extensions or NO_EXTENSIONS)
+    return metadata
