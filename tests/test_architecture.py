@@ -163,7 +163,9 @@ TEST_MODULES = (
     "kvframe.testing.formats",
     "kvframe.testing.grid",
     "kvframe.testing.laws",
+    "kvframe.testing.runs",
     "kvframe.testing.sample",
+    "kvframe.testing.serving",
     "kvframe.testing.staging",
     "kvframe.testing.wrappers",
 )

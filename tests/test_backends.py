@@ -20,6 +20,8 @@ from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layers
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.reference import dense_attention, visible_tokens
+from kvframe.testing.runs import Run, make_runs, sample_runs
+from kvframe.testing.serving import check_run
 from kvframe.testing.state import GridSpec
 
 BACKENDS = (TorchBackend, TorchReferenceBackend)
@@ -45,6 +47,31 @@ def one_thread() -> None:
 )
 def test_a_backend_computes_what_it_declares(backend: type[AttentionBackend], case: Case) -> None:
     check_backend(backend, case)
+
+
+@pytest.mark.parametrize(
+    ("backend", "run"),
+    [
+        pytest.param(backend, run, id=f"{backend.__name__}-{run.name}")
+        for backend in BACKENDS
+        for run in sample_runs(make_runs(backend.capabilities))
+    ],
+)
+def test_a_backend_serves_two_layers_and_steps_at_real_sizes(backend: type[AttentionBackend], run: Run) -> None:
+    check_run(backend, run)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("backend", "run"),
+    [
+        pytest.param(backend, run, id=f"{backend.__name__}-{run.name}")
+        for backend in BACKENDS
+        for run in make_runs(backend.capabilities)
+    ],
+)
+def test_a_backend_serves_every_run(backend: type[AttentionBackend], run: Run) -> None:
+    check_run(backend, run)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import attrs
 import pytest
 
 from kvframe.attention.backend import Capabilities
 from kvframe.testing.case import Case
 from kvframe.testing.grid import make_cases
+from kvframe.testing.laws import ConformanceError
+from kvframe.testing.runs import make_runs, make_steps, run_traits, sample_runs
 from kvframe.testing.sample import TOGETHER, parts, sample, traits
 
 CASES = make_cases(
@@ -62,3 +66,46 @@ def test_every_case_is_in_one_part_and_parts_are_alike(num_parts: int) -> None:
     assert [*CASES] == [case for part in found for case in part]
     assert num_parts == len(found)
     assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+CAPABILITIES = Capabilities(
+    devices=frozenset({"cpu"}),
+    dtypes=frozenset({"float32", "bfloat16"}),
+    masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk"}),
+    soft_cap=True,
+    sinks=True,
+)
+RUNS = make_runs(CAPABILITIES)
+
+
+@pytest.mark.parametrize("name", run_traits(RUNS[0]))
+def test_whatever_comes_up_in_the_runs_comes_up_in_a_sample_of_them(name: str) -> None:
+    assert {run_traits(run)[name] for run in RUNS} == {run_traits(run)[name] for run in sample_runs(RUNS)}
+    assert len(sample_runs(RUNS)) <= 10
+
+
+def test_runs_have_the_sizes_of_real_models() -> None:
+    assert {64, 128, 256} == {run_traits(run)["head_size"] for run in RUNS}
+    assert {1, 4, 8} == {run_traits(run)["num_kv_heads"] for run in RUNS}
+    assert {(32, 17, 17)} == {(run.case(run.layer, 0).query.num_heads, *map(len, run.steps)) for run in RUNS}
+
+
+def test_a_second_step_goes_on_with_most_of_the_requests_of_the_first_and_has_others() -> None:
+    for first, second in make_steps(16).values():
+        stayed = first.keys() & second.keys()
+        assert (14, 3) == (len(stayed), len(second.keys() - first.keys()))
+        assert all(first[name].seq_len == second[name].num_computed for name in stayed)
+
+
+@pytest.mark.parametrize("limits", [{"head_sizes": frozenset({80, 96})}, {"block_size_multiple": 256}])
+def test_runs_keep_to_what_a_backend_is_limited_to(limits: dict[str, Any]) -> None:
+    limited = attrs.evolve(CAPABILITIES, **limits)
+    for run in make_runs(limited):
+        assert [] == limited.refusals(run.layer, "cpu")
+
+
+def test_a_backend_that_no_run_is_for_is_refused() -> None:
+    with pytest.raises(ConformanceError, match="serves no layer of the runs"):
+        make_runs(CAPABILITIES, "cuda")

@@ -18,6 +18,8 @@ from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
+from kvframe.testing.runs import make_runs, sample_runs
+from kvframe.testing.serving import check_run
 from kvframe.testing.staging import check_staging
 
 CAPABILITIES = TorchVarlenBackend.capabilities
@@ -121,6 +123,11 @@ def test_it_computes_the_grid(stand_in: StandIn) -> None:
         check_backend(TorchVarlenBackend, case)
 
 
+def test_it_serves_two_layers_and_steps_at_real_sizes(stand_in: StandIn) -> None:
+    for run in sample_runs(make_runs(CAPABILITIES, "cuda")):
+        check_run(TorchVarlenBackend, run)
+
+
 def test_it_computes_the_grid_behind_wrappers(stand_in: StandIn) -> None:
     found = [case for case in cases(chains()) if case.wrappers]
     assert 30 < len(found)
@@ -138,6 +145,8 @@ def test_torchs_function_computes_the_grid_on_a_gpu() -> None:
         pytest.skip(reason)
     for case in cases(chains()):
         check_backend(TorchVarlenBackend, case, "cuda")
+    for run in make_runs(CAPABILITIES, "cuda"):
+        check_run(TorchVarlenBackend, run, "cuda")
 
 
 class _OneTokenShort(TorchVarlenBackend):

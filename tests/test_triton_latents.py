@@ -21,12 +21,16 @@ from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases
 from kvframe.testing.metadata import make_metadata
+from kvframe.testing.runs import Run, make_runs, sample_runs
 from kvframe.testing.sample import parts, sample
+from kvframe.testing.serving import check_run
 from kvframe.testing.staging import check_staging
 
 CASES = make_cases(TritonMLABackend.capabilities, "cuda", form=Latents())
 FEW = sample(CASES, [("batch", "state")])
 """The interpreter is slow: of all cases, those in which every kind of batch comes up with every size."""
+
+RUNS = make_runs(TritonMLABackend.capabilities, "cuda", form=Latents())
 
 interpreted = pytest.mark.skipif(
     not knobs.runtime.interpret, reason="a CUDA device is there, on which all cases are run"
@@ -37,6 +41,25 @@ interpreted = pytest.mark.skipif(
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
 def test_it_computes_some_of_the_grid_under_the_interpreter(case: Case) -> None:
     check_backend(TritonMLABackend, case)
+
+
+@interpreted
+@pytest.mark.parametrize("run", sample_runs(RUNS, ["head_size"]), ids=lambda run: run.name)
+def test_it_serves_two_layers_and_steps_at_real_sizes_under_the_interpreter(run: Run) -> None:
+    check_run(TritonMLABackend, run)
+
+
+@interpreted
+@pytest.mark.whole
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_it_serves_every_run_under_the_interpreter(run: Run) -> None:
+    check_run(TritonMLABackend, run)
+
+
+@pytest.mark.gpu
+def test_it_serves_every_run_on_a_gpu() -> None:
+    for run in RUNS:
+        check_run(TritonMLABackend, run, "cuda")
 
 
 @interpreted

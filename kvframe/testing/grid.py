@@ -166,7 +166,7 @@ def make_layers(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES) -
             yield f"{mask}-{feature}", layer_with(**{**options, **changes})
     for size in sorted(capabilities.head_sizes or {head_size + 32}):
         yield f"full-head_size={size}", layer_with(head_size=size)
-    for dtype in _dtypes(capabilities)[1:]:
+    for dtype in usual_dtypes(capabilities)[1:]:
         for mask, options in MAIN_MASKS.items():
             yield f"{mask}-{dtype}", layer_with(dtype=dtype, **options)
         scored = layer_with(dtype=dtype, soft_cap=SOFT_CAP, has_sinks=True)
@@ -186,7 +186,7 @@ def make_layer(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES, **
     stored: dict[str, Any] = {
         **form.sizes(head_size),
         **{name: min(sizes) for name, sizes in capabilities.spec_sizes.items()},
-        "dtype": _dtypes(capabilities)[0],
+        "dtype": usual_dtypes(capabilities)[0],
         "block_size": align_up(16, capabilities.block_size_multiple),
     }
     query: dict[str, Any] = {"num_heads": 4, "head_size": head_size, "scale": SCALE}
@@ -235,7 +235,7 @@ def _has_relative_bias(layer: LayerSpec) -> bool:
     return layer.query is not None and layer.query.relative_bias is not None
 
 
-def _dtypes(capabilities: Capabilities) -> list[str]:
+def usual_dtypes(capabilities: Capabilities) -> list[str]:
     """Return the dtypes of floats that the capabilities allow, the main one first."""
     main = [name for name in MAIN_DTYPES if name in capabilities.dtypes]
     return main + sorted(
@@ -299,7 +299,7 @@ def _format_cases(kv_format: KVFormat, capabilities: Capabilities, device: str, 
     further |= {
         f"full-head_size={size}": {"head_size": size} for size in sorted(capabilities.head_sizes or {head_size + 32})
     }
-    further |= {f"full-{dtype}": {"dtype": dtype} for dtype in _dtypes(capabilities)[1:]}
+    further |= {f"full-{dtype}": {"dtype": dtype} for dtype in usual_dtypes(capabilities)[1:]}
     further["chunk=6"] = {"chunk": 6}
     further["stride=6"] = {"stride": 6}
     further["full-soft_cap-learned_sinks"] = {"soft_cap": SOFT_CAP, "has_sinks": True}

@@ -52,15 +52,24 @@ def sample(cases: Sequence[Case], together: Iterable[tuple[str, str]] = TOGETHER
     _require_some(cases)
     wanted = {frozenset(pair) for pair in together}
     pairs = [_pairs(case, wanted) for case in cases]
-    costs = [_cost(case) for case in cases]
-    missing: set[Hashable] = set().union(*pairs)
+    return tuple(cases[index] for index in cover(pairs, [_cost(case) for case in cases]))
+
+
+def cover(parts: Sequence[Collection[Hashable]], costs: Sequence[float]) -> list[int]:
+    """Return which of several collections are enough to have every element in one, in order.
+
+    Args:
+        parts: The collections.
+        costs: What each costs.
+    """
+    missing: set[Hashable] = set().union(*parts)
     chosen: set[int] = set()
     while missing:
         # Greedy, as set covers are: what brings most that is new for its cost.
-        best = max(range(len(cases)), key=lambda index: len(pairs[index] & missing) / costs[index])
+        best = max(range(len(parts)), key=lambda index: len(missing.intersection(parts[index])) / costs[index])
         chosen.add(best)
-        missing -= pairs[best]
-    return tuple(cases[index] for index in sorted(chosen))
+        missing.difference_update(parts[best])
+    return sorted(chosen)
 
 
 def parts(cases: Sequence[Case], num_parts: int) -> list[tuple[Case, ...]]:
@@ -134,5 +143,9 @@ def _pairs(case: Case, together: Collection[frozenset[str]]) -> set[Hashable]:
 
 def _cost(case: Case) -> float:
     """Return about what a case costs, in iterations of programs, beside what each costs to set up."""
-    steps = sum(-(-each.num_new // ROW_TOKENS) * -(-each.seq_len // COLUMN_TOKENS) for each in case.requests)
-    return 60.0 + steps
+    return 60.0 + num_iterations(case.requests)
+
+
+def num_iterations(requests: Sequence[Request]) -> int:
+    """Return how many iterations programs take for a batch, with tiles of a few rows and columns."""
+    return sum(-(-each.num_new // ROW_TOKENS) * -(-each.seq_len // COLUMN_TOKENS) for each in requests)

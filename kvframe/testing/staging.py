@@ -143,7 +143,7 @@ def _copies_of_a_step(
     memory_bytes = 100 * sum(group.page_bytes for group in grouping.groups)
     plan = plan_cache(grouping, memory_bytes=memory_bytes, max_model_len=MAX_LEN, max_num_batched_tokens=MAX_LEN)
     views = KVCacheStorage(plan, grouping, META).views
-    attention = AttentionLayers(layers, [_choose(each, backend_class) for each in layers], grouping, views, META)
+    attention = AttentionLayers(layers, [choose(each, backend_class) for each in layers], grouping, views, META)
     cases = {each.name: Case(name=each.name, layer=each, requests=(), form=form) for each in layers}
     learned = {name: Learned.draw(case, torch.Generator()).to(META) for name, case in cases.items()}
     for name, each in learned.items():
@@ -190,7 +190,8 @@ def _attend(layer: AttentionLayer, case: Case, learned: Learned, num_tokens: int
         raise ConformanceError(f"{case.name}: {error}") from error
 
 
-def _choose(layer: LayerSpec, backend_class: type[AttentionBackend]) -> Choice:
+def choose(layer: LayerSpec, backend_class: type[AttentionBackend]) -> Choice:
+    """Return the choice of a backend for a layer, without wrappers, with the options that the kit runs it with."""
     options = backend_class.options_class
     return Choice(
         layer=layer.name,

@@ -24,6 +24,11 @@ SOFT_CAP = 2.0
 RELATIVE_BIAS: Mapping[str, Any] = {"num_buckets": 8, "max_distance": 20}
 """With distances of their own, ranges of distances, and some beyond them, within the batches."""
 
+HEAD_SIZES = frozenset({64, 128, 256})
+NUM_HEADS = 32
+NUM_KV_HEADS = (8, 4, 1)
+"""Sizes of real models."""
+
 Draw = Callable[..., torch.Tensor]
 """``draw(*shape)`` returns random numbers of ordinary size, in the dtype that a model computes in."""
 
@@ -112,6 +117,15 @@ class StateForm(ABC):
         """Return a small head size that goes with the sizes which a backend is limited to."""
         return 8
 
+    def real_sizes(self, head_sizes: frozenset[int] | None) -> Mapping[str, Mapping[str, Any]]:
+        """Return sizes of real models by name, as fields of ``spec_class`` and of ``QuerySpec``.
+
+        Args:
+            head_sizes: Those that a backend is limited to; None for any.
+        """
+        sizes = sorted(HEAD_SIZES if head_sizes is None else HEAD_SIZES & head_sizes or head_sizes)
+        return {f"head_size={size}": {"head_size": size, "num_heads": NUM_HEADS} for size in sizes}
+
     @abstractmethod
     def features(self, head_size: int) -> Mapping[str, Mapping[str, Any]]:
         """Return other sizes that a backend has to serve, by name; fields of ``QuerySpec`` may be among them."""
@@ -173,6 +187,14 @@ class KeysAndValues(StateForm):
     def sizes(self, head_size: int) -> dict[str, Any]:
         """Return two KV heads, for four query heads."""
         return {"num_kv_heads": 2, "head_size": head_size}
+
+    def real_sizes(self, head_sizes: frozenset[int] | None) -> Mapping[str, Mapping[str, Any]]:
+        """Return each head size with several numbers of KV heads."""
+        return {
+            f"{name}-num_kv_heads={num_kv_heads}": {**options, "num_kv_heads": num_kv_heads}
+            for name, options in super().real_sizes(head_sizes).items()
+            for num_kv_heads in NUM_KV_HEADS
+        }
 
     def features(self, head_size: int) -> Mapping[str, Mapping[str, Any]]:
         """Return other numbers of KV heads and other sizes of values."""

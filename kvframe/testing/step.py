@@ -104,7 +104,7 @@ def run_step(
     if not case.is_cross:
         slots = metadata.slot_mapping // metadata.block_size, metadata.slot_mapping % metadata.block_size
         write(writer, case, packed(lambda each: each.key), packed(lambda each: each.value), storage, slots)
-    guard = _WriteGuard([storage.pool, *_tensors(metadata)])
+    guard = WriteGuard([storage.pool, *tensors_of(metadata)])
     wrapped = apply_chain(chain, metadata)
     guard.check("a wrapper wrote to the batch metadata")
     kept = _kept_rows(chain, metadata, wrapped)
@@ -114,7 +114,7 @@ def run_step(
     if builder.batch_order is not None and not is_ordered(builder.batch_order, wrapped):
         common, permutation = permute(wrapped, builder.batch_order)
         query, back = query.index_select(0, permutation.tokens), permutation.inverse
-    guard = _WriteGuard([storage.pool, query, *_tensors(metadata), *_tensors(common)])
+    guard = WriteGuard([storage.pool, query, *tensors_of(metadata), *tensors_of(common)])
 
     def attend(built: Any, made: str) -> torch.Tensor:
         try:
@@ -192,21 +192,27 @@ def _kept_rows(
     return kept
 
 
-class _WriteGuard:
+class WriteGuard:
     """Tensors that nobody may write to, with a copy of each."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
         self._copies = [tensor.clone() for tensor in tensors]
 
-    def check(self, message: str) -> None:
+    def holds(self) -> bool:
+        """Return whether nobody wrote to them."""
         # As bytes: NaN is then the same as itself.
         pairs = zip(self._tensors, self._copies, strict=True)
-        if not all(torch.equal(tensor.view(torch.uint8), copy.view(torch.uint8)) for tensor, copy in pairs):
+        return all(torch.equal(tensor.view(torch.uint8), copy.view(torch.uint8)) for tensor, copy in pairs)
+
+    def check(self, message: str) -> None:
+        """Raise a ``ConformanceError`` with the message if somebody wrote to them."""
+        if not self.holds():
             raise ConformanceError(message)
 
 
-def _tensors(metadata: CommonAttentionMetadata) -> list[torch.Tensor]:
+def tensors_of(metadata: CommonAttentionMetadata) -> list[torch.Tensor]:
+    """Return every tensor of a step's metadata, those of its extensions and those on the host too."""
     values = [*attrs.asdict(metadata, recurse=False).values()]
     for extension in metadata.extensions.values():
         values += [extension.values, extension.values_cpu]

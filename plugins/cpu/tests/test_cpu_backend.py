@@ -21,8 +21,11 @@ from kvframe.testing.grid import make_cases
 from kvframe.testing.guard import guard
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
+from kvframe.testing.runs import Run, make_runs, sample_runs
+from kvframe.testing.serving import check_run
 
 CASES = make_cases(CpuBackend.capabilities)
+RUNS = make_runs(CpuBackend.capabilities)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -37,6 +40,17 @@ def test_it_computes_the_grid(part: int) -> None:
     assert CpuBackend.capabilities.formats == {case.spec.kv_format.name for case in CASES}
     for case in CASES[part::8]:
         check_backend(CpuBackend, case)
+
+
+@pytest.mark.parametrize("run", sample_runs(RUNS), ids=lambda run: run.name)
+def test_it_serves_two_layers_and_steps_at_real_sizes(run: Run) -> None:
+    check_run(CpuBackend, run)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_it_serves_every_run(run: Run) -> None:
+    check_run(CpuBackend, run)
 
 
 @pytest.mark.parametrize("batch", ["mixed", "uneven", "extend", "decode"])

@@ -22,6 +22,8 @@ from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
+from kvframe.testing.runs import make_runs, sample_runs
+from kvframe.testing.serving import check_run
 from kvframe.testing.staging import check_staging
 
 HEAD_SIZES = (8, 40, 256)
@@ -260,6 +262,13 @@ def test_it_computes_the_grid(name: str, at_least: int, stand_ins: dict[str, Any
         check_backend(backend_class, case)
 
 
+@pytest.mark.parametrize("name", CLASSES)
+def test_it_serves_two_layers_and_steps_at_real_sizes(name: str, stand_ins: dict[str, Any]) -> None:
+    backend_class = load(name)
+    for run in sample_runs(make_runs(backend_class.capabilities, "cuda")):
+        check_run(backend_class, run)
+
+
 @pytest.mark.parametrize(("name", "at_least"), [("flash_attn", 50), ("flash_attn_3", 100)])
 def test_it_computes_the_grid_behind_wrappers(name: str, at_least: int, stand_ins: dict[str, Any]) -> None:
     backend_class = load(name)
@@ -285,6 +294,8 @@ def test_the_library_computes_the_grid_on_a_gpu(name: str) -> None:
         pytest.skip(reason)
     for case in cases(backend_class, chains()):
         check_backend(backend_class, case, "cuda")
+    for run in make_runs(backend_class.capabilities, "cuda"):
+        check_run(backend_class, run, "cuda")
 
 
 # --- mistakes that the grid sees --------------------------------------------------------------------------------------

@@ -27,6 +27,8 @@ from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.guard import guard
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
+from kvframe.testing.runs import make_runs, sample_runs
+from kvframe.testing.serving import check_run
 from kvframe.testing.staging import check_staging
 
 FORMATS = ("plain", "fp8_tensor", "int8_token_head")
@@ -243,6 +245,12 @@ def test_it_computes_the_grid(library: ModuleType) -> None:
     assert 300 < len(found)
     for case in found:
         check_backend(backend_class, case)
+
+
+def test_it_serves_two_layers_and_steps_at_real_sizes(library: ModuleType) -> None:
+    backend_class = load()
+    for run in sample_runs(make_runs(backend_class.capabilities, "cuda")):
+        check_run(backend_class, run)
 
 
 def test_it_computes_the_grid_behind_wrappers(library: ModuleType) -> None:

@@ -20,6 +20,8 @@ from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.guard import guard
 from kvframe.testing.metadata import make_metadata
+from kvframe.testing.runs import make_runs, sample_runs
+from kvframe.testing.serving import check_run
 from kvframe.testing.staging import check_staging
 from kvframe.testing.state import form_of
 
@@ -127,6 +129,11 @@ def test_it_computes_the_grid(backend_class: type[AttentionBackend]) -> None:
     assert {(512, 64)} == {(case.spec.latent_size, case.spec.rope_size) for case in found}  # type: ignore[attr-defined]
     for case in found:
         check_backend(backend_class, case)
+
+
+def test_it_serves_two_layers_and_steps_at_real_sizes(backend_class: type[AttentionBackend]) -> None:
+    for run in sample_runs(make_runs(backend_class.capabilities, "cuda", form_of(backend_class)), ["head_size"]):
+        check_run(backend_class, run)
 
 
 def test_but_for_its_plan_what_a_step_needs_is_in_its_one_copy_and_nobody_waits(

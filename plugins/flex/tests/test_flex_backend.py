@@ -25,7 +25,9 @@ from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
+from kvframe.testing.runs import Run, make_runs, sample_runs
 from kvframe.testing.sample import sample
+from kvframe.testing.serving import check_run
 from kvframe.testing.staging import check_staging
 
 CASES = {case.name: case for case in make_cases(FlexBackend.capabilities)}
@@ -42,6 +44,7 @@ TRACED = sample(
     (),
 )
 """Fewer yet, without what only sizes and formats differ in."""
+RUNS = make_runs(FlexBackend.capabilities)
 CPU = torch.device("cpu")
 
 
@@ -74,6 +77,17 @@ def test_it_computes_the_grid(poison: float) -> None:
     for case in CASES.values():
         if poison != poison or case.name.endswith(("mixed", "uneven")):
             check_backend(FlexBackend, case, poison=poison)
+
+
+@pytest.mark.parametrize("run", sample_runs(RUNS), ids=lambda run: run.name)
+def test_it_serves_two_layers_and_steps_at_real_sizes(run: Run) -> None:
+    check_run(FlexBackend, run)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_it_serves_every_run(run: Run) -> None:
+    check_run(FlexBackend, run)
 
 
 def test_it_computes_a_case_compiled() -> None:

@@ -25,9 +25,12 @@ from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.guard import guard
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
+from kvframe.testing.runs import Run, make_runs, sample_runs
+from kvframe.testing.serving import check_run
 from kvframe.testing.staging import check_staging
 
 CASES = make_cases(MLABackend.capabilities, form=Latents())
+RUNS = make_runs(MLABackend.capabilities, form=Latents())
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -43,6 +46,17 @@ def test_it_computes_the_grid(poison: float) -> None:
         check_backend(MLABackend, case, poison=poison)
 
 
+@pytest.mark.parametrize("run", sample_runs(RUNS, ["kind", "head_size"]), ids=lambda run: run.name)
+def test_it_serves_two_layers_and_steps_at_real_sizes(run: Run) -> None:
+    check_run(MLABackend, run)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_it_serves_every_run(run: Run) -> None:
+    check_run(MLABackend, run)
+
+
 def test_what_a_step_needs_is_in_its_one_copy_and_nobody_waits() -> None:
     check_staging(MLABackend)
 
@@ -51,6 +65,8 @@ def test_what_a_step_needs_is_in_its_one_copy_and_nobody_waits() -> None:
 def test_it_computes_the_grid_on_a_gpu() -> None:
     for case in CASES:
         check_backend(MLABackend, case, "cuda")
+    for run in RUNS:
+        check_run(MLABackend, run, "cuda")
 
 
 @pytest.mark.parametrize("form", [True, False], ids=["absorbed", "expanded"])

@@ -10,11 +10,14 @@ from kvframe_numba.backend import NumbaBackend
 from kvframe.testing.case import Case
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases
+from kvframe.testing.runs import Run, make_runs, sample_runs
 from kvframe.testing.sample import sample
+from kvframe.testing.serving import check_run
 
 CASES = make_cases(NumbaBackend.capabilities)
 FEW = sample(CASES)
 """Of all cases, some in which all comes up that does in the grid."""
+RUNS = make_runs(NumbaBackend.capabilities)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -41,6 +44,17 @@ def test_it_computes_what_it_declares(case: Case) -> None:
 @pytest.mark.parametrize("case", FEW[::2], ids=lambda case: case.name)
 def test_split_over_threads_and_tokens_it_computes_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     check_in_parts(case, monkeypatch)
+
+
+@pytest.mark.parametrize("run", sample_runs(RUNS), ids=lambda run: run.name)
+def test_it_serves_two_layers_and_steps_at_real_sizes(run: Run) -> None:
+    check_run(NumbaBackend, run)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_it_serves_every_run(run: Run) -> None:
+    check_run(NumbaBackend, run)
 
 
 @pytest.mark.whole

@@ -22,13 +22,21 @@ from kvframe.testing.guard import guard
 from kvframe.testing.inputs import Learned, draw_inputs
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
+from kvframe.testing.runs import Run, make_runs, sample_runs
 from kvframe.testing.sample import parts, sample
+from kvframe.testing.serving import check_run
 from kvframe.testing.staging import check_staging
 from kvframe.testing.step import run_step
 
 CASES = make_cases(TritonBackend.capabilities, "cuda")
 FEW = sample(CASES)
 """The interpreter takes about a second for a case: of them, some in which all comes up that does in the grid."""
+
+RUNS = make_runs(TritonBackend.capabilities, "cuda")
+FEW_RUNS = sample_runs(
+    [run for run in RUNS if "num_kv_heads=8" not in run.name and run.feature == "full"], ["head_size", "num_kv_heads"]
+)
+"""A run takes seconds for each of its KV heads."""
 
 NUM_PARTS = 24
 
@@ -46,6 +54,19 @@ def _one_thread() -> None:
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
 def test_it_computes_some_of_the_grid_under_the_interpreter(case: Case) -> None:
     check_backend(TritonBackend, case)
+
+
+@interpreted
+@pytest.mark.parametrize("run", FEW_RUNS, ids=lambda run: run.name)
+def test_it_serves_two_layers_and_steps_at_real_sizes_under_the_interpreter(run: Run) -> None:
+    check_run(TritonBackend, run)
+
+
+@interpreted
+@pytest.mark.whole
+@pytest.mark.parametrize("run", sample_runs(RUNS), ids=lambda run: run.name)
+def test_it_serves_more_runs_under_the_interpreter(run: Run) -> None:
+    check_run(TritonBackend, run)
 
 
 @interpreted
@@ -89,6 +110,13 @@ def test_what_is_always_computed_of_the_grid_has_every_variant_of_the_kernels(mo
 def test_it_computes_the_grid_on_a_gpu(part: int) -> None:
     for case in parts(CASES, NUM_PARTS)[part]:
         check_backend(TritonBackend, case, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_it_serves_every_run_on_a_gpu(part: int) -> None:
+    for run in RUNS[part::NUM_PARTS]:
+        check_run(TritonBackend, run, "cuda")
 
 
 @pytest.mark.gpu

@@ -34,6 +34,14 @@ class Latents(StateForm):
         """Return a size that leaves something beside the rotated part."""
         return 8 + min(limits.get("rope_size", {0}))
 
+    def real_sizes(self, head_sizes: frozenset[int] | None) -> Mapping[str, Mapping[str, Any]]:
+        """Return the sizes of DeepSeek-V3 and of MiniCPM3."""
+        sizes = {
+            "latent_size=512": {"head_size": 192, "latent_size": 512, "rope_size": 64, "head_size_v": 128},
+            "latent_size=256": {"head_size": 96, "latent_size": 256, "rope_size": 32, "head_size_v": 64},
+        }
+        return {name: {**options, "num_heads": 32} for name, options in sizes.items()}
+
     def features(self, head_size: int) -> Mapping[str, Mapping[str, Any]]:
         """Return values longer than keys, a latent that costs more absorbed and one that never does, one head."""
         return {

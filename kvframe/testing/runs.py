@@ -1,0 +1,250 @@
+"""Runs at the sizes of real models: two layers on one instance of a backend, and two steps of many requests.
+
+The grid's cases are small, have one layer and one step. A mistake that needs a large head, many heads, many requests, a
+second layer or a second step shows in these runs only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from kvframe.attention.backend import Capabilities
+from kvframe.formats import KVFormat
+from kvframe.specs import LayerSpec, align_up
+from kvframe.testing.case import Case, Request
+from kvframe.testing.grid import SCALE, formats_of, in_format, make_layer, usual_dtypes
+from kvframe.testing.laws import ConformanceError
+from kvframe.testing.sample import cover, num_iterations
+from kvframe.testing.state import KEYS_AND_VALUES, RELATIVE_BIAS, SOFT_CAP, StateForm
+
+NUM_LAYERS = 2
+NUM_REQUESTS = 17
+NUM_PADDING = 7
+"""With these, the batches of padded runs have the sizes of a graph for 24 requests."""
+
+TRAITS = ("kind", "feature", "head_size", "num_kv_heads", "dtype", "format")
+"""What runs are made of."""
+
+_LARGE = 32
+"""Tokens of a block that is larger than most requests."""
+
+_LEAVING = (3, 9, 14)
+"""Requests of the first step that are not in the second one."""
+
+Step = Mapping[str, Request]
+"""What a step computes for each request, by the request's name, in the order of the batch."""
+
+
+@attrs.frozen(kw_only=True)
+class Run:
+    """Two steps of two equal layers that one instance of a backend serves.
+
+    Attributes:
+        name: What it is about (``"head_size=128-num_kv_heads=4-full-decodes"``).
+        layer: The layers, but for their names.
+        feature: The name of their mask and of what is done to scores.
+        kind: The name of the steps.
+        steps: The steps. A request that is in both goes on where the first step left it.
+        num_padding: Padded requests, tokens and generating rows after each batch.
+        form: What the layers store.
+    """
+
+    name: str
+    layer: LayerSpec
+    feature: str
+    kind: str
+    steps: tuple[Step, ...]
+    num_padding: int = 0
+    form: StateForm = KEYS_AND_VALUES
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """Both layers, with their names."""
+        return tuple(attrs.evolve(self.layer, name=f"layers.{index}") for index in range(NUM_LAYERS))
+
+    def case(self, layer: LayerSpec, step: int) -> Case:
+        """Return what one layer computes in one step."""
+        return Case(
+            name=f"{self.name}, {layer.name} in step {step + 1}",
+            layer=layer,
+            requests=tuple(self.steps[step].values()),
+            num_padding=self.num_padding,
+            form=self.form,
+        )
+
+
+def make_runs(
+    capabilities: Capabilities,
+    device: str = "cpu",
+    form: StateForm = KEYS_AND_VALUES,
+    formats: Sequence[KVFormat] | None = None,
+) -> tuple[Run, ...]:
+    """Return every run that a backend with these capabilities must compute.
+
+    Head sizes are 64, 128 and 256, or those that it is limited to, with 32 query heads over 1, 4 and 8 KV heads. A step
+    has 17 requests.
+
+    Args:
+        capabilities: What the backend declares.
+        device: Where it runs.
+        form: The state that it reads (``form_of``).
+        formats: As for ``make_cases``.
+
+    Raises:
+        ConformanceError: It declares a format that is not among them, or it serves no layer of these sizes.
+    """
+    block_size = align_up(16, capabilities.block_size_multiple)
+    found = [
+        Run(
+            name="-".join(filter(None, (size, feature, stored, kind))),
+            layer=layer,
+            feature=feature,
+            kind=kind,
+            steps=make_steps(block_size)[kind.removesuffix("-padded")],
+            num_padding=NUM_PADDING if kind.endswith("-padded") else 0,
+            form=form,
+        )
+        for size, feature, stored, kinds, layer in _make_layers(capabilities, form, formats_of(capabilities, formats))
+        if not capabilities.refusals(layer, device)
+        for kind in kinds
+    ]
+    if not found:
+        raise ConformanceError(f"a backend with these capabilities serves no layer of the runs: {capabilities}")
+    return tuple(found)
+
+
+def sample_runs(runs: Sequence[Run], names: Collection[str] = TRAITS) -> tuple[Run, ...]:
+    """Return few of the runs, in their order: every value of these traits that is in one of the runs is in the sample.
+
+    Args:
+        runs: What ``make_runs`` returned.
+        names: Names of ``run_traits``; fewer for a backend that takes seconds for a run.
+    """
+    wanted = [{item for item in run_traits(run).items() if item[0] in names} for run in runs]
+    return tuple(runs[index] for index in cover(wanted, [_cost(run) for run in runs]))
+
+
+def run_traits(run: Run) -> dict[str, Hashable]:
+    """Return what a run is made of, by name."""
+    case = run.case(run.layer, 0)
+    return {
+        "kind": run.kind,
+        "feature": run.feature,
+        "head_size": case.query.head_size,
+        "num_kv_heads": getattr(case.spec, "num_kv_heads", None),
+        "dtype": case.stored_dtype,
+        "format": case.spec.kv_format.name,
+    }
+
+
+def _cost(run: Run) -> float:
+    """Return what a run costs: about as much as any other, and a little more if it is longer."""
+    num_programs = sum(num_iterations(tuple(step.values())) for step in run.steps)
+    return 1.0 + 1e-6 * getattr(run.layer.spec, "num_kv_heads", 1) * num_programs
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+_KINDS = ("decodes", "decodes-padded", "prompts", "mixed")
+_FEW_KINDS = ("decodes", "mixed")
+
+
+def _make_features(capabilities: Capabilities) -> dict[str, Mapping[str, Any]]:
+    """Return the masks of layers by name, most of them with all that the backend can do to scores."""
+    scoring: dict[str, Any] = {}
+    if capabilities.soft_cap:
+        scoring["soft_cap"] = SOFT_CAP
+    if capabilities.sinks:
+        scoring["has_sinks"] = True
+    features: dict[str, Mapping[str, Any]] = {
+        "full": {},
+        "scored": scoring,
+        "window=20-sink_tokens=4": {"window": 20, "num_sink_tokens": 4, **scoring},
+        "window=20": {"window": 20, **scoring},
+        "bidirectional": {"causal": False, **scoring},
+        "chunk=24": {"chunk": 24},
+        "function-stride=6": {"stride": 6, "has_function": True},
+        "relative_bias": {"relative_bias": RELATIVE_BIAS},
+    }
+    return {name: options for name, options in features.items() if options or name == "full"}
+
+
+def _make_layers(
+    capabilities: Capabilities, form: StateForm, formats: Sequence[KVFormat]
+) -> Iterator[tuple[str, str, str, tuple[str, ...], LayerSpec]]:
+    """Yield layers: their size, feature, and dtype or format as names, the kinds of steps for them, and the layer.
+
+    Every size has every feature; some sizes have some features in other dtypes and formats.
+    """
+    sizes, features, dtypes = (
+        form.real_sizes(capabilities.head_sizes),
+        _make_features(capabilities),
+        usual_dtypes(capabilities),
+    )
+
+    def layer(size: str, feature: str, dtype: str) -> LayerSpec:
+        made = make_layer(capabilities, form, **{**sizes[size], **features[feature], "dtype": dtype})
+        assert made.query is not None
+        # Scores of the same size as in the grid: of larger ones, only the largest would count.
+        scale = SCALE * (8 / made.query.head_size) ** 0.5
+        return attrs.evolve(made, query=attrs.evolve(made.query, scale=scale))
+
+    for size in sizes:
+        for feature in features:
+            yield size, feature, "", _KINDS, layer(size, feature, dtypes[0])
+    few_sizes = [*sizes][:: max(1, len(sizes) // 2)]
+    for size in few_sizes:
+        for feature in features:
+            for dtype in dtypes[1:]:
+                yield size, feature, dtype, _FEW_KINDS, layer(size, feature, dtype)
+            for kv_format in formats:
+                stored = in_format(layer(size, feature, dtypes[0]), kv_format)
+                if stored is not None:
+                    yield size, feature, kv_format.name, _FEW_KINDS, stored
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def make_steps(block_size: int) -> dict[str, tuple[Step, ...]]:
+    """Return both steps of a run by their kind, with lengths around the ends of blocks."""
+    ends = (1, 2, block_size - 1, block_size, block_size + 1, 2 * block_size - 1, 7)
+    lengths = [ends[index % len(ends)] for index in range(NUM_REQUESTS)]
+    if block_size > _LARGE:
+        # Few long requests show the ends of large blocks as well as many.
+        lengths = [length if index < len(ends) else length % _LARGE for index, length in enumerate(lengths)]
+    # The longest one is in both steps, and its last block has a free slot for the second: the shapes of both are alike.
+    lengths[NUM_REQUESTS // 2] = 2 * block_size + 1
+    decodes = {str(index): Request(length, 1) for index, length in enumerate(lengths)}
+    prompts = {str(index): Request(0, max(1, length % 24)) for index, length in enumerate(lengths)}
+    mixed = {
+        str(index): (Request(length, 1), Request(0, max(1, length % 24), 0), Request(length, 3), Request(0, 5))[
+            index % 4
+        ]
+        for index, length in enumerate(lengths)
+    }
+    return {
+        "decodes": (decodes, _continued(decodes, 1)),
+        "prompts": (prompts, _continued(prompts, 1)),
+        "mixed": (mixed, _continued(mixed, 4)),
+    }
+
+
+def _continued(first: Step, num_new: int) -> Step:
+    """Return the step after ``first``: some requests left, others joined, and the order is another.
+
+    Args:
+        first: The step before.
+        num_new: Tokens of the requests that have not computed their prompt.
+    """
+    found = {
+        name: Request(request.seq_len, 1 if request.num_generating else num_new)
+        for name, request in reversed([*first.items()])
+        if int(name) not in _LEAVING
+    }
+    for index in _LEAVING:
+        found[f"joined {index}"] = Request(first[str(index)].seq_len, num_new)
+    return found

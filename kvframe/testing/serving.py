@@ -1,0 +1,291 @@
+"""Two steps of two layers as an engine computes them, on one instance of a backend, held against the reference.
+
+Between the steps, requests leave and others join, the batch has another order, and what the first step was computed
+from is overwritten: the tensors of its metadata hold those of the second one, or zeros.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from kvframe.attention.backend import AttentionBackend
+from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.attention.staging import HOST
+from kvframe.cache.manager import KVCacheManager
+from kvframe.cache.storage import KVCacheStorage
+from kvframe.errors import KVFrameError
+from kvframe.groups import group_layers
+from kvframe.plan import plan_cache
+from kvframe.specs import LayerSpec
+from kvframe.testing.case import Case, Request
+from kvframe.testing.conformance import _find_error
+from kvframe.testing.inputs import Inputs, Learned, draw_inputs
+from kvframe.testing.laws import ConformanceError
+from kvframe.testing.pages import changed_beside, fill, slots_of, write, written_tokens
+from kvframe.testing.runs import Run
+from kvframe.testing.staging import choose
+from kvframe.testing.step import WriteGuard, tensors_of
+from kvframe.testing.step_metadata import make_step_metadata
+
+_BYSTANDER = "leaves"
+"""A request that is there while the others get their pages, so that nobody's pages follow one another."""
+
+
+POISONS = (float("nan"), 1e4)
+"""What lies in each step where no live state is: what NaN does not show because a backend hides it, large values do."""
+
+
+def check_run(
+    backend_class: type[AttentionBackend], run: Run, device: str = "cpu", poisons: Sequence[float] = POISONS
+) -> None:
+    """Check that a backend computes a run within the error that its dtype allows, and writes nowhere it may not.
+
+    Args:
+        backend_class: The backend.
+        run: One that its capabilities cover (``make_runs``).
+        device: Where it runs.
+        poisons: What lies where no live state is, in each step.
+
+    Raises:
+        ConformanceError: It does not; says in which layer and step, at which request and position, and by how much.
+    """
+    served = _Served(backend_class, run, torch.device(device))
+    for step, poison in zip(range(len(run.steps)), poisons, strict=True):
+        served.check_step(step, poison)
+
+
+@attrs.frozen(eq=False)
+class _Content:
+    """A layer's tensors, for the whole run.
+
+    Attributes:
+        of_request: Each request's, with all tokens that it ever has.
+        learned: The layer's own.
+    """
+
+    of_request: Mapping[str, Inputs]
+    learned: Learned
+
+    @classmethod
+    def draw(cls, run: Run, layer: LayerSpec) -> _Content:
+        lengths: dict[str, int] = {}
+        for step in run.steps:
+            lengths.update((name, request.seq_len) for name, request in step.items())
+        case = Case(
+            name=f"{run.name}, {layer.name}",
+            layer=layer,
+            requests=tuple(Request(0, length) for length in lengths.values()),
+            form=run.form,
+        )
+        generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
+        drawn = dict(zip(lengths, draw_inputs(case, generator), strict=True))
+        return cls(drawn, Learned.draw(case, generator))
+
+    def of_step(self, step: Mapping[str, Request]) -> list[Inputs]:
+        """Return what a case of one step is computed from."""
+        return [_until(self.of_request[name], request) for name, request in step.items()]
+
+
+def _until(inputs: Inputs, request: Request) -> Inputs:
+    end = request.seq_len
+    return Inputs(
+        query=inputs.query[request.num_computed : end],
+        key=inputs.key[:end],
+        value=inputs.value[:end],
+        read_key=inputs.read_key[:end],
+        read_value=inputs.read_value[:end],
+    )
+
+
+class _Served:
+    """The layers of a run, their cache, and the requests in it.
+
+    Invariant: between steps, the pool holds the state of live tokens, and poison everywhere else.
+    """
+
+    def __init__(self, backend_class: type[AttentionBackend], run: Run, device: torch.device) -> None:
+        self._class, self._run, self._device = backend_class, run, device
+        self._poison = 0.0
+        layers = run.layers
+        grouping = group_layers(layers)
+        longest = max(request.seq_len for step in run.steps for request in step.values())
+        size = run.case(layers[0], 0).spec.block_size
+        # Those of a step, and the bystander's.
+        num_blocks = max(sum(-(-request.seq_len // size) for request in step.values()) for step in run.steps)
+        memory_bytes = grouping.groups[0].page_bytes * (num_blocks + -(-longest // size) + 1)
+        names = {name for step in run.steps for name in step}
+        plan = plan_cache(grouping, memory_bytes=memory_bytes, max_model_len=longest, max_num_batched_tokens=longest)
+        self._longest = longest
+        self._storage = KVCacheStorage(plan, grouping, device)
+        self._manager = KVCacheManager(plan, max_num_seqs=len(names) + 1, prefix_caching=False)
+        choices = [choose(layer, backend_class) for layer in layers]
+        self._attention = AttentionLayers(layers, choices, grouping, self._storage.views, device)
+        self._contents = {layer.name: _Content.draw(run, layer) for layer in layers}
+        for name, content in self._contents.items():
+            if parameters := content.learned.to(device).parameters:
+                self._attention[name].bind(parameters)
+        self._running: set[str] = set()
+        self._metadata: CommonAttentionMetadata | None = None
+
+    def check_step(self, number: int, poison: float) -> None:
+        """Compute a step, and compare what each layer returns.
+
+        Args:
+            number: The step's number, from 0.
+            poison: What lies where no live state is.
+
+        Raises:
+            ConformanceError: It is wrong, or somebody wrote where nobody may.
+        """
+        self._poison = poison
+        step = self._packed(self._run.steps[number])
+        run = attrs.evolve(self._run, steps=(*self._run.steps[:number], step, *self._run.steps[number + 1 :]))
+        joined = self._give_pages(step)
+        first = run.case(run.layers[0], number)
+        self._poison_the_dead(first, step, joined)
+        rows = [self._manager.row(name) for name in step]
+        metadata = make_step_metadata(first, self._manager, rows, HOST)
+        self._metadata = metadata = _in_place_of(self._metadata, metadata)
+        guard = WriteGuard(tensors_of(metadata))
+        try:
+            self._attention.begin_step([metadata])
+            for layer in run.layers:
+                self._check_layer(run.case(layer, number), self._contents[layer.name], step, metadata)
+        except KVFrameError as error:
+            if isinstance(error, ConformanceError):
+                raise
+            raise self._failure(first, str(error)) from error
+        if not guard.holds():
+            raise self._failure(first, "it wrote to the batch metadata")
+        for name, request in step.items():
+            self._manager.commit(name, [0] * self._longest, request.seq_len)
+
+    def _packed(self, step: Mapping[str, Request]) -> dict[str, Request]:
+        """Return a step in the order in which an engine packs it."""
+        lengths = np.array([(request.num_computed, request.num_new) for request in step.values()])
+        order = self._attention.order_for(lengths[:, 0], lengths[:, 1])
+        items = [*step.items()]
+        return dict(items if order is None else [items[index] for index in order])
+
+    def _give_pages(self, step: Mapping[str, Request]) -> set[str]:
+        """Free who left, and give pages to who joined and who goes on, by turns; return who joined."""
+        manager, joined = self._manager, set(step) - self._running
+        for name in sorted(self._running - set(step)):
+            manager.free(name)
+        started = [name for name in step if name in joined]
+        for name in (*started, _BYSTANDER):
+            manager.start(name, [0] * self._longest)
+        size = manager.tables[0].block_size
+        for length in range(size, self._longest + size, size):
+            for name in reversed(started):
+                self._extend(name, min(length, step[name].num_computed))
+            self._extend(_BYSTANDER, min(length, self._longest))
+        manager.free(_BYSTANDER)
+        for name, request in step.items():
+            if name in joined:
+                manager.commit(name, [0] * self._longest, request.num_computed)
+            self._extend(name, request.seq_len)
+        self._running = set(step)
+        return joined
+
+    def _extend(self, name: str, num_tokens: int) -> None:
+        has_room = self._manager.extend(name, num_tokens)
+        assert has_room
+
+    def _poison_the_dead(self, case: Case, step: Mapping[str, Request], joined: set[str]) -> None:
+        """Leave of the pool what earlier steps stored and is live; add the live tokens of who joined."""
+        live = {
+            name: torch.tensor(written_tokens(self._class, case, request), dtype=torch.int64)
+            for name, request in step.items()
+        }
+        places = {
+            name: tuple(
+                part.to(self._device) for part in slots_of(self._manager.tables[0], self._manager.row(name), tokens)
+            )
+            for name, tokens in live.items()
+        }
+        views = [tensor for layer in self._run.layers for tensor in self._storage.views[layer.name].values()]
+        stay = [places[name] for name in step if name not in joined]
+        kept = [[tensor[place].clone() for place in stay] for tensor in views]
+        fill(self._storage, case, self._poison)
+        for tensor, values in zip(views, kept, strict=True):
+            for place, value in zip(stay, values, strict=True):
+                tensor[place] = value
+        if not joined:
+            return
+        (group,) = self._attention.groups
+        names = sorted(joined)
+        slots = tuple(torch.cat(parts) for parts in zip(*(places[name] for name in names), strict=True))
+        for layer in self._run.layers:
+            of_request = self._contents[layer.name].of_request
+            key = torch.cat([of_request[name].key[live[name]] for name in names])
+            value = torch.cat([of_request[name].value[live[name]] for name in names])
+            try:
+                write(group.backend, attrs.evolve(case, layer=layer), key, value, self._storage, (slots[0], slots[1]))
+            except ConformanceError as error:
+                raise self._failure(case, str(error)) from error
+
+    def _check_layer(
+        self, case: Case, content: _Content, step: Mapping[str, Request], metadata: CommonAttentionMetadata
+    ) -> None:
+        inputs, learned = content.of_step(step), content.learned.to(self._device)
+
+        def packed(part: Callable[[Inputs], torch.Tensor]) -> torch.Tensor:
+            new = [part(each)[-request.num_new :] for request, each in zip(case.requests, inputs, strict=True)]
+            padding = new[0].new_full((case.num_padding, *new[0].shape[1:]), self._poison)
+            return torch.cat([*new, padding]).to(self._device)
+
+        query, key, value = (packed(part) for part in (_query, _key, _value))
+        sinks = learned.sinks
+        guard = WriteGuard([query, key, value, *([] if sinks is None else [sinks])])
+        before = self._storage.pool.clone()
+        values = self._attention[case.layer.name](query, key, value, sinks)
+        slots = metadata.slot_mapping.to(self._device)
+        places = slots // metadata.block_size, slots % metadata.block_size
+        if changed_beside(self._storage, case, before, places):
+            raise self._failure(case, "it wrote to the cache beside the slots of the step")
+        if not guard.holds():
+            raise self._failure(case, "it wrote to the query, the keys, the values or the sinks")
+        rows = torch.arange(metadata.num_actual_tokens)
+        problem = _find_error(case, inputs, content.learned, values, rows)
+        if problem:
+            raise self._failure(case, problem)
+        # What a backend keeps of these is of no use in the next layer and step.
+        for tensor in (query, key, value):
+            tensor.fill_(self._poison)
+
+    def _failure(self, case: Case, message: str) -> ConformanceError:
+        return ConformanceError(f"{self._class.__name__} on {case.name}: {message}")
+
+
+def _query(inputs: Inputs) -> torch.Tensor:
+    return inputs.query
+
+
+def _key(inputs: Inputs) -> torch.Tensor:
+    return inputs.key
+
+
+def _value(inputs: Inputs) -> torch.Tensor:
+    return inputs.value
+
+
+def _in_place_of(before: CommonAttentionMetadata | None, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """Return metadata in the tensors of the step before where shapes are alike; zeros stay in the others of these."""
+    if before is None:
+        return metadata
+    for tensor in tensors_of(before):
+        tensor.zero_()
+    changes: dict[str, Any] = {}
+    for field in attrs.fields(CommonAttentionMetadata):
+        old, new = getattr(before, field.name), getattr(metadata, field.name)
+        if isinstance(new, torch.Tensor) and (old.shape, old.dtype) == (new.shape, new.dtype):
+            changes[field.name] = old.copy_(new)
+    return attrs.evolve(metadata, **changes)
