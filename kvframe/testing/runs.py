@@ -219,11 +219,9 @@ def make_steps(block_size: int) -> dict[str, tuple[Step, ...]]:
     # The longest one is in both steps, and its last block has a free slot for the second: the shapes of both are alike.
     lengths[NUM_REQUESTS // 2] = 2 * block_size + 1
     decodes = {str(index): Request(length, 1) for index, length in enumerate(lengths)}
-    prompts = {str(index): Request(0, max(1, length % 24)) for index, length in enumerate(lengths)}
+    prompts = {str(index): Request(0, length) for index, length in enumerate(lengths)}
     mixed = {
-        str(index): (Request(length, 1), Request(0, max(1, length % 24), 0), Request(length, 3), Request(0, 5))[
-            index % 4
-        ]
+        str(index): (Request(length, 1), Request(0, length, 0), Request(length, 3), Request(0, 5))[index % 4]
         for index, length in enumerate(lengths)
     }
     return {

@@ -152,7 +152,9 @@ class _Served:
         self._poison_the_dead(first, step, joined)
         rows = [self._manager.row(name) for name in step]
         metadata = make_step_metadata(first, self._manager, rows, HOST)
-        self._metadata = metadata = _in_place_of(self._metadata, metadata)
+        if self._metadata is not None:
+            metadata = _after(self._metadata, metadata)
+        self._metadata = metadata
         guard = WriteGuard(tensors_of(metadata))
         try:
             self._attention.begin_step([metadata])
@@ -277,14 +279,16 @@ def _value(inputs: Inputs) -> torch.Tensor:
     return inputs.value
 
 
-def _in_place_of(before: CommonAttentionMetadata | None, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
-    """Return metadata in the tensors of the step before where shapes are alike; zeros stay in the others of these."""
-    if before is None:
-        return metadata
+def _after(before: CommonAttentionMetadata, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """Return metadata after the tensors of the step before were overwritten.
+
+    With static shapes, the step lies in the same memory as the one before, as the steps of a graph do. Without them,
+    the memory of the step before is zeros.
+    """
     for tensor in tensors_of(before):
         tensor.zero_()
     changes: dict[str, Any] = {}
-    for field in attrs.fields(CommonAttentionMetadata):
+    for field in attrs.fields(CommonAttentionMetadata) if metadata.static_shapes else ():
         old, new = getattr(before, field.name), getattr(metadata, field.name)
         if isinstance(new, torch.Tensor) and (old.shape, old.dtype) == (new.shape, new.dtype):
             changes[field.name] = old.copy_(new)

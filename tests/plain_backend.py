@@ -1,0 +1,157 @@
+"""A right backend that is made of small steps, so that a wrong one is this one with another step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder, Capabilities, KVCache
+from kvframe.attention.metadata import SEQ_STARTS, CommonAttentionMetadata
+from kvframe.attention.relative_bias import RELATIVE_BIAS
+from kvframe.formats import PLAIN
+from kvframe.specs import LayerSpec
+from kvframe.testing.reference import relative_bias
+
+
+@attrs.frozen(eq=False)
+class Built:
+    """What the plain backend reads of a step.
+
+    Attributes:
+        common: The step's metadata.
+        block_table: ``[num_reqs, max_blocks], int32, device``.
+    """
+
+    common: CommonAttentionMetadata
+    block_table: torch.Tensor
+
+
+class PlainBuilder(AttentionMetadataBuilder):
+    """Keeps the block table in a field of its own, so that it can be refreshed."""
+
+    table_fields = frozenset({"block_table"})
+
+    def build(self, metadata: CommonAttentionMetadata) -> Built:
+        return Built(metadata, metadata.block_table)
+
+    def refreshed_fields(self, built: Built, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
+        return {"block_table": metadata.block_table}
+
+
+class PlainBackend(AttentionBackend):
+    """Attention of one request after another over the tokens that its queries see, by definition."""
+
+    capabilities = Capabilities(
+        devices=frozenset({"cpu"}),
+        dtypes=frozenset({"float32"}),
+        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens", "chunk", "live_range"}),
+        extensions=frozenset({SEQ_STARTS}),
+        formats=frozenset({PLAIN.name, "fp8_token_head"}),
+        soft_cap=True,
+        sinks=True,
+        relative_bias=True,
+        separate_value_size=True,
+    )
+
+    def make_builder(self) -> AttentionMetadataBuilder:
+        return PlainBuilder()
+
+    def forward(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        built = self.step_of(metadata)
+        assert layer.spec is not None
+        state = layer.spec.in_format(PLAIN).state_tensors()
+        output = query.new_zeros(*query.shape[:2], state["v"].shape[-1])
+        starts = built.common.query_start_loc_cpu.tolist()
+        for request, (start, stop) in enumerate(itertools.pairwise(starts)):
+            if start < stop:
+                seq_len = int(built.common.seq_lens_cpu[request])
+                output[start:stop] = self.attend(layer, query[start:stop], kv_cache, built, request, seq_len, sinks)
+        return output
+
+    def step_of(self, metadata: Any) -> Built:
+        assert isinstance(metadata, Built)
+        return metadata
+
+    def attend(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        built: Built,
+        request: int,
+        seq_len: int,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the attention of one request's queries."""
+        visible = self.visible(layer, built.common, request, seq_len - len(query), seq_len)
+        tokens = visible.any(0).nonzero().flatten()
+        key, value = self.read(layer, kv_cache, built, request, tokens)
+        scores = self.scores(layer, query, key)
+        bias = self.bias(layer, seq_len - len(query), seq_len)
+        if bias is not None:
+            scores = scores + bias[:, :, tokens]
+        scores = scores.masked_fill(~visible[:, tokens], float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(query), 1)], dim=-1)
+        weights = scores.softmax(-1)[..., : len(tokens)].masked_fill(~visible[:, tokens], 0)
+        return torch.einsum("hqt,thd->qhd", weights, value[:, self.kv_heads(query.shape[1], value.shape[1])])
+
+    def visible(
+        self, layer: LayerSpec, common: CommonAttentionMetadata, request: int, first: int, seq_len: int
+    ) -> torch.Tensor:
+        """Return which tokens each query sees, ``[num_queries, seq_len], bool``."""
+        assert layer.spec is not None
+        if common.causal and (layer.spec.mask is None or layer.spec.mask.causal):
+            found = torch.zeros(seq_len - first, seq_len, dtype=torch.bool)
+            for row, position in enumerate(range(first, seq_len)):
+                for start, stop in self.ranges(layer, position):
+                    found[row, start:stop] = True
+        else:
+            found = torch.ones(seq_len - first, seq_len, dtype=torch.bool)
+        if SEQ_STARTS in common.extensions:
+            found[:, : int(common.extensions[SEQ_STARTS].values[request])] = False
+        return found
+
+    def ranges(self, layer: LayerSpec, position: int) -> list[tuple[int, int]]:
+        """Return the tokens that a query sees by the layer's mask."""
+        assert layer.spec is not None
+        return [*layer.spec.live_ranges(position), (position, position + 1)]
+
+    def read(
+        self, layer: LayerSpec, kv_cache: KVCache, built: Built, request: int, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of a request's tokens."""
+        assert layer.spec is not None
+        size = built.common.block_size
+        blocks, index = torch.unique(tokens // size, return_inverse=True)
+        ids = built.block_table[request, blocks]
+        shapes = {name: tensor.shape for name, tensor in layer.spec.in_format(PLAIN).state_tensors().items()}
+        pages = {name: torch.empty(len(ids), *shape) for name, shape in shapes.items()}
+        layer.spec.kv_format.read(kv_cache, ids, pages)
+        return pages["k"][index, tokens % size], pages["v"][index, tokens % size]
+
+    def kv_heads(self, num_heads: int, num_kv_heads: int) -> torch.Tensor:
+        """Return the KV head of each query head."""
+        return torch.arange(num_heads) // (num_heads // num_kv_heads)
+
+    def scores(self, layer: LayerSpec, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Return the scores before bias and mask, ``[num_heads, num_queries, num_tokens]``."""
+        assert layer.query is not None
+        scores = torch.einsum("qhd,thd->hqt", query, key[:, self.kv_heads(query.shape[1], key.shape[1])])
+        scores = scores * layer.query.scale
+        cap = layer.query.soft_cap
+        return scores if cap is None else cap * torch.tanh(scores / cap)
+
+    def bias(self, layer: LayerSpec, first: int, seq_len: int) -> torch.Tensor | None:
+        """Return what is added to the scores, ``[num_heads, num_queries, seq_len]``; None for nothing."""
+        assert layer.query is not None
+        if layer.query.relative_bias is None:
+            return None
+        table = self.parameters[layer.name][RELATIVE_BIAS]
+        return relative_bias(layer.query.relative_bias, table, first, seq_len)
