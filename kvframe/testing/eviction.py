@@ -28,7 +28,7 @@ _LONG = 10**4
 def check_policy(policy: EvictionPolicy) -> None:
     """Check what a policy says of pages of every age, number of uses, and size of pool.
 
-    * *form*: it returns one ``int64`` for each page, of any number of pages, and raises nothing;
+    * *form*: it returns one ``int64`` for each page, of any number of pages, raises nothing, and writes to nothing;
     * *alone*: when a page is due does not depend on the pages that are let go of with it, nor on earlier questions;
     * *uses*: of pages that are let go of together, one that was used more often is not due earlier;
     * *age*: what is let go of later is not due earlier than what was used as often, where the shares of reuse are the
@@ -62,6 +62,8 @@ class _Asking:
             dues = call("form: due()", self.policy.due, pages)
         except PluginError as error:
             raise ConformanceError(f"{self.policy!r}: {error}") from error.__cause__
+        told = ((pages.uses, uses), (pages.num_bytes, np.full(len(uses), PAGE_BYTES)), (pages.reuse, self.reuse))
+        self.require(all(map(np.array_equal, *zip(*told, strict=True))), "form: due() writes to what it is told")
         is_right = isinstance(dues, np.ndarray) and dues.shape == uses.shape and dues.dtype == np.int64
         self.require(is_right, f"form: due() has to return int64 of shape {uses.shape}, not {dues!r}")
         return dues.copy()

@@ -37,6 +37,8 @@ def check_spec(spec: KVCacheSpec, max_tokens: int = 64, *, num_refused: int = 0)
     live = [tuple(spec.live_ranges(n)) for n in range(max_tokens + 1)]
     for n, ranges in enumerate(live):
         _check_past(spec, n, ranges)
+        again = tuple(spec.live_ranges(n))
+        _require(ranges == again, spec, f"live_ranges({n}) is {ranges} the first time and {again} the second time")
     for n in range(max_tokens):
         returned = _tokens(live[n + 1]) - _tokens(live[n]) - {n}
         _require(
@@ -83,6 +85,8 @@ def _check_mask_function(spec: KVCacheSpec, live: list[tuple[TokenRange, ...]]) 
 
 def _check_past(spec: KVCacheSpec, n: int, ranges: tuple[TokenRange, ...]) -> None:
     ends = [0, *(end for item in ranges for end in item), n]
+    are_numbers = all(type(end) is int for end in ends)
+    _require(are_numbers, spec, f"law of the past: live_ranges({n}) is {ranges}, whose ends are not ints")
     in_order = all(start < stop for start, stop in ranges) and ends == sorted(ends)
     _require(in_order, spec, f"law of the past: live_ranges({n}) is {ranges}, not sorted, disjoint and within [0, {n})")
 
@@ -98,6 +102,8 @@ def _check_format(spec: KVCacheSpec) -> None:
 
 def _check_derivations(spec: KVCacheSpec, max_tokens: int) -> None:
     general = KVCacheSpec
+    for name in ("group_key", "block_bytes", "is_per_block"):
+        _require_equal(spec, name, getattr(general, name).fget(spec), getattr(spec, name))
     sizes = sorted({1, 2, spec.block_size, spec.block_size + 1, max_tokens})
     for n in range(max_tokens + 1):
         _require_equal(spec, f"live_blocks({n})", general.live_blocks(spec, n), spec.live_blocks(n))

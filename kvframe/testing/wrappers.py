@@ -115,7 +115,7 @@ def _check_batch(wrapper: MetadataWrapper, layer: LayerSpec, batch: str, metadat
         first = apply_wrapper(wrapper, metadata)
         second = apply_wrapper(wrapper, metadata)
     except WrapperError as error:
-        if error.code == "lost_extension":
+        if error.code in ("lost_extension", "wrong_shape"):
             raise _failure(wrapper, batch, str(error)) from error
         return False
     _require_equal(wrapper, batch, "it writes to its input", before, _values(metadata))

@@ -15,8 +15,8 @@ from kvframe.testing.grid import make_cases
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.runs import make_runs, sample_runs
 from kvframe.testing.serving import check_run
+from tests.mutant_backends import MISTAKES
 from tests.plain_backend import PlainBackend
-from tests.wrong_backends import MISTAKES
 
 Check = Callable[[type[AttentionBackend]], None]
 
