@@ -28,6 +28,7 @@ from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import _find_error
 from kvframe.testing.inputs import Inputs, Learned, draw_inputs
 from kvframe.testing.laws import ConformanceError
+from kvframe.testing.output import check_output
 from kvframe.testing.pages import changed_beside, fill, slots_of, write, written_tokens
 from kvframe.testing.runs import Run
 from kvframe.testing.staging import choose
@@ -249,6 +250,10 @@ class _Served:
         guard = WriteGuard([query, key, value, *([] if sinks is None else [sinks])])
         before = self._storage.pool.clone()
         values = self._attention[case.layer.name](query, key, value, sinks)
+        try:
+            check_output(values, case, query)
+        except ConformanceError as error:
+            raise self._failure(case, str(error)) from error
         slots = metadata.slot_mapping.to(self._device)
         places = slots // metadata.block_size, slots % metadata.block_size
         if changed_beside(self._storage, case, before, places):
