@@ -83,11 +83,16 @@ SPECS: dict[str, tuple[type[Right], str]] = {
     "a range is empty": (ranges(lambda n, live: ((0, 0), *live)), "law of the past"),
     "the token itself is in the past": (ranges(lambda n, live: ((0, n + 1),)), "law of the past"),
     "a range begins before the first token": (ranges(lambda n, live: ((-1, n),)), "law of the past"),
-    "ends are no whole numbers": (ranges(lambda n, live: ((0, n / 1),) if n else ()), "whose ends are not ints"),
+    "ends are no whole numbers": (
+        ranges(lambda n, live: ((0, n / 1),) if n else ()),
+        "law of the past: .* pairs of int",
+    ),
     "ends are numbers of numpy": (
         ranges(lambda n, live: tuple((np.int64(start), np.int64(stop)) for start, stop in live)),
-        "whose ends are not ints",
+        "law of the past: .* pairs of int",
     ),
+    "there is no answer": (ranges(lambda n, live: None), "law of the past: .* is None"),
+    "ranges are no pairs": (ranges(lambda n, live: (0, n)), "law of the past"),
     "every answer is another": (
         ranges(lambda n, live: live if next(ASKED) % 2 else ((0, n),) if n else ()),
         "the first time|the mask shows|law of forgetting",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
+from kvframe.answers import are_ranges
 from kvframe.errors import KVFrameError
 from kvframe.formats import PLAIN
 from kvframe.specs import AttentionMask, KVCacheSpec, TokenRange
@@ -34,10 +36,9 @@ def check_spec(spec: KVCacheSpec, max_tokens: int = 64, *, num_refused: int = 0)
     Raises:
         ConformanceError: The first thing that does not hold.
     """
-    live = [tuple(spec.live_ranges(n)) for n in range(max_tokens + 1)]
+    live = [_ask(spec, n) for n in range(max_tokens + 1)]
     for n, ranges in enumerate(live):
-        _check_past(spec, n, ranges)
-        again = tuple(spec.live_ranges(n))
+        again = _ask(spec, n)
         _require(ranges == again, spec, f"live_ranges({n}) is {ranges} the first time and {again} the second time")
     for n in range(max_tokens):
         returned = _tokens(live[n + 1]) - _tokens(live[n]) - {n}
@@ -83,12 +84,12 @@ def _check_mask_function(spec: KVCacheSpec, live: list[tuple[TokenRange, ...]]) 
         _require(seen == kept, spec, f"at {n} mask_function shows {sorted(seen)}, live and its own are {sorted(kept)}")
 
 
-def _check_past(spec: KVCacheSpec, n: int, ranges: tuple[TokenRange, ...]) -> None:
-    ends = [0, *(end for item in ranges for end in item), n]
-    are_numbers = all(type(end) is int for end in ends)
-    _require(are_numbers, spec, f"law of the past: live_ranges({n}) is {ranges}, whose ends are not ints")
-    in_order = all(start < stop for start, stop in ranges) and ends == sorted(ends)
-    _require(in_order, spec, f"law of the past: live_ranges({n}) is {ranges}, not sorted, disjoint and within [0, {n})")
+def _ask(spec: KVCacheSpec, n: int) -> tuple[TokenRange, ...]:
+    """Return what is live at a position, if it keeps the law of the past."""
+    ranges: Any = spec.live_ranges(n)
+    what = f"law of the past: live_ranges({n}) is {ranges}, not sorted, disjoint and within [0, {n}), in pairs of int"
+    _require(are_ranges(ranges, 0, n), spec, what)
+    return tuple(ranges)
 
 
 def _check_format(spec: KVCacheSpec) -> None:
