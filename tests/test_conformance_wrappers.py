@@ -13,7 +13,7 @@ import torch
 from kvframe.attention.backend import AttentionBackend, KVCache
 from kvframe.attention.capture import GraphCapture
 from kvframe.attention.metadata import NO_EXTENSIONS, SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
-from kvframe.attention.wrapper import DROPS_TOKENS, VIRTUAL_REQUESTS, FieldUse, MetadataWrapper
+from kvframe.attention.wrapper import CHANGES_MASK, DROPS_TOKENS, VIRTUAL_REQUESTS, FieldUse, MetadataWrapper
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.errors import WrapperError
 from kvframe.specs import LayerSpec
@@ -266,6 +266,31 @@ def test_the_kit_says_what_a_wrong_wrapper_got_wrong(wrapper: MetadataWrapper, m
     case = case_behind(wrapper, num_padding=2 if isinstance(wrapper, ForgetsPadding) else 0, **options)
     with pytest.raises(ConformanceError, match=f"^TorchReferenceBackend on step: .*{message}"):
         check_backend(TorchReferenceBackend, case)
+
+
+class Narrows(MetadataWrapper):
+    """Gives a layer of full attention a window."""
+
+    name: ClassVar[str] = "narrows"
+    fields: ClassVar[Mapping[str, FieldUse]] = dict.fromkeys(FIELDS, FieldUse.CARRY)
+    effects: ClassVar[frozenset[str]] = frozenset({CHANGES_MASK})
+
+    def wrapped_layer(self, layer: LayerSpec) -> LayerSpec:
+        assert layer.spec is not None
+        return attrs.evolve(layer, spec=attrs.evolve(layer.spec, window=4))  # type: ignore[call-arg]
+
+    def __call__(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        return metadata
+
+
+class NarrowsInSilence(Narrows):
+    effects = frozenset()
+
+
+def test_behind_a_wrapper_that_changes_the_mask_the_mask_that_it_declares_is_computed() -> None:
+    check_backend(TorchReferenceBackend, case_behind(Narrows()))
+    with pytest.raises(ConformanceError, match="wrong, the first at position 9 of request 0"):
+        check_backend(TorchReferenceBackend, case_behind(NarrowsInSilence()))
 
 
 class IgnoresSeqStarts(TorchReferenceBackend):

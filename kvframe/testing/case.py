@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import torch
 
-from kvframe.attention.wrapper import WrapperChain
+from kvframe.attention.wrapper import CHANGES_MASK, WrapperChain
 from kvframe.formats import PLAIN
 from kvframe.specs import KVCacheSpec, LayerSpec, QuerySpec
 from kvframe.testing.state import KEYS_AND_VALUES, StateForm
@@ -74,6 +74,17 @@ class Case:
         """The layer's cache spec."""
         assert self.layer.spec is not None
         return self.layer.spec
+
+    @property
+    def attended_spec(self) -> KVCacheSpec:
+        """The spec whose mask holds: the layer's own, or the one that the last wrapper gives it that changes masks."""
+        layer, found = self.layer, self.spec
+        for wrapper in self.wrappers:
+            bound = wrapper.for_layer(layer)
+            layer = bound.wrapped_layer(layer)
+            if CHANGES_MASK in bound.effects and layer.spec is not None:
+                found = layer.spec
+        return found
 
     @property
     def query(self) -> QuerySpec:

@@ -93,13 +93,14 @@ def dense_arguments(
         inputs: Each request's tensors.
         learned: The layer's learned tensors.
     """
-    mask = case.spec.mask
+    spec = case.attended_spec
+    mask = spec.mask
     causal = case.causal and (mask is None or mask.causal)
     learned = learned.to(torch.float64)
     for request, tensors in zip(case.requests, inputs, strict=True):
         visible = torch.ones(request.num_new, request.seq_len, dtype=torch.bool)
         if causal:
-            visible = visible_tokens(case.spec, request.num_computed, request.seq_len)
+            visible = visible_tokens(spec, request.num_computed, request.seq_len)
         visible[:, : request.num_hidden] = False
         bias = None
         if case.query.relative_bias is not None:
