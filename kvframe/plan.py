@@ -166,9 +166,17 @@ class KVCachePlan:
             for group in self.groups
         )
 
-    def num_slabs_for(self, num_blocks: Iterable[int]) -> int:
-        """Return the slabs that hold ``num_blocks`` blocks (one count per group), from an empty pool without a rest."""
-        return sum(-(-count // group.pages_per_slab) for count, group in zip(num_blocks, self.groups, strict=True))
+    def num_slabs_for(self, num_blocks: Iterable[int], num_rest_pages: int | None = None) -> int:
+        """Return the slabs that hold ``num_blocks`` blocks (one count per group), from an empty pool.
+
+        Args:
+            num_blocks: The blocks of each group.
+            num_rest_pages: The pages after the last slab that are free for them; all of the plan's unless given.
+        """
+        counts = list(num_blocks)
+        if self.num_rest_pages:
+            counts[self.rest_group] -= self.num_rest_pages if num_rest_pages is None else num_rest_pages
+        return sum(-(-max(0, count) // group.pages_per_slab) for count, group in zip(counts, self.groups, strict=True))
 
     def resized(self, memory_bytes: int) -> KVCachePlan:
         """Return a plan of other memory that is cut as this one is: more slabs of the same kind, or fewer.
@@ -186,6 +194,13 @@ class KVCachePlan:
     def fits(self, num_tokens: int, input_lens: Mapping[str, int] | None = None) -> bool:
         """Return whether one request that grows to ``num_tokens`` tokens fits the pool.
 
+        If it does, a request that runs alone gets the pages of every step, however its tokens are divided into steps of
+        at most ``max_num_batched_tokens``, and whatever is cached besides.
+
+        If it does not, there is a division in which a step of a plan with one group gets none. Several groups may hold
+        most at different tokens, and types that store few blocks, such as states, count each block that a later request
+        may continue from: there, a little more than what fits may be served.
+
         Args:
             num_tokens: Its length at its end.
             input_lens: The lengths of what it brings beside its tokens; the longest of each unless given.
@@ -194,6 +209,8 @@ class KVCachePlan:
 
     def max_concurrency(self, num_tokens: int | None = None) -> int | None:
         """Return how many requests of ``num_tokens`` tokens fit at once; None where nothing is kept (no limit).
+
+        Counted are the slabs and the pages after the last one, if each request holds the most that it ever does.
 
         Args:
             num_tokens: Their length; ``max_model_len`` if not given.

@@ -78,7 +78,7 @@ def plan_for_stack(
         copies = copied_bytes(largest, grouping, copied)
         largest = plan(available * largest.total_bytes // (largest.total_bytes + copies))
     peaks = largest.peak_blocks(max_model_len)
-    wanted = largest.num_slabs_for(blocks * stack.engine.max_num_seqs for blocks in peaks)
+    wanted = largest.num_slabs_for((blocks * stack.engine.max_num_seqs for blocks in peaks), num_rest_pages=0)
     if wanted >= largest.num_slabs:
         return largest
     return plan(largest.null_bytes + wanted * largest.slab_bytes)

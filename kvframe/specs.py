@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import attrs
@@ -221,10 +221,19 @@ class KVCacheSpec(ABC):
             num_tokens: The request's length at its end, in tokens.
             max_new_tokens: The most tokens that one step computes for it.
         """
-        return max(
-            (self.num_resident_blocks(n, min(max_new_tokens, num_tokens - n)) for n in range(num_tokens)),
-            default=0,
-        )
+        steps: Iterable[tuple[int, int]] = ((n, min(max_new_tokens, num_tokens - n)) for n in range(num_tokens))
+        if type(self).stored_blocks is not KVCacheSpec.stored_blocks and self.block_size < num_tokens:
+            # Of what is stored, a step that ends within the last block may need more than one that ends with it.
+            steps = itertools.chain(steps, self._steps_into_last_block(num_tokens, max_new_tokens))
+        return max(itertools.starmap(self.num_resident_blocks, steps), default=0)
+
+    def _steps_into_last_block(self, num_tokens: int, max_new_tokens: int) -> Iterator[tuple[int, int]]:
+        """Go through steps, starts and counts, that end less than a block before the last token; near block ends."""
+        size = self.block_size
+        for end in range(num_tokens - size + 1, num_tokens):
+            first = max(0, end - max_new_tokens)
+            near = (block * size + offset for block in range(first // size, end // size + 1) for offset in (-1, 0, 1))
+            yield from ((n, end - n) for n in {first, end - 1, *near} if first <= n < end)
 
 
 @attrs.frozen(kw_only=True)

@@ -87,12 +87,11 @@ class Pins:
 
     def leave_room(self, plan: KVCachePlan) -> bool:
         """Return whether a pool that has more slabs, or fewer, has room for the longest request beside all pins."""
-        fewer = self.plan.num_slabs - plan.num_slabs
         pages = self.pages()
-        if fewer <= 0 or not len(pages):
+        if plan.num_slabs > self.plan.num_slabs or not len(pages):
             return True
-        needed = plan.num_slabs_for(plan.peak_blocks(plan.max_model_len))
-        return self._pool.count_idle_slabs(np.unique(pages)) - fewer >= needed
+        needed, left = self._needed_and_left(plan, pages)
+        return needed <= left
 
     def pages(self) -> BlockIds:
         """Return the pages that are held, each as often as there are pins of it."""
@@ -108,12 +107,26 @@ class Pins:
             blocks[start:stop] = hit.pages(group)[start:stop]
         return blocks
 
+    def _needed_and_left(self, plan: KVCachePlan, pinned: BlockIds) -> tuple[int, int]:
+        """Return how many slabs a request of the greatest length takes beside pinned pages, and how many are left.
+
+        Args:
+            plan: The plan, as it is or with fewer slabs.
+            pinned: ``[n], int32, host``: the pinned pages.
+        """
+        pages = np.unique(pinned)
+        first_rest = (self.plan.null_bytes + self.plan.num_slabs * self.plan.slab_bytes) // self.plan.block_id_bytes
+        num_rest_pages = max(0, plan.num_rest_pages - int(np.count_nonzero(pages >= first_rest)))
+        fewer = self.plan.num_slabs - plan.num_slabs
+        needed = plan.num_slabs_for(plan.peak_blocks(plan.max_model_len), num_rest_pages)
+        return needed, self._pool.count_idle_slabs(pages) - fewer
+
     def _check_room(self, pin: Pin) -> None:
         plan, others = self.plan, tuple(self._pins.values())
-        before, left = (self._pool.count_idle_slabs(np.unique(_pages_of(pins))) for pins in (others, (*others, pin)))
-        needed = plan.num_slabs_for(plan.peak_blocks(plan.max_model_len))
+        needed_before, left_before = self._needed_and_left(plan, _pages_of(others))
+        needed, left = self._needed_and_left(plan, _pages_of((*others, pin)))
         # What is pinned already takes nothing more.
-        if left < min(before, needed):
+        if needed - left > max(0, needed_before - left_before):
             raise RequestError(
                 f"with these {pin.num_tokens} tokens pinned, {left} of the cache's {plan.num_slabs} slabs are left, "
                 f"but a request of {plan.max_model_len} tokens, the most there may be, takes {needed}; give the cache "

@@ -95,9 +95,9 @@ class Slabs:
         spare = self.num_idle_slabs - sum(needed)
         if spare < 0:
             return None
+        spare = max(0, spare - self._reserve)
         if self._num_rest:
             spare -= self._spare_rest(num_blocks, needed, spare)
-        spare = max(0, spare - self._reserve)
         blocks: list[int] = []
         for group, count in enumerate(num_blocks):
             if not count:
@@ -111,12 +111,14 @@ class Slabs:
         return np.array(blocks, dtype=np.int32)
 
     def _spare_rest(self, num_blocks: Sequence[int], needed: list[int], spare: int) -> int:
-        """Let idle slabs serve what the pages behind the slabs would, if there are as many to spare; return how many.
+        """Let idle slabs serve what the pages after the last slab would, if so many are to spare; return how many.
+
+        The reserve is not to spare: what the plan promises a lone request counts on these pages.
 
         Args:
             num_blocks: The pages wanted, per group.
             needed: The idle slabs that each group needs; changed.
-            spare: How many there are besides.
+            spare: How many there are besides and beyond the reserve.
         """
         group = self._group[self._rest]
         num_there = self._num_rest - (self._held[self._rest] - 1)
