@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import platform
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import attrs
 import pytest
 import torch
 from kvframe_kernels.cpu import attention, build, reference
-from kvframe_kernels.cpu.attention import Batch, Scales, Scoring, paged_attention
+from kvframe_kernels.cpu.attention import NO_SCALES, Batch, Scales, Scoring, paged_attention
 
 LENGTHS = ((0, 1), (40, 1), (0, 70), (300, 1), (13, 5), (129, 1), (90, 40))
 """Tokens before the step and in it, of each request."""
@@ -65,15 +66,59 @@ def draw(
     return query, key, value, Batch(query_start_loc=whole(starts), seq_lens=whole(lens), block_table=table)
 
 
-def check(drawn: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Batch], scoring: Scoring, **learned: Any) -> None:
-    """Hold the kernels to twice the error that the reference makes in the queries' dtype."""
+def expect(
+    drawn: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Batch],
+    scoring: Scoring,
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    scales: Scales = NO_SCALES,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the kernels compute, in float64, and how far they may be from it.
+
+    The bound is to first order, from the numbers alone, with six roundings of half a unit: of the weighted values'
+    magnitudes, and of the scores' times the values' deviation. Sums of ``n`` terms err by ``sqrt(n)`` units of float32
+    (Higham and Mary, SIAM J. Sci. Comput. 41, 2019). No product is larger than the norms of its vectors.
+    """
     query, key, value, batch = drawn
-    exact = reference.paged_attention(query.double(), key, value, batch, scoring, dtype=torch.float64, **learned)
-    rounded = reference.paged_attention(query, key, value, batch, scoring, dtype=query.dtype, **learned)
-    allowed = 2 * float((rounded - exact).abs().max()) + 4 * torch.finfo(query.dtype).eps * float(exact.abs().max())
-    found = paged_attention(query, key, value, batch, scoring, **learned)
-    assert found.dtype == query.dtype
-    assert float((found - exact).abs().max()) <= allowed
+    query, dtype = query.double(), query.dtype
+    key = reference.numbers(key, scales.key_scale, scales.key_min, torch.float64) * scoring.key_factor
+    value = reference.numbers(value, scales.value_scale, scales.value_min, torch.float64) * scoring.value_factor
+    # A number of a code is its difference from another, and errs by units of the largest of its vector.
+    largest = value.abs().amax(-1, keepdim=True).expand_as(value) if scales.value_scale is not None else value.abs()
+    plain = attrs.evolve(scoring, key_factor=1.0, value_factor=1.0)
+    values = torch.cat([value, largest, value**2], dim=-1)
+    found = reference.paged_attention(query, key, values, batch, plain, sinks, bias, dtype=torch.float64)
+    exact, sizes, squares = found.chunk(3, dim=-1)
+    deviation = (squares - exact**2).clamp(min=0).sqrt()
+    reach = scoring.scale * query.norm(dim=-1, keepdim=True) * float(key.norm(dim=-1).nan_to_num().max())
+    beside = sum(float(each.abs().max()) for each in (sinks, bias) if each is not None)
+    num_tokens = int(batch.seq_lens.max())
+    scores = 4 * reach + 3 * beside
+    summed = (query.shape[-1] ** 0.5 + 2) * reach + 2 * beside + (scoring.soft_cap or 0) + math.log(num_tokens)
+    units = torch.finfo(dtype).eps * (sizes + deviation * scores)
+    units += torch.finfo(torch.float32).eps * (num_tokens**0.5 * sizes + deviation * summed)
+    return exact, 3 * units
+
+
+def check(drawn: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Batch], scoring: Scoring, **learned: Any) -> None:
+    """Hold the kernels to the reference, within the bound."""
+    exact, allowed = expect(drawn, scoring, **learned)
+    found = paged_attention(*drawn, scoring, **learned)
+    assert found.dtype == drawn[0].dtype
+    assert torch.all((found - exact).abs() <= allowed)
+
+
+MISTAKES = ({"window": 19}, {"window": 21}, {"num_sink_tokens": 4}, {"scale": 0.305}, {"soft_cap": 2.02}, {"chunk": 24})
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=str)
+def test_what_is_computed_of_another_layer_is_far_beyond_the_bound(mistake: dict[str, Any]) -> None:
+    drawn, scoring = draw(), Scoring(scale=0.3, soft_cap=2.0, window=20, num_sink_tokens=5)
+    exact, allowed = expect(drawn, scoring)
+    if "chunk" in mistake:
+        mistake = {**mistake, "window": None, "num_sink_tokens": 0}
+    found = paged_attention(*drawn, attrs.evolve(scoring, **mistake))
+    assert ((found - exact).abs() / allowed).max() > 50
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
