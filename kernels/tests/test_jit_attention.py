@@ -68,7 +68,8 @@ def test_the_loops_compute_what_the_reference_does(dtype: torch.dtype, mask: Mas
     found, expected = run(dtype, mask)
     assert dtype == found.dtype
     # The loops sum in float32 whatever the dtype: what differs is the rounding of the result.
-    tolerance = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
+    # Ten times the largest difference that was seen; in 16 bits that is half a unit on any machine.
+    tolerance = {torch.float32: 4e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
     torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
 
 
@@ -79,7 +80,7 @@ def test_any_cut_and_any_threads_give_the_same(pool: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(planning, "MIN_PART_TOKENS", 6)
     if pool == "python's":
         monkeypatch.setattr(threads, "_start_in_torchs_threads", lambda: None)
-    torch.testing.assert_close(run(torch.float32, CAUSAL, num_threads=3)[0], whole, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(run(torch.float32, CAUSAL, num_threads=3)[0], whole, rtol=2e-6, atol=2e-6)
 
 
 def work_of(requests: list[tuple[int, int]], mask: Mask = CAUSAL, num_threads: int = 2) -> Work:

@@ -82,7 +82,8 @@ def run(
     ):
         launch.run()
     expected = attend_latents_reference(absorbed, rotated, latent, table, batch, 0.3)
-    tolerance = 2e-6 if dtype == torch.float32 else 2e-3
+    # Eight times the largest difference that was seen.
+    tolerance = 5e-6 if dtype == torch.float32 else 4e-3
     torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
     return sum(each.num_slots for each in work.programs)
 
