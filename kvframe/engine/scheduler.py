@@ -270,6 +270,8 @@ class Scheduler(Generic[RequestT]):
         try:
             if self._cache.extend_rows(rows[: len(counts)], num_computed[: len(counts)] + counts):
                 return counts
+        except AssertionError:
+            raise
         except Exception:
             pass  # a copy failed, or a spec answered wrongly; one by one shows whose
         # There is no room for all. Those that came first get theirs at the cost of those that came last.
@@ -293,6 +295,8 @@ class Scheduler(Generic[RequestT]):
                 self._holdings.give_back(request)
                 self._let_wait(request)
                 return False
+            except AssertionError:  # the cache is broken, whoever asks
+                raise
             except Exception as error:
                 self._end_at_fault(request, error)
                 return False
@@ -348,6 +352,8 @@ class Scheduler(Generic[RequestT]):
             input_tokens = sum(each.num_new_input_tokens for each in admitted)
             try:
                 count = self._holdings.let_run(request, budget, input_tokens, others_run=bool(self.running))
+            except AssertionError:
+                raise
             except Exception as error:
                 self._end_at_fault(request, error)
                 continue
