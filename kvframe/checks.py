@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 import attrs
 
 from kvframe.claims import KINDS
-from kvframe.errors import StackError
+from kvframe.errors import StackError, nearest_of, shown
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?")
 _UNITS = {"B": 1} | {
@@ -28,6 +27,13 @@ _TOML_NAMES = {
 }
 
 
+MAX_WHOLE = 2**31 - 1
+"""The largest number of tokens, requests or blocks: arrays on a device count them in 32 bits."""
+
+MAX_SIZE = 2**60
+"""The largest number of bytes: more than any machine has."""
+
+
 def parse_bytes(size: str | int) -> int:
     """Return a size in bytes.
 
@@ -35,23 +41,28 @@ def parse_bytes(size: str | int) -> int:
         size: ``"2GiB"``, ``"512 MB"``, ``"1.5GiB"``, or a number of bytes.
 
     Raises:
-        StackError: ``size`` is no size, or less than one byte.
+        StackError: ``size`` is no size, less than one byte, or more than ``MAX_SIZE``.
     """
     if isinstance(size, int) and not isinstance(size, bool):
         num_bytes = size
     else:
         match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
         if match is None:
-            raise StackError(f"{size!r} is no size; write a number of bytes, or one with a unit of {', '.join(_UNITS)}")
-        num_bytes = int(float(match[1]) * _UNITS[match[2] or "B"])
+            raise StackError(
+                f"{shown(size)} is no size; write a number of bytes, or one with a unit of {', '.join(_UNITS)}"
+            )
+        # A number of too many digits is infinite.
+        num_bytes = int(min(float(match[1]) * _UNITS[match[2] or "B"], 2 * MAX_SIZE))
     if num_bytes < 1:
-        raise StackError(f"a size must be at least one byte, not {size!r}")
+        raise StackError(f"a size must be at least one byte, not {shown(size)}")
+    if num_bytes > MAX_SIZE:
+        raise StackError(f"a size must be at most {MAX_SIZE >> 40} TiB, not {shown(size)}")
     return num_bytes
 
 
 def describe(value: Any) -> str:
     """Return a value and its type, in the words of a TOML file."""
-    return f"{value!r} ({_TOML_NAMES.get(type(value), type(value).__name__)})"
+    return f"{shown(value)} ({_TOML_NAMES.get(type(value), type(value).__name__)})"
 
 
 @attrs.frozen
@@ -78,8 +89,8 @@ class Check:
     def checked(self, value: Any) -> Any:
         """Return ``value``; raises ``ValueError`` with what was expected if it is wrong."""
         if not self.accepts(value):
-            nearest = get_close_matches(value, self.known, n=1) if isinstance(value, str) else []
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            nearest = nearest_of(value, self.known) if isinstance(value, str) else None
+            hint = "" if nearest is None else f"; did you mean {nearest!r}?"
             raise ValueError(f"must be {self.expected}, not {describe(value)}{hint}")
         return value
 
@@ -91,7 +102,7 @@ def one_of(*names: str) -> Check:
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_WHOLE
 
 
 def _is_wholes(value: Any) -> bool:
@@ -126,12 +137,12 @@ def _is_texts(value: Any) -> bool:
 
 
 def _is_device(value: Any) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"[a-z]+(:\d+)?", value) is not None
+    return isinstance(value, str) and re.fullmatch(r"[a-z]{1,20}(:\d{1,3})?", value, re.ASCII) is not None
 
 
-WHOLE = Check("a whole number of at least 1", _is_whole)
+WHOLE = Check(f"a whole number from 1 to {MAX_WHOLE}", _is_whole)
 WHOLE_OR_NONE = Check(WHOLE.expected, lambda value: value is None or _is_whole(value))
-WHOLES = Check("an array of whole numbers of at least 1", _is_wholes)
+WHOLES = Check(f"an array of whole numbers from 1 to {MAX_WHOLE}", _is_wholes)
 GRAPH_SIZES = Check(
     "'off', 'auto', or an array of numbers of requests, each at least 1",
     lambda value: value in ("off", "auto") if isinstance(value, str) else _is_wholes(value),

@@ -6,7 +6,46 @@ A message says what was asked, what exists and what to do. ``assert`` is kept fo
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
+
+MAX_TEXT = 200
+"""Characters of a value that an error shows."""
+
+MAX_NAMES = 30
+"""Names that an error lists."""
+
+_MAX_COMPARED = 5_000
+"""Names that one is compared with to find the nearest: a comparison takes microseconds, and files have any number."""
+
+
+def shorten(text: str, limit: int = MAX_TEXT) -> str:
+    """Return ``text``, without its middle if it is longer than ``limit`` characters."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit * 2 // 3]} … {text[-limit // 3 :]} ({len(text):,} characters)"
+
+
+def shown(value: Any, limit: int = MAX_TEXT) -> str:
+    """Return how a value is written in Python, without its middle if that is long."""
+    try:
+        return shorten(repr(value), limit)
+    except Exception:  # a number of too many digits, a value nested too deeply, a repr of somebody else's that raises
+        return f"a {type(value).__name__} that cannot be shown"
+
+
+def listed(names: Iterable[str], limit: int = MAX_NAMES) -> str:
+    """Return names on one line, the first ones if there are more than ``limit``."""
+    found = [*names]
+    more = f", … and {len(found) - limit:,} more" if len(found) > limit else ""
+    return ", ".join(map(shorten, found[:limit])) + more
+
+
+def nearest_of(name: str, known: Collection[str]) -> str | None:
+    """Return the known name that is most like ``name``; None if none is like it, or there are too many to compare."""
+    if len(name) > MAX_TEXT or len(known) > _MAX_COMPARED:
+        return None
+    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
 
 
 class KVFrameError(Exception):
@@ -26,11 +65,11 @@ class UnknownNameError(KVFrameError):
             hint: What to do, if more than picking a known name helps.
         """
         existing = sorted(known)
-        nearest = difflib.get_close_matches(name, existing, n=1)
-        parts = [f"there is no {what} named {name!r}"]
-        parts.append(f"known: {', '.join(existing)}" if existing else "none is known")
-        if nearest:
-            parts.append(f"did you mean {nearest[0]!r}?")
+        nearest = nearest_of(name, existing)
+        parts = [f"there is no {what} named {shown(name)}"]
+        parts.append(f"known: {listed(existing)}" if existing else "none is known")
+        if nearest is not None:
+            parts.append(f"did you mean {nearest!r}?")
         if hint:
             parts.append(hint)
         super().__init__("; ".join(parts))
@@ -48,6 +87,10 @@ class PluginError(KVFrameError):
 
 class StackError(KVFrameError):
     """A stack file (or the options that stand for one) is wrong: file, key, what exists."""
+
+
+class FileError(KVFrameError):
+    """A file that a user named cannot be read, or holds something else. The sentence lacks its subject, the file."""
 
 
 class SpecError(KVFrameError):

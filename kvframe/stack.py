@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -15,14 +15,19 @@ from cattrs.gen import make_dict_structure_fn, override
 from kvframe.attention.wrapper import check_order
 from kvframe.checks import TABLE, TABLE_OF_TEXTS, TABLES, TEXT, TEXTS, Check, describe, parse_bytes
 from kvframe.claims import canonical
-from kvframe.errors import ContestedNameError, StackError, UnknownNameError, WrapperError
+from kvframe.errors import ContestedNameError, FileError, StackError, UnknownNameError, WrapperError, shorten
 from kvframe.eviction import LRU
+from kvframe.files import read_toml
 from kvframe.formats import PLAIN
 from kvframe.options import AUTO, CacheOptions, EngineOptions, ResolvedRule, Rule, Use
 from kvframe.plugins import PluginPolicy
 from kvframe.registry import Catalogue, Registry
 
 __all__ = ["CacheOptions", "EngineOptions", "ResolvedRule", "Rule", "Stack", "Use", "parse_bytes"]
+
+
+_MAX_PROBLEMS = 10
+"""Problems that one error lists."""
 
 
 @attrs.frozen(kw_only=True)
@@ -47,11 +52,9 @@ class Stack:
     def from_file(cls, path: str | Path) -> Stack:
         """Read a stack file; raises ``StackError`` if it cannot be read or anything in it is wrong."""
         try:
-            data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise StackError(f"{path}: the stack file cannot be read: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise StackError(f"{path}: not valid TOML: {error}") from error
+            data = read_toml(Path(path))
+        except FileError as error:
+            raise StackError(f"{path}: the stack file {error}") from error
         return cls.from_mapping(data, str(path))
 
     @classmethod
@@ -68,7 +71,7 @@ class Stack:
         try:
             file = _converter.structure(data, _StackFile)
         except Exception as error:
-            raise _stack_error(source, list(_problems(error))) from error
+            raise _stack_error(source, _problems(error)) from error
         policy = PluginPolicy(
             disabled=tuple(file.plugins.disabled),
             required=tuple(file.plugins.required),
@@ -248,7 +251,7 @@ def _problems(error: Exception, path: str = "") -> Iterator[str]:
     if isinstance(error, cattrs.ForbiddenExtraKeysError):
         known = [field.name for field in attrs.fields(error.cl)]
         for key in sorted(error.extra_fields):
-            yield f"{prefix}{key}: {UnknownNameError('key', key, known)}"
+            yield f"{prefix}{shorten(key)}: {UnknownNameError('key', key, known)}"
     elif isinstance(error, cattrs.ClassValidationError):
         fields, whole = error.group_exceptions()
         for part, note in fields:
@@ -262,7 +265,11 @@ def _problems(error: Exception, path: str = "") -> Iterator[str]:
         yield f"{path} {error}" if path else str(error)
 
 
-def _stack_error(source: str, problems: list[str]) -> StackError:
-    if len(problems) == 1:
-        return StackError(f"{source}: {problems[0]}")
-    return StackError("\n  ".join([f"{source}: {len(problems)} problems", *problems]))
+def _stack_error(source: str, problems: Iterable[str]) -> StackError:
+    """Return the error of all problems, or of the first ones if there are many: finding the nearest name takes time."""
+    found = [*islice(problems, _MAX_PROBLEMS + 1)]
+    if len(found) == 1:
+        return StackError(f"{source}: {found[0]}")
+    is_all = len(found) <= _MAX_PROBLEMS
+    count = f"{len(found)} problems" if is_all else f"more than {_MAX_PROBLEMS} problems"
+    return StackError("\n  ".join([f"{source}: {count}", *found[:_MAX_PROBLEMS], *([] if is_all else ["…"])]))

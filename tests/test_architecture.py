@@ -33,7 +33,7 @@ CORE = ROOT / "kvframe"
 # The flow of the design, one stage a line. A name stands for a module, or for a package and all that is in it.
 FLOW = (
     ("errors",),
-    ("foreign",),
+    ("files", "foreign"),
     ("declarations", "targets"),
     ("eviction", "formats", "masks"),
     ("hookspecs", "specs"),
@@ -54,6 +54,7 @@ BESIDE = ("builtin", "testing")
 TORCH_FREE = (
     "kvframe",
     "kvframe.errors",
+    "kvframe.files",
     "kvframe.foreign",
     "kvframe.declarations",
     "kvframe.targets",

@@ -429,7 +429,7 @@ def test_a_kind_that_no_plugin_provides_is_one_line(tmp_path: Path) -> None:
         ("[cache]\nmemry = 1\n", "there is no key named 'memry'"),
         ('[[rules]]\nlayers = "*"\nbackend = "torhc"\n', "there is no backend named 'torhc'"),
         ("[cache]\nmemory = -1\n[engine]\nspeed = 3\n", "2 problems; "),
-        ("[cache", "not valid TOML"),
+        ("[cache", "the stack file is no valid TOML"),
         ('[[rules]]\nlayers = "*"\nspec = {dtype = "floot16"}\n', "layer 'l.0' (sliding_window): there is no dtype"),
     ],
 )

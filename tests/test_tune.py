@@ -20,7 +20,7 @@ from kvframe.attention.selection import select_backends
 from kvframe.attention.times import MeasuredTime, TimeKey, TimesTable, layer_shape, time_key
 from kvframe.attention.tuning import make_batches, measure
 from kvframe.builtin.full_attention import FullAttentionSpec
-from kvframe.errors import StackError
+from kvframe.errors import FileError, StackError
 from kvframe.plugins import load_plugins
 from kvframe.specs import LayerSpec, QuerySpec
 from kvframe.stack import Stack
@@ -71,7 +71,7 @@ def test_a_table_is_what_was_written(table: Path) -> None:
 def test_a_table_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
     folder = tmp_path / "a_folder"
     folder.mkdir()
-    with pytest.raises(OSError, match="directory"):
+    with pytest.raises(FileError, match=r"cannot be written: .* directory"):
         TimesTable().write(folder)
     assert [folder] == [*tmp_path.iterdir()]
 
@@ -89,11 +89,11 @@ def test_twice_as_fast_counts_by_the_weight_of_its_kind_alone() -> None:
 
 
 CORRUPT = [
-    ("{", "it is no table of measured times"),
+    ("{", "it is no valid JSON: Expecting property name"),
     ("[]", "it is no table of measured times"),
     ('{"format": 99}', "it has the format 99, and this kvframe reads 1"),
     ('{"format": 1, "times": [{"key": {}, "seconds": {}}], "layers": {}}', "it is no table of measured times"),
-    ("\x80", "it is no table of measured times"),
+    ("\x80", "it is no UTF-8 text"),
 ]
 
 
@@ -107,7 +107,7 @@ def test_a_users_table_that_cannot_be_read_is_one_line_and_ignored(
         assert TORCH == choose().backend
     (message,) = caplog.messages
     assert reason in message
-    assert message.endswith("`kvframe tune` writes them anew")
+    assert message.endswith("remove it, and `kvframe tune` writes another")
 
 
 @pytest.mark.parametrize(("content", "reason"), CORRUPT)
@@ -261,14 +261,35 @@ def test_tune_measures_each_shape_once_and_explain_goes_by_it(layers: Path, stac
     assert f"{fastest['backend']} (decode " in run("explain", layers, "--stack", stack_file).stdout
 
 
-def test_tune_writes_a_broken_table_anew(layers: Path, stack_file: Path, tmp_path: Path) -> None:
-    path = tmp_path / "broken.json"
-    path.write_text("{")
-    result = run("tune", layers, "--stack", stack_file, "--context", 8, "--table", path)
-    assert 0 == result.exit_code
-    assert f"{path} is written anew: it is no table of measured times" in result.stderr
-    assert f"written to {path}" in result.stdout
-    assert 4 == len(TimesTable.read(path).times)
+@pytest.mark.parametrize("content", ["{", '{"model_type": "llama"}', '{"format": 99}', "some text", "\x80"])
+def test_tune_writes_over_nothing_but_a_table(
+    content: str, layers: Path, stack_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "measure", lambda *_: pytest.fail("it was measured"))
+    path = tmp_path / "config.json"
+    path.write_bytes(content.encode("latin-1"))
+    before = sorted(tmp_path.iterdir())
+    error = error_of("tune", layers, "--stack", stack_file, "--context", 8, "--table", path)
+    assert error.startswith(f"{path}: the table of times is not written over: it ")
+    assert error.endswith("; name another file, or remove it first")
+    assert (content.encode("latin-1"), before) == (path.read_bytes(), sorted(tmp_path.iterdir()))
+
+
+def test_tune_adds_to_a_table_and_fills_an_empty_file(layers: Path, stack_file: Path, tmp_path: Path) -> None:
+    path, link = tmp_path / "times.json", tmp_path / "link.json"
+    path.touch()
+    link.symlink_to(path)
+    run_json("tune", layers, "--stack", stack_file, "--context", 8, "--table", link, "--backend", "torch")
+    assert 2 == len(TimesTable.read(path).times)
+    run_json("tune", layers, "--stack", stack_file, "--context", 8, "--table", path, "--backend", "torch_reference")
+    assert (4, True) == (len(TimesTable.read(path).times), link.is_symlink())
+
+
+def test_a_table_whose_keys_are_no_texts_is_no_table(table: Path) -> None:
+    TimesTable({key(TORCH): took(1)}).write(table)
+    table.write_text(table.read_text().replace('"torch": "', '"torch": 3, "version": "', 1))
+    with pytest.raises(ValueError, match="it is no table of measured times"):
+        TimesTable.read(table)
 
 
 def test_tune_measures_the_backends_that_are_asked_for(layers: Path, stack_file: Path, table: Path) -> None:

@@ -229,6 +229,8 @@ def _read_cached(path: Path, key: str) -> Trained | None:
     """Return what is in ``path`` if it was made from ``key``."""
     record = path / _KEY_FILE
     if not record.is_file():
+        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+            raise FileExistsError(f"{path} is there already and is not the demo's model; name another folder")
         return None
     found, loss, copied = record.read_text(encoding="utf-8").split()
     return Trained(path=path, cached=True, loss=float(loss), copied=float(copied)) if found == key else None

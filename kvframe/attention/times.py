@@ -21,9 +21,11 @@ from typing import Any
 
 import attrs
 import torch
+from attrs.validators import instance_of
 
 from kvframe.attention.wrapper import DROPS_TOKENS, MetadataWrapper
-from kvframe.errors import StackError
+from kvframe.errors import FileError, StackError, shorten, shown
+from kvframe.files import check_place, exists, read_json, write_text
 from kvframe.specs import LayerSpec
 
 FORMAT = 1
@@ -47,11 +49,11 @@ class TimeKey:
         version: The distribution's version; empty for a module that is no distribution.
     """
 
-    device: str
-    torch: str
-    layer: str
-    backend: str
-    version: str
+    device: str = attrs.field(validator=instance_of(str))
+    torch: str = attrs.field(validator=instance_of(str))
+    layer: str = attrs.field(validator=instance_of(str))
+    backend: str = attrs.field(validator=instance_of(str))
+    version: str = attrs.field(validator=instance_of(str))
 
 
 @attrs.frozen
@@ -93,15 +95,17 @@ class TimesTable:
             ValueError: The file cannot be read, is no such table, or is one of another version; says why.
         """
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = read_json(path)
             if data["format"] != FORMAT:
-                raise ValueError(f"it has the format {data['format']!r}, and this kvframe reads {FORMAT}")
+                raise ValueError(f"it has the format {shown(data['format'])}, and this kvframe reads {FORMAT}")
             times = {TimeKey(**entry["key"]): _as_time(entry["seconds"]) for entry in data["times"]}
             return cls(times, {str(shape): str(note) for shape, note in data["layers"].items()})
-        except OSError as error:
-            raise ValueError(f"it cannot be read: {error.strerror}") from error
-        except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"it is no table of measured times ({type(error).__name__}: {error})") from error
+        except FileError as error:
+            raise ValueError(f"it {error}") from error
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"it is no table of measured times ({type(error).__name__}: {shorten(str(error))})"
+            ) from error
 
     def with_times(self, times: Mapping[TimeKey, MeasuredTime], notes: Mapping[str, str]) -> TimesTable:
         """Return the table with further times; those of the same key, but for versions, are replaced."""
@@ -110,11 +114,7 @@ class TimesTable:
         return TimesTable({**kept, **times}, {**self.notes, **notes})
 
     def write(self, path: Path) -> None:
-        """Write the table as a whole, so that nobody ever reads a part of it.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
+        """Write the table as a whole; raises ``FileError`` if the file cannot be written."""
         data = {
             "format": FORMAT,
             "weights": dict(WEIGHTS),
@@ -124,21 +124,31 @@ class TimesTable:
                 for key, time in sorted(self.times.items(), key=lambda item: attrs.astuple(item[0]))
             ],
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        write_text(path, json.dumps(data, indent=1) + "\n")
+
+
+def check_table_place(path: Path) -> None:
+    """Refuse a place where ``TimesTable.write`` could not write, or would replace anything but such a table.
+
+    Raises:
+        FileError: It is no such place; the sentence lacks its subject, the file.
+    """
+
+    def is_table(path: Path) -> bool:
         try:
-            part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-            part.replace(path)
-        except OSError:
-            part.unlink(missing_ok=True)
-            raise
+            TimesTable.read(path)
+        except ValueError as error:
+            raise FileError(f"is not written over: {error}; name another file, or remove it first") from error
+        return True
+
+    check_place(path, is_table)
 
 
 def _as_time(seconds: Mapping[str, Any]) -> MeasuredTime:
-    found = {kind: float(seconds[kind]) for kind in WEIGHTS}
-    if not all(0 < value < math.inf for value in found.values()):
+    found = {kind: seconds[kind] for kind in WEIGHTS}
+    if not all(isinstance(value, int | float) and 0 < value < math.inf for value in found.values()):
         raise TypeError(f"no times: {dict(seconds)}")
-    return MeasuredTime(found)
+    return MeasuredTime({kind: float(value) for kind, value in found.items()})
 
 
 def in_words(time: MeasuredTime) -> str:
@@ -169,14 +179,16 @@ def read_times(chosen: bool | str, source: str) -> TimesTable:
     if chosen is False:
         return TimesTable()
     path = default_path() if chosen is True else Path(chosen)
-    if chosen is True and not path.exists():
-        return TimesTable()
     try:
+        if chosen is True and not exists(path):
+            return TimesTable()
         return TimesTable.read(path)
-    except ValueError as error:
+    except (FileError, ValueError) as error:
         if chosen is not True:
-            raise StackError(f"{source}: engine.measured_times is {chosen!r}: {error}") from error
-        _log.warning("kvframe: measured times are ignored, %s: %s; `kvframe tune` writes them anew", path, error)
+            raise StackError(f"{source}: engine.measured_times is {shown(chosen)}: {error}") from error
+        _log.warning(
+            "kvframe: measured times are ignored, %s: %s; remove it, and `kvframe tune` writes another", path, error
+        )
         return TimesTable()
 
 

@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.inputs import InputBlocks, InputSequence, inputs_root, joined
-from kvframe.errors import StackError
+from kvframe.errors import FileError, StackError, shown
+from kvframe.files import read_bytes
 
 KEY_BYTES = 32
 SECRET_BYTES = 32
@@ -36,6 +37,7 @@ CHECK = b"kvframe.checks.1"
 """Likewise of what tells a secret from others."""
 
 NO_INPUTS: Mapping[str, InputSequence] = MappingProxyType({})
+_MAX_KEY_FILE = 4096
 _DIGITS = re.compile(r"[0-9a-fA-F]+")
 
 
@@ -135,12 +137,10 @@ def read_secret(key: str | None, source: str) -> bytes:
     if _DIGITS.fullmatch(key):
         return _secret_of(key, f"{source}: cache.key has")
     try:
-        digits = Path(key).read_text(encoding="ascii").strip()
-    except OSError as error:
-        raise StackError(f"{source}: cache.key: the file {key!r} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError:
-        digits = ""
-    return _secret_of(digits if _DIGITS.fullmatch(digits) else "", f"{source}: cache.key: the file {key!r} has")
+        digits = read_bytes(Path(key), _MAX_KEY_FILE).decode("ascii", "replace").strip()
+    except FileError as error:
+        raise StackError(f"{source}: cache.key: the file {shown(key)} {error}") from error
+    return _secret_of(digits if _DIGITS.fullmatch(digits) else "", f"{source}: cache.key: the file {shown(key)} has")
 
 
 def _secret_of(digits: str, subject: str) -> bytes:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -22,6 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.inputs import InputSequence
+from kvframe.errors import FileError
+from kvframe.files import as_text, parse_json, reason_of
 
 FORMAT, VERSION = "kvframe.prefixes", 2
 MAX_HEADER_BYTES = 1 << 20
@@ -138,6 +141,20 @@ class Contents:
             header[name] = {"dtype": dtype, "shape": [size // item_bytes], "data_offsets": [start, start + size]}
             start += size
         return dump(header).encode()
+
+
+def is_prefix_file(path: Path) -> bool:
+    """Return whether a file begins as files of saved prefixes do, whole or not; raises ``FileError`` if unreadable."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            header = parse_json(as_text(file.read(length))) if length <= MAX_HEADER_BYTES else None
+    except OSError as error:
+        raise FileError(f"cannot be read: {reason_of(error)}") from error
+    except FileError:
+        return False
+    metadata = header.get("__metadata__") if isinstance(header, dict) else None
+    return isinstance(metadata, dict) and metadata.get("format") == FORMAT
 
 
 def dump(value: Any) -> str:

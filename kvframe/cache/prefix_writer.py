@@ -24,8 +24,24 @@ from kvframe.cache.prefix_file import (
     FilePrefix,
     Places,
     dump,
+    is_prefix_file,
 )
-from kvframe.errors import PrefixFileError
+from kvframe.errors import FileError, PrefixFileError
+from kvframe.files import check_place, umask
+
+
+def check_prefix_place(path: Path) -> None:
+    """Refuse a place where prefixes cannot be saved, with a ``PrefixFileError``: nothing but such a file is replaced.
+
+    Args:
+        path: Where the file is to be.
+    """
+    try:
+        check_place(path, is_prefix_file)
+    except FileError as error:
+        raise PrefixFileError(f"{path} {error}", code="unwritable") from error
+    if not path.absolute().parent.is_dir():
+        raise PrefixFileError(f"{path} cannot be written: there is no folder {path.parent}", code="unwritable")
 
 
 class PrefixFileWriter:
@@ -42,8 +58,9 @@ class PrefixFileWriter:
             origin: What has to be the same where it is loaded, as values of JSON.
 
         Raises:
-            PrefixFileError: Nothing can be written there, or the origin is too long.
+            PrefixFileError: Nothing can be written there, something else is there, or the origin is too long.
         """
+        check_prefix_place(path)
         self._path = path.resolve()
         self._origin = origin
         self._digests = {name: hashlib.blake2b(digest_size=32) for name in TENSORS}
@@ -122,7 +139,7 @@ class PrefixFileWriter:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-            os.chmod(self._temporary, 0o666 & ~_umask())
+            os.chmod(self._temporary, 0o666 & ~umask())
             os.replace(self._temporary, self._path)
         except OSError as error:
             raise self._cannot(error) from error
@@ -158,9 +175,3 @@ class PrefixFileWriter:
 
     def _cannot(self, error: OSError) -> PrefixFileError:
         return PrefixFileError(f"{self._path} cannot be written: {error.strerror or error}", code="unwritable")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

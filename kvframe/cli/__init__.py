@@ -8,13 +8,15 @@ from __future__ import annotations
 import importlib
 import io
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
 
+from kvframe.cli.guard import run_guarded
 from kvframe.cli.output import keep_output_apart
-from kvframe.errors import KVFrameError
+from kvframe.cli.render import wants_no_escapes
+from kvframe.errors import UnknownNameError
 
 _COMMANDS: Mapping[str, str] = {
     "generate": "kvframe.cli.generate:generate",
@@ -25,9 +27,6 @@ _COMMANDS: Mapping[str, str] = {
     "plugins": "kvframe.cli.plugins:plugins",
 }
 """The commands by name, in the order that ``--help`` lists them, as import strings."""
-
-ERROR_EXIT_CODE = 2
-"""Exit code of a command that a user's mistake ended, as click's own for wrong options."""
 
 
 class LazyGroup(click.Group):
@@ -52,24 +51,33 @@ class LazyGroup(click.Group):
         """Find the command that ``args`` name, or say which command is nearest."""
         name = args[0]
         if name not in _COMMANDS and not name.startswith("-"):
-            from kvframe.errors import UnknownNameError
-
             raise UnknownNameError("command", name, _COMMANDS, "`kvframe --help` says what each does")
         return super().resolve_command(ctx, args)
 
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run a command line, and end the process with its exit code: ``kvframe.cli.guard`` says which."""
+        main = super().main
+        if not standalone_mode:
+            return main(args, prog_name, complete_var, standalone_mode=False, **extra)
+        sys.exit(run_guarded(lambda: main(args, prog_name, complete_var, standalone_mode=False, **extra)))
+
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; a ``KVFrameError`` becomes one line on stderr and exit code 2."""
+        """Run the command, with streams that can print any text, and no escape codes if nobody wants them."""
         keep_output_apart()
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 # A text that is no Unicode is refused; to print it must not lose the others. JSON reads the escape.
                 stream.reconfigure(errors="backslashreplace")
-        try:
-            return super().invoke(ctx)
-        except KVFrameError as error:
-            sentence = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
-            click.echo(f"kvframe: error: {sentence}", err=True)
-            ctx.exit(ERROR_EXIT_CODE)
+        if wants_no_escapes():
+            ctx.color = False
+        return super().invoke(ctx)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -13,8 +13,10 @@ import click
 
 from kvframe.cli import prefixes
 from kvframe.cli.options import (
+    TEXT_TYPE,
     block_size_option,
     cache_salt_option,
+    check_model,
     device_option,
     dtype_option,
     json_option,
@@ -36,7 +38,7 @@ REFUSED_EXIT_CODE = 1
 
 @click.command(short_help="Generate text with a model on disk.")
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("--prompt", "texts", multiple=True, metavar="TEXT", help="A prompt; repeat for several.")
+@click.option("--prompt", "texts", type=TEXT_TYPE, multiple=True, metavar="TEXT", help="A prompt; repeat for several.")
 @click.option(
     "--prompts",
     "prompts_file",
@@ -69,7 +71,7 @@ REFUSED_EXIT_CODE = 1
 @click.option(
     "--n", "num_samples", type=click.IntRange(min=1), default=1, metavar="N", help="Draw N samples of each prompt."
 )
-@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeat for several.")
+@click.option("--stop", type=TEXT_TYPE, multiple=True, metavar="TEXT", help="End before this text; repeat for several.")
 @click.option("--prompt-logprobs", is_flag=True, help="Report how likely each prompt token is; needs --json.")
 @cache_salt_option
 @prefixes.load_option
@@ -108,12 +110,16 @@ def generate(
     Prompts come from one of --prompt, --prompts and --prompt-token-ids. A prompt that cannot be served is refused
     alone: the others finish, and the exit code is 1.
     """
-    from kvframe.engine.request import SamplingParams
-
     if prompt_logprobs and not as_json:
         raise click.UsageError("--prompt-logprobs reports in JSON only; add --json")
     prompts = _read_prompts(texts, prompts_file, token_ids_file)
     salts = read_salts(cache_salts, len(prompts))
+    if saved_file is not None:
+        prefixes.check_saved_file(saved_file)
+    check_model(model)
+
+    from kvframe.engine.request import SamplingParams
+
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import attrs
 import click
 
-from kvframe.errors import StackError
+from kvframe.errors import FileError, ModelError, StackError, shorten, shown
+from kvframe.files import exists
 from kvframe.specs import ITEM_BYTES
 
 if TYPE_CHECKING:
@@ -21,6 +23,22 @@ if TYPE_CHECKING:
 _Options = TypeVar("_Options", "CacheOptions", "EngineOptions")
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class TextType(click.ParamType[str]):
+    """Text of the command line, which is UTF-8 whatever the locale says."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the text that the bytes of an argument are; fails if they are no UTF-8."""
+        try:
+            return os.fsencode(value).decode("utf-8")
+        except UnicodeError:
+            self.fail(f"{shown(value)} is no UTF-8 text", param, ctx)
+
+
+TEXT_TYPE = TextType()
 
 stack_option = click.option(
     "--stack",
@@ -49,6 +67,7 @@ dtype_option = click.option(
 cache_salt_option = click.option(
     "--cache-salt",
     "cache_salts",
+    type=TEXT_TYPE,
     multiple=True,
     metavar="TEXT",
     help="Share cached prefixes with requests of the same salt only; repeat for one for each, in their order.",
@@ -75,6 +94,16 @@ def read_stack(
     return attrs.evolve(stack, cache=_over(stack.cache, cache), engine=_over(stack.engine, engine))
 
 
+def check_model(path: Path) -> None:
+    """Refuse a model that is not there, before anything heavy is loaded; raises ``ModelError``."""
+    try:
+        is_there = exists(path)
+    except FileError as error:
+        raise ModelError(f"{shorten(str(path))} {error}") from error
+    if not is_there:
+        raise ModelError(f"there is no file or folder {path}")
+
+
 def read_salts(cache_salts: Sequence[str], num_requests: int) -> Sequence[str]:
     """Return a salt for each request, of none, one for all, or one for each."""
     if len(cache_salts) not in (0, 1, num_requests):
@@ -90,7 +119,7 @@ def _over(options: _Options, given: Mapping[str, Any]) -> _Options:
     checks: Mapping[str, Any] = {field.name: field.validator for field in attrs.fields(type(options))}
     for key, value in values.items():
         if not checks[key].accepts(value):
-            raise StackError(f"--{key.replace('_', '-')} must be {checks[key].expected}, not {value!r}")
+            raise StackError(f"--{key.replace('_', '-')} must be {checks[key].expected}, not {shown(value)}")
     return attrs.evolve(options, **values)
 
 

@@ -27,6 +27,13 @@ save_option = click.option(
 )
 
 
+def check_saved_file(path: Path) -> None:
+    """Refuse a file that cannot be written, or would replace something else, before a model is loaded."""
+    from kvframe.cache.prefix_writer import check_prefix_place
+
+    check_prefix_place(path)
+
+
 def to_dict(prefix: SavedPrefix) -> dict[str, Any]:
     """Return what became of a prefix as plain values, without its tokens."""
     return {

@@ -7,7 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvframe.errors import RequestError
+from kvframe.errors import FileError, RequestError, shorten
+from kvframe.files import as_text, parse_json, read_bytes, read_stream, reason_of
+
+_MAX_BYTES = 256 << 20
+"""The most that is read of prompts."""
 
 _Prompt = TypeVar("_Prompt", str, list[int])
 
@@ -52,8 +56,8 @@ def read_prompt_token_ids(path: Path) -> list[list[int]]:
     """
     text = _read(path)
     try:
-        data = json.loads(text)
-    except ValueError:
+        data = parse_json(text)
+    except FileError:
         numbered = _lines(text)
         data = [_parse(path, f" line {number}", line) for number, line in numbered]
         places = [f" line {number}" for number, _ in numbered]
@@ -74,11 +78,18 @@ def read_prompt_token_ids(path: Path) -> list[list[int]]:
 
 def _read(path: Path) -> str:
     try:
-        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+        return as_text(_read_standard_input() if str(path) == "-" else read_bytes(path, _MAX_BYTES))
+    except FileError as error:
+        raise RequestError(f"{path} {error}", code="bad_prompt") from error
+
+
+def _read_standard_input() -> bytes:
+    if sys.stdin is None:
+        raise FileError("cannot be read: standard input is closed")
+    try:
+        return read_stream(sys.stdin.buffer, _MAX_BYTES)
     except OSError as error:
-        raise RequestError(f"{path} cannot be read: {error.strerror or error}", code="bad_prompt") from error
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path} is no UTF-8 text: {error}", code="bad_prompt") from error
+        raise FileError(f"cannot be read: {reason_of(error)}") from error
 
 
 def _lines(text: str) -> list[tuple[int, str]]:
@@ -87,9 +98,9 @@ def _lines(text: str) -> list[tuple[int, str]]:
 
 def _parse(path: Path, place: str, text: str) -> Any:
     try:
-        return json.loads(text)
-    except ValueError as error:
-        raise RequestError(f"{path}{place} is no valid JSON: {error}", code="bad_prompt") from error
+        return parse_json(text)
+    except FileError as error:
+        raise RequestError(f"{path}{place} {error}", code="bad_prompt") from error
 
 
 def _some(path: Path, prompts: list[_Prompt], what: str) -> list[_Prompt]:
@@ -99,5 +110,4 @@ def _some(path: Path, prompts: list[_Prompt], what: str) -> list[_Prompt]:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shorten(json.dumps(value), 60)

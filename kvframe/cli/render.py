@@ -5,13 +5,15 @@ rich is imported only where there is a terminal to draw on.
 
 from __future__ import annotations
 
+import codecs
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import click
 
@@ -23,9 +25,21 @@ _NARROWEST_FOLD = 24
 """Characters that a table's widest column is folded to at most."""
 
 
+def wants_no_escapes() -> bool:
+    """Return whether the user, or the terminal, wants plain text: https://no-color.org."""
+    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+
+
+def is_drawn_on(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal that takes escape codes."""
+    return stream.isatty() and not wants_no_escapes()
+
+
 def print_json(value: Any, *, indent: int | None = 2) -> None:
     """Print ``value`` as one JSON document, on one line if ``indent`` is None."""
-    click.echo(json.dumps(value, indent=indent, ensure_ascii=False))
+    # A character that the output's encoding lacks would be escaped in a way that JSON does not have.
+    is_utf8 = codecs.lookup(sys.stdout.encoding or "ascii").name == "utf-8"
+    click.echo(json.dumps(value, indent=indent, ensure_ascii=not is_utf8))
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -37,7 +51,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         rows: One cell of text for each column. A column of numbers is aligned to the right.
     """
     to_right = [bool(rows) and all(_is_number(row[index]) for row in rows) for index in range(len(columns))]
-    if sys.stdout.isatty():
+    if is_drawn_on(sys.stdout):
         _draw_table(title, columns, rows, to_right)
         return
     widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
@@ -100,7 +114,7 @@ def progress(description: str, total: int) -> Iterator[ShowProgress]:
     Yields:
         A function that takes how many units are done.
     """
-    if not sys.stderr.isatty():
+    if not is_drawn_on(sys.stderr):
         yield lambda done: None
         return
     from rich.console import Console

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import click
 
 from kvframe.cli.options import device_option, dtype_option, json_option, load_checked_plugins, read_stack, stack_option
 from kvframe.cli.render import compact_names, print_json, print_table
-from kvframe.errors import KVFrameError, StackError
+from kvframe.errors import FileError, KVFrameError, StackError
 
 if TYPE_CHECKING:
     from kvframe.attention.choice import Choice
@@ -83,7 +82,6 @@ def tune(
     named = stack.engine.measured_times
     path = table or (Path(named) if isinstance(named, str) else default_path())
     _check_table(path)
-    known = _read(path)
     context = max(MIN_CONTEXT, min(context, description.max_model_len))
     unmeasured = attrs.evolve(stack, engine=attrs.evolve(stack.engine, measured_times=False))
     choices = select_backends(layers, unmeasured, registry, torch.device(stack.engine.device).type)
@@ -93,12 +91,12 @@ def tune(
         time_key(stack.engine.device, result.shape, result.backend): result.time for result in results if result.time
     }
     if times:
-        updated = TimesTable(known.times, known.notes) if known else TimesTable()
-        updated = updated.with_times(times, {result.shape: result.note for result in results})
+        _check_table(path)  # measuring took long
+        known = TimesTable.read(path) if path.exists() and path.stat().st_size > 0 else TimesTable()
         try:
-            updated.write(path)
-        except OSError as error:
-            raise StackError(f"{path}: the table of times cannot be written: {error.strerror}") from error
+            known.with_times(times, {result.shape: result.note for result in results}).write(path)
+        except FileError as error:
+            raise StackError(f"{path}: the table of times {error}") from error
     if as_json:
         print_json({"table": str(path), "context": context, "results": [_in_json(result) for result in results]})
         return
@@ -138,34 +136,13 @@ def _check_device(stack: Stack) -> None:
 
 
 def _check_table(path: Path) -> None:
-    """Refuse a table that cannot be read or written, before anything is measured in vain."""
-    folder = path.absolute().parent
-    while not folder.exists():
-        folder = folder.parent
-    if path.is_dir():
-        reason = "it is a folder"
-    elif path.exists() and not os.access(path, os.R_OK):
-        reason = "it is there already and cannot be read"
-    elif not folder.is_dir():
-        reason = f"{folder} is no folder"
-    elif not os.access(folder, os.W_OK | os.X_OK):
-        reason = f"nothing can be written in {folder}"
-    else:
-        return
-    raise StackError(f"{path}: the table of times cannot be written: {reason}")
+    """Refuse a file that is no table of times, or that cannot be written, before anything is measured in vain."""
+    from kvframe.attention.times import check_table_place
 
-
-def _read(path: Path) -> Any:
-    """Return the table to add to; None where there is none, or one that cannot be read and is written anew."""
-    from kvframe.attention.times import TimesTable
-
-    if not path.exists():
-        return None
     try:
-        return TimesTable.read(path)
-    except ValueError as error:
-        click.echo(f"kvframe: {path} is written anew: {error}", err=True)
-        return None
+        check_table_place(path)
+    except FileError as error:
+        raise StackError(f"{path}: the table of times {error}") from error
 
 
 def _measure_all(

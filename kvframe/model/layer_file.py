@@ -37,13 +37,12 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvframe.errors import ModelError, UnknownNameError
+from kvframe.errors import FileError, ModelError, UnknownNameError, shown
+from kvframe.files import read_json, read_toml
 from kvframe.model.description import LayerDescription, ModelDescription
 from kvframe.specs import ENCODER
 
@@ -98,19 +97,16 @@ def read_layer_file(path: Path) -> ModelDescription:
 def parse_file(path: Path) -> Any:
     """Return what a TOML file (by its suffix) or else a JSON file holds; raises ``ModelError`` if it cannot be read."""
     try:
-        text = path.read_text(encoding="utf-8")
-        return tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ModelError(f"{path} is no valid {'TOML' if path.suffix == '.toml' else 'JSON'}: {error}") from error
+        return read_toml(path) if path.suffix == ".toml" else read_json(path)
+    except FileError as error:
+        raise ModelError(f"{path} {error}") from error
 
 
 def _add_layers(path: Path, where: str, entry: Mapping[str, Any], layers: list[LayerDescription]) -> None:
     """Append the layers of one entry to ``layers``, whose length numbers them."""
     kind = entry.get("kind")
     if not isinstance(kind, str):
-        raise ModelError(f'{path}: {where}.kind must name a cache spec, such as "full_attention", not {kind!r}')
+        raise ModelError(f'{path}: {where}.kind must name a cache spec, such as "full_attention", not {shown(kind)}')
     options = {key: value for key, value in entry.items() if key not in _ENTRY_KEYS}
     attends = "query" in entry or "num_kv_heads" in options
     query = _query(path, f"{where}.query", entry.get("query", {}), options) if attends else {}
@@ -131,7 +127,7 @@ def _names(path: Path, where: str, entry: Mapping[str, Any]) -> list[str]:
     count = _count(path, "count", entry, where=where, default=1)
     if isinstance(name, str) and names is None:
         if count > 1 and "{}" not in name:
-            raise ModelError(f"{path}: {where} has a count, so its name must hold {{}}: {name!r} + {{}}")
+            raise ModelError(f"{path}: {where} has a count, so its name must hold {{}}: {shown(name)} + {{}}")
         return [name] * count
     if name is None and isinstance(names, list) and all(isinstance(each, str) for each in names):
         if "count" in entry:
@@ -142,7 +138,7 @@ def _names(path: Path, where: str, entry: Mapping[str, Any]) -> list[str]:
 
 def _query(path: Path, where: str, query: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(query, dict):
-        raise ModelError(f"{path}: {where} must be a table of {', '.join(_QUERY_KEYS)}, not {query!r}")
+        raise ModelError(f"{path}: {where} must be a table of {', '.join(_QUERY_KEYS)}, not {shown(query)}")
     _check_keys(path, f"{where}.", query, _QUERY_KEYS)
     completed = {
         **{key: options[option] for key, option in _QUERY_FROM_OPTIONS.items() if option in options},
@@ -164,7 +160,7 @@ def _shares_with(path: Path, where: str, target: Any, layers: list[LayerDescript
         return layers[target].name
     raise ModelError(
         f"{path}: {where} must be a layer's name, or how far before this one it is "
-        f"(-1 to -{len(layers)} for layer {len(layers)}), not {target!r}"
+        f"(-1 to -{len(layers)} for layer {len(layers)}), not {shown(target)}"
     )
 
 
@@ -172,7 +168,7 @@ def _count(path: Path, key: str, data: Mapping[str, Any], *, where: str = "", de
     value = data.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         place = f"{where}.{key}" if where else key
-        raise ModelError(f"{path}: {place} must be a whole number of at least 1, not {value!r}")
+        raise ModelError(f"{path}: {place} must be a whole number of at least 1, not {shown(value)}")
     return value
 
 

@@ -18,7 +18,8 @@ import attrs
 from kvframe.attention.backend import AttentionBackend, Capabilities
 from kvframe.attention.capture import GraphCapture
 from kvframe.attention.wrapper import WrapperChain, chain_capture
-from kvframe.errors import PluginError, WrapperError
+from kvframe.errors import FileError, PluginError, WrapperError
+from kvframe.files import as_text, check_place, read_bytes, write_text
 from kvframe.plugins import load_plugins
 from kvframe.registry import Registry
 from kvframe.specs import LayerSpec, align_up
@@ -248,17 +249,27 @@ def _shown(verdict: str) -> str:
     return ", ".join(f"`{code}`" for code in verdict.split())
 
 
+def _is_matrix(path: Path) -> bool:
+    """Return whether a file begins as a matrix does."""
+    return as_text(read_bytes(path)).startswith(render([]).partition("\n")[0] + "\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the matrix of what is installed, or check a file; return 1 if something is wrong or out of date."""
     parser = argparse.ArgumentParser(prog="python -m kvframe.testing.composition", description=compose.__doc__)
     parser.add_argument("file", type=Path, help="where the matrix is, as Markdown")
     parser.add_argument("--check", action="store_true", help="write nothing, say whether the file is up to date")
     options = parser.parse_args(arguments)
+    if not options.check:
+        try:
+            check_place(options.file, _is_matrix)
+        except FileError as error:
+            parser.error(f"{options.file} {error}")
     cells = compose(load_plugins().registry)
     text = render(cells)
     wrong = [cell.detail for cell in cells if cell.verdict == WRONG]
     if not options.check:
-        options.file.write_text(text, encoding="utf-8")
+        write_text(options.file, text)
     elif not options.file.exists() or options.file.read_text(encoding="utf-8") != text:
         wrong.append(f"{options.file} is not what is installed: run this without --check")
     for sentence in wrong:

@@ -1,0 +1,178 @@
+"""Runs a command so that it ends in an exit code and at most one sentence, whatever it was given."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import click
+
+from kvframe.errors import KVFrameError, shorten
+
+ERROR_EXIT_CODE = 2
+"""Exit code of a command that a user's mistake ended, as click's own for wrong options."""
+
+UNREAD_EXIT_CODE = 1
+"""Exit code if the reader of the output went away (``kvframe plugins | head -1``); nothing is said."""
+
+BUG_EXIT_CODE = 70
+"""Exit code of a bug of kvframe's own, after its traceback; ``EX_SOFTWARE`` of sysexits.h."""
+
+INTERRUPTED_EXIT_CODE = 130
+"""Exit code after Ctrl-C: 128 and the number of the signal, as shells have it."""
+
+_MAX_SENTENCE = 2_000
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EBADF, errno.EIO, errno.EFBIG, errno.EDQUOT, errno.EAGAIN)
+_MEMORY_SIGNS = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+def run_guarded(command: Callable[[], Any]) -> int:
+    """Run a command and return its exit code.
+
+    A mistake of the user's is one line on stderr. A bug shows its traceback, and says that it is one.
+
+    Args:
+        command: Returns its exit code, or anything else for 0. Raises what click and kvframe raise.
+    """
+    _occupy_closed_streams()
+    if sys.stdout is None:
+        _say("error: standard output is closed, so there is nowhere to print to; redirect it to /dev/null")
+        return ERROR_EXIT_CODE
+    with _Interrupts() as interrupts:
+        try:
+            code = command()
+            sys.stdout.flush()
+        except SystemExit:
+            raise
+        except BaseException as error:
+            # An interrupt while a module is loaded may become another error.
+            if interrupts.came or isinstance(error, KeyboardInterrupt | click.Abort):
+                _say("interrupted")
+                _drop_output()
+                return INTERRUPTED_EXIT_CODE
+            return _report(error)
+    return code if isinstance(code, int) else 0
+
+
+def in_one_line(text: str) -> str:
+    """Return a message as one line that a terminal shows as it is, without its middle if it is long."""
+    line = "; ".join(stripped for part in text.splitlines() if (stripped := part.strip()))
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in shorten(line, _MAX_SENTENCE)
+    )
+
+
+def _report(error: BaseException) -> int:
+    """Say what went wrong; return the exit code."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        error.show()
+        return error.exit_code
+    if isinstance(error, BrokenPipeError):
+        _drop_output()
+        return UNREAD_EXIT_CODE
+    sentence = _sentence_of(error)
+    if sentence is None:
+        traceback.print_exception(error)
+        _say("this is a bug of kvframe: please report the command and the lines above")
+        return BUG_EXIT_CODE
+    _say(f"error: {sentence}")
+    return ERROR_EXIT_CODE
+
+
+def _sentence_of(error: BaseException) -> str | None:
+    """Return what a user is told of an error; None if it is a bug."""
+    if isinstance(error, KVFrameError):
+        return str(error)
+    if isinstance(error, click.ClickException):
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        hint = "" if context is None else f"; `{context.command_path} --help` shows what there is"
+        return f"{error.format_message().rstrip('.')}{hint}"
+    if isinstance(error, OSError):
+        reason = error.strerror or str(error)
+        if isinstance(error.filename, str | bytes):
+            return f"{os.fsdecode(error.filename)}: {reason}"
+        _drop_output()
+        # Files that are read are opened by their names, so that their errors have them.
+        return f"standard output cannot be written: {reason}" if error.errno in _OUTPUT_ERRORS else reason
+    if isinstance(error, MemoryError) or any(sign in str(error) for sign in _MEMORY_SIGNS):
+        reason = in_one_line(str(error)).partition(";")[0]
+        return f"there is not enough memory{reason and f': {reason}'}"
+    return None
+
+
+def _say(sentence: str) -> None:
+    with suppress(OSError):  # then nobody can be told
+        click.echo(f"kvframe: {in_one_line(sentence)}", err=True)
+
+
+def _drop_output() -> None:
+    """Write what was printed; if that fails, drop it, or Python would try again at its end and report a failure."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with suppress(OSError):
+            number = sys.stdout.fileno()
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, number)
+            os.close(nowhere)
+
+
+def _occupy_closed_streams() -> None:
+    """Let the numbers of closed standard streams stand for nothing, or the next file that is opened would have one."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+
+
+class _Interrupts:
+    """Notes that Ctrl-C was pressed, wherever it hits. A context; it does nothing beside the main thread.
+
+    Attributes:
+        came: Whether it was pressed.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                self._before = signal.signal(signal.SIGINT, self._note)
+            self._hook, sys.unraisablehook = sys.unraisablehook, self._try_again
+        else:
+            self._hook = sys.unraisablehook
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        sys.unraisablehook = self._hook
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+        raise KeyboardInterrupt
+
+    def _try_again(self, what: Any) -> None:
+        """Press again if the interrupt hit where Python prints errors and goes on, such as a weak reference's end."""
+        if issubclass(what.exc_type, KeyboardInterrupt):
+            again = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))
+            again.daemon = True
+            again.start()
+        else:
+            self._hook(what)
