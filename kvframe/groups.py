@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from kvframe.answers import ask, ask_live_ranges, lacks
-from kvframe.errors import ContestedNameError, KVFrameError, PluginError, SpecError, UnknownNameError
+from kvframe.errors import ContestedNameError, KVFrameError, PluginError, SpecError, StackError, UnknownNameError
 from kvframe.foreign import call
 from kvframe.format_choice import default_format, follow_owners, make_format, store_in
 from kvframe.formats import KVFormat
@@ -97,9 +97,11 @@ def make_layer_specs(
             a layer that shares a cache has its owner's.
 
     Raises:
-        StackError: The stack's format cannot be used.
+        StackError: The stack's format cannot be used, a rule of it is for no layer, or gives a spec an option that it
+            does not have.
         SpecError: No plugin provides a layer's kind, or the options do not fit it.
     """
+    stack.check_layers(description.name, {layer.name: layer.kind for layer in description.layers})
     cache_dtype = dtype if stack.cache.dtype == "auto" else stack.cache.dtype
     dtypes = {"dtype": cache_dtype, "model_dtype": dtype}
     kv_format = default_format(stack, registry)
@@ -135,10 +137,11 @@ def _layer_spec(
         options.pop(name)
     unknown = sorted(set(options) - fields)
     if unknown:
-        raise SpecError(
-            f"layer {layer.name!r}: the cache spec {layer.kind!r} has no option {', '.join(unknown)}; "
-            f"it has {', '.join(sorted(fields))}"
-        )
+        wrong = UnknownNameError("option", unknown[0], fields)
+        place = stack.place_of_option(unknown[0], layer.name, layer.kind)
+        if place is not None:
+            raise StackError(f"{place}: the cache spec {layer.kind!r} of layer {layer.name!r}: {wrong}")
+        raise SpecError(f"layer {layer.name!r}: the cache spec {layer.kind!r}: {wrong}")
     required = {field.name for field in attrs.fields(spec_class) if field.init and field.default is attrs.NOTHING}
     if missing := sorted(required - set(options)):
         raise SpecError(f"layer {layer.name!r}: the cache spec {layer.kind!r} needs {', '.join(missing)}")

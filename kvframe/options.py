@@ -25,7 +25,7 @@ from kvframe.checks import (
     one_of,
     parse_bytes,
 )
-from kvframe.errors import KVFrameError, PluginError, StackError
+from kvframe.errors import KVFrameError, PluginError, StackError, listed, nearest_of, shorten, shown
 from kvframe.eviction import LRU
 from kvframe.foreign import call, safe_reason
 from kvframe.specs import ITEM_BYTES
@@ -53,10 +53,12 @@ class Use:
     Attributes:
         name: The registered name.
         options: The parameters.
+        place: Where it was given, for errors: the file and the key.
     """
 
     name: str = attrs.field(validator=TEXT)
     options: Mapping[str, Any] = attrs.field(factory=dict, validator=TABLE)
+    place: str = attrs.field(default="the stack", eq=False, repr=False, kw_only=True)
 
 
 def make_with_options(made: type[T], options: Mapping[str, Any]) -> T:
@@ -73,10 +75,12 @@ def make_with_options(made: type[T], options: Mapping[str, Any]) -> T:
     fields: list[Any] = [field for field in attrs.fields(made) if field.init]  # type: ignore[arg-type]
     names = [field.name for field in fields]
     unknown = [name for name in options if name not in names]
+    nearest = nearest_of(unknown[0], names) if unknown else None
+    hint = "" if nearest is None else f"; did you mean {nearest!r}?"
     missing = [field.name for field in fields if field.default is attrs.NOTHING and field.name not in options]
     try:
         if unknown:
-            raise ValueError(f"there is no option {', '.join(map(repr, unknown))}")
+            raise ValueError(f"there is no option {listed(map(shown, unknown))}")
         if missing:
             raise ValueError(f"{', '.join(map(repr, missing))} must be given")
         return call(f"{made.__name__}()", partial(made, **options))
@@ -84,7 +88,7 @@ def make_with_options(made: type[T], options: Mapping[str, Any]) -> T:
         error = failure.__cause__ if isinstance(failure, PluginError) else failure
         if not isinstance(error, KVFrameError | TypeError | ValueError):
             raise
-        raise ValueError(f"{safe_reason(error)}; its options: {', '.join(names) or 'none'}") from error
+        raise ValueError(f"{safe_reason(error)}; its options: {', '.join(names) or 'none'}{hint}") from error
 
 
 AUTO = Use("auto")
@@ -185,6 +189,8 @@ class Rule:
         spec: Options that override those of the layers' cache specs.
         wrappers: Their wrapper chain; None leaves it to other rules, and to the layers' cache spec.
         backend: Their backend, ``"auto"`` to choose; None leaves it to other rules.
+        optional: Whether a model may have no layers that the rule is for, as in a stack for several models; if not,
+            such a model is refused.
     """
 
     kind: str | None = attrs.field(default=None, validator=TEXT_OR_NONE)
@@ -192,11 +198,17 @@ class Rule:
     spec: Mapping[str, Any] = attrs.field(factory=dict, validator=TABLE)
     wrappers: tuple[Use, ...] | None = None
     backend: Use | None = attrs.field(default=None, converter=_as_use)
+    optional: bool = attrs.field(default=False, validator=SWITCH)
 
     def __attrs_post_init__(self) -> None:
         """Refuse a rule that names no layers: it would silently hold for all."""
         if self.kind is None and self.layers is None:
             raise StackError('needs kind or layers, to say which layers it is for (layers = "*" is all)')
+
+    def __str__(self) -> str:
+        """Return which layers the rule is for, as its file has it."""
+        keys = (("kind", self.kind), ("layers", self.layers))
+        return ", ".join(f'{key} = "{shorten(value)}"' for key, value in keys if value is not None)
 
     def matches(self, layer_name: str, kind: str) -> bool:
         """Return whether the rule is for this layer."""

@@ -22,6 +22,7 @@ from kvframe.discovery import Candidate, find_candidates, is_called
 from kvframe.errors import ContestedNameError, PluginError, StackError, UnknownNameError
 from kvframe.foreign import call, in_one_line, safe_repr
 from kvframe.hookspecs import HookSpecs
+from kvframe.packages import provider_of
 from kvframe.registry import Registry
 
 Status = Literal["loaded", "disabled", "incompatible", "conflict", "broken", "unusable"]
@@ -183,7 +184,10 @@ def _check_needed(
     for name in policy.required:
         if not any(is_called(record.id, name) for _, record in outcomes):
             known = {record.name for _, record in outcomes}
-            problems.append(f"{policy.source}: plugins.required: {UnknownNameError('installed plugin', name, known)}")
+            provider = provider_of("plugin", name)
+            hint = "" if provider is None else f"`pip install {provider}` provides it"
+            wrong = UnknownNameError("installed plugin", name, known, hint)
+            problems.append(f"{policy.source}: plugins.required: {wrong}")
     for candidate, record in outcomes:
         if any(is_called(record.id, name) for name in policy.required):
             why = f"{policy.source} requires it"

@@ -7,7 +7,8 @@ from types import MappingProxyType
 from typing import Any
 
 from kvframe.claims import BUILTIN_OWNER, KINDS, Entry, canonical
-from kvframe.errors import ContestedNameError, PluginError, UnknownNameError
+from kvframe.errors import ContestedNameError, PluginError, UnknownNameError, listed
+from kvframe.packages import provider_of
 
 
 class Catalogue:
@@ -92,7 +93,10 @@ class Catalogue:
             claims = [entry for entry in claims if canonical(entry.owner) == canonical(owner)]
         if not claims:
             known = (entry.id for entry in self.claims()) if separator else self._claims
-            hint = f"plugins set aside: {'; '.join(self._set_aside)}" if self._set_aside else ""
+            hint = f"plugins set aside: {listed(self._set_aside)}" if self._set_aside else ""
+            provider = provider_of(self.kind, name)
+            if provider is not None and not any(each.startswith(f"{provider}:") for each in self._set_aside):
+                hint = "; ".join(filter(None, [f"`pip install {provider}` provides it", hint]))
             raise UnknownNameError(self.label, name, known, hint)
         if separator:
             return claims[0]

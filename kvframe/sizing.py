@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
+from kvframe.checks import MAX_WHOLE
 from kvframe.errors import PlanError, StackError
 from kvframe.formats import PLAIN, StateTensor
 from kvframe.groups import Grouping
@@ -27,7 +28,7 @@ def choose_max_model_len(description: ModelDescription, stack: Stack) -> int:
     Raises:
         StackError: The stack asks for longer requests than the model takes.
     """
-    longest, asked = description.max_model_len, stack.engine.max_model_len
+    longest, asked = min(description.max_model_len, MAX_WHOLE), stack.engine.max_model_len
     if asked is not None and asked > longest:
         raise StackError(
             f"[engine] max_model_len = {asked} is more than the {longest} tokens that {description.name} takes; "

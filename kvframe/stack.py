@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import attrs
 import cattrs
@@ -15,7 +16,7 @@ from cattrs.gen import make_dict_structure_fn, override
 from kvframe.attention.wrapper import check_order
 from kvframe.checks import TABLE, TABLE_OF_TEXTS, TABLES, TEXT, TEXTS, Check, describe, parse_bytes
 from kvframe.claims import canonical
-from kvframe.errors import ContestedNameError, FileError, StackError, UnknownNameError, WrapperError, shorten
+from kvframe.errors import ContestedNameError, FileError, StackError, UnknownNameError, WrapperError, listed, shorten
 from kvframe.eviction import LRU
 from kvframe.files import read_toml
 from kvframe.formats import PLAIN
@@ -25,6 +26,9 @@ from kvframe.registry import Catalogue, Registry
 
 __all__ = ["CacheOptions", "EngineOptions", "ResolvedRule", "Rule", "Stack", "Use", "parse_bytes"]
 
+
+_MAX_NEAREST = 500
+"""Layers whose names are compared with a rule's pattern."""
 
 _MAX_PROBLEMS = 10
 """Problems that one error lists."""
@@ -79,7 +83,13 @@ class Stack:
             settings=file.plugin,
             source=source,
         )
-        return cls(plugins=policy, cache=file.cache, engine=file.engine, rules=file.rules, source=source)
+        return cls(
+            plugins=policy,
+            cache=_with_places(file.cache, f"{source}: cache"),
+            engine=_with_places(file.engine, f"{source}: engine"),
+            rules=tuple(_with_places(rule, f"{source}: rules[{index}]") for index, rule in enumerate(file.rules)),
+            source=source,
+        )
 
     def rule_for(self, layer_name: str, kind: str) -> ResolvedRule:
         """Return what the rules say of a layer; a later rule wins, key by key and spec option by spec option.
@@ -97,6 +107,32 @@ class Stack:
                 wrappers = wrappers if rule.wrappers is None else rule.wrappers
                 backend = backend if rule.backend is None else rule.backend
         return ResolvedRule(spec, wrappers, backend)
+
+    def check_layers(self, model: str, kinds: Mapping[str, str]) -> None:
+        """Check that every rule is for at least one layer, unless it is optional.
+
+        Args:
+            model: What the model is called.
+            kinds: For each of its layers, the registered name of its cache spec.
+
+        Raises:
+            StackError: A rule is for none; names the rule, and the layers that are nearest.
+        """
+        problems = [
+            f"rules[{index}] ({rule}) is for no layer of {model}{_nearest_layers(rule, kinds)}; if the stack is for "
+            "other models too, give the rule optional = true"
+            for index, rule in enumerate(self.rules)
+            if not rule.optional and not any(rule.matches(name, kind) for name, kind in kinds.items())
+        ]
+        if problems:
+            raise _stack_error(self.source, problems)
+
+    def place_of_option(self, option: str, layer: str, kind: str) -> str | None:
+        """Return where the stack gives an option of a layer's cache spec; None if it does not."""
+        for index, rule in reversed([*enumerate(self.rules)]):
+            if option in rule.spec and rule.matches(layer, kind):
+                return f"{self.source}: rules[{index}].spec.{shorten(option)}"
+        return None
 
     def check(self, registry: Registry) -> None:
         """Check the stack against what the plugins registered: its names, then the order of its wrapper chains.
@@ -151,6 +187,17 @@ class Stack:
             raise _stack_error(self.source, problems)
 
 
+def _nearest_layers(rule: Rule, kinds: Mapping[str, str]) -> str:
+    """Return which layers a rule may have been meant for."""
+    if not kinds:
+        return ", which has none"
+    if rule.kind is not None and rule.kind not in kinds.values():
+        return f", whose layers are of the kind {listed(sorted(set(map(repr, kinds.values()))))}"
+    named = [name for name, kind in kinds.items() if rule.kind in (None, kind)]
+    names = get_close_matches(shorten(rule.layers or ""), named[:_MAX_NEAREST], n=3, cutoff=0.0)
+    return f"; the nearest names are {', '.join(map(repr, names))}"
+
+
 def _unknown(named: Sequence[tuple[str, Catalogue, str | None]]) -> Iterator[str]:
     for key, catalogue, name in named:
         try:
@@ -200,6 +247,24 @@ class _StackFile:
     cache: CacheOptions = attrs.field(factory=CacheOptions)
     engine: EngineOptions = attrs.field(factory=EngineOptions)
     rules: tuple[Rule, ...] = ()
+
+
+_Table = TypeVar("_Table", CacheOptions, EngineOptions, Rule)
+
+
+def _with_places(table: _Table, place: str) -> _Table:
+    """Return a table whose names know by which keys they were given."""
+
+    def placed(value: Any, key: str) -> Any:
+        if isinstance(value, Use):
+            return attrs.evolve(value, place=f"{place}.{key}")
+        if isinstance(value, tuple):
+            return tuple(placed(each, f"{key}[{index}]") for index, each in enumerate(value))
+        return value
+
+    values = {field.name: getattr(table, field.name) for field in attrs.fields(type(table))}
+    changed = {key: new for key, value in values.items() if (new := placed(value, key)) is not value}
+    return attrs.evolve(table, **changed) if changed else table
 
 
 def _checked(check: Check, value: Any, _: Any) -> Any:

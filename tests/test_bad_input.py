@@ -215,6 +215,38 @@ def test_an_error_of_many_unknown_keys_is_cut(tmp_path: Path) -> None:
     assert "k0: there is no key named 'k0'" in error
 
 
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        (
+            'layers = "*"\nspec = { windw = 3 }',
+            "rules[0].spec.windw: the cache spec 'full_attention' of layer 'layers.0': there is no option named",
+        ),
+        (
+            'layers = "*"\nwrappers = [{ name = "chunked_local", chnk = 3 }]',
+            "rules[0].wrappers[0]: wrapper 'chunked_local': there is no option 'chnk'; its options: chunk; did you "
+            "mean 'chunk'?",
+        ),
+        (
+            'layers = "*"\nbackend = { name = "flex", compil = true }',
+            "rules[0].backend: backend 'flex': there is no option 'compil'; its options: compile; did you "
+            "mean 'compile'?",
+        ),
+        ('layers = "layer.0"\nbackend = "torch"', 'rules[0] (layers = "layer.0") is for no layer of llama-3.1-8b;'),
+        (
+            'kind = "mla"\nbackend = "torch"',
+            "is for no layer of llama-3.1-8b, whose layers are of the kind 'full_attention'",
+        ),
+    ],
+)
+def test_a_mistake_in_a_rule_names_file_key_and_nearest(rule: str, says: str, tmp_path: Path) -> None:
+    stack = tmp_path / "stack.toml"
+    stack.write_text(f"[[rules]]\n{rule}\n")
+    error = error_of("explain", LAYERS, "--stack", stack)
+    assert error.startswith(f"{stack}: ")
+    assert says in error
+
+
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 

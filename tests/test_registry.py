@@ -12,6 +12,7 @@ import pytest
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.claims import Entry
 from kvframe.errors import ContestedNameError, PluginError, UnknownNameError
+from kvframe.packages import all_providers
 from kvframe.plugins import PluginPolicy, load_plugins
 from kvframe.registry import Registry
 from tests.fake_distributions import MANIFEST, FakeSite, registers
@@ -242,3 +243,47 @@ def test_builtin_backends_are_what_they_say() -> None:
     assert registry.specs.load("full_attention") is FullAttentionSpec
     assert registry.backends.load("torch").__name__ == "TorchBackend"
     assert registry.backends.load("kvframe:torch_reference").__name__ == "TorchReferenceBackend"
+
+
+# --- kvframe's own packages -------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_packages_is_what_the_packages_register() -> None:
+    plugins = Path(__file__).resolve().parents[1] / "plugins"
+    provided = {}
+    for file in plugins.glob("*/pyproject.toml"):
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        provided |= {("plugin", name): project["name"] for name in project["entry-points"]["kvframe.v1"]}
+    packages = set(provided.values())
+    for kind, catalogue in load_plugins().registry.catalogues.items():
+        provided |= {(kind, each.name): each.owner for each in catalogue.claims() if each.owner in packages}
+    assert provided == all_providers()
+
+
+def test_a_name_of_a_package_that_is_not_installed_names_the_package(site: FakeSite) -> None:
+    registry = load_plugins().registry
+    for catalogue, name, package in (
+        (registry.specs, "mamba", "kvframe-mamba"),
+        (registry.formats, "int4_token_head", "kvframe-kv-formats"),
+        (registry.backends, "kvframe-flex:flex", "kvframe-flex"),
+    ):
+        with pytest.raises(UnknownNameError, match=f"`pip install {package}` provides it"):
+            catalogue.get(name)
+    with pytest.raises(UnknownNameError) as caught:
+        registry.backends.get("other:flex")
+    assert "pip install" not in str(caught.value)
+
+
+def test_a_required_plugin_that_is_not_installed_names_its_package(site: FakeSite) -> None:
+    with pytest.raises(
+        PluginError, match=r"no installed plugin named 'mamba'.*`pip install kvframe-mamba` provides it"
+    ):
+        load_plugins(PluginPolicy(required=("mamba",)))
+
+
+def test_a_package_that_is_set_aside_need_not_be_installed(site: FakeSite) -> None:
+    site.add("kvframe-mamba", "mamba", registers("specs", ("mamba", "a:B")))
+    with pytest.raises(UnknownNameError) as caught:
+        load_plugins(PluginPolicy(disabled=("mamba",))).registry.specs.get("mamba")
+    assert "plugins set aside: kvframe-mamba:mamba (disabled" in str(caught.value)
+    assert "pip install" not in str(caught.value)

@@ -433,3 +433,60 @@ def test_policy_of_a_file_reaches_the_plugins(site: FakeSite) -> None:
     site.add("kvframe-slow", "slow", "import no_such_library")
     stack = Stack.from_mapping({"plugins": {"disabled": ["slow"]}}, "my.toml")
     assert load_plugins(stack.plugins).record("slow").reason == "my.toml disables it"
+
+
+# --- rules and layers -------------------------------------------------------------------------------------------------
+
+
+KINDS = {"model.layers.0.attn": "sliding_window", "model.layers.1.attn": "full_attention"}
+
+
+def unmatched(*tables: dict[str, Any]) -> str:
+    with pytest.raises(StackError) as caught:
+        Stack.from_mapping({"rules": list(tables)}, "my.toml").check_layers("tiny", KINDS)
+    return str(caught.value)
+
+
+def test_a_rule_that_is_for_no_layer_is_refused_with_the_nearest() -> None:
+    end = "; if the stack is for other models too, give the rule optional = true"
+    assert unmatched({"layers": "*", "backend": "torch"}, {"kind": "mla", "backend": "torch"}) == (
+        'my.toml: rules[1] (kind = "mla") is for no layer of tiny, whose layers are of the kind '
+        f"'full_attention', 'sliding_window'{end}"
+    )
+    assert unmatched({"layers": "model.layer.0.*", "backend": "torch"}) == (
+        'my.toml: rules[0] (layers = "model.layer.0.*") is for no layer of tiny; the nearest names are '
+        f"'model.layers.0.attn', 'model.layers.1.attn'{end}"
+    )
+    assert "the nearest names are 'model.layers.1.attn';" in unmatched(
+        {"kind": "full_attention", "layers": "*.0.*", "backend": "torch"}
+    )
+    assert unmatched({"kind": "a"}, {"layers": "b"}).startswith("my.toml: 2 problems\n")
+
+
+def test_an_optional_rule_may_be_for_no_layer() -> None:
+    stack = rules({"kind": "mla", "backend": "torch", "optional": True}, {"layers": "*.1.*", "backend": "torch"})
+    stack.check_layers("tiny", KINDS)
+    assert message({"rules": [{"kind": "mla", "optional": 1}]}).startswith("my.toml: rules[0].optional must be true or")
+
+
+def test_a_name_knows_the_key_that_it_was_given_by() -> None:
+    stack = Stack.from_mapping(
+        {
+            "cache": {"format": "fp8_tensor", "eviction": {"name": "scan_resistant"}},
+            "engine": {"prefill_skipping": "decode_only"},
+            "rules": [{"layers": "*", "backend": "torch", "wrappers": ["a", "b"]}],
+        },
+        "my.toml",
+    )
+    rule, skipping = stack.rules[0], stack.engine.prefill_skipping
+    assert rule.backend is not None
+    assert rule.wrappers is not None
+    assert skipping is not None
+    assert stack.cache.format is not None
+    assert "my.toml: rules[0].backend" == rule.backend.place
+    assert ["my.toml: rules[0].wrappers[0]", "my.toml: rules[0].wrappers[1]"] == [use.place for use in rule.wrappers]
+    assert "my.toml: engine.prefill_skipping" == skipping.place
+    assert ["my.toml: cache.format", "my.toml: cache.eviction"] == [
+        stack.cache.format.place,
+        stack.cache.eviction.place,
+    ]

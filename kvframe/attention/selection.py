@@ -13,9 +13,9 @@ from kvframe.attention.identity import Identity
 from kvframe.attention.skipping import why_not_skipped
 from kvframe.attention.times import TimesTable, layer_shape, read_times, time_key
 from kvframe.attention.wrapper import DROPS_TOKENS, MetadataWrapper, bind_chain, check_order
-from kvframe.errors import BackendError, KVFrameError, PluginError, StackError, WrapperError
-from kvframe.foreign import call, safe_reason, safe_repr
-from kvframe.options import AUTO, Use
+from kvframe.errors import BackendError, KVFrameError, PluginError, StackError, WrapperError, listed
+from kvframe.foreign import call, safe_repr
+from kvframe.options import AUTO, Use, make_with_options
 from kvframe.specs import LayerSpec
 
 if TYPE_CHECKING:
@@ -253,7 +253,8 @@ def _make_options(use: Use, backend_class: type[AttentionBackend], whose: str) -
     options_class = backend_class.options_class
     if options_class is None:
         if use.options:
-            raise StackError(f"backend {use.name!r} has no options, and is given {', '.join(sorted(use.options))}")
+            given = listed(sorted(use.options))
+            raise StackError(f"{use.place}: backend {use.name!r} has no options, and is given {given}")
         return None
     if not attrs.has(options_class):
         raise PluginError(f"{whose}: options_class must be an attrs class, not {safe_repr(options_class)}")
@@ -262,10 +263,8 @@ def _make_options(use: Use, backend_class: type[AttentionBackend], whose: str) -
 
 def _with_options(options_class: type[Any], use: Use, label: str, whose: str) -> Any:
     try:
-        return call(f"{whose}: its options", lambda: options_class(**use.options))
+        return make_with_options(options_class, use.options)
+    except ValueError as error:
+        raise StackError(f"{use.place}: {label} {use.name!r}: {error}") from error
     except PluginError as error:
-        cause = error.__cause__
-        if not isinstance(cause, TypeError | ValueError):  # what a constructor and the validators of attrs raise
-            raise
-        names = ", ".join(field.name for field in attrs.fields(options_class)) or "none"
-        raise StackError(f"{label} {use.name!r}: {safe_reason(cause)}; its options: {names}") from cause
+        raise PluginError(f"{whose}: its options: {error}") from error.__cause__

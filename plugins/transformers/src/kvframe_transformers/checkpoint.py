@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -35,10 +37,21 @@ _DEFAULT_POSITIONS = 512
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 
+_MAX_PARTS = 10_000
+"""The most layers, experts or labels of a model: transformers makes a module or a text for each."""
+
+_COUNTS_PARTS = re.compile(r"(.*_)?(layers?|experts|labels|codebooks|blocks|stages)")
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers silent inside the block: no notes; progress bars only where someone watches a terminal."""
+    """Keep transformers by itself inside the block.
+
+    It prints no notes, and progress bars only where someone watches a terminal. It opens no connection to the Hub: what
+    a checkpoint names, such as a kernel, is used if it is here already, and is never fetched.
+    """
     verbosity, bars = _logging.get_verbosity(), _logging.is_progress_bar_enabled()
+    offline, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
     _logging.set_verbosity_error()
     if not sys.stderr.isatty():
         _logging.disable_progress_bar()
@@ -47,6 +60,7 @@ def quiet() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
+        constants.HF_HUB_OFFLINE = offline
         _logging.set_verbosity(verbosity)
         if bars:
             _logging.enable_progress_bar()
@@ -59,23 +73,44 @@ def read_config_file(path: Path) -> dict[str, Any] | None:
         return None
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # ValueError: not JSON, or not text
+    except (OSError, ValueError, RecursionError):  # ValueError: not JSON, or not text
         return None
     return content if isinstance(content, dict) else None
 
 
 def read_config(path: Path) -> Any:
-    """Return the transformers config of a folder or a config file; raises ``ModelError`` if there is none."""
+    """Return the transformers config of a folder or a config file; raises ``ModelError`` if there is none.
+
+    It names no implementation of attention or experts: a checkpoint may not choose code that runs.
+    """
     content = read_config_file(path)
     if content is None:
         raise ModelError(f"{path} holds no model config; a Hugging Face model is a folder with a config.json")
     if "model_type" not in content:
         raise ModelError(f"the config of {path} names no model_type, so no architecture can be built from it")
+    _check_parts(content, str(path))
     try:
         with quiet():
-            return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+            # These are properties; their setters reach the configs inside.
+            config._attn_implementation = None
+            config._experts_implementation = None
+            return config
     except Exception as error:  # transformers raises many types for a config that is none
         raise ModelError(f"the config of {path} cannot be read: {one_sentence(error)}") from error
+
+
+def _check_parts(content: Any, name: str) -> None:
+    """Refuse a config of more layers, experts or labels than could be built."""
+    if isinstance(content, list):
+        for each in content:
+            _check_parts(each, name)
+    if not isinstance(content, dict):
+        return
+    for key, value in content.items():
+        if isinstance(value, int | float) and value > _MAX_PARTS and _COUNTS_PARTS.fullmatch(str(key)):
+            raise ModelError(f"the config of {name} has {key} = {value:.6g}; a model has at most {_MAX_PARTS}")
+        _check_parts(value, name)
 
 
 def auto_model(config: Any) -> Any:
@@ -97,10 +132,16 @@ def build_without_weights(config: Any, name: str) -> PreTrainedModel:
 
 def load_weights(path: Path, config: Any, device: str, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model of a folder with its weights; raises ``ModelError`` for any that are missing or do not fit."""
+    if (path / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{path} holds an adapter of another model's weights (adapter_config.json); merge it into its model, and "
+            "give the folder of the merged model"
+        )
     try:
         with quiet():
             model, report = auto_model(config).from_pretrained(
                 str(path),
+                config=config,
                 dtype=dtype,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -172,11 +213,12 @@ def eos_token_ids(path: Path, config: Any) -> frozenset[int]:
     if file.is_file():
         try:
             ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id", ids)
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise ModelError(f"{file} is no generation config: {one_sentence(error)}") from error
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)
+    found = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(isinstance(each, int) for each in found):
+        raise ModelError(f"the eos_token_id of {path} must be a token id or a list of them, not {str(ids)[:60]!r}")
+    return frozenset(found)
 
 
 def one_sentence(error: BaseException) -> str:

@@ -75,7 +75,7 @@ def _mode_of(file: Path) -> PoolingMode:
 def _read(file: Path, kind: type[Any]) -> Any:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from error
     if not isinstance(content, kind):
         raise ModelError(f"{file} holds a {type(content).__name__}, not a {kind.__name__}")

@@ -1,0 +1,50 @@
+"""Which of kvframe's own packages provides which name, for errors about names that no installed plugin provides.
+
+A test holds the table equal to what the packages under ``plugins/`` register.
+"""
+
+from __future__ import annotations
+
+_TABLE = """
+kvframe-attention-free plugin:attention_free spec:encoder_only
+kvframe-chunked-local plugin:chunked_local spec:chunked_local wrapper:chunked_local
+kvframe-cpu plugin:cpu backend:cpu
+kvframe-cross-attention plugin:cross_attention spec:cross_attention
+kvframe-decode-only plugin:decode_only wrapper:decode_only
+kvframe-flash-attn plugin:flash_attn backend:flash_attn backend:flash_attn_3
+kvframe-flashinfer plugin:flashinfer backend:flashinfer backend:flashinfer_mla
+kvframe-flex plugin:flex backend:flex
+kvframe-kv-formats plugin:kv_formats format:fp8_tensor format:fp8_token_head
+kvframe-kv-formats format:int4_token_head format:int8_token_head
+kvframe-mamba plugin:mamba spec:mamba
+kvframe-mla plugin:mla spec:mla backend:mla
+kvframe-numba plugin:numba backend:numba
+kvframe-scan-resistant plugin:scan_resistant eviction:scan_resistant
+kvframe-sliding-window plugin:sliding_window spec:sliding_window
+kvframe-transformers plugin:transformers model_adapter:transformers
+kvframe-triton plugin:triton backend:triton backend:triton_mla
+"""
+"""On each line a package, then names that it registers, each after its kind in ``claims.KINDS``."""
+
+_PROVIDERS = {
+    (kind, name): package
+    for package, *claims in (line.split() for line in _TABLE.split("\n") if line)
+    for kind, _, name in (claim.partition(":") for claim in claims)
+}
+
+
+def provider_of(kind: str, name: str) -> str | None:
+    """Return the package of kvframe's own that provides a name; None if none does.
+
+    Args:
+        kind: A kind in ``claims.KINDS``, or ``"plugin"``.
+        name: The registered name or the plugin's, with or without the package before it (``"kvframe-x:x"``).
+    """
+    owner, _, bare = name.rpartition(":")
+    package = _PROVIDERS.get((kind, bare))
+    return package if owner in ("", package) else None
+
+
+def all_providers() -> dict[tuple[str, str], str]:
+    """Return the package of every kind and name."""
+    return dict(_PROVIDERS)
