@@ -8,13 +8,14 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import attrs
 
-from kvframe.errors import SpecError
+from kvframe.errors import SpecError, shown
 from kvframe.formats import ITEM_BYTES as ITEM_BYTES
 from kvframe.formats import PLAIN, KVFormat, known_dtype
 from kvframe.formats import STATE_ALIGNMENT_BYTES as STATE_ALIGNMENT_BYTES
@@ -328,6 +329,17 @@ class QuerySpec:
     soft_cap: float | None = None
     has_sinks: bool = False
     relative_bias: RelativeBias | None = attrs.field(default=None, converter=_as_relative_bias)
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse what is no number, switch or bias."""
+        for name, value in (("scale", self.scale), ("soft_cap", self.soft_cap)):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not is_number and not (name == "soft_cap" and value is None):
+                raise SpecError(f"QuerySpec.{name} must be a finite number, not {shown(value)}")
+        if not isinstance(self.has_sinks, bool):
+            raise SpecError(f"QuerySpec.has_sinks must be true or false, not {shown(self.has_sinks)}")
+        if not isinstance(self.relative_bias, RelativeBias | None):
+            raise SpecError(f"QuerySpec.relative_bias must be a table, not {shown(self.relative_bias)}")
 
 
 @attrs.frozen(kw_only=True)

@@ -247,6 +247,16 @@ def test_a_mistake_in_a_rule_names_file_key_and_nearest(rule: str, says: str, tm
     assert says in error
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("relative_bias", "wide"), ("scale", "1"), ("scale", True), ("soft_cap", []), ("has_sinks", 1)]
+)
+def test_a_wrong_query_side_is_one_sentence(key: str, value: object, tmp_path: Path) -> None:
+    layer = {"name": "a", "kind": "full_attention", "num_kv_heads": 1, "head_size": 8, "query": {key: value}}
+    path = tmp_path / "layers.json"
+    path.write_text(json.dumps({"max_model_len": 64, "layers": [layer]}))
+    assert f"layer 'a' (full_attention): QuerySpec.{key} must be " in error_of("explain", path)
+
+
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 

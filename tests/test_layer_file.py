@@ -94,11 +94,26 @@ def test_a_config_of_a_model_is_no_layer_file(tmp_path: Path) -> None:
         ("{", "is no valid JSON: Expecting property name"),
         ("[1]", "holds a list, not a table with max_model_len and layers"),
         ({"max_model_len": 8, "layer": []}, "there is no key named 'layer'; known: .*; did you mean 'layers'"),
-        ({"layers": []}, "max_model_len must be a whole number of at least 1, not None"),
-        ({"max_model_len": True, "layers": []}, "max_model_len must be a whole number of at least 1, not True"),
+        ({"layers": []}, "max_model_len must be a whole number of at least 1 and at most 2147483647, not None"),
+        (
+            {"max_model_len": True, "layers": []},
+            "max_model_len must be a whole number of at least 1 and at most 2147483647, not True",
+        ),
         (
             {"max_model_len": 8, "max_encoder_len": 0, "layers": []},
             "max_encoder_len must be a whole number of at least 1",
+        ),
+        (
+            {"max_model_len": 10**18, "layers": []},
+            "max_model_len must be a whole number of at least 1 and at most 2147483647",
+        ),
+        (
+            {"max_model_len": 8, "repeat": 10**18, "layers": []},
+            "repeat must be a whole number of at least 1 and at most 10",
+        ),
+        (
+            {"max_model_len": 8, "repeat": 2, "layers": [{"name": "{}", "count": 9999, **FULL}]},
+            "has at most 10000 layers",
         ),
         ({"max_model_len": 8, "layers": {"a": 1}}, "layers must be a list of tables"),
         ({"max_model_len": 8, "layers": [{"name": "a"}]}, r"layers\[0\].kind must name a cache spec"),

@@ -41,11 +41,13 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvframe.checks import MAX_WHOLE
 from kvframe.errors import FileError, ModelError, UnknownNameError, shown
 from kvframe.files import read_json, read_toml
 from kvframe.model.description import LayerDescription, ModelDescription
 from kvframe.specs import ENCODER
 
+_MAX_LAYERS = 10_000
 _FILE_KEYS = ("name", "max_model_len", "max_encoder_len", "repeat", "layers")
 _ENTRY_KEYS = ("name", "names", "count", "kind", "shares_with", "query")
 _QUERY_KEYS = ("num_heads", "head_size", "scale", "soft_cap", "has_sinks", "relative_bias")
@@ -86,6 +88,8 @@ def read_layer_file(path: Path) -> ModelDescription:
     for _ in range(_count(path, "repeat", data, default=1)):
         for index, entry in enumerate(entries):
             _add_layers(path, f"layers[{index}]", entry, layers)
+            if len(layers) > _MAX_LAYERS:
+                raise ModelError(f"{path}: a model has at most {_MAX_LAYERS} layers")
     return ModelDescription(
         name=str(data.get("name", path.stem)),
         layers=tuple(layers),
@@ -166,9 +170,10 @@ def _shares_with(path: Path, where: str, target: Any, layers: list[LayerDescript
 
 def _count(path: Path, key: str, data: Mapping[str, Any], *, where: str = "", default: int | None = None) -> int:
     value = data.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    most = _MAX_LAYERS if key in ("repeat", "count") else MAX_WHOLE
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         place = f"{where}.{key}" if where else key
-        raise ModelError(f"{path}: {place} must be a whole number of at least 1, not {shown(value)}")
+        raise ModelError(f"{path}: {place} must be a whole number of at least 1 and at most {most}, not {shown(value)}")
     return value
 
 
