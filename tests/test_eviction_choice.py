@@ -67,7 +67,7 @@ def test_an_unknown_policy_is_refused_with_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"patiense": 2}, "there is no option 'patiense'; its options: patience"),
+        ({"patiense": 2}, "there is no option 'patiense'; its options: patience; did you mean 'patience'?"),
         ({"patience": -1}, "patience must be a number from 0 to 1000, not -1; its options: patience"),
     ],
 )

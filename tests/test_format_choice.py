@@ -104,7 +104,8 @@ def test_what_stores_something_else_or_nothing_stays_as_it_is() -> None:
     assert refusal({"rules": [rule]}, encoder) == (
         "layer 'encoder' (encoder_only): it keeps nothing beyond a step, so it has nothing to store as int8_token_head"
     )
-    assert "layer 'latents': the cache spec 'mla' has no option format" in refusal({"rules": [rule]}, latents)
+    says = "rules[0].spec.format: the cache spec 'mla' of layer 'latents': there is no option named 'format'"
+    assert says in refusal({"rules": [rule]}, latents)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
