@@ -18,8 +18,8 @@ from kvframe.foreign import call, in_one_line, safe_repr
 GROUP = "kvframe.v1"
 """The entry-point group of this generation of the contract; its versions are in ``kvframe.v1.api``."""
 
-_DISTRIBUTION = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-_NAME = re.compile(r"[\w.-]+", re.ASCII)
+_DISTRIBUTION = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,98}[A-Za-z0-9])?")
+_NAME = re.compile(r"[\w.-]{1,100}", re.ASCII)
 _VALUE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*(\s*:\s*[^\W\d]\w*(\.[^\W\d]\w*)*)?\s*(\[.*\])?")
 _GENERATION = re.compile(r"kvframe\.v(\d{1,9})", re.ASCII)
 _VERSION = re.compile(r"v(\d{1,9})_(\d{1,9})", re.ASCII)
@@ -147,7 +147,7 @@ def _version_of(dist: Distribution) -> str:
         stated = call("reading METADATA", lambda: dist.version)
     except PluginError:
         return ""
-    return in_one_line(str(stated)) if stated else ""
+    return in_one_line(str(stated))[:100] if stated else ""
 
 
 def _place_of(dist: Distribution) -> str:
@@ -167,7 +167,7 @@ def _candidates_of(dist: Distribution, name: str) -> list[Candidate]:
         twice = sum(other.name == each.name for other in current) > 1
         broken = f"{name} lists {safe_repr(each.name)} twice in its entry points" if twice else _why_malformed(each)
         module = "" if broken else each.module
-        found.append(Candidate(in_one_line(each.name), name, version, api_version, each, refusal, broken, module))
+        found.append(Candidate(in_one_line(each.name)[:100], name, version, api_version, each, refusal, broken, module))
     for each in entry_points:
         generation = _GENERATION.fullmatch(each.group)
         if generation and each.group != GROUP and each.name not in {entry.name for entry in current}:
@@ -178,14 +178,14 @@ def _candidates_of(dist: Distribution, name: str) -> list[Candidate]:
                 f"{name} offers it in {each.group}, generation {major} of the contract, "
                 f"and this kvframe reads {GROUP}; {cure} {name}"
             )
-            found.append(Candidate(in_one_line(each.name), name, version, major, incompatible=reason))
+            found.append(Candidate(in_one_line(each.name)[:100], name, version, major, incompatible=reason))
     return list({(each.name, each.api_version): each for each in found}.values())
 
 
 def _why_malformed(entry_point: EntryPoint) -> str:
     """Return why an entry point can name no plugin; empty if it can."""
     if not _NAME.fullmatch(entry_point.name):
-        return f"the entry point's name {safe_repr(entry_point.name)} has other than letters, digits, '_', '.' and '-'"
+        return f"the entry point's name {safe_repr(entry_point.name)} is not 1 to 100 letters, digits, '_', '.' and '-'"
     if not _VALUE.fullmatch(entry_point.value):
         return f"the entry point's value {safe_repr(entry_point.value)} is not like 'package.module'"
     return ""

@@ -148,7 +148,9 @@ def test_an_entry_point_whose_value_names_nothing_is_set_aside(site: FakeSite, v
     assert ("loaded", "broken") == (host.record("good").status, host.record("bad").status)
 
 
-@pytest.mark.parametrize("name", ["", "two words", "a/b", "-", "\u00e9t\u00e9", "\x1b[31m", "kvframe-other"])
+@pytest.mark.parametrize(
+    "name", ["", "two words", "a/b", "-", "\u00e9t\u00e9", "\x1b[31m", "kvframe-other", "x" * 1000]
+)
 def test_a_distribution_with_a_bad_name_is_set_aside(site: FakeSite, name: str) -> None:
     site.add("kvframe-bad", "bad")
     site.add("kvframe-good", "good")
@@ -395,7 +397,7 @@ INTERFACES = (
         KVCacheSpec,
         GoodSpec,
         {"__init__": use_spec},
-        # What a spec answers is checked where it is asked, at set-up and after it: tests/test_spec_answers.py.
+        # What a spec answers is checked where it is asked, at set-up and after it: tests/test_wrong_specs.py.
         frozenset(name for name in vars(KVCacheSpec) if not name.startswith("_")),
     ),
 )
