@@ -205,7 +205,7 @@ def _metadata(name: str, random: Random) -> Broken:
             ("its METADATA is empty", "METADATA", b""),
             ("its METADATA states no such name", "METADATA", metadata(random.choice(names), "1")),
             ("its METADATA states no version", "METADATA", metadata(f"kvframe-{name}", random.choice(names))),
-            ("its entry points are noise", "entry_points.txt", b"[kvframe.v1]\n" + noise),
+            ("its entry points are noise", "entry_points.txt", _noisy_points(random)),
             ("its entry point names nothing", "entry_points.txt", points(name, random.choice(values))),
             ("its contract version is none", "entry_points.txt", points(name, here, random.choice(api))),
             ("its entry point has no such name", "entry_points.txt", points(f"a:{name} \x1b", here)),
@@ -213,6 +213,13 @@ def _metadata(name: str, random: Random) -> Broken:
     )
     content = content.encode() if isinstance(content, str) else content
     return Broken(name=name, what=what, manifest=PRELUDE, files={file: content})
+
+
+def _noisy_points(random: Random) -> str:
+    """Return lines that can be parsed: where one cannot, ``import torch`` fails, which reads all entry points."""
+    texts = ["".join(chr(random.randint(33, 126)) for _ in range(random.randint(1, 40))) for _ in range(10)]
+    lines = [f"x{left} = {right}" for left, right in zip(texts[:5], texts[5:], strict=True)]
+    return "\n".join(["[kvframe.v1]", *lines, "[kvframe.v1.api]", *lines, ""])
 
 
 def _prints(name: str, random: Random) -> Broken:

@@ -171,6 +171,16 @@ def test_a_distribution_with_broken_metadata_breaks_no_other(site: FakeSite, met
     assert "loaded" == load_plugins().record("good").status
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe kvframe.v1", b"[kvframe.v1]\nno equals sign", b"[kvframe.v1\na = b"])
+def test_entry_points_that_cannot_be_read_break_no_other(site: FakeSite, content: bytes) -> None:
+    site.add("kvframe-bad", "bad")
+    site.add("kvframe-good", "good")
+    (site.root / "kvframe_bad-0.1.dist-info/entry_points.txt").write_bytes(content)
+    host = load_plugins()
+    assert "loaded" == host.record("good").status
+    assert "bad" not in {record.name for record in host.records if record.status == "loaded"}
+
+
 def test_a_name_cannot_be_registered_after_the_hook_returned(site: FakeSite) -> None:
     keeps = "kept = []\n@hookimpl\ndef kvframe_register_backends(register): kept.append(register)\n"
     site.add("kvframe-late", "late", MANIFEST + keeps)
