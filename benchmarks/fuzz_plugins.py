@@ -276,9 +276,9 @@ def write(record: Mapping[str, Any], folder: Path) -> None:
 
 
 @click.command()
-@click.option("--count", default=400, show_default=True, help="How many plugins to break.")
+@click.option("--count", default=300, show_default=True, help="How many plugins to break.")
 @click.option("--seed", default=1, show_default=True, help="Draws what is broken.")
-@click.option("--together", default=40, show_default=True, help="How many are installed beside each other.")
+@click.option("--together", default=100, show_default=True, help="How many are installed beside each other.")
 @click.option("--results", type=click.Path(path_type=Path), default=HERE / "results", help="Where to record.")
 def main(count: int, seed: int, together: int, results: Path) -> None:
     """Break plugins, and record how that ends."""

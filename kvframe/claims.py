@@ -62,6 +62,7 @@ def canonical(distribution: str) -> str:
 
 _LEAST_VERSION = re.compile(r"([A-Za-z0-9][\w.-]*)>=(\d{1,18}(?:\.\d{1,18})*)", re.ASCII)
 _RELEASE = re.compile(r"\d{1,18}(?:\.\d{1,18})*", re.ASCII)
+_MAX_NAME, _MAX_TARGET = 100, 500
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -127,12 +128,15 @@ class Entry:
     def __attrs_post_init__(self) -> None:
         """Refuse a name, target or version that could not be used later; raises ``PluginError``."""
         kind = KINDS[self.kind]
-        if not isinstance(self.name, str) or not _SNAKE_CASE.fullmatch(self.name):
-            raise PluginError(f"{kind.label} name {safe_repr(self.name)} must be snake_case, like 'sliding_window'")
+        if not isinstance(self.name, str) or len(self.name) > _MAX_NAME or not _SNAKE_CASE.fullmatch(self.name):
+            raise PluginError(
+                f"{kind.label} name {safe_repr(self.name)} must be snake_case, like 'sliding_window', of at most "
+                f"{_MAX_NAME} characters"
+            )
         if self.name in kind.reserved:
             raise PluginError(f"{kind.label} name {self.name!r} is reserved; choose another")
         if not isinstance(self.target, type) and not (
-            isinstance(self.target, str) and _IMPORT_STRING.fullmatch(self.target)
+            isinstance(self.target, str) and len(self.target) <= _MAX_TARGET and _IMPORT_STRING.fullmatch(self.target)
         ):
             raise PluginError(
                 f"the target of {kind.label} {self.name!r} must be like 'package.module:Class', "

@@ -21,6 +21,7 @@ GROUP = "kvframe.v1"
 _DISTRIBUTION = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,98}[A-Za-z0-9])?")
 _NAME = re.compile(r"[\w.-]{1,100}", re.ASCII)
 _VALUE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*(\s*:\s*[^\W\d]\w*(\.[^\W\d]\w*)*)?\s*(\[.*\])?")
+_MAX_VALUE = 500
 _GENERATION = re.compile(r"kvframe\.v(\d{1,9})", re.ASCII)
 _VERSION = re.compile(r"v(\d{1,9})_(\d{1,9})", re.ASCII)
 
@@ -186,7 +187,7 @@ def _why_malformed(entry_point: EntryPoint) -> str:
     """Return why an entry point can name no plugin; empty if it can."""
     if not _NAME.fullmatch(entry_point.name):
         return f"the entry point's name {safe_repr(entry_point.name)} is not 1 to 100 letters, digits, '_', '.' and '-'"
-    if not _VALUE.fullmatch(entry_point.value):
+    if len(entry_point.value) > _MAX_VALUE or not _VALUE.fullmatch(entry_point.value):
         return f"the entry point's value {safe_repr(entry_point.value)} is not like 'package.module'"
     return ""
 

@@ -140,7 +140,7 @@ def test_a_manifest_object_whose_own_methods_raise_is_set_aside(site: FakeSite, 
     assert ("loaded", "broken") == (host.record("good").status, host.record("bad").status)
 
 
-@pytest.mark.parametrize("value", ["", "no such module", "a b", "a:", ":b", "1a", "a.b:c d", "a..b", "../a"])
+@pytest.mark.parametrize("value", ["", "no such module", "a b", "a:", ":b", "1a", "a.b:c d", "a..b", "../a", "a" * 501])
 def test_an_entry_point_whose_value_names_nothing_is_set_aside(site: FakeSite, value: str) -> None:
     site.write_metadata("kvframe-bad", f"[kvframe.v1]\nbad = {value}\n[kvframe.v1.api]\nbad = v1_0")
     site.add("kvframe-good", "good")
@@ -195,6 +195,8 @@ def test_a_name_cannot_be_registered_after_the_hook_returned(site: FakeSite) -> 
     [
         "5, 'a:B'",
         "Mute(), 'a:B'",
+        "'x' * 101, 'a:B'",
+        "'x', 'a:' + 'B' * 500",
         "'x', Mute()",
         "'x', 'a:B', needs=5",
         "'x', 'a:B', needs=[5]",
