@@ -34,6 +34,7 @@ from transformers.utils import logging as transformers_logging
 from kvframe import Engine, RequestOutput, SamplingParams
 from kvframe.cache.events import CacheEvent
 from kvframe.cli.render import progress
+from kvframe.engine.core import STEP_FAILED
 from kvframe.errors import WrapperError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # The mirror is the tests': no package has it.
@@ -151,7 +152,7 @@ class Soak:
             self.counts.raised[type(error).__name__] += 1
             if not isinstance(error, InjectedError | torch.OutOfMemoryError | WrapperError | KeyboardInterrupt):
                 raise
-            self._last_errors.add(f"the step failed: {type(error).__name__}: {error}")
+            self._last_errors.add(STEP_FAILED)
             return None
 
     def _step(self) -> None:

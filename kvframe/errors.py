@@ -151,6 +151,20 @@ class RequestError(KVFrameError):
         self.code = code
 
 
+class EngineError(KVFrameError):
+    """An engine was asked for something when it serves nothing: it is closed, or a call of it runs."""
+
+    def __init__(self, message: str, code: str) -> None:
+        """Keep a stable code beside the sentence.
+
+        Args:
+            message: The sentence for a person.
+            code: The ``snake_case`` code for a program: ``closed`` or ``busy``.
+        """
+        super().__init__(message)
+        self.code = code
+
+
 class PrefixFileError(KVFrameError):
     """A file of saved prefixes cannot be written, read, or used for this model."""
 

@@ -148,6 +148,8 @@ class EngineOptions:
         reserve_prompts: Whether a prompt that is computed in parts begins when the cache has room for all of it; else
             it begins with room for its first part, and is the first to give its blocks back where there is no more.
         max_model_len: The most tokens of a request, prompt and output; None for the model's own limit.
+        max_samples: The most samples that a request may ask for (``n``).
+        max_stop_chars: The most characters of a request's stop strings, all of them together.
         device: Where the model runs (``"cpu"``, ``"cuda:0"``).
         dtype: The model's element type.
         self_check: Whether a model's packed run is compared with its plain one before it serves.
@@ -167,6 +169,8 @@ class EngineOptions:
     max_num_batched_tokens: int = attrs.field(default=2048, validator=WHOLE)
     reserve_prompts: bool = attrs.field(default=True, validator=SWITCH)
     max_model_len: int | None = attrs.field(default=None, validator=WHOLE_OR_NONE)
+    max_samples: int = attrs.field(default=128, validator=WHOLE)
+    max_stop_chars: int = attrs.field(default=8192, validator=WHOLE)
     device: str = attrs.field(default="cpu", validator=DEVICE)
     dtype: str = attrs.field(default="float32", validator=one_of("float64", "float32", "float16", "bfloat16"))
     self_check: bool = attrs.field(default=True, validator=SWITCH)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvframe.engine.stops import StopStrings
 from kvframe.engine.text import TextStream
 
 
@@ -31,13 +32,13 @@ def test_a_character_that_the_prompt_began_is_part_of_the_text() -> None:
 
 
 def test_the_first_of_several_stop_strings_cuts_the_text() -> None:
-    stream = TextStream(decode_bytes, [], stop=("d", "bc", "c"))
+    stream = TextStream(decode_bytes, [], StopStrings(("d", "bc", "c")))
     stream.feed(list(b"abcde"), final=False)
     assert ("a", True) == (stream.text, stream.stopped)
 
 
 def test_what_looked_like_a_stop_string_comes_out_at_the_end() -> None:
-    stream = TextStream(decode_bytes, [], stop=("<stop>",))
+    stream = TextStream(decode_bytes, [], StopStrings(("<stop>",)))
     stream.feed(list(b"a<st"), final=False)
     assert "a" == stream.text
     stream.feed(list(b"a<st"), final=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from kvframe.cache.events import CacheEvent, EventLog
 from kvframe.cache.manager import KVCacheManager
@@ -17,13 +18,17 @@ CacheListener = Callable[[Sequence[CacheEvent]], None]
 class CacheEventDelivery:
     """Hands a cache's events to a listener. One that raises is told nothing any more, and harms nobody else."""
 
-    def __init__(self, manager: KVCacheManager, secret: bytes) -> None:
+    def __init__(
+        self, manager: KVCacheManager, secret: bytes, let_through: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         """Begin without a listener.
 
         Args:
             manager: The cache.
             secret: 32 bytes, for the keys of blocks.
+            let_through: Returns what lets interrupts through while the listener is called.
         """
+        self._let_through = let_through
         self._manager = manager
         self._secret = secret
         self._events: EventLog | None = None
@@ -57,7 +62,8 @@ class CacheEventDelivery:
         self._is_in_doubt = True
         if events := self._events.take():
             try:
-                self._listener(events)
+                with self._let_through():
+                    self._listener(events)
             except Exception:
                 _log.exception("the listener to cache events raised; it is told nothing any more")
                 self.listener = None

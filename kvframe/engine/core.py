@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -18,7 +18,6 @@ from kvframe.checks import parse_bytes
 from kvframe.engine.admission import Admission
 from kvframe.engine.assembly import Assembly, assemble, assemble_plain, load_model
 from kvframe.engine.cache_events import CacheEventDelivery, CacheListener
-from kvframe.engine.interrupts import HeldInterrupts
 from kvframe.engine.progress import RequestT
 from kvframe.engine.request_table import RequestTable
 from kvframe.engine.resizing import resize
@@ -27,7 +26,8 @@ from kvframe.engine.scheduled import ScheduledStep
 from kvframe.engine.scheduler import Scheduler
 from kvframe.engine.self_check import run_packed
 from kvframe.engine.stats import EngineStats
-from kvframe.errors import KVFrameError, ModelError, PlanError, RequestError
+from kvframe.engine.turns import Turns, verb, verb_when_closed
+from kvframe.errors import KVFrameError, ModelError, PlanError, RequestError, shown
 from kvframe.eviction_choice import make_policy
 from kvframe.groups import Grouping
 from kvframe.model.adapter import LoadedModel
@@ -37,6 +37,12 @@ from kvframe.specs import LayerSpec
 from kvframe.stack import Stack
 
 _log = logging.getLogger("kvframe")
+
+MAX_ID_CHARS = 1024
+"""Characters of a request's id."""
+
+STEP_FAILED = "the step that computed this request failed; the exception that the engine raised says why"
+"""The error of every request of a failed step: the exception itself may hold data of one that others must not see."""
 
 
 class Runner(Protocol[RequestT]):
@@ -97,6 +103,7 @@ class EngineCore(ABC, Generic[RequestT]):
         """
         self.model = model
         self.stack = stack = Stack() if stack is None else stack
+        self._turns = Turns()
         self._secret = read_secret(stack.cache.key, stack.source)
         assembly = assemble(model, layers, stack, registry)
         self.grouping: Grouping = assembly.grouping
@@ -114,6 +121,7 @@ class EngineCore(ABC, Generic[RequestT]):
             self.plan,
             self._max_model_len,
             self._secret,
+            stack.engine,
             max_prompt_len=max_num_tokens if whole_prompts else None,
         )
         self._manager = KVCacheManager(
@@ -125,7 +133,7 @@ class EngineCore(ABC, Generic[RequestT]):
             audited=stack.cache.audit,
             eviction=make_policy(stack, registry),
         )
-        self._cache_events = CacheEventDelivery(self._manager, self._secret)
+        self._cache_events = CacheEventDelivery(self._manager, self._secret, self._turns.let_through)
         if poison_freed:
             self._storage.poison()
             assembly.layers.local.is_poisoned = True
@@ -190,30 +198,35 @@ class EngineCore(ABC, Generic[RequestT]):
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
+    @verb
     def abort(self, request_id: str) -> None:
         """End a request now, all samples of it, and give its blocks back; its last output comes with the next ``step``.
 
         Args:
             request_id: The request; one that has ended, or is not known, is passed over.
+
+        Raises:
+            RequestError: That is no id (``bad_id``).
         """
-        for each in self._requests.samples_of(request_id):
+        for each in self._requests.samples_of(_checked_id(request_id)):
             request = self._requests[each]
             if request.finish_reason is None:
-                with HeldInterrupts():
-                    self._scheduler.end(request, "aborted")
-                    self._requests.note([request])
+                self._scheduler.end(request, "aborted")
+                self._requests.note([request])
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether ``step`` has something to do or to report."""
+        """Whether ``step`` has something to do or to report; not once the engine is closed."""
         return self._scheduler.has_work or bool(self._requests.with_news)
 
     def stats(self) -> EngineStats:
-        """Return what the engine did so far."""
+        """Return what the engine did so far. A closed engine answers too, and one that a verb of runs."""
         return EngineStats.of(self._scheduler.stats, self._manager.stats, self._storage.pool.numel())
 
+    @verb
     def reset_prefix_cache(self) -> None:
         """Give up every cached prefix, pinned ones too; running requests are not touched."""
+        self._weights_may_have_changed()
         self._manager.reset_prefix_cache()
         self._cache_events.deliver()
 
@@ -226,14 +239,15 @@ class EngineCore(ABC, Generic[RequestT]):
         cached, after a ``CacheCleared``: replaying what it is told always gives what the cache holds. Keys of blocks
         are those of ``kvframe.prefix_key`` under the secret of the stack's ``[cache] key``; without one, under a secret
         of the engine's own. A listener that raises is logged, and told nothing any more; one that Ctrl-C interrupts is
-        told all that is cached the next time. It must not call the engine.
+        told all that is cached the next time. Of the engine it may call ``stats``, and no verb.
         """
         return self._cache_events.listener
 
     @on_cache_events.setter
     def on_cache_events(self, listener: CacheListener | None) -> None:
-        self._cache_events.listener = listener
+        self._set_listener(listener)
 
+    @verb
     def resize_cache(self, memory: int | str) -> None:
         """Give the cache more memory, or less, between steps; requests go on.
 
@@ -255,19 +269,23 @@ class EngineCore(ABC, Generic[RequestT]):
             )
         going_on = [request for request in self._requests.values() if request.finish_reason is None]
         try:
-            with HeldInterrupts():
-                self.plan = self._admission.plan = resize(
-                    self._manager, self._storage, self._scheduler, going_on, parse_bytes(memory)
-                )
+            self.plan = self._admission.plan = resize(
+                self._manager, self._storage, self._scheduler, going_on, parse_bytes(memory)
+            )
         finally:
             self._cache_events.deliver()
 
+    @verb_when_closed
     def close(self) -> None:
-        """End every request and leave the model as it was. Safe to call twice."""
-        for request_id in list(self._requests):
-            self._forget(request_id)
+        """End every request and leave the model as it was. Safe to call twice.
+
+        Every verb but this one and ``stats`` then raises ``EngineError`` (``closed``).
+        """
+        self._turns.is_closed = True
+        self._forget(list(self._requests.values()))
         self.model.detach()
 
+    @verb
     def __enter__(self) -> Self:
         return self
 
@@ -278,88 +296,107 @@ class EngineCore(ABC, Generic[RequestT]):
 
     # --- for subclasses -----------------------------------------------------------------------------------------------
 
+    def _weights_may_have_changed(self) -> None:
+        """Forget what is known of the weights; called when the prefix cache is reset."""
+
+    @verb
+    def _set_listener(self, listener: CacheListener | None) -> None:
+        if listener is not None and not callable(listener):
+            raise RequestError(f"on_cache_events must be a callable or None, not {shown(listener)}", code="bad_params")
+        self._cache_events.listener = listener
+
     def _new_id(self, request_id: str | None) -> str:
-        """Return a fresh id, or the one that was asked for; raises ``RequestError`` if that is taken."""
+        """Return a fresh id, or the one that was asked for; raises ``RequestError`` if that is taken, or none."""
         if request_id is None:
             return self._requests.fresh_id()
-        if self._requests.samples_of(request_id):
-            raise RequestError(f"a request {request_id!r} is in the engine already", code="duplicate_id")
+        if self._requests.samples_of(_checked_id(request_id)):
+            raise RequestError(f"a request {shown(request_id)} is in the engine already", code="duplicate_id")
         return request_id
 
-    def _add(self, request: RequestT) -> None:
-        self._requests.add(request)
-        self._scheduler.add(request)
+    def _add(self, requests: Sequence[RequestT]) -> None:
+        for request in requests:
+            self._requests.add(request)
+            self._scheduler.add(request)
 
     def _serve(
-        self, num_requests: int, add: Callable[[int], str], on_progress: Callable[[int], None] | None
-    ) -> list[list[RequestT] | KVFrameError]:
+        self,
+        num_requests: int,
+        add: Callable[[int], Sequence[RequestT]],
+        on_progress: Callable[[int], None] | None,
+    ) -> list[Sequence[RequestT] | KVFrameError]:
         """Serve a batch of requests to their ends.
 
         Args:
             num_requests: How many.
-            add: Adds a request by its place in the batch and returns its id, or raises a ``RequestError``, or a
-                ``ModelError`` for what the model cannot do.
+            add: Adds a request by its place in the batch and returns all samples of it, or raises a ``RequestError``,
+                or a ``ModelError`` for what the model cannot do.
             on_progress: Called after each step with the number of requests that are done, refused ones included.
 
         Returns:
             For each place, its request, all samples of it, or why it was refused.
 
         Raises:
+            RequestError: ``on_progress`` cannot be called (``bad_params``).
             ModelError: None can be served, and this is why one cannot.
         """
-        request_ids: dict[int, list[str]] = {}
-        ended: dict[int, list[RequestT] | KVFrameError] = {}
-        unable: ModelError | None = None
+        if on_progress is not None and not callable(on_progress):
+            raise RequestError(f"on_progress must be a callable or None, not {shown(on_progress)}", code="bad_params")
+        added: dict[int, Sequence[RequestT]] = {}
+        refused: dict[int, KVFrameError] = {}
         try:
             for index in range(num_requests):
                 try:
-                    request_ids[index] = self._requests.samples_of(add(index))
-                except RequestError as error:
-                    ended[index] = error
-                except ModelError as error:
-                    ended[index] = unable = error
-            if unable is not None and not request_ids:
+                    added[index] = add(index)
+                except (RequestError, ModelError) as error:
+                    refused[index] = error
+            unable = next((error for error in refused.values() if isinstance(error, ModelError)), None)
+            if unable is not None and not added:
                 raise unable
-            pending = [[self._requests[each] for each in samples] for samples in request_ids.values()]
+            pending = list(added.values())
             while pending:
                 self._advance()
                 pending = [samples for samples in pending if any(each.finish_reason is None for each in samples)]
                 if on_progress is not None:
-                    on_progress(num_requests - len(pending))
-            for index, samples in request_ids.items():
-                ended[index] = [self._requests.take(each) for each in samples]
+                    with self._turns.let_through():
+                        on_progress(num_requests - len(pending))
         finally:
-            # Only where an exception cut it short is anything left.
-            for samples in request_ids.values():
-                for each in samples:
-                    self._forget(each)
-        return [ended[index] for index in range(num_requests)]
+            for samples in added.values():
+                self._forget(samples)
+        return [added[index] if index in added else refused[index] for index in range(num_requests)]
 
     def _advance(self) -> None:
         """Compute one batch and note who has something new."""
-        with HeldInterrupts() as interrupts:
-            try:
-                step = self._scheduler.schedule()
-            finally:
-                self._requests.note(self._scheduler.take_failed())
-            if step is None:
-                return
-            try:
-                with interrupts.let_through():
-                    outcomes = self._runner.run(step)
-            except BaseException as error:
-                failed = self._scheduler.fail(step, f"the step failed: {type(error).__name__}: {error}")
-                self._requests.note(failed)
-                raise
-            try:
-                self._requests.note(self._scheduler.complete(step, outcomes))
-            finally:
-                self._requests.note(self._scheduler.take_failed())
+        try:
+            step = self._scheduler.schedule()
+        finally:
+            self._requests.note(self._scheduler.take_failed())
+        if step is None:
+            return
+        try:
+            with self._turns.let_through():
+                outcomes = self._runner.run(step)
+        except BaseException:
+            self._turns.hold()
+            self._requests.note(self._scheduler.fail(step, STEP_FAILED))
+            raise
+        try:
+            self._requests.note(self._scheduler.complete(step, outcomes))
+        finally:
+            self._requests.note(self._scheduler.take_failed())
         self._cache_events.deliver()
 
-    def _forget(self, request_id: str) -> None:
-        """End a request that its owner gave up, one sample of it, without a report."""
-        with HeldInterrupts():
-            request = self._requests.remove(request_id)
-            if request is not None:
-                self._scheduler.end(request, "aborted")
+    def _forget(self, requests: Iterable[RequestT]) -> None:
+        """End requests that their owner gave up, without a report."""
+        for request in requests:
+            if self._requests.holds(request):
+                self._requests.remove(request.request_id)
+            self._scheduler.end(request, "aborted")
+
+
+def _checked_id(request_id: object) -> str:
+    """Return a request's id; raises ``RequestError`` if it is none."""
+    if not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_ID_CHARS:
+        raise RequestError(
+            f"a request's id is a string of 1 to {MAX_ID_CHARS:,} characters, not {shown(request_id)}", code="bad_id"
+        )
+    return request_id

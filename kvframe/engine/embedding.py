@@ -10,8 +10,10 @@ from typing import Self, get_args
 from kvframe.engine.assembly import Assembly, load_model
 from kvframe.engine.core import EngineCore
 from kvframe.engine.pooling import EmbeddingOutput, EmbeddingRequest, PoolingRunner
+from kvframe.engine.prompt import prompts_of
 from kvframe.engine.runner import SkipPolicy
 from kvframe.engine.salts import check_salt, salt_of_each
+from kvframe.engine.turns import verb
 from kvframe.errors import KVFrameError, RequestError
 from kvframe.model.adapter import LoadedModel
 from kvframe.model.description import Pooling, PoolingMode
@@ -26,8 +28,8 @@ class Embedder(EngineCore[EmbeddingRequest]):
     Texts are added at any time; each ``step`` computes one batch of them, of mixed lengths. A decoder's keys and values
     are cached as when it generates: a long text is computed in chunks, and a beginning that texts have in common once,
     where only the last token makes the embedding. An exception of the model ends the requests of that step, gives their
-    blocks back, and goes on to the caller; the embedder can go on with the others. Not safe to use from several threads
-    at once.
+    blocks back, and goes on to the caller; the embedder can go on with the others. It serves one call at a time, and
+    none once it is closed, as ``Engine`` does.
 
     Attributes:
         model: The model, without head.
@@ -127,6 +129,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
             skip_policy=skip_policy,
         )
 
+    @verb
     def add_request(self, text: str | Sequence[int], request_id: str | None = None, *, cache_salt: str = "") -> str:
         """Queue a text and return the id of its request.
 
@@ -137,18 +140,15 @@ class Embedder(EngineCore[EmbeddingRequest]):
 
         Raises:
             RequestError: The text can never be embedded; ``code`` is one of ``empty_prompt``, ``prompt_too_long``,
-                ``exceeds_step``, ``bad_token``, ``bad_text``, ``bad_salt``, ``too_large``, ``duplicate_id``. Others are
-                not touched.
+                ``exceeds_step``, ``bad_token``, ``bad_text``, ``bad_salt``, ``bad_id``, ``too_large``,
+                ``duplicate_id``. Others are not touched.
             ModelError: It is text, and the model has no tokenizer.
         """
-        check_salt(cache_salt)
-        request_id = self._new_id(request_id)
-        if isinstance(text, str) and not text.strip():
-            raise RequestError("the text is empty", code="empty_prompt")
-        token_ids = self._admission.token_ids(text, None)
-        self._add(EmbeddingRequest.create(request_id, token_ids, self.pooling, cache_salt))
-        return request_id
+        requests = self._add_text(text, request_id, cache_salt)
+        self._turns.if_lost(lambda: self._forget(requests))
+        return requests[0].request_id
 
+    @verb
     def step(self) -> list[EmbeddingOutput]:
         """Compute one batch.
 
@@ -156,9 +156,15 @@ class Embedder(EngineCore[EmbeddingRequest]):
             The requests that have come to an end; empty if a step only computed parts of texts, or if there is nothing
             to do.
         """
+        reported: list[EmbeddingRequest] = []
+        self._turns.if_lost(lambda: self._take_back(reported))
         self._advance()
-        return [self._requests.take(request_id).report() for request_id in self._requests.with_news]
+        for request_id in self._requests.with_news:
+            reported.append(self._requests[request_id])
+            self._requests.take(request_id)
+        return [request.report() for request in reported]
 
+    @verb
     def embed(
         self,
         texts: Sequence[str | Sequence[int]],
@@ -171,18 +177,20 @@ class Embedder(EngineCore[EmbeddingRequest]):
         Args:
             texts: Texts or token ids.
             cache_salt: As for ``add_request``: for all, or one for each.
-            on_progress: Called after each step with the number of texts that are done, refused ones included.
+            on_progress: Called after each step with the number of texts that are done, refused ones included. Of the
+                embedder it may call ``stats``, and no verb; what it raises ends the batch.
 
         Returns:
             One output for each text, in order; a refused one has ``finish_reason="refused"`` and an ``error``.
 
         Raises:
+            RequestError: An argument is none for a batch (``bad_prompts``, ``bad_params``, ``bad_salt``).
             ModelError: None can be embedded, and one is text, of which a model without tokenizer makes nothing.
         """
-        salts = salt_of_each(cache_salt, len(texts))
-        ended = self._serve(
-            len(texts), lambda index: self.add_request(texts[index], cache_salt=salts[index]), on_progress
-        )
+        with self._turns.let_through():
+            texts = prompts_of(texts)
+            salts = salt_of_each(cache_salt, len(texts))
+        ended = self._serve(len(texts), lambda index: self._add_text(texts[index], None, salts[index]), on_progress)
         return [
             self._refused_output(index, texts[index], request)
             if isinstance(request, KVFrameError)
@@ -191,6 +199,23 @@ class Embedder(EngineCore[EmbeddingRequest]):
         ]
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _add_text(self, text: str | Sequence[int], request_id: str | None, cache_salt: str) -> list[EmbeddingRequest]:
+        check_salt(cache_salt)
+        request_id = self._new_id(request_id)
+        if isinstance(text, str) and not text.strip():
+            raise RequestError("the text is empty", code="empty_prompt")
+        # Reading a text may take long, and leaves no trace.
+        with self._turns.let_through():
+            token_ids = self._admission.token_ids(text, None)
+        requests = [EmbeddingRequest.create(request_id, token_ids, self.pooling, cache_salt)]
+        self._add(requests)
+        return requests
+
+    def _take_back(self, reported: Sequence[EmbeddingRequest]) -> None:
+        """Let outputs be reported once more that did not reach the requests' owners."""
+        for request in reported:
+            self._requests.give_back(request)
 
     def _make_runner(self, assembly: Assembly, skip_policy: SkipPolicy | None) -> PoolingRunner:
         return PoolingRunner(

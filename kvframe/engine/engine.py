@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 
 import attrs
@@ -12,16 +12,19 @@ from kvframe.cache.pins import Pin
 from kvframe.engine.assembly import Assembly
 from kvframe.engine.core import EngineCore
 from kvframe.engine.graphs import StepGraphs
-from kvframe.engine.interrupts import HeldInterrupts
+from kvframe.engine.params import SamplingParams
 from kvframe.engine.prefixes import Prefixes
-from kvframe.engine.prompt import AnyPrompt
-from kvframe.engine.request import Request, RequestOutput, SamplingParams
+from kvframe.engine.prompt import AnyPrompt, prompts_of
+from kvframe.engine.request import Request, RequestOutput
 from kvframe.engine.runner import SkipPolicy, TokenRunner
 from kvframe.engine.salts import check_salt, salt_of_each
-from kvframe.engine.samples import params_of_each, sample_ids
+from kvframe.engine.samples import checked_params, params_for_each, params_of_each, sample_ids
 from kvframe.engine.saved_prefixes import SavedPrefix, SavedPrefixes
+from kvframe.engine.stops import StopStrings
+from kvframe.engine.streaming import RequestStream
 from kvframe.engine.text import TextStream
-from kvframe.errors import KVFrameError, ModelError, RequestError
+from kvframe.engine.turns import verb
+from kvframe.errors import KVFrameError, ModelError, RequestError, shown
 from kvframe.model.fingerprint import fingerprint_of
 
 
@@ -31,8 +34,13 @@ class Engine(EngineCore[Request]):
     Requests are added at any time; each ``step`` computes one batch of them. An exception of the model, of a plugin or
     of Ctrl-C ends the requests of that step (``finish_reason="error"``), gives their blocks back, and goes on to the
     caller; the engine can go on with the other requests. One whose output is not numbers, or whose tokens cannot be
-    turned into text, ends alone; if it started on a cached prefix, it is computed again without before. Not safe to use
-    from several threads at once.
+    turned into text, ends alone; if it started on a cached prefix, it is computed again without before.
+
+    An engine serves one call at a time. A verb that is called while another one runs, by another thread or by a
+    callback, raises ``EngineError`` (``busy``) and changes nothing; after ``close``, every verb but ``close`` does
+    (``closed``). ``stats`` always answers. Ctrl-C is raised while a step computes, a prompt is read, or a callback
+    runs; at any other time it waits until the engine's books are written, and what the interrupted verb would have
+    returned is taken back: a request that was to be added is not there, and an output comes with the next ``step``.
 
     Where the stack's ``prefill_skipping`` is on, a ``skip_policy`` is asked in each step in which tokens could be
     skipped, and says of it (a ``StepBatch``) whether they are. Its exceptions end the step as the model's do. To skip
@@ -48,6 +56,7 @@ class Engine(EngineCore[Request]):
         choices: For each layer, its wrapper chain, the backend that was chosen, and why the others were not.
     """
 
+    @verb
     def add_request(
         self,
         prompt: AnyPrompt,
@@ -67,40 +76,16 @@ class Engine(EngineCore[Request]):
 
         Raises:
             RequestError: The request can never be served; ``code`` is one of ``empty_prompt``, ``prompt_too_long``,
-                ``bad_token``, ``bad_text``, ``bad_salt``, ``too_large``, ``no_tokenizer``, ``duplicate_id``, and for
-                what goes to an encoder ``missing_input``, ``extra_input``, ``bad_input``, ``input_too_long``. Others
-                are not touched.
+                ``bad_token``, ``bad_text``, ``bad_params``, ``bad_salt``, ``bad_id``, ``too_large``, ``no_tokenizer``,
+                ``duplicate_id``, and for what goes to an encoder ``missing_input``, ``extra_input``, ``bad_input``,
+                ``input_too_long``. Others are not touched.
             ModelError: The prompt is text, and the model has no tokenizer.
         """
-        params = SamplingParams() if params is None else params
-        check_salt(cache_salt)
-        request_id = self._new_id(request_id)
-        ids = [self._new_id(each) for each in sample_ids(request_id, params.n)]
-        token_ids, inputs = self._admission.admit(prompt, params)
-        requests = [
-            Request.create(
-                each_id,
-                token_ids,
-                each,
-                eos_token_ids=self.model.description.eos_token_ids,
-                max_model_len=self._max_model_len,
-                text_stream=TextStream(self._decode, token_ids, params.stop) if self._admission.has_text else None,
-                inputs=inputs,
-                cache_salt=cache_salt,
-                asked_id=request_id,
-                sample=sample,
-            )
-            for sample, (each_id, each) in enumerate(zip(ids, params_of_each(params), strict=True))
-        ]
-        if len(requests) > 1 and self.plan.groups:
-            # The last token of the prompt is computed by each: what the model gives for it is what they sample from.
-            requests[0].pause_at = len(token_ids) - 1
-            for request in requests[1:]:
-                request.forks_from = requests[0]
-        for request in requests:
-            self._add(request)
-        return request_id
+        requests = self._add_samples(prompt, params, request_id, cache_salt)
+        self._turns.if_lost(lambda: self._forget(requests))
+        return requests[0].request_id
 
+    @verb
     def step(self) -> list[RequestOutput]:
         """Compute one batch.
 
@@ -108,16 +93,20 @@ class Engine(EngineCore[Request]):
             The requests with new tokens or an end, each with what is new; empty if a step only computed parts of
             prompts, or if there is nothing to do.
         """
+        reported: list[tuple[Request, RequestOutput]] = []
+        self._turns.if_lost(lambda: self._take_back(reported))
         self._advance()
-        return [self._report(self._requests.take(request_id)) for request_id in self._requests.with_news]
+        for request_id in self._requests.with_news:
+            self._report_to(reported, self._requests[request_id])
+        return [output for _, output in reported]
 
-    def stream(
-        self, prompt: AnyPrompt, params: SamplingParams | None = None, *, cache_salt: str = ""
-    ) -> Iterator[RequestOutput]:
+    @verb
+    def stream(self, prompt: AnyPrompt, params: SamplingParams | None = None, *, cache_salt: str = "") -> RequestStream:
         """Serve one request and yield its outputs as they come; the last one of each sample has a ``finish_reason``.
 
         Other requests go on meanwhile, and what they produce is kept for ``step``; a ``step`` while the stream is
-        open reports what the stream has not yielded yet. Leaving the iteration early aborts the request.
+        open reports what the stream has not yielded yet. The request is added at once, and ends with the stream: when
+        the stream is closed, or when it is dropped, be it before its first output.
 
         Args:
             prompt: As for ``add_request``.
@@ -127,8 +116,11 @@ class Engine(EngineCore[Request]):
         Raises:
             RequestError: At once, as ``add_request``.
         """
-        return self._stream(self.add_request(prompt, params, cache_salt=cache_salt))
+        requests = self._add_samples(prompt, params, None, cache_salt)
+        self._turns.if_lost(lambda: self._forget(requests))
+        return RequestStream(self._turns, partial(self._next_of, requests), partial(self._forget, requests))
 
+    @verb
     def generate(
         self,
         prompts: Sequence[AnyPrompt],
@@ -143,36 +135,38 @@ class Engine(EngineCore[Request]):
             prompts: As for ``add_request``.
             params: For all, or one for each.
             cache_salt: As for ``add_request``: for all, or one for each.
-            on_progress: Called after each step with the number of prompts that are done, refused ones included.
+            on_progress: Called after each step with the number of prompts that are done, refused ones included. Of the
+                engine it may call ``stats``, and no verb; what it raises ends the batch.
 
         Returns:
             One output for each prompt, in order; a refused one has ``finish_reason="refused"`` and an ``error``. Where
-            the params ask for ``n`` samples, ``n`` outputs in its place.
+            the params ask for ``n`` samples, ``n`` outputs in its place, but one for a prompt whose ``n`` is refused.
 
         Raises:
+            RequestError: An argument is none for a batch (``bad_prompts``, ``bad_params``, ``bad_salt``).
             ModelError: No prompt can be served, and one is text, of which a model without tokenizer makes nothing.
         """
-        if isinstance(params, SamplingParams) or params is None:
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts have {len(params)} params", code="bad_params")
-        salts = salt_of_each(cache_salt, len(prompts))
+        with self._turns.let_through():
+            prompts = prompts_of(prompts)
+            params = params_for_each(params, len(prompts))
+            salts = salt_of_each(cache_salt, len(prompts))
         ended = self._serve(
             len(prompts),
-            lambda index: self.add_request(prompts[index], params[index], cache_salt=salts[index]),
+            lambda index: self._add_samples(prompts[index], params[index], None, salts[index]),
             on_progress,
         )
         outputs = []
         for index, samples in enumerate(ended):
             if isinstance(samples, KVFrameError):
                 refused = self._refused_output(index, prompts[index], samples)
-                outputs += [attrs.evolve(refused, sample=sample) for sample in range(params[index].n)]
+                outputs += [attrs.evolve(refused, sample=sample) for sample in range(self._num_samples(params[index]))]
             else:
                 outputs += [self._report(request) for request in samples]
         return outputs
 
     # --- prefixes that stay -------------------------------------------------------------------------------------------
 
+    @verb
     def pin_prefix(self, prompt: AnyPrompt, *, cache_salt: str = "") -> Pin:
         """Keep a prompt's prefix, such as a system prompt, in the cache until ``unpin``; computes what is missing.
 
@@ -192,12 +186,22 @@ class Engine(EngineCore[Request]):
                 pins any more (``no_room``).
             ModelError: As ``add_request``.
         """
-        return self._prefixes.pin(prompt, cache_salt)
+        pin = self._prefixes.pin(prompt, cache_salt)
+        self._turns.if_lost(lambda: self._prefixes.unpin(pin))
+        return pin
 
+    @verb
     def unpin(self, pin: Pin) -> None:
-        """Let go of a pin; its prefix stays cached until it is evicted. Nothing if it is not held any more."""
+        """Let go of a pin; its prefix stays cached until it is evicted. Nothing if it is not held any more.
+
+        Raises:
+            RequestError: That is no pin (``bad_pin``).
+        """
+        if not isinstance(pin, Pin):
+            raise RequestError(f"unpin takes what pin_prefix returned, not {shown(pin)}", code="bad_pin")
         self._prefixes.unpin(pin)
 
+    @verb
     def save_prefixes(
         self, path: str | Path, prompts: Sequence[AnyPrompt], *, cache_salt: str | Sequence[str] = ""
     ) -> list[SavedPrefix]:
@@ -224,6 +228,7 @@ class Engine(EngineCore[Request]):
         """
         return self._saved_prefixes.save(Path(path), prompts, cache_salt)
 
+    @verb
     def load_prefixes(self, path: str | Path, *, cache_salt: str | None = None) -> list[SavedPrefix]:
         """Put the prefixes of a file into the cache: requests find them as if they had been computed here.
 
@@ -251,12 +256,6 @@ class Engine(EngineCore[Request]):
         loaded = self._saved_prefixes.load(Path(path), cache_salt)
         self._cache_events.deliver()
         return loaded
-
-    def reset_prefix_cache(self) -> None:
-        """Give up every cached prefix, pinned ones too; running requests are not touched."""
-        # Weights may have changed since.
-        self.__dict__.pop("_fingerprint", None)
-        super().reset_prefix_cache()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -290,31 +289,84 @@ class Engine(EngineCore[Request]):
             ),
         )
 
-    def _stream(self, request_id: str) -> Iterator[RequestOutput]:
-        samples = self._requests.samples_of(request_id)
-        try:
-            while any(each in self._requests for each in samples):
-                news = [each for each in self._requests.with_news if each in samples]
-                if news:
-                    yield self._report(self._requests.take(news[0]))
-                else:
-                    self._advance()
-        finally:
-            for each in samples:
-                self._forget(each)
+    def _add_samples(
+        self, prompt: AnyPrompt, params: SamplingParams | None, request_id: str | None, cache_salt: str
+    ) -> list[Request]:
+        """Queue a request, and return all samples of it."""
+        params = checked_params(params)
+        check_salt(cache_salt)
+        request_id = self._new_id(request_id)
+        # Reading a prompt may take long, and leaves no trace.
+        with self._turns.let_through():
+            token_ids, inputs = self._admission.admit(prompt, params)
+            stops = StopStrings(params.stop)
+        ids = [self._new_id(each) for each in sample_ids(request_id, params.n)]
+        requests = [
+            Request.create(
+                each_id,
+                token_ids,
+                each,
+                eos_token_ids=self.model.description.eos_token_ids,
+                max_model_len=self._max_model_len,
+                text_stream=TextStream(self._decode, token_ids, stops) if self._admission.has_text else None,
+                inputs=inputs,
+                cache_salt=cache_salt,
+                asked_id=request_id,
+                sample=sample,
+            )
+            for sample, (each_id, each) in enumerate(zip(ids, params_of_each(params), strict=True))
+        ]
+        if len(requests) > 1 and self.plan.groups:
+            # The last token of the prompt is computed by each: what the model gives for it is what they sample from.
+            requests[0].pause_at = len(token_ids) - 1
+            for request in requests[1:]:
+                request.forks_from = requests[0]
+        self._add(requests)
+        return requests
+
+    def _next_of(self, requests: Sequence[Request]) -> RequestOutput | None:
+        """Serve the engine until some requests have news, and report them; None once all have ended."""
+        reported: list[tuple[Request, RequestOutput]] = []
+        self._turns.if_lost(lambda: self._take_back(reported))
+        while any(map(self._requests.holds, requests)):
+            request = self._requests.first_with_news(requests)
+            if request is not None:
+                self._report_to(reported, request)
+                return reported[0][1]
+            self._advance()
+        return None
+
+    def _report_to(self, reported: list[tuple[Request, RequestOutput]], request: Request) -> None:
+        """Report a request, noting what is to be taken back if its owner does not get the report."""
+        reported.append((request, self._report(request)))
+        self._requests.take(request.request_id)
+
+    def _take_back(self, reported: Sequence[tuple[Request, RequestOutput]]) -> None:
+        """Let outputs be reported once more that did not reach the requests' owners."""
+        for request, output in reported:
+            request.take_back(output)
+            self._requests.give_back(request)
 
     def _report(self, request: Request) -> RequestOutput:
         """Return what a request has to report; one whose tokens cannot be turned into text ends here."""
         if not request.read_text():
-            with HeldInterrupts():
-                self._scheduler.end(request, "error")
-                request.finish_reason = "error"
-                self._requests.remove(request.request_id)
+            self._scheduler.end(request, "error")
+            request.finish_reason = "error"
         return request.report()
+
+    def _weights_may_have_changed(self) -> None:
+        self.__dict__.pop("_fingerprint", None)
+
+    def _num_samples(self, params: SamplingParams | None) -> int:
+        """Return how many outputs stand for a request that was refused."""
+        count = params.n if isinstance(params, SamplingParams) else 1
+        return count if count <= self.stack.engine.max_samples else 1
 
     @cached_property
     def _prefixes(self) -> Prefixes:
-        return Prefixes(self._manager, self._admission, self._serve_one, self._scheduler.note_pin)
+        return Prefixes(
+            self._manager, self._admission, self._serve_one, self._scheduler.note_pin, self._turns.let_through
+        )
 
     @cached_property
     def _fingerprint(self) -> dict[str, str]:
@@ -333,15 +385,15 @@ class Engine(EngineCore[Request]):
         )
 
     def _serve_one(self, prompt: AnyPrompt, params: SamplingParams, *, cache_salt: str) -> None:
-        request_id = self.add_request(prompt, params, cache_salt=cache_salt)
-        request = self._requests[request_id]
+        requests = self._add_samples(prompt, params, None, cache_salt)
         try:
-            while request.finish_reason is None:
+            while any(each.finish_reason is None for each in requests):
                 self._advance()
-            if request.error is not None:
-                raise RequestError(request.error, code="failed")
+            for request in requests:
+                if request.error is not None:
+                    raise RequestError(request.error, code="failed")
         finally:
-            self._forget(request_id)
+            self._forget(requests)
 
     def _refused_output(self, index: int, prompt: AnyPrompt, error: KVFrameError) -> RequestOutput:
         """Return what stands for a refused prompt among a batch's outputs."""

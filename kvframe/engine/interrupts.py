@@ -25,31 +25,18 @@ class HeldInterrupts:
         self._handler: Any = None
         self._pending: tuple[int, FrameType | None] | None = None
 
-    def __enter__(self) -> Self:
-        """Hold interrupts back."""
+    def hold(self) -> None:
+        """Hold interrupts back; nothing if they are held already."""
         handler = _signal.getsignal(_SIGINT)
-        if callable(handler):
+        if self._handler is None and callable(handler):
             try:
                 _signal.signal(_SIGINT, self._note)
             except ValueError:  # not the main thread
-                return self
+                return
             self._handler = handler
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def let_go(self) -> None:
         """Hold them no more, and hand on what came."""
-        self._let_go()
-
-    def let_through(self) -> _LetThrough:
-        """Return what lets interrupts through while it is entered, first of all one that came before."""
-        return _LetThrough(self)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._pending = number, frame
-
-    def _let_go(self) -> None:
         handler, self._handler = self._handler, None
         if handler is not None:
             _signal.signal(_SIGINT, handler)
@@ -57,15 +44,33 @@ class HeldInterrupts:
             if pending is not None:
                 handler(*pending)
 
+    def let_through(self) -> _LetThrough:
+        """Return what lets interrupts through while it is entered, first of all one that came before."""
+        return _LetThrough(self)
+
+    def __enter__(self) -> Self:
+        """Hold interrupts back."""
+        self.hold()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Hold them no more, and hand on what came."""
+        self.let_go()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._pending = number, frame
+
 
 class _LetThrough:
     def __init__(self, held: HeldInterrupts) -> None:
         self._held = held
 
     def __enter__(self) -> None:
-        self._held._let_go()
+        self._held.let_go()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._held.__enter__()
+        self._held.hold()

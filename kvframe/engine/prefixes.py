@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import attrs
@@ -11,9 +12,9 @@ from kvframe.cache.inputs import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.pins import Pin
 from kvframe.engine.admission import Admission
+from kvframe.engine.params import SamplingParams
 from kvframe.engine.progress import NO_SEQUENCES, input_sequences
 from kvframe.engine.prompt import AnyPrompt, Prompt
-from kvframe.engine.request import SamplingParams
 from kvframe.engine.salts import check_salt
 from kvframe.errors import RequestError
 
@@ -49,7 +50,12 @@ class Prefixes:
     """Computes and keeps prefixes of prompts."""
 
     def __init__(
-        self, manager: KVCacheManager, admission: Admission, compute: Compute, note_pin: Callable[[], None]
+        self,
+        manager: KVCacheManager,
+        admission: Admission,
+        compute: Compute,
+        note_pin: Callable[[], None],
+        let_through: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """Work on an engine's cache.
 
@@ -58,11 +64,13 @@ class Prefixes:
             admission: Makes tokens of prompts, or refuses them.
             compute: Serves a request.
             note_pin: Called when the cache keeps more than before.
+            let_through: Returns what lets interrupts through while a prompt is read.
         """
         self._manager = manager
         self._admission = admission
         self._compute = compute
         self._note_pin = note_pin
+        self._let_through = let_through
 
     def pin(self, prompt: AnyPrompt, salt: str) -> Pin:
         """Compute what is not cached of a prompt's prefix, and keep it."""
@@ -98,7 +106,8 @@ class Prefixes:
             ModelError: It is text, and the model has no tokenizer.
         """
         check_salt(salt)
-        token_ids, inputs = self._admission.admit(prompt, JUST_COMPUTE)
+        with self._let_through():
+            token_ids, inputs = self._admission.admit(prompt, JUST_COMPUTE)
         alignment = self._manager.plan.alignment
         kept = tuple(token_ids[: len(token_ids) // alignment * alignment])
         if not kept and not inputs:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import attrs
+
+from kvframe.errors import RequestError, shown
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -25,3 +27,14 @@ class Prompt:
 
 AnyPrompt = str | Sequence[int] | Prompt
 """Text, token ids, or a prompt of two parts."""
+
+
+def prompts_of(prompts: Any) -> list[Any]:
+    """Return the prompts of a batch, each of which may still be anything.
+
+    Raises:
+        RequestError: There is no batch: a single prompt, say, or what has no order (``bad_prompts``).
+    """
+    if not isinstance(prompts, Iterable) or isinstance(prompts, str | bytes | bytearray | Set | Mapping):
+        raise RequestError(f"prompts must be a list of prompts, not {shown(prompts)}", code="bad_prompts")
+    return list(prompts)

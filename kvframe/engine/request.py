@@ -2,96 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import random
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import attrs
 
+from kvframe.engine.params import SamplingParams as SamplingParams
 from kvframe.engine.progress import NO_INPUTS, FinishReason, RequestProgress
 from kvframe.engine.text import TextStream
-from kvframe.errors import RequestError
+from kvframe.foreign import safe_text
 from kvframe.model.adapter import ModelInput
-
-
-def _bad_params(message: str) -> RequestError:
-    return RequestError(message, code="bad_params")
-
-
-def _int_at_least(minimum: int) -> Any:
-    def check(instance: object, attribute: attrs.Attribute[int], value: int) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise _bad_params(f"{attribute.name} must be a whole number of at least {minimum}, not {value!r}")
-
-    return check
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _check_temperature(instance: object, attribute: attrs.Attribute[float], value: float) -> None:
-    if not _is_number(value) or value < 0:
-        raise _bad_params(f"temperature must be 0 (greedy) or a positive number, not {value!r}")
-
-
-def _check_top_p(instance: object, attribute: attrs.Attribute[float], value: float) -> None:
-    if not _is_number(value) or not 0 < value <= 1:
-        raise _bad_params(f"top_p must be above 0 and at most 1, not {value!r}")
-
-
-def _as_strings(value: str | Iterable[str]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
-
-
-def _check_stop(instance: object, attribute: attrs.Attribute[tuple[str, ...]], value: tuple[str, ...]) -> None:
-    for text in value:
-        if not isinstance(text, str) or not text:
-            raise _bad_params(f"stop must hold non-empty strings, not {text!r}")
-
-
-def _check_stop_ids(instance: object, attribute: attrs.Attribute[frozenset[int]], value: frozenset[int]) -> None:
-    for token in value:
-        if isinstance(token, bool) or not isinstance(token, int):
-            raise _bad_params(f"stop_token_ids must hold whole numbers, not {token!r}")
-
-
-def _check_flag(instance: object, attribute: attrs.Attribute[bool], value: bool) -> None:
-    if not isinstance(value, bool):
-        raise _bad_params(f"{attribute.name} must be True or False, not {value!r}")
-
-
-@attrs.frozen(kw_only=True)
-class SamplingParams:
-    """How a request's tokens are chosen and when it ends. A wrong value raises ``RequestError``.
-
-    Attributes:
-        max_new_tokens: The most tokens to generate.
-        temperature: Divides the logits before sampling; 0 takes the most likely token.
-        top_k: Sample among the ``k`` most likely tokens; 0 for all.
-        top_p: Sample among the fewest most likely tokens whose probabilities (after ``top_k``) reach this.
-        seed: Makes sampling repeatable, whatever else is in the batch; None for a fresh draw each time.
-        stop: Strings that end the request; the text is cut before the first of them.
-        stop_token_ids: Token ids that end the request, beside the model's own; the token is part of the output.
-        ignore_eos: Whether to go on after the model's own end tokens.
-        n: How many samples to draw of one prompt, which is computed once. Sample ``i`` is what a request by itself with
-            the seed ``seed + i`` gives.
-        prompt_logprobs: Whether to report how likely the model finds each token of the prompt. The whole prompt is
-            then computed, without a cached prefix, and a step holds logits for each of its tokens.
-    """
-
-    max_new_tokens: int = attrs.field(default=64, validator=_int_at_least(1))
-    temperature: float = attrs.field(default=0.0, validator=_check_temperature)
-    top_k: int = attrs.field(default=0, validator=_int_at_least(0))
-    top_p: float = attrs.field(default=1.0, validator=_check_top_p)
-    seed: int | None = attrs.field(default=None, validator=attrs.validators.optional(_int_at_least(0)))
-    stop: tuple[str, ...] = attrs.field(default=(), converter=_as_strings, validator=_check_stop)
-    stop_token_ids: frozenset[int] = attrs.field(default=frozenset(), converter=frozenset, validator=_check_stop_ids)
-    ignore_eos: bool = attrs.field(default=False, validator=_check_flag)
-    n: int = attrs.field(default=1, validator=_int_at_least(1))
-    prompt_logprobs: bool = attrs.field(default=False, validator=_check_flag)
 
 
 @attrs.frozen(kw_only=True)
@@ -135,7 +56,7 @@ class Request(RequestProgress):
 
     Attributes:
         params: How to sample and when to stop.
-        end_token_ids: Ids that end it: the params' and, unless ignored, the model's.
+        eos_token_ids: The model's ids that end it beside the params'; none if they are ignored.
         max_tokens: The most tokens it may have, prompt included.
         text_stream: Turns its tokens into text; None if the model has no tokenizer.
         random: Its own source of uniform numbers, one per sampled token.
@@ -150,7 +71,7 @@ class Request(RequestProgress):
     """
 
     params: SamplingParams
-    end_token_ids: frozenset[int]
+    eos_token_ids: frozenset[int]
     max_tokens: int
     text_stream: TextStream | None = None
     random: random.Random = attrs.field(init=False)
@@ -198,7 +119,7 @@ class Request(RequestProgress):
             token_ids=array("I", prompt_token_ids),
             num_prompt_tokens=len(prompt_token_ids),
             params=params,
-            end_token_ids=params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos_token_ids,
+            eos_token_ids=frozenset() if params.ignore_eos else eos_token_ids,
             max_tokens=min(len(prompt_token_ids) + params.max_new_tokens, max_model_len),
             text_stream=text_stream,
             inputs=inputs,
@@ -241,7 +162,7 @@ class Request(RequestProgress):
         """Take the next generated token; sets ``finish_reason`` if it is the last."""
         self.token_ids.append(outcome)
         self.generated.append(outcome)
-        if outcome in self.end_token_ids:
+        if outcome in self.eos_token_ids or outcome in self.params.stop_token_ids:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.max_tokens:
             self.finish_reason = "length"
@@ -256,9 +177,9 @@ class Request(RequestProgress):
         if self.text_stream is not None and not self.is_unreadable:
             try:
                 self.text_stream.feed(self.token_ids, final=self.finish_reason is not None)
-            except Exception as error:
+            except BaseException as error:  # while interrupts are held: whatever comes is the tokenizer's
                 self.is_unreadable = True
-                self.error = f"its tokens could not be turned into text: {type(error).__name__}: {error}"
+                self.error = f"its tokens could not be turned into text: {safe_text(error)}"
                 return False
         return True
 
@@ -280,3 +201,8 @@ class Request(RequestProgress):
         )
         self.num_reported, self.num_reported_chars = len(generated), len(text)
         return output
+
+    def take_back(self, output: RequestOutput) -> None:
+        """Note that its owner has not seen the last report."""
+        self.num_reported -= len(output.new_token_ids)
+        self.num_reported_chars -= len(output.new_text)

@@ -36,6 +36,14 @@ class RequestTable(Mapping[str, RequestT]):
         first = [request_id] if request_id in self._requests else []
         return [*first, *self._others.get(request_id, ())]
 
+    def holds(self, request: RequestT) -> bool:
+        """Return whether this very request is in the table, and not another one of its id."""
+        return self._requests.get(request.request_id) is request
+
+    def first_with_news(self, requests: Iterable[RequestT]) -> RequestT | None:
+        """Return the first of some requests that is in the table and has something to report; None if none has."""
+        return next((each for each in requests if each.request_id in self._with_news and self.holds(each)), None)
+
     def add(self, request: RequestT) -> None:
         """Take a request whose id no other one has."""
         self._requests[request.request_id] = request
@@ -53,6 +61,13 @@ class RequestTable(Mapping[str, RequestT]):
         if request.finish_reason is not None:
             self.remove(request_id)
         return request
+
+    def give_back(self, request: RequestT) -> None:
+        """Have a request again whose news its owner did not get, so that they are reported once more."""
+        if request.request_id not in self._requests:
+            self.add(request)
+        if self.holds(request):
+            self.note([request])
 
     def remove(self, request_id: str) -> RequestT | None:
         """Take a request out without a report; None if it is not in the table."""

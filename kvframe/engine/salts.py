@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvframe.errors import RequestError
+from kvframe.errors import RequestError, shown
+
+MAX_SALT_CHARS = 4096
+"""Characters of a salt: it is read whenever a request starts."""
 
 
 def check_salt(salt: object) -> None:
-    """Refuse a salt that is not Unicode text, with a ``RequestError`` (``bad_salt``)."""
+    """Refuse a salt that is not Unicode text, or too long, with a ``RequestError`` (``bad_salt``)."""
     if not isinstance(salt, str):
-        raise RequestError(f"cache_salt must be a string, not {salt!r}", code="bad_salt")
+        raise RequestError(f"cache_salt must be a string, not {shown(salt)}", code="bad_salt")
+    if len(salt) > MAX_SALT_CHARS:
+        raise RequestError(
+            f"cache_salt has {len(salt):,} characters, and may have {MAX_SALT_CHARS:,}; give a hash of it",
+            code="bad_salt",
+        )
     try:
         salt.encode()
     except UnicodeEncodeError as error:

@@ -1,10 +1,49 @@
-"""Several samples of one prompt: requests that share its computation, each with a random source of its own."""
+"""The parameters of a batch's requests, and several samples of one prompt as requests of their own."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import attrs
 
-from kvframe.engine.request import SamplingParams
+from kvframe.engine.params import SamplingParams, bad_params
+from kvframe.errors import shown
+
+DEFAULT_PARAMS = SamplingParams()
+"""Greedy, 64 tokens."""
+
+
+def checked_params(params: Any) -> SamplingParams:
+    """Return a request's parameters: the default for None.
+
+    Raises:
+        RequestError: They are something else (``bad_params``).
+    """
+    if params is None:
+        return DEFAULT_PARAMS
+    if not isinstance(params, SamplingParams):
+        raise bad_params(f"params must be a SamplingParams or None, not {shown(params)}")
+    return params
+
+
+def params_for_each(params: Any, num_requests: int) -> Sequence[Any]:
+    """Return the parameters of each request of a batch, not checked one by one.
+
+    Args:
+        params: Those of all requests, or a sequence of those of each; None for the default.
+        num_requests: How many there are.
+
+    Raises:
+        RequestError: They are neither, or there are more or fewer (``bad_params``).
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * num_requests
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes | bytearray):
+        raise bad_params(f"params must be a SamplingParams, or one for each prompt in a list, not {shown(params)}")
+    if len(params) != num_requests:
+        raise bad_params(f"{num_requests} prompts have {len(params)} params")
+    return params
 
 
 def sample_ids(request_id: str, count: int) -> list[str]:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isfinite
+from sys import float_info
 
 import torch
 
 from kvframe.engine.request import Request
+
+MIN_TEMPERATURE = float_info.min
+"""What a smaller temperature is taken for: it is greedy, but where the largest logits are equal."""
 
 FAILED = -1
 """Stands for the token of a request whose logits are not numbers."""
@@ -64,11 +68,14 @@ def _draw(logits: torch.Tensor, requests: list[Request], truncate: bool) -> list
 
     # Shifted before the division: a tiny temperature then gives minus infinity, not NaN.
     shifted = logits.to(torch.float64) - logits.max(dim=-1, keepdim=True).values
-    probabilities = (shifted / column([request.params.temperature for request in requests])).softmax(dim=-1)
+    # The smallest normal number at least: a processor may take smaller ones for 0.
+    temperatures = column([max(request.params.temperature, MIN_TEMPERATURE) for request in requests])
+    probabilities = (shifted / temperatures).softmax(dim=-1)
     uniforms = column([request.random.random() for request in requests])
     if not truncate:
         return draw_full(probabilities, uniforms)
-    top_k = column([float(request.params.top_k or logits.shape[1]) for request in requests])
+    vocab_size = logits.shape[1]
+    top_k = column([float(min(request.params.top_k or vocab_size, vocab_size)) for request in requests])
     top_p = column([request.params.top_p for request in requests])
     return draw_truncated(probabilities, uniforms, top_k, top_p)
 
@@ -103,7 +110,8 @@ def draw_truncated(
     ranks = torch.arange(ordered.shape[1], device=ordered.device)
     ordered = ordered.masked_fill(ranks >= top_k, 0.0)
     cumulative = ordered.cumsum(dim=-1)
-    ordered = ordered.masked_fill(cumulative - ordered >= top_p * cumulative[:, -1:], 0.0)
+    # The first one stays, though a small top_p of the mass may round to 0.
+    ordered = ordered.masked_fill((ranks > 0) & (cumulative - ordered >= top_p * cumulative[:, -1:]), 0.0)
     cumulative = ordered.cumsum(dim=-1)
     found = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
     drawn: list[int] = token_ids.gather(1, found).squeeze(1).tolist()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvframe.engine.stops import NO_STOPS, StopStrings
+
 NUM_CONTEXT_TOKENS = 5
 """Prompt tokens decoded along with the first generated ones: a space that begins the output is then not lost."""
 
@@ -17,19 +19,20 @@ class TextStream:
     """
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], prompt_token_ids: Sequence[int], stop: Sequence[str] = ()
+        self, decode: Callable[[Sequence[int]], str], prompt_token_ids: Sequence[int], stop: StopStrings = NO_STOPS
     ) -> None:
         """Start after the prompt.
 
         Args:
             decode: Turns token ids into text.
             prompt_token_ids: The prompt; its last tokens are the context of the first generated ones.
-            stop: Strings that end the text; the text is cut before the first of them.
+            stop: What ends the text; the text is cut before the first of these strings.
         """
         self.text = ""
         self.stopped = False
         self._decode = decode
-        self._stop = tuple(stop)
+        self._stop = stop
+        self._state = 0
         self._held = ""
         self._read = len(prompt_token_ids)
         self._context = max(0, self._read - NUM_CONTEXT_TOKENS)
@@ -43,16 +46,18 @@ class TextStream:
         """
         if self.stopped:
             return
-        pending = self._held + self._decode_new(token_ids, final)
-        found = [at for at in (pending.find(stop) for stop in self._stop) if at >= 0]
-        if found:
-            self.text += pending[: min(found)]
+        new = self._decode_new(token_ids, final)
+        pending = self._held + new
+        reading = self._stop.read(self._state, new)
+        if reading.found_at is not None:
+            self.text += pending[: len(self._held) + reading.found_at]
             self._held = ""
             self.stopped = True
             return
-        keep = 0 if final else self._possible_stop(pending)
-        self.text += pending[: len(pending) - keep]
-        self._held = pending[len(pending) - keep :]
+        self._state = reading.state
+        num_held = 0 if final else reading.num_held
+        self.text += pending[: len(pending) - num_held]
+        self._held = pending[len(pending) - num_held :]
 
     def _decode_new(self, token_ids: Sequence[int], final: bool) -> str:
         """Return the text of the unread tokens; empty while it ends within a character."""
@@ -65,11 +70,3 @@ class TextStream:
             return ""
         self._context, self._read = self._read, len(token_ids)
         return after[len(before) :]
-
-    def _possible_stop(self, text: str) -> int:
-        """Return the length of the longest end of ``text`` with which a stop string begins."""
-        longest = min(len(text), max((len(stop) - 1 for stop in self._stop), default=0))
-        for length in range(longest, 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stop):
-                return length
-        return 0

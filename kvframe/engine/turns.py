@@ -1,0 +1,176 @@
+"""The turns of an engine's verbs: one runs at a time, none after ``close``, and Ctrl-C waits until its turn is over."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
+from types import TracebackType
+from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
+
+from kvframe.engine.interrupts import HeldInterrupts
+from kvframe.errors import EngineError
+
+
+class Turns:
+    """Gives an engine's verbs their turns.
+
+    Invariant: at most one turn runs, whichever thread asks, and interrupts are held while it does, except inside
+    ``let_through``.
+
+    Attributes:
+        is_closed: Whether the engine is closed.
+    """
+
+    def __init__(self) -> None:
+        """Start open, with no turn running."""
+        self.is_closed = False
+        self._lock = threading.Lock()
+        self._turn: Turn | None = None
+        self._deferred: deque[Callable[[], None]] = deque()
+
+    def begin(self, turn: Turn) -> None:
+        """Let a turn run.
+
+        Raises:
+            EngineError: The engine is closed (``closed``), or another turn runs (``busy``).
+        """
+        if not self._lock.acquire(blocking=False):
+            raise EngineError(
+                f"the engine is busy, so {turn.verb!r} cannot be called: it serves one call at a time; call it from "
+                "one thread, and not from a callback that it calls",
+                code="busy",
+            )
+        if self.is_closed and not turn.runs_when_closed:
+            self._lock.release()
+            raise EngineError(
+                f"the engine is closed, so {turn.verb!r} cannot be called; make another engine for the model",
+                code="closed",
+            )
+        self._turn = turn
+
+    def end(self) -> None:
+        """Let the running turn end."""
+        try:
+            self._run_deferred()
+        finally:
+            self._turn = None
+            self._lock.release()
+
+    def when_free(self, action: Callable[[], None]) -> None:
+        """Do something with the engine now if no verb runs, and otherwise when the running one ends.
+
+        For finalizers, which Python may call in the middle of a verb. Ctrl-C waits until the action is done.
+        """
+        self._deferred.append(action)
+        with HeldInterrupts():
+            if self._lock.acquire(blocking=False):
+                try:
+                    self._run_deferred()
+                finally:
+                    self._lock.release()
+
+    def let_through(self) -> AbstractContextManager[None]:
+        """Return what lets interrupts through while it is entered, for calls that may take long and leave no trace."""
+        assert self._turn is not None
+        return self._turn.held.let_through()
+
+    def hold(self) -> None:
+        """Hold interrupts again, if one came while ``let_through`` was left."""
+        assert self._turn is not None
+        self._turn.held.hold()
+
+    def if_lost(self, undo: Callable[[], None]) -> None:
+        """Register what to undo if an exception keeps the running verb's result from its caller."""
+        assert self._turn is not None
+        self._turn.undo = undo
+
+    def _run_deferred(self) -> None:
+        while self._deferred:
+            self._deferred.popleft()()
+
+
+class Turn:
+    """One call of a verb.
+
+    Attributes:
+        verb: The verb's name.
+        runs_when_closed: Whether a closed engine accepts it.
+        held: The interrupts that wait.
+        undo: What to undo if the result does not reach the caller; None for nothing.
+    """
+
+    def __init__(self, turns: Turns, verb: str, *, runs_when_closed: bool = False) -> None:
+        """Run nothing yet."""
+        self.verb = verb
+        self.runs_when_closed = runs_when_closed
+        self.held = HeldInterrupts()
+        self.undo: Callable[[], None] | None = None
+        self._turns = turns
+
+    def __enter__(self) -> Self:
+        """Hold interrupts, and begin."""
+        self.held.hold()
+        try:
+            self._turns.begin(self)
+        except BaseException:
+            self.held.let_go()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End, and pass an interrupt on that came meanwhile."""
+        self._turns.end()
+        self.held.let_go()
+
+    def take_back(self) -> None:
+        """Undo what the caller will not learn of."""
+        undo, self.undo = self.undo, None
+        if undo is not None:
+            self._turns.when_free(undo)
+
+
+class HasTurns(Protocol):
+    """An engine, or a part of one whose methods are verbs of the engine."""
+
+    _turns: Turns
+
+
+EngineT = TypeVar("EngineT", bound=HasTurns)
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def verb(
+    method: Callable[Concatenate[EngineT, Parameters], Result],
+) -> Callable[Concatenate[EngineT, Parameters], Result]:
+    """Give a method of an engine a turn of its own."""
+    return _in_turn(method, runs_when_closed=False)
+
+
+def verb_when_closed(
+    method: Callable[Concatenate[EngineT, Parameters], Result],
+) -> Callable[Concatenate[EngineT, Parameters], Result]:
+    """Give a method of an engine a turn of its own, on a closed engine too."""
+    return _in_turn(method, runs_when_closed=True)
+
+
+def _in_turn(
+    method: Callable[Concatenate[EngineT, Parameters], Result], *, runs_when_closed: bool
+) -> Callable[Concatenate[EngineT, Parameters], Result]:
+    @wraps(method)
+    def in_turn(self: EngineT, /, *arguments: Parameters.args, **named: Parameters.kwargs) -> Result:
+        turn = Turn(self._turns, method.__name__.strip("_"), runs_when_closed=runs_when_closed)
+        # An interrupt that waited is raised as the turn ends, when the result is there and the caller has none of it.
+        try:
+            with turn:
+                return method(self, *arguments, **named)
+        except BaseException:
+            turn.take_back()
+            raise
+
+    return in_turn
