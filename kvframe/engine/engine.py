@@ -382,6 +382,7 @@ class Engine(EngineCore[Request]):
             lambda: self._fingerprint,
             self.model.description.vocab_size,
             None if self.stack.cache.key is None else self._secret,
+            self._turns.let_through,
         )
 
     def _serve_one(self, prompt: AnyPrompt, params: SamplingParams, *, cache_salt: str) -> None:

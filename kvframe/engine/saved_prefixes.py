@@ -6,6 +6,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ class SavedPrefixes:
         fingerprint: Callable[[], Mapping[str, str]],
         vocab_size: int | None,
         shared_secret: bytes | None,
+        let_through: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """Work on an engine's cache.
 
@@ -75,7 +77,9 @@ class SavedPrefixes:
             fingerprint: Returns what tells the model from others.
             vocab_size: Token ids are below it; None if unknown.
             shared_secret: What inputs are known by is made with; None if no other process has it.
+            let_through: Returns what lets interrupts through while weights, pages and files are read or written.
         """
+        self._let_through = let_through
         self._manager = manager
         self._prefixes = prefixes
         self._grouping = grouping
@@ -107,7 +111,9 @@ class SavedPrefixes:
                 code="no_key",
             )
         saved = []
-        with PrefixFileWriter(path, {**self._origin(), "key": self._key if has_inputs else None}) as file:
+        with self._let_through():
+            origin = {**self._origin(), "key": self._key if has_inputs else None}
+        with PrefixFileWriter(path, origin) as file:
             for prefix in prefixes:
                 self._prefixes.compute(prefix)
                 # Nothing runs until it is written.
@@ -115,7 +121,8 @@ class SavedPrefixes:
                 try:
                     pages = [self._read_pages(group, ids[ids != 0]) for group, ids in enumerate(pin.blocks)]
                     token_ids = array("I", prefix.token_ids[: pin.num_tokens])
-                    file.add(token_ids, prefix.salt, prefix.inputs, pages)
+                    with self._let_through():
+                        file.add(token_ids, prefix.salt, prefix.inputs, pages)
                 finally:
                     self._manager.unpin(pin)
                 saved.append(SavedPrefix(num_tokens=len(token_ids), token_ids=token_ids, cache_salt=prefix.salt))
@@ -144,10 +151,11 @@ class SavedPrefixes:
         if salt is not None:
             check_salt(salt)
         with PrefixFileReader(path) as file:
-            self._check_origin(file)
-            file.check()
-            self._check_prefixes(file)
-            self._check_key(file)
+            with self._let_through():
+                self._check_origin(file)
+                file.check()
+                self._check_prefixes(file)
+                self._check_key(file)
             if not self._manager.num_free_rows:
                 raise RequestError(
                     "as many requests run as max_num_seqs allows; load prefixes before, or when one has ended",
@@ -225,8 +233,9 @@ class SavedPrefixes:
         for start in range(0, len(copies), at_once):
             some = copies[start : start + at_once]
             staged = torch.empty((len(some), page_bytes), dtype=torch.uint8)
-            for copy, page in zip(some, staged.numpy(), strict=True):
-                file.read_page(copy - 1, memoryview(page))
+            with self._let_through():
+                for copy, page in zip(some, staged.numpy(), strict=True):
+                    file.read_page(copy - 1, memoryview(page))
             ids = torch.tensor(block_ids[start : start + at_once]).to(self._pool.device)
             pages.index_copy_(0, ids, staged.to(self._pool.device))
 
