@@ -291,6 +291,31 @@ def test_a_text_prompt_needs_a_tokenizer(model: Path) -> None:
     assert "tiny-gemma-3 has no tokenizer" in error_of("generate", model, "--prompt", "hello", "--memory", "8MiB")
 
 
+def test_a_stop_string_needs_a_tokenizer(model: Path, prompts: Path) -> None:
+    result = run("generate", model, "--prompt-token-ids", prompts, "--stop", "x", "--memory", "8MiB")
+    assert (1, 2) == (result.exit_code, result.stdout.count("has no tokenizer, so no stop string can be found"))
+
+
+def test_generate_ends_at_an_end_token_unless_it_is_ignored(tmp_path: Path, prompts: Path) -> None:
+    save_tiny(tmp_path / "tiny", "gemma3_text")
+    generate = ("generate", tmp_path / "tiny", "--prompt-token-ids", prompts, "--max-new-tokens", 5, "--ignore-eos")
+    whole = [output["token_ids"] for output in run_json(*generate)["outputs"]]
+    (tmp_path / "tiny" / "generation_config.json").write_text(json.dumps({"eos_token_id": [ids[1] for ids in whole]}))
+    ended = run_json(*generate[:-1])["outputs"]
+    assert [ids[: 1 + (ids[0] not in {each[1] for each in whole})] for ids in whole] == [
+        output["token_ids"] for output in ended
+    ]
+    assert ["stop"] * 2 == [output["finish_reason"] for output in ended]
+    assert whole == [output["token_ids"] for output in run_json(*generate)["outputs"]]
+
+
+def test_too_many_samples_are_refused_once_for_each_prompt(model: Path, prompts: Path) -> None:
+    result = run("generate", model, "--prompt-token-ids", prompts, "--n", 10**9, "--memory", "8MiB", "--json")
+    outputs = json.loads(result.stdout)["outputs"]
+    assert (1, ["refused"] * 2) == (result.exit_code, [output["finish_reason"] for output in outputs])
+    assert "n must be at most 128, not 1000000000" in outputs[0]["error"]
+
+
 @pytest.mark.parametrize("given", [(), ("--prompt", "a", "--prompts", "file")])
 def test_prompts_come_from_one_place(given: tuple[str, ...]) -> None:
     result = run("generate", "model", *given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -376,6 +377,35 @@ def test_any_request_is_refused_in_one_sentence_or_served_to_its_end(served: Eng
     assert " quick" == last[known, 0].text
     assert {"stop", "length"} >= {output.finish_reason for output in last.values()}
     assert 0 == sum(served.stats().blocks_held)
+
+
+VERBS: dict[str, Any] = {
+    "abort": (1, ()),
+    "add_request": (3, ("cache_salt",)),
+    "generate": (2, ("cache_salt", "on_progress")),
+    "load_prefixes": (1, ("cache_salt",)),
+    "pin_prefix": (1, ("cache_salt",)),
+    "save_prefixes": (2, ("cache_salt",)),
+    "stream": (2, ("cache_salt",)),
+    "unpin": (1, ()),
+}
+
+
+@settings(max_examples=100)
+@given(st.sampled_from(sorted(VERBS)), st.data())
+def test_any_arguments_of_any_verb_are_refused_in_one_sentence_or_taken(
+    served: Engine, verb: str, data: st.DataObject
+) -> None:
+    count, names = VERBS[verb]
+    arguments = data.draw(st.lists(ANYTHING, min_size=count, max_size=count))
+    named = {name: data.draw(ANYTHING) for name in data.draw(st.sets(st.sampled_from([*names, ""]))) if name}
+    if verb == "save_prefixes" and isinstance(arguments[0], str | bytes):
+        arguments[0] = "no such folder/" * 400 + "\0" * data.draw(st.integers(0, 1))
+    with contextlib.suppress(KVFrameError):
+        getattr(served, verb)(*arguments, **named)
+    while served.has_unfinished:
+        served.step()
+    assert " quick" == served.generate(["the"], SamplingParams(max_new_tokens=6))[0].text
 
 
 # --- tokenizers -------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import time
@@ -72,6 +73,7 @@ REFUSED_EXIT_CODE = 1
     "--n", "num_samples", type=click.IntRange(min=1), default=1, metavar="N", help="Draw N samples of each prompt."
 )
 @click.option("--stop", type=TEXT_TYPE, multiple=True, metavar="TEXT", help="End before this text; repeat for several.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after the model's end tokens.")
 @click.option("--prompt-logprobs", is_flag=True, help="Report how likely each prompt token is; needs --json.")
 @cache_salt_option
 @prefixes.load_option
@@ -94,6 +96,7 @@ def generate(
     seed: int | None,
     num_samples: int,
     stop: tuple[str, ...],
+    ignore_eos: bool,
     prompt_logprobs: bool,
     cache_salts: tuple[str, ...],
     loaded_file: Path | None,
@@ -127,6 +130,7 @@ def generate(
         top_p=top_p,
         seed=seed,
         stop=stop,
+        ignore_eos=ignore_eos,
         n=num_samples,
         prompt_logprobs=prompt_logprobs,
     )
@@ -149,7 +153,7 @@ def generate(
         started = time.perf_counter()
         outputs = engine.generate(prompts, params, cache_salt=salts, on_progress=show)
         stats = {**engine.stats().to_dict(), "seconds": time.perf_counter() - started}
-    prompts = [prompt for prompt in prompts for _ in range(num_samples)]
+    prompts = _prompt_of_each(prompts, outputs)
     if as_json:
         files = {name: list(map(prefixes.to_dict, each)) for name, each in of_files.items()}
         print_json({"outputs": list(map(_to_dict, prompts, outputs)), "stats": stats, **files}, indent=None)
@@ -182,6 +186,12 @@ def _read_prompts(
     if prompts_file is not None:
         return read_prompts(prompts_file)
     return texts if token_ids_file is None else read_prompt_token_ids(token_ids_file)
+
+
+def _prompt_of_each(prompts: Sequence[str | list[int]], outputs: Sequence[RequestOutput]) -> Sequence[str | list[int]]:
+    """Return for each output its prompt: a prompt has an output for each sample, the first of which is sample 0."""
+    places = itertools.accumulate(output.sample == 0 for output in outputs)
+    return [prompts[place - 1] for place in places]
 
 
 def _to_dict(prompt: str | list[int], output: RequestOutput) -> dict[str, Any]:

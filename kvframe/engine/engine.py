@@ -19,7 +19,7 @@ from kvframe.engine.request import Request, RequestOutput
 from kvframe.engine.runner import SkipPolicy, TokenRunner
 from kvframe.engine.salts import check_salt, salt_of_each
 from kvframe.engine.samples import checked_params, params_for_each, params_of_each, sample_ids
-from kvframe.engine.saved_prefixes import SavedPrefix, SavedPrefixes
+from kvframe.engine.saved_prefixes import SavedPrefix, SavedPrefixes, checked_path
 from kvframe.engine.stops import StopStrings
 from kvframe.engine.streaming import RequestStream
 from kvframe.engine.text import TextStream
@@ -226,7 +226,9 @@ class Engine(EngineCore[Request]):
                 an encoder (``no_key``). What was there is as it was.
             ModelError: As ``add_request``, or the model cannot be told from others.
         """
-        return self._saved_prefixes.save(Path(path), prompts, cache_salt)
+        with self._turns.let_through():
+            prompts = prompts_of(prompts)
+        return self._saved_prefixes.save(checked_path(path, "unwritable"), prompts, cache_salt)
 
     @verb
     def load_prefixes(self, path: str | Path, *, cache_salt: str | None = None) -> list[SavedPrefix]:
@@ -253,7 +255,7 @@ class Engine(EngineCore[Request]):
                 that run (``busy``), or the salt is none (``bad_salt``). Nothing was changed.
             ModelError: The model cannot be told from others.
         """
-        loaded = self._saved_prefixes.load(Path(path), cache_salt)
+        loaded = self._saved_prefixes.load(checked_path(path, "unreadable"), cache_salt)
         self._cache_events.deliver()
         return loaded
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -25,7 +26,7 @@ from kvframe.cache.storage import KVCacheStorage
 from kvframe.engine.prefixes import Prefixes
 from kvframe.engine.prompt import AnyPrompt
 from kvframe.engine.salts import check_salt, salt_of_each
-from kvframe.errors import PrefixFileError, RequestError
+from kvframe.errors import PrefixFileError, RequestError, shown
 from kvframe.groups import Grouping
 from kvframe.plan import KVCachePlan, spec_to_dict
 
@@ -51,6 +52,18 @@ class SavedPrefix:
     cache_salt: str
     is_cached: bool = True
     reason: str | None = None
+
+
+def checked_path(path: Any, code: str) -> Path:
+    """Return the path of a file; raises ``PrefixFileError`` if it is none.
+
+    Args:
+        path: What was given.
+        code: The error's.
+    """
+    if not isinstance(path, str | os.PathLike) or "\0" in os.fspath(path):
+        raise PrefixFileError(f"a file of prefixes is named by a path, not by {shown(path)}", code=code)
+    return Path(path)
 
 
 class SavedPrefixes:

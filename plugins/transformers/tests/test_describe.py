@@ -159,6 +159,23 @@ def test_the_generation_config_says_what_ends_a_request(tmp_path: Path) -> None:
     assert {7, 9} == TransformersAdapter().describe(tmp_path).eos_token_ids
 
 
+@pytest.mark.parametrize(("said", "expected"), [({}, {2}), ({"eos_token_id": None}, set()), ({"eos_token_id": 5}, {5})])
+def test_a_generation_config_without_end_tokens_leaves_those_of_the_config(
+    tmp_path: Path, said: dict[str, Any], expected: set[int]
+) -> None:
+    write_config(tmp_path, "llama", num_hidden_layers=1, eos_token_id=2)
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    assert expected == TransformersAdapter().describe(tmp_path).eos_token_ids
+
+
+@pytest.mark.parametrize("wrong", ["</s>", 2.5, True, {"id": 2}, [[2]], [2, "x"]], ids=str)
+def test_end_tokens_that_are_none_are_refused(tmp_path: Path, wrong: Any) -> None:
+    write_config(tmp_path, "llama", num_hidden_layers=1)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
+    with pytest.raises(ModelError, match="must be a token id or a list of them, not"):
+        TransformersAdapter().describe(tmp_path)
+
+
 def test_without_generation_config_the_config_says_it(tmp_path: Path) -> None:
     write_config(tmp_path, "llama", num_hidden_layers=1, eos_token_id=2)
     assert {2} == TransformersAdapter().describe(tmp_path).eos_token_ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,24 @@ def test_a_model_without_tokenizer_takes_ids_only(tmp_path: Path) -> None:
     assert model.decode([1, 2]) is None
     with pytest.raises(ModelError, match="has no tokenizer; give token ids instead of text"):
         model.encode("hello")
+
+
+@pytest.mark.parametrize("kind", ["LlamaTokenizer", "GemmaTokenizer", "BertTokenizer", "T5Tokenizer", "GPT2Tokenizer"])
+def test_the_settings_of_a_tokenizer_alone_are_none(tmp_path: Path, kind: str) -> None:
+    # transformers makes one of them, to which every text is unknown, or nothing.
+    save_tiny(tmp_path, "llama")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+    model = TransformersAdapter().load(tmp_path, device="cpu", dtype="float32")
+    assert model.decode([1, 2]) is None
+    with pytest.raises(ModelError, match="has no tokenizer; give token ids instead of text"):
+        model.encode("hello")
+
+
+def test_a_tokenizer_of_bytes_needs_no_vocabulary(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
+    model = TransformersAdapter().load(tmp_path, device="cpu", dtype="float32")
+    assert "hello" == model.decode(model.encode("hello"))
 
 
 def test_the_tokenizer_adds_its_special_tokens(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from kvframe.errors import ModelError
+from kvframe.errors import ModelError, shown
 from kvframe_transformers.encoders import BodyLoader, generates
 
 # Their type hints are incomplete.
@@ -167,9 +167,20 @@ def load_tokenizer(path: Path) -> Any:
         return None
     try:
         with quiet():
-            return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+            return tokenizer if _has_vocabulary(path, tokenizer) else None
     except Exception as error:  # as for the weights
         raise ModelError(f"the tokenizer of {path} cannot be read: {one_sentence(error)}") from error
+
+
+def _has_vocabulary(path: Path, tokenizer: Any) -> bool:
+    """Return whether a folder has a file of its tokenizer's vocabulary, or the tokenizer needs none.
+
+    Of a folder that has its settings alone, transformers makes a tokenizer that knows only special tokens: it reads
+    every text as no tokens, or as unknown ones.
+    """
+    names = set(tokenizer.vocab_files_names.values())
+    return not names or any(path.glob("tokenizer.*")) or any((path / name).is_file() for name in names)
 
 
 def max_model_len(config: Any) -> int | None:
@@ -207,7 +218,13 @@ def _long_rope_limits(parameters: dict[str, Any]) -> list[int]:
 
 
 def eos_token_ids(path: Path, config: Any) -> frozenset[int]:
-    """Return the ids that end a request: of the generation config where there is one, else of the config."""
+    """Return the ids that end a request.
+
+    Those that the generation config names, none if it says so by null; if it does not name any, those of the config.
+
+    Raises:
+        ModelError: It is no generation config, or they are no token ids.
+    """
     file = path / "generation_config.json"
     ids = config.get_text_config(decoder=True).eos_token_id
     if file.is_file():
@@ -216,8 +233,8 @@ def eos_token_ids(path: Path, config: Any) -> frozenset[int]:
         except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise ModelError(f"{file} is no generation config: {one_sentence(error)}") from error
     found = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    if not all(isinstance(each, int) for each in found):
-        raise ModelError(f"the eos_token_id of {path} must be a token id or a list of them, not {str(ids)[:60]!r}")
+    if any(isinstance(each, bool) or not isinstance(each, int) for each in found):
+        raise ModelError(f"the eos_token_id of {path} must be a token id or a list of them, not {shown(ids, 60)}")
     return frozenset(found)
 
 
