@@ -303,6 +303,25 @@ def test_a_model_that_raises_fails_the_step_and_leaks_nothing() -> None:
         assert " brown" == engine.generate(["the quick"], SamplingParams(max_new_tokens=6))[0].text
 
 
+def test_what_a_failed_step_says_of_one_tenant_is_not_told_to_another() -> None:
+    model = ScriptedModel(SCRIPT)
+
+    def spoil(last: torch.Tensor, logits: torch.Tensor) -> None:
+        raise ValueError(f"cannot compute {bytes(last.tolist())!r}")
+
+    model.spoil = spoil
+    with model.engine(self_check=False) as engine:
+        engine.add_request("a!", cache_salt="anna")
+        engine.add_request("b?", cache_salt="ben")
+        with pytest.raises(ValueError, match="cannot compute b'!\\?'"):
+            engine.step()
+        assert [STEP_FAILED] * 2 == [output.error for output in engine.step()]
+        stream = engine.stream("the", cache_salt="ben")
+        with pytest.raises(ValueError, match="cannot compute b'e'"):
+            next(stream)
+        assert STEP_FAILED == next(stream).error
+
+
 # --- progress ---------------------------------------------------------------------------------------------------------
 
 

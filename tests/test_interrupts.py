@@ -1,8 +1,9 @@
 """Ctrl-C between any two lines of an engine and its cache: nothing is half done, and no output is lost or told twice.
 
-A session is served once undisturbed, which counts the lines that it runs, and then again for each of them with an
-interrupt there: the handler of SIGINT is called before the line, as Python does when a signal came. Then what is in the
-engine is compared with what its user knows, the session goes on, and its tokens are those of the first time.
+A session is served once undisturbed, which notes the lines that it runs, and then again for each of them with an
+interrupt there, when the line runs for the first and for the last time: the handler of SIGINT is called before the
+line, as Python does when a signal came. Then what is in the engine is compared with what its user knows, the session
+goes on, and its tokens are those of the first time.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.scripted_model import ScriptedModel
 SOURCES = tuple(str(Path(kvframe.__file__).parent / folder) for folder in ("engine", "cache"))
 SCRIPT = "the quick brown fox jumps over the lazy dog"
 TRIALS = 40
-"""Lines that usual runs interrupt of each session, spread evenly; ``-m whole`` interrupts each."""
+"""How often usual runs interrupt each session, spread evenly; ``-m whole`` does so at each line."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,13 +45,13 @@ class Lines:
     """Counts the lines of kvframe that run, and interrupts before one of them.
 
     Attributes:
-        count: Those that ran.
-        where: Where it struck; empty if nowhere.
+        ran: Those that ran, in order: the file and the line.
+        has_struck: Whether it interrupted.
     """
 
     def __init__(self, strike_at: int | None = None) -> None:
-        self.count = 0
-        self.where = ""
+        self.ran: list[tuple[str, int]] = []
+        self.has_struck = False
         self._strike_at = strike_at
 
     def __enter__(self) -> Lines:
@@ -64,15 +65,23 @@ class Lines:
         if event == "call" and not frame.f_code.co_filename.startswith(SOURCES):
             return None
         if event == "line":
-            if self.count == self._strike_at:
+            if len(self.ran) == self._strike_at:
                 sys.settrace(None)
-                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                self.has_struck = True
                 handler: Any = signal.getsignal(signal.SIGINT)
-                self.count += 1
                 handler(signal.SIGINT, frame)
                 return None
-            self.count += 1
+            self.ran.append((frame.f_code.co_filename, frame.f_lineno))
         return self._trace
+
+    def first_and_last(self) -> list[int]:
+        """Return when each line ran first, and when last."""
+        first: dict[tuple[str, int], int] = {}
+        last: dict[tuple[str, int], int] = {}
+        for index, line in enumerate(self.ran):
+            first.setdefault(line, index)
+            last[line] = index
+        return sorted({*first.values(), *last.values()})
 
 
 @attrs.define
@@ -252,20 +261,21 @@ def serve(session: Callable[[User], None], folder: Path, strike_at: int | None =
 def test_an_interrupt_before_any_line_leaves_nothing_half_done(name: str, spread: int | None, tmp_path: Path) -> None:
     session = SESSIONS[name]
     lines, undisturbed = serve(session, tmp_path / "undisturbed")
-    step = 1 if spread is None else lines.count // spread
-    assert step > 0
+    places = lines.first_and_last()
+    places = places[:: 1 if spread is None else len(places) // spread]
     raised, failures = 0, []
-    for strike_at in range(0, lines.count, step):
+    for strike_at in places:
         try:
             struck, user = serve(session, tmp_path / "struck", strike_at)
-            assert struck.where
+            assert struck.has_struck
             for key, tokens in undisturbed.tokens.items():
                 failed = user.ends[key] == "error"
                 assert tokens[: len(user.tokens[key])] == user.tokens[key]
                 assert failed or undisturbed.ends[key] == user.ends[key]
             raised += user.interrupts
         except (Exception, KeyboardInterrupt) as error:
-            failures.append(f"line {strike_at}: {type(error).__name__}: {error}")
-    assert [] == failures, f"{len(failures)} of {len(range(0, lines.count, step))}"
+            path, number = lines.ran[strike_at]
+            failures.append(f"{Path(path).name}:{number}: {type(error).__name__}: {error}")
+    assert [] == failures, f"{len(failures)} of {len(places)}"
     # An interrupt in a finalizer is told and forgotten.
-    assert raised >= 0.9 * len(range(0, lines.count, step))
+    assert raised >= 0.9 * len(places)
