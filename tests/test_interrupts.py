@@ -227,9 +227,8 @@ def prefixes(user: User) -> None:
     user.load("prefixes")
     user.finish()
     user.add("b", "the")
-    user.tokens.clear()
-    user.ends.clear()
     user.close()
+    del user.tokens["b", 0]
 
 
 SESSIONS = {"requests": requests, "prefixes": prefixes}
