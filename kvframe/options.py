@@ -113,8 +113,9 @@ class CacheOptions:
             its tokens again, ``"swap"`` keeps its blocks in host memory, as long as there is room.
         swap_memory: Bytes of host memory for them; may be given like ``"2GiB"``. Must be given for ``"swap"``, and is
             not used otherwise.
-        audit: Whether to check after every operation that each page is free, held or cached and counted right, for
-            whoever suspects the cache; it takes time in proportion to the pool.
+        audit: Whether to check after every operation that each page is free, held or cached and counted right, and in
+            every step that wrappers name no blocks but the step's, for operators who suspect the cache or a wrapper.
+            It takes time in proportion to the pool, and each step waits for the device.
         key: What keys that leave the process are made with, those of cached blocks for who listens to the cache and
             those of inputs in files of prefixes: 64 hexadecimal digits, or a file that holds them. None for a secret of
             each engine's own.

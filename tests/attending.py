@@ -119,7 +119,10 @@ class Bench:
         choices = select_backends(layers, stack, load_plugins(stack.plugins, plugins).registry, "cpu", skipped)
         scratch = LocalCaches(layers, CPU, max_tokens=64, max_reqs=8)
         scratch.is_poisoned = True
-        self.attention = AttentionLayers(layers, choices, self.grouping, storage.views, CPU, skipped, scratch)
+        audited = stack.cache.audit
+        self.attention = AttentionLayers(
+            layers, choices, self.grouping, storage.views, CPU, skipped, scratch, audited=audited
+        )
 
     def groups(self) -> list[tuple[str, ...]]:
         """Return the names of each attention group's layers."""
@@ -141,14 +144,15 @@ class Bench:
         fresh = [index for index, (num_computed, _) in enumerate(requests) if num_computed]
         for index in range(len(requests)):
             self.manager.start(str(index), [0] * 64)
-        if fresh:
-            self._step(fresh, [0] * len(fresh), [requests[index][0] for index in fresh], None, None)
-        for index in fresh:
-            self.manager.commit(str(index), [0] * 64, requests[index][0])
-        computed, new = zip(*requests, strict=True)
-        outputs = self._step(range(len(requests)), computed, new, generating, sub_batches)
-        self._free(requests)
-        return outputs
+        try:
+            if fresh:
+                self._step(fresh, [0] * len(fresh), [requests[index][0] for index in fresh], None, None)
+            for index in fresh:
+                self.manager.commit(str(index), [0] * 64, requests[index][0])
+            computed, new = zip(*requests, strict=True)
+            return self._step(range(len(requests)), computed, new, generating, sub_batches)
+        finally:
+            self._free(requests)
 
     def metadata(self, requests: Sequence[tuple[int, int]]) -> tuple[CommonAttentionMetadata, ...]:
         """Return the metadata of a step, without running it; each request is as for ``run``."""

@@ -59,8 +59,11 @@ class KeepGenerating(MetadataWrapper):
             return metadata
         counts = self.counts(metadata)
         starts = ints([sum(counts[:request]) for request in range(len(counts) + 1)])
+        generating = torch.arange(len(metadata.generating_indices)).clamp_(max=max(0, sum(counts) - 1))
         return attrs.evolve(
             metadata,
+            generating_indices=generating,
+            generating_indices_cpu=generating,
             query_start_loc=starts,
             query_start_loc_cpu=starts,
             num_actual_tokens=sum(counts),
@@ -212,6 +215,10 @@ class KeepsOneTooFew(KeepGenerating):
     def counts(self, metadata: CommonAttentionMetadata) -> list[int]:
         first, *rest = super().counts(metadata)
         return [first - 1, *rest]
+
+    def __call__(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        wrapped = super().__call__(metadata)
+        return attrs.evolve(wrapped, num_generating=wrapped.num_actual_tokens)
 
 
 class KeepsAnothersToken(KeepGenerating):

@@ -201,10 +201,11 @@ def test_a_wrapper_that_returns_wrong_shapes_is_named(models: Any, faults: Modul
         served = serve(engine, prompts)
         assert 1 <= len(served.failed) <= 3
         (error,) = served.errors
-        assert (
-            "wrapper 'careless' gives metadata that does not fit together: seq_lens has the shape "
+        assert str(error).startswith("wrapper 'careless', of the layer 'model.layers.")
+        assert str(error).endswith(
+            "gives metadata that does not fit together: seq_lens has the shape "
             f"[{len(served.failed) - 1}], not [{len(served.failed)}]; this is a mistake in the wrapper"
-        ) == str(error)
+        )
         assert {STEP_FAILED} == {served.outputs[index].error for index in served.failed}
         assert_outlived(engine, prompts, expected, served)
 

@@ -15,7 +15,7 @@ from kvframe_kv_formats import Fp8Tensor, Fp8TokenHead, Int4TokenHead, Int8Token
 from kvframe import Engine, Prompt, SamplingParams, Stack
 from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.engine import graph_sizes
-from kvframe.errors import KVFrameError, ModelError
+from kvframe.errors import BackendError, KVFrameError
 from kvframe.formats import PLAIN, KVFormat, PlainFormat
 from kvframe.plugins import load_plugins
 from tests.attending import plugin
@@ -161,8 +161,11 @@ def test_what_a_format_rounds_off_hides_no_wrong_attention(models: Any, monkeypa
     monkeypatch.setattr(
         TorchBackend, "forward", lambda self, layer, query, *rest: forward(self, layer, query * 1.01, *rest)
     )
-    with pytest.raises(ModelError, match=r"gives other logits .*, allowed 3\.5e-04"):
+    with pytest.raises(
+        BackendError, match=r"'kvframe:torch' computes layer 'model\.layers\.0\.self_attn' wrongly"
+    ) as found:
         models("llama").engine(format="int4_token_head", self_check=True, backend="torch")
+    assert "allowed 3.5e-04" in str(found.value.__cause__)
 
 
 # --- formats with mistakes --------------------------------------------------------------------------------------------

@@ -215,13 +215,17 @@ MISTAKES: dict[str, tuple[MetadataWrapper, LayerSpec, str]] = {
     "chunks are one token too long": (TooLong(), PART_BLOCKS, "attends to"),
     "chunks are one token too short": (TooShort(), CHUNKS, "attends to"),
     "the tokens before a chunk are seen": (after(ChunkedLocal, hiding(-1)), PART_BLOCKS, "attends to"),
-    "the first token of a chunk is hidden": (after(ChunkedLocal, hiding(1)), PART_BLOCKS, "attends to|wrong values"),
+    "the first token of a chunk is hidden": (
+        after(ChunkedLocal, hiding(1)),
+        PART_BLOCKS,
+        "'seq_starts' does not lie between 0 and each request's first new token",
+    ),
     "virtual requests keep the mask of chunks": (KeepsTheMask(), PART_BLOCKS, "attends to"),
     "requests are one token longer": (after(Passes, longer_by(1), fields=RESETS_ALL), FULL, "attends to|no room"),
     "requests are one token shorter": (
         after(Passes, longer_by(-1), fields=RESETS_ALL),
         FULL,
-        "attends to|wrong values|more new",
+        "request 0 has 1 new tokens, and seq_lens of it is 0",
     ),
     "other tokens are kept than those that generate": (
         after(DecodeOnly, last_of_each, fields={**DecodeOnly.fields, **WAITS["fields"]}),
@@ -229,7 +233,7 @@ MISTAKES: dict[str, tuple[MetadataWrapper, LayerSpec, str]] = {
         "attends to|more new",
     ),
     "tokens are dropped and it is not said": (SaysNothingOfWhatItDrops(), SHARING, "does not declare that it drops"),
-    "a token is lost": (after(Passes, one_token_less, fields=RESETS_ALL), FULL, "tokens come out where|wrong values"),
+    "a token is lost": (after(Passes, one_token_less, fields=RESETS_ALL), FULL, "num_generating is 5, of 4 tokens"),
     "kept tokens have other slots": (DropsTheFirstTokens(), SHARING, "has the slot"),
     "slots are those of the next tokens": (
         after(Passes, of_rows(lambda slots: slots.roll(1), "slot_mapping"), fields=RESETS_ALL),
@@ -258,12 +262,12 @@ MISTAKES: dict[str, tuple[MetadataWrapper, LayerSpec, str]] = {
     "the host is told something else": (
         after(Passes, of_rows(lambda lens: lens.clamp(max=3), "seq_lens_cpu"), fields=RESETS_ALL),
         FULL,
-        "is not what|more new tokens",
+        "seq_lens is not what seq_lens_cpu says",
     ),
     "the longest request is told too short": (
         after(ChunkedLocal, lambda _, wrapped: {"max_seq_len": wrapped.max_seq_len - 1}),
         CHUNKS,
-        "max_seq_len is",
+        "max_seq_len is 6, the longest request has 7 tokens",
     ),
     "requests are looped over": (LoopsOverRequests(), FULL, "loops over requests in Python"),
     "the device is waited for": (

@@ -14,6 +14,7 @@ from kvframe.attention.capture import GraphCapture
 from kvframe.attention.metadata import (
     ENCODER_SEQ_LENS,
     NUM_ACCEPTED_TOKENS,
+    SEQ_STARTS,
     Axis,
     CommonAttentionMetadata,
     Extension,
@@ -97,7 +98,7 @@ def loop_over_requests(metadata: CommonAttentionMetadata) -> None:
 
 
 def fresh_number(metadata: CommonAttentionMetadata) -> dict[str, Any]:
-    return {"max_seq_len": metadata.max_seq_len + next(NUMBERS)}
+    return {"block_table": torch.full_like(metadata.block_table, next(NUMBERS))}
 
 
 NUMBERS = iter(range(1, 10**6))
@@ -117,8 +118,9 @@ def passed(metadata: CommonAttentionMetadata) -> Mapping[str, Extension]:
 
 
 def narrow_table(metadata: CommonAttentionMetadata) -> dict[str, Any]:
-    num_blocks = -(-int(metadata.seq_lens_cpu.numpy().max()) // metadata.block_size)
-    return {"block_table": metadata.block_table[:, :num_blocks].clone()}
+    max_seq_len = int(metadata.seq_lens_cpu.numpy().max())
+    num_blocks = -(-max_seq_len // metadata.block_size)
+    return {"block_table": metadata.block_table[:, :num_blocks].clone(), "max_seq_len": max_seq_len}
 
 
 def exact_max_query_len(metadata: CommonAttentionMetadata) -> dict[str, Any]:
@@ -151,8 +153,8 @@ MISTAKES = {
     ),
     "a loop over requests": (doing(loop_over_requests), "256 requests: it loops over requests in Python"),
     "another result each time": (
-        doing(fresh_number, fields=resetting("max_seq_len")),
-        "it makes two things of one input: max_seq_len",
+        doing(fresh_number, fields=resetting("block_table")),
+        "it makes two things of one input: block_table",
     ),
     "a lost extension": (doing(without("labels")), "lost the extension 'labels'"),
     "an extension that is not declared": (
@@ -168,7 +170,7 @@ MISTAKES = {
         "declares to reset the extension 'encoder_seq_lens' and hands it on",
     ),
     "shapes that follow from the batch": (
-        doing(narrow_table, fields=resetting("block_table")),
+        doing(narrow_table, fields=resetting("block_table", "max_seq_len")),
         "at a graph's sizes: shapes differ from those of decode: block_table",
     ),
     "a limit that follows from the batch": (
@@ -177,7 +179,15 @@ MISTAKES = {
     ),
     "metadata that contradicts itself": (
         doing(lambda metadata: {"max_seq_len": 1}, fields=resetting("max_seq_len")),
-        "max_seq_len is too small",
+        "wrong values: max_seq_len is 1, the longest request has 15 tokens",
+    ),
+    "parts that do not fit together": (
+        doing(lambda metadata: {"seq_lens": metadata.seq_lens.long()}, fields=resetting("seq_lens")),
+        "does not fit together: seq_lens has the dtype torch.int64, not torch.int32",
+    ),
+    "a host copy that says something else": (
+        doing(lambda metadata: {"seq_lens": metadata.seq_lens - 1}, fields=resetting("seq_lens")),
+        "seq_lens is not what seq_lens_cpu says",
     ),
     "a refusal of everything": (doing(refuse), "any batch: it refuses all of them"),
 }
@@ -191,7 +201,7 @@ def test_each_mistake_is_found(mistake: str) -> None:
 
 
 def test_shapes_may_follow_from_the_batch_where_nothing_is_captured() -> None:
-    reset = resetting("block_table", "max_query_len")
+    reset = resetting("block_table", "max_query_len", "max_seq_len")
     for change in (narrow_table, exact_max_query_len):
         check_wrapper(doing(change, fields=reset, capture=GraphCapture.NEVER), LAYER)
 
@@ -224,20 +234,64 @@ def test_no_batch_contradicts_itself(name: str, block_size: int) -> None:
     assert "" == find_problem(make_metadata(wrapper_batches(block_size)[name], block_size))
 
 
+def int32(values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"num_actual_tokens": 3}, "num_actual_tokens is not where query_start_loc ends"),
-        ({"num_reqs": 3}, "query_start_loc has not one entry more than requests"),
-        ({"max_query_len": 1}, "max_query_len is too small"),
-        ({"block_table": torch.zeros(2, 1)}, "block_table has no room for the longest request"),
-        ({"slot_mapping": torch.ones(5)}, "a padded token has a slot"),
-        ({"seq_lens": torch.tensor([5, 6])}, "seq_lens is not what it is on the host"),
-        ({"generating_indices_cpu": torch.tensor([2, 4])}, "a generating token is none of the batch"),
+        ({"num_reqs": 3}, "query_start_loc has the shape [3], not [4]"),
+        ({"num_reqs": True}, "num_reqs is True, not an int"),
+        ({"causal": 1}, "causal is 1, not a bool"),
+        ({"slot_mapping": [0, 1]}, "slot_mapping is an object of the type 'list', not a tensor of one dimension"),
+        ({"seq_lens": None}, "seq_lens is an object of the type 'NoneType', not a tensor"),
+        ({"seq_lens": torch.tensor([5, 5])}, "seq_lens has the dtype torch.int64, not torch.int32"),
+        ({"seq_lens": torch.zeros(2, dtype=torch.int32, device="meta")}, "seq_lens lies on meta, not on cpu"),
+        ({"block_table": int32([1, 2])}, "block_table has the shape [2], not [2, max_blocks]"),
         (
             {"extensions": {"labels": Extension(torch.zeros(3), Axis.REQUEST)}},
-            "the extension 'labels' has not one row a request",
+            "the extension 'labels' has the shape [3], not [2, …]",
         ),
+        (
+            {"extensions": {"labels": Extension(torch.zeros(2), Axis.REQUEST, torch.zeros(3))}},
+            "the host copy of the extension 'labels' has the shape [3], not [2]",
+        ),
+        ({"query_start_loc_cpu": int32([1, 3, 4])}, "query_start_loc starts at 1, not at 0"),
+        ({"query_start_loc_cpu": int32([0, 5, 4])}, "query_start_loc falls after request 1"),
+        ({"num_actual_tokens": 3}, "query_start_loc ends at 4, and num_actual_tokens is 3"),
+        (
+            {"query_start_loc_cpu": int32([0, 3, 5]), "num_actual_tokens": 5},
+            "slot_mapping has 4 tokens, and num_actual_tokens is 5",
+        ),
+        ({"max_query_len": 1}, "max_query_len is 1, and the longest request has 3 of the step's 4 tokens"),
+        ({"max_query_len": 10**12}, f"max_query_len is {10**12}, and the longest request has 3 of the step's 4 tokens"),
+        ({"seq_lens_cpu": int32([-1, 5])}, "seq_lens of request 0 is -1"),
+        ({"seq_lens_cpu": int32([5, 1005])}, "seq_lens of request 1 is 1005, and block_table has blocks of 8 tokens"),
+        (
+            {"max_seq_len": 10**12},
+            f"max_seq_len is {10**12}, the longest request has 5 tokens, and block_table has blocks of 8",
+        ),
+        ({"seq_lens_cpu": int32([2, 5])}, "request 0 has 3 new tokens, and seq_lens of it is 2"),
+        ({"num_generating": 3}, "num_generating is 3, of 4 tokens and 2 generating_indices"),
+        ({"num_generating": -1}, "num_generating is -1, of 4 tokens and 2 generating_indices"),
+        (
+            {"generating_indices_cpu": torch.tensor([2, 4])},
+            "generating_indices names tokens from 2 to 4, and there are 4",
+        ),
+        (
+            {"generating_indices_cpu": torch.tensor([-1, 3])},
+            "generating_indices names tokens from -1 to 3, and there are 4",
+        ),
+        ({"generating_indices_cpu": torch.tensor([3, 3])}, "generating_indices does not rise from token to token"),
+        (
+            {"extensions": {SEQ_STARTS: Extension(int32([0, 5]), Axis.REQUEST, int32([0, 5]))}},
+            "the extension 'seq_starts' does not lie between 0 and each request's first new token",
+        ),
+        ({"seq_lens": int32([5, 6])}, "seq_lens is not what seq_lens_cpu says"),
+        ({"slot_mapping": torch.tensor([6, 7, 8, 20, 1])}, "a padded token has a slot other than 0"),
+        ({"slot_mapping": torch.tensor([6, 7, -8, 20])}, "slot_mapping names -8"),
+        ({"block_table": int32([[1, 2], [3, -4]])}, "block_table names -4"),
     ],
 )
 def test_metadata_that_contradicts_itself_is_found(change: dict[str, Any], problem: str) -> None:

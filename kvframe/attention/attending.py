@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import attrs
 import torch
@@ -14,6 +15,7 @@ from kvframe.attention.relative_bias import RELATIVE_BIAS
 from kvframe.attention.slots import Slots
 from kvframe.errors import BackendError, PluginError
 from kvframe.foreign import call
+from kvframe.formats import PLAIN
 from kvframe.specs import LayerSpec
 
 
@@ -41,6 +43,7 @@ class AttentionLayer:
         self._step = step
         self._backend = step.group.backend
         self._writes = spec.shares_with is None
+        self._head_shape = _head_shape(self._wrapped)
         self.lacks_parameters = spec.query is not None and spec.query.relative_bias is not None
 
     def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -90,7 +93,8 @@ class AttentionLayer:
             ``[num_rows, num_heads, head_size_v], device``.
 
         Raises:
-            BackendError: The query has another number of rows than the layer's wrapper chain leaves.
+            BackendError: The query has another number of rows than the layer's wrapper chain leaves, or the backend
+                returned something else than was agreed.
         """
         built = self._step.built
         if query.shape[0] != built.num_rows:
@@ -104,8 +108,43 @@ class AttentionLayer:
             assert value is not None
             self._backend.write_kv(key, value, self._kv_cache, slots)
         order = built.permutation
-        if order is None:
-            return self._backend.forward(self._wrapped, query, self._kv_cache, built.metadata, sinks)
-        query = query.index_select(0, order.tokens)
+        if order is not None:
+            query = query.index_select(0, order.tokens)
         output = self._backend.forward(self._wrapped, query, self._kv_cache, built.metadata, sinks)
-        return output.index_select(0, order.inverse)
+        if (
+            getattr(output, "shape", None) != (query.shape[0], *self._head_shape)
+            or output.dtype != query.dtype
+            or output.device != query.device
+        ):
+            self._check_output(output, query)
+        return output if order is None else output.index_select(0, order.inverse)
+
+    def _check_output(self, output: Any, query: torch.Tensor) -> None:
+        """Raise ``BackendError`` if a backend's output is not what was agreed."""
+        expected = [query.shape[0], *self._head_shape]
+        is_tensor = isinstance(output, torch.Tensor)
+        if is_tensor and self._head_shape[1] is None and output.ndim == 3:
+            # Of a state that is no keys and values, nobody but the backend and the model knows the size of a value.
+            expected[2] = output.shape[2]
+        if (
+            is_tensor
+            and list(output.shape) == expected
+            and (output.dtype, output.device) == (query.dtype, query.device)
+        ):
+            return
+        found = f"a {type(output).__name__!r}"
+        if is_tensor:
+            found = f"a tensor {list(output.shape)} of {output.dtype} on {output.device}"
+        raise BackendError(
+            f"backend {self._step.group.backend_name!r} returned {found} for layer {self.spec.name!r}, and not a "
+            f"tensor {expected} of {query.dtype} on {query.device}: this is a mistake in the backend's forward",
+            code="wrong_output",
+        )
+
+
+def _head_shape(layer: LayerSpec) -> tuple[int, int | None]:
+    """Return heads and their size in what a backend gives for a layer; None for a size that its state does not say."""
+    assert layer.query is not None
+    assert layer.spec is not None
+    value = layer.spec.in_format(PLAIN).state_tensors().get("v")
+    return layer.query.num_heads, None if value is None else value.shape[-1]

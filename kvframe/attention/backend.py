@@ -205,6 +205,9 @@ class Capabilities:
 class AttentionMetadataBuilder(ABC):
     """Turns a step's (wrapped) batch metadata into what a backend's kernels read.
 
+    The framework checks the lengths and block ids that it is given, and not those that it makes: like its backend's
+    kernels, it is trusted with them.
+
     Attributes:
         capture: For which batches the shapes of what it builds are known beforehand.
         batch_order: The order of requests that it asks for; None for any. What it is given is in that order.

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import attrs
+import torch
 
 from kvframe.attention.backend import AttentionMetadataBuilder, Refusal
 from kvframe.attention.group import AttentionGroup
 from kvframe.attention.identity import Identity
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.order import BatchOrder, Permutation, is_ordered, permute
-from kvframe.attention.wrapper import MetadataWrapper, apply_wrapper
+from kvframe.attention.returned import build_all, refresh_fields, replace_fields
+from kvframe.attention.trust import WrapperCall
 from kvframe.errors import BackendError
 
 
@@ -58,19 +61,31 @@ class MetadataPlan:
     block table. Nothing is kept from one step, or one sub-batch, to the next.
     """
 
-    def __init__(self, groups: Sequence[AttentionGroup], num_cache_groups: int) -> None:
+    def __init__(
+        self,
+        groups: Sequence[AttentionGroup],
+        num_cache_groups: int,
+        pages: Mapping[int, torch.Tensor] = MappingProxyType({}),
+        *,
+        audited: bool = False,
+    ) -> None:
         """Take the groups.
 
         Args:
             groups: All attention groups.
             num_cache_groups: All cache groups.
+            pages: By cache group, a state tensor of its layers, as long as there are pages that block ids may name;
+                without it, ids are not checked for being too high.
+            audited: Whether what wrappers hand on is checked on the device too, for which each step waits.
         """
         # Of each wrapper call: the metadata that it takes, by its place in the step's list, which starts with one per
         # cache group.
-        self._calls: list[tuple[int, MetadataWrapper]] = []
+        self._calls: list[tuple[int, WrapperCall]] = []
         self._recipes: list[_Recipe] = []
         self._builders: dict[int, AttentionMetadataBuilder] = {}
+        self._audited = audited
         places: dict[tuple[int, tuple[Identity, ...]], int] = {}
+        readers: dict[int, list[str]] = {}
         numbers: dict[Hashable, int] = {}
         for group in groups:
             place = group.cache_group
@@ -78,8 +93,11 @@ class MetadataPlan:
                 beginning = (group.cache_group, group.wrapper_ids[:length])
                 if beginning not in places:
                     places[beginning] = num_cache_groups + len(self._calls)
-                    self._calls.append((place, wrapper))
+                    layers = readers[places[beginning]] = []
+                    call = WrapperCall(wrapper, layers, pages.get(group.cache_group))
+                    self._calls.append((place, call))
                 place = places[beginning]
+                readers[place].extend(layer.name for layer in group.layers)
             reuse = numbers.setdefault(group.reuse_key, len(numbers))
             chain = numbers.setdefault((group.sequence, group.wrapper_ids), len(numbers))
             self._recipes.append(_Recipe(group, place, reuse, chain, group.not_causal))
@@ -97,8 +115,8 @@ class MetadataPlan:
             BackendError: What comes out of a chain is not causal, and its backend takes causal batches only.
         """
         wrapped = list(metadata)
-        for place, wrapper in self._calls:
-            wrapped.append(apply_wrapper(wrapper, wrapped[place]))
+        for place, call in self._calls:
+            wrapped.append(call.audit(wrapped[place]) if self._audited else call(wrapped[place]))
         step = _Step()
         keys = tuple(step.ask(recipe, wrapped[recipe.place]) for recipe in self._recipes)
         at_once = {key: need for key, need in step.needs.items() if self._builders[key[0]].on_host}
@@ -128,8 +146,9 @@ class MetadataPlan:
             if finished[other] is there[other]:
                 finished[key] = built
             else:
-                fields = self._builders[key[0]].table_fields or ()
-                finished[key] = attrs.evolve(finished[other], **{name: getattr(built, name) for name in fields})
+                builder = self._builders[key[0]]
+                fields = {name: getattr(built, name) for name in builder.table_fields or ()}
+                finished[key] = replace_fields(builder, finished[other], fields)
         return finished
 
     def _run(self, needs: Mapping[Key, _Need], refreshed: Mapping[Key, Key]) -> dict[Key, Any]:
@@ -140,12 +159,10 @@ class MetadataPlan:
                 together.setdefault(type(self._builders[key[0]]), []).append(key)
         for builder_class, keys in together.items():
             pairs = [(self._builders[key[0]], needs[key].common) for key in keys]
-            built.update(zip(keys, builder_class.build_together(pairs), strict=True))
+            built.update(zip(keys, build_all(builder_class, pairs), strict=True))
         for key, need in needs.items():
             if key in refreshed:
-                other = built[refreshed[key]]
-                fields = self._builders[key[0]].refreshed_fields(other, need.common)
-                built[key] = attrs.evolve(other, **fields)
+                built[key] = refresh_fields(self._builders[key[0]], built[refreshed[key]], need.common)
         return built
 
 

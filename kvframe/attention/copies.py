@@ -18,6 +18,7 @@ from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.attention.capture import NotReplayableError
 from kvframe.attention.copied_pages import live_places, static_places
 from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.attention.returned import build_all
 from kvframe.formats import PLAIN, StateTensor
 from kvframe.specs import AttentionMask, LayerSpec
 
@@ -215,7 +216,7 @@ class CopyingBuilder(AttentionMetadataBuilder):
         built: dict[int, Any] = {}
         for builder_class, numbers in together.items():
             inner = [(builds[number][0].inner, _over_copies(builds[number][1], indices[number])) for number in numbers]
-            built.update(zip(numbers, builder_class.build_together(inner), strict=True))
+            built.update(zip(numbers, build_all(builder_class, inner), strict=True))
         return [
             CopiedMetadata(
                 built=built[number],

@@ -62,6 +62,8 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         skipped: Sequence[str] = (),
         local: LocalCaches | None = None,
         max_static_copies: int | None = None,
+        *,
+        audited: bool = False,
     ) -> None:
         """Group the layers and make one backend instance per group.
 
@@ -74,6 +76,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
             skipped: The layers that were chosen to be skipped.
             local: The scratch pages of the layers that keep nothing; None where every layer keeps something.
             max_static_copies: The most bytes of the copies of pages that a graph reads; None for any.
+            audited: Whether what wrappers hand on is checked on the device too, for which each step waits.
 
         Raises:
             BackendError: A backend could not be set up.
@@ -99,7 +102,9 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         }
         self._unchecked = [layer for layer in self._layers.values() if layer.lacks_parameters]
         self._order = {layer.name: index for index, layer in enumerate(attending)}
-        self._plan = MetadataPlan(self.groups, len(grouping.groups) + self.local.num_places)
+        pages = {group.cache_group: next(iter(views[group.layers[0].name].values())) for group in self.groups}
+        num_cache_groups = len(grouping.groups) + self.local.num_places
+        self._plan = MetadataPlan(self.groups, num_cache_groups, pages, audited=audited)
         self._written = {group.cache_group for group in self.groups if group.writes}
         of_inputs = {group.index for group in grouping.groups if group.spec.sequence != TOKENS}
         self._of_inputs = self._written & of_inputs

@@ -1,35 +1,107 @@
-"""Whether the parts of a step's metadata go together: what is checked of whatever a wrapper hands on."""
+"""Whether the parts of a step's metadata go together: their types, shapes, dtypes and devices."""
 
 from __future__ import annotations
 
-from kvframe.attention.metadata import Axis, CommonAttentionMetadata
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvframe.attention.metadata import SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
+
+if TYPE_CHECKING:
+    import torch
+
+_NUMBERS = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len", "block_size", "num_generating")
+_SWITCHES = ("causal", "static_shapes")
 
 
-def find_misfit(metadata: CommonAttentionMetadata) -> str | None:
-    """Return which part of a step's metadata has another shape than the rest of it demands; None if all fit.
+def find_misfit(metadata: CommonAttentionMetadata, given: CommonAttentionMetadata | None = None) -> str | None:
+    """Return which part of a step's metadata does not fit the rest of it; None if all fit.
 
-    Only shapes are looked at, so that nobody waits for a device. What values say is for the conformance kit to check.
+    Only types, shapes, dtypes and devices are looked at, so that nobody waits for a device.
 
     Args:
         metadata: The metadata, on any device.
+        given: What a wrapper made it of: the device and the block size stay the same. None if no wrapper did.
     """
-    num_reqs, num_tokens = metadata.num_reqs, len(metadata.slot_mapping)
-    num_generating = len(metadata.generating_indices)
-    for name, tensor, length in (
-        ("query_start_loc", metadata.query_start_loc, num_reqs + 1),
-        ("query_start_loc_cpu", metadata.query_start_loc_cpu, num_reqs + 1),
-        ("seq_lens", metadata.seq_lens, num_reqs),
-        ("seq_lens_cpu", metadata.seq_lens_cpu, num_reqs),
-        ("slot_mapping", metadata.slot_mapping, num_tokens),
-        ("generating_indices", metadata.generating_indices, num_generating),
-        ("generating_indices_cpu", metadata.generating_indices_cpu, num_generating),
+    import torch  # loaded by now, and not by a plugin's manifest that imports this module
+
+    for name in _NUMBERS:
+        if type(getattr(metadata, name)) is not int:
+            return f"{name} is {getattr(metadata, name)!r}, not an int"
+    for name in _SWITCHES:
+        if type(getattr(metadata, name)) is not bool:
+            return f"{name} is {getattr(metadata, name)!r}, not a bool"
+    slots, generating = metadata.slot_mapping, metadata.generating_indices
+    for name, tensor in (("slot_mapping", slots), ("generating_indices", generating)):
+        if not isinstance(tensor, torch.Tensor) or tensor.ndim != 1:
+            return f"{name} is {_in_words(tensor)}, not a tensor of one dimension"
+    device, host = (metadata if given is None else given).slot_mapping.device, torch.device("cpu")
+    num_reqs, num_tokens, num_generating = metadata.num_reqs, slots.shape[0], generating.shape[0]
+    for name, length, dtype, expected_device in (
+        ("query_start_loc", num_reqs + 1, torch.int32, device),
+        ("query_start_loc_cpu", num_reqs + 1, torch.int32, host),
+        ("seq_lens", num_reqs, torch.int32, device),
+        ("seq_lens_cpu", num_reqs, torch.int32, host),
+        ("slot_mapping", num_tokens, torch.int64, device),
+        ("generating_indices", num_generating, torch.int64, device),
+        ("generating_indices_cpu", num_generating, torch.int64, host),
     ):
+        tensor = getattr(metadata, name)
+        if problem := _tensor_misfit(name, tensor, dtype, expected_device):
+            return problem
         if tensor.shape != (length,):
             return f"{name} has the shape {list(tensor.shape)}, not [{length}]"
-    if metadata.block_table.ndim != 2 or len(metadata.block_table) != num_reqs:
-        return f"block_table has the shape {list(metadata.block_table.shape)}, not [{num_reqs}, …]"
+    table = metadata.block_table
+    if problem := _tensor_misfit("block_table", table, torch.int32, device):
+        return problem
+    if table.ndim != 2 or table.shape[0] != num_reqs or not table.shape[1]:
+        return f"block_table has the shape {list(table.shape)}, not [{num_reqs}, max_blocks]"
+    if given is not None and metadata.block_size != given.block_size:
+        return f"block_size is {metadata.block_size}, and a page of the cache group holds {given.block_size} tokens"
+    if not isinstance(metadata.extensions, Mapping):
+        return f"extensions is {_in_words(metadata.extensions)}, not a mapping"
+    rows = {Axis.REQUEST: num_reqs, Axis.TOKEN: num_tokens}
     for name, extension in metadata.extensions.items():
-        expected = {Axis.REQUEST: num_reqs, Axis.TOKEN: num_tokens}.get(extension.axis)
-        if expected is not None and extension.values.shape[:1] != (expected,):
-            return f"the extension {name} has the shape {list(extension.values.shape)}, not [{expected}, …]"
+        if problem := _extension_misfit(name, extension, rows, device, host):
+            return problem
     return None
+
+
+def _extension_misfit(
+    name: str, extension: Any, rows: Mapping[Axis, int], device: torch.device, host: torch.device
+) -> str | None:
+    import torch
+
+    what = f"the extension {name!r}"
+    if not isinstance(extension, Extension):
+        return f"{what} is {_in_words(extension)}, not an Extension"
+    values, values_cpu, expected = extension.values, extension.values_cpu, rows.get(extension.axis)
+    if problem := _tensor_misfit(what, values, torch.int32 if name == SEQ_STARTS else None, device):
+        return problem
+    if expected is not None and values.shape[:1] != (expected,):
+        return f"{what} has the shape {list(values.shape)}, not [{expected}, …]"
+    if values_cpu is None:
+        return None
+    if problem := _tensor_misfit(f"the host copy of {what}", values_cpu, values.dtype, host):
+        return problem
+    if values_cpu.shape != values.shape:
+        return f"the host copy of {what} has the shape {list(values_cpu.shape)}, not {list(values.shape)}"
+    return None
+
+
+def _tensor_misfit(name: str, tensor: Any, dtype: torch.dtype | None, device: torch.device) -> str | None:
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        return f"{name} is {_in_words(tensor)}, not a tensor"
+    if dtype is not None and tensor.dtype is not dtype:
+        return f"{name} has the dtype {tensor.dtype}, not {dtype}"
+    return None if tensor.device == device else f"{name} lies on {tensor.device}, not on {device}"
+
+
+def _in_words(value: Any) -> str:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of the shape {list(value.shape)}"
+    return f"an object of the type {type(value).__name__!r}"

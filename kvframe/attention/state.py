@@ -19,6 +19,7 @@ from kvframe.attention.backend import KVCache
 from kvframe.attention.staging import HOST
 from kvframe.attention.step import StepBatch
 from kvframe.cache.block_table import BlockTables
+from kvframe.errors import ModelError
 from kvframe.groups import Grouping
 from kvframe.specs import KVCacheSpec, LayerSpec
 
@@ -51,7 +52,17 @@ class StateRound:
     def write(self, pages: KVCache, states: Mapping[str, torch.Tensor]) -> None:
         """Write the states after the tokens, ``[num_rows, *shape]`` by name, into their pages."""
         for name, tensor in pages.items():
+            _check_state(name, states[name], (len(self.rows), *tensor.shape[2:]))
             tensor.index_put_((self.target_pages, self.target_places), states[name].to(tensor.dtype))
+
+
+def _check_state(name: str, state: torch.Tensor, shape: tuple[int, ...]) -> None:
+    # One of another shape might be spread over all requests.
+    if state.shape != shape:
+        raise ModelError(
+            f"the model gives a state {name!r} of the shape {list(state.shape)}, and its page takes {list(shape)}: "
+            "this is a mistake in the model adapter"
+        )
 
 
 @attrs.frozen
@@ -81,6 +92,7 @@ class StateRun:
         """Write the state after the last token, ``[1, *shape]`` by name, into its page."""
         page, place = self.target
         for name, tensor in pages.items():
+            _check_state(name, states[name], (1, *tensor.shape[2:]))
             tensor[page, place].copy_(states[name][0])
 
 

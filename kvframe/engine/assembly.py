@@ -105,9 +105,7 @@ def assemble_plain(assembly: Assembly, layers: Sequence[LayerSpec], registry: Re
     Raises:
         BackendError: No backend serves a layer in the plain format, or the one that was named does not.
     """
-    plain = tuple(
-        layer if layer.spec is None else attrs.evolve(layer, spec=layer.spec.in_format(PLAIN)) for layer in layers
-    )
+    plain = plain_layers(layers)
     if plain == tuple(layers):
         return assembly
     model, stack = assembly.model, assembly.stack
@@ -125,6 +123,13 @@ def assemble_plain(assembly: Assembly, layers: Sequence[LayerSpec], registry: Re
     plan = plan_cache(grouping, memory_bytes=enough + sum(peaks) * slab_bytes, **limits)
     skipped, choices = _choose(model, plain, stack, registry)
     return _assemble(model, plain, stack, grouping, plan, choices, skipped)
+
+
+def plain_layers(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+    """Return the layers, each stored as it is."""
+    return tuple(
+        layer if layer.spec is None else attrs.evolve(layer, spec=layer.spec.in_format(PLAIN)) for layer in layers
+    )
 
 
 def _choose(
@@ -168,6 +173,7 @@ def _assemble(
             skipped,
             local,
             copied_bytes(plan, grouping, layers_on_copies(layers, choices)),
+            audited=stack.cache.audit,
         ),
     )
 

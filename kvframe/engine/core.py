@@ -6,7 +6,6 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Generic, Protocol, Self
@@ -18,13 +17,13 @@ from kvframe.checks import parse_bytes
 from kvframe.engine.admission import Admission
 from kvframe.engine.assembly import Assembly, assemble, assemble_plain, load_model
 from kvframe.engine.cache_events import CacheEventDelivery, CacheListener
+from kvframe.engine.diagnosis import check_model
 from kvframe.engine.progress import RequestT
 from kvframe.engine.request_table import RequestTable
 from kvframe.engine.resizing import resize
 from kvframe.engine.runner import SkipPolicy
 from kvframe.engine.scheduled import ScheduledStep
 from kvframe.engine.scheduler import Scheduler
-from kvframe.engine.self_check import run_packed
 from kvframe.engine.stats import EngineStats
 from kvframe.engine.turns import Turns, verb, verb_when_closed
 from kvframe.errors import KVFrameError, ModelError, PlanError, RequestError, shown
@@ -98,7 +97,8 @@ class EngineCore(ABC, Generic[RequestT]):
             WrapperError: A wrapper cannot serve a layer, or may not stand where it does in its chain.
             UnknownNameError: A cache spec's default chain names a wrapper that no plugin registers.
             PluginError: A wrapper cannot be imported.
-            BackendError: No backend serves a layer, the one that was named cannot, or one could not be set up.
+            BackendError: No backend serves a layer, the one that was named cannot, one could not be set up, or one
+                computes a layer wrongly.
             ModelError: The model cannot be attached or compiled, or computes something else than it does by itself.
         """
         self.model = model
@@ -154,7 +154,7 @@ class EngineCore(ABC, Generic[RequestT]):
             if stack.engine.compile:
                 model.compile()
             if stack.engine.self_check:
-                model.self_check(partial(run_packed, checked))
+                check_model(checked, layers, registry)
             if checked is not assembly:
                 model.detach()
                 model.attach(assembly.layers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import compress
 from types import MappingProxyType
+from typing import Any
 
 import attrs
 import numpy as np
@@ -21,6 +22,7 @@ from kvframe.engine.progress import NO_INPUTS, RequestT
 from kvframe.engine.request import Request
 from kvframe.engine.sampling import sample, token_logprobs
 from kvframe.engine.scheduled import ScheduledStep
+from kvframe.errors import ModelError
 from kvframe.model.adapter import LoadedModel, ModelInput
 
 SkipPolicy = Callable[[StepBatch], bool]
@@ -133,6 +135,8 @@ class ModelRunner:
 
         Raises:
             WrapperError: A wrapper cannot take the step.
+            BackendError: A backend returned something else than was agreed.
+            ModelError: The model did.
         """
         batch = StepBatch(
             rows=rows,
@@ -164,10 +168,22 @@ class ModelRunner:
                 metadata, batch=batch, tables=self._tables, inputs=tuple(torch.from_numpy(each) for each in inputs)
             )
             logits = self._model.forward(token_ids, positions_there, wanted)
-            if self._layers.kept_rows is None:
+            kept_rows = self._layers.kept_rows
+            self._check_logits(logits, len(wanted if kept_rows is None else kept_rows))
+            if kept_rows is None:
                 return logits
             # What the layers computed, then padding.
             return logits[: len(wanted)] if batch.generating_indices is logits_indices else logits[wanted]
+
+    def _check_logits(self, logits: Any, num_rows: int) -> None:
+        """Refuse what would give requests each other's tokens: another number of rows than was asked for."""
+        if isinstance(logits, torch.Tensor) and logits.ndim == 2 and logits.shape[0] == num_rows:
+            return
+        found = list(logits.shape) if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__!r}"
+        raise ModelError(
+            f"{self._model.description.name}: its model adapter's forward returned {found}, and not a tensor "
+            f"[{num_rows}, vocab_size]: this is a mistake in the model adapter"
+        )
 
     def _build_metadata(self, batch: StepBatch) -> tuple[CommonAttentionMetadata, ...]:
         """Return a step's metadata: on the host, unless one of its extensions is on the device only."""

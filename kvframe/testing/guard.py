@@ -27,6 +27,8 @@ _WAITING = frozenset(
 class DeviceTensor(torch.Tensor):
     """A tensor that the host may not ask for its values; so is what is computed from it."""
 
+    is_cpu = False
+
     @classmethod
     def __torch_function__(
         cls,

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvframe.attention.metadata import Axis, CommonAttentionMetadata
+from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.attention.shapes import find_misfit
+from kvframe.attention.values import find_contradiction, find_wrong_tensor
 from kvframe.testing.case import Request
 
 
@@ -60,38 +62,4 @@ def make_metadata(requests: Sequence[Request], block_size: int) -> CommonAttenti
 
 def find_problem(metadata: CommonAttentionMetadata) -> str:
     """Return in one sentence how metadata contradicts itself; empty if it does not."""
-    starts, seq_lens = metadata.query_start_loc_cpu, metadata.seq_lens_cpu
-    query_lens = starts.diff()
-    num_tokens, num_rows = metadata.slot_mapping.shape[0], metadata.generating_indices.shape[0]
-    rows = {Axis.REQUEST: metadata.num_reqs, Axis.TOKEN: num_tokens}
-    with_queries = seq_lens[query_lens > 0]
-    claims = {
-        "query_start_loc has not one entry more than requests": len(starts) == metadata.num_reqs + 1,
-        "query_start_loc does not start at 0": int(starts[0]) == 0,
-        "query_start_loc falls": bool((query_lens >= 0).all()),
-        "num_actual_tokens is not where query_start_loc ends": int(starts[-1]) == metadata.num_actual_tokens,
-        "seq_lens has not one entry a request": len(seq_lens) == metadata.num_reqs,
-        "a request has more new tokens than tokens": not metadata.causal or bool((seq_lens >= query_lens).all()),
-        "block_table has not one row a request": metadata.block_table.shape[0] == metadata.num_reqs,
-        "max_query_len is too small": metadata.max_query_len >= int(query_lens.max()),
-        "max_seq_len is too small": metadata.max_seq_len >= int(with_queries.max() if len(with_queries) else 0),
-        "block_table has no room for the longest request": len(with_queries) == 0
-        or metadata.block_table.shape[1] * metadata.block_size >= int(with_queries.max()),
-        "slot_mapping has fewer tokens than the batch": num_tokens >= metadata.num_actual_tokens,
-        "a padded token has a slot": not metadata.slot_mapping[metadata.num_actual_tokens :].any(),
-        "generating_indices is empty, or shorter than it says": num_rows >= max(1, metadata.num_generating),
-        "a generating token is none of the batch": int(metadata.generating_indices_cpu.max()) < num_tokens,
-        **{
-            f"{name} is not what it is on the host": torch.equal(
-                getattr(metadata, name), getattr(metadata, f"{name}_cpu")
-            )
-            for name in ("query_start_loc", "seq_lens", "generating_indices")
-        },
-    }
-    for name, extension in metadata.extensions.items():
-        values, host = extension.values, extension.values_cpu
-        claims[f"the extension {name!r} has not one row a {extension.axis}"] = (
-            extension.axis is Axis.STEP or values.shape[0] == rows[extension.axis]
-        )
-        claims[f"the extension {name!r} is not what it is on the host"] = host is None or torch.equal(values, host)
-    return next((problem for problem, holds in claims.items() if not holds), "")
+    return find_misfit(metadata) or find_contradiction(metadata) or find_wrong_tensor(metadata) or ""

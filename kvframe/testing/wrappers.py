@@ -26,7 +26,7 @@ from kvframe.attention.metadata import (
     Extension,
 )
 from kvframe.attention.padding import pad_metadata
-from kvframe.attention.wrapper import FieldUse, MetadataWrapper, apply_wrapper
+from kvframe.attention.wrapper import MISTAKES, FieldUse, MetadataWrapper, apply_wrapper
 from kvframe.errors import WrapperError
 from kvframe.specs import LayerSpec
 from kvframe.testing.attended import find_difference
@@ -91,6 +91,8 @@ def _extend(wrapper: MetadataWrapper, metadata: CommonAttentionMetadata, axis: A
     def extension(name: str) -> Extension:
         along = _AXES.get(name, axis)
         host = torch.arange(sizes[along], dtype=torch.int32) % 2
+        if name == SEQ_STARTS:
+            host = torch.minimum(host, metadata.seq_lens_cpu - metadata.query_start_loc_cpu.diff()).clamp_(min=0)
         return Extension(host.clone(), along, host)
 
     taken = [name for name, use in wrapper.extensions.items() if use is not FieldUse.REJECT]
@@ -115,16 +117,11 @@ def _check_batch(wrapper: MetadataWrapper, layer: LayerSpec, batch: str, metadat
         first = apply_wrapper(wrapper, metadata)
         second = apply_wrapper(wrapper, metadata)
     except WrapperError as error:
-        if error.code in ("lost_extension", "wrong_shape"):
+        if error.code in MISTAKES:
             raise _failure(wrapper, batch, str(error)) from error
         return False
     _require_equal(wrapper, batch, "it writes to its input", before, _values(metadata))
     _require_equal(wrapper, batch, "it makes two things of one input", _values(first), _values(second))
-    for name in _FIELDS:
-        given, found = getattr(metadata, name), getattr(first, name)
-        same = found is given if isinstance(given, torch.Tensor) else found == given
-        if wrapper.fields[name] is FieldUse.CARRY and not same:
-            raise _failure(wrapper, batch, f"it declares to carry {name} and hands on something else")
     _check_extensions(wrapper, layer, batch, metadata, first)
     problem = find_problem(first) or find_difference(wrapper, layer, metadata, first)
     if problem:

@@ -38,8 +38,9 @@ class Sizes:
 @st.composite
 def all_sizes(draw: st.DrawFn) -> Sizes:
     block_size, max_blocks = draw(st.integers(1, 5)), draw(st.integers(1, 12))
-    max_query_len = draw(st.integers(1, min(14, block_size * max_blocks)))
-    return Sizes(block_size, draw(st.integers(1, 5)), draw(st.integers(1, 40)), max_query_len, max_blocks)
+    num_tokens = draw(st.integers(1, 40))
+    max_query_len = draw(st.integers(1, min(14, num_tokens, block_size * max_blocks)))
+    return Sizes(block_size, draw(st.integers(1, 5)), num_tokens, max_query_len, max_blocks)
 
 
 @st.composite

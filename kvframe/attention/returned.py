@@ -1,0 +1,78 @@
+"""What builders return in a step is held to what was agreed, in time that does not grow with the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import attrs
+
+from kvframe.attention.backend import AttentionMetadataBuilder
+from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.errors import BackendError
+
+BuilderT = TypeVar("BuilderT", bound=AttentionMetadataBuilder)
+
+
+def build_all(
+    builder_class: type[BuilderT], builds: Sequence[tuple[BuilderT, CommonAttentionMetadata]]
+) -> Sequence[Any]:
+    """Return what builders of one class build together, one thing for each.
+
+    Raises:
+        BackendError: It is no list, or has another length.
+    """
+    built = builder_class.build_together(builds)
+    if not isinstance(built, Sequence) or len(built) != len(builds):
+        found = f"{len(built)} things" if isinstance(built, Sequence) else f"a {type(built).__name__!r}"
+        raise _mistake(
+            builder_class, f"build_together returned {found} for {len(builds)} builders, and not one for each"
+        )
+    return built
+
+
+def refresh_fields(builder: AttentionMetadataBuilder, built: Any, metadata: CommonAttentionMetadata) -> Any:
+    """Return what was built for one cache group as it is for another with equal layers.
+
+    Args:
+        builder: Its builder.
+        built: What it built, or what another with an equal ``reuse_key`` did.
+        metadata: What differs in the block table and the slots only.
+
+    Raises:
+        BackendError: The builder returned other fields than the ``table_fields`` that it declares.
+    """
+    return replace_fields(builder, built, builder.refreshed_fields(built, metadata))
+
+
+def replace_fields(builder: AttentionMetadataBuilder, built: Any, fields: Mapping[str, Any]) -> Any:
+    """Return what was built with other ``table_fields``.
+
+    Args:
+        builder: Its builder.
+        built: What was built.
+        fields: All of its ``table_fields``.
+
+    Raises:
+        BackendError: These are not the ``table_fields``, or what was built does not have them.
+    """
+    declared = builder.table_fields or frozenset()
+    if not isinstance(fields, Mapping) or fields.keys() != declared:
+        found = sorted(fields) if isinstance(fields, Mapping) else f"a {type(fields).__name__!r}"
+        raise _mistake(
+            type(builder),
+            f"refreshed_fields returned {found}, and the declared table_fields are {sorted(declared)}",
+        )
+    try:
+        return attrs.evolve(built, **fields)
+    except (TypeError, attrs.exceptions.NotAnAttrsClassError) as error:
+        raise _mistake(
+            type(builder), f"what it built, a {type(built).__name__!r}, has no fields {sorted(fields)} to replace"
+        ) from error
+
+
+def _mistake(builder_class: type[AttentionMetadataBuilder], problem: str) -> BackendError:
+    return BackendError(
+        f"the metadata builder {builder_class.__module__}:{builder_class.__qualname__} makes a mistake: {problem}",
+        code="wrong_metadata",
+    )

@@ -1,0 +1,185 @@
+"""Which part is wrong when a model fails its self-check: a backend, a wrapper, or what was read of the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import attrs
+
+from kvframe.attention.choice import Candidate, Choice
+from kvframe.attention.identity import Identity
+from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.wrapper import DROPS_TOKENS, bind_chain
+from kvframe.claims import BUILTIN_OWNER, Entry
+from kvframe.engine.assembly import Assembly, plain_layers
+from kvframe.engine.self_check import run_packed
+from kvframe.errors import BackendError, ModelError, WrapperError
+from kvframe.registry import Registry
+from kvframe.specs import LayerSpec
+
+
+def check_model(assembly: Assembly, layers: Sequence[LayerSpec], registry: Registry) -> None:
+    """Let a model compare packed runs with its own plain forward, and say which part is wrong if they differ.
+
+    Then the check is run again with the reference backend for every layer that it can serve. If the model passes, a
+    backend is wrong: that of the first layer with which the model fails. If it fails, but passes without its wrappers,
+    a wrapper is wrong. If it fails without them too, the model is.
+
+    Args:
+        assembly: The set-up; its model is attached to its layers, and to others after a failure.
+        layers: The layer specs that it was made of, in any format.
+        registry: Where the reference backend is looked up.
+
+    Raises:
+        ModelError: The model attends in another way than its layers say, or could not be compared.
+        BackendError: A backend computes a layer wrongly (``wrong_output``).
+        WrapperError: A wrapper changes what a layer computes (``wrong_output``).
+    """
+    try:
+        assembly.model.self_check(partial(run_packed, assembly))
+    except ModelError as error:
+        explained = _explain(error, assembly, plain_layers(layers), registry)
+        if explained is None:
+            raise
+        raise explained from error
+
+
+def _explain(
+    error: ModelError, assembly: Assembly, layers: Sequence[LayerSpec], registry: Registry
+) -> ModelError | BackendError | WrapperError | None:
+    """Return the error that says which part is wrong; None if ``error`` says all that can be said."""
+    trials, chosen, device = _Trials(assembly, layers), assembly.choices, assembly.device.type
+    entry = _find_reference(registry)
+    name = assembly.model.description.name
+    if assembly.stack.engine.compile and trials.pass_with(chosen):
+        return ModelError(f"{name} passes its self-check only if it is not compiled: leave compile out of the stack")
+    reference, uncovered = _on_reference(chosen, layers, entry, device, keep_wrappers=True)
+    if trials.pass_with(reference):
+        return _wrong_backend(name, entry, chosen[trials.first_wrong(reference, chosen)])
+    plain, _ = _on_reference(chosen, layers, entry, device, keep_wrappers=False)
+    if plain != reference and trials.pass_with(plain):
+        return _wrong_wrapper(name, entry, chosen[trials.first_wrong(plain, reference)])
+    if not uncovered:
+        return None
+    choice, reason = uncovered[0]
+    return ModelError(
+        f"{error}. The fault may also be that of backend {choice.backend!r}, of layer {choice.layer!r}: it could not "
+        f"be compared with {entry.id!r}, which {reason}. {_how_to_check(choice)}"
+    )
+
+
+class _Trials:
+    """Runs a model's self-check on other choices of wrappers and backends, in the same cache."""
+
+    def __init__(self, assembly: Assembly, layers: Sequence[LayerSpec]) -> None:
+        self._assembly = assembly
+        self._layers = layers
+
+    def pass_with(self, choices: Sequence[Choice]) -> bool:
+        """Return whether the model passes its self-check with these choices."""
+        assembly = self._assembly
+        layers = AttentionLayers(
+            self._layers,
+            choices,
+            assembly.grouping,
+            assembly.storage.views,
+            assembly.device,
+            assembly.layers.skipped,
+            assembly.layers.local,
+        )
+        assembly.model.detach()
+        assembly.model.attach(layers)
+        try:
+            assembly.model.self_check(partial(run_packed, attrs.evolve(assembly, layers=layers)))
+        except ModelError:
+            return False
+        return True
+
+    def first_wrong(self, right: Sequence[Choice], wrong: Sequence[Choice]) -> int:
+        """Return the place of a layer that passes as in ``right`` and fails as in ``wrong``, by bisection.
+
+        Args:
+            right: Choices that pass.
+            wrong: Choices for the same layers that fail.
+        """
+        passing, failing = 0, len(wrong)
+        while failing - passing > 1:
+            middle = (passing + failing) // 2
+            if self.pass_with((*wrong[:middle], *right[middle:])):
+                passing = middle
+            else:
+                failing = middle
+        return passing
+
+
+def _find_reference(registry: Registry) -> Entry:
+    """Return the reference: slow on purpose, it is the built-in backend with the lowest preference."""
+    built_in = [entry for entry in registry.backends.claims() if entry.owner == BUILTIN_OWNER]
+    return min(built_in, key=lambda entry: int(entry.load().capabilities.preference))
+
+
+def _on_reference(
+    choices: Sequence[Choice], layers: Sequence[LayerSpec], entry: Entry, device: str, *, keep_wrappers: bool
+) -> tuple[tuple[Choice, ...], list[tuple[Choice, str]]]:
+    """Return the choices with the reference backend where it can serve, and the others with why it cannot.
+
+    Wrappers that drop tokens stay in any case: the layers after them are given no others.
+    """
+    backend_class = entry.load()
+    specs = {layer.name: layer for layer in layers}
+    found, uncovered = [], []
+    for choice in choices:
+        kept = [
+            (wrapper, identity)
+            for wrapper, identity in zip(choice.wrappers, choice.wrapper_ids, strict=True)
+            if keep_wrappers or DROPS_TOKENS in wrapper.effects
+        ]
+        wrappers, wrapped, extensions = bind_chain([wrapper for wrapper, _ in kept], specs[choice.layer])
+        refusals = backend_class.capabilities.refusals(wrapped, device, extensions)
+        if refusals:
+            uncovered.append((choice, refusals[0].reason))
+            found.append(choice)
+            continue
+        found.append(
+            attrs.evolve(
+                choice,
+                wrappers=wrappers,
+                wrapper_ids=tuple(identity for _, identity in kept),
+                wrapped=wrapped,
+                backend=entry.id,
+                backend_class=backend_class,
+                backend_options=None,
+                backend_id=Identity.of(entry.owner, backend_class, {}),
+                candidates=(Candidate(name=entry.id),),
+                by_time=False,
+            )
+        )
+    return tuple(found), uncovered
+
+
+def _wrong_backend(name: str, entry: Entry, choice: Choice) -> BackendError:
+    return BackendError(
+        f"backend {choice.backend!r} computes layer {choice.layer!r} wrongly: {name} passes its self-check with "
+        f"{entry.id!r} in its place, and not with it; give such layers another backend. {_how_to_check(choice)}",
+        code="wrong_output",
+    )
+
+
+def _wrong_wrapper(name: str, entry: Entry, choice: Choice) -> WrapperError:
+    names = ", ".join(repr(wrapper.name) for wrapper in choice.wrappers)
+    return WrapperError(
+        f"the wrappers [{names}] change what layer {choice.layer!r} computes: {name} passes its self-check without "
+        f"them, and not with them, on {entry.id!r} either; check them with "
+        "kvframe.testing.wrappers.check_wrapper, or leave them out",
+        code="wrong_output",
+    )
+
+
+def _how_to_check(choice: Choice) -> str:
+    name = choice.backend_class.__qualname__
+    return (
+        f'The conformance kit says more: python -c "from {choice.backend_class.__module__} import {name}; '
+        "from kvframe.testing.conformance import check_backend; from kvframe.testing.grid import make_cases; "
+        f'[check_backend({name}, case) for case in make_cases({name}.capabilities)]"'
+    )
