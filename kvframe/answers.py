@@ -137,6 +137,42 @@ class Answers:
         self._blocks: dict[int, Ranges] = {}
         self._mask: AttentionMask | None = None
         self._has_mask = False
+        self._num_checked = 0
+        self._fault: SpecError | None = None
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._spec.block_size
+
+    def mask(self) -> AttentionMask | None:
+        """Return the spec's mask if it is a causal one; raises ``SpecError`` if the spec raises."""
+        if not self._has_mask:
+            mask = ask(self._spec, "mask", lambda: self._spec.mask)
+            self._mask, self._has_mask = (mask if mask is not None and mask.causal else None), True
+        return self._mask
+
+    def num_right(self, num_tokens: int) -> int:
+        """Return at how many of the positions ``[0, num_tokens)`` the live ranges are right, up to the first wrong one.
+
+        Each position is asked about once for all requests.
+        """
+        while self._num_checked < num_tokens and self._fault is None:
+            try:
+                self.live_blocks(self._num_checked)
+                self._num_checked += 1
+            except SpecError as error:
+                self._fault = error
+        return min(self._num_checked, num_tokens)
+
+    def check(self, num_tokens: int) -> None:
+        """Check the live ranges at positions ``[0, num_tokens)``.
+
+        Raises:
+            SpecError: The first answer among these that breaks a law.
+        """
+        if self.num_right(num_tokens) < num_tokens and self._fault is not None:
+            raise self._fault
 
     def live_blocks(self, n: int) -> Ranges:
         """Return the block index ranges ``[start, stop)`` that the live ranges at ``n`` touch: sorted, disjoint.
@@ -188,10 +224,8 @@ class Answers:
                 ranges,
                 f"token {returned[0]} among them, for it is live at {n + 1}, and what is not live once never is again",
             )
-        if not self._has_mask:
-            mask = ask(spec, "mask", lambda: spec.mask)
-            self._mask, self._has_mask = (mask if mask is not None and mask.causal else None), True
-        hidden = None if self._mask is None else lacks(seen_by(self._mask, n), ranges)
+        mask = self.mask()
+        hidden = None if mask is None else lacks(seen_by(mask, n), ranges)
         if hidden is not None:
             raise wrong_answer(
                 spec, f"live_ranges({n})", ranges, f"token {hidden[0]} among them, which its mask shows to token {n}"

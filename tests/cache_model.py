@@ -58,10 +58,10 @@ def is_sparse(group: PlannedGroup) -> bool:
     return isinstance(group.spec, StateSpec)
 
 
-def needs_last_token(group: PlannedGroup) -> bool:
-    """Return whether every token needs the one before it, by a mask that says so."""
-    mask = group.spec.mask
-    return mask is not None and mask.chunk is None and mask.window != 1
+def needs_last_token(group: PlannedGroup, max_tokens: int) -> bool:
+    """Return whether a request can be continued from no block's end without that block."""
+    ends = range(group.block_size, max_tokens + 1, group.block_size)
+    return all(end // group.block_size - 1 in live_blocks(group, end) for end in ends)
 
 
 def num_slots(group: PlannedGroup) -> int:
@@ -132,9 +132,6 @@ class CacheModel:
             life.lookups[group.index] = [len(life.tokens), alone[group.index], hit, int(limits)]
             blocks[group.index] = self.live_pages(life, group, hit)
             life.offered[group.index] = hit // group.block_size
-        if self.is_sparse:
-            longer = range(hit + self.alignment, most + 1, self.alignment)
-            life.branch = max((n for n in longer if life.content(n) in self.seen), default=0)
         if life.encoder is not None:
             found = {g.index: self.input_pages(life, g) for g in self.of_inputs}
             life.is_encoded = all(None not in pages for pages in found.values())
@@ -147,6 +144,20 @@ class CacheModel:
                     blocks[index] = [page for page in pages if page is not None]
                     life.offered[index] = len(pages)
         return blocks
+
+    def branches(self, life: Life) -> tuple[int, set[int]]:
+        """Return the least branch that a request which begins can have, and all that it can have.
+
+        Tokens are known as long as a page of a block after them can be found. They may be known for longer.
+        """
+        longer = range(life.computed + self.alignment, len(life.tokens), self.alignment) if self.is_sparse else ()
+        kept = [
+            what
+            for index, (salt, encoder, what) in self.findable
+            if not self.plan.groups[index].is_of_input and (salt, encoder) == (life.salt, life.encoder)
+        ]
+        known = (n for n in longer if any(what[:n] == tuple(life.tokens[:n]) for what in kept))
+        return max(known, default=0), {0} | {n for n in longer if life.content(n) in self.seen}
 
     def pinned(self, salt: str, encoder: tuple[int, bytes] | None, tokens: list[int]) -> list[list[int]]:
         """Return the blocks that a pin of tokens has to hold."""
@@ -173,7 +184,7 @@ class CacheModel:
 
     def known(self, life: Life, most: int) -> int:
         """Return up to which token a hit is looked for: any, or the last of a findable block if some type needs one."""
-        if not any(needs_last_token(group) for group in self.of_tokens):
+        if not any(needs_last_token(group, self.plan.max_model_len) for group in self.of_tokens):
             return most
         sizes = {g.index: g.block_size for g in self.of_tokens}
         ends = (n for n in range(most + 1) for g, size in sizes.items() if n % size == 0)
@@ -190,27 +201,6 @@ class CacheModel:
         """Return whether a hit could need a block, wherever it ends."""
         end = (block + 1) * group.block_size
         return any(block in live_blocks(group, n) for n in range(0, end + self.alignment, self.alignment) if n >= end)
-
-    def useful(self) -> set[Page]:
-        """Return the pages that some hit needs, or a whole input."""
-        # Where no type needs the last token, a hit may lie behind what is known.
-        chunks = [group.spec.mask.chunk or 1 for group in self.of_tokens if group.spec.mask is not None]
-        beyond = 0 if any(map(needs_last_token, self.of_tokens)) else math.lcm(self.alignment, *chunks)
-        found, looked_at = set(), set()
-        for index, (salt, encoder, what) in self.findable:
-            life = Life(salt=salt, encoder=encoder, tokens=[], offered=[], num_resets=0, is_encoded=True)
-            if self.plan.groups[index].is_of_input:
-                pages = [(group.index, page) for group in self.of_inputs for page in self.input_pages(life, group)]
-                if all(page is not None for _, page in pages):
-                    found |= {(group, page) for group, page in pages if page is not None}
-                continue
-            life.tokens = [*what, *[-1] * beyond]
-            for n in range(self.alignment, len(life.tokens) + 1, self.alignment):
-                if life.content(n) not in looked_at and self.all_hold(life, n):
-                    for group in self.of_tokens:
-                        found |= {(group.index, page) for page in self.live_pages(life, group, n) if page}
-                looked_at.add(life.content(n))
-        return found
 
     def all_hold(self, life: Life, n: int) -> bool:
         return all(self.holds(life, group, n) for group in self.of_tokens)

@@ -7,13 +7,13 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from random import Random
 
 import numpy as np
 import pytest
 
+from kvframe.cache.inputs import InputSequence
 from kvframe.cache.manager import KVCacheManager
-from kvframe.specs import KVCacheSpec
+from kvframe.specs import ENCODER, KVCacheSpec
 from tests.plans import encoder, evict, evict_all, full, make_plan, masked, ranged, state
 
 
@@ -55,21 +55,21 @@ def test_a_prefix_is_given_up_from_its_end() -> None:
     assert 0 == manager.find([*tokens, 1])
 
 
-def test_what_hangs_on_a_lost_block_is_given_up_with_it() -> None:
+def test_what_comes_after_a_lost_block_is_found_again_when_the_block_is_computed_again() -> None:
     manager = make_manager(full(), masked(window=9))
     shared = list(range(40))
-    for start in (100, 200, 300):
-        serve(manager, [*shared, *range(start, start + 20)])
-    first = manager.start("a", [*shared, 100])
+    prompts = [[*shared, *range(start, start + 20), 1] for start in (100, 200, 300)]
+    for tokens in prompts:
+        serve(manager, tokens)
+    assert 40 == manager.start("a", [*shared, 1])
     page = manager.block_ids("a")[0][2]
     manager.free("a")
-    assert 40 == first
+    before = manager._pool.counts.cached
     evict(manager, 0, page)
-    # Two blocks of the prefix are left, and what windows kept of them.
-    assert 2 == manager._pool.counts.cached[0]
-    assert manager._pool.counts.cached[1] <= 2
-    assert 8 == manager.find([*shared, 100])
-    manager.audit()
+    assert [before[0] - 1, before[1]] == manager._pool.counts.cached
+    assert [8, 8, 8] == [manager.find(tokens) for tokens in prompts]
+    assert 8 == serve(manager, shared)
+    assert [60, 60, 60] == [manager.find(tokens) for tokens in prompts]
 
 
 def test_what_a_running_request_holds_is_found_again_when_the_lost_block_is_computed_again() -> None:
@@ -114,30 +114,48 @@ def num_calls(work: Callable[[], None]) -> int:
     return calls["call"]
 
 
-def test_a_page_costs_no_more_to_give_up_where_many_prefixes_go_on() -> None:
-    costs, costs_of_useless = [], []
-    for num_continuations in (4, 64):
-        manager = make_manager(full(), masked(window=9), ranged(window=13), num_slabs=2000)
+def cost_of_eviction(manager: KVCacheManager) -> float:
+    """Return the most Python functions that evicting a page calls, until none is cached, for each page."""
+    most, pool = 0.0, manager._pool
+    while pool.counts.num_cached:
+        before = pool.counts.num_cached
+        calls = num_calls(partial(pool.evict_oldest_of_any, 1, 0))
+        most = max(most, calls / max(1, before - pool.counts.num_cached))
+    manager.audit()
+    return most
+
+
+SPECS = ([full()], [full(), masked(window=9), ranged(window=13)], [full(), state(every=3)])
+
+
+@pytest.mark.parametrize("specs", SPECS, ids=["full", "windows", "states"])
+def test_evicting_a_page_costs_the_same_in_wide_trees(specs: list[KVCacheSpec]) -> None:
+    costs = []
+    for num_continuations in (8, 64):
+        manager = make_manager(*specs, num_slabs=4000)
         shared = list(range(40))
         for each in range(num_continuations):
             serve(manager, [*shared, *range(100 + 20 * each, 120 + 20 * each)])
-        manager.start("a", [*shared, 1])
-        pages = [[page for page in ids if page] for ids in manager.block_ids("a")]
-        manager.free("a")
-        # The first time, somebody looks which of them have all of their pages.
-        evict(manager, 1, pages[1][-1])
-        costs.append(num_calls(partial(evict, manager, 1, pages[1][-2])))
-        before = manager._pool.num_evictions
-        # Of each continuation, the first window's first block is only needed by what is lost with this.
-        calls = num_calls(partial(evict, manager, 2, pages[2][-1]))
-        costs_of_useless.append(calls / (manager._pool.num_evictions - before))
-        manager.audit()
-        assert 60 == manager.find([*shared, *range(100, 120), 1])
-    assert costs[0] == costs[1]
-    assert costs_of_useless[0] >= costs_of_useless[1]
+        costs.append(cost_of_eviction(manager))
+    assert costs[0] >= costs[1]
 
 
-def test_a_continuation_that_needs_a_lost_block_is_given_up_though_another_does_not() -> None:
+@pytest.mark.parametrize("specs", SPECS, ids=["full", "windows", "states"])
+def test_evicting_a_page_costs_the_same_in_deep_trees(specs: list[KVCacheSpec]) -> None:
+    costs = []
+    for num_turns in (8, 64):
+        manager = make_manager(*specs, num_slabs=4000)
+        history: list[int] = []
+        for turn in range(num_turns):
+            history += [3 * turn] * 12
+            # What was reasoned is no part of the next turn's prompt, so the tree branches at each turn.
+            serve(manager, [*history, *[3 * turn + 1] * 16])
+            history += [3 * turn + 2] * 8
+        costs.append(cost_of_eviction(manager))
+    assert costs[0] >= costs[1]
+
+
+def test_a_lost_block_costs_the_continuations_that_need_it() -> None:
     manager = make_manager(full(), masked(window=9))
     shared = list(range(40))
     for tokens in ([100, 101, 102, 103], list(range(200, 220))):
@@ -145,26 +163,38 @@ def test_a_continuation_that_needs_a_lost_block_is_given_up_though_another_does_
     manager.start("a", [*shared, 1])
     lost = manager.block_ids("a")[1][-1]
     manager.free("a")
-    before = manager._pool.counts.cached
     evict(manager, 1, lost)
-    assert [before[0] - 1, before[1] - 2] == manager._pool.counts.cached
     assert [36, 60] == [manager.find([*shared, *range(100, 105)]), manager.find([*shared, *range(200, 221)])]
     manager.audit()
 
 
-@pytest.mark.parametrize("specs", [[full()], [full(), masked(window=4096)]])
-def test_where_every_token_is_needed_all_that_is_cached_is_found_whatever_is_lost(specs: list[KVCacheSpec]) -> None:
-    draw = Random(7)
-    manager = make_manager(*specs)
-    prompts = [[0] * 4 * draw.randint(1, 6) + [1] * 4 * draw.randint(0, 4) + [2] * 4 * each for each in range(1, 9)]
-    for tokens in prompts:
-        serve(manager, tokens)
-    while any(manager._pool.counts.cached):
-        group, page = draw.choice(sorted(manager.published()))
-        evict(manager, group, page)
-        found = {tuple(tokens[:end]) for tokens in prompts for end in range(4, manager.find([*tokens, 3]) + 1, 4)}
-        assert {len(found)} == set(manager._pool.counts.cached)
+@pytest.mark.parametrize("spec", [masked(window=1), masked(chunk=8)], ids=["window", "chunk"])
+def test_a_block_that_no_hit_can_need_is_not_kept(spec: KVCacheSpec) -> None:
+    manager = make_manager(full(), spec)
+    serve(manager, list(range(32)))
+    assert [8, 4 if spec.mask is not None and spec.mask.chunk else 0] == manager._pool.counts.cached
+    assert 32 == manager.find([*range(32), 1])
+
+
+def test_an_input_of_which_a_part_is_lost_is_evicted_in_all_groups() -> None:
+    manager = make_manager(full(), encoder(4), encoder(2))
+    manager.start("a", [1, 2], inputs={ENCODER: InputSequence(10, b"x")})
+    assert manager.extend("a", 2)
+    manager.commit("a", [1, 2], 2)
+    page = manager.block_ids("a")[2][3]
+    manager.free("a")
+    assert [0, 3, 5] == manager._pool.counts.cached
+    evict(manager, 2, page)
+    assert [0, 0, 0] == manager._pool.counts.cached
     manager.audit()
+
+
+def test_blocks_that_end_together_nowhere_are_not_kept() -> None:
+    # Without a prefix cache, a state's block may be as long as any request, and blocks of others of any size.
+    manager = make_manager(masked(5, window=8), state(2**30), masked(3, window=8))
+    serve(manager, list(range(40)))
+    assert 0 == manager.find([*range(40), 1])
+    assert [0, 0, 0] == manager._pool.counts.cached
 
 
 def test_a_longer_unused_prefix_is_given_up_before_a_shorter_unused_one() -> None:
@@ -253,3 +283,23 @@ def test_a_salt_of_which_nothing_is_cached_leaves_nothing_behind(specs: list[KVC
     manager.start("only looked up", list(range(30)), salt="another")
     evict_all(manager)
     assert 0 == len(manager._tree._roots)
+
+
+def test_a_block_that_ends_in_what_only_this_request_has_is_kept_though_it_begins_before() -> None:
+    # Blocks of four tokens and of three: after five common tokens, the second block of three ends in each one's own.
+    manager = make_manager(full(), masked(3, window=9))
+    shared = list(range(5))
+    prompts = {name: [*shared, *range(start, start + 20)] for name, start in (("first", 100), ("second", 200))}
+    for name, tokens in prompts.items():
+        assert 0 == manager.start(name, tokens)
+        assert manager.extend(name, 7)
+        manager.commit(name, tokens, 7)
+    rows = np.array([manager.row(name) for name in prompts])
+    for num_computed in range(8, 21):
+        assert manager.extend_rows(rows, np.full(2, num_computed))
+        manager.commit_rows(rows, np.full(2, num_computed))
+    manager.audit()
+    for name, tokens in prompts.items():
+        assert 0 == manager.block_ids(name)[1][1]
+        # Nine tokens from the fifth on are needed for the next one: its block is found, or nothing is.
+        assert 12 == manager.find([*tokens[:12], 1])

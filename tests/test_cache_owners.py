@@ -32,12 +32,6 @@ class Recorder:
         assert 0 == group
         self.told += [(owner, index) for index in indices.tolist()]
 
-    def settle(self) -> None:
-        pass
-
-    def look_again(self) -> None:
-        pass
-
 
 def take_and_let_go(pool: BlockPool, pages: Pages) -> None:
     pool.hold(0, pages[2:4])

@@ -107,11 +107,6 @@ class Recorder:
     def lost(self, owner: int, group: int, indices: npt.NDArray[np.int32]) -> None:
         self.pages += indices.tolist()
 
-    def settle(self) -> None:
-        """Say that everything else is of use."""
-
-    look_again = settle
-
 
 class Order:
     """A pool and, beside it, a list of what is cached, sorted anew whenever a page is given up."""

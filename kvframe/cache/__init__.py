@@ -2,15 +2,15 @@
 
 Its files, in the order of the flow; each uses only those before it.
 
-- When blocks die: ``forgetting``; what hits need: ``needs``, ``usefulness``, ``reach``.
-- Where a request's blocks lie: ``block_table``.
+- When blocks die, and so which blocks a hit needs: ``live_range``.
+- Where a request's blocks lie: ``block_table``; the groups by what they store: ``group_kinds``.
 - Pages: those that are free (``free_pages``, ``equal_pages``, ``slabs``), those that are given up first (``eviction``,
   ``due``), who published them (``owners``), how many they are (``page_counts``), and all of them (``pool``).
-- What is found: ``prefix``, ``own_pages``, ``tree``, ``doubts``, ``publishing``, ``pruning`` for tokens, ``inputs`` for
+- What is found: ``prefix``, ``own_pages``, ``tree``, ``publishing`` for tokens, ``inputs`` for
   what comes beside them; ``stats``, ``lookup``, ``pins``.
 - Who is told outside: ``keys``, ``events``.
 - What must be true of all this: ``audit``; all this together: ``prefix_cache``.
-- Requests that run, as rows: ``rows``, ``group_kinds``, ``refusals``; where they share pages that are not full,
+- Requests that run, as rows: ``rows``, ``refusals``; where they share pages that are not full,
   ``forking``; their pages come (``room``) and go (``dead_blocks``), and they begin and end (``coordinator``).
 - Requests whose pages lie elsewhere: ``resuming``, ``restoring``, ``entries``, ``host_store``, ``swapping``.
 - Prefixes in files: ``prefix_file``, ``prefix_reader``, ``prefix_writer``.

@@ -14,11 +14,11 @@ import numpy.typing as npt
 
 from kvframe.cache.block_table import BlockTable, BlockTables, TableStack
 from kvframe.cache.dead_blocks import DeadBlocks, release_resident
-from kvframe.cache.forgetting import NEVER
 from kvframe.cache.forking import ForkedRows, PageCopier
 from kvframe.cache.free_pages import BlockIds
 from kvframe.cache.group_kinds import GroupKinds
 from kvframe.cache.inputs import InputBlocks
+from kvframe.cache.live_range import NEVER
 from kvframe.cache.lookup import PrefixHit
 from kvframe.cache.pool import BlockPool
 from kvframe.cache.publishing import Publisher
@@ -43,6 +43,7 @@ class KVCacheCoordinator:
     def __init__(
         self,
         plan: KVCachePlan,
+        kinds: GroupKinds,
         pool: BlockPool,
         tables: BlockTables,
         publisher: Publisher | None,
@@ -53,7 +54,8 @@ class KVCacheCoordinator:
         """Work on a pool and mirror every change into the block tables.
 
         Args:
-            plan: The groups.
+            plan: How long requests are.
+            kinds: Its groups.
             pool: The pages.
             tables: One block table per group.
             publisher: Where full blocks are published; None if nowhere.
@@ -61,7 +63,6 @@ class KVCacheCoordinator:
             next_publication: Likewise, what the publisher says of when it has to be told.
             copier: Copies pages where a fork writes; None if there are no forks.
         """
-        kinds = GroupKinds.of(plan, tables)
         numbers = RowNumbers(len(plan.groups), num_computed, next_publication)
         self.num_computed, self.num_blocks = num_computed, numbers.num_blocks
         self._kinds = kinds
@@ -224,8 +225,8 @@ class KVCacheCoordinator:
         self._computed_of[row] = num_computed
         if num_computed >= self._publication_of[row] and self._publisher is not None:
             self._publisher.publish(row)
-        if num_computed >= self._death_of[row]:
-            self._dead_blocks.bury(row, num_computed)
+        if num_computed >= self._death_of[row] or self._kinds.sparse:
+            self._dead_blocks.release(np.array([row]), np.array([num_computed]))
 
     def commit_rows(self, rows: Rows, num_computed: npt.NDArray[np.int64]) -> None:
         """Take note of what is computed of several rows.
@@ -238,9 +239,11 @@ class KVCacheCoordinator:
         if self._publisher is not None:
             for row in rows[num_computed >= self._next_publication[rows]].tolist():
                 self._publisher.publish(row)
-        (due,) = (num_computed >= self._next_death[rows]).nonzero()
-        if len(due):
-            self._dead_blocks.bury_rows(rows[due], num_computed[due])
+        is_due = num_computed >= self._next_death[rows]
+        if self._kinds.sparse:
+            is_due |= self._dead_blocks.has_refused(rows, num_computed)
+        if np.count_nonzero(is_due):
+            self._dead_blocks.release(rows[is_due], num_computed[is_due])
 
     def blocks(self, row: int) -> list[list[int]]:
         """Return a row's block ids, one list per group; 0 where a block is not resident."""

@@ -1,4 +1,8 @@
-"""Dead blocks: which of a row's blocks no later token needs, and giving their pages back as soon as it is so."""
+"""Dead blocks: which of a row's blocks no later token needs, and the release of their pages as soon as it is so.
+
+The blocks of a group die at the same numbers of computed tokens in every request, and in the same order. So each row
+has one position in this list for each group, and a step compares the next entry of all rows and groups at once.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +11,102 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.block_table import BlockTables
-from kvframe.cache.forgetting import NEVER, MovingGroups
+from kvframe.cache.block_table import BlockTables, TableStack
 from kvframe.cache.free_pages import BlockIds
 from kvframe.cache.group_kinds import GroupKinds
+from kvframe.cache.live_range import NEVER, LiveRange
 from kvframe.cache.pool import BlockPool
 from kvframe.cache.publishing import Publisher
 from kvframe.cache.room import Room
-from kvframe.cache.rows import BlockRange, RowNumbers, Rows, RowState
-from kvframe.errors import SpecError
-from kvframe.plan import PlannedGroup
+from kvframe.cache.rows import RowNumbers, Rows, RowState
+
+Positions = npt.NDArray[np.int64]
+
+
+class _Deaths:
+    """The deaths of a table stack's blocks, in their order, and how far each row is.
+
+    Invariant: of each row and group, exactly the blocks before ``next`` died at its number of computed tokens.
+
+    Attributes:
+        places: ``[num_groups], int64, host``: the places in the stack of the groups in which blocks die.
+        next: ``[num_groups, max_num_seqs], int64, host``: the place of each row's next death in the lists.
+    """
+
+    def __init__(self, live: Sequence[tuple[int, LiveRange]], max_num_seqs: int) -> None:
+        """Start with every row at the beginning.
+
+        Args:
+            live: The places and live ranges of the groups in which blocks die.
+            max_num_seqs: Rows.
+        """
+        self.places = np.array([place for place, _ in live], dtype=np.int64)
+        # Many groups may have one live range, and share its list.
+        kinds = list({id(each): each for _, each in live}.values())
+        order = [np.argsort(each.deaths, kind="stable") for each in kinds]
+        self._lists = [
+            each.deaths[blocks[: np.count_nonzero(each.deaths < NEVER)]]
+            for each, blocks in zip(kinds, order, strict=True)
+        ]
+        # Two entries after the last one, so that the next two can be read at every place.
+        width = 2 + max(map(len, self._lists))
+        at, blocks = np.full((len(kinds), width), NEVER), np.zeros((len(kinds), width), dtype=np.int64)
+        for kind, (deaths, of_kind) in enumerate(zip(self._lists, order, strict=True)):
+            at[kind, : len(deaths)], blocks[kind, : len(deaths)] = deaths, of_kind[: len(deaths)]
+        self._at, self._blocks = at.reshape(-1), blocks.reshape(-1)
+        number = {id(each): kind for kind, each in enumerate(kinds)}
+        self._kind = np.array([number[id(each)] for _, each in live], dtype=np.int64)
+        self._first = (self._kind * width)[:, None]
+        self.next = np.zeros((len(live), max_num_seqs), dtype=np.int64)
+
+    def after(self, num_computed: Positions) -> Positions:
+        """Return ``[num_groups, n]``: how many deaths there are up to each number of computed tokens."""
+        found = np.stack([np.searchsorted(deaths, num_computed, side="right") for deaths in self._lists])
+        return found if len(found) == len(self._kind) else found[self._kind]
+
+    def nearest(self, places: Positions) -> Positions:
+        """Return ``[n]``: the number of computed tokens at which the next block of each row dies."""
+        nearest: Positions = np.minimum.reduce(self._at[self._first + places])
+        return nearest
+
+    def take(self, rows: Rows, num_computed: Positions) -> tuple[Positions | int, Positions, Positions, Positions]:
+        """Advance rows to their numbers of computed tokens.
+
+        Returns:
+            Of each death on the way, the group's place in the stack (a number if there is one group), the index in
+            ``rows`` and the block, ``[m]`` each; and ``[n]``: at how many computed tokens each row's next block dies.
+        """
+        before = self.next.take(rows, axis=1)
+        flat = before + self._first
+        first, second = self._at.take(flat), self._at.take(flat + 1)
+        if np.count_nonzero(second <= num_computed):
+            after = self.after(num_computed)
+            counts = (after - before).reshape(-1)
+            which = np.repeat(np.arange(len(counts)), counts)
+            starts = np.cumsum(counts) - counts
+            died = flat.reshape(-1)[which] + np.arange(len(which)) - starts[which]
+            nearest = self._at.take(after + self._first)
+        else:
+            is_due = first <= num_computed
+            after = before + is_due
+            (which,) = is_due.reshape(-1).nonzero()
+            died = flat.reshape(-1)[which]
+            nearest = np.where(is_due, second, first)
+        self.next[:, rows] = after
+        blocks = self._blocks.take(died)
+        if len(self._kind) == 1:
+            return int(self.places[0]), which, blocks, nearest[0]
+        groups, which = np.divmod(which, len(rows))
+        return self.places[groups], which, blocks, np.minimum.reduce(nearest)
 
 
 class DeadBlocks:
-    """Releases what died, and says when a row's next block dies (``RowNumbers.next_death``).
+    """Releases blocks that died, and says when a row's next block dies (``RowNumbers.next_death``).
 
-    Invariant: after ``bury`` a row holds pages only of blocks that are live, or that its next tokens are written into.
+    Invariant: after ``release`` a row holds pages of live blocks only, and of blocks that its next tokens go into.
 
     Attributes:
-        first_death: The computed tokens from which on a block of a row that begins without a token dies.
+        first_death: The number of computed tokens at which a block of a row that begins without a token dies.
     """
 
     def __init__(
@@ -44,171 +125,97 @@ class DeadBlocks:
             pool: The pages.
             tables: One block table per group.
             numbers: What is counted of each row.
-            publisher: Who keeps dead blocks findable; None if nobody does.
-            room: Who works out anew up to where there is room, for whom fewer pages change it.
+            publisher: Keeps dead blocks findable; None if nothing does.
+            room: Works out anew up to where a row has blocks, when it loses one that is not dead.
         """
-        self._asked, self._sparse, self._is_plain = kinds.asked, kinds.sparse, kinds.is_plain
-        self._stacks = kinds.stacks
-        self._moving: list[MovingGroups | None] = []
-        for stack in kinds.stacks:
-            found = [(place, kinds.forgetting.get(group)) for place, group in enumerate(stack.groups)]
-            of_stack = [(place, each) for place, each in found if each is not None and (each.window or each.chunk)]
-            self._moving.append(MovingGroups(of_stack, len(numbers.states)) if of_stack else None)
+        self._sparse = kinds.sparse
+        self._has_inputs = len(kinds.of_tokens) < len(kinds.groups)
+        self._sparse_index = np.array([group.index for group in kinds.sparse], dtype=np.int64)[:, None]
+        self._sparse_size = np.array([group.block_size for group in kinds.sparse], dtype=np.int64)[:, None]
+        self._stacks: list[tuple[int, TableStack, _Deaths]] = []
+        for s, stack in enumerate(kinds.stacks):
+            live = [(place, kinds.live[group]) for place, group in enumerate(stack.groups)]
+            dying = [(place, each) for place, each in live if not each.never_dies]
+            if dying:
+                self._stacks.append((s, stack, _Deaths(dying, len(numbers.states))))
         self._pool = pool
         self._tables = tables
         self._publisher = publisher
         self._room = room
         self._num_blocks, self._states = numbers.num_blocks, numbers.states
         self._next_death, self._death_of = numbers.next_death, numbers.death_of
-        deaths = [int(moving.next_death(moving.dead[:, :1])[0]) for moving in self._moving if moving is not None]
-        self.first_death = -1 if self._asked else min(deaths, default=NEVER)
+        start = np.zeros(1, dtype=np.int64)
+        self.first_death = min((int(deaths.nearest(start)[0]) for _, _, deaths in self._stacks), default=NEVER)
         self._next_death[...] = self.first_death
 
     def begin(self, row: int, num_computed: int, state: RowState) -> None:
-        """Take note of a row that begins, with exactly those blocks that are live after its computed tokens."""
-        for group in self._asked:
-            state.live.setdefault(group.index, ((0, num_computed // group.block_size),))
-        for moving in self._moving:
-            if moving is not None:
-                moving.start(row, num_computed)
-        self._note_next(row, is_asked=bool(self._asked or state.inputs))
+        """Record that a row begins, with exactly those blocks that are live after its computed tokens."""
+        nearest = self.first_death
+        if num_computed and self._stacks:
+            nearest = NEVER
+            for _, _, deaths in self._stacks:
+                after = deaths.after(np.array([num_computed]))
+                deaths.next[:, row] = after[:, 0]
+                nearest = min(nearest, int(deaths.nearest(after)[0]))
+        # The first commit also says that the inputs are computed.
+        self._death_of[row] = -1 if state.missing else nearest
 
     def clear(self, row: int) -> None:
         """Let a row be as one without a token."""
         self._death_of[row] = self.first_death
-        for moving in self._moving:
-            if moving is not None:
-                moving.clear(row)
+        for _, _, deaths in self._stacks:
+            deaths.next[:, row] = 0
 
-    # --- burying ------------------------------------------------------------------------------------------------------
+    def has_refused(self, rows: Rows, num_computed: Positions) -> npt.NDArray[np.bool_]:
+        """Return which rows have pages after their computed tokens in a group that stores few blocks."""
+        beyond = self._num_blocks[self._sparse_index, rows] * self._sparse_size - num_computed >= self._sparse_size
+        found: npt.NDArray[np.bool_] = np.logical_or.reduce(beyond)
+        return found
 
-    def bury(self, row: int, num_computed: int) -> None:
-        """Release what no token needs after those that are computed. Inputs are computed with the first, and stay."""
-        if self._is_plain:
-            self._bury_plain(np.array([row]), np.array([num_computed]))
-        else:
-            self._bury_row(row, num_computed)
-
-    def _bury_row(self, row: int, num_computed: int) -> None:
-        """Release what no token of a row needs any more, group by group."""
-        if self._publisher is not None and not self._pool.is_short:
-            # Else what the row passes is freed with it: there are more useful pages to keep.
-            self._publisher.refresh(row)
-        state = self._states[row]
-        if state.missing:
-            state.missing = frozenset()
-            self._room.note(row)
-        for s, moving in enumerate(self._moving):
-            if moving is not None:
-                for place, kind, before in zip(moving.places, moving.types, moving.dead[:, row].tolist(), strict=True):
-                    dead = kind.dead(num_computed)
-                    if dead > before:
-                        self._release_range(row, self._stacks[s].groups[place], before, dead)
-                np.maximum(moving.dead[:, row], moving.dead_at(np.array([num_computed]))[:, 0], out=moving.dead[:, row])
-        for group in self._asked:
-            self._bury_asked(row, group, state, num_computed)
-        self._note_next(row, is_asked=bool(self._asked))
-        if self._sparse:
-            self._room.note(row)
-
-    def bury_rows(self, rows: Rows, num_computed: npt.NDArray[np.int64]) -> None:
-        """Release what no token of several rows needs any more; plain rows together.
+    def release(self, rows: Rows, num_computed: Positions) -> None:
+        """Release the blocks of rows that no token after the computed ones needs. Inputs are computed with the first.
 
         Args:
             rows: ``[n], int64, host``, each once.
             num_computed: ``[n], int64, host``.
         """
-        if self._is_plain:
-            self._bury_plain(rows, num_computed)
-            return
-        for row, count in zip(rows.tolist(), num_computed.tolist(), strict=True):
-            self._bury_row(row, count)
-
-    def _bury_plain(self, rows: Rows, num_computed: npt.NDArray[np.int64]) -> None:
-        """Release what no token of plain rows needs any more, of all rows and groups together."""
-        next_death: npt.NDArray[np.int64] | None = None
-        for s, moving in enumerate(self._moving):
-            if moving is None:
-                continue
-            before, after = moving.dead.take(rows, axis=1), moving.dead_at(num_computed)
-            np.maximum(before, after, out=after)
-            died = after - before
-            most = np.maximum.reduce(died, axis=None)
-            if most > 1:
-                self._bury_runs(rows, num_computed, np.maximum.reduce(died) > 1)
-                return
-            if most:
-                (which,) = died.reshape(-1).nonzero()
-                blocks = before.reshape(-1)[which]
-                if len(moving.types) == 1:
-                    self._release_each(s, int(moving.places[0]), rows[which], blocks)
-                else:
-                    kinds, which = np.divmod(which, len(rows))
-                    self._release_each(s, moving.places[kinds], rows[which], blocks)
-                moving.dead[:, rows] = after
-            nearest = moving.next_death(after)
+        next_death: Positions | None = None
+        for s, stack, deaths in self._stacks:
+            places, which, blocks, nearest = deaths.take(rows, num_computed)
+            if len(blocks):
+                self._release_each(s, stack, places, rows[which], blocks)
             next_death = nearest if next_death is None else np.minimum(next_death, nearest)
+        if self._has_inputs:
+            self._inputs_are_computed(rows)
         self._next_death[rows] = NEVER if next_death is None else next_death
-
-    def _bury_runs(self, rows: Rows, num_computed: npt.NDArray[np.int64], has_runs: npt.NDArray[np.bool_]) -> None:
-        """Release what no token of plain rows needs any more, where a chunk of a prompt killed several blocks of some.
-
-        Args:
-            rows: As of ``bury_rows``.
-            num_computed: Likewise.
-            has_runs: ``[n], bool, host``: in which rows.
-        """
-        for row, count in zip(rows[has_runs].tolist(), num_computed[has_runs].tolist(), strict=True):
-            self._bury_row(row, count)
-        if not has_runs.all():
-            self._bury_plain(rows[~has_runs], num_computed[~has_runs])
+        if self._sparse:
+            is_refused = self.has_refused(rows, num_computed)
+            for row, count in zip(rows[is_refused].tolist(), num_computed[is_refused].tolist(), strict=True):
+                self._release_refused(row, count)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _note_next(self, row: int, *, is_asked: bool) -> None:
-        """Work out when the next block of a row dies; of one that is asked, whenever tokens are computed."""
-        if is_asked:
-            self._death_of[row] = -1
-            return
-        nearest = NEVER
-        for moving in self._moving:
-            if moving is not None:
-                nearest = min(nearest, int(moving.next_death(moving.dead[:, [row]])[0]))
-        self._death_of[row] = nearest
+    def _inputs_are_computed(self, rows: Rows) -> None:
+        for row in rows.tolist():
+            if self._states[row].missing:
+                self._states[row].missing = frozenset()
+                self._room.note(row)
 
-    def _bury_asked(self, row: int, group: PlannedGroup, state: RowState, num_computed: int) -> None:
-        """Release the dead blocks of a row in a group whose live ranges are asked."""
-        index, count = group.index, int(self._num_blocks[group.index, row])
-        try:
-            live = group.answers.live_blocks(num_computed)
-        except SpecError as error:
-            # It keeps all its blocks, and gets none for another token.
-            state.fault = error
-            self._room.note(row)
-            return
-        # The block that the next token is written into stays, live or not.
-        current = num_computed // group.block_size
-        is_live = live and live[-1][1] >= current
-        kept = (*live[:-1], (live[-1][0], count)) if is_live else (*live, (current, count))
-        before = state.live[index]
-        if before and before[-1][1] < count:
-            before = (*before[:-1], (before[-1][0], count))
-        # Where few blocks are stored, each step says which: those beyond its end are of tokens that were refused.
-        for start, stop in _difference(before, live if group in self._sparse else kept):
-            self._release_range(row, index, start, stop)
-        state.live[index] = kept
+    def _release_refused(self, row: int, num_computed: int) -> None:
+        """Release the blocks of refused tokens in groups that store few blocks: each step says which it stores."""
+        for group in self._sparse:
+            start, stop = -(-num_computed // group.block_size), int(self._num_blocks[group.index, row])
+            if start < stop:
+                ids = self._tables[group.index].ids[row, start:stop]
+                if self._publisher is not None:
+                    self._publisher.own.keep_published(row, group.index, start, ids, self._pool)
+                release_resident(self._pool, group.index, ids)
+                ids[...] = 0
+                self._num_blocks[group.index, row] = start
+        self._room.note(row)
 
-    def _release_range(self, row: int, index: int, start: int, stop: int) -> None:
-        """Release blocks ``[start, stop)`` of a row in a group."""
-        ids = self._tables[index].ids[row, start:stop]
-        if self._publisher is not None:
-            self._publisher.pass_range(row, index, start, ids)
-        release_resident(self._pool, index, ids)
-        ids[...] = 0
-
-    def _release_each(self, s: int, places: Rows | int, rows: Rows, blocks: npt.NDArray[np.int64]) -> None:
+    def _release_each(self, s: int, stack: TableStack, places: Positions | int, rows: Rows, blocks: Positions) -> None:
         """Release blocks of groups of a stack and of rows, each named by its place, row and index."""
-        stack = self._stacks[s]
         at = stack.at(places, rows, blocks)
         ids = stack.flat[at]
         if np.count_nonzero(ids) < len(ids):
@@ -231,25 +238,8 @@ def release_resident(pool: BlockPool, group: int, ids: BlockIds) -> None:
     Args:
         pool: The pages.
         group: The group.
-        ids: ``[n], int32, host``: what a block table says, 0 for none; it is not kept.
+        ids: ``[n], int32, host``: a part of a block table, 0 for none; it is not kept.
     """
     held = ids.copy() if np.count_nonzero(ids) == len(ids) else ids[ids != 0]
     if len(held):
         pool.release(held, group)
-
-
-def _difference(whole: Sequence[BlockRange], kept: Sequence[BlockRange]) -> list[BlockRange]:
-    """Return the parts of ``whole`` outside ``kept``; both are sorted and disjoint."""
-    if whole and kept and whole[0] == kept[0] and len(whole) == len(kept) == 1:
-        return []
-    left = []
-    for start, stop in whole:
-        for keep_start, keep_stop in kept:
-            if keep_stop <= start or stop <= keep_start:
-                continue
-            if start < keep_start:
-                left.append((start, keep_start))
-            start = max(start, keep_stop)
-        if start < stop:
-            left.append((start, stop))
-    return left

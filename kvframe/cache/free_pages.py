@@ -19,10 +19,7 @@ SHORT = 32
 
 
 class Evictor(Protocol):
-    """Who gives up cached pages: each comes back by ``give``, and others that are of no use without it.
-
-    If some are of no use already, these are given up instead, whichever they are: whoever lacks pages asks again.
-    """
+    """Evicts cached pages: each comes back by ``give``, and perhaps others that are of no use without it."""
 
     def oldest(self, group: int) -> int | None:
         """Return when a group's first cached page is due; None if it has none."""

@@ -1,11 +1,14 @@
-"""The groups of a plan by how their blocks come and go: as said by arrays of positions, or asked for each position."""
+"""The groups of a plan by what they store: every block that a step computes, few of them, or the blocks of inputs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import attrs
 
+from kvframe.answers import Answers
 from kvframe.cache.block_table import BlockTables, TableStack
-from kvframe.cache.forgetting import Forgetting, forgetting_of
+from kvframe.cache.live_range import LiveRange
 from kvframe.plan import KVCachePlan, PlannedGroup
 from kvframe.specs import KVCacheSpec
 
@@ -20,10 +23,9 @@ class GroupKinds:
         stacks: The block tables of these.
         dense: The groups of tokens that store every block that a step computes.
         sparse: The other groups of tokens: their types say at each step which blocks they store.
-        forgetting: For each dense group, by its index, how it forgets; None where only its live ranges say it.
-        asked: The groups whose live ranges are asked position by position.
-        is_plain: Whether every group is dense, of requests' own tokens and not asked: then a batch of rows needs no
-            look at each.
+        live: For each group of tokens, by its index, when its blocks die.
+        asked: The answers of the types whose live ranges no mask says: they are checked as far as requests get.
+        is_plain: Whether every group is dense: then a batch of rows needs no look at each.
     """
 
     groups: tuple[PlannedGroup, ...]
@@ -31,8 +33,8 @@ class GroupKinds:
     stacks: tuple[TableStack, ...]
     dense: tuple[PlannedGroup, ...]
     sparse: tuple[PlannedGroup, ...]
-    forgetting: dict[int, Forgetting | None]
-    asked: tuple[PlannedGroup, ...]
+    live: Mapping[int, LiveRange]
+    asked: tuple[Answers, ...]
     is_plain: bool
 
     @classmethod
@@ -46,15 +48,16 @@ class GroupKinds:
         of_tokens = tuple(group for group in plan.groups if not group.is_of_input)
         sparse = tuple(g for g in of_tokens if type(g.spec).stored_blocks is not KVCacheSpec.stored_blocks)
         dense = tuple(group for group in of_tokens if group not in sparse)
-        forgetting = {group.index: forgetting_of(group.spec) for group in dense}
-        asked = (*sparse, *(group for group in dense if forgetting[group.index] is None))
+        # Groups of one type have one live range, which is worked out once.
+        of_type = {group.spec.group_key: group.answers for group in of_tokens}
+        live = {key: LiveRange.of(answers, plan.max_model_len) for key, answers in of_type.items()}
         return cls(
             groups=plan.groups,
             of_tokens=of_tokens,
             stacks=tuple(stack for stack in tables.stacks if not plan.groups[stack.groups[0]].is_of_input),
             dense=dense,
             sparse=sparse,
-            forgetting=forgetting,
-            asked=asked,
-            is_plain=not asked and len(of_tokens) == len(plan.groups),
+            live={group.index: live[group.spec.group_key] for group in of_tokens},
+            asked=tuple(answers for key, answers in of_type.items() if not live[key].is_by_mask),
+            is_plain=not sparse and len(of_tokens) == len(plan.groups),
         )

@@ -79,11 +79,8 @@ class InputIndex:
 
     Invariant: a page in it is held or cached, and its owner in the pool is the entry that names it.
 
-    An input is of use if all of its blocks are there, in all groups that keep state of it. What is left of others is
-    given up, but for what somebody holds.
-
-    Attributes:
-        parts: The inputs of which blocks are lost: their salts, sequences, keys and lengths.
+    An input is found if all of its blocks are there, in all groups that keep state of it. When one of its blocks is
+    evicted, the others are evicted too, except for those that a request holds.
     """
 
     def __init__(self, groups: Sequence[PlannedGroup]) -> None:
@@ -94,7 +91,6 @@ class InputIndex:
         """
         self._groups = tuple(group for group in groups if group.is_of_input)
         self._owners: list[dict[InputBlocks, int]] = [{} for _ in groups]
-        self.parts: dict[tuple[str, str, bytes, int], None] = {}
         self._entries: dict[int, tuple[InputBlocks, Pages]] = {}
         self._next_owner = NOBODY + 1
         self.pool: BlockPool  # set by whoever makes both: each needs the other
@@ -125,26 +121,21 @@ class InputIndex:
         if self.on_stored is not None:
             self.on_stored(blocks, new, pages)
 
-    def lost(self, owner: int, group: int, indices: Indices) -> None:
-        """Take note that pages of an input were given up."""
-        blocks, pages = self._entries[owner]
-        pages[indices] = 0
-        self.parts[blocks.salt, blocks.sequence, blocks.key, blocks.num_tokens] = None
-        self._remove_if_empty(owner)
+    def lost_all(self, owner: int, group: int, num_pages: int) -> bool:
+        """Return False: what is left of an input in other groups has to be evicted too, which ``lost`` does."""
+        return False
 
-    def settle(self) -> None:
-        """Give up what is of no use: what is left of inputs that are not whole."""
-        for salt, sequence, key, num_tokens in list(self.parts):
-            inputs = {sequence: InputSequence(num_tokens, key)}
-            known = [self._owners[each.group].get(each, NOBODY) for each in input_blocks(self._groups, inputs, salt)]
-            if not all(owner != NOBODY and self._entries[owner][1].all() for owner in known):
-                for owner in known:
-                    if owner != NOBODY:
-                        blocks, pages = self._entries[owner]
-                        pages[self.pool.drop(blocks.group, pages)] = 0
-                        self._remove_if_empty(owner)
-            if all(owner not in self._entries or self._entries[owner][1].all() for owner in known):
-                del self.parts[salt, sequence, key, num_tokens]
+    def lost(self, owner: int, group: int, indices: Indices) -> None:
+        """Record that pages of an input were evicted, and evict the others that no request holds, in all groups."""
+        lost, pages = self._entries[owner]
+        pages[indices] = 0
+        inputs = {lost.sequence: InputSequence(lost.num_tokens, lost.key)}
+        for blocks in input_blocks(self._groups, inputs, lost.salt):
+            of_group = self._owners[blocks.group].get(blocks)
+            if of_group is not None:
+                _, pages = self._entries[of_group]
+                pages[self.pool.drop(blocks.group, pages)] = 0
+                self._remove_if_empty(of_group)
 
     def _remove_if_empty(self, owner: int) -> None:
         blocks, pages = self._entries[owner]
@@ -163,7 +154,6 @@ class InputIndex:
     def forget(self) -> None:
         """Forget every input; whoever has the pool gives up their pages."""
         self._entries.clear()
-        self.parts.clear()
         for owners in self._owners:
             owners.clear()
 

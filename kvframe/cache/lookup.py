@@ -11,14 +11,13 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.forgetting import forgetting_of
+from kvframe.cache.group_kinds import GroupKinds
 from kvframe.cache.inputs import InputBlocks, InputIndex
+from kvframe.cache.live_range import LiveRange, longest_common_prefix
 from kvframe.cache.prefix import NO_MATCH, Match, Namespace
-from kvframe.cache.reach import longest_alone, longest_of_all
 from kvframe.cache.stats import GroupLookups
 from kvframe.cache.tree import PrefixTree
-from kvframe.plan import KVCachePlan, PlannedGroup
-from kvframe.specs import KVCacheSpec
+from kvframe.plan import KVCachePlan
 
 Pages = npt.NDArray[np.int32]
 
@@ -82,11 +81,12 @@ NO_HIT = PrefixHit()
 class PrefixLookup:
     """Finds prefixes and inputs. It asks no spec for its type."""
 
-    def __init__(self, plan: KVCachePlan, tree: PrefixTree, inputs: InputIndex) -> None:
+    def __init__(self, plan: KVCachePlan, kinds: GroupKinds, tree: PrefixTree, inputs: InputIndex) -> None:
         """Look into what is published.
 
         Args:
-            plan: The groups.
+            plan: The plan.
+            kinds: Its groups.
             tree: The prefixes.
             inputs: The inputs.
         """
@@ -94,12 +94,12 @@ class PrefixLookup:
         self._inputs = inputs
         self._stacks = [[plan.groups[group] for group in groups] for groups in tree.groups]
         self._groups = [group for groups in tree.groups for group in groups]
-        self._alignment = plan.alignment
-        self._has_sparse = has_sparse(plan)
+        self._live = kinds.live
+        self._alignment, self._max_tokens = plan.alignment, plan.max_model_len
+        self._has_sparse = bool(kinds.sparse)
         self._kinds = tuple(group.spec.kind for group in plan.groups)
-        # Where some type always needs the last token, nothing behind the tokens that are known can be a hit.
-        forgetting = [forgetting_of(plan.groups[group].spec) for group in self._groups]
-        needs_last = [each is not None and not each.chunk and each.window != 1 for each in forgetting]
+        # If some type always needs the last token, no hit is longer than the tokens that are known.
+        needs_last = [kinds.live[group].needs_last for group in self._groups]
         self._ends_with_match = any(needs_last)
         self._ends_with_pages = self._ends_with_match and not all(needs_last)
 
@@ -118,7 +118,7 @@ class PrefixLookup:
             inputs: Its inputs.
         """
         match = self._tree.match(namespace, tokens, num_tokens - 1)
-        most = match.length if self._ends_with_match else num_tokens - 1
+        most = match.length if self._ends_with_match else min(num_tokens - 1, self._max_tokens)
         if not most and not inputs:
             return NO_HIT
         of_stack = self._tree.pages(match, most)
@@ -129,10 +129,12 @@ class PrefixLookup:
             if np.count_nonzero(pages) == pages.size:
                 found += [pages.shape[1] * groups[0].block_size] * len(groups)
             else:
-                found += [longest_alone(group, row, most) for group, row in zip(groups, pages, strict=True)]
+                found += [
+                    self._live[group.index].longest_prefix(row, most) for group, row in zip(groups, pages, strict=True)
+                ]
         longest, most = (max(found), min(found)) if found else (0, 0)
         is_equal = most == longest and not most % self._alignment
-        hit = most if is_equal else longest_of_all(self._held(of_stack), most)
+        hit = most if is_equal else longest_common_prefix(self._held(of_stack), self._alignment, most)
         known = match.length - match.length % self._alignment
         whole_inputs, of_inputs = self._find_inputs(inputs) if inputs else (_NONE, ())
         return PrefixHit(
@@ -147,23 +149,24 @@ class PrefixLookup:
             of_inputs=of_inputs,
         )
 
-    def _held(self, of_stack: Sequence[Pages]) -> list[tuple[PlannedGroup, Pages]]:
-        """Return the groups of tokens, stack by stack, each with its pages."""
-        groups = chain.from_iterable(self._stacks)
-        return list(zip(groups, chain.from_iterable(of_stack), strict=True))
+    def _held(self, of_stack: Sequence[Pages]) -> list[tuple[LiveRange, Pages]]:
+        """Return the live range and the pages of each group of tokens, stack by stack."""
+        return [
+            (self._live[group], pages) for group, pages in zip(self._groups, chain.from_iterable(of_stack), strict=True)
+        ]
 
     def _limiting(self, of_stack: Sequence[Pages], found: Sequence[int], hit: int) -> list[int]:
         """Return the groups for which it is that no hit has as many tokens as another group has."""
         longer = [other for other in set(found) if other > hit]
-        held = self._held(of_stack)
-        return [group.index for group, row in held if any(self._lacks(group, row, other) for other in longer)]
+        held = zip(self._groups, self._held(of_stack), strict=True)
+        return [group for group, (live, row) in held if any(self._lacks(live, row, other) for other in longer)]
 
-    def _lacks(self, group: PlannedGroup, pages: Pages, num_tokens: int) -> bool:
+    def _lacks(self, live: LiveRange, pages: Pages, num_tokens: int) -> bool:
         """Return whether it is for a group that no hit has so many tokens."""
         if num_tokens % self._alignment:
             # Nobody keeps what is needed there only, as the blocks of some end elsewhere.
-            return num_tokens % group.block_size > 0
-        return longest_alone(group, pages, num_tokens) < num_tokens
+            return num_tokens % live.block_size > 0
+        return live.longest_prefix(pages, num_tokens) < num_tokens
 
     def count(self, hit: PrefixHit, num_tokens: int, totals: Sequence[GroupLookups]) -> None:
         """Add what a lookup of so many tokens found to the totals of each group."""
@@ -203,9 +206,3 @@ class PrefixLookup:
 def _last_page(pages: Pages) -> int:
     held = np.flatnonzero(pages.any(axis=0))
     return int(held[-1]) + 1 if len(held) else 0
-
-
-def has_sparse(plan: KVCachePlan) -> bool:
-    """Return whether a type stores few blocks of a step, so that where requests part has to be known."""
-    of_tokens = (group for group in plan.groups if not group.is_of_input)
-    return any(type(group.spec).stored_blocks is not KVCacheSpec.stored_blocks for group in of_tokens)

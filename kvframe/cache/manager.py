@@ -13,11 +13,12 @@ from kvframe.cache.block_table import BlockTables
 from kvframe.cache.coordinator import KVCacheCoordinator
 from kvframe.cache.entries import Entries, Entry
 from kvframe.cache.events import EventLog
-from kvframe.cache.forgetting import NEVER
 from kvframe.cache.forking import PageCopier
+from kvframe.cache.group_kinds import GroupKinds
 from kvframe.cache.host_store import HostPages, HostStore
 from kvframe.cache.inputs import InputSequence, input_blocks, inputs_root
 from kvframe.cache.keys import NO_INPUTS
+from kvframe.cache.live_range import NEVER
 from kvframe.cache.lookup import NO_HIT
 from kvframe.cache.pins import Pin, Pins
 from kvframe.cache.prefix import NO_MATCH
@@ -92,8 +93,9 @@ class KVCacheManager:
         )
         num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         next_publication = np.full(max_num_seqs, NEVER, dtype=np.int64)
+        kinds = GroupKinds.of(plan, self.tables)
         self._cache = PrefixCache(
-            plan, self.tables, num_computed, next_publication, is_caching=self.prefix_caching, eviction=eviction
+            plan, kinds, num_computed, next_publication, is_caching=self.prefix_caching, eviction=eviction
         )
         self._pool, self._tree, self._lookup = self._cache.pool, self._cache.tree, self._cache.lookup
         self._publisher = self._cache.publisher
@@ -101,6 +103,7 @@ class KVCacheManager:
         self._pins = Pins(plan, self._pool)
         self._coordinator = KVCacheCoordinator(
             plan,
+            kinds,
             self._pool,
             self.tables,
             self._publisher if self.prefix_caching else None,

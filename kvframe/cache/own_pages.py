@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.block_table import TableStack
-from kvframe.cache.forgetting import never_dies
+from kvframe.cache.live_range import LiveRange
 from kvframe.cache.owners import NOBODY
 from kvframe.cache.pool import BlockPool
-from kvframe.plan import PlannedGroup
 
 Pages = npt.NDArray[np.int32]
 
@@ -28,14 +27,14 @@ class OwnPages:
         is_table: Per stack, whether it is the block table.
     """
 
-    def __init__(self, groups: Sequence[PlannedGroup], stacks: Sequence[TableStack]) -> None:
+    def __init__(self, live: Mapping[int, LiveRange], stacks: Sequence[TableStack]) -> None:
         """Start with none.
 
         Args:
-            groups: All groups of the plan.
+            live: When the blocks of each group of tokens die.
             stacks: The block tables of those of requests' tokens.
         """
-        self.is_table = tuple(all(never_dies(groups[group].spec) for group in stack.groups) for stack in stacks)
+        self.is_table = tuple(all(live[group].never_dies for group in stack.groups) for stack in stacks)
         self.pages = tuple(
             stack.ids if is_table else np.zeros_like(stack.ids)
             for stack, is_table in zip(stacks, self.is_table, strict=True)
@@ -63,23 +62,18 @@ class OwnPages:
         if not self.is_table[s]:
             self.pages[s][:, rows, blocks] = pages
 
-    def keep_published(self, row: int, group: int, start: int, pages: Pages, pool: BlockPool) -> npt.NDArray[np.bool_]:
-        """Take note that a row lets go of blocks: those that nobody can find are not its own any more.
+    def keep_published(self, row: int, group: int, start: int, pages: Pages, pool: BlockPool) -> None:
+        """Record that a row releases blocks: those that were not published are no longer its own.
 
         Args:
             row: The row.
             group: The group.
             start: The first block.
             pages: Their pages, 0 for none.
-            pool: Who knows which can be found.
-
-        Returns:
-            Which can be found.
+            pool: Knows which pages are published.
         """
         s, g = self._place[group]
-        is_kept: npt.NDArray[np.bool_] = pool.owners(pages) != NOBODY
-        self.pages[s][g, row, start : start + len(pages)] *= is_kept
-        return is_kept
+        self.pages[s][g, row, start : start + len(pages)] *= pool.owners(pages) != NOBODY
 
     def give_up(self, row: int, start: int, stop: int) -> None:
         """Forget a row's pages of the blocks that lie in tokens ``[start, stop)``."""

@@ -27,7 +27,7 @@ class Keeper(Protocol):
     """Who has pages in the pool found by others: told of each page whose content is given up."""
 
     def lost_all(self, owner: int, group: int, num_pages: int) -> bool:
-        """Take note that an owner lost so many pages, if these are all that it has; give up what is of no use then.
+        """Record that an owner lost so many pages, if these are all that it has.
 
         Args:
             owner: Who published them.
@@ -39,13 +39,7 @@ class Keeper(Protocol):
         """
 
     def lost(self, owner: int, group: int, indices: Indices) -> None:
-        """Take note that an owner's pages at these indices are gone."""
-
-    def settle(self) -> None:
-        """Give up, by ``drop``, what is of no use without the pages that are gone."""
-
-    def look_again(self) -> None:
-        """Give up, by ``drop``, whatever is of no use: something that is of use is about to be given up."""
+        """Record that an owner's pages at these indices were evicted."""
 
 
 class BlockPool:
@@ -337,13 +331,6 @@ class BlockPool:
             self._end(group, block_ids[is_cached], places)
         return is_cached
 
-    def give_up_useless(self) -> bool:
-        """Give up what is of no use, before anything else; return whether there was something."""
-        before = self.num_evictions
-        if self._keeper is not None:
-            self._keeper.look_again()
-        return self.num_evictions > before
-
     def evict(self, group: int | Groups, block_ids: BlockIds) -> None:
         """Give up cached pages, and tell their keeper."""
         self._note_taken(self._state[self._places(block_ids)])
@@ -363,7 +350,6 @@ class BlockPool:
             is_of_group = slice(None) if isinstance(group, int) else group == each
             of_group = owners if isinstance(owners, int) else owners[is_of_group]
             self._tell_keeper(each, of_group, indices[is_of_group])
-        self._keeper.settle()
 
     def _tell_keeper(self, group: int, owners: int | BlockIds, indices: Indices) -> None:
         assert self._keeper is not None
@@ -387,8 +373,6 @@ class BlockPool:
 
     def evict_oldest(self, group: int, num_pages: int) -> None:
         """Give up as many of a group's cached pages, or all if it has fewer."""
-        if self.give_up_useless():
-            return
         while num_pages > 0:
             block_ids = self._cached.take(group, num_pages, self._current)
             if block_ids is None:
@@ -400,8 +384,6 @@ class BlockPool:
     def evict_oldest_of_any(self, num_pages: int, uncut: int) -> None:
         """Give up as many cached pages, of whatever group, or all if there are fewer; short runs are not cut."""
         end = self.num_evictions + num_pages
-        if self._keeper is not None:
-            self._keeper.look_again()
         while self.num_evictions < end:
             taken = self._cached.take_any(end - self.num_evictions, uncut, self._current)
             if taken is None:
@@ -412,8 +394,6 @@ class BlockPool:
 
     def evict_among(self, group: int, block_ids: BlockIds, num_pages: int) -> None:
         """Give up the cached ones of some pages, the first due first, until ``num_pages`` are."""
-        if self.give_up_useless():
-            return
         stamps = self._state[self._places(block_ids)]
         cached = np.flatnonzero(stamps > 0)
         dues = stamps[cached] if self._by_due is None else self._by_due.dues(block_ids[cached])

@@ -10,16 +10,12 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.forgetting import NEVER
 from kvframe.cache.owners import NOBODY
 from kvframe.errors import RequestError
 
 TOKEN_BYTES = 4
 _LONG = 1024
 """Tokens that are not copied more often than they have to be."""
-
-_MAX_GONE = 16
-"""Children that are not there any more, of which a node may know besides as many as it has."""
 
 Namespace = tuple[str, bytes]
 """A salt, and what stands for a request's inputs: requests of different ones share nothing."""
@@ -39,31 +35,19 @@ class PrefixNode:
         children: What comes after it, by the bytes of their first unit.
         row: The running request that it grows with; -1 for none.
         namespace: Of a root, whose prefixes hang on it; else None.
-        first_hit: The shortest hit that ends in it or behind it has at least so many tokens; 0 if nobody looked.
-        is_whole: Whether hits that end in it are known to need all of its pages.
-        safe: Were all hits of fewer tokens lost, nothing in it or behind it would become useless by it.
-        safe_behind: Likewise of its children, but for those that nobody looked at.
-        unseen: Children that nobody looked at; perhaps some that are not there any more, or that somebody looked at.
-        seen: How many losses there had been when somebody looked.
     """
 
     __slots__ = (
         "children",
-        "first_hit",
-        "is_whole",
         "namespace",
         "num_pages",
         "owner",
         "pages",
         "parent",
         "row",
-        "safe",
-        "safe_behind",
-        "seen",
         "start",
         "stop",
         "tokens",
-        "unseen",
     )
 
     def __init__(
@@ -78,50 +62,6 @@ class PrefixNode:
         self.children: dict[bytes, PrefixNode] = {}
         self.row = -1
         self.namespace = namespace
-        self.first_hit = self.seen = 0
-        self.safe, self.safe_behind = start, NEVER
-        self.is_whole = False
-        self.unseen: list[PrefixNode] = _NONE
-
-    def added(self) -> None:
-        """Take note that it is new among its parent's children."""
-        self._be_unseen()
-        self._may_be_hit_earlier()
-
-    def changed(self) -> None:
-        """Take note that it has more pages than when somebody looked at it."""
-        self.is_whole, self.seen = False, 0
-        if self.safe > self.start:
-            self.safe = self.start
-            self._be_unseen()
-        if self.first_hit:
-            self.first_hit = 0
-            self._may_be_hit_earlier()
-
-    def _be_unseen(self) -> None:
-        parent = self.parent
-        if parent is None or parent.parent is None:
-            return
-        if parent.unseen is _NONE:
-            parent.unseen = []
-        parent.unseen.append(self)
-        if len(parent.unseen) > 2 * len(parent.children) + _MAX_GONE:
-            parent.unseen = [child for child in parent.children.values() if child.safe == child.start]
-        # A hit that needs something of it ends behind its start.
-        while parent.parent is not None and parent.safe > self.start:
-            parent.safe = self.start
-            parent = parent.parent
-            parent.safe_behind = min(parent.safe_behind, self.start)
-
-    def _may_be_hit_earlier(self) -> None:
-        node = self.parent
-        while node is not None:
-            if node.first_hit > self.start:
-                node.first_hit = 0
-            node = node.parent
-
-
-_NONE: list[PrefixNode] = []
 
 
 class Match(NamedTuple):

@@ -9,43 +9,30 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.audit import audit_pool, audit_tree
-from kvframe.cache.block_table import BlockTables
 from kvframe.cache.events import EventLog
 from kvframe.cache.free_pages import BlockIds
+from kvframe.cache.group_kinds import GroupKinds
 from kvframe.cache.inputs import InputIndex, InputSequence, input_blocks, inputs_root
-from kvframe.cache.lookup import NO_HIT, PrefixHit, PrefixLookup, has_sparse
+from kvframe.cache.lookup import NO_HIT, PrefixHit, PrefixLookup
 from kvframe.cache.owners import Indices
 from kvframe.cache.pool import BlockPool, Keeper
-from kvframe.cache.pruning import Pruning
 from kvframe.cache.publishing import Publisher
 from kvframe.cache.tree import PrefixTree
-from kvframe.cache.usefulness import Usefulness
 from kvframe.eviction import EvictionPolicy
 from kvframe.plan import KVCachePlan
 
 
 @attrs.frozen
 class _Keepers:
-    """Tells whoever published a page that it is gone, of tokens or of inputs."""
+    """Tells the publisher of a page, the tree or the index of inputs, that it was evicted."""
 
-    are_of_input: tuple[bool, ...]
-    pruning: Pruning
-    inputs: InputIndex
+    of_group: tuple[Keeper, ...]
 
     def lost_all(self, owner: int, group: int, num_pages: int) -> bool:
-        return not self.are_of_input[group] and self.pruning.lost_all(owner, group, num_pages)
+        return self.of_group[group].lost_all(owner, group, num_pages)
 
     def lost(self, owner: int, group: int, indices: Indices) -> None:
-        keeper = self.inputs if self.are_of_input[group] else self.pruning
-        keeper.lost(owner, group, indices)
-
-    def settle(self) -> None:
-        self.pruning.settle()
-        self.inputs.settle()
-
-    def look_again(self) -> None:
-        self.pruning.look_again()
-        self.inputs.settle()
+        self.of_group[group].lost(owner, group, indices)
 
 
 class PrefixCache:
@@ -64,7 +51,7 @@ class PrefixCache:
     def __init__(
         self,
         plan: KVCachePlan,
-        tables: BlockTables,
+        kinds: GroupKinds,
         num_computed: npt.NDArray[np.int64],
         next_publication: npt.NDArray[np.int64],
         *,
@@ -75,7 +62,7 @@ class PrefixCache:
 
         Args:
             plan: What was allocated.
-            tables: The block tables.
+            kinds: Its groups.
             num_computed: ``[max_num_seqs], int64, host``: the computed tokens of each row, as they are at any time.
             next_publication: Likewise, the computed tokens from which on the publisher has to be called; it sets them.
             is_caching: Whether anybody publishes pages.
@@ -84,21 +71,17 @@ class PrefixCache:
         Raises:
             PluginError: The eviction policy does not answer as it has to.
         """
-        stacks = [stack for stack in tables.stacks if not plan.groups[stack.groups[0]].is_of_input]
-        usefulness = Usefulness([group for group in plan.groups if not group.is_of_input], plan.max_model_len)
-        self.tree = PrefixTree(plan.groups, stacks, usefulness, keeps_ghosts=has_sparse(plan))
-        self.publisher = Publisher(self.tree, plan.groups, num_computed, next_publication)
-        self._pruning = Pruning(self.tree, usefulness)
+        self.tree = PrefixTree(kinds.live, kinds.stacks, plan.max_model_len)
+        self.publisher = Publisher(self.tree, num_computed, next_publication)
         self.inputs = InputIndex(plan.groups)
-        keeper: Keeper = self._pruning
+        keeper: Keeper = self.tree
         if any(group.is_of_input for group in plan.groups):
-            are_of_input = tuple(group.is_of_input for group in plan.groups)
-            keeper = _Keepers(are_of_input, self._pruning, self.inputs)
+            keeper = _Keepers(tuple(self.inputs if group.is_of_input else self.tree for group in plan.groups))
         self.pool = BlockPool(
             plan, reserve_slabs=_reserve(plan), keeper=keeper if is_caching else None, eviction=eviction
         )
         self.tree.pool = self.inputs.pool = self.pool
-        self.lookup = PrefixLookup(plan, self.tree, self.inputs)
+        self.lookup = PrefixLookup(plan, kinds, self.tree, self.inputs)
         self._input_groups = tuple(group for group in plan.groups if group.is_of_input)
         self._is_caching = is_caching
 
@@ -120,7 +103,6 @@ class PrefixCache:
         """Give up every cached page, and make held ones unfindable."""
         self.pool.forget()
         self.publisher.forget()
-        self._pruning.forget()
         self.inputs.forget()
 
     def resize(self, plan: KVCachePlan) -> bool:

@@ -11,14 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.doubts import Doubts
-from kvframe.cache.forgetting import NEVER
 from kvframe.cache.free_pages import Groups
+from kvframe.cache.live_range import NEVER
 from kvframe.cache.owners import NOBODY
 from kvframe.cache.prefix import TOKEN_BYTES, Cursor, Match, Namespace, PrefixNode, as_bytes, num_readable
 from kvframe.cache.tree import PrefixTree
 from kvframe.errors import RequestError
-from kvframe.plan import PlannedGroup
 
 
 class Publisher:
@@ -34,7 +32,6 @@ class Publisher:
     def __init__(
         self,
         tree: PrefixTree,
-        groups: Sequence[PlannedGroup],
         num_computed: npt.NDArray[np.int64],
         next_publication: npt.NDArray[np.int64],
     ) -> None:
@@ -42,7 +39,6 @@ class Publisher:
 
         Args:
             tree: The tree.
-            groups: All groups of the plan.
             num_computed: ``[max_num_seqs], int64, host``: the computed tokens of each row, as they are at any time.
             next_publication: Likewise, the computed tokens from which on ``publish`` has to be called; set here.
         """
@@ -58,7 +54,6 @@ class Publisher:
         self._cursors: list[Cursor | None] = [None] * len(num_computed)
         self._numbers = np.arange(max((len(needed[0]) for needed in tree.is_needed), default=0), dtype=np.int32)
         self._is_all_needed = [bool(needed.all()) for needed in tree.is_needed]
-        self._doubts = Doubts(tree, groups, num_computed)
 
     # --- taking in ----------------------------------------------------------------------------------------------------
 
@@ -70,13 +65,11 @@ class Publisher:
             if each.start < offset:
                 node = each
         self._cursors[row] = Cursor(namespace, node, offset, tokens)
-        self._doubts.begin(row, has_gaps=self._computed_of[row] > offset)
         self._next_publication[row] = offset + self._tree.unit
 
     def fork(self, row: int, new_row: int, tokens: Sequence[int]) -> None:
         """Let a row publish what it adds to the blocks that another one has computed."""
         cursor = self._cursors[row]
-        self._doubts.fork(row, new_row)
         if cursor is not None:
             offset = self._computed_of[row]
             offset -= offset % self._tree.unit
@@ -109,15 +102,11 @@ class Publisher:
 
     def _take_in(self, cursor: Cursor, row: int, end: int) -> None:
         node, offset = self._resume(cursor)
-        if offset < cursor.offset:
-            self._doubts.find_gaps(row)
         if offset == node.stop:
             first = as_bytes(cursor.tokens, offset, offset + self._tree.unit)
             if first not in node.children:
                 self._grow(cursor, row, node, first)
                 return
-        # What it has of known tokens is found by others' pages, which may be given up.
-        self._doubts.find_gaps(row)
         base = min(node.start, offset)
         data = as_bytes(cursor.tokens, base, end)
         while True:
@@ -164,7 +153,7 @@ class Publisher:
                     self._tree.pool.publish(NOBODY, held, np.zeros_like(held))
             cursor.leaf.row = -1
             self.leaf_owner[row] = NOBODY
-            self._tree.doubt(cursor.leaf)
+            self._tree.trim(cursor.leaf)
         self.own.clear(row, len(self._numbers))
         self._cursors[row] = None
         self._next_publication[row] = NEVER
@@ -187,8 +176,6 @@ class Publisher:
         leaf = self._tree.new_node(parent, parent.stop)
         leaf.row = row
         parent.children[first] = leaf
-        if parent.parent is not None:
-            leaf.added()
         cursor.leaf, cursor.node = leaf, leaf
         self.leaf_owner[row], self.leaf_start[row] = leaf.owner, leaf.start
 
@@ -212,7 +199,6 @@ class Publisher:
                 groups, blocks = groups[free], blocks[free]
                 theirs[groups, blocks] = pages = mine[groups, blocks]
                 node.num_pages += len(pages)
-                node.changed()
                 self._tree.pool.publish(node.owner, pages, first + blocks)
             if not self.own.is_table[s]:
                 mine[...] = 0
@@ -247,7 +233,6 @@ class Publisher:
         pool = self._tree.pool
         owners = pool.owners(pages)
         if np.count_nonzero(owners) == len(pages):
-            self._doubts.keep(rows, blocks, s, owners)
             pool.release(pages, groups)
             return
         leaves, is_unowned = self.leaf_owner[rows], owners == NOBODY
@@ -259,37 +244,11 @@ class Publisher:
         if pool.is_short:
             is_of_leaf[...] = False
         if np.count_nonzero(is_of_leaf) == len(pages):
-            self._doubts.keep(rows, blocks, s, leaves)
             pool.retire(leaves, pages, blocks, groups)
             return
         pool.publish(leaves[is_of_leaf], pages[is_of_leaf], blocks[is_of_leaf])
-        is_lost = is_unowned & ~is_of_leaf
-        self.own.flat[s][at[is_lost]] = 0
-        num_lost = np.count_nonzero(is_lost)
-        if num_lost:
-            self._doubts.free(rows[is_lost], blocks[is_lost], s, leaves[is_lost])
-        if num_lost < len(rows):
-            self._doubts.keep(rows[~is_lost], blocks[~is_lost], s, pool.owners(pages[~is_lost]))
+        self.own.flat[s][at[is_unowned & ~is_of_leaf]] = 0
         pool.release(pages, groups)
-
-    def pass_range(self, row: int, group: int, start: int, pages: npt.NDArray[np.int32]) -> None:
-        """Take note that a row is about to let go of blocks of a group; those that nobody can find are freed.
-
-        Args:
-            row: The row.
-            group: The group.
-            start: The first block.
-            pages: The pages of the blocks; 0 for none.
-        """
-        is_kept = self.own.keep_published(row, group, start, pages, self._tree.pool)
-        (kept,) = is_kept.nonzero()
-        s, _ = self._tree.place[group]
-        if len(kept) < np.count_nonzero(pages) and self._doubts.minds(group):
-            (freed,) = ((pages != 0) & ~is_kept).nonzero()
-            rows = np.full(len(freed), row)
-            self._doubts.free(rows, start + freed, s, self.leaf_owner[rows])
-        if len(kept):
-            self._doubts.keep_of(row, start + kept, s, pages[kept])
 
     def refresh(self, row: int) -> None:
         """Bring the node that grows with a row up to date, so that the pages of its full blocks are owned."""
@@ -316,9 +275,9 @@ class Publisher:
                 self._update(leaf)
             leaf.row = -1
             self.leaf_owner[row] = NOBODY
+            self._tree.trim(leaf)
         if self.unreadable:
             self.unreadable.pop(row, None)
-        self._doubts.end(row, None if cursor is None else cursor.node)
         self._cursors[row] = None
         self._next_publication[row] = NEVER
         return num_released
@@ -383,8 +342,6 @@ class Publisher:
                 groups, places = np.nonzero(new)
                 self._tree.pool.publish(node.owner, new[groups, places], first + places)
         cursor.offset = end
-        if node.first_hit or node.safe > node.start:
-            node.changed()
         if self._tree.on_stored is not None:
             self._tree.on_stored(node, start, end)
         if error is not None:

@@ -100,8 +100,6 @@ class Resumer:
             RequestError: These are more tokens than the plan is for; nothing changed.
             SpecError: A spec answers wrongly where the request goes on; nothing changed.
         """
-        if swapped.state.fault is not None:
-            raise swapped.state.fault
         if num_tokens > self._max_tokens:
             raise too_many_tokens(num_tokens, self._max_tokens)
         if found is None:

@@ -52,8 +52,7 @@ class Room:
         """
         self._groups, self._dense, self._sparse = kinds.groups, kinds.dense, kinds.sparse
         self._of_tokens, self._stacks, self._is_plain = kinds.of_tokens, kinds.stacks, kinds.is_plain
-        # Of these, only the live ranges say what a token sees: they are asked for each, as a backend asks them.
-        self._seen_by_range = tuple(group for group in kinds.asked if group in kinds.dense)
+        self._asked = kinds.asked
         self._lone = kinds.stacks[0] if kinds.is_plain and len(kinds.groups) == 1 else None
         self._alignment = plan.alignment
         self._max_tokens = plan.max_model_len
@@ -89,15 +88,14 @@ class Room:
 
     def note(self, row: int) -> None:
         """Work out up to which tokens nothing is missing; of groups that store few blocks, up to the block's end."""
-        state = self._states[row]
-        room = -1 if state.missing or state.fault is not None else self._max_tokens
+        room = -1 if self._states[row].missing else self._max_tokens
         for group in self._dense:
             room = min(room, int(self._num_blocks[group.index, row]) * group.block_size)
         for group in self._sparse:
             current = int(self._num_computed[row]) // group.block_size
             is_there = current < self._num_blocks[group.index, row] and self._tables[group.index].ids[row, current]
             room = min(room, (current + 1) * group.block_size if is_there else 0)
-        self._room[row] = room
+        self._room[row] = self._num_right(room)
 
     # --- giving -------------------------------------------------------------------------------------------------------
 
@@ -106,7 +104,11 @@ class Room:
 
         Returns:
             False, and nothing changed, if the pool has too few pages.
+
+        Raises:
+            SpecError: A spec answers wrongly about these tokens; nothing changed.
         """
+        self._check_answers(num_tokens)
         if not self._is_plain or (self._forks is not None and row in self._forks.rows):
             return self._make_whatever_lacks((row,), (num_tokens,))
         if self._lone is None:
@@ -120,7 +122,7 @@ class Room:
             self._own.take_all(0, row, have, need, taken)
         self._blocks_of[0, row] = need
         room = need * self._lone.block_size
-        self._room_of[row] = room if room <= self._max_tokens else self._max_tokens
+        self._room_of[row] = self._num_right(min(room, self._max_tokens))
         return True
 
     def make_rows(self, rows: Rows, num_tokens: npt.NDArray[np.int64]) -> bool:
@@ -131,7 +133,12 @@ class Room:
         Args:
             rows: ``[n], int64, host``, each once.
             num_tokens: ``[n], int64, host``.
+
+        Raises:
+            SpecError: As of ``make``, of any of them; nothing changed.
         """
+        if self._asked:
+            self._check_answers(int(num_tokens.max()))
         if len(rows) == 1:
             return self.make(int(rows[0]), int(num_tokens[0]))
         if not self._is_plain or (self._forks is not None and self._forks.rows):
@@ -161,7 +168,11 @@ class Room:
                     self._own.take_each(s, mine, places, pages)
                 self._set_num_blocks(stack, mine, places + 1)
             room = np.minimum(room, of_stack) if s else of_stack
-        self._room[rows] = np.minimum(room, self._max_tokens) if self._ends_within_block else room
+        if self._ends_within_block or self._asked:
+            room = np.minimum(room, self._max_tokens)
+        if self._asked:
+            room = np.minimum(room, self._num_right(int(np.max(room))))
+        self._room[rows] = room
         return True
 
     def make_again(self, row: int, num_tokens: int, holes: Sequence[Sequence[int]]) -> list[BlockIds] | None:
@@ -176,6 +187,7 @@ class Room:
             Per group, the pages that it was given, those of the holes first; None, and nothing changed, if the pool has
             too few.
         """
+        self._check_answers(num_tokens)
         places = [
             [*of_group, *sorted({*lacking} - {*of_group})]
             for of_group, lacking in zip(holes, self._places(row, num_tokens), strict=True)
@@ -192,6 +204,17 @@ class Room:
         return given
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _num_right(self, room: int) -> int:
+        """Return up to which token, ``room`` at most, the types that are asked answer rightly."""
+        for answers in self._asked:
+            room = answers.num_right(room)
+        return room
+
+    def _check_answers(self, num_tokens: int) -> None:
+        """Raise ``SpecError`` if a type that is asked answers wrongly about one of the first tokens of a request."""
+        for answers in self._asked:
+            answers.check(num_tokens)
 
     def _make_in_stacks(self, row: int, num_tokens: int) -> bool:
         """Give a plain row room in several groups."""
@@ -214,7 +237,7 @@ class Room:
                 for group in stack.groups:
                     self._blocks_of[group, row] = need
             room = min(room, max(have, need) * stack.block_size)
-        self._room_of[row] = room
+        self._room_of[row] = self._num_right(room)
         return True
 
     def _set_num_blocks(self, stack: TableStack, rows: Any, num_blocks: Any) -> None:
@@ -249,18 +272,12 @@ class Room:
         """Return per group the indices of the blocks that a row lacks a page for to compute tokens up to a number.
 
         Raises:
-            SpecError: A spec answers wrongly where its tokens are.
+            SpecError: A spec answers wrongly about the blocks that it stores.
         """
-        fault = self._states[row].fault
-        if fault is not None:
-            raise fault
         places: list[Sequence[int]] = [()] * len(self._groups)
         for group in self._dense:
             places[group.index] = range(int(self._num_blocks[group.index, row]), -(-num_tokens // group.block_size))
         num_computed = int(self._num_computed[row])
-        for group in self._seen_by_range:
-            for position in range(num_computed, num_tokens):
-                group.answers.live_blocks(position)
         if self._sparse and num_computed < num_tokens:
             resume = self._where_others_continue(self._states[row], num_computed, num_tokens)
             for group in self._sparse:

@@ -6,12 +6,10 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.forgetting import NEVER
 from kvframe.cache.inputs import InputBlocks
-from kvframe.errors import SpecError
+from kvframe.cache.live_range import NEVER
 
 Rows = npt.NDArray[np.int64]
-BlockRange = tuple[int, int]
 
 
 @attrs.define
@@ -22,19 +20,15 @@ class RowState:
         inputs: Its blocks in the groups of inputs.
         missing: The inputs whose state is not computed.
         branch: Where its tokens part from those of an earlier request; 0 if nothing is known.
-        live: For each group that is asked position by position, the block ranges that may hold pages.
-        fault: Why no token can be computed after the computed ones: a spec answered wrongly there; None for no reason.
     """
 
     inputs: tuple[InputBlocks, ...] = ()
     missing: frozenset[str] = frozenset()
     branch: int = 0
-    live: dict[int, tuple[BlockRange, ...]] = attrs.field(factory=dict)
-    fault: SpecError | None = None
 
     def copy(self) -> RowState:
         """Return the same for another row."""
-        return self if self is PLAIN else attrs.evolve(self, live=dict(self.live))
+        return self if self is PLAIN else attrs.evolve(self)
 
 
 PLAIN = RowState()

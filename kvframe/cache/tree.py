@@ -8,21 +8,17 @@ it. The node at the end of a running request grows with it and is brought up to 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.block_table import TableStack
+from kvframe.cache.live_range import LiveRange
 from kvframe.cache.own_pages import OwnPages
+from kvframe.cache.owners import Indices
 from kvframe.cache.pool import BlockPool
 from kvframe.cache.prefix import NO_MATCH, TOKEN_BYTES, Match, Namespace, PrefixNode, as_bytes
-from kvframe.cache.usefulness import Usefulness
-from kvframe.plan import PlannedGroup
-
-MAX_GHOST_TOKENS = 1 << 22
-"""Tokens that are remembered, where it matters what requests have in common, though nothing of them is kept."""
 
 
 class PrefixTree:
@@ -37,9 +33,6 @@ class PrefixTree:
         place: For each group, its table stack, and which of the stack's it is.
         is_needed: Per table stack ``[num_groups, max_blocks], bool, host``: which blocks some hit could need.
         own: The pages that running requests took for themselves.
-        keeps_ghosts: Whether tokens are remembered whose pages are all gone.
-        doubtful: Nodes of which some pages may be of no use to anybody; for each, the tokens that a hit behind it may
-            have if it is concerned.
         pool: Who has the pages; set by whoever makes both: each needs the other.
         catch_up: Brings a node that grows with a row up to date; set by whoever follows rows.
         on_stored: Called with a node, whose blocks that end in tokens ``(start, stop]`` became findable; or None.
@@ -47,38 +40,30 @@ class PrefixTree:
 
     def __init__(
         self,
-        groups: Sequence[PlannedGroup],
+        live: Mapping[int, LiveRange],
         stacks: Sequence[TableStack],
-        usefulness: Usefulness,
-        *,
-        keeps_ghosts: bool,
+        max_tokens: int,
     ) -> None:
         """Start with no prefix.
 
         Args:
-            groups: All groups of the plan.
-            stacks: The block tables of those of requests' tokens.
-            usefulness: Says which blocks a hit could need.
-            keeps_ghosts: Whether to remember tokens whose pages are all gone.
+            live: When the blocks of each group of tokens die.
+            stacks: The block tables of these groups.
+            max_tokens: The tokens of the longest request.
         """
         self.unit = math.gcd(*(stack.block_size for stack in stacks)) if stacks else 1
         self.sizes = tuple(stack.block_size for stack in stacks)
         self.place = {group: (s, g) for s, stack in enumerate(stacks) for g, group in enumerate(stack.groups)}
         self.groups = tuple(stack.groups for stack in stacks)
         self._nothing = [np.zeros((len(groups), 0), dtype=np.int32) for groups in self.groups]
-        self.own = OwnPages(groups, stacks)
-        self._needs = [[usefulness.groups[group] for group in stack.groups] for stack in stacks]
+        self.own = OwnPages(live, stacks)
+        step = math.lcm(*self.sizes)
         self.is_needed = [
-            np.stack([each.needed(stack.ids.shape[2]) for each in needs])
-            for needs, stack in zip(self._needs, stacks, strict=True)
+            np.stack([live[group].needed(step, max_tokens) for group in stack.groups]) for stack in stacks
         ]
-        self.keeps_ghosts = keeps_ghosts
         self._roots: dict[Namespace, PrefixNode] = {}
         self._nodes: list[PrefixNode | None] = [None]  # the owner that is nobody
         self._free_owners: list[int] = []
-        self._ghosts: OrderedDict[int, int] = OrderedDict()
-        self._num_ghost_tokens = 0
-        self.doubtful: dict[PrefixNode, int] = {}
         self.pool: BlockPool
         self.catch_up: Callable[[PrefixNode], None]
         self.on_stored: Callable[[PrefixNode, int, int], None] | None = None
@@ -195,11 +180,6 @@ class PrefixTree:
         node.num_pages -= upper.num_pages
         node.start, node.tokens, node.parent = at, node.tokens[cut:], upper
         upper.children[node.tokens[: TOKEN_BYTES * self.unit]] = node
-        upper.added()
-        node.safe, node.first_hit = at, 0
-        upper.unseen = [node]
-        if node in self.doubtful:
-            self.doubtful[upper] = self.doubtful[node]
         return upper
 
     # --- what is given up ---------------------------------------------------------------------------------------------
@@ -212,85 +192,69 @@ class PrefixTree:
         """Return whether a node is still in the tree."""
         return self._nodes[node.owner] is node
 
-    def is_whole_to(self, node: PrefixNode) -> bool:
-        """Return whether a node and all before it have all pages that some hit could need."""
-        each = node
-        while each.parent is not None:
-            if each.num_pages != self._num_needed(each):
-                return False
-            each = each.parent
+    def lost_all(self, owner: int, group: int, num_pages: int) -> bool:
+        """Record that a node lost so many pages, if these are all that it has, and remove it; return whether so.
+
+        Args:
+            owner: The node's number.
+            group: The group of one of them.
+            num_pages: How many they are, of all groups.
+        """
+        node = self._nodes[owner]
+        if node is None or node.num_pages != num_pages or node.children or node.row >= 0:
+            return False
+        node.num_pages = 0
+        self.trim(node)
         return True
 
-    def _num_needed(self, node: PrefixNode) -> int:
-        num_pages = 0
-        for s, size in enumerate(self.sizes):
-            start, stop = node.start // size, node.stop // size
-            is_needed = self.is_needed[s]
-            num_pages += (
-                (stop - start) * len(is_needed)
-                if self.own.is_table[s]
-                else int(np.count_nonzero(is_needed[:, start:stop]))
-            )
-        return num_pages
+    def lost(self, owner: int, group: int, indices: Indices) -> None:
+        """Record that pages of a node were evicted.
 
-    def safe_if_whole(self, node: PrefixNode) -> int:
-        """Return what is safe of a node and what is behind it, if it has all pages that some hit could need."""
-        if node.num_pages != self._num_needed(node):
-            return node.start
-        safe = node.stop
-        for needs, size in zip(self._needs, self.sizes, strict=True):
-            safe = min(safe, *(each.safe(node.start // size, node.stop // size) for each in needs))
-        return max(safe, node.start)
-
-    def doubt(self, node: PrefixNode, concerned: int = 0) -> None:
-        """Take note that pages of a node may be of no use, and those behind it that hits of fewer tokens needed."""
-        self.doubtful[node] = max(concerned, self.doubtful.get(node, 0))
-
-    def take_out(self, node: PrefixNode, group: int, places: npt.NDArray[np.intp] | npt.NDArray[np.int32]) -> None:
-        """Forget the pages of some of a node's blocks, by their places in it, which are not held."""
+        Args:
+            owner: The node's number.
+            group: Their group.
+            indices: ``[n], host``: which blocks of the prefix they hold.
+        """
+        node = self._nodes[owner]
+        assert node is not None
         s, g = self.place[group]
+        places = indices - node.start // self.sizes[s]
         if node.row >= 0:
             if not self.own.is_table[s]:
-                self.own.pages[s][g, node.row, places + node.start // self.sizes[s]] = 0
+                self.own.pages[s][g, node.row, indices] = 0
             places = places[places < node.pages[s].shape[1]]
         node.pages[s][g, places] = 0
         node.num_pages -= len(places)
+        self.trim(node)
 
-    def cut_off(self, node: PrefixNode) -> None:
-        """Forget the tokens at a node's end that no page is left of, where nothing hangs on them."""
-        if node.children or node.row >= 0 or self.keeps_ghosts or not node.num_pages:
-            return
-        stop = node.start
-        for size, pages in zip(self.sizes, node.pages, strict=True):
-            if len(held := np.flatnonzero(pages.any(axis=0))):
-                stop = max(stop, (node.start // size + int(held[-1]) + 1) * size)
-        if stop == node.stop:
-            return
-        node.stop = stop
-        for s, size in enumerate(self.sizes):
-            node.pages[s] = node.pages[s][:, : node.stop // size - node.start // size]
+    def trim(self, node: PrefixNode) -> None:
+        """Forget the end of a node if it has no page, and nodes that have neither pages nor children.
 
-    def remove_if_empty(self, node: PrefixNode) -> None:
-        """Take a node without pages out, if nothing hangs on it; or remember its tokens, for the present."""
-        if node.parent is None or node.children or node.row >= 0 or node.num_pages:
-            return
-        if self._nodes[node.owner] is not node:
-            # It was remembered for the longest, and went as another one came.
-            return
-        if self.keeps_ghosts:
-            self._num_ghost_tokens += (node.stop - node.start) - self._ghosts.pop(node.owner, 0)
-            self._ghosts[node.owner] = node.stop - node.start
-            while self._num_ghost_tokens > MAX_GHOST_TOKENS:
-                owner, num_tokens = self._ghosts.popitem(last=False)
-                self._num_ghost_tokens -= num_tokens
-                ghost = self._nodes[owner]
-                assert ghost is not None
-                assert ghost.parent is not None
-                if not ghost.num_pages and not ghost.children and ghost.row < 0:
-                    self.remove(ghost)
-                    self.remove_if_empty(ghost.parent)
-        else:
+        A node that has children, or that a running request grows, keeps its tokens. The time is in proportion to what
+        is forgotten.
+        """
+        while node.parent is not None and not node.children and node.row < 0:
+            if node.num_pages:
+                self._cut_off(node)
+                return
             self.remove(node)
+            node = node.parent
+
+    def _cut_off(self, node: PrefixNode) -> None:
+        """Forget the tokens after the last page of a node that has pages."""
+        stop, width = node.start, self.unit
+        while stop == node.start:
+            base = max(node.start, node.stop - width)
+            for size, pages in zip(self.sizes, node.pages, strict=True):
+                first = base // size
+                held = np.flatnonzero(pages[:, first - node.start // size :].any(axis=0))
+                if len(held):
+                    stop = max(stop, (first + int(held[-1]) + 1) * size)
+            width *= 4
+        if stop < node.stop:
+            node.stop = stop
+            for s, size in enumerate(self.sizes):
+                node.pages[s] = node.pages[s][:, : stop // size - node.start // size]
 
     def remove(self, node: PrefixNode) -> None:
         """Take a node out."""
@@ -307,6 +271,3 @@ class PrefixTree:
         self._roots.clear()
         del self._nodes[1:]
         self._free_owners.clear()
-        self._ghosts.clear()
-        self._num_ghost_tokens = 0
-        self.doubtful.clear()
