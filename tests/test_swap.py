@@ -206,7 +206,7 @@ def test_pages_that_are_side_by_side_in_the_host_store_alone_go_through_a_buffer
     ids=["none", "the first that has one", "latents"],
 )
 def test_a_kernel_of_a_chosen_backend_copies_the_pages(expected: Any, backends: list[type[AttentionBackend]]) -> None:
-    choices: list[Any] = [SimpleNamespace(backend_class=each) for each in backends]
+    choices: list[Any] = [SimpleNamespace(backend_class=each, backend="x", layer="y") for each in backends]
     assert expected is find_page_copier(choices)
 
 
