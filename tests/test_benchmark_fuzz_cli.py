@@ -69,3 +69,15 @@ def fuzz(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_what_a_fault_is(fuzz: Any, changes: dict[str, Any], faults: list[str]) -> None:
     good = {"code": 2, "stderr": "kvframe: error: no\n", "changed": (), "left": ()}
     assert faults == fuzz.Ending(**{**good, **changes}).faults
+
+
+def test_what_is_recorded_is_at_least_400_calls_without_a_fault() -> None:
+    found = record(BENCHMARKS / "results")
+    assert found["count"] >= 400
+    assert found["processes"] >= 20
+    assert [] == found["faults"]
+    assert COMMANDS == set(found["ended"])
+    assert {"option", "stack", "model", "prompts", "environment", "closed stream", "full output"} <= set(
+        found["hostile"]
+    )
+    assert "python benchmarks/fuzz_cli.py --count 400 --seed 1" == found["machine"]["command"]
