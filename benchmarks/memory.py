@@ -37,7 +37,7 @@ LENGTHS = (8_192, MAX_MODEL_LEN)
 """Tokens of the requests that are counted; where a model takes fewer, as many as it takes."""
 
 DTYPE = "bfloat16"
-STATES_ONCE = {"rules": [{"kind": "mamba", "spec": {"checkpoints": "none"}}]}
+STATES_ONCE = {"rules": [{"kind": "mamba", "spec": {"checkpoints": "none"}, "optional": True}]}
 """Of a state one is kept for each request, and nothing for prefix caching."""
 
 

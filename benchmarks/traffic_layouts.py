@@ -75,7 +75,11 @@ class Shape:
 
     def plan(self, layout: str = KVFRAME) -> KVCachePlan:
         """Return kvframe's plan of the memory."""
-        rules = {"rules": [{"kind": "mamba", "spec": {"block_size": STATE_BLOCK}}]} if layout == FEW_STATES else {}
+        rules = (
+            {"rules": [{"kind": "mamba", "spec": {"block_size": STATE_BLOCK}, "optional": True}]}
+            if layout == FEW_STATES
+            else {}
+        )
         return _plan(group_layers(_layers(self.description, rules)), self.description, self.longest, self.memory_bytes)
 
     def live_bytes(self, num_tokens: int) -> int:
