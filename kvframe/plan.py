@@ -178,6 +178,13 @@ class KVCachePlan:
             counts[self.rest_group] -= self.num_rest_pages if num_rest_pages is None else num_rest_pages
         return sum(-(-max(0, count) // group.pages_per_slab) for count, group in zip(counts, self.groups, strict=True))
 
+    @property
+    def most_slabs(self) -> int:
+        """The most slabs of a pool that is cut as this one, all of whose pages have a block id."""
+        if not self.groups:
+            return 0
+        return (_MAX_BLOCK_ID * self.block_id_bytes - self.null_bytes) // self.slab_bytes
+
     def resized(self, memory_bytes: int) -> KVCachePlan:
         """Return a plan of other memory that is cut as this one is: more slabs of the same kind, or fewer.
 

@@ -19,6 +19,7 @@ from kvframe.cache.tree import PrefixTree
 from kvframe.plan import KVCachePlan
 
 Flags = npt.NDArray[np.bool_]
+Counts = npt.NDArray[np.int64]
 
 
 def pages_in(tables: BlockTables) -> BlockIds:
@@ -40,6 +41,25 @@ def audit_rows(max_num_seqs: int, free: Sequence[int], taken: Sequence[int]) -> 
     """
     _require(len(free) + len(taken) == max_num_seqs, "rows were lost, or came from nowhere")
     _require(len({*free, *taken}) == max_num_seqs, "a row is free and a request's, or two requests'")
+
+
+def audit_free_rows(tables: BlockTables, free: Sequence[int], num_blocks: Counts, num_computed: Counts) -> None:
+    """Check that rows that are free are as ones without a token, and that others name no pages after their last block.
+
+    Args:
+        tables: The block tables.
+        free: The rows that are free.
+        num_blocks: ``[num_groups, max_num_seqs], int64, host``: each row's blocks.
+        num_computed: ``[max_num_seqs], int64, host``: each row's computed tokens.
+
+    Raises:
+        AssertionError: They are not; the text says what.
+    """
+    rows = list(free)
+    _require(not num_blocks[:, rows].any() and not num_computed[rows].any(), "a free row has blocks or tokens")
+    for group, table in enumerate(tables):
+        is_after = np.arange(table.ids.shape[1]) >= num_blocks[group][:, None]
+        _require(not (table.ids != 0)[is_after].any(), "a row names a page after its last block")
 
 
 def audit_pool(pool: BlockPool, plan: KVCachePlan, held: BlockIds) -> None:

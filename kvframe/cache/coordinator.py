@@ -22,7 +22,7 @@ from kvframe.cache.live_range import NEVER
 from kvframe.cache.lookup import PrefixHit
 from kvframe.cache.pool import BlockPool
 from kvframe.cache.publishing import Publisher
-from kvframe.cache.refusals import too_many_tokens
+from kvframe.cache.refusals import not_computable, too_many_tokens
 from kvframe.cache.room import Room
 from kvframe.cache.rows import PLAIN, RowNumbers, Rows, RowState
 from kvframe.plan import KVCachePlan
@@ -244,6 +244,28 @@ class KVCacheCoordinator:
             is_due |= self._dead_blocks.has_refused(rows, num_computed)
         if np.count_nonzero(is_due):
             self._dead_blocks.release(rows[is_due], num_computed[is_due])
+
+    def num_granted(self, row: int) -> int:
+        """Return how many tokens a row's blocks have places for."""
+        counts = [int(self._blocks_of[each.index, row]) * each.block_size for each in self._kinds.of_tokens]
+        return min([*counts, self._max_tokens])
+
+    def check_commit(self, rows: Rows, num_computed: npt.NDArray[np.int64]) -> None:
+        """Refuse to commit more tokens of rows than there was room made for, or fewer than none.
+
+        Args:
+            rows: ``[n], int64, host``, each once, of requests.
+            num_computed: ``[n], int64, host``.
+
+        Raises:
+            RequestError: It is so of one of them; nothing changed.
+        """
+        # Of forks, of rows with inputs and of those with few blocks, ``room`` may say less than there is.
+        is_odd = (num_computed > self._room[rows]) | (num_computed < 0)
+        if np.count_nonzero(is_odd):
+            for row, count in zip(rows[is_odd].tolist(), num_computed[is_odd].tolist(), strict=True):
+                if not 0 <= count <= self.num_granted(row):
+                    raise not_computable(count, self.num_granted(row))
 
     def blocks(self, row: int) -> list[list[int]]:
         """Return a row's block ids, one list per group; 0 where a block is not resident."""

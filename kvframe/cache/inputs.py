@@ -14,9 +14,12 @@ import numpy.typing as npt
 
 from kvframe.cache.owners import NOBODY, Indices
 from kvframe.cache.pool import BlockPool
+from kvframe.errors import RequestError
+from kvframe.foreign import safe_repr
 from kvframe.plan import PlannedGroup
 
 Pages = npt.NDArray[np.int32]
+_MAX_OWNER = int(np.iinfo(np.int32).max)
 
 
 @attrs.frozen
@@ -29,8 +32,17 @@ class InputSequence:
             An engine's are keyed (``kvframe.content_key``), so that they may leave the process.
     """
 
-    num_tokens: int = attrs.field(validator=attrs.validators.ge(1))
+    num_tokens: int
     key: bytes
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse what is no number of tokens or no key, with a ``RequestError`` (``bad_input``)."""
+        if type(self.num_tokens) is not int or self.num_tokens < 1 or not isinstance(self.key, bytes):
+            raise RequestError(
+                "an input has a whole number of tokens of at least 1 and a key of bytes, not "
+                f"{safe_repr(self.num_tokens)} and {safe_repr(self.key)}",
+                code="bad_input",
+            )
 
 
 @attrs.frozen
@@ -111,8 +123,7 @@ class InputIndex:
         """Let the pages of an input be found, but for those in whose place others are found."""
         owner = self._owners[blocks.group].get(blocks)
         if owner is None:
-            owner = self._owners[blocks.group][blocks] = self._next_owner
-            self._next_owner += 1
+            owner = self._owners[blocks.group][blocks] = self._fresh_owner()
             self._entries[owner] = (blocks, np.zeros(blocks.num_blocks, dtype=np.int32))
         known = self._entries[owner][1]
         new = np.flatnonzero(known == 0)
@@ -120,6 +131,14 @@ class InputIndex:
         self.pool.publish(owner, pages[new], new)
         if self.on_stored is not None:
             self.on_stored(blocks, new, pages)
+
+    def _fresh_owner(self) -> int:
+        """Return a number that no entry has, and that the pool's 32 bits hold."""
+        owner = self._next_owner
+        while owner in self._entries or owner > _MAX_OWNER:
+            owner = NOBODY + 1 if owner > _MAX_OWNER else owner + 1
+        self._next_owner = owner + 1
+        return owner
 
     def lost_all(self, owner: int, group: int, num_pages: int) -> bool:
         """Return False: what is left of an input in other groups has to be evicted too, which ``lost`` does."""

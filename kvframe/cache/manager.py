@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.audit import audit_rows, pages_in
+from kvframe.cache.audit import audit_free_rows, audit_rows, pages_in
 from kvframe.cache.block_table import BlockTables
 from kvframe.cache.coordinator import KVCacheCoordinator
 from kvframe.cache.entries import Entries, Entry
@@ -17,7 +17,7 @@ from kvframe.cache.forking import PageCopier
 from kvframe.cache.group_kinds import GroupKinds
 from kvframe.cache.host_store import HostPages, HostStore
 from kvframe.cache.inputs import InputSequence, input_blocks, inputs_root
-from kvframe.cache.keys import NO_INPUTS
+from kvframe.cache.keys import KEY_BYTES, NO_INPUTS
 from kvframe.cache.live_range import NEVER
 from kvframe.cache.lookup import NO_HIT
 from kvframe.cache.pins import Pin, Pins
@@ -25,10 +25,17 @@ from kvframe.cache.prefix import NO_MATCH
 from kvframe.cache.prefix_cache import PrefixCache
 from kvframe.cache.refusals import (
     cannot_fork,
+    check_count,
     check_input_lens,
+    check_name,
+    check_rows,
+    check_salt,
+    check_tokens,
     name_in_use,
     no_free_row,
+    not_computable,
     not_swapped_out,
+    too_many_tokens,
     unreadable_tokens,
 )
 from kvframe.cache.restoring import Fetch, Restorer
@@ -39,6 +46,7 @@ from kvframe.cache.swapping import SwappedRequests
 from kvframe.cache.verb_audit import audit_each_verb
 from kvframe.errors import RequestError
 from kvframe.eviction import LRU, EvictionPolicy
+from kvframe.foreign import safe_repr
 from kvframe.plan import KVCachePlan
 
 
@@ -122,6 +130,7 @@ class KVCacheManager:
         self._can_fork = copier is not None
         self._max_num_seqs = max_num_seqs
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._is_taken = np.zeros(max_num_seqs, dtype=np.bool_)
         self._num_resets = 0
         self._events: EventLog | None = None
         self._lookups = [GroupLookups(group.spec.kind) for group in plan.groups]
@@ -157,14 +166,16 @@ class KVCacheManager:
             The number of tokens that need not be computed.
 
         Raises:
-            RequestError: There is a request of that name (``duplicate_id``), no row is free (``no_row``), an input is
-                too long (``input_too_long``), or a token that is read is none (``bad_token``); nothing changed.
+            RequestError: There is a request of that name (``duplicate_id``), no row is free (``no_row``), there are no
+                tokens (``empty_prompt``) or more than the plan is for (``too_long``), an input is too long
+                (``input_too_long``), the salt is not Unicode text (``bad_salt``), or a token that is read is none
+                (``bad_token``); nothing changed.
             SpecError: A spec answers wrongly at the end of what is cached; nothing changed.
         """
+        check_name(request_id)
         if request_id in self._entries or request_id in self._swapped or not self._free_rows:
             raise self._no_place_for(request_id)
-        if inputs:
-            check_input_lens(inputs, self.plan.max_input_lens)
+        self._check_prompt(token_ids, salt, inputs)
         namespace = (salt, inputs_root(inputs) if inputs else b"")
         of_inputs = input_blocks(self._input_groups, inputs, salt) if inputs else ()
         hit, num_asked = NO_HIT, 0
@@ -173,7 +184,7 @@ class KVCacheManager:
             hit = self._lookup.find(namespace, token_ids, num_asked, of_inputs)
         row = self._free_rows[-1]
         self._coordinator.start(row, hit, of_inputs)
-        self._free_rows.pop()
+        self._take_row()
         self._entries[request_id] = entry = Entry(row, token_ids, namespace, hit, num_asked, self._num_resets)
         if self.prefix_caching:
             self._publisher.follow(row, namespace, token_ids, hit.num_tokens, hit.match)
@@ -196,8 +207,11 @@ class KVCacheManager:
             RequestError: The other one cannot be forked (``no_fork``), there is a request of the new name
                 (``duplicate_id``), or no row is free (``no_row``); nothing changed.
         """
+        check_name(request_id)
+        check_name(new_id)
         if new_id in self._entries or new_id in self._swapped or not self._free_rows:
             raise self._no_place_for(new_id)
+        check_tokens(token_ids, self.plan.max_model_len)
         if request_id not in self._entries:
             where = (
                 "it is swapped out; swap it in" if request_id in self._swapped else "it is not in the table; start it"
@@ -209,8 +223,18 @@ class KVCacheManager:
             raise cannot_fork(request_id, "its inputs are not computed; commit its first tokens before")
         entry, row = self._entries[request_id], self._free_rows[-1]
         self._coordinator.fork(entry.row, row, token_ids)
-        self._free_rows.pop()
+        self._take_row()
         self._entries[new_id] = Entry(row, token_ids, entry.namespace, NO_HIT, 0, entry.num_resets)
+
+    def _check_prompt(self, token_ids: Sequence[int], salt: str, inputs: Mapping[str, InputSequence]) -> None:
+        check_tokens(token_ids, self.plan.max_model_len)
+        check_salt(salt)
+        if inputs is not NO_INPUTS:
+            check_input_lens(inputs, self.plan.max_input_lens)
+
+    def _take_row(self) -> None:
+        """Let the free row that is given next be a request's."""
+        self._is_taken[self._free_rows.pop()] = True
 
     def _no_place_for(self, new_id: str) -> RequestError:
         if new_id in self._entries or new_id in self._swapped:
@@ -218,7 +242,12 @@ class KVCacheManager:
         return no_free_row(self._max_num_seqs)
 
     def find(self, token_ids: Sequence[int], *, salt: str = "", inputs: Mapping[str, InputSequence] = NO_INPUTS) -> int:
-        """Return how many tokens ``start`` would find of such a request; it takes and changes nothing."""
+        """Return how many tokens ``start`` would find of such a request; it takes and changes nothing.
+
+        Raises:
+            RequestError: As ``start``, of tokens, salt and inputs.
+        """
+        self._check_prompt(token_ids, salt, inputs)
         if not self.prefix_caching:
             return 0
         namespace = (salt, inputs_root(inputs) if inputs else b"")
@@ -226,7 +255,7 @@ class KVCacheManager:
 
     def missing_inputs(self, request_id: str) -> frozenset[str]:
         """Return the inputs of a request whose state the next step has to compute; none after its first ``commit``."""
-        return self._coordinator.state(self._entries[request_id].row).missing
+        return self._coordinator.state(self._entry(request_id).row).missing
 
     def has_room(self, request_id: str, num_tokens: int) -> bool:
         """Return whether the pool could give now all that a request takes up to ``num_tokens`` tokens.
@@ -234,7 +263,11 @@ class KVCacheManager:
         Whoever computes a prompt in parts asks before the first one: a request that has room for it alone takes pages
         from others until it has to give all of them back.
         """
-        return self._coordinator.has_room(self._entries[request_id].row, num_tokens, self.plan.max_num_batched_tokens)
+        row = self._entry(request_id).row
+        check_count("num_tokens", num_tokens)
+        if num_tokens > self.plan.max_model_len:
+            raise too_many_tokens(num_tokens, self.plan.max_model_len)
+        return self._coordinator.has_room(row, num_tokens, self.plan.max_num_batched_tokens)
 
     def extend(self, request_id: str, num_tokens: int) -> bool:
         """Make room for a request's tokens ``[0, num_tokens)`` and, the first time, for all of its inputs.
@@ -247,7 +280,8 @@ class KVCacheManager:
             SpecError: A spec answers wrongly about these tokens; nothing changed.
             RuntimeError: A page that it shares with a fork could not be copied; nothing changed.
         """
-        return self._coordinator.extend(self._entries[request_id].row, num_tokens)
+        row = self._entry(request_id).row
+        return self._coordinator.extend(row, check_count("num_tokens", num_tokens))
 
     def extend_rows(self, rows: Rows, num_tokens: npt.NDArray[np.int64]) -> bool:
         """Make room for many requests at once: what ``extend`` does, for all of them or for none.
@@ -260,9 +294,11 @@ class KVCacheManager:
             False, and nothing changed, if the pool cannot give the pages now.
 
         Raises:
-            RequestError: As of ``extend``, of any of them; nothing changed.
+            RequestError: As of ``extend``, of any of them, or one is no request's row or comes twice (``bad_rows``);
+                nothing changed.
             RuntimeError: Likewise.
         """
+        check_rows(rows, num_tokens, self._is_taken)
         return self._coordinator.extend_rows(rows, num_tokens)
 
     def commit(self, request_id: str, token_ids: Sequence[int], num_computed: int) -> None:
@@ -276,10 +312,15 @@ class KVCacheManager:
             num_computed: How many are computed; fewer than there was room made for where tokens were refused.
 
         Raises:
+            RequestError: There was no room made for so many (``no_room_made``); nothing changed.
             RequestError: One of the tokens is none, or is not there (``bad_token``). They are read when somebody needs
                 them, by this verb or before it. All else is done: only, nothing is found of them from there on.
         """
-        entry = self._entries[request_id]
+        entry = self._entry(request_id)
+        check_count("num_computed", num_computed)
+        num_granted = self._coordinator.num_granted(entry.row)
+        if num_computed > num_granted:
+            raise not_computable(num_computed, num_granted)
         if token_ids is not entry.token_ids:
             entry.token_ids = token_ids
             self._publisher.read_from(entry.row, token_ids)
@@ -301,8 +342,11 @@ class KVCacheManager:
             num_computed: ``[n], int64, host``.
 
         Raises:
-            RequestError: As of ``commit``, of any of them, once; all else is done.
+            RequestError: As of ``commit``, of any of them, or one is no request's row or comes twice (``bad_rows``);
+                nothing changed. Of a token that is none, once; all else is done.
         """
+        check_rows(rows, num_computed, self._is_taken)
+        self._coordinator.check_commit(rows, num_computed)
         for row in self._fresh.keys() & rows.tolist() if self._fresh else ():
             self._first_commit(self._fresh.pop(row))
         self._coordinator.commit_rows(rows, num_computed)
@@ -340,7 +384,7 @@ class KVCacheManager:
         Raises:
             RuntimeError: A copy failed; nothing changed.
         """
-        if not self._swapping.take(request_id, self._entries[request_id]):
+        if not self._swapping.take(request_id, self._entry(request_id)):
             return False
         self._leave(request_id)
         return True
@@ -363,15 +407,17 @@ class KVCacheManager:
                 tokens (``too_long``); nothing changed.
             RuntimeError: A copy failed; the request is still swapped out, and holds nothing of the pool.
         """
+        check_name(request_id)
         if request_id not in self._swapped:
             raise not_swapped_out(request_id, request_id in self._entries)
+        check_count("num_tokens", num_tokens)
         if not self._free_rows:
             raise no_free_row(self._max_num_seqs)
         row, uses_prefix = self._free_rows[-1], self.prefix_caching and use_prefix
         entry = self._swapping.bring_back(request_id, row, num_tokens, uses_prefix=uses_prefix)
         if entry is None:
             return False
-        self._free_rows.pop()
+        self._take_row()
         self._entries[request_id] = entry
         entry.row = row
         if self.prefix_caching:
@@ -386,17 +432,23 @@ class KVCacheManager:
 
         The findable blocks of one in the table stay cached until they are evicted.
         """
+        check_name(request_id)
         if request_id in self._swapped:
             self._swapping.give_up(request_id)
         else:
             self._leave(request_id)
 
     def _leave(self, request_id: str) -> None:
-        row = self._entries[request_id].row
+        row = self._entry(request_id).row
         del self._entries[request_id]
         self._fresh.pop(row, None)
         self._coordinator.free(row)
         self._free_rows.append(row)
+        self._is_taken[row] = False
+
+    def _entry(self, request_id: str) -> Entry:
+        check_name(request_id)
+        return self._entries[request_id]
 
     def reset_prefix_cache(self) -> None:
         """Give up every cached page, those of pins too, and make held ones unfindable.
@@ -422,6 +474,13 @@ class KVCacheManager:
             False, and nothing changed, if somebody holds a page of a slab that would go, or a request of the greatest
             length would not have room beside what is pinned.
         """
+        check_count("num_slabs", num_slabs, least=len(self.plan.groups))
+        if num_slabs > self.plan.most_slabs:
+            raise RequestError(
+                f"a pool of {safe_repr(num_slabs)} slabs is refused: {self.plan.most_slabs} are the most whose pages "
+                "have a 32-bit block id",
+                code="too_large",
+            )
         plan = attrs.evolve(self.plan, num_slabs=num_slabs, num_rest_pages=0)
         if not self._pins.leave_room(plan) or not self._cache.resize(plan):
             return False
@@ -453,6 +512,7 @@ class KVCacheManager:
             RequestError: A lone request of the plan's greatest length would not have room beside all pins any more
                 (``no_room``); nothing changed.
         """
+        self._check_prompt(token_ids, salt, inputs)
         return self._pins.pin(self._cache.find_all(token_ids, salt, inputs), checks_room=checks_room)
 
     def restore(
@@ -486,6 +546,7 @@ class KVCacheManager:
         """
         if not self._free_rows:
             raise no_free_row(self._max_num_seqs)
+        self._check_prompt(token_ids, salt, inputs)
         row = self._free_rows[-1]
         if not self._restorer.restore(row, token_ids, copies, fetch, salt=salt, inputs=inputs):
             return None
@@ -506,6 +567,8 @@ class KVCacheManager:
         Returns:
             The events: whoever asked takes them from it. Nothing goes to a log that was there before.
         """
+        if not isinstance(secret, bytes) or len(secret) != KEY_BYTES:
+            raise RequestError(f"the secret must be {KEY_BYTES} bytes, not {safe_repr(secret)}", code="bad_secret")
         self._events = EventLog(self.plan.groups, self._tree, secret)
         self._cache.tell(self._events)
         return self._events
@@ -519,11 +582,11 @@ class KVCacheManager:
 
     def row(self, request_id: str) -> int:
         """Return a request's row in every block table."""
-        return self._entries[request_id].row
+        return self._entry(request_id).row
 
     def block_ids(self, request_id: str) -> list[list[int]]:
         """Return a request's block ids, one list per group; 0 where a block is not resident."""
-        return self._coordinator.blocks(self._entries[request_id].row)
+        return self._coordinator.blocks(self._entry(request_id).row)
 
     @property
     def num_free_rows(self) -> int:
@@ -555,7 +618,9 @@ class KVCacheManager:
         Raises:
             AssertionError: They are not.
         """
-        audit_rows(self._max_num_seqs, self._free_rows, [entry.row for entry in self._entries.values()])
+        taken = [entry.row for entry in self._entries.values()]
+        audit_rows(self._max_num_seqs, self._free_rows, taken)
+        audit_free_rows(self.tables, self._free_rows, self._coordinator.num_blocks, self._coordinator.num_computed)
         self._cache.audit(self.plan, np.concatenate([pages_in(self.tables), self._pins.pages()]))
         self._swapping.audit()
 
@@ -566,9 +631,14 @@ class KVCacheManager:
 
     @property
     def on_pages_freed(self) -> Callable[[int, list[int]], None] | None:
-        """Called with a group and block ids whenever the content of pages ends; None for nobody."""
+        """Called with a group and block ids whenever the content of pages ends; None for nobody.
+
+        One that raises is logged, and called no more.
+        """
         return self._pool.on_pages_freed
 
     @on_pages_freed.setter
     def on_pages_freed(self, listener: Callable[[int, list[int]], None] | None) -> None:
+        if listener is not None and not callable(listener):
+            raise RequestError(f"on_pages_freed must be callable or None, not {safe_repr(listener)}", "bad_listener")
         self._pool.on_pages_freed = listener

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -16,8 +17,10 @@ from kvframe.cache.owners import NOBODY, Indices, Owners, Places
 from kvframe.cache.page_counts import PageCounts
 from kvframe.cache.slabs import Slabs
 from kvframe.eviction import LRU, EvictionPolicy
+from kvframe.foreign import safe_text
 from kvframe.plan import KVCachePlan
 
+_log = logging.getLogger("kvframe")
 _MAX_STALE = 1 << 16
 """Stale entries that the queues of cached pages may have besides as many as there are cached pages; and stamps that
 they may remember as thinned."""
@@ -437,8 +440,16 @@ class BlockPool:
         if self._by_due is not None:
             self._by_due.end(block_ids)
         if self.on_pages_freed is not None:
+            self._tell_freed(self.on_pages_freed, block_ids, group)
+
+    def _tell_freed(self, listener: Callable[[int, list[int]], None], block_ids: BlockIds, group: int | Groups) -> None:
+        """Tell a listener; one that raises is logged, and told nothing any more."""
+        try:
             for each in (group,) if isinstance(group, int) else np.unique(group).tolist():
-                self.on_pages_freed(each, (block_ids if isinstance(group, int) else block_ids[group == each]).tolist())
+                listener(each, (block_ids if isinstance(group, int) else block_ids[group == each]).tolist())
+        except Exception as error:
+            _log.error("on_pages_freed raises %s; it is told nothing any more", safe_text(error))
+            self.on_pages_freed = None
 
     def _end(self, group: int | Groups, block_ids: BlockIds, places: Places) -> None:
         """Give up the content of cached pages."""

@@ -3,9 +3,107 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from kvframe.cache.inputs import InputSequence
 from kvframe.errors import RequestError
+from kvframe.foreign import safe_repr
+
+MAX_SALT_CHARS = 4096
+"""Characters of a salt: it is read whenever a request starts."""
+
+
+def check_salt(salt: object) -> None:
+    """Refuse a salt that is not Unicode text, or too long, with a ``RequestError`` (``bad_salt``)."""
+    if not isinstance(salt, str):
+        raise RequestError(f"cache_salt must be a string, not {safe_repr(salt)}", code="bad_salt")
+    if len(salt) > MAX_SALT_CHARS:
+        raise RequestError(
+            f"cache_salt has {len(salt):,} characters, and may have {MAX_SALT_CHARS:,}; give a hash of it",
+            code="bad_salt",
+        )
+    try:
+        salt.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"cache_salt is not Unicode text: {error.reason}", code="bad_salt") from error
+
+
+def check_name(request_id: object) -> None:
+    """Refuse a name that is no string (``bad_id``)."""
+    if not isinstance(request_id, str):
+        raise RequestError(f"a request's name is a string, not {safe_repr(request_id)}", code="bad_id")
+
+
+def check_count(what: str, given: Any, least: int = 0) -> int:
+    """Return a whole number as an ``int``; raises ``RequestError`` (``bad_count``) if it is none, or too small."""
+    if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < least:
+        raise RequestError(
+            f"{what} must be a whole number of at least {least}, not {safe_repr(given)}", code="bad_count"
+        )
+    return int(given)
+
+
+def check_tokens(token_ids: Any, most: int) -> None:
+    """Refuse what is no sequence of at least one and at most so many tokens; the tokens themselves are not read.
+
+    Args:
+        token_ids: The tokens.
+        most: The longest request that the plan is for.
+
+    Raises:
+        RequestError: It is none (``bad_token``), has none (``empty_prompt``), or too many (``too_long``).
+    """
+    if isinstance(token_ids, str | bytes) or not hasattr(token_ids, "__len__") or not hasattr(token_ids, "__getitem__"):
+        raise RequestError(f"the tokens must be a sequence of whole numbers, not {safe_repr(token_ids)}", "bad_token")
+    if not len(token_ids):
+        raise RequestError("there are no tokens; give at least one", code="empty_prompt")
+    if len(token_ids) > most:
+        raise too_many_tokens(len(token_ids), most)
+
+
+def check_rows(rows: Any, counts: Any, is_taken: npt.NDArray[np.bool_]) -> None:
+    """Refuse rows of which one is no request's, or comes twice, and counts that are not one for each.
+
+    Args:
+        rows: ``[n], int64, host``: rows of the block tables.
+        counts: ``[n], int64, host``: a count of tokens for each.
+        is_taken: ``[max_num_seqs], bool, host``: which rows are requests'.
+
+    Raises:
+        RequestError: They are not (``bad_rows``).
+    """
+    try:
+        is_right = (
+            len(rows) == len(counts)
+            and counts.dtype.kind == "i"
+            and counts.ndim == 1
+            and not np.count_nonzero(np.bincount(rows, minlength=len(is_taken)) > is_taken)
+        )
+    except (AttributeError, TypeError, ValueError, MemoryError):  # no arrays, no whole numbers, or not as many
+        is_right = False
+    if not is_right:
+        raise RequestError(
+            f"the rows {safe_repr(rows)} with {safe_repr(counts)} tokens are refused: give int64 arrays of one length, "
+            f"each row of a request in the table once, as 'row' says it; there are {len(is_taken)} rows",
+            code="bad_rows",
+        )
+
+
+def not_computable(num_computed: int, most: int) -> RequestError:
+    """Return the error of who commits more tokens than there was room made for.
+
+    Args:
+        num_computed: The tokens.
+        most: Those that the request has room for.
+    """
+    return RequestError(
+        f"{num_computed} computed tokens are committed of a request that has room for {most}; extend it before its "
+        "tokens are computed",
+        code="no_room_made",
+    )
 
 
 def too_many_tokens(num_tokens: int, most: int) -> RequestError:
@@ -16,8 +114,8 @@ def too_many_tokens(num_tokens: int, most: int) -> RequestError:
         most: The longest request that the plan is for.
     """
     return RequestError(
-        f"room for {num_tokens} tokens was asked for, but the plan is for requests of {most} at most; ask for fewer, "
-        "or plan with a greater max_model_len",
+        f"room for {safe_repr(num_tokens)} tokens was asked for, but the plan is for requests of {most} at most; "
+        "ask for fewer, or plan with a greater max_model_len",
         code="too_long",
     )
 
@@ -32,6 +130,12 @@ def check_input_lens(inputs: Mapping[str, InputSequence], max_input_lens: Mappin
     Raises:
         RequestError: One is longer.
     """
+    if not isinstance(inputs, Mapping) or not all(
+        isinstance(name, str) and isinstance(given, InputSequence) for name, given in inputs.items()
+    ):
+        raise RequestError(
+            f"inputs must be a mapping of names to InputSequences, not {safe_repr(inputs)}", code="bad_input"
+        )
     for name, given in inputs.items():
         if name in max_input_lens and given.num_tokens > max_input_lens[name]:
             raise RequestError(
