@@ -25,6 +25,7 @@ from kvframe.cache.prefix import NO_MATCH
 from kvframe.cache.prefix_cache import PrefixCache
 from kvframe.cache.refusals import (
     cannot_fork,
+    check_copies,
     check_count,
     check_input_lens,
     check_name,
@@ -541,12 +542,14 @@ class KVCacheManager:
 
         Raises:
             RequestError: No row is free (``no_row``), or the plan is for fewer tokens (``too_long``) or shorter inputs
-                (``input_too_long``), or a token is none (``bad_token``); nothing changed.
+                (``input_too_long``), a token is none (``bad_token``), or the copies are not those of each group
+                (``bad_copies``); nothing changed.
             Exception: What ``fetch`` raises; nothing can be found that could not before.
         """
         if not self._free_rows:
             raise no_free_row(self._max_num_seqs)
         self._check_prompt(token_ids, salt, inputs)
+        check_copies(copies, len(self.plan.groups))
         row = self._free_rows[-1]
         if not self._restorer.restore(row, token_ids, copies, fetch, salt=salt, inputs=inputs):
             return None

@@ -56,12 +56,29 @@ def check_tokens(token_ids: Any, most: int) -> None:
     Raises:
         RequestError: It is none (``bad_token``), has none (``empty_prompt``), or too many (``too_long``).
     """
-    if isinstance(token_ids, str | bytes) or not hasattr(token_ids, "__len__") or not hasattr(token_ids, "__getitem__"):
+    if (
+        isinstance(token_ids, str | bytes | Mapping)
+        or not hasattr(token_ids, "__len__")
+        or not hasattr(token_ids, "__getitem__")
+    ):
         raise RequestError(f"the tokens must be a sequence of whole numbers, not {safe_repr(token_ids)}", "bad_token")
     if not len(token_ids):
         raise RequestError("there are no tokens; give at least one", code="empty_prompt")
     if len(token_ids) > most:
         raise too_many_tokens(len(token_ids), most)
+
+
+def check_copies(copies: Any, num_groups: int) -> None:
+    """Refuse what is no list of whole numbers for each group, with a ``RequestError`` (``bad_copies``)."""
+    if (
+        not isinstance(copies, list)
+        or len(copies) != num_groups
+        or not all(isinstance(each, list) and all(isinstance(copy, int) for copy in each) for each in copies)
+    ):
+        raise RequestError(
+            f"the copies must be {num_groups} lists of whole numbers, one for each group, not {safe_repr(copies)}",
+            code="bad_copies",
+        )
 
 
 def check_rows(rows: Any, counts: Any, is_taken: npt.NDArray[np.bool_]) -> None:
