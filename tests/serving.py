@@ -110,7 +110,7 @@ def make_stack(**options: Any) -> Stack:
     if "wrappers" in options:
         rules[0]["wrappers"] = options.pop("wrappers")
     if "states" in options:
-        rules.append({"kind": "mamba", "spec": options.pop("states")})
+        rules.append({"kind": "mamba", "spec": options.pop("states"), "optional": True})
     for key, value in options.items():
         tables["cache" if hasattr(CacheOptions(), key) else "engine"][key] = value
     return Stack.from_mapping({**tables, "rules": rules})

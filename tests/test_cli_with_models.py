@@ -278,7 +278,7 @@ BY_STACK = generating("hybrid", "--stack", "stack.toml")
         (
             full_attention(num_kv_heads=2, head_size=4, window=3),
             ("plan", "layers.json"),
-            "layer 'a': the cache spec 'full_attention' has no option window; it has block_size, dtype, format, ",
+            "layer 'a': the cache spec 'full_attention': there is no option named 'window'; known: block_size, dtype, ",
         ),
         (
             full_attention(num_kv_heads=True, head_size=4),

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvframe import Engine, RequestOutput, SamplingParams, Stack, hookimpl
 from kvframe.builtin.torch_backend import TorchBackend
-from kvframe.errors import ModelError, PlanError, StackError
+from kvframe.errors import BackendError, ModelError, PlanError, StackError
 from tests.serving import GREEDY, PROMPTS, TinyModel, held_pages, ids, make_stack
 
 TEXT = "Ein Größenvergleich: 1 € ≈ 1,1 $; naïve cafés, 𝄞 and 東京. The quick brown fox jumps over the lazy dog. " * 3
@@ -300,7 +300,7 @@ def test_a_rule_for_an_unknown_kind_is_refused_before_the_model_is_read(tmp_path
 
 def test_wrong_attention_is_refused_and_the_layer_named(model: TinyModel) -> None:
     stack = make_stack(backend="wrong", self_check=True)
-    with pytest.raises(ModelError, match=r"other logits in a packed batch.*from layer 'model\.layers\.0\.self_attn'"):
+    with pytest.raises(BackendError, match=r"^backend 'my_plugin:wrong' .* layer 'model\.layers\.0\.self_attn' wrong"):
         Engine.from_pretrained(model.path, stack=stack, plugins=[plugin_with(wrong=WrongBackend)])
 
 
@@ -309,7 +309,7 @@ def test_a_refused_model_is_left_as_it_was(model: TinyModel, reference: list[tup
     implementation = loaded.model.config._attn_implementation
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TorchBackend, "forward", lambda self, layer, query, *rest: torch.zeros_like(query))
-        with pytest.raises(ModelError, match="other logits"):
+        with pytest.raises(BackendError, match=r"^backend 'kvframe:torch' computes layer .* wrongly"):
             model.engine(self_check=True, backend="torch")
     assert implementation == loaded.model.config._attn_implementation
     with model.engine(self_check=True) as engine:

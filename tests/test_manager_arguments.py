@@ -107,6 +107,8 @@ def calls(manager: KVCacheManager) -> dict[str, list[Callable[[], object]]]:
     wrong["start"] = [lambda name=name: manager.start(name, TOKENS) for name in ("running", "swapped", *NAMES[1:])]
     wrong["start"] += [lambda each=each: manager.start("new", **each) for each in prompts]
     wrong["find"] = [lambda each=each: manager.find(**each) for each in prompts]
+    # An input can be pinned and restored without a token.
+    prompts = [each for each in prompts if each["token_ids"] not in ([], ())]
     wrong["pin"] = [lambda each=each: manager.pin(**each) for each in prompts]
     wrong["extend_rows"] = [
         lambda rows=rows, counts=counts: manager.extend_rows(rows, counts) for rows, counts in arrays(running, free)

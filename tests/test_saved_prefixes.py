@@ -300,9 +300,9 @@ def test_a_file_that_cannot_be_written_leaves_what_was_there(llama: TinyModel, t
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert ("unwritable", before, [path]) == (refused.value.code, path.read_bytes(), list(tmp_path.iterdir()))
-        with pytest.raises(PrefixFileError, match="cannot be written: No such file"):
+        with pytest.raises(PrefixFileError, match="cannot be written: there is no folder"):
             engine.save_prefixes(tmp_path / "nowhere" / "prefixes", [SYSTEM])
-        with pytest.raises(PrefixFileError, match="cannot be written: Is a directory"):
+        with pytest.raises(PrefixFileError, match="cannot be written: it is a folder"):
             engine.save_prefixes(tmp_path, [SYSTEM])
         assert 0 == held_pages(engine)
 

@@ -102,7 +102,9 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         }
         self._unchecked = [layer for layer in self._layers.values() if layer.lacks_parameters]
         self._order = {layer.name: index for index, layer in enumerate(attending)}
-        pages = {group.cache_group: next(iter(views[group.layers[0].name].values())) for group in self.groups}
+        pages = {
+            group.cache_group: tensor for group in self.groups for tensor in [*views[group.layers[0].name].values()][:1]
+        }
         num_cache_groups = len(grouping.groups) + self.local.num_places
         self._plan = MetadataPlan(self.groups, num_cache_groups, pages, audited=audited)
         self._written = {group.cache_group for group in self.groups if group.writes}

@@ -227,8 +227,10 @@ class KVCacheManager:
         self._take_row()
         self._entries[new_id] = Entry(row, token_ids, entry.namespace, NO_HIT, 0, entry.num_resets)
 
-    def _check_prompt(self, token_ids: Sequence[int], salt: str, inputs: Mapping[str, InputSequence]) -> None:
-        check_tokens(token_ids, self.plan.max_model_len)
+    def _check_prompt(
+        self, token_ids: Sequence[int], salt: str, inputs: Mapping[str, InputSequence], least: int = 1
+    ) -> None:
+        check_tokens(token_ids, self.plan.max_model_len, least)
         check_salt(salt)
         if inputs is not NO_INPUTS:
             check_input_lens(inputs, self.plan.max_input_lens)
@@ -513,7 +515,8 @@ class KVCacheManager:
             RequestError: A lone request of the plan's greatest length would not have room beside all pins any more
                 (``no_room``); nothing changed.
         """
-        self._check_prompt(token_ids, salt, inputs)
+        # An input can be pinned without a token.
+        self._check_prompt(token_ids, salt, inputs, least=0)
         return self._pins.pin(self._cache.find_all(token_ids, salt, inputs), checks_room=checks_room)
 
     def restore(
@@ -548,7 +551,7 @@ class KVCacheManager:
         """
         if not self._free_rows:
             raise no_free_row(self._max_num_seqs)
-        self._check_prompt(token_ids, salt, inputs)
+        self._check_prompt(token_ids, salt, inputs, least=0)
         check_copies(copies, len(self.plan.groups))
         row = self._free_rows[-1]
         if not self._restorer.restore(row, token_ids, copies, fetch, salt=salt, inputs=inputs):

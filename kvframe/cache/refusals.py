@@ -46,12 +46,13 @@ def check_count(what: str, given: Any, least: int = 0) -> int:
     return int(given)
 
 
-def check_tokens(token_ids: Any, most: int) -> None:
-    """Refuse what is no sequence of at least one and at most so many tokens; the tokens themselves are not read.
+def check_tokens(token_ids: Any, most: int, least: int = 1) -> None:
+    """Refuse what is no sequence of so many tokens; the tokens themselves are not read.
 
     Args:
         token_ids: The tokens.
         most: The longest request that the plan is for.
+        least: The fewest tokens.
 
     Raises:
         RequestError: It is none (``bad_token``), has none (``empty_prompt``), or too many (``too_long``).
@@ -62,7 +63,7 @@ def check_tokens(token_ids: Any, most: int) -> None:
         or not hasattr(token_ids, "__getitem__")
     ):
         raise RequestError(f"the tokens must be a sequence of whole numbers, not {safe_repr(token_ids)}", "bad_token")
-    if not len(token_ids):
+    if len(token_ids) < least:
         raise RequestError("there are no tokens; give at least one", code="empty_prompt")
     if len(token_ids) > most:
         raise too_many_tokens(len(token_ids), most)

@@ -23,6 +23,7 @@ from kvframe.attention.staging import HOST
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.storage import KVCacheStorage
+from kvframe.errors import BackendError
 from kvframe.formats import PLAIN, KVFormat
 from kvframe.groups import group_layers
 from kvframe.plan import plan_cache
@@ -183,10 +184,10 @@ def _attend(layer: AttentionLayer, case: Case, learned: Learned, num_tokens: int
         return torch.empty(*shape, dtype=case.query_dtype, device=META)
 
     query = draw(num_tokens, case.query.num_heads, case.query.head_size)
-    output = layer(query, *case.form.draw(case.spec, num_tokens, draw), learned.sinks)
     try:
+        output = layer(query, *case.form.draw(case.spec, num_tokens, draw), learned.sinks)
         check_output(output, case, query)
-    except ConformanceError as error:
+    except (BackendError, ConformanceError) as error:
         raise ConformanceError(f"{case.name}: {error}") from error
 
 

@@ -34,7 +34,7 @@ def make_step_metadata(
         extensions=extensions,
     )
     (metadata,) = build_metadata(batch, manager.tables, device)
-    metadata = attrs.evolve(metadata, causal=case.causal)
+    metadata = attrs.evolve(metadata, causal=case.causal and not case.is_cross)
     if case.is_cross:
         metadata = _over_other_keys(metadata, case, manager.tables[0].ids[rows])
     if not case.num_padding:
