@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from kvframe import Engine
 from kvframe.cli import guard, render
-from kvframe.errors import FileError, UnknownNameError, listed, shorten, shown
+from kvframe.errors import FileError, ModelError, UnknownNameError, listed, shorten, shown
 from kvframe.files import check_place, parse_json, parse_toml, read_bytes, read_json, read_toml, write_text
 from tests.test_cli import error_of, run
 
@@ -73,6 +74,8 @@ def test_a_path_that_can_be_none_is_one_sentence(tmp_path: Path) -> None:
         with pytest.raises(FileError, match=reason):
             read_bytes(path)
     assert "File name too long" in error_of("plan", "x" * 5000)
+    with pytest.raises(ModelError, match=r"^the model 'xxx.*File name too long"):
+        Engine.from_pretrained("x" * 5000)
     assert "File name too long" in error_of("plan", LAYERS, "--stack", "x" * 5000)
     stack = tmp_path / "stack.toml"
     stack.write_text('[engine]\nmeasured_times = "a\\u0000b"\n')

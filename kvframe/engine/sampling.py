@@ -8,14 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isfinite
-from sys import float_info
 
 import torch
 
 from kvframe.engine.request import Request
-
-MIN_TEMPERATURE = float_info.min
-"""What a smaller temperature is taken for: it is greedy, but where the largest logits are equal."""
 
 FAILED = -1
 """Stands for the token of a request whose logits are not numbers."""
@@ -68,8 +64,7 @@ def _draw(logits: torch.Tensor, requests: list[Request], truncate: bool) -> list
 
     # Shifted before the division: a tiny temperature then gives minus infinity, not NaN.
     shifted = logits.to(torch.float64) - logits.max(dim=-1, keepdim=True).values
-    # The smallest normal number at least: a processor may take smaller ones for 0.
-    temperatures = column([max(request.params.temperature, MIN_TEMPERATURE) for request in requests])
+    temperatures = column([request.params.temperature for request in requests])
     probabilities = (shifted / temperatures).softmax(dim=-1)
     uniforms = column([request.random.random() for request in requests])
     if not truncate:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvframe.errors import KVFrameError, ModelError, PluginError
+from kvframe.errors import FileError, KVFrameError, ModelError, PluginError, shown
+from kvframe.files import exists
 from kvframe.foreign import call, safe_repr
 from kvframe.model.description import ModelDescription
 from kvframe.model.layer_file import is_layer_file, parse_file, read_layer_file
@@ -75,7 +76,11 @@ def find_adapter(path: Path, registry: Registry) -> FoundAdapter:
     Raises:
         ModelError: Nothing is there, no adapter recognises it, or more than one does.
     """
-    if not path.exists():
+    try:
+        is_there = exists(path)
+    except FileError as error:
+        raise ModelError(f"the model {shown(str(path))} {error}") from error
+    if not is_there:
         raise ModelError(f"there is no file or folder {path}")
     found: dict[str, FoundAdapter] = {}
     unusable: list[str] = []
