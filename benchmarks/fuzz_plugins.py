@@ -110,7 +110,7 @@ class Shell:
 
 
 def check_together(shell: Shell, model: Path, group: Sequence[Broken], expected: Any) -> None:
-    """Run every command beside a group of broken plugins that nobody names; raises ``Wrong``."""
+    """Run every command beside a group of broken plugins that no stack names; raises ``Wrong``."""
     found = shell.json("plugins")
     status = {plugin["name"]: plugin["status"] for plugin in found["plugins"]}
     if status["healthy"] != "loaded" or status["builtin"] != "loaded":

@@ -16,7 +16,7 @@ from kvframe.foreign import call, safe_repr
 from kvframe.specs import AttentionMask, KVCacheSpec, TokenRange
 
 _MOST_KNOWN = 1 << 14
-"""Positions of which an answer is remembered."""
+"""Positions whose answers are kept."""
 
 Ranges = tuple[TokenRange, ...]
 T = TypeVar("T")
@@ -215,7 +215,7 @@ class Answers:
         try:
             following = self.live_ranges(n + 1)
         except SpecError:
-            following = ()  # whoever gets there is told
+            following = ()  # the request that gets there is told
         returned = lacks(following, ranges, ((n, n + 1),))
         if returned is not None:
             raise wrong_answer(
