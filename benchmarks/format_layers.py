@@ -14,8 +14,8 @@ from kvframe import FullAttentionSpec, LayerSpec, QuerySpec, Stack, group_layers
 from kvframe.attention.layer import AttentionLayers
 from kvframe.attention.selection import select_backends
 from kvframe.attention.step import StepBatch, build_metadata
+from kvframe.attention.storage import KVCacheStorage
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.storage import KVCacheStorage
 from kvframe.errors import PluginError
 from kvframe.formats import PLAIN, KVFormat
 from kvframe.groups import make_layer_specs

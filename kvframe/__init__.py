@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvframe.attention.order import BatchOrder as BatchOrder
     from kvframe.attention.order import split_batch as split_batch
     from kvframe.attention.step import StepBatch as StepBatch
+    from kvframe.attention.storage import KVCacheStorage as KVCacheStorage
     from kvframe.attention.wrapper import FieldUse as FieldUse
     from kvframe.attention.wrapper import MetadataWrapper as MetadataWrapper
     from kvframe.builtin.full_attention import FullAttentionSpec as FullAttentionSpec
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from kvframe.cache.keys import prefix_key as prefix_key
     from kvframe.cache.manager import KVCacheManager as KVCacheManager
     from kvframe.cache.pool import BlockPool as BlockPool
-    from kvframe.cache.storage import KVCacheStorage as KVCacheStorage
     from kvframe.engine.embedding import Embedder as Embedder
     from kvframe.engine.engine import Engine as Engine
     from kvframe.engine.pooling import EmbeddingOutput as EmbeddingOutput
@@ -99,7 +99,7 @@ _HOME = {
     "KVCacheManager": "cache.manager",
     "KVCachePlan": "plan",
     "KVCacheSpec": "specs",
-    "KVCacheStorage": "cache.storage",
+    "KVCacheStorage": "attention.storage",
     "KVFrameError": "errors",
     "LayerDescription": "model.description",
     "LayerSpec": "specs",

@@ -18,9 +18,9 @@ from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.selection import select_backends
 from kvframe.attention.skipping import find_skippable_layers
 from kvframe.attention.step import StepBatch, build_metadata
+from kvframe.attention.storage import KVCacheStorage
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.storage import KVCacheStorage
 from kvframe.groups import group_layers, share_caches
 from kvframe.plan import plan_cache
 from kvframe.plugins import load_plugins

@@ -18,10 +18,10 @@ from kvframe.attention.layer import AttentionLayers
 from kvframe.attention.metadata import Axis, CommonAttentionMetadata, Extension
 from kvframe.attention.selection import select_backends
 from kvframe.attention.step import StepBatch, build_metadata
+from kvframe.attention.storage import KVCacheStorage
 from kvframe.attention.wrapper import FieldUse, MetadataWrapper
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.storage import KVCacheStorage
 from kvframe.errors import BackendError, PlanError, SpecError, StackError, UnknownNameError
 from kvframe.groups import group_layers, make_layer_specs
 from kvframe.model.description import LayerDescription, ModelDescription

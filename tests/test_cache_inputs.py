@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvframe.attention.storage import HostStorage
 from kvframe.cache.inputs import InputSequence, inputs_root
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.storage import HostStorage
 from kvframe.errors import PlanError
 from kvframe.groups import group_layers
 from kvframe.plan import KVCachePlan, plan_cache

@@ -19,11 +19,11 @@ from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.order import BatchOrder, is_ordered
 from kvframe.attention.selection import select_backends
 from kvframe.attention.step import InputBatch, StepBatch, build_metadata, input_slots
+from kvframe.attention.storage import KVCacheStorage
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.cache.inputs import InputSequence
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.storage import KVCacheStorage
 from kvframe.groups import group_layers
 from kvframe.plan import plan_cache
 from kvframe.plugins import load_plugins

@@ -17,8 +17,8 @@ import torch
 from kvframe_transformers.testing import save_tiny
 
 from kvframe import Engine, Stack
-from kvframe.cache.prefix_file import Contents
-from kvframe.cache.prefix_reader import PrefixFileReader
+from kvframe.engine.prefix_files.format import Contents
+from kvframe.engine.prefix_files.reader import PrefixFileReader
 from kvframe.errors import PrefixFileError
 from tests.serving import TinyModel, ids, make_stack
 

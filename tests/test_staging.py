@@ -26,11 +26,11 @@ from kvframe.attention.nested import host_tensors, replace_tensors
 from kvframe.attention.selection import select_backends
 from kvframe.attention.skipping import find_skippable_layers
 from kvframe.attention.staging import ALIGNMENT, HOST, StagedMemory, Staging
+from kvframe.attention.storage import KVCacheStorage
 from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.cache.inputs import InputSequence
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.storage import KVCacheStorage
 from kvframe.engine.runner import ModelRunner
 from kvframe.formats import PLAIN, KVFormat
 from kvframe.groups import group_layers, share_caches

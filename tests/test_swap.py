@@ -18,9 +18,9 @@ from triton import knobs
 
 from kvframe import Engine
 from kvframe.attention.backend import AttentionBackend, PageCopier
+from kvframe.attention.storage import HostStorage
 from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.storage import HostStorage
 from kvframe.engine.assembly import find_page_copier
 from kvframe.engine.request import RequestOutput, SamplingParams
 from kvframe.engine.stats import EngineStats

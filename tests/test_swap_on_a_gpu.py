@@ -6,7 +6,7 @@ import pytest
 import torch
 from kvframe_triton.backend import TritonBackend
 
-from kvframe.cache.storage import HostStorage
+from kvframe.attention.storage import HostStorage
 from tests.plans import full, make_plan, ranged
 
 ORDERS = {"from": (4, 0, 7, 2, 1), "host": (2, 3, 4, 5, 0), "to": (3, 6, 0, 5, 2)}

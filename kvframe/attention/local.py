@@ -17,8 +17,8 @@ from kvframe.attention.backend import KVCache
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.staging import HOST
 from kvframe.attention.step import StepBatch, build_metadata
+from kvframe.attention.storage import fill_pages
 from kvframe.cache.block_table import BlockTables
-from kvframe.cache.storage import fill_pages
 from kvframe.specs import LayerSpec, StateTensor
 
 Layout = tuple[tuple[str, StateTensor], ...]

@@ -17,10 +17,10 @@ from kvframe.attention.layer import AttentionLayers
 from kvframe.attention.relative_bias import RELATIVE_BIAS
 from kvframe.attention.selection import select_backends
 from kvframe.attention.step import StepBatch, build_metadata
+from kvframe.attention.storage import KVCacheStorage
 from kvframe.attention.times import MeasuredTime
 from kvframe.attention.wrapper import DROPS_TOKENS
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.storage import KVCacheStorage
 from kvframe.errors import BackendError
 from kvframe.formats import PLAIN
 from kvframe.groups import Grouping, group_layers

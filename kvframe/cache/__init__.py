@@ -1,4 +1,4 @@
-"""The cache: pages and who owns them, and the bytes that they are.
+"""The cache: pages and who owns them. Their bytes are in ``kvframe.attention.storage``.
 
 Its files, in the order of the flow; each uses only those before it.
 
@@ -13,7 +13,5 @@ Its files, in the order of the flow; each uses only those before it.
 - Requests that run, as rows: ``rows``, ``refusals``; where they share pages that are not full,
   ``forking``; their pages come (``room``) and go (``dead_blocks``), and they begin and end (``coordinator``).
 - Requests whose pages lie elsewhere: ``resuming``, ``restoring``, ``entries``, ``host_store``, ``swapping``.
-- Prefixes in files: ``prefix_file``, ``prefix_reader``, ``prefix_writer``.
-- The bytes of pages: ``storage``.
 - What the engine uses: ``verb_audit``, ``manager``.
 """

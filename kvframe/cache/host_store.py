@@ -15,7 +15,7 @@ from kvframe.plan import KVCachePlan
 
 
 class HostPages(Protocol):
-    """The bytes of a host store, and the copies between them and the pool (``storage.HostStorage``)."""
+    """The bytes of a host store, and the copies between them and the pool (``attention.storage.HostStorage``)."""
 
     num_slabs: int
     """Slabs of the plan's size that there are bytes for."""

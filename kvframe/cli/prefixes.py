@@ -29,7 +29,7 @@ save_option = click.option(
 
 def check_saved_file(path: Path) -> None:
     """Refuse a file that cannot be written, or would replace something else, before a model is loaded."""
-    from kvframe.cache.prefix_writer import check_prefix_place
+    from kvframe.engine.prefix_files.writer import check_prefix_place
 
     check_prefix_place(path)
 

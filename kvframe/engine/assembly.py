@@ -16,7 +16,7 @@ from kvframe.attention.layer import AttentionLayers
 from kvframe.attention.local import LocalCaches
 from kvframe.attention.selection import select_backends
 from kvframe.attention.skipping import find_skippable_layers
-from kvframe.cache.storage import HostStorage, KVCacheStorage
+from kvframe.attention.storage import HostStorage, KVCacheStorage
 from kvframe.errors import PluginError, StackError
 from kvframe.foreign import call, safe_repr
 from kvframe.formats import PLAIN

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvframe.attention.storage import KVCacheStorage
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.storage import KVCacheStorage
 from kvframe.engine.progress import RequestProgress, RequestT
 from kvframe.engine.scheduler import Scheduler
 from kvframe.errors import PlanError

@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvframe.attention.storage import KVCacheStorage
 from kvframe.cache.keys import secret_check
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.pins import Pin
-from kvframe.cache.prefix_file import FilePrefix, Places
-from kvframe.cache.prefix_reader import PrefixFileReader
-from kvframe.cache.prefix_writer import PrefixFileWriter
-from kvframe.cache.storage import KVCacheStorage
+from kvframe.engine.prefix_files.format import FilePrefix, Places
+from kvframe.engine.prefix_files.reader import PrefixFileReader
+from kvframe.engine.prefix_files.writer import PrefixFileWriter
 from kvframe.engine.prefixes import Prefixes
 from kvframe.engine.prompt import AnyPrompt
 from kvframe.engine.salts import check_salt, salt_of_each

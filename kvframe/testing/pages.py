@@ -8,9 +8,9 @@ import attrs
 import torch
 
 from kvframe.attention.backend import AttentionBackend
+from kvframe.attention.storage import KVCacheStorage
 from kvframe.cache.block_table import BlockTable
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.storage import KVCacheStorage
 from kvframe.formats import PLAIN
 from kvframe.groups import Grouping, group_layers
 from kvframe.plan import KVCachePlan, plan_cache

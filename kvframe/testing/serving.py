@@ -18,8 +18,8 @@ from kvframe.attention.backend import AttentionBackend
 from kvframe.attention.layer import AttentionLayers
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.staging import HOST
+from kvframe.attention.storage import KVCacheStorage
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.storage import KVCacheStorage
 from kvframe.errors import KVFrameError
 from kvframe.groups import group_layers
 from kvframe.plan import plan_cache

@@ -21,8 +21,8 @@ from kvframe.attention.identity import Identity
 from kvframe.attention.layer import AttentionLayer, AttentionLayers
 from kvframe.attention.staging import HOST
 from kvframe.attention.step import StepBatch, build_metadata
+from kvframe.attention.storage import KVCacheStorage
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.storage import KVCacheStorage
 from kvframe.errors import BackendError
 from kvframe.formats import PLAIN, KVFormat
 from kvframe.groups import group_layers

@@ -18,9 +18,9 @@ from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.nested import replace_tensors
 from kvframe.attention.order import is_ordered, permute
 from kvframe.attention.staging import HOST, Staging
+from kvframe.attention.storage import KVCacheStorage
 from kvframe.attention.wrapper import DROPS_TOKENS, WrapperChain, apply_chain, bind_chain
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.storage import KVCacheStorage
 from kvframe.specs import LayerSpec
 from kvframe.testing.case import Case
 from kvframe.testing.inputs import Inputs, Learned

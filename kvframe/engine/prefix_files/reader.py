@@ -1,4 +1,4 @@
-"""Reading a file of saved prefixes (``prefix_file`` says what is in it), of which nothing is believed unchecked."""
+"""Reading a file of saved prefixes (``format`` says what is in it), of which nothing is believed unchecked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import IO, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.prefix_file import (
+from kvframe.engine.prefix_files.format import (
     FORMAT,
     LENGTH_BYTES,
     MAX_HEADER_BYTES,

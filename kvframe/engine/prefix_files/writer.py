@@ -1,4 +1,4 @@
-"""Writing a file of saved prefixes (``prefix_file`` says what is in it)."""
+"""Writing a file of saved prefixes (``format`` says what is in it)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.inputs import InputSequence
-from kvframe.cache.prefix_file import (
+from kvframe.engine.prefix_files.format import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
     MAX_LIST_BYTES,

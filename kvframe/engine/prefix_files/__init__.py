@@ -1,0 +1,1 @@
+"""Files of saved prefixes: their format, and reading and writing them."""
