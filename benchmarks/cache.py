@@ -20,6 +20,7 @@ from typing import Any
 import click
 from cache_cases import Case, Side, standard_cases, tiny_cases
 from cache_report import write_report
+from cache_worst_cases import MAX_ROUNDS, tiny_worst_cases, worst_cases
 from engine_process import EngineProcess
 from machine import describe_machine
 
@@ -27,7 +28,8 @@ from kvframe.cli.render import progress
 
 HERE = Path(__file__).resolve().parent
 PEER = HERE.parent / ".cache" / "peers" / "vllm"
-CASES = {case.name: case for case in (*standard_cases(), *tiny_cases())}
+STANDARD = (*standard_cases(), *worst_cases())
+CASES = {case.name: case for case in (*STANDARD, *tiny_cases(), *tiny_worst_cases())}
 
 
 def start_engines(peer: Path) -> dict[str, EngineProcess]:
@@ -79,13 +81,13 @@ def measure(
     epilog="On a machine with other work, `chrt -f 1 python benchmarks/cache.py …` (as root) keeps that work from the "
     "processor while something is timed."
 )
-@click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True, help="Turns of each side.")
+@click.option("--rounds", type=click.IntRange(1, MAX_ROUNDS), default=7, show_default=True, help="Turns of each side.")
 @click.option(
     "--case",
     "cases",
     multiple=True,
     type=click.Choice(list(CASES)),
-    default=[case.name for case in standard_cases()],
+    default=[case.name for case in STANDARD],
     help="What is measured; several are named one by one. The default is all but the tiny ones.",
 )
 @click.option("--peer", type=click.Path(path_type=Path), default=PEER, help="Where make peer installed vLLM.")

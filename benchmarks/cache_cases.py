@@ -19,6 +19,8 @@ class Setting:
     Attributes:
         windows: For each layer, the tokens of its window; None for a layer that reads every past token. All layers have
             pages of one size.
+        num_states: Layers with a recurrent state beside them. A state has the bytes of a page.
+        has_masks: Whether a window says which keys a query sees (a mask), or its live ranges alone.
         num_blocks: The memory, in pages of one layer; one of them is the null page.
         caching: Whether computed blocks become findable.
         max_num_seqs: The most requests at a time.
@@ -29,6 +31,8 @@ class Setting:
     """
 
     windows: tuple[int | None, ...] = (None,)
+    num_states: int = 0
+    has_masks: bool = True
     num_blocks: int = 131_073
     caching: bool = True
     max_num_seqs: int = 8
@@ -118,11 +122,18 @@ def decode(
     length: int = 2048,
     num_cycles: int = 4,
     num_blocks: int = 262_145,
+    num_states: int = 0,
+    has_masks: bool = True,
     aim: float | None = None,
 ) -> Case:
     """Return the case of decode steps."""
     setting = Setting(
-        windows=windows, num_blocks=num_blocks, max_num_seqs=num_requests + 1, max_model_len=length + 2048
+        windows=windows,
+        num_states=num_states,
+        has_masks=has_masks,
+        num_blocks=num_blocks,
+        max_num_seqs=num_requests + 1,
+        max_model_len=length + 2048,
     )
     return Case(
         name=name,
@@ -190,6 +201,31 @@ def standard_cases() -> tuple[Case, ...]:
         decode("decode-256x1", "Decode step, 256 requests, full attention", 256, (None,), aim=20),
         decode("decode-256x6", f"Decode step, 256 requests, {of_six}", 256, six, aim=40),
         decode("decode-32x41", "Decode step, 32 requests, 40 layers with windows and 1 full", 32, many, aim=40),
+        decode(
+            "decode-256x41",
+            "Decode step, 256 requests of 512 tokens, 40 layers with windows of 256 and 1 full",
+            256,
+            hybrid(40, 256),
+            length=512,
+            num_cycles=2,
+            num_blocks=655_361,
+        ),
+        decode(
+            "decode-256-state",
+            "Decode step, 256 requests, one layer of full attention and one with a recurrent state",
+            256,
+            (None,),
+            num_states=1,
+            aim=20,
+        ),
+        decode(
+            "decode-256-no-mask",
+            "Decode step, 256 requests, one layer with a window that only its live ranges say",
+            256,
+            (WINDOW,),
+            has_masks=False,
+            aim=20,
+        ),
         _passing("pass-uncached", "2,048 tokens, caching off", ".", 5, caching=False),
         _passing("pass-cached", "2,048 tokens, caching on", "; its blocks stay findable. No block is evicted.", 10),
         _passing(
@@ -228,6 +264,8 @@ def tiny_cases() -> tuple[Case, ...]:
     small: dict[str, int] = {"num_blocks": 257, "length": 64, "num_prompts": 2, "num_calls": 2, "chunk": 32}
     return (
         decode("tiny-decode", "Decode", 4, windows, length=64, num_cycles=1, num_blocks=1024),
+        decode("tiny-state", "Decode", 4, (None,), length=64, num_cycles=1, num_blocks=1024, num_states=1),
+        decode("tiny-no-mask", "Decode", 4, (32,), length=64, num_cycles=1, num_blocks=1024, has_masks=False),
         _passing("tiny-pass", "Pass", ".", 1, num_blocks=65, length=64, num_calls=3, num_before=32),
         _passing(
             "tiny-pass-uncached", "Pass, caching off", ".", 1, caching=False, num_blocks=65, length=64, num_calls=3

@@ -52,6 +52,14 @@ class Core(Protocol):
         """Look a prompt up, take its cached blocks and make room for the rest of its tokens; return what was cached."""
         ...
 
+    def begin(self, prompt: Any) -> int:
+        """Look a prompt up and take its cached blocks, now or with the first tokens; return what was cached."""
+        ...
+
+    def advance(self, prompts: Sequence[Any], num_tokens: int) -> None:
+        """Do a step in which each prompt that has begun is computed as far as ``num_tokens``."""
+        ...
+
     def compute(self, prompt: Any, chunk: int) -> int:
         """Look a prompt up and compute the rest, ``chunk`` tokens in a step; return what was cached."""
         ...
@@ -86,6 +94,10 @@ class Core(Protocol):
 
     def cached(self) -> list[Any]:
         """Return what names each cached block, while nothing is computed."""
+        ...
+
+    def cached_states(self) -> list[Any]:
+        """Return what names each cached block that holds a recurrent state, while nothing is computed."""
         ...
 
     def lose(self, blocks: Sequence[Any]) -> None:

@@ -12,16 +12,31 @@ import attrs
 import numpy as np
 from cache_cases import BLOCK_SIZE, Setting
 from cache_core import Mistake, TokenIds
+from kvframe_mamba.spec import MambaSpec
 from kvframe_sliding_window.spec import SlidingWindowSpec
 
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.manager import KVCacheManager
 from kvframe.groups import group_layers
 from kvframe.plan import KVCachePlan, plan_cache
-from kvframe.specs import LayerSpec
+from kvframe.specs import AttentionSpec, KVCacheSpec, LayerSpec, TokenRange
 
 SIZES: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 64, "dtype": "float32"}
 PAGE_BYTES = FullAttentionSpec(**SIZES).block_bytes
+STATE = 2
+"""Of the past, a state needs the last token: it is held as by a window of two."""
+
+
+@attrs.frozen(kw_only=True)
+class LiveRangeSpec(AttentionSpec):
+    """A window that only its live ranges say: it has no mask, and every derivation is the base class's."""
+
+    kind = "live_range"
+    window: int
+
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
+        """Return the last tokens of the window."""
+        return ((max(0, n - self.window + 1), n),) if n else ()
 
 
 @attrs.frozen(eq=False)
@@ -84,10 +99,23 @@ class KVFrame:
         self._extend(prompt, len(prompt.token_ids))
         return hit
 
+    def begin(self, prompt: Prompt) -> int:
+        """Look a prompt up and take its cached blocks; return what was cached."""
+        self._running.add(prompt.name)
+        return self._manager.start(prompt.name, prompt.token_ids)
+
+    def advance(self, prompts: Sequence[Prompt], num_tokens: int) -> None:
+        """Do a step in which each prompt that has begun is computed as far as ``num_tokens``."""
+        manager = self._manager
+        rows = np.array([manager.row(prompt.name) for prompt in prompts])
+        ends = np.full(len(prompts), num_tokens)
+        if not manager.extend_rows(rows, ends):
+            raise Mistake("kvframe has no room")
+        manager.commit_rows(rows, ends)
+
     def compute(self, prompt: Prompt, chunk: int) -> int:
         """Look a prompt up and compute the rest, ``chunk`` tokens in a step; return what was cached."""
-        self._running.add(prompt.name)
-        hit = self._manager.start(prompt.name, prompt.token_ids)
+        hit = self.begin(prompt)
         for start in range(hit, len(prompt.token_ids), chunk):
             stop = min(start + chunk, len(prompt.token_ids))
             self._extend(prompt, stop)
@@ -131,7 +159,10 @@ class KVFrame:
 
     def held(self, prompt: Prompt) -> list[tuple[int | None, list[int]]]:
         """Return each group's window, and the request's block ids in it, 0 where a block is not held."""
-        windows = [getattr(group.spec, "window", None) for group in self._manager.plan.groups]
+        windows = [
+            STATE if group.spec.kind == MambaSpec.kind else getattr(group.spec, "window", None)
+            for group in self._manager.plan.groups
+        ]
         return list(zip(windows, self._manager.block_ids(prompt.name), strict=True))
 
     def num_held(self) -> int:
@@ -141,6 +172,11 @@ class KVFrame:
     def cached(self) -> list[tuple[int, int]]:
         """Return the group and id of each cached block."""
         return list(self._manager.published())
+
+    def cached_states(self) -> list[tuple[int, int]]:
+        """Return the group and id of each cached block that holds a recurrent state."""
+        groups = self._manager.plan.groups
+        return [(group, page) for group, page in self.cached() if groups[group].spec.kind == MambaSpec.kind]
 
     def lose(self, blocks: Sequence[tuple[int, int]]) -> None:
         """Give up cached blocks, and with each what is of no use without it."""
@@ -157,10 +193,13 @@ class KVFrame:
 
 def plan_of(setting: Setting) -> KVCachePlan:
     """Return the plan of a model with these layers."""
-    specs = [
-        FullAttentionSpec(**SIZES) if window is None else SlidingWindowSpec(window=window, **SIZES)
+    of_window = SlidingWindowSpec if setting.has_masks else LiveRangeSpec
+    specs: list[KVCacheSpec] = [
+        FullAttentionSpec(**SIZES) if window is None else of_window(window=window, **SIZES)
         for window in setting.windows
     ]
+    state = MambaSpec(block_size=BLOCK_SIZE, recurrent_shapes=((PAGE_BYTES // 4,),))
+    specs += [state] * setting.num_states
     layers = [LayerSpec(name=f"layer{index}", spec=spec) for index, spec in enumerate(specs)]
     return plan_cache(
         group_layers(layers),

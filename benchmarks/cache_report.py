@@ -12,6 +12,9 @@ FACTS = {
     "num_groups": ("groups", "{:,}"),
     "calls_per_request": ("Python calls for each request", "{:,.1f}"),
     "num_held": ("blocks held at the end", "{:,}"),
+    "slowest_us": ("slowest step of the last round, µs", "{:,.1f}"),
+    "lookup_us": ("lookup, µs", "{:,.1f}"),
+    "release_us": ("release, µs", "{:,.1f}"),
     "empty_bytes_per_block": ("bytes a block, new", "{:,.1f}"),
     "cached_bytes_per_block": ("bytes a block, all cached", "{:,.1f}"),
 }

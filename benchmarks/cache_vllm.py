@@ -18,11 +18,22 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
     _get_kv_cache_groups_uniform_page_size,
+    get_group_id,
     get_request_block_hasher,
     init_none_hash,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.request import Request
+
+STATE = 2
+"""Of the past, a state needs the last token: it is held as by a window of two."""
+
+
+def _window(spec: KVCacheSpec) -> int | None:
+    if isinstance(spec, MambaSpec):
+        return STATE
+    window: int | None = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+    return window
 
 
 class VLLM:
@@ -46,6 +57,7 @@ class VLLM:
     def build(self, setting: Setting) -> None:
         """Make the manager; what an earlier one holds is given up."""
         self._running = []
+        self._found: dict[str, tuple[Any, int]] = {}
         sizes: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
         specs = {
             f"layer{index}": FullAttentionSpec(**sizes)
@@ -53,8 +65,15 @@ class VLLM:
             else SlidingWindowSpec(sliding_window=window, **sizes)
             for index, window in enumerate(setting.windows)
         }
+        num_floats = next(iter(specs.values())).page_size_bytes // torch.float32.itemsize
+        specs |= {
+            f"state{index}": MambaSpec(
+                block_size=BLOCK_SIZE, shapes=((num_floats,),), dtypes=(torch.float32,), mamba_cache_mode="align"
+            )
+            for index in range(setting.num_states)
+        }
         groups = _get_kv_cache_groups_uniform_page_size(specs)
-        self._windows = [group.kv_cache_spec.sliding_window for group in groups]
+        self._windows = [_window(group.kv_cache_spec) for group in groups]
         config = KVCacheConfig(
             num_blocks=setting.num_blocks,
             kv_cache_tensors=[],
@@ -95,15 +114,32 @@ class VLLM:
         self._allocate(prompt, prompt.num_tokens - hit, num_new_computed_tokens=hit, new_computed_blocks=blocks)
         return hit
 
+    def begin(self, prompt: Request) -> int:
+        """Look a prompt up; its cached blocks are taken with its first tokens. Return what was cached."""
+        blocks, hit, prompt.shared_prefix_boundary = self._manager.get_computed_blocks(prompt)
+        self._found[prompt.request_id] = blocks, hit
+        prompt.num_computed_tokens = hit
+        return int(hit)
+
+    def advance(self, prompts: Sequence[Request], num_tokens: int) -> None:
+        """Do a step in which each prompt that has begun is computed as far as ``num_tokens``."""
+        self._manager.new_step_starts()
+        for prompt in prompts:
+            num_computed = prompt.num_computed_tokens
+            found: dict[str, Any] = {}
+            if prompt.request_id in self._found:
+                blocks, hit = self._found.pop(prompt.request_id)
+                found = {"num_new_computed_tokens": hit, "new_computed_blocks": blocks}
+                # The manager adds the hit to what was computed before.
+                prompt.num_computed_tokens = 0
+            self._allocate(prompt, num_tokens - num_computed, **found)
+            prompt.num_computed_tokens = num_tokens
+
     def compute(self, prompt: Request, chunk: int) -> int:
         """Look a prompt up and compute the rest, ``chunk`` tokens in a step; return what was cached."""
-        blocks, hit, prompt.shared_prefix_boundary = self._manager.get_computed_blocks(prompt)
-        found: dict[str, Any] = {"num_new_computed_tokens": hit, "new_computed_blocks": blocks}
+        hit = self.begin(prompt)
         for start in range(hit, prompt.num_tokens, chunk):
-            num_tokens = min(chunk, prompt.num_tokens - start)
-            self._allocate(prompt, num_tokens, **found)
-            prompt.num_computed_tokens = start + num_tokens
-            found = {}
+            self.advance([prompt], min(start + chunk, prompt.num_tokens))
         return hit
 
     def _allocate(self, prompt: Request, num_tokens: int, **found: Any) -> None:
@@ -130,6 +166,7 @@ class VLLM:
 
     def step(self, token_ids: TokenIds) -> None:
         """Do a decode step. Its scheduler knows the last token when it allocates: blocks are hashed as they fill."""
+        self._manager.new_step_starts()
         allocate = self._manager.allocate_slots
         for request, token in zip(self._running, token_ids, strict=True):
             request.append_output_token_ids(token)
@@ -154,6 +191,12 @@ class VLLM:
     def cached(self) -> list[int]:
         """Return the ids of the cached blocks."""
         return [block.block_id for block in self._manager.block_pool.blocks if block.block_hash is not None]
+
+    def cached_states(self) -> list[int]:
+        """Return the ids of the cached blocks that hold a recurrent state."""
+        blocks = self._manager.block_pool.blocks
+        groups = [index for index, window in enumerate(self._windows) if window == STATE]
+        return [each.block_id for each in blocks if each.block_hash and get_group_id(each.block_hash) in groups]
 
     def lose(self, blocks: Sequence[int]) -> None:
         """Give up cached blocks."""

@@ -19,7 +19,10 @@ from cache_cases import Setting
 from cache_core import Core, settle
 from cache_sharing import STUDIES
 from cache_work import WORKS, Work
+from cache_worst_work import WORST_WORKS
 from engine_process import answer_questions
+
+ALL_WORKS = {**WORKS, **WORST_WORKS}
 
 _M_TRIM_THRESHOLD = -1
 _LARGE, _SMALL, _ARENA = 8192, 256, 256 << 10
@@ -58,7 +61,7 @@ class Answers:
                 return STUDIES[question["work"]](self._make(), setting, question["sizes"])
             case "set up":
                 setting = setting_of(question["setting"])
-                self._works[side] = WORKS[question["work"]](self._make(), setting, question["sizes"])
+                self._works[side] = ALL_WORKS[question["work"]](self._make(), setting, question["sizes"])
                 settle()
                 return None
             case "turn":

@@ -25,7 +25,7 @@ def benchmark() -> Iterator[Any]:
         patch.syspath_prepend(str(BENCHMARKS))
         # Nothing is timed here, and there is much to go through where torch is loaded.
         patch.setattr("gc.collect", lambda: 0)
-        names = ("cache_cases", "cache_core", "cache_report", "cache_work", "cache_worker")
+        names = ("cache_cases", "cache_core", "cache_report", "cache_work", "cache_worker", "cache_worst_cases")
         yield SimpleNamespace(**{name: import_module(name) for name in names})
 
 
@@ -73,8 +73,8 @@ def test_a_worker_keeps_the_memory_that_it_has_touched_and_uses_next_to_nothing_
 
 
 def test_every_piece_of_work_is_done_and_checked(benchmark: Any, answers: Any) -> None:
-    cases = benchmark.cache_cases.tiny_cases()
-    assert set(benchmark.cache_work.WORKS) == {case.work for case in cases}
+    cases = (*benchmark.cache_cases.tiny_cases(), *benchmark.cache_worst_cases.tiny_worst_cases())
+    assert set(benchmark.cache_worker.ALL_WORKS) == {case.work for case in cases}
     for case in cases:
         seconds, _ = do(answers, case, own(case)[0])
         assert seconds
@@ -89,10 +89,25 @@ def test_as_many_groups_as_layers_can_be_forced(benchmark: Any, answers: Any) ->
     assert (None, 1024, 1040, 1056) == benchmark.cache_cases.apart((None, 1024, 1024, 1024))
 
 
+def test_a_window_without_a_mask_and_a_state_are_in_the_plan_of_a_case(benchmark: Any) -> None:
+    from cache_kvframe import plan_of
+
+    cases = names(benchmark.cache_cases.tiny_cases())
+    kinds = {
+        name: [group.spec.kind for group in plan_of(cases[name].sides[0].setting).groups]
+        for name in ("tiny-state", "tiny-no-mask")
+    }
+    assert {"tiny-state": ["full_attention", "mamba"], "tiny-no-mask": ["live_range"]} == kinds
+
+
 def test_every_side_of_a_case_has_the_same_memory_and_requests(benchmark: Any) -> None:
-    for case in benchmark.cache_cases.standard_cases():
+    for case in (*benchmark.cache_cases.standard_cases(), *benchmark.cache_worst_cases.worst_cases()):
         assert ["vllm", *["kvframe"] * (len(case.sides) - 1)] == [side.engine for side in case.sides]
         assert 1 == len({(each.setting.num_blocks, each.setting.max_num_seqs) for each in case.sides}), case.name
+
+
+def _computed(self: Any, prompt: Any, chunk: int) -> int:
+    return 0
 
 
 @pytest.mark.parametrize(
@@ -102,6 +117,11 @@ def test_every_side_of_a_case_has_the_same_memory_and_requests(benchmark: Any) -
         ("tiny-decode", "tokens found", {"look_up": lambda self, prompt: 0}),
         ("tiny-pass", "prompts found", {"look_up": lambda self, prompt: 0}),
         ("tiny-hit", "tokens found", {"look_up": lambda self, prompt: 16}),
+        ("tiny-turns", "tokens found of the conversation", {"begin": lambda self, prompt: 0, "compute": _computed}),
+        ("tiny-chain", "tokens found of the chain", {"compute": lambda self, prompt, chunk: 0}),
+        ("tiny-lockstep", "tokens found of a prompt that is new", {"begin": lambda self, prompt: 16}),
+        ("tiny-far-state", "early and late states", {"cached_states": lambda self: []}),
+        ("tiny-far-state", "nearest state", {"lose": lambda self, blocks: None}),
     ],
 )
 def test_a_core_that_does_not_do_the_work_is_noticed(
@@ -110,7 +130,8 @@ def test_a_core_that_does_not_do_the_work_is_noticed(
     core = type(benchmark.cache_worker.make_core("kvframe"))
     broken = {"let_go": lambda self, prompt: None, **broken} if "look_up" in broken else broken
     answers = benchmark.cache_worker.Answers(type("Broken", (core,), broken))
-    chosen = names(benchmark.cache_cases.tiny_cases())[case]
+    tiny = (*benchmark.cache_cases.tiny_cases(), *benchmark.cache_worst_cases.tiny_worst_cases())
+    chosen = names(tiny)[case]
     with pytest.raises(benchmark.cache_core.Mistake, match=work):
         do(answers, chosen, own(chosen)[0])
 
