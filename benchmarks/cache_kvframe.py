@@ -183,8 +183,8 @@ class KVFrame:
         pool = self._manager._pool
         for group, page in blocks:
             block_ids = np.array([page], dtype=np.int32)
-            if pool.holders(block_ids)[0] < 0:
-                pool.evict(group, block_ids)
+            if pool.is_cached(block_ids)[0]:
+                pool.evict_blocks(group, block_ids)
 
     def num_evicted(self) -> int:
         """Return a count that grows by one with each cached block that is given up."""

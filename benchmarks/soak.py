@@ -228,7 +228,7 @@ class Soak:
             ("bytes held in host memory", manager.stats.host_bytes_held, 0),
             ("rows free", manager.num_free_rows, self.engine.stack.engine.max_num_seqs),
             ("slabs idle", manager._pool.num_idle_slabs, self.engine.plan.num_slabs),
-            ("pages cached", manager._pool.counts.num_cached, 0),
+            ("pages cached", manager._pool.num_cached, 0),
         ):
             if found != expected:
                 self.counts.leaks.append(f"{what}: {found} and not {expected}")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvframe.attention.wrapper import FieldUse as FieldUse
     from kvframe.attention.wrapper import MetadataWrapper as MetadataWrapper
     from kvframe.builtin.full_attention import FullAttentionSpec as FullAttentionSpec
+    from kvframe.cache.block_pool import BlockPool as BlockPool
     from kvframe.cache.block_table import BlockTable as BlockTable
     from kvframe.cache.coordinator import KVCacheCoordinator as KVCacheCoordinator
     from kvframe.cache.events import BlocksRemoved as BlocksRemoved
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from kvframe.cache.keys import content_key as content_key
     from kvframe.cache.keys import prefix_key as prefix_key
     from kvframe.cache.manager import KVCacheManager as KVCacheManager
-    from kvframe.cache.pool import BlockPool as BlockPool
     from kvframe.engine.embedding import Embedder as Embedder
     from kvframe.engine.engine import Engine as Engine
     from kvframe.engine.pooling import EmbeddingOutput as EmbeddingOutput
@@ -78,7 +78,7 @@ _HOME = {
     "AttentionSpec": "specs",
     "Axis": "attention.metadata",
     "BatchOrder": "attention.order",
-    "BlockPool": "cache.pool",
+    "BlockPool": "cache.block_pool",
     "BlockTable": "cache.block_table",
     "BlocksRemoved": "cache.events",
     "BlocksStored": "cache.events",

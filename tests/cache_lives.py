@@ -306,10 +306,10 @@ class Lives:
 
     def evict(self) -> None:
         """Give up a cached page, or all: whichever, as if the room were needed."""
-        pages = [page for page in self.manager.published() if self.manager._pool.holders(np.array(page[1:]))[0] < 0]
+        pages = [page for page in self.manager.published() if self.manager._pool.is_cached(np.array(page[1:]))[0]]
         if pages:
             for group, page in self.draw.sample(pages, self.draw.choice([1, 1, len(pages)])):
-                if self.manager._pool.holders(np.array([page]))[0] < 0:
+                if self.manager._pool.is_cached(np.array([page]))[0]:
                     evict(self.manager, group, page)
                     self.did("evict")
 

@@ -126,13 +126,13 @@ def make_plan(
 
 def evict(manager: KVCacheManager, group: int, page: int) -> None:
     """Give up a cached page."""
-    manager._pool.evict(group, np.array([page], dtype=np.int32))
+    manager._pool.evict_blocks(group, np.array([page], dtype=np.int32))
 
 
 def evict_all(manager: KVCacheManager) -> None:
     """Give up every cached page."""
     for group in range(len(manager.plan.groups)):
-        manager._pool.evict_oldest(group, manager._pool.counts.cached[group])
+        manager._pool.evict_group(group, manager._pool.blocks_cached[group])
 
 
 def branch(manager: KVCacheManager, name: str) -> int:

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.inputs import InputSequence
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.pool import BlockPool
 from kvframe.specs import ENCODER, KVCacheSpec
 from tests.plans import encoder, full, make_plan, masked, ranged, state
 
@@ -78,8 +78,8 @@ def test_a_hit_is_the_longest_prefix_whose_live_ranges_are_held(
     for group, index in lost:
         if group < len(held) and index in held[group]:
             page = np.array([blocks[group][index]], dtype=np.int32)
-            if manager._pool.holders(page)[0] < 0:
-                manager._pool.evict(group, page)
+            if manager._pool.is_cached(page)[0]:
+                manager._pool.evict_blocks(group, page)
             held[group].discard(index)
     alignment = math.lcm(*(group.block_size for group in plan.groups))
     expected = max(
@@ -130,10 +130,10 @@ def test_an_allocation_that_cannot_be_met_changes_nothing() -> None:
     pool = BlockPool(make_plan(full(), ranged(window=4), num_slabs=3))
     before = pool.num_idle_slabs
     pages = [group.pages_per_slab for group in make_plan(full(), ranged(window=4)).groups]
-    assert pool.allocate([2 * pages[0], 2 * pages[1]]) is None
+    assert pool.allocate_blocks([2 * pages[0], 2 * pages[1]]) is None
     assert before == pool.num_idle_slabs
-    assert [0, 0] == pool.counts.held
-    assert pool.allocate([2 * pages[0], pages[1]]) is not None
+    assert [0, 0] == pool.blocks_held
+    assert pool.allocate_blocks([2 * pages[0], pages[1]]) is not None
 
 
 def test_there_is_room_for_a_prompt_where_all_of_its_parts_find_theirs() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.pool import BlockPool
 from kvframe.cache.verb_audit import READERS
 from kvframe.specs import KVCacheSpec
 from tests.plans import full, make_plan, masked
@@ -35,8 +35,8 @@ def held(manager: KVCacheManager) -> Any:
 
 
 def cached(pool: BlockPool) -> Any:
-    pages = pool.pages()
-    return pages[pool.holders(pages) < 0][:1]
+    pages = pool.all_blocks()
+    return pages[pool.is_cached(pages)][:1]
 
 
 def lose_a_free_page(manager: KVCacheManager) -> None:
@@ -44,7 +44,7 @@ def lose_a_free_page(manager: KVCacheManager) -> None:
 
 
 def list_a_free_page_twice(manager: KVCacheManager) -> None:
-    manager._pool._free.give(manager._pool.free_pages()[:1])
+    manager._pool._free.give(manager._pool.free_blocks()[:1])
 
 
 def give_a_held_page(manager: KVCacheManager) -> None:
@@ -68,7 +68,7 @@ def forget_an_owner(manager: KVCacheManager) -> None:
 
 
 def own_a_free_page(manager: KVCacheManager) -> None:
-    manager._pool.publish(1, manager._pool.free_pages()[:1], np.zeros(1, dtype=np.int32))
+    manager._pool.publish_blocks(1, manager._pool.free_blocks()[:1], np.zeros(1, dtype=np.int32))
 
 
 def miscount_the_cached(manager: KVCacheManager) -> None:
@@ -133,7 +133,7 @@ def test_the_verb_that_breaks_the_cache_is_named(
     specs: tuple[KVCacheSpec, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = make_manager(*specs, audited=True)
-    monkeypatch.setattr(manager._pool, "release", lambda *_, **__: None)
+    monkeypatch.setattr(manager._pool, "release_blocks", lambda *_, **__: None)
     with pytest.raises(AssertionError, match=r"^the cache is broken after 'free': "):
         manager.free("here")
 

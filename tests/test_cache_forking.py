@@ -195,4 +195,4 @@ def test_what_a_fork_passes_of_a_request_that_came_back_is_not_lost() -> None:
     manager.commit("one", tokens, 19)
     for name in ("one", "two", "three"):
         manager.free(name)
-    assert manager._pool.counts.num_cached == len(set(manager.published()))
+    assert manager._pool.num_cached == len(set(manager.published()))

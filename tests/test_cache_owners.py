@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvframe.cache.owners import NOBODY
-from kvframe.cache.pool import BlockPool
+from kvframe.cache.block_pool import NO_OWNER, BlockPool
 from tests.plans import full, make_plan
 
 Pages = npt.NDArray[np.int32]
@@ -34,20 +33,20 @@ class Recorder:
 
 
 def take_and_let_go(pool: BlockPool, pages: Pages) -> None:
-    pool.hold(0, pages[2:4])
-    pool.release(pages[2:4], 0)
+    pool.add_references(0, pages[2:4])
+    pool.release_blocks(pages[2:4], 0)
 
 
 def give_up_one(pool: BlockPool, pages: Pages) -> None:
-    pool.evict(0, pages[5:6])
+    pool.evict_blocks(0, pages[5:6])
 
 
 def make_some_room(pool: BlockPool, pages: Pages) -> None:
-    pool.evict_oldest_of_any(3, 0)
+    pool.evict_any(3, 0)
 
 
 def drop_the_last(pool: BlockPool, pages: Pages) -> None:
-    pool.drop(0, pages[6:])
+    pool.discard_cached(0, pages[6:])
 
 
 def hand_over_the_first(pool: BlockPool, pages: Pages) -> None:
@@ -74,35 +73,35 @@ def test_each_page_has_its_owner_whatever_becomes_of_others_that_were_let_go_of_
 ) -> None:
     keeper = Recorder()
     pool = BlockPool(make_plan(full(), num_slabs=2 * NUM_PAGES, max_model_len=4 * NUM_PAGES), keeper=keeper)
-    pages = pool.allocate((NUM_PAGES,))
+    pages = pool.allocate_blocks((NUM_PAGES,))
     assert pages is not None
-    pool.retire(OWNER, pages[::-1].copy(), TAIL_FIRST, 0)
-    assert [OWNER] * NUM_PAGES == pool.owners(pages).tolist()
-    assert [-1] * NUM_PAGES == pool.holders(pages).tolist()
+    pool.publish_and_release(OWNER, pages[::-1].copy(), TAIL_FIRST, 0)
+    assert [OWNER] * NUM_PAGES == pool.owners_of(pages).tolist()
+    assert pool.is_cached(pages).all()
     touch(pool, pages)
     owners = {index: changed.get(index, OWNER) for index in range(NUM_PAGES)}
-    is_cached = pool.holders(pages) < 0
-    found = dict(zip(range(NUM_PAGES), pool.owners(pages).tolist(), strict=True))
-    assert {index: owners[index] if is_cached[index] else NOBODY for index in owners} == found
-    pool.evict_oldest_of_any(NUM_PAGES, NUM_PAGES)
+    is_cached = pool.is_cached(pages)
+    found = dict(zip(range(NUM_PAGES), pool.owners_of(pages).tolist(), strict=True))
+    assert {index: owners[index] if is_cached[index] else NO_OWNER for index in owners} == found
+    pool.evict_any(NUM_PAGES, NUM_PAGES)
     assert sorted((owner, index) for index, owner in owners.items() if owner is not None) == sorted(keeper.told)
-    assert [NOBODY] * NUM_PAGES == pool.owners(pages).tolist()
+    assert [NO_OWNER] * NUM_PAGES == pool.owners_of(pages).tolist()
     assert num_whole == keeper.num_whole
 
 
 def test_pages_that_somebody_else_holds_are_published_and_not_let_go_of() -> None:
     keeper = Recorder()
     pool = BlockPool(make_plan(full(), num_slabs=2 * NUM_PAGES, max_model_len=4 * NUM_PAGES), keeper=keeper)
-    pages = pool.allocate((NUM_PAGES,))
+    pages = pool.allocate_blocks((NUM_PAGES,))
     assert pages is not None
-    pool.hold(0, pages[:2])
-    pool.retire(OWNER, pages[::-1].copy(), TAIL_FIRST, 0)
-    assert [OWNER] * NUM_PAGES == pool.owners(pages).tolist()
-    assert [1, 1, *[-1] * (NUM_PAGES - 2)] == pool.holders(pages).tolist()
-    pool.forget()
-    assert [NOBODY] * NUM_PAGES == pool.owners(pages).tolist()
-    assert 2 == sum(pool.counts.held)
-    assert 0 == pool.counts.num_cached
+    pool.add_references(0, pages[:2])
+    pool.publish_and_release(OWNER, pages[::-1].copy(), TAIL_FIRST, 0)
+    assert [OWNER] * NUM_PAGES == pool.owners_of(pages).tolist()
+    assert [1, 1, *[0] * (NUM_PAGES - 2)] == pool.reference_counts(pages).tolist()
+    pool.unpublish_all()
+    assert [NO_OWNER] * NUM_PAGES == pool.owners_of(pages).tolist()
+    assert 2 == sum(pool.blocks_held)
+    assert 0 == pool.num_cached
 
 
 def test_parts_of_what_several_owners_let_go_of_are_given_up_together() -> None:
@@ -110,12 +109,12 @@ def test_parts_of_what_several_owners_let_go_of_are_given_up_together() -> None:
     pool = BlockPool(make_plan(full(), num_slabs=4 * NUM_PAGES, max_model_len=4 * NUM_PAGES), keeper=keeper)
     both = []
     for owner in (OWNER, OTHER):
-        pages = pool.allocate((NUM_PAGES,))
+        pages = pool.allocate_blocks((NUM_PAGES,))
         assert pages is not None
-        pool.retire(owner, pages[::-1].copy(), TAIL_FIRST, 0)
+        pool.publish_and_release(owner, pages[::-1].copy(), TAIL_FIRST, 0)
         both.append(pages)
     half = NUM_PAGES // 2
-    pool.evict(0, np.concatenate([pages[:half] for pages in both]))
+    pool.evict_blocks(0, np.concatenate([pages[:half] for pages in both]))
     assert [(owner, index) for owner in (OWNER, OTHER) for index in range(half)] == sorted(keeper.told)
     for owner, pages in zip((OWNER, OTHER), both, strict=True):
-        assert [*[NOBODY] * half, *[owner] * half] == pool.owners(pages).tolist()
+        assert [*[NO_OWNER] * half, *[owner] * half] == pool.owners_of(pages).tolist()

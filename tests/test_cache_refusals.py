@@ -345,7 +345,7 @@ def test_what_a_row_passed_behind_a_token_that_is_none_is_let_go_of() -> None:
         manager.free(name)
     assert [20, 8] == [manager.find([token] * 24) for token in (1, 2)]
     # What is cached can be found, and given up.
-    assert len([*manager.published()]) == manager._pool.counts.num_cached
+    assert len([*manager.published()]) == manager._pool.num_cached
 
 
 def test_tokens_that_are_computed_and_not_given_are_told() -> None:

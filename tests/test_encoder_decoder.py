@@ -301,7 +301,7 @@ def assert_pool_as_before(engine: Engine) -> None:
     assert 0 == held_pages(engine)
     engine.reset_prefix_cache()
     pool = engine._manager._pool
-    assert (0, engine.plan.num_slabs) == (pool.counts.num_cached, pool.num_idle_slabs)
+    assert (0, engine.plan.num_slabs) == (pool.num_cached, pool.num_idle_slabs)
 
 
 @pytest.mark.parametrize("after", [0, 1, 4])

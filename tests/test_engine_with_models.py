@@ -61,7 +61,7 @@ def assert_pool_as_before(engine: Engine) -> None:
     assert engine.stack.engine.max_num_seqs == engine._manager.num_free_rows
     engine.reset_prefix_cache()
     pool = engine._manager._pool
-    assert (0, engine.plan.num_slabs) == (pool.counts.num_cached, pool.num_idle_slabs)
+    assert (0, engine.plan.num_slabs) == (pool.num_cached, pool.num_idle_slabs)
     engine._manager.audit()
 
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvframe.cache.equal_pages import EqualPages
+from kvframe.cache.block_pool import BlockPool
+from kvframe.cache.free_list import FreeList
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.pool import BlockPool
 from kvframe.errors import PluginError
 from kvframe.eviction import LRU, MOST_USES, EvictionPolicy, LetGo
 from kvframe.specs import KVCacheSpec
@@ -127,10 +127,10 @@ class Order:
         if len(self.held) + len(self.cached) > 40:
             return
         counts = [self.draw.randint(0, 3) for _ in self.plan.groups]
-        taken = self.pool.allocate(counts)
+        taken = self.pool.allocate_blocks(counts)
         assert taken is not None
         assert not self.keeper.pages
-        self.pool.publish(1, taken, taken)
+        self.pool.publish_blocks(1, taken, taken)
         groups = [group for group, count in enumerate(counts) for _ in range(count)]
         self.held.update(zip(taken.tolist(), groups, strict=True))
 
@@ -142,7 +142,7 @@ class Order:
         pages = pages[: self.draw.randint(0, 5)]
         if not pages:
             return
-        self.pool.release(np.array(pages, dtype=np.int32), group)
+        self.pool.release_blocks(np.array(pages, dtype=np.int32), group)
         dues = [0] * len(pages) if self.is_lru else self.policy.answers[-1]
         self.num_releases += 1
         for place, (page, due) in enumerate(zip(pages, dues, strict=True)):
@@ -157,7 +157,7 @@ class Order:
         if not pages:
             return
         found = np.array(pages, dtype=np.int32)
-        self.pool.hold(group, found)
+        self.pool.add_references(group, found)
         if self.draw.random() < 0.7:
             self.pool.count_uses(np.append(found, np.int32(0)))
         for page in pages:
@@ -168,15 +168,15 @@ class Order:
         """Give up pages of one group, or of any, and compare with the list."""
         count, group = self.draw.randint(1, 4), self.draw.randrange(len(self.plan.groups))
         # Where any page serves any group there is one order for all of them.
-        is_any = EqualPages.fit(self.plan)
+        is_any = FreeList.fit(self.plan)
         due = sorted((key, page) for page, key in self.cached.items() if is_any or key[3] == group)
         expected = [page for _, page in due[:count]]
         if is_any:
-            self.pool.evict_oldest_of_any(count, 0)
+            self.pool.evict_any(count, 0)
         else:
             # The built-in way counts time in releases.
-            assert self.pool.oldest(group) == (due[0][0][self.is_lru] if due else None)
-            self.pool.evict_oldest(group, count)
+            assert self.pool.first_priority(group) == (due[0][0][self.is_lru] if due else None)
+            self.pool.evict_group(group, count)
         assert expected == self.keeper.pages
         self.keeper.pages.clear()
         for page in expected:
@@ -197,7 +197,7 @@ def test_pages_are_given_up_in_the_order_that_the_policy_says(policy: EvictionPo
         order = Order(specs, policy, seed)
         for _ in range(300):
             order.draw.choice([order.take, order.let_go, order.let_go, order.find, order.give_up])()
-            assert len(order.cached) == order.pool.counts.num_cached
+            assert len(order.cached) == order.pool.num_cached
         num_given_up += order.pool.num_evictions
     assert num_given_up > 100
 
@@ -238,7 +238,7 @@ def test_lru_in_a_policys_way_through_the_pool_is_lru(specs: list[KVCacheSpec]) 
     hits = [[serve(manager, prompt) for manager in managers] for prompt in draw.choices(prompts, k=300)]
     built_in, by_policy = np.array(hits).sum(axis=0).tolist()
     assert managers[0].stats.num_evictions > 100
-    if EqualPages.fit(plan):
+    if FreeList.fit(plan):
         assert managers[0].stats == managers[1].stats
     else:
         # A slab is due when its last cached page is. The built-in way goes by its last page, be it cached or not.
@@ -385,14 +385,14 @@ class NewestFirst(EvictionPolicy):
 
 
 def test_many_pages_that_are_taken_again_and_again_leave_few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframe.cache.pool._MAX_STALE", 8)
+    monkeypatch.setattr("kvframe.cache.block_pool._MAX_STALE", 8)
     monkeypatch.setattr("kvframe.cache.due._SPARE", 8)
     plan = make_plan(*SPECS_OF_POOLS[2], num_slabs=60)
     manager = KVCacheManager(plan, max_num_seqs=1, eviction=OftenUsedLast())
     for _ in range(60):
         serve(manager, list(range(30)))
     pool: Any = manager._pool
-    assert pool._cached.num_entries <= 2 * manager._pool.counts.num_cached + 8 + 16
+    assert pool._cached.num_entries <= 2 * manager._pool.num_cached + 8 + 16
     assert len(pool._free._order) <= 2 * manager.plan.num_slabs + 8
 
 

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.cache.block_pool import NO_OWNER, BlockPool
 from kvframe.cache.block_table import BlockTables
-from kvframe.cache.free_pages import BlockIds
-from kvframe.cache.owners import NOBODY
-from kvframe.cache.pool import BlockPool
+from kvframe.cache.free_list import BlockIds
 from kvframe.cache.tree import PrefixTree
 from kvframe.plan import KVCachePlan
 
@@ -73,26 +72,26 @@ def audit_pool(pool: BlockPool, plan: KVCachePlan, held: BlockIds) -> None:
     Raises:
         AssertionError: Something is not as it must be; the text says what.
     """
-    pages, free = pool.pages(), pool.free_pages()
+    pages, free = pool.all_blocks(), pool.free_blocks()
     # Pages are apart by the smallest of them at least.
     apart = max(1, min((group.page_bytes for group in plan.groups), default=1) // plan.block_id_bytes)
     places = pages // apart
     num_places = int(places.max(initial=0)) + 1
     num_holders = np.bincount(held // apart, minlength=num_places)[places]
     num_listed = np.bincount(free // apart, minlength=num_places)[places]
-    counted = pool.holders(pages)
-    is_held, is_cached = num_holders > 0, counted < 0
+    counted = pool.reference_counts(pages)
+    is_held, is_cached = num_holders > 0, pool.is_cached(pages)
     is_known = int(num_holders.sum()) == len(held) and int(num_listed.sum()) == len(free)
     if not is_known or np.count_nonzero(num_listed + is_held + is_cached == 1) < len(pages):
         _explain(is_held, is_cached, num_listed)
     num_cached = int(np.count_nonzero(is_cached))
-    _require(sum(pool.counts.cached) == num_cached == pool.counts.num_cached, "cached pages are miscounted")
-    _require(np.count_nonzero(is_held) == sum(pool.counts.held), "held pages are miscounted")
+    _require(sum(pool.blocks_cached) == num_cached == pool.num_cached, "cached pages are miscounted")
+    _require(np.count_nonzero(is_held) == sum(pool.blocks_held), "held pages are miscounted")
     _require(bytes(num_holders[is_held]) == bytes(counted[is_held].astype(np.int64)), "holders are miscounted")
-    num_bytes = sum(count * group.page_bytes for count, group in zip(pool.counts.held, plan.groups, strict=True))
-    _require(num_bytes == pool.counts.held_bytes, "held bytes are miscounted")
+    num_bytes = sum(count * group.page_bytes for count, group in zip(pool.blocks_held, plan.groups, strict=True))
+    _require(num_bytes == pool.held_bytes, "held bytes are miscounted")
     _require(pool.count_idle_slabs(pages[is_held]) == pool.num_idle_slabs, "idle slabs are miscounted")
-    is_published = pool.owners(pages) != NOBODY
+    is_published = pool.owners_of(pages) != NO_OWNER
     _require(
         np.count_nonzero(is_published[is_cached]) == len(pages[is_cached]), "a page is cached that nobody can find"
     )
@@ -121,7 +120,7 @@ def audit_tree(tree: PrefixTree) -> None:
         listed = [pages[pages != 0] for pages in node.pages]
         _require(node.num_pages == sum(map(len, listed)), "a node's pages are miscounted")
         for pages in listed:
-            _require(bool((tree.pool.owners(pages) == node.owner).all()), "a node names a page of another owner")
+            _require(bool((tree.pool.owners_of(pages) == node.owner).all()), "a node names a page of another owner")
 
 
 def _require(is_so: bool, otherwise: str) -> None:

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.block_table import BlockTable, BlockTables, TableStack
 from kvframe.cache.dead_blocks import DeadBlocks, release_resident
 from kvframe.cache.forking import ForkedRows, PageCopier
-from kvframe.cache.free_pages import BlockIds
+from kvframe.cache.free_list import BlockIds
 from kvframe.cache.group_kinds import GroupKinds
 from kvframe.cache.inputs import InputBlocks
 from kvframe.cache.live_range import NEVER
 from kvframe.cache.lookup import PrefixHit
-from kvframe.cache.pool import BlockPool
 from kvframe.cache.publishing import Publisher
 from kvframe.cache.refusals import not_computable, too_many_tokens
 from kvframe.cache.room import Room
@@ -105,7 +105,7 @@ class KVCacheCoordinator:
             table, pages = self._tables[index].ids[row], hit.pages(index)
             for start, stop in ranges:
                 table[start:stop] = pages[start:stop]
-                self._pool.hold(index, pages[start:stop])
+                self._pool.add_references(index, pages[start:stop])
         for each in inputs:
             of_input = hit.inputs.get(each.sequence, {}).get(each.group)
             if of_input is not None:
@@ -170,7 +170,7 @@ class KVCacheCoordinator:
         self._tables[group].ids[row, : len(block_ids)] = block_ids
         held = block_ids[block_ids != 0]
         if len(held):
-            self._pool.hold(group, held)
+            self._pool.add_references(group, held)
 
     # --- while it runs ------------------------------------------------------------------------------------------------
 
@@ -316,7 +316,7 @@ class KVCacheCoordinator:
             num_released = self._publisher.leave(row, retires=True) // table.block_size
         ids = table.ids[row, :count]
         if count > num_released:
-            self._pool.release(ids[num_released:][::-1].copy(), 0)
+            self._pool.release_blocks(ids[num_released:][::-1].copy(), 0)
         ids.fill(0)
         self._blocks_of[0, row] = self._computed_of[row] = self._room_of[row] = 0
 
@@ -331,4 +331,4 @@ class KVCacheCoordinator:
             is_held = pages != 0
             pages, groups = pages[is_held], groups[is_held]
         if len(pages):
-            self._pool.release(pages, groups)
+            self._pool.release_blocks(pages, groups)

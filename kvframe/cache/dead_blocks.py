@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.block_table import BlockTables, TableStack
-from kvframe.cache.free_pages import BlockIds
+from kvframe.cache.free_list import BlockIds
 from kvframe.cache.group_kinds import GroupKinds
 from kvframe.cache.live_range import NEVER, LiveRange
-from kvframe.cache.pool import BlockPool
 from kvframe.cache.publishing import Publisher
 from kvframe.cache.room import Room
 from kvframe.cache.rows import RowNumbers, Rows, RowState
@@ -229,7 +229,7 @@ class DeadBlocks:
         if self._publisher is not None:
             self._publisher.release_passed(s, places, rows, blocks, at, ids, groups)
         else:
-            self._pool.release(ids, groups)
+            self._pool.release_blocks(ids, groups)
 
 
 def release_resident(pool: BlockPool, group: int, ids: BlockIds) -> None:
@@ -242,4 +242,4 @@ def release_resident(pool: BlockPool, group: int, ids: BlockIds) -> None:
     """
     held = ids.copy() if np.count_nonzero(ids) == len(ids) else ids[ids != 0]
     if len(held):
-        pool.release(held, group)
+        pool.release_blocks(held, group)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.eviction import CachedPages, Current, IsCurrent, Mixed
-from kvframe.cache.free_pages import BlockIds, Groups
+from kvframe.cache.free_list import BlockIds, Groups
 from kvframe.cache.slabs import Slabs
 from kvframe.errors import PluginError
 from kvframe.eviction import MOST_USES, EvictionPolicy, LetGo

@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.free_pages import BlockIds
+from kvframe.cache.free_list import BlockIds
 from kvframe.cache.inputs import InputBlocks, Pages
 from kvframe.cache.keys import PrefixHash, input_key
 from kvframe.cache.prefix import TOKEN_BYTES, PrefixNode

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.free_pages import BlockIds, Groups
+from kvframe.cache.free_list import BlockIds, Groups
 
 Batch = tuple[int, BlockIds]
 """A stamp, and the pages that were let go of together, the first to be given up first."""

@@ -14,9 +14,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.block_table import BlockTables
-from kvframe.cache.free_pages import BlockIds
-from kvframe.cache.pool import BlockPool
+from kvframe.cache.free_list import BlockIds
 from kvframe.plan import PlannedGroup
 
 PageCopier = Callable[[int, Sequence[int], Sequence[int]], None]
@@ -79,7 +79,7 @@ class ForkedRows:
                     continue
                 ids = self._tables[group.index].ids[row, block : block + 1]
                 page = int(ids[0])
-                if page and self._pool.holders(ids)[0] - leaving[page] > 1:
+                if page and self._pool.reference_counts(ids)[0] - leaving[page] > 1:
                     leaving[page] += 1
                     places[group.index] = [block, *places[group.index]]
                     found.append(SharedBlock(row, group.index, block, page))
@@ -113,10 +113,10 @@ class ForkedRows:
                 pairs = [(each.page, page) for each, page in zip(blocks, pages, strict=True) if each.group == group]
                 self._copier(group, [source for source, _ in pairs], [target for _, target in pairs])
         except BaseException:
-            self._pool.release(taken, np.repeat(np.arange(len(counts)), counts))
+            self._pool.release_blocks(taken, np.repeat(np.arange(len(counts)), counts))
             raise
 
     def leave(self, blocks: Sequence[SharedBlock]) -> None:
         """Let go of the pages that were copied."""
         for each in blocks:
-            self._pool.release(np.array([each.page], dtype=np.int32), each.group)
+            self._pool.release_blocks(np.array([each.page], dtype=np.int32), each.group)

@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 
 from kvframe.cache.audit import audit_pool
-from kvframe.cache.pool import BlockPool
+from kvframe.cache.block_pool import BlockPool
 from kvframe.plan import KVCachePlan
 
 
@@ -59,7 +59,7 @@ class HostStore:
             RuntimeError: A copy failed; nothing is held.
         """
         resident = [[block_id for block_id in ids if block_id] for ids in block_ids]
-        pages = self._pool.allocate([len(ids) for ids in resident])
+        pages = self._pool.allocate_blocks([len(ids) for ids in resident])
         if pages is None:
             return None
         page = iter(pages.tolist())
@@ -94,7 +94,7 @@ class HostStore:
         for group, copies in enumerate(host_ids):
             held = np.array([copy for copy in copies if copy], dtype=np.int32)
             if len(held):
-                self._pool.release(held, group)
+                self._pool.release_blocks(held, group)
 
     def audit(self, host_ids: Iterable[Sequence[Sequence[int]]]) -> None:
         """Check that all pages of the store are free or held, and counted right, as ``audit_pool`` does.
@@ -108,9 +108,9 @@ class HostStore:
     @property
     def held_bytes(self) -> int:
         """Bytes of pages in the store: 0 when no request is swapped out."""
-        return self._pool.counts.held_bytes
+        return self._pool.held_bytes
 
     @property
     def peak_held_bytes(self) -> int:
         """The most of them at once."""
-        return self._pool.counts.peak_held_bytes
+        return self._pool.peak_held_bytes

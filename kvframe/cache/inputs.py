@@ -12,8 +12,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.owners import NOBODY, Indices
-from kvframe.cache.pool import BlockPool
+from kvframe.cache.block_pool import NO_OWNER, BlockPool, Indices
 from kvframe.errors import RequestError
 from kvframe.foreign import safe_repr
 from kvframe.plan import PlannedGroup
@@ -104,7 +103,7 @@ class InputIndex:
         self._groups = tuple(group for group in groups if group.is_of_input)
         self._owners: list[dict[InputBlocks, int]] = [{} for _ in groups]
         self._entries: dict[int, tuple[InputBlocks, Pages]] = {}
-        self._next_owner = NOBODY + 1
+        self._next_owner = NO_OWNER + 1
         self.pool: BlockPool  # set by whoever makes both: each needs the other
         # Called with an input, indices of its blocks that became findable, and all its pages; None for nobody.
         self.on_stored: Callable[[InputBlocks, npt.NDArray[np.intp], Pages], None] | None = None
@@ -128,7 +127,7 @@ class InputIndex:
         known = self._entries[owner][1]
         new = np.flatnonzero(known == 0)
         known[new] = pages[new]
-        self.pool.publish(owner, pages[new], new)
+        self.pool.publish_blocks(owner, pages[new], new)
         if self.on_stored is not None:
             self.on_stored(blocks, new, pages)
 
@@ -136,7 +135,7 @@ class InputIndex:
         """Return a number that no entry has, and that the pool's 32 bits hold."""
         owner = self._next_owner
         while owner in self._entries or owner > _MAX_OWNER:
-            owner = NOBODY + 1 if owner > _MAX_OWNER else owner + 1
+            owner = NO_OWNER + 1 if owner > _MAX_OWNER else owner + 1
         self._next_owner = owner + 1
         return owner
 
@@ -153,7 +152,7 @@ class InputIndex:
             of_group = self._owners[blocks.group].get(blocks)
             if of_group is not None:
                 _, pages = self._entries[of_group]
-                pages[self.pool.drop(blocks.group, pages)] = 0
+                pages[self.pool.discard_cached(blocks.group, pages)] = 0
                 self._remove_if_empty(of_group)
 
     def _remove_if_empty(self, owner: int) -> None:

@@ -612,7 +612,7 @@ class KVCacheManager:
     @property
     def num_held_pages(self) -> int:
         """Pages that a request in the table or a pin references: 0 when the table is empty and nothing is pinned."""
-        return sum(self._pool.counts.held)
+        return sum(self._pool.blocks_held)
 
     def published(self) -> Iterator[tuple[int, int]]:
         """Go through the pages that can be found: the group and block id of each."""

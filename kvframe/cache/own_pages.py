@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.cache.block_pool import NO_OWNER, BlockPool
 from kvframe.cache.block_table import TableStack
 from kvframe.cache.live_range import LiveRange
-from kvframe.cache.owners import NOBODY
-from kvframe.cache.pool import BlockPool
 
 Pages = npt.NDArray[np.int32]
 
@@ -73,7 +72,7 @@ class OwnPages:
             pool: Knows which pages are published.
         """
         s, g = self._place[group]
-        self.pages[s][g, row, start : start + len(pages)] *= pool.owners(pages) != NOBODY
+        self.pages[s][g, row, start : start + len(pages)] *= pool.owners_of(pages) != NO_OWNER
 
     def give_up(self, row: int, start: int, stop: int) -> None:
         """Forget a row's pages of the blocks that lie in tokens ``[start, stop)``."""

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.free_pages import BlockIds
+from kvframe.cache.free_list import BlockIds
 
 Places = npt.NDArray[np.intp]
 Indices = npt.NDArray[np.int32] | npt.NDArray[np.int64]
-NOBODY = 0
+NO_OWNER = 0
 """The owner of a page that nobody published."""
 
 
@@ -30,7 +30,7 @@ class Owners:
             places: Returns the place of each of some pages.
         """
         self._places = places
-        self._owner = np.full(num_places, NOBODY, dtype=np.int32)
+        self._owner = np.full(num_places, NO_OWNER, dtype=np.int32)
         self._index = np.zeros(num_places, dtype=np.int32)
         self._whole: dict[int, tuple[int, BlockIds, Indices]] = {}
 
@@ -61,7 +61,7 @@ class Owners:
         self.publish(owner, self._places(block_ids), indices)
 
     def of(self, places: Places) -> npt.NDArray[np.int32]:
-        """Return the owner of each page; ``NOBODY`` of those that were retired as a whole."""
+        """Return the owner of each page; ``NO_OWNER`` of those that were retired as a whole."""
         return self._owner[places]
 
     def of_all(self, places: Places, stamps: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
@@ -88,21 +88,21 @@ class Owners:
                 return owner, indices
             self._note(owner, block_ids, indices)
         owners = self._owner[places]
-        self._owner[places] = NOBODY
+        self._owner[places] = NO_OWNER
         data = owners.tobytes()
         is_of_one = data == data[: owners.itemsize] * len(owners)
         return int(owners[0]) if is_of_one else owners, self._index[places]
 
     def clear(self, places: Places) -> None:
         """Let pages be nobody's; none is retired as a part of a whole."""
-        self._owner[places] = NOBODY
+        self._owner[places] = NO_OWNER
 
     def forget(self) -> None:
         """Let every page be nobody's."""
-        self._owner[...] = NOBODY
+        self._owner[...] = NO_OWNER
         self._whole.clear()
 
     def grow(self, num_places: int) -> None:
         """Have so many places more."""
-        self._owner = np.concatenate([self._owner, np.full(num_places, NOBODY, dtype=np.int32)])
+        self._owner = np.concatenate([self._owner, np.full(num_places, NO_OWNER, dtype=np.int32)])
         self._index = np.concatenate([self._index, np.zeros(num_places, dtype=np.int32)])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.free_pages import Groups
+from kvframe.cache.free_list import Groups
 
 _FEW = 8
 """Groups up to which one number each is faster than arrays."""

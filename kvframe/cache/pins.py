@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import attrs
 import numpy as np
 
-from kvframe.cache.free_pages import BlockIds
+from kvframe.cache.block_pool import BlockPool
+from kvframe.cache.free_list import BlockIds
 from kvframe.cache.lookup import PrefixHit
-from kvframe.cache.pool import BlockPool
 from kvframe.errors import RequestError
 from kvframe.plan import KVCachePlan
 
@@ -66,7 +66,7 @@ class Pins:
         for group, ids in enumerate(pin.blocks):
             held = ids[ids != 0]
             if len(held):
-                self._pool.hold(group, held)
+                self._pool.add_references(group, held)
         self._pins[id(pin)] = pin
         return pin
 
@@ -78,7 +78,7 @@ class Pins:
         for group, ids in enumerate(pin.blocks):
             held = ids[ids != 0][::-1]
             if len(held):
-                self._pool.release(held, group)
+                self._pool.release_blocks(held, group)
 
     def unpin_all(self) -> None:
         """Let go of every pin."""

@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.owners import NOBODY
+from kvframe.cache.block_pool import NO_OWNER
 from kvframe.errors import RequestError
 
 TOKEN_BYTES = 4
@@ -25,7 +25,7 @@ class PrefixNode:
     """A run of tokens ``[start, stop)`` of a prefix.
 
     Attributes:
-        owner: Its number as the owner of pages; ``NOBODY`` for a root.
+        owner: Its number as the owner of pages; ``NO_OWNER`` for a root.
         parent: The node before it; None for a root.
         start: Its first token; a multiple of the tree's unit.
         stop: The token after its last; likewise.
@@ -51,7 +51,7 @@ class PrefixNode:
     )
 
     def __init__(
-        self, parent: PrefixNode | None, start: int, owner: int = NOBODY, namespace: Namespace | None = None
+        self, parent: PrefixNode | None, start: int, owner: int = NO_OWNER, namespace: Namespace | None = None
     ) -> None:
         self.owner = owner
         self.parent = parent

@@ -9,13 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.audit import audit_pool, audit_tree
+from kvframe.cache.block_pool import BlockPool, Indices, Keeper
 from kvframe.cache.events import EventLog
-from kvframe.cache.free_pages import BlockIds
+from kvframe.cache.free_list import BlockIds
 from kvframe.cache.group_kinds import GroupKinds
 from kvframe.cache.inputs import InputIndex, InputSequence, input_blocks, inputs_root
 from kvframe.cache.lookup import NO_HIT, PrefixHit, PrefixLookup
-from kvframe.cache.owners import Indices
-from kvframe.cache.pool import BlockPool, Keeper
 from kvframe.cache.publishing import Publisher
 from kvframe.cache.tree import PrefixTree
 from kvframe.eviction import EvictionPolicy
@@ -101,7 +100,7 @@ class PrefixCache:
 
     def forget(self) -> None:
         """Give up every cached page, and make held ones unfindable."""
-        self.pool.forget()
+        self.pool.unpublish_all()
         self.publisher.forget()
         self.inputs.forget()
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.free_pages import Groups
+from kvframe.cache.block_pool import NO_OWNER
+from kvframe.cache.free_list import Groups
 from kvframe.cache.live_range import NEVER
-from kvframe.cache.owners import NOBODY
 from kvframe.cache.prefix import TOKEN_BYTES, Cursor, Match, Namespace, PrefixNode, as_bytes, num_readable
 from kvframe.cache.tree import PrefixTree
 from kvframe.errors import RequestError
@@ -45,7 +45,7 @@ class Publisher:
         self._tree = tree
         tree.catch_up = self._update
         self.own = tree.own
-        self.leaf_owner = np.full(len(num_computed), NOBODY, dtype=np.int32)
+        self.leaf_owner = np.full(len(num_computed), NO_OWNER, dtype=np.int32)
         self.leaf_start = np.zeros(len(num_computed), dtype=np.int64)
         self.unreadable: dict[int, RequestError] = {}
         # Single numbers of rows are read and written several times as fast in these.
@@ -148,11 +148,11 @@ class Publisher:
                 for group, own in zip(
                     self._tree.groups[s], self.own.pages[s][:, row, cursor.offset // size :], strict=True
                 ):
-                    pages = own[(self._tree.pool.owners(own) == cursor.leaf.owner) & (own != 0)]
-                    held = pages[~self._tree.pool.drop(group, pages)]
-                    self._tree.pool.publish(NOBODY, held, np.zeros_like(held))
+                    pages = own[(self._tree.pool.owners_of(own) == cursor.leaf.owner) & (own != 0)]
+                    held = pages[~self._tree.pool.discard_cached(group, pages)]
+                    self._tree.pool.publish_blocks(NO_OWNER, held, np.zeros_like(held))
             cursor.leaf.row = -1
-            self.leaf_owner[row] = NOBODY
+            self.leaf_owner[row] = NO_OWNER
             self._tree.trim(cursor.leaf)
         self.own.clear(row, len(self._numbers))
         self._cursors[row] = None
@@ -195,11 +195,11 @@ class Publisher:
             theirs = node.pages[s][:, first - node.start // size : last - node.start // size]
             groups, blocks = np.nonzero((theirs == 0) & (mine != 0) & self._tree.is_needed[s][:, first:last])
             if len(groups):
-                free = self._tree.pool.owners(mine[groups, blocks]) == NOBODY
+                free = self._tree.pool.owners_of(mine[groups, blocks]) == NO_OWNER
                 groups, blocks = groups[free], blocks[free]
                 theirs[groups, blocks] = pages = mine[groups, blocks]
                 node.num_pages += len(pages)
-                self._tree.pool.publish(node.owner, pages, first + blocks)
+                self._tree.pool.publish_blocks(node.owner, pages, first + blocks)
             if not self.own.is_table[s]:
                 mine[...] = 0
         if self._tree.on_stored is not None:
@@ -231,24 +231,24 @@ class Publisher:
             groups: Its group; one if it is the same of all.
         """
         pool = self._tree.pool
-        owners = pool.owners(pages)
+        owners = pool.owners_of(pages)
         if np.count_nonzero(owners) == len(pages):
-            pool.release(pages, groups)
+            pool.release_blocks(pages, groups)
             return
-        leaves, is_unowned = self.leaf_owner[rows], owners == NOBODY
-        is_of_leaf = is_unowned & (leaves != NOBODY) & (blocks >= self.leaf_start[rows] // self._tree.sizes[s])
+        leaves, is_unowned = self.leaf_owner[rows], owners == NO_OWNER
+        is_of_leaf = is_unowned & (leaves != NO_OWNER) & (blocks >= self.leaf_start[rows] // self._tree.sizes[s])
         # Of a fork, a leaf may begin before what the row took for itself.
         is_of_leaf &= self.own.flat[s][at] == pages
         if not self._is_all_needed[s]:
             is_of_leaf &= self._tree.is_needed[s][places, blocks]
-        if pool.is_short:
+        if pool.is_nearly_full:
             is_of_leaf[...] = False
         if np.count_nonzero(is_of_leaf) == len(pages):
-            pool.retire(leaves, pages, blocks, groups)
+            pool.publish_and_release(leaves, pages, blocks, groups)
             return
-        pool.publish(leaves[is_of_leaf], pages[is_of_leaf], blocks[is_of_leaf])
+        pool.publish_blocks(leaves[is_of_leaf], pages[is_of_leaf], blocks[is_of_leaf])
         self.own.flat[s][at[is_unowned & ~is_of_leaf]] = 0
-        pool.release(pages, groups)
+        pool.release_blocks(pages, groups)
 
     def refresh(self, row: int) -> None:
         """Bring the node that grows with a row up to date, so that the pages of its full blocks are owned."""
@@ -274,7 +274,7 @@ class Publisher:
             if not num_released:
                 self._update(leaf)
             leaf.row = -1
-            self.leaf_owner[row] = NOBODY
+            self.leaf_owner[row] = NO_OWNER
             self._tree.trim(leaf)
         if self.unreadable:
             self.unreadable.pop(row, None)
@@ -301,7 +301,7 @@ class Publisher:
         leaf.pages = [pages]
         leaf.stop, leaf.num_pages = end, num_blocks
         tail_first, indices = pages[0, ::-1].copy(), self._numbers[:num_blocks][::-1]
-        self._tree.pool.retire(leaf.owner, tail_first, indices, self._tree.groups[0][0])
+        self._tree.pool.publish_and_release(leaf.owner, tail_first, indices, self._tree.groups[0][0])
         if self._tree.on_stored is not None:
             self._tree.on_stored(leaf, 0, end)
         return end
@@ -337,10 +337,10 @@ class Publisher:
             node.pages[s] = new if is_new else np.concatenate([node.pages[s], new], axis=1)
             node.num_pages += num_new
             if num_new == last - first and len(new) == 1:
-                self._tree.pool.publish(node.owner, new[0], self._numbers[first:last])
+                self._tree.pool.publish_blocks(node.owner, new[0], self._numbers[first:last])
             else:
                 groups, places = np.nonzero(new)
-                self._tree.pool.publish(node.owner, new[groups, places], first + places)
+                self._tree.pool.publish_blocks(node.owner, new[groups, places], first + places)
         cursor.offset = end
         if self._tree.on_stored is not None:
             self._tree.on_stored(node, start, end)
@@ -358,7 +358,7 @@ class Publisher:
         cursor.leaf, cursor.node, cursor.offset = None, node, node.stop
         self._next_publication[node.row] = node.stop + self._tree.unit
         self.own.give_up(node.row, node.start, node.stop)
-        self.leaf_owner[node.row] = NOBODY
+        self.leaf_owner[node.row] = NO_OWNER
         node.row = -1
 
     def forget(self) -> None:
@@ -368,5 +368,5 @@ class Publisher:
                 self._cursors[row] = None
                 self._next_publication[row] = NEVER
         self.own.forget()
-        self.leaf_owner[...] = NOBODY
+        self.leaf_owner[...] = NO_OWNER
         self._tree.forget()

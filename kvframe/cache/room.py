@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.block_table import BlockTables, TableStack
 from kvframe.cache.forking import ForkedRows
-from kvframe.cache.free_pages import BlockIds
+from kvframe.cache.free_list import BlockIds
 from kvframe.cache.group_kinds import GroupKinds
 from kvframe.cache.own_pages import OwnPages
-from kvframe.cache.pool import BlockPool
 from kvframe.cache.rows import RowNumbers, Rows, RowState
 from kvframe.plan import KVCachePlan
 
@@ -84,7 +84,7 @@ class Room:
             lacking[group.index] = max(0, most - int(held))
         for each in self._states[row].inputs:
             lacking[each.group] = each.num_blocks - int(self._num_blocks[each.group, row])
-        return self._pool.has_room(lacking)
+        return self._pool.can_allocate(lacking)
 
     def note(self, row: int) -> None:
         """Work out up to which tokens nothing is missing; of groups that store few blocks, up to the block's end."""
@@ -114,7 +114,7 @@ class Room:
         if self._lone is None:
             return self._make_in_stacks(row, num_tokens)
         have, need = self._blocks_of[0, row], -(-num_tokens // self._lone.block_size)
-        taken = self._pool.allocate((need - have,))
+        taken = self._pool.allocate_blocks((need - have,))
         if taken is None:
             return False
         self._lone.ids[0, row, have:need] = taken
@@ -156,7 +156,7 @@ class Room:
             new.append((mine, places, need * stack.block_size))
             for group in stack.groups:
                 counts[group] = len(which)
-        taken = self._pool.allocate(counts)
+        taken = self._pool.allocate_blocks(counts)
         if taken is None:
             return False
         room: npt.NDArray[np.int64] | int = self._max_tokens
@@ -192,7 +192,7 @@ class Room:
             [*of_group, *sorted({*lacking} - {*of_group})]
             for of_group, lacking in zip(holes, self._places(row, num_tokens), strict=True)
         ]
-        taken = self._pool.allocate([len(each) for each in places])
+        taken = self._pool.allocate_blocks([len(each) for each in places])
         if taken is None:
             return None
         given = []
@@ -224,7 +224,7 @@ class Room:
             new.append((have, need))
             for group in stack.groups if need > have else ():
                 counts[group] = need - have
-        taken = self._pool.allocate(counts)
+        taken = self._pool.allocate_blocks(counts)
         if taken is None:
             return False
         room = self._max_tokens
@@ -252,7 +252,7 @@ class Room:
         wanted = [self._places(row, target) for row, target in zip(rows, num_tokens, strict=True)]
         to_copy = self._forks.blocks_to_copy(rows, wanted) if self._forks is not None and self._forks.rows else ()
         counts = [sum(map(len, places)) for places in zip(*wanted, strict=True)]
-        taken = self._pool.allocate(counts)
+        taken = self._pool.allocate_blocks(counts)
         if taken is None:
             return False
         if self._forks is not None and to_copy:

@@ -9,7 +9,7 @@ from itertools import compress
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.free_pages import SHORT, BlockIds, Evictor
+from kvframe.cache.free_list import SHORT, BlockIds, Evictor
 from kvframe.plan import KVCachePlan
 
 _NO_GROUP = -1
@@ -150,9 +150,9 @@ class Slabs:
                 self._cut(group)
         else:
             slab, slab_due = self._first_idle()
-            page_due = evictor.oldest(group)
+            page_due = evictor.first_priority(group)
             if page_due is not None and page_due <= slab_due:
-                evictor.evict_oldest(group, min(count, self._per_slab[group]))
+                evictor.evict_group(group, min(count, self._per_slab[group]))
             else:
                 owner = self._group[slab]
                 evictor.evict_among(owner, self._pages_of(slab, owner), self._per_slab[owner])

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import attrs
 
 if TYPE_CHECKING:
+    from kvframe.cache.block_pool import BlockPool
     from kvframe.cache.host_store import HostStore
-    from kvframe.cache.pool import BlockPool
     from kvframe.plan import PlannedGroup
 
 
@@ -86,9 +86,9 @@ class KVCacheStats:
             queried_tokens=of_tokens[0].asked_tokens if of_tokens else 0,
             hit_tokens=of_tokens[0].hit_tokens if of_tokens else 0,
             lookups=[attrs.evolve(found) for found in lookups],
-            blocks_held=pool.counts.held,
-            peak_blocks_held=pool.counts.peak_held,
-            peak_bytes_held=pool.counts.peak_held_bytes,
+            blocks_held=pool.blocks_held,
+            peak_blocks_held=pool.peak_blocks_held,
+            peak_bytes_held=pool.peak_held_bytes,
             num_evictions=pool.num_evictions,
             host_bytes_held=0 if host is None else host.held_bytes,
             peak_host_bytes_held=0 if host is None else host.peak_held_bytes,

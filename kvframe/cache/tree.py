@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.cache.block_pool import BlockPool, Indices
 from kvframe.cache.block_table import TableStack
 from kvframe.cache.live_range import LiveRange
 from kvframe.cache.own_pages import OwnPages
-from kvframe.cache.owners import Indices
-from kvframe.cache.pool import BlockPool
 from kvframe.cache.prefix import NO_MATCH, TOKEN_BYTES, Match, Namespace, PrefixNode, as_bytes
 
 

@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.due import PagesByDue, SlabsByDue
-from kvframe.cache.equal_pages import EqualPages
 from kvframe.cache.eviction import CachedPages, LeastRecentlyUsed
-from kvframe.cache.free_pages import BlockIds, FreePages, Groups
-from kvframe.cache.owners import NOBODY, Indices, Owners, Places
+from kvframe.cache.free_list import BlockIds, FreeList, FreePages, Groups
+from kvframe.cache.owners import NO_OWNER as NO_OWNER
+from kvframe.cache.owners import Indices as Indices
+from kvframe.cache.owners import Owners, Places
 from kvframe.cache.page_counts import PageCounts
 from kvframe.cache.slabs import Slabs
 from kvframe.eviction import LRU, EvictionPolicy
@@ -90,8 +91,8 @@ class BlockPool:
             self._by_due = PagesByDue(eviction, page_bytes, plan.total_bytes, num_places, self._places)
         self._cached: CachedPages = LeastRecentlyUsed(num_groups) if self._by_due is None else self._by_due
         self._free: FreePages
-        if EqualPages.fit(plan):
-            self._free = EqualPages(plan)
+        if FreeList.fit(plan):
+            self._free = FreeList(plan)
         elif self._by_due is None:
             self._free = Slabs(plan, reserve_slabs)
         else:
@@ -106,6 +107,38 @@ class BlockPool:
         self.on_pages_freed: Callable[[int, list[int]], None] | None = None
         self.on_removed: Callable[[BlockIds], None] | None = None
 
+    # --- counts -------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_cached(self) -> int:
+        """Cached blocks of all groups."""
+        return self.counts.num_cached
+
+    @property
+    def blocks_held(self) -> list[int]:
+        """Per group, the blocks that requests and pins reference."""
+        return self.counts.held
+
+    @property
+    def peak_blocks_held(self) -> list[int]:
+        """Per group, the most of them at once."""
+        return self.counts.peak_held
+
+    @property
+    def blocks_cached(self) -> list[int]:
+        """Per group, the cached blocks."""
+        return self.counts.cached
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of referenced blocks."""
+        return self.counts.held_bytes
+
+    @property
+    def peak_held_bytes(self) -> int:
+        """The most of them at once."""
+        return self.counts.peak_held_bytes
+
     # --- what is there ------------------------------------------------------------------------------------------------
 
     @property
@@ -118,16 +151,21 @@ class BlockPool:
         """Who says which cached pages are given up first."""
         return LRU if self._by_due is None or self._by_due.policy is None else self._by_due.policy
 
-    def holders(self, block_ids: BlockIds) -> npt.NDArray[np.int64]:
-        """Return how many hold each page: 1 for a free one too, and -1 for a cached one."""
-        states = self._state[self._places(block_ids)]
-        return np.where(states > 0, -1, 1 - states)
+    def is_cached(self, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
+        """Return of each block whether it is published and not referenced."""
+        is_cached: npt.NDArray[np.bool_] = self._state[self._places(block_ids)] > 0
+        return is_cached
 
-    def pages(self) -> BlockIds:
+    def reference_counts(self, block_ids: BlockIds) -> npt.NDArray[np.int64]:
+        """Return how many references each block has: 0 if it is cached; a free one counts as 1."""
+        states = self._state[self._places(block_ids)]
+        return np.where(states > 0, 0, 1 - states)
+
+    def all_blocks(self) -> BlockIds:
         """Return all pages that the pool is cut into."""
         return self._free.cut_pages()
 
-    def free_pages(self) -> BlockIds:
+    def free_blocks(self) -> BlockIds:
         """Return those of them that are free."""
         return self._free.free_pages()
 
@@ -138,15 +176,15 @@ class BlockPool:
     # --- what happens to pages ----------------------------------------------------------------------------------------
 
     @property
-    def is_short(self) -> bool:
+    def is_nearly_full(self) -> bool:
         """Whether so few pages are free that what is cached has to be given up soon."""
         return self._free.is_short
 
-    def has_room(self, num_blocks: Sequence[int]) -> bool:
-        """Return whether ``allocate`` would find as many pages for each group."""
+    def can_allocate(self, num_blocks: Sequence[int]) -> bool:
+        """Return whether ``allocate_blocks`` would find as many pages for each group."""
         return self._free.has_room(num_blocks)
 
-    def allocate(self, num_blocks: Sequence[int]) -> BlockIds | None:
+    def allocate_blocks(self, num_blocks: Sequence[int]) -> BlockIds | None:
         """Take pages for each group, evicting cached ones where needed.
 
         Args:
@@ -160,7 +198,7 @@ class BlockPool:
             self.counts.hold(num_blocks)
         return taken
 
-    def hold(self, group: int, block_ids: BlockIds) -> None:
+    def add_references(self, group: int, block_ids: BlockIds) -> None:
         """Count one more holder of each page, held or cached."""
         places = self._places(block_ids)
         before = self._state[places]
@@ -175,7 +213,7 @@ class BlockPool:
         self._free.hold(group, block_ids[was_cached])
         self.counts.wake(group, num_woken)
 
-    def release(self, block_ids: BlockIds, group: int | Groups) -> None:
+    def release_blocks(self, block_ids: BlockIds, group: int | Groups) -> None:
         """Count one holder of each page less. Of pages with none, the published ones are cached and others are free.
 
         Args:
@@ -198,10 +236,12 @@ class BlockPool:
             owners = self._owners.of(places)
             num_published = np.count_nonzero(owners)
             if num_published:
-                is_published = True if num_published == len(block_ids) else owners != NOBODY
+                is_published = True if num_published == len(block_ids) else owners != NO_OWNER
         self._let_go(block_ids, places, group, is_published)
 
-    def retire(self, owner: int | BlockIds, block_ids: BlockIds, indices: Indices, group: int | Groups) -> None:
+    def publish_and_release(
+        self, owner: int | BlockIds, block_ids: BlockIds, indices: Indices, group: int | Groups
+    ) -> None:
         """Publish pages and count one holder of each less.
 
         Args:
@@ -217,7 +257,7 @@ class BlockPool:
             return
         self._owners.publish(owner, places, indices)
         if self._num_more_holders:
-            self.release(block_ids, group)
+            self.release_blocks(block_ids, group)
         else:
             self._let_go(block_ids, places, group, True)
 
@@ -254,7 +294,7 @@ class BlockPool:
         self._free.let_go(block_ids, is_published)
         self.counts.let_go(group, len(block_ids), is_published)
 
-    def publish(self, owner: int | BlockIds, block_ids: BlockIds, indices: Indices) -> None:
+    def publish_blocks(self, owner: int | BlockIds, block_ids: BlockIds, indices: Indices) -> None:
         """Let pages that somebody holds be found through an owner: they are cached when their last holder goes.
 
         Args:
@@ -270,10 +310,10 @@ class BlockPool:
         self._owners.note(self._state[places].tolist())
         self._owners.publish(owner, places, indices)
 
-    def owners(self, block_ids: BlockIds) -> npt.NDArray[np.int32]:
-        """Return who published each page; ``NOBODY`` for nobody."""
+    def owners_of(self, block_ids: BlockIds) -> npt.NDArray[np.int32]:
+        """Return who published each page; ``NO_OWNER`` for nobody."""
         if self._keeper is None:
-            return np.full(len(block_ids), NOBODY, dtype=np.int32)
+            return np.full(len(block_ids), NO_OWNER, dtype=np.int32)
         places = self._places(block_ids)
         return self._owners.of_all(places, self._state[places])
 
@@ -288,7 +328,7 @@ class BlockPool:
             False, and nothing changed, if somebody holds a page of a slab that would go.
         """
         end = plan.total_bytes // plan.block_id_bytes
-        pages, free = self.pages(), self.free_pages()
+        pages, free = self.all_blocks(), self.free_blocks()
         lost = pages[pages >= end]
         cached = self._state[self._places(lost)] > 0
         if np.count_nonzero(cached) + np.count_nonzero(free >= end) < len(lost):
@@ -296,7 +336,7 @@ class BlockPool:
         for stamp, block_ids, group in list(self._cached.entries()) if cached.any() else ():
             goes = (block_ids >= end) & self._is_current(stamp, block_ids)
             if goes.any():
-                self.evict(group if isinstance(group, int) else group[goes], block_ids[goes])
+                self.evict_blocks(group if isinstance(group, int) else group[goes], block_ids[goes])
         # Entries of pages that are gone are stale: what is known of pages stays as long as it was.
         num_new = end // self._divisor + 1 - len(self._state)
         if num_new > 0:
@@ -317,7 +357,7 @@ class BlockPool:
 
     # --- giving up cached pages ---------------------------------------------------------------------------------------
 
-    def drop(self, group: int, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
+    def discard_cached(self, group: int, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
         """Give up the cached ones of some pages without telling their keeper, and return which these are.
 
         Args:
@@ -334,7 +374,7 @@ class BlockPool:
             self._end(group, block_ids[is_cached], places)
         return is_cached
 
-    def evict(self, group: int | Groups, block_ids: BlockIds) -> None:
+    def evict_blocks(self, group: int | Groups, block_ids: BlockIds) -> None:
         """Give up cached pages, and tell their keeper."""
         self._note_taken(self._state[self._places(block_ids)])
         self._evict(group, block_ids)
@@ -362,7 +402,7 @@ class BlockPool:
         for owner in np.unique(owners).tolist():
             self._keeper.lost(owner, group, indices[owners == owner])
 
-    def forget(self) -> None:
+    def unpublish_all(self) -> None:
         """Give up every cached page and let held ones be found no more, without telling anybody."""
         self._owners.forget()
         for stamp, block_ids, group in self._cached.entries():
@@ -370,11 +410,11 @@ class BlockPool:
             self._end(group, block_ids, self._places(block_ids))
         self._cached.clear()
 
-    def oldest(self, group: int) -> int | None:
+    def first_priority(self, group: int) -> int | None:
         """Return when a group's first cached page is due; None if it has none."""
         return self._cached.first(group, self._current)
 
-    def evict_oldest(self, group: int, num_pages: int) -> None:
+    def evict_group(self, group: int, num_pages: int) -> None:
         """Give up as many of a group's cached pages, or all if it has fewer."""
         while num_pages > 0:
             block_ids = self._cached.take(group, num_pages, self._current)
@@ -384,7 +424,7 @@ class BlockPool:
                 num_pages -= len(block_ids)
                 self._evict(group, block_ids)
 
-    def evict_oldest_of_any(self, num_pages: int, uncut: int) -> None:
+    def evict_any(self, num_pages: int, uncut: int) -> None:
         """Give up as many cached pages, of whatever group, or all if there are fewer; short runs are not cut."""
         end = self.num_evictions + num_pages
         while self.num_evictions < end:
@@ -401,7 +441,7 @@ class BlockPool:
         cached = np.flatnonzero(stamps > 0)
         dues = stamps[cached] if self._by_due is None else self._by_due.dues(block_ids[cached])
         first = cached[np.argsort(dues, kind="stable")[:num_pages]]
-        self.evict(group, block_ids[first])
+        self.evict_blocks(group, block_ids[first])
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
