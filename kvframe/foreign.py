@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from kvframe.errors import KVFrameError, PluginError
+from kvframe.failed_imports import explain_failed_import
 
 T = TypeVar("T")
 
@@ -57,7 +58,8 @@ def call(
     except BaseException as error:
         if issubclass(type(error), passes) and _is_readable(error):
             raise
-        raise PluginError(f"{what} failed: {safe_text(error)}") from error
+        text = safe_text(error)
+        raise PluginError(f"{what} failed: {explain_failed_import(error, text) or text}") from error
 
 
 _printing_lock = threading.Lock()

@@ -33,7 +33,7 @@ CORE = ROOT / "kvframe"
 # The flow of the design, one stage a line. A name stands for a module, or for a package and all that is in it.
 FLOW = (
     ("errors",),
-    ("files", "foreign"),
+    ("failed_imports", "files", "foreign"),
     ("declarations", "targets"),
     ("eviction", "formats", "masks"),
     ("hookspecs", "specs"),
@@ -61,6 +61,7 @@ BESIDE = ("builtin", "testing")
 TORCH_FREE = (
     "kvframe",
     "kvframe.errors",
+    "kvframe.failed_imports",
     "kvframe.files",
     "kvframe.foreign",
     "kvframe.declarations",

@@ -17,6 +17,7 @@ from typing import Any, Self
 import click
 
 from kvframe.errors import KVFrameError, shorten
+from kvframe.failed_imports import explain_failed_import
 
 ERROR_EXIT_CODE = 2
 """Exit code of a command that a user's mistake ended, as click's own for wrong options."""
@@ -92,6 +93,9 @@ def _sentence_of(error: BaseException) -> str | None:
     """Return what a user is told of an error; None if it is a bug."""
     if isinstance(error, KVFrameError):
         return str(error)
+    import_failure = explain_failed_import(error, in_one_line(f"{type(error).__name__}: {error}"))
+    if import_failure is not None:
+        return import_failure
     if isinstance(error, click.ClickException):
         context = error.ctx if isinstance(error, click.UsageError) else None
         hint = "" if context is None else f"; `{context.command_path} --help` shows what there is"
