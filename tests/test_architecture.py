@@ -33,7 +33,7 @@ CORE = ROOT / "kvframe"
 # The flow of the design, one stage a line. A name stands for a module, or for a package and all that is in it.
 FLOW = (
     ("errors",),
-    ("failed_imports", "files", "foreign"),
+    ("failed_imports", "files", "foreign", "memory"),
     ("declarations", "targets"),
     ("eviction", "formats", "masks"),
     ("hookspecs", "specs"),
@@ -64,6 +64,7 @@ TORCH_FREE = (
     "kvframe.failed_imports",
     "kvframe.files",
     "kvframe.foreign",
+    "kvframe.memory",
     "kvframe.declarations",
     "kvframe.targets",
     "kvframe.hookspecs",

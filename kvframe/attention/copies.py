@@ -20,6 +20,7 @@ from kvframe.attention.copied_pages import live_places, static_places
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.returned import build_all
 from kvframe.formats import PLAIN, StateTensor
+from kvframe.memory import allocating
 from kvframe.specs import AttentionMask, LayerSpec
 
 
@@ -60,6 +61,7 @@ class CopyScratch:
 
         Raises:
             NotReplayableError: Copies of a graph take more than they may.
+            PlanError: The device has no memory for them.
         """
         if is_static and self._max_static_bytes is not None:
             num_bytes = (1 + num_pages) * sum(tensor.num_bytes for tensor in state.values())
@@ -75,8 +77,13 @@ class CopyScratch:
         if buffer is None or buffer.shape[0] < num_pages:
             # Outside of inference mode, so that a later call may write to it in either mode. Requests grow by a page
             # now and then: not each of them is to cost an allocation.
-            with torch.inference_mode(False):
-                shape = (num_pages + num_pages // 8, *key[1].shape)
+            num_made = num_pages + num_pages // 8
+            num_bytes, advice = num_made * key[1].num_bytes, "a smaller max_num_seqs, or a backend that needs no copies"
+            with (
+                torch.inference_mode(False),
+                allocating(num_bytes, "to copy the pages of a step to", advice, str(self._device)),
+            ):
+                shape = (num_made, *key[1].shape)
                 buffer = torch.zeros(shape, dtype=getattr(torch, key[1].dtype), device=self._device)
             self._buffers[key] = buffer
         if is_static:

@@ -19,6 +19,7 @@ from kvframe.attention.staging import HOST
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.attention.storage import fill_pages
 from kvframe.cache.block_table import BlockTables
+from kvframe.memory import allocating
 from kvframe.specs import LayerSpec, StateTensor
 
 Layout = tuple[tuple[str, StateTensor], ...]
@@ -47,6 +48,9 @@ class LocalCaches:
             device: Where they run.
             max_tokens: The most tokens of a step.
             max_reqs: The most requests of a step.
+
+        Raises:
+            PlanError: The device has no memory for them.
         """
         self.is_poisoned = False
         self.max_tokens = max_tokens
@@ -111,7 +115,9 @@ def num_pages(block_size: int, max_tokens: int, max_reqs: int) -> int:
 
 
 def _allocate(state: Mapping[str, StateTensor], count: int, device: torch.device) -> KVCache:
-    return {
-        name: torch.zeros(count, *tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
-        for name, tensor in state.items()
-    }
+    num_bytes = count * sum(tensor.num_bytes for tensor in state.values())
+    with allocating(num_bytes, "for the tokens of a step", "a smaller max_num_batched_tokens", str(device)):
+        return {
+            name: torch.zeros(count, *tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
+            for name, tensor in state.items()
+        }

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from kvframe.errors import PlanError
 from kvframe.groups import Grouping
+from kvframe.memory import allocating
 from kvframe.plan import KVCachePlan
 from kvframe.specs import STATE_ALIGNMENT_BYTES, align_up
 
@@ -50,12 +50,8 @@ class KVCacheStorage:
 
     @staticmethod
     def _allocate(plan: KVCachePlan, device: torch.device) -> torch.Tensor:
-        try:
+        with allocating(plan.total_bytes, "to give the cache", "less memory", str(device)):
             return torch.zeros(plan.total_bytes, dtype=torch.uint8, device=device)
-        except RuntimeError as error:
-            raise PlanError(
-                f"{device} has no {plan.total_bytes} bytes to give the cache; ask for less memory"
-            ) from error
 
     def _view(self, shape: Sequence[int], dtype: torch.dtype, offset: int, page_bytes: int) -> torch.Tensor:
         item = dtype.itemsize
@@ -194,18 +190,12 @@ class HostStorage:
         self.num_slabs = num_slabs
         num_bytes = num_slabs * plan.slab_bytes
         self._is_pinned = pool.device.type == "cuda"
-        try:
+        with allocating(num_bytes, "to swap to", "less swap_memory"):
             self.bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
-        except RuntimeError as error:
-            raise PlanError(f"the host has no {num_bytes} bytes to swap to; ask for less swap_memory") from error
         if staging_bytes is None:
             staging_bytes = STAGING_BYTES if self._is_pinned else 0
-        try:
+        with allocating(staging_bytes, "to swap through", "less memory for the cache", str(pool.device)):
             self._staging = torch.empty(staging_bytes // 8, dtype=torch.int64, device=pool.device)
-        except RuntimeError as error:
-            raise PlanError(
-                f"{pool.device} has no {staging_bytes} bytes to swap through; give the cache less memory"
-            ) from error
 
     def copy_out(self, group: int, block_ids: Sequence[int], host_ids: Sequence[int]) -> None:
         """Copy pages of a group from the pool to the host store.

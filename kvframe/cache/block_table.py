@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import overload
 
@@ -9,7 +10,11 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.memory import allocating
 from kvframe.specs import TOKENS
+
+ROW_BYTES = 200
+"""About what is kept of each row beside its blocks, by all who keep something."""
 
 
 class BlockTable:
@@ -102,20 +107,23 @@ class BlockTables(Sequence[BlockTable]):
             block_sizes: Tokens per block of each group.
             sequences: The sequence that each group keeps state of; requests' own tokens unless given.
             max_input_lens: The most tokens of each other sequence.
+
+        Raises:
+            PlanError: The machine has no memory for them.
         """
         max_lens = {**(max_input_lens or {}), TOKENS: max_model_len}
         groups_of: dict[tuple[int, str], list[int]] = {}
         for group, block_size in enumerate(block_sizes):
             groups_of.setdefault((block_size, TOKENS if sequences is None else sequences[group]), []).append(group)
-        self.stacks = tuple(
-            TableStack(
-                block_size,
-                sequence,
-                tuple(groups),
-                np.zeros((len(groups), max_num_seqs, -(-max_lens[sequence] // block_size)), dtype=np.int32),
+        shapes = {
+            kind: (len(groups), max_num_seqs, -(-max_lens[kind[1]] // kind[0])) for kind, groups in groups_of.items()
+        }
+        num_bytes = max_num_seqs * ROW_BYTES + 4 * sum(map(math.prod, shapes.values()))
+        with allocating(num_bytes, f"for {max_num_seqs} block tables", "a smaller max_num_seqs or max_model_len"):
+            self.stacks = tuple(
+                TableStack(block_size, sequence, tuple(groups), np.zeros(shapes[block_size, sequence], dtype=np.int32))
+                for (block_size, sequence), groups in groups_of.items()
             )
-            for (block_size, sequence), groups in groups_of.items()
-        )
         tables = {
             group: BlockTable(stack.block_size, stack.ids[place])
             for stack in self.stacks

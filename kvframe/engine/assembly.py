@@ -21,6 +21,7 @@ from kvframe.errors import PluginError, StackError
 from kvframe.foreign import call, safe_repr
 from kvframe.formats import PLAIN
 from kvframe.groups import Grouping, group_layers, make_layer_specs
+from kvframe.memory import check_host_bytes
 from kvframe.model.adapter import LoadedModel
 from kvframe.model.recognise import find_adapter
 from kvframe.plan import KVCachePlan, plan_cache
@@ -150,6 +151,7 @@ def _assemble(
     host_slabs: int = 0,
 ) -> Assembly:
     device = torch.device(stack.engine.device)
+    _check_memory(plan, stack, device, host_slabs)
     storage = KVCacheStorage(plan, grouping, device)
     local = LocalCaches(
         layers, device, max_tokens=stack.engine.max_num_batched_tokens, max_reqs=stack.engine.max_num_seqs
@@ -175,6 +177,18 @@ def _assemble(
             copied_bytes(plan, grouping, layers_on_copies(layers, choices)),
             audited=stack.cache.audit,
         ),
+    )
+
+
+def _check_memory(plan: KVCachePlan, stack: Stack, device: torch.device, host_slabs: int) -> None:
+    """Refuse what the host's memory cannot hold together, though it may hold each part."""
+    pool = plan.total_bytes if device.type == "cpu" else 0
+    swapped, tokens = host_slabs * plan.slab_bytes, 8 * stack.engine.max_num_seqs * plan.max_model_len
+    check_host_bytes(
+        pool + swapped + tokens,
+        f"the host has no {pool + swapped + tokens} bytes: {pool} for the cache, {swapped} to swap to and {tokens} for "
+        f"the tokens of {stack.engine.max_num_seqs} requests of {plan.max_model_len}; ask for less memory, "
+        "swap_memory, max_num_seqs or max_model_len",
     )
 
 

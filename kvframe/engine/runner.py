@@ -23,6 +23,7 @@ from kvframe.engine.request import Request
 from kvframe.engine.sampling import sample, token_logprobs
 from kvframe.engine.scheduled import ScheduledStep
 from kvframe.errors import ModelError
+from kvframe.memory import allocating
 from kvframe.model.adapter import LoadedModel, ModelInput
 
 SkipPolicy = Callable[[StepBatch], bool]
@@ -68,8 +69,13 @@ class ModelRunner:
             max_model_len: The most tokens of a request.
             skip_policy: Whether layers that can skip tokens of a step do so; always unless given.
             graphs: The graphs that steps are replayed from, where they can be; none unless given.
+
+        Raises:
+            PlanError: The machine has no memory for the tokens.
         """
-        self.tokens: IntArray = np.empty((max_num_seqs, max_model_len), dtype=np.int64)
+        advice = "a smaller max_num_seqs or max_model_len"
+        with allocating(8 * max_num_seqs * max_model_len, f"for the tokens of {max_num_seqs} requests", advice):
+            self.tokens: IntArray = np.empty((max_num_seqs, max_model_len), dtype=np.int64)
         self.input_lens: dict[str, IntArray] = {
             name: np.zeros(max_num_seqs, dtype=np.int64) for name in model.description.max_input_lens
         }
