@@ -8,7 +8,7 @@ Nothing here imports NumPy or torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from kvframe.errors import PluginError, SpecError
@@ -34,7 +34,7 @@ def ask(spec: KVCacheSpec, question: str, answer: Callable[[], T]) -> T:
         SpecError: It raises.
     """
     try:
-        return call(f"the cache spec {safe_repr(spec.kind)}: {question}", answer)
+        return call(f"{_subject(type(spec))}: {question}", answer)
     except PluginError as error:
         raise SpecError(f"{error}; correct {_where(spec)}") from error.__cause__
 
@@ -49,9 +49,13 @@ def wrong_answer(spec: KVCacheSpec, question: str, answer: object, expected: str
         expected: What is right; it follows "expected".
     """
     return SpecError(
-        f"the cache spec {safe_repr(spec.kind)}: {question} is {safe_repr(answer)}; expected {expected}: "
-        f"correct {_where(spec)}"
+        f"{_subject(type(spec))}: {question} is {safe_repr(answer)}; expected {expected}: correct {_where(spec)}"
     )
+
+
+@cache
+def _subject(kind: type[KVCacheSpec]) -> str:
+    return f"the cache spec {safe_repr(kind.kind)}"
 
 
 def _where(spec: KVCacheSpec) -> str:
@@ -182,6 +186,10 @@ class Answers:
         """
         found = self._blocks.get(n)
         return self._ask(n) if found is None else found
+
+    def is_live(self, block: int, n: int) -> bool:
+        """Return whether the live ranges at ``n`` touch a block; raises ``SpecError`` as ``live_blocks`` does."""
+        return any(start <= block < stop for start, stop in self.live_blocks(n))
 
     def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> Ranges:
         """Return ``KVCacheSpec.stored_blocks``.

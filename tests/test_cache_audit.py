@@ -145,7 +145,7 @@ def test_a_verb_that_raises_is_audited_too(monkeypatch: pytest.MonkeyPatch) -> N
         lose_a_free_page(manager)
         raise RuntimeError("no room")
 
-    monkeypatch.setattr(manager._coordinator, "extend", lose_and_raise)
+    monkeypatch.setattr(manager._coordinator, "extend_row", lose_and_raise)
     with pytest.raises(AssertionError, match=r"^the cache is broken after 'extend': pages were lost") as caught:
         manager.extend("here", 12)
     assert str(caught.value.__cause__) == "pages were lost, or came from nowhere"

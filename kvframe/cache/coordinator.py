@@ -1,8 +1,8 @@
 """The coordinator: the blocks of all running requests over any number of groups, derived from live ranges alone.
 
-Each row knows the computed tokens from which on something happens to it: it lacks room, a block dies, a block is full
-that nobody published. A step compares all rows with these counts at once, and hands on those that are due: to whoever
-gives room, buries dead blocks, or publishes full ones.
+A row needs work only at few numbers of computed tokens: when it lacks a block, when a block dies, and when a block is
+full that can be published. A step compares all rows with these numbers at once. The allocator, the release of dead
+blocks and the publisher get only the rows that reached one of them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.cache.allocation import BlockAllocator
 from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.block_table import BlockTable, BlockTables, TableStack
+from kvframe.cache.copy_on_write import PageCopier, SharedBlocks
 from kvframe.cache.dead_blocks import DeadBlocks, release_resident
-from kvframe.cache.forking import ForkedRows, PageCopier
 from kvframe.cache.free_list import BlockIds
 from kvframe.cache.group_kinds import GroupKinds
 from kvframe.cache.inputs import InputBlocks
@@ -23,21 +24,22 @@ from kvframe.cache.live_range import NEVER
 from kvframe.cache.lookup import PrefixHit
 from kvframe.cache.publishing import Publisher
 from kvframe.cache.refusals import not_computable, too_many_tokens
-from kvframe.cache.room import Room
 from kvframe.cache.rows import PLAIN, RowNumbers, Rows, RowState
 from kvframe.plan import KVCachePlan
 
 
 class KVCacheCoordinator:
-    """Begins and ends rows, and sees to what falls due while they run. It asks no spec for its type.
+    """Begins and ends rows, and gives each event of a running row to the part that handles it.
 
-    Invariant: the pages that a row holds are those in its row of the block tables; ``num_blocks`` says how many columns
-    of a group are in use.
+    It asks no spec for its type.
+
+    Invariant: the pages that a row references are those in its row of the block tables; ``num_blocks`` says how many
+    columns of a group are in use.
 
     Attributes:
         num_computed: ``[max_num_seqs], int64, host``: each row's computed tokens.
-        num_blocks: ``[num_groups, max_num_seqs], int64, host``: each row's blocks, those that are dead included.
-        room: Who gives rows their pages.
+        num_blocks: ``[num_groups, max_num_seqs], int64, host``: each row's blocks, dead ones included.
+        allocator: Gives rows their pages.
     """
 
     def __init__(
@@ -58,10 +60,10 @@ class KVCacheCoordinator:
             kinds: Its groups.
             pool: The pages.
             tables: One block table per group.
-            publisher: Where full blocks are published; None if nowhere.
+            publisher: Makes full blocks findable; None if nothing does.
             num_computed: ``[max_num_seqs], int64, host``, zeroed.
-            next_publication: Likewise, what the publisher says of when it has to be told.
-            copier: Copies pages where a fork writes; None if there are no forks.
+            next_publication: Likewise, which the publisher sets.
+            copier: Copies pages that forks share; None if there are no forks.
         """
         numbers = RowNumbers(len(plan.groups), num_computed, next_publication)
         self.num_computed, self.num_blocks = num_computed, numbers.num_blocks
@@ -69,24 +71,29 @@ class KVCacheCoordinator:
         self._pool = pool
         self._tables = tables
         self._publisher = publisher
-        self._forks = None if copier is None else ForkedRows(kinds.of_tokens, pool, tables, num_computed, copier)
-        own = None if publisher is None or all(publisher.own.is_table) else publisher.own
-        self.room = Room(plan, kinds, pool, tables, numbers, own, self._forks)
-        self._dead_blocks = DeadBlocks(kinds, pool, tables, numbers, publisher, self.room)
+        self._shared = None if copier is None else SharedBlocks(kinds.of_tokens, pool, tables, num_computed, copier)
+        row_pages = None if publisher is None or all(publisher.row_pages.is_table) else publisher.row_pages
+        self.allocator = BlockAllocator(plan, kinds, pool, tables, numbers, row_pages, self._shared)
+        self._dead_blocks = DeadBlocks(kinds, pool, tables, numbers, publisher, self.allocator)
         self._max_tokens = plan.max_model_len
         self._is_plain = kinds.is_plain
-        # Of a lone group whose blocks all live as long as their request, rows have no gaps, and nothing falls due.
+        # In a lone group whose blocks all live as long as their request, rows have no gaps and no block dies.
         is_lone = kinds.is_plain and len(plan.groups) == 1 and self._dead_blocks.first_death == NEVER
         self._lone = tables[0] if is_lone else None
         self._states = numbers.states
-        self._room, self._next_death, self._next_publication = numbers.room, numbers.next_death, next_publication
-        self._computed_of, self._blocks_of, self._room_of = numbers.computed_of, numbers.blocks_of, numbers.room_of
+        self._capacity, self._next_death, self._next_publication = (
+            numbers.capacity,
+            numbers.next_death,
+            next_publication,
+        )
+        self._computed_of, self._blocks_of = numbers.computed_of, numbers.blocks_of
+        self._capacity_of = numbers.capacity_of
         self._death_of, self._publication_of = numbers.death_of, numbers.publication_of
 
     # --- the beginning ------------------------------------------------------------------------------------------------
 
-    def start(self, row: int, hit: PrefixHit, inputs: tuple[InputBlocks, ...] = ()) -> None:
-        """Begin a request from what a lookup found, holding its blocks; a free row is as one without a token.
+    def start_row(self, row: int, hit: PrefixHit, inputs: tuple[InputBlocks, ...] = ()) -> None:
+        """Begin a request in a free row from what a lookup found, and reference its blocks.
 
         Raises:
             SpecError: A spec answers wrongly at the end of what was found; nothing changed.
@@ -95,10 +102,10 @@ class KVCacheCoordinator:
         if self._is_plain:
             if not hit.num_tokens:
                 return
-            self.begin(row, hit.num_tokens, PLAIN)
+            self.begin_row(row, hit.num_tokens, PLAIN)
         else:
             missing = frozenset(each.sequence for each in inputs if each.sequence not in hit.inputs)
-            self.begin(row, hit.num_tokens, RowState(inputs, missing, hit.branch))
+            self.begin_row(row, hit.num_tokens, RowState(inputs, missing, hit.branch))
         for group, ranges in zip(self._kinds.of_tokens, live, strict=True) if hit.num_tokens else ():
             index = group.index
             self._blocks_of[index, row] = hit.num_tokens // group.block_size
@@ -109,44 +116,45 @@ class KVCacheCoordinator:
         for each in inputs:
             of_input = hit.inputs.get(each.sequence, {}).get(each.group)
             if of_input is not None:
-                self.hold(row, each.group, of_input)
+                self.reference_blocks(row, each.group, of_input)
         if self._is_plain:
-            self._room_of[row] = hit.num_tokens
+            self._capacity_of[row] = hit.num_tokens
         else:
-            self.room.note(row)
+            self.allocator.note_capacity(np.array([row]))
 
-    def fork(self, row: int, new_row: int, token_ids: Sequence[int]) -> None:
-        """Begin a request from what another one has computed, holding its pages.
+    def fork_row(self, row: int, new_row: int, token_ids: Sequence[int]) -> None:
+        """Begin a request from what another one has computed, and reference its pages.
 
         Args:
             row: The other one's row, of which no token is being computed; its inputs are computed.
             new_row: A free row.
-            token_ids: The tokens of the one that begins.
+            token_ids: The tokens of the request that begins.
         """
-        assert self._forks is not None
+        assert self._shared is not None
         state, num_computed = self._states[row], self._computed_of[row]
         assert not state.missing
-        self.begin(new_row, num_computed, state.copy())
+        self.begin_row(new_row, num_computed, state.copy())
         if self._publisher is not None:
-            self._publisher.fork(row, new_row, token_ids)
+            self._publisher.follow_fork(row, new_row, token_ids)
         is_shared = False
         for group in self._kinds.groups:
             index, size, count = group.index, group.block_size, self._blocks_of[group.index, row]
-            # What was made room for and not computed is the other one's.
+            # Blocks without a computed token stay the other row's own.
             count = count if group.is_of_input else min(count, -(-num_computed // size))
             ids = self._tables[index].ids[row, :count]
-            self.hold(new_row, index, ids)
+            self.reference_blocks(new_row, index, ids)
             if num_computed % size and count * size > num_computed and not group.is_of_input and ids[-1]:
                 is_shared = True
                 if self._publisher is not None:
-                    self._publisher.own.take(new_row, index, [count - 1], ids[-1:])
-        self.room.note(new_row)
+                    last = np.array([count - 1])
+                    self._publisher.row_pages.record_group(index, np.array([new_row]), last, ids[-1:])
+        self.allocator.note_capacity(np.array([new_row]))
         if is_shared:
-            self._forks.rows |= {row, new_row}
-            self._room[[row, new_row]] = -1
+            self._shared.rows |= {row, new_row}
+            self._capacity[[row, new_row]] = -1
 
-    def begin(self, row: int, num_computed: int, state: RowState) -> None:
-        """Let a free row be that of a request of which tokens are computed; whoever calls it sees to their blocks.
+    def begin_row(self, row: int, num_computed: int, state: RowState) -> None:
+        """Let a free row be that of a request with computed tokens; the caller references its blocks.
 
         Args:
             row: The row.
@@ -156,10 +164,10 @@ class KVCacheCoordinator:
         self._computed_of[row] = num_computed
         self._states[row] = state
         if self._lone is None:
-            self._dead_blocks.begin(row, num_computed, state)
+            self._dead_blocks.begin_row(row, num_computed, state)
 
-    def hold(self, row: int, group: int, block_ids: BlockIds) -> None:
-        """Let a row that begins have blocks in a group, and hold those of their pages that are there.
+    def reference_blocks(self, row: int, group: int, block_ids: BlockIds) -> None:
+        """Let a row that begins have blocks in a group, and reference their pages.
 
         Args:
             row: The row.
@@ -168,68 +176,62 @@ class KVCacheCoordinator:
         """
         self._blocks_of[group, row] = len(block_ids)
         self._tables[group].ids[row, : len(block_ids)] = block_ids
-        held = block_ids[block_ids != 0]
-        if len(held):
-            self._pool.add_references(group, held)
+        resident = block_ids[block_ids != 0]
+        if len(resident):
+            self._pool.add_references(group, resident)
 
     # --- while it runs ------------------------------------------------------------------------------------------------
 
-    def extend(self, row: int, num_tokens: int) -> bool:
-        """Give a row room for its tokens ``[0, num_tokens)`` and, the first time, for its inputs.
+    def extend_row(self, row: int, num_tokens: int) -> bool:
+        """Give a row blocks for its tokens ``[0, num_tokens)`` and, the first time, for its inputs.
 
         Returns:
-            False, and nothing changed, if there is none.
+            False, and nothing changed, if the pool has too few pages.
 
         Raises:
-            RequestError: These are more tokens than the tables have room for; nothing changed.
+            RequestError: The plan is for fewer tokens; nothing changed.
         """
-        if num_tokens <= self._room_of[row]:
+        if num_tokens <= self._capacity_of[row]:
             return True
         if num_tokens > self._max_tokens:
             raise too_many_tokens(num_tokens, self._max_tokens)
-        return self.room.make(row, num_tokens)
+        return self.allocator.allocate_for_row(row, num_tokens)
 
     def extend_rows(self, rows: Rows, num_tokens: npt.NDArray[np.int64]) -> bool:
-        """Give each of several rows room for its tokens up to ``num_tokens``, or none of them.
+        """Give each of several rows blocks for its tokens up to ``num_tokens``, or none of them.
 
         Args:
             rows: ``[n], int64, host``, each once.
             num_tokens: ``[n], int64, host``.
 
         Raises:
-            RequestError: As of ``extend``, of any of them.
+            RequestError: As of ``extend_row``, of any of them.
         """
-        (due,) = (num_tokens > self._room[rows]).nonzero()
-        if not len(due):
+        (lacking,) = (num_tokens > self._capacity[rows]).nonzero()
+        if not len(lacking):
             return True
-        rows, num_tokens = rows[due], num_tokens[due]
+        rows, num_tokens = rows[lacking], num_tokens[lacking]
         if np.maximum.reduce(num_tokens) > self._max_tokens:
             raise too_many_tokens(int(num_tokens.max()), self._max_tokens)
-        return self.room.make_rows(rows, num_tokens)
+        if len(rows) == 1:
+            return self.allocator.allocate_for_row(int(rows[0]), int(num_tokens[0]))
+        return self.allocator.allocate_for_rows(rows, num_tokens)
 
-    def has_room(self, row: int, num_tokens: int, max_new_tokens: int) -> bool:
-        """Return whether the pool could give a row what it lacks while the last of its first tokens are computed.
+    def commit_row(self, row: int, num_computed: int) -> None:
+        """Record that a row's tokens ``[0, num_computed)`` are computed; release the blocks that died.
 
-        Args:
-            row: The row.
-            num_tokens: How many tokens.
-            max_new_tokens: The most tokens that one step computes.
-        """
-        return self.room.is_there(row, num_tokens, max_new_tokens)
-
-    def commit(self, row: int, num_computed: int) -> None:
-        """Take note that a row's tokens ``[0, num_computed)`` are computed; release what no token after them needs.
-
-        Inputs are computed with the first of them, and stay.
+        Inputs are computed with the first of these tokens, and stay.
         """
         self._computed_of[row] = num_computed
         if num_computed >= self._publication_of[row] and self._publisher is not None:
-            self._publisher.publish(row)
-        if num_computed >= self._death_of[row] or self._kinds.sparse:
-            self._dead_blocks.release(np.array([row]), np.array([num_computed]))
+            self._publisher.publish_row(row)
+        if num_computed >= self._death_of[row]:
+            self._dead_blocks.release_dead(np.array([row]), np.array([num_computed]))
+        if self._kinds.sparse:
+            self._dead_blocks.release_refused_of(row, num_computed)
 
     def commit_rows(self, rows: Rows, num_computed: npt.NDArray[np.int64]) -> None:
-        """Take note of what is computed of several rows.
+        """Record what is computed of several rows, as ``commit_row`` does of one.
 
         Args:
             rows: ``[n], int64, host``, each once.
@@ -238,20 +240,20 @@ class KVCacheCoordinator:
         self.num_computed[rows] = num_computed
         if self._publisher is not None:
             for row in rows[num_computed >= self._next_publication[rows]].tolist():
-                self._publisher.publish(row)
-        is_due = num_computed >= self._next_death[rows]
+                self._publisher.publish_row(row)
+        (has_dead,) = (num_computed >= self._next_death[rows]).nonzero()
+        if len(has_dead):
+            self._dead_blocks.release_dead(rows[has_dead], num_computed[has_dead])
         if self._kinds.sparse:
-            is_due |= self._dead_blocks.has_refused(rows, num_computed)
-        if np.count_nonzero(is_due):
-            self._dead_blocks.release(rows[is_due], num_computed[is_due])
+            self._dead_blocks.release_refused(rows, num_computed)
 
     def num_granted(self, row: int) -> int:
-        """Return how many tokens a row's blocks have places for."""
+        """Return how many tokens a row's blocks have slots for."""
         counts = [int(self._blocks_of[each.index, row]) * each.block_size for each in self._kinds.of_tokens]
         return min([*counts, self._max_tokens])
 
     def check_commit(self, rows: Rows, num_computed: npt.NDArray[np.int64]) -> None:
-        """Refuse to commit more tokens of rows than there was room made for, or fewer than none.
+        """Refuse to commit more tokens of rows than their blocks have slots for, or fewer than none.
 
         Args:
             rows: ``[n], int64, host``, each once, of requests.
@@ -260,8 +262,8 @@ class KVCacheCoordinator:
         Raises:
             RequestError: It is so of one of them; nothing changed.
         """
-        # Of forks, of rows with inputs and of those with few blocks, ``room`` may say less than there is.
-        is_odd = (num_computed > self._room[rows]) | (num_computed < 0)
+        # The capacity of forks, of rows with inputs and of those with few blocks may be less than their blocks have.
+        is_odd = (num_computed > self._capacity[rows]) | (num_computed < 0)
         if np.count_nonzero(is_odd):
             for row, count in zip(rows[is_odd].tolist(), num_computed[is_odd].tolist(), strict=True):
                 if not 0 <= count <= self.num_granted(row):
@@ -278,18 +280,18 @@ class KVCacheCoordinator:
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def free(self, row: int) -> None:
-        """Release every block of a row, its tail first: a prefix outlives what hangs on it."""
-        if self._forks is not None:
-            self._forks.rows.discard(row)
+    def free_row(self, row: int) -> None:
+        """Release every block of a row, its last block first: a prefix stays longer than what continues it."""
+        if self._shared is not None:
+            self._shared.rows.discard(row)
         if self._lone is not None:
             self._free_lone(self._lone, row)
             return
         if self._publisher is not None:
-            self._publisher.leave(row)
-        self.give_back(row)
+            self._publisher.unfollow(row)
+        self.release_row(row)
 
-    def give_back(self, row: int) -> None:
+    def release_row(self, row: int) -> None:
         """Release every block of a row, which may have gaps, and let it be as one without a token."""
         most = 0
         for stack in self._tables.stacks:
@@ -298,29 +300,29 @@ class KVCacheCoordinator:
             if count:
                 most = max(most, count)
                 ids = stack.ids[:, row, :count]
-                self._release_tail_first(stack, ids)
+                self._release_last_first(stack, ids)
                 ids.fill(0)
                 for group in stack.groups:
                     counts[group, row] = 0
         if self._publisher is not None:
-            self._publisher.own.clear(row, most)
-        self._computed_of[row] = self._room_of[row] = 0
+            self._publisher.row_pages.clear_row(row, most)
+        self._computed_of[row] = self._capacity_of[row] = 0
         self._states[row] = PLAIN
-        self._dead_blocks.clear(row)
+        self._dead_blocks.clear_row(row)
 
     def _free_lone(self, table: BlockTable, row: int) -> None:
         """Release every block of a row in the only group."""
         count = self._blocks_of[0, row]
         num_released = 0
         if self._publisher is not None:
-            num_released = self._publisher.leave(row, retires=True) // table.block_size
+            num_released = self._publisher.unfollow(row, retires=True) // table.block_size
         ids = table.ids[row, :count]
         if count > num_released:
             self._pool.release_blocks(ids[num_released:][::-1].copy(), 0)
         ids.fill(0)
-        self._blocks_of[0, row] = self._computed_of[row] = self._room_of[row] = 0
+        self._blocks_of[0, row] = self._computed_of[row] = self._capacity_of[row] = 0
 
-    def _release_tail_first(self, stack: TableStack, ids: BlockIds) -> None:
+    def _release_last_first(self, stack: TableStack, ids: BlockIds) -> None:
         """Release all blocks of a row in a stack, ``[num_groups, num_blocks], int32``."""
         if len(stack.groups) == 1:
             release_resident(self._pool, stack.groups[0], ids[0, ::-1])

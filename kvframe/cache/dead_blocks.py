@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.cache.allocation import BlockAllocator
 from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.block_table import BlockTables, TableStack
 from kvframe.cache.free_list import BlockIds
 from kvframe.cache.group_kinds import GroupKinds
 from kvframe.cache.live_range import NEVER, LiveRange
 from kvframe.cache.publishing import Publisher
-from kvframe.cache.room import Room
 from kvframe.cache.rows import RowNumbers, Rows, RowState
 
 Positions = npt.NDArray[np.int64]
@@ -116,7 +116,7 @@ class DeadBlocks:
         tables: BlockTables,
         numbers: RowNumbers,
         publisher: Publisher | None,
-        room: Room,
+        allocator: BlockAllocator,
     ) -> None:
         """Give pages back to a pool; every row is one without a token.
 
@@ -126,7 +126,7 @@ class DeadBlocks:
             tables: One block table per group.
             numbers: What is counted of each row.
             publisher: Keeps dead blocks findable; None if nothing does.
-            room: Works out anew up to where a row has blocks, when it loses one that is not dead.
+            allocator: Works out a row's capacity anew when it loses a block that is not dead.
         """
         self._sparse = kinds.sparse
         self._has_inputs = len(kinds.of_tokens) < len(kinds.groups)
@@ -141,14 +141,14 @@ class DeadBlocks:
         self._pool = pool
         self._tables = tables
         self._publisher = publisher
-        self._room = room
-        self._num_blocks, self._states = numbers.num_blocks, numbers.states
+        self._allocator = allocator
+        self._num_blocks, self._blocks_of, self._states = numbers.num_blocks, numbers.blocks_of, numbers.states
         self._next_death, self._death_of = numbers.next_death, numbers.death_of
         start = np.zeros(1, dtype=np.int64)
         self.first_death = min((int(deaths.nearest(start)[0]) for _, _, deaths in self._stacks), default=NEVER)
         self._next_death[...] = self.first_death
 
-    def begin(self, row: int, num_computed: int, state: RowState) -> None:
+    def begin_row(self, row: int, num_computed: int, state: RowState) -> None:
         """Record that a row begins, with exactly those blocks that are live after its computed tokens."""
         nearest = self.first_death
         if num_computed and self._stacks:
@@ -160,19 +160,13 @@ class DeadBlocks:
         # The first commit also says that the inputs are computed.
         self._death_of[row] = -1 if state.missing else nearest
 
-    def clear(self, row: int) -> None:
+    def clear_row(self, row: int) -> None:
         """Let a row be as one without a token."""
         self._death_of[row] = self.first_death
         for _, _, deaths in self._stacks:
             deaths.next[:, row] = 0
 
-    def has_refused(self, rows: Rows, num_computed: Positions) -> npt.NDArray[np.bool_]:
-        """Return which rows have pages after their computed tokens in a group that stores few blocks."""
-        beyond = self._num_blocks[self._sparse_index, rows] * self._sparse_size - num_computed >= self._sparse_size
-        found: npt.NDArray[np.bool_] = np.logical_or.reduce(beyond)
-        return found
-
-    def release(self, rows: Rows, num_computed: Positions) -> None:
+    def release_dead(self, rows: Rows, num_computed: Positions) -> None:
         """Release the blocks of rows that no token after the computed ones needs. Inputs are computed with the first.
 
         Args:
@@ -188,10 +182,34 @@ class DeadBlocks:
         if self._has_inputs:
             self._inputs_are_computed(rows)
         self._next_death[rows] = NEVER if next_death is None else next_death
-        if self._sparse:
-            is_refused = self.has_refused(rows, num_computed)
-            for row, count in zip(rows[is_refused].tolist(), num_computed[is_refused].tolist(), strict=True):
-                self._release_refused(row, count)
+
+    def release_refused(self, rows: Rows, num_computed: Positions) -> None:
+        """Release blocks after rows' computed tokens in groups that store few blocks: the next step stores others.
+
+        Args:
+            rows: ``[n], int64, host``, each once.
+            num_computed: ``[n], int64, host``.
+        """
+        beyond = self._num_blocks[self._sparse_index, rows] * self._sparse_size - num_computed >= self._sparse_size
+        (refused,) = np.logical_or.reduce(beyond).nonzero()
+        for row, count in zip(rows[refused].tolist(), num_computed[refused].tolist(), strict=True):
+            self.release_refused_of(row, count)
+
+    def release_refused_of(self, row: int, num_computed: int) -> None:
+        """Release such blocks of one row."""
+        has_released = False
+        for group in self._sparse:
+            start, stop = -(-num_computed // group.block_size), self._blocks_of[group.index, row]
+            if start < stop:
+                ids = self._tables[group.index].ids[row, start:stop]
+                if self._publisher is not None:
+                    self._publisher.row_pages.keep_published(row, group.index, start, ids, self._pool)
+                release_resident(self._pool, group.index, ids)
+                ids[...] = 0
+                self._blocks_of[group.index, row] = start
+                has_released = True
+        if has_released:
+            self._allocator.note_capacity(np.array([row]))
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -199,20 +217,7 @@ class DeadBlocks:
         for row in rows.tolist():
             if self._states[row].missing:
                 self._states[row].missing = frozenset()
-                self._room.note(row)
-
-    def _release_refused(self, row: int, num_computed: int) -> None:
-        """Release the blocks of refused tokens in groups that store few blocks: each step says which it stores."""
-        for group in self._sparse:
-            start, stop = -(-num_computed // group.block_size), int(self._num_blocks[group.index, row])
-            if start < stop:
-                ids = self._tables[group.index].ids[row, start:stop]
-                if self._publisher is not None:
-                    self._publisher.own.keep_published(row, group.index, start, ids, self._pool)
-                release_resident(self._pool, group.index, ids)
-                ids[...] = 0
-                self._num_blocks[group.index, row] = start
-        self._room.note(row)
+                self._allocator.note_capacity(np.array([row]))
 
     def _release_each(self, s: int, stack: TableStack, places: Positions | int, rows: Rows, blocks: Positions) -> None:
         """Release blocks of groups of a stack and of rows, each named by its place, row and index."""

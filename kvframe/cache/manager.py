@@ -11,9 +11,9 @@ import numpy.typing as npt
 from kvframe.cache.audit import audit_free_rows, audit_rows, pages_in
 from kvframe.cache.block_table import BlockTables
 from kvframe.cache.coordinator import KVCacheCoordinator
+from kvframe.cache.copy_on_write import PageCopier
 from kvframe.cache.entries import Entries, Entry
 from kvframe.cache.events import EventLog
-from kvframe.cache.forking import PageCopier
 from kvframe.cache.group_kinds import GroupKinds
 from kvframe.cache.host_store import HostPages, HostStore
 from kvframe.cache.inputs import InputSequence, input_blocks, inputs_root
@@ -184,7 +184,7 @@ class KVCacheManager:
             num_asked = len(token_ids)
             hit = self._lookup.find(namespace, token_ids, num_asked, of_inputs)
         row = self._free_rows[-1]
-        self._coordinator.start(row, hit, of_inputs)
+        self._coordinator.start_row(row, hit, of_inputs)
         self._take_row()
         self._entries[request_id] = entry = Entry(row, token_ids, namespace, hit, num_asked, self._num_resets)
         if self.prefix_caching:
@@ -223,7 +223,7 @@ class KVCacheManager:
         if self.missing_inputs(request_id):
             raise cannot_fork(request_id, "its inputs are not computed; commit its first tokens before")
         entry, row = self._entries[request_id], self._free_rows[-1]
-        self._coordinator.fork(entry.row, row, token_ids)
+        self._coordinator.fork_row(entry.row, row, token_ids)
         self._take_row()
         self._entries[new_id] = Entry(row, token_ids, entry.namespace, NO_HIT, 0, entry.num_resets)
 
@@ -270,7 +270,7 @@ class KVCacheManager:
         check_count("num_tokens", num_tokens)
         if num_tokens > self.plan.max_model_len:
             raise too_many_tokens(num_tokens, self.plan.max_model_len)
-        return self._coordinator.has_room(row, num_tokens, self.plan.max_num_batched_tokens)
+        return self._coordinator.allocator.could_allocate(row, num_tokens, self.plan.max_num_batched_tokens)
 
     def extend(self, request_id: str, num_tokens: int) -> bool:
         """Make room for a request's tokens ``[0, num_tokens)`` and, the first time, for all of its inputs.
@@ -284,7 +284,7 @@ class KVCacheManager:
             RuntimeError: A page that it shares with a fork could not be copied; nothing changed.
         """
         row = self._entry(request_id).row
-        return self._coordinator.extend(row, check_count("num_tokens", num_tokens))
+        return self._coordinator.extend_row(row, check_count("num_tokens", num_tokens))
 
     def extend_rows(self, rows: Rows, num_tokens: npt.NDArray[np.int64]) -> bool:
         """Make room for many requests at once: what ``extend`` does, for all of them or for none.
@@ -329,7 +329,7 @@ class KVCacheManager:
             self._publisher.read_from(entry.row, token_ids)
         if entry.row in self._fresh:
             self._first_commit(self._fresh.pop(entry.row))
-        self._coordinator.commit(entry.row, num_computed)
+        self._coordinator.commit_row(entry.row, num_computed)
         if self._events is not None:
             self._publisher.refresh(entry.row)
         if self._publisher.unreadable:
@@ -445,7 +445,7 @@ class KVCacheManager:
         row = self._entry(request_id).row
         del self._entries[request_id]
         self._fresh.pop(row, None)
-        self._coordinator.free(row)
+        self._coordinator.free_row(row)
         self._free_rows.append(row)
         self._is_taken[row] = False
 

@@ -23,7 +23,7 @@ class Publisher:
     """Follows the rows of running requests through a prefix tree.
 
     Attributes:
-        own: The pages that rows took for themselves.
+        row_pages: The pages that rows were given.
         leaf_owner: ``[max_num_seqs], int32, host``: per row, the owner number of the node that grows with it.
         leaf_start: ``[max_num_seqs], int64, host``: per row, that node's first token.
         unreadable: Of rows whose tokens could not be read, why not: such a row is followed no more.
@@ -44,7 +44,7 @@ class Publisher:
         """
         self._tree = tree
         tree.catch_up = self._update
-        self.own = tree.own
+        self.row_pages = tree.row_pages
         self.leaf_owner = np.full(len(num_computed), NO_OWNER, dtype=np.int32)
         self.leaf_start = np.zeros(len(num_computed), dtype=np.int64)
         self.unreadable: dict[int, RequestError] = {}
@@ -67,7 +67,7 @@ class Publisher:
         self._cursors[row] = Cursor(namespace, node, offset, tokens)
         self._next_publication[row] = offset + self._tree.unit
 
-    def fork(self, row: int, new_row: int, tokens: Sequence[int]) -> None:
+    def follow_fork(self, row: int, new_row: int, tokens: Sequence[int]) -> None:
         """Let a row publish what it adds to the blocks that another one has computed."""
         cursor = self._cursors[row]
         if cursor is not None:
@@ -82,7 +82,7 @@ class Publisher:
         if cursor is not None:
             cursor.tokens = tokens
 
-    def publish(self, row: int) -> None:
+    def publish_row(self, row: int) -> None:
         """Take in the blocks of a row that are full.
 
         Where another request's tokens are the same, its blocks stay found, and missing ones are taken from this row.
@@ -146,7 +146,7 @@ class Publisher:
         if cursor.leaf is not None:
             for s, size in enumerate(self._tree.sizes):
                 for group, own in zip(
-                    self._tree.groups[s], self.own.pages[s][:, row, cursor.offset // size :], strict=True
+                    self._tree.groups[s], self.row_pages.pages[s][:, row, cursor.offset // size :], strict=True
                 ):
                     pages = own[(self._tree.pool.owners_of(own) == cursor.leaf.owner) & (own != 0)]
                     held = pages[~self._tree.pool.discard_cached(group, pages)]
@@ -154,7 +154,7 @@ class Publisher:
             cursor.leaf.row = -1
             self.leaf_owner[row] = NO_OWNER
             self._tree.trim(cursor.leaf)
-        self.own.clear(row, len(self._numbers))
+        self.row_pages.clear_row(row, len(self._numbers))
         self._cursors[row] = None
         self._next_publication[row] = NEVER
 
@@ -183,7 +183,7 @@ class Publisher:
         """Cut a node in two and return the upper part."""
         upper = self._tree.split(node, at)
         if node.row >= 0:
-            self.own.give_up(node.row, upper.start, at)
+            self.row_pages.remove_run(node.row, upper.start, at)
             self.leaf_start[node.row] = at
         return upper
 
@@ -191,7 +191,7 @@ class Publisher:
         """Take pages of a row for blocks of a node that end in tokens ``(start, stop]`` and have none."""
         for s, size in enumerate(self._tree.sizes):
             first, last = start // size, stop // size
-            mine = self.own.pages[s][:, row, first:last]
+            mine = self.row_pages.pages[s][:, row, first:last]
             theirs = node.pages[s][:, first - node.start // size : last - node.start // size]
             groups, blocks = np.nonzero((theirs == 0) & (mine != 0) & self._tree.is_needed[s][:, first:last])
             if len(groups):
@@ -200,7 +200,7 @@ class Publisher:
                 theirs[groups, blocks] = pages = mine[groups, blocks]
                 node.num_pages += len(pages)
                 self._tree.pool.publish_blocks(node.owner, pages, first + blocks)
-            if not self.own.is_table[s]:
+            if not self.row_pages.is_table[s]:
                 mine[...] = 0
         if self._tree.on_stored is not None:
             self._tree.on_stored(node, start, stop)
@@ -238,7 +238,7 @@ class Publisher:
         leaves, is_unowned = self.leaf_owner[rows], owners == NO_OWNER
         is_of_leaf = is_unowned & (leaves != NO_OWNER) & (blocks >= self.leaf_start[rows] // self._tree.sizes[s])
         # Of a fork, a leaf may begin before what the row took for itself.
-        is_of_leaf &= self.own.flat[s][at] == pages
+        is_of_leaf &= self.row_pages.flat[s][at] == pages
         if not self._is_all_needed[s]:
             is_of_leaf &= self._tree.is_needed[s][places, blocks]
         if pool.is_nearly_full:
@@ -247,7 +247,7 @@ class Publisher:
             pool.publish_and_release(leaves, pages, blocks, groups)
             return
         pool.publish_blocks(leaves[is_of_leaf], pages[is_of_leaf], blocks[is_of_leaf])
-        self.own.flat[s][at[is_unowned & ~is_of_leaf]] = 0
+        self.row_pages.flat[s][at[is_unowned & ~is_of_leaf]] = 0
         pool.release_blocks(pages, groups)
 
     def refresh(self, row: int) -> None:
@@ -256,7 +256,7 @@ class Publisher:
         if cursor is not None and cursor.leaf is not None:
             self._update(cursor.leaf)
 
-    def leave(self, row: int, *, retires: bool = False) -> int:
+    def unfollow(self, row: int, *, retires: bool = False) -> int:
         """Let a row's node be as its last commit left it; the row is not followed any more.
 
         Args:
@@ -297,7 +297,7 @@ class Publisher:
         except RequestError:
             return 0
         num_blocks = end // self._tree.sizes[0]
-        pages = self.own.pages[0][:, leaf.row, :num_blocks].copy()
+        pages = self.row_pages.pages[0][:, leaf.row, :num_blocks].copy()
         leaf.pages = [pages]
         leaf.stop, leaf.num_pages = end, num_blocks
         tail_first, indices = pages[0, ::-1].copy(), self._numbers[:num_blocks][::-1]
@@ -328,8 +328,8 @@ class Publisher:
         node.tokens = added if is_new else node.tokens[: TOKEN_BYTES * (start - node.start)] + added
         for s, size in enumerate(self._tree.sizes):
             first, last = start // size, end // size
-            new = self.own.pages[s][:, row, first:last].copy()
-            if self.own.is_table[s]:
+            new = self.row_pages.pages[s][:, row, first:last].copy()
+            if self.row_pages.is_table[s]:
                 num_new = new.size
             else:
                 new *= self._tree.is_needed[s][:, first:last]
@@ -357,7 +357,7 @@ class Publisher:
         assert cursor is not None
         cursor.leaf, cursor.node, cursor.offset = None, node, node.stop
         self._next_publication[node.row] = node.stop + self._tree.unit
-        self.own.give_up(node.row, node.start, node.stop)
+        self.row_pages.remove_run(node.row, node.start, node.stop)
         self.leaf_owner[node.row] = NO_OWNER
         node.row = -1
 
@@ -367,6 +367,6 @@ class Publisher:
             if cursor is not None:
                 self._cursors[row] = None
                 self._next_publication[row] = NEVER
-        self.own.forget()
+        self.row_pages.clear_all()
         self.leaf_owner[...] = NO_OWNER
         self._tree.forget()

@@ -104,7 +104,7 @@ class Restorer:
             self._publisher.follow(row, namespace, token_ids, 0, NO_MATCH)
             for each in state.inputs:
                 self._inputs.publish(each, self._tables[each.group].ids[row, : each.num_blocks])
-            self._coordinator.commit(row, len(token_ids))
+            self._coordinator.commit_row(row, len(token_ids))
         finally:
-            self._coordinator.free(row)
+            self._coordinator.free_row(row)
         return True

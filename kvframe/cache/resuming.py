@@ -104,21 +104,21 @@ class Resumer:
             raise too_many_tokens(num_tokens, self._max_tokens)
         if found is None:
             found = [[0] * len(copies) for copies in swapped.copies]
-        self._coordinator.begin(row, swapped.num_computed, swapped.state.copy())
+        self._coordinator.begin_row(row, swapped.num_computed, swapped.state.copy())
         # First of all, so that nothing of it is evicted to make room.
         for group, pages in enumerate(found):
-            self._coordinator.hold(row, group, np.array(pages, dtype=np.int32))
+            self._coordinator.reference_blocks(row, group, np.array(pages, dtype=np.int32))
         to_fill = [
             [place for place, (copy, page) in enumerate(zip(copies, pages, strict=True)) if copy and not page]
             for copies, pages in zip(swapped.copies, found, strict=True)
         ]
         try:
-            given = self._coordinator.room.make_again(row, num_tokens, to_fill)
+            given = self._coordinator.allocator.allocate_for_return(row, num_tokens, to_fill)
         except BaseException:
-            self._coordinator.give_back(row)
+            self._coordinator.release_row(row)
             raise
         if given is None:
-            self._coordinator.give_back(row)
+            self._coordinator.release_row(row)
             return None
         filled = [[0] * len(copies) for copies in swapped.copies]
         for group, block_ids in enumerate(given):

@@ -1,4 +1,4 @@
-"""The rows of running requests: the numbers that a step compares for all of them at once, and what they have beside."""
+"""The rows of running requests: the numbers that a step compares for all of them at once, and their other state."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ class RowState:
 
 
 PLAIN = RowState()
-"""What a row has that has nothing beside its numbers."""
+"""The state of a row that has nothing beside its numbers."""
 
 
 class RowNumbers:
     """What is counted of each row.
 
-    Invariant: nothing happens to a row before a count is reached. It lacks no page while its tokens ``[0, room)`` are
-    computed; with fewer computed tokens than ``next_death`` none of its blocks dies, and with fewer than
-    ``next_publication`` none becomes findable that is not.
+    Invariant: a row needs work only when its computed tokens reach one of these numbers. It lacks no page for its
+    tokens ``[0, capacity)``; below ``next_death`` computed tokens none of its blocks dies, and below
+    ``next_publication`` none of its blocks becomes findable.
 
     Attributes:
         num_computed: ``[max_num_seqs], int64, host``: computed tokens.
-        num_blocks: ``[num_groups, max_num_seqs], int64, host``: blocks, those that are dead included: the columns of
-            the block tables that are in use.
-        room: ``[max_num_seqs], int64, host``.
+        num_blocks: ``[num_groups, max_num_seqs], int64, host``: blocks, dead ones included: the columns of the block
+            tables that are in use.
+        capacity: ``[max_num_seqs], int64, host``.
         next_death: Likewise; it may be too early, never too late.
-        next_publication: Likewise; the prefix tree says it.
+        next_publication: Likewise; the publisher sets it.
         computed_of: ``num_computed`` as a view in which single numbers are read and written several times as fast.
         blocks_of: Likewise ``num_blocks``.
-        room_of: Likewise ``room``.
+        capacity_of: Likewise ``capacity``.
         death_of: Likewise ``next_death``.
         publication_of: Likewise ``next_publication``.
         states: What each row has beside.
@@ -64,15 +64,16 @@ class RowNumbers:
 
         Args:
             num_groups: Groups of the plan.
-            num_computed: ``[max_num_seqs], int64, host``, zeroed; the prefix tree reads it too.
-            next_publication: Likewise, what the prefix tree writes.
+            num_computed: ``[max_num_seqs], int64, host``, zeroed; the publisher reads it too.
+            next_publication: Likewise, which the publisher sets.
         """
         max_num_seqs = len(num_computed)
         self.num_computed = num_computed
         self.num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int64)
-        self.room = np.zeros(max_num_seqs, dtype=np.int64)
+        self.capacity = np.zeros(max_num_seqs, dtype=np.int64)
         self.next_death = np.full(max_num_seqs, NEVER, dtype=np.int64)
         self.next_publication = next_publication
-        self.computed_of, self.blocks_of, self.room_of = self.num_computed.data, self.num_blocks.data, self.room.data
+        self.computed_of, self.blocks_of = self.num_computed.data, self.num_blocks.data
+        self.capacity_of = self.capacity.data
         self.death_of, self.publication_of = self.next_death.data, self.next_publication.data
         self.states: list[RowState] = [PLAIN] * max_num_seqs

@@ -87,7 +87,7 @@ class SwappedRequests:
         try:
             self._host.fetch(blocks.copies, to_fill)
         except BaseException:
-            self._coordinator.free(row)
+            self._coordinator.free_row(row)
             raise
         self.give_up(request_id)
         return entry

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from kvframe.cache.block_pool import BlockPool, Indices
 from kvframe.cache.block_table import TableStack
 from kvframe.cache.live_range import LiveRange
-from kvframe.cache.own_pages import OwnPages
 from kvframe.cache.prefix import NO_MATCH, TOKEN_BYTES, Match, Namespace, PrefixNode, as_bytes
+from kvframe.cache.row_pages import RowPages
 
 
 class PrefixTree:
@@ -31,7 +31,7 @@ class PrefixTree:
         groups: Per table stack, its groups.
         place: For each group, its table stack, and which of the stack's it is.
         is_needed: Per table stack ``[num_groups, max_blocks], bool, host``: which blocks some hit could need.
-        own: The pages that running requests took for themselves.
+        row_pages: The pages that running requests were given.
         pool: Who has the pages; set by whoever makes both: each needs the other.
         catch_up: Brings a node that grows with a row up to date; set by whoever follows rows.
         on_stored: Called with a node, whose blocks that end in tokens ``(start, stop]`` became findable; or None.
@@ -55,7 +55,7 @@ class PrefixTree:
         self.place = {group: (s, g) for s, stack in enumerate(stacks) for g, group in enumerate(stack.groups)}
         self.groups = tuple(stack.groups for stack in stacks)
         self._nothing = [np.zeros((len(groups), 0), dtype=np.int32) for groups in self.groups]
-        self.own = OwnPages(live, stacks)
+        self.row_pages = RowPages(live, stacks)
         step = math.lcm(*self.sizes)
         self.is_needed = [
             np.stack([live[group].needed(step, max_tokens) for group in stack.groups]) for stack in stacks
@@ -219,8 +219,8 @@ class PrefixTree:
         s, g = self.place[group]
         places = indices - node.start // self.sizes[s]
         if node.row >= 0:
-            if not self.own.is_table[s]:
-                self.own.pages[s][g, node.row, indices] = 0
+            if not self.row_pages.is_table[s]:
+                self.row_pages.pages[s][g, node.row, indices] = 0
             places = places[places < node.pages[s].shape[1]]
         node.pages[s][g, places] = 0
         node.num_pages -= len(places)

@@ -1,4 +1,4 @@
-"""The pages that running requests took for themselves, of which full ones become findable."""
+"""The pages that running requests were given, dead blocks included: full blocks become findable from here."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from kvframe.cache.block_table import TableStack
 from kvframe.cache.live_range import LiveRange
 
 Pages = npt.NDArray[np.int32]
+Indices = npt.NDArray[np.int64]
 
 
-class OwnPages:
+class RowPages:
     """Per table stack and row, the pages that the row was given, by block index; 0 for those that it found.
 
-    Unlike in the block table, dead ones stay until they are given up. Where no block dies before its request ends, it
-    is the block table: there, those that it found are told apart by their owners.
+    Unlike a block table, it keeps the page of a dead block until the page is evicted or belongs to a node. If no block
+    of a stack dies before its request ends, it is the block table itself: there, owners tell found pages apart.
 
     Attributes:
         pages: Per stack ``[num_groups, max_num_seqs, max_blocks], int32``.
@@ -31,7 +32,7 @@ class OwnPages:
 
         Args:
             live: When the blocks of each group of tokens die.
-            stacks: The block tables of those of requests' tokens.
+            stacks: The block tables of these groups.
         """
         self.is_table = tuple(all(live[group].never_dies for group in stack.groups) for stack in stacks)
         self.pages = tuple(
@@ -46,45 +47,36 @@ class OwnPages:
         ]
         self._place = {group: (s, g) for s, stack in enumerate(stacks) for g, group in enumerate(stack.groups)}
 
-    def take(self, row: int, group: int, blocks: slice | Sequence[int], pages: Pages) -> None:
-        """Take note of pages that a row was given."""
+    def record_run(self, row: int, start: int, stop: int, pages: Pages) -> None:
+        """Record the pages of blocks ``[start, stop)`` of a row in the only group."""
+        self.pages[0][0, row, start:stop] = pages
+
+    def record_group(self, group: int, rows: Indices, blocks: Indices, pages: Pages) -> None:
+        """Record a page for each row and block in a group."""
         s, g = self._place[group]
-        self.pages[s][g, row, blocks] = pages
+        self.pages[s][g, rows, blocks] = pages
 
-    def take_all(self, s: int, row: int, start: int, stop: int, pages: Pages) -> None:
-        """Take note that a row was given pages for its blocks ``[start, stop)`` in all groups of a stack."""
-        if not self.is_table[s]:
-            self.pages[s][:, row, start:stop] = pages
-
-    def take_each(self, s: int, rows: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64], pages: Pages) -> None:
-        """Take note that rows were each given a page for a block in all groups of a stack."""
+    def record_stack(self, s: int, rows: Indices, blocks: Indices, pages: npt.ArrayLike) -> None:
+        """Record a page for each row and block in each group of a stack."""
         if not self.is_table[s]:
             self.pages[s][:, rows, blocks] = pages
 
     def keep_published(self, row: int, group: int, start: int, pages: Pages, pool: BlockPool) -> None:
-        """Record that a row releases blocks: those that were not published are no longer its own.
-
-        Args:
-            row: The row.
-            group: The group.
-            start: The first block.
-            pages: Their pages, 0 for none.
-            pool: Knows which pages are published.
-        """
+        """Record that a row releases blocks from ``start`` on: only published pages stay the row's."""
         s, g = self._place[group]
         self.pages[s][g, row, start : start + len(pages)] *= pool.owners_of(pages) != NO_OWNER
 
-    def give_up(self, row: int, start: int, stop: int) -> None:
-        """Forget a row's pages of the blocks that lie in tokens ``[start, stop)``."""
+    def remove_run(self, row: int, start: int, stop: int) -> None:
+        """Forget a row's pages of the blocks in tokens ``[start, stop)``: they belong to a node."""
         for pages, size in self._apart:
             pages[:, row, start // size : stop // size] = 0
 
-    def clear(self, row: int, num_blocks: int) -> None:
-        """Forget which pages a row took, ``num_blocks`` at the most."""
+    def clear_row(self, row: int, num_blocks: int) -> None:
+        """Forget a row's pages, ``num_blocks`` in each group at most."""
         for pages, _ in self._apart:
             pages[:, row, :num_blocks].fill(0)
 
-    def forget(self) -> None:
-        """Forget which pages all rows took."""
+    def clear_all(self) -> None:
+        """Forget the pages of all rows."""
         for pages, _ in self._apart:
             pages.fill(0)

@@ -1,0 +1,109 @@
+"""Copy on write: forks share pages, and a request that is about to write into a shared page gets a copy of it.
+
+Full blocks are never written again. Only the block of a request's next token can be shared and not full. The first
+request that writes into such a block writes into a copy; the last one that shares the block keeps the page.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvframe.cache.block_pool import BlockPool
+from kvframe.cache.block_table import BlockTables
+from kvframe.cache.free_list import BlockIds
+from kvframe.plan import PlannedGroup
+
+PageCopier = Callable[[int, Sequence[int], Sequence[int]], None]
+"""Copies pages within the pool, byte by byte: of a group, from some block ids to as many others. It may raise."""
+
+
+@attrs.frozen
+class SharedBlock:
+    """A block that a row is about to write, in a page that other rows reference too."""
+
+    row: int
+    group: int
+    block: int
+    page: int
+
+
+class SharedBlocks:
+    """The rows that may share a page which is not full.
+
+    Invariant: if a page is not full and several rows reference it, all of these rows, or all but one, are here.
+
+    Attributes:
+        rows: These rows.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[PlannedGroup],
+        pool: BlockPool,
+        tables: BlockTables,
+        num_computed: npt.NDArray[np.int64],
+        copier: PageCopier,
+    ) -> None:
+        """Start with no row.
+
+        Args:
+            groups: The groups of requests' own tokens.
+            pool: The pages.
+            tables: One block table per group.
+            num_computed: ``[max_num_seqs], int64, host``: the computed tokens of each row, as they are at any time.
+            copier: Copies pages.
+        """
+        self._groups = tuple(groups)
+        self._pool = pool
+        self._tables = tables
+        self._num_computed = num_computed
+        self._copier = copier
+        self.rows: set[int] = set()
+
+    def blocks_to_copy(self, rows: npt.NDArray[np.int64]) -> list[SharedBlock]:
+        """Return the shared blocks that rows are about to write; the last reference to a page needs no copy."""
+        num_leaving: Counter[int] = Counter()
+        found = []
+        for row in rows.tolist():
+            for group in self._groups if row in self.rows else ():
+                block, num_written = divmod(int(self._num_computed[row]), group.block_size)
+                if not num_written:
+                    continue
+                ids = self._tables[group.index].ids[row, block : block + 1]
+                page = int(ids[0])
+                if page and self._pool.reference_counts(ids)[0] - num_leaving[page] > 1:
+                    num_leaving[page] += 1
+                    found.append(SharedBlock(row, group.index, block, page))
+        return found
+
+    def copy(
+        self, blocks: Sequence[SharedBlock], copies: Sequence[BlockIds], taken: BlockIds, counts: Sequence[int]
+    ) -> None:
+        """Copy shared pages; if a copy fails, give back all pages that were allocated with them.
+
+        Args:
+            blocks: What ``blocks_to_copy`` returned.
+            copies: For each, the page that gets the copy, ``[1], int32, host``.
+            taken: All pages that were allocated, one group after the other.
+            counts: How many of these each group got.
+        """
+        try:
+            for group in dict.fromkeys(each.group for each in blocks):
+                pairs = [
+                    (each.page, int(copy[0])) for each, copy in zip(blocks, copies, strict=True) if each.group == group
+                ]
+                self._copier(group, [source for source, _ in pairs], [target for _, target in pairs])
+        except BaseException:
+            self._pool.release_blocks(taken, np.repeat(np.arange(len(counts)), counts))
+            raise
+
+    def release_copied(self, blocks: Sequence[SharedBlock], rows: npt.NDArray[np.int64]) -> None:
+        """Release the pages that were copied: these rows share no block any longer."""
+        for each in blocks:
+            self._pool.release_blocks(np.array([each.page], dtype=np.int32), each.group)
+        self.rows.difference_update(rows.tolist())
