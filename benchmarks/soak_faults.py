@@ -66,10 +66,10 @@ class Faults:
         parts._runner.forward = self._spoiling_logits(parts._runner.forward)
         parts._manager.extend_rows = self._before(parts._manager.extend_rows, "books")
         parts._manager.commit_rows = self._before(parts._manager.commit_rows, "books")
-        host = parts._manager._host
-        if host is not None:
-            host._pages.copy_out = self._before(host._pages.copy_out, "swap")
-            host._pages.copy_in = self._before(host._pages.copy_in, "swap")
+        host_pages = parts._manager._swapper._host_pages
+        if host_pages is not None:
+            host_pages.copy_out = self._before(host_pages.copy_out, "swap")
+            host_pages.copy_in = self._before(host_pages.copy_in, "swap")
         parts._storage.fill = self._with_memory(parts._storage.fill)
         parts._storage.reserve = self._before(parts._storage.reserve, "resize")
         parts._advance = self._short_of_memory(parts._advance)

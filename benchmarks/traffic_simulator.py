@@ -17,7 +17,7 @@ import attrs
 from traffic import Conversation, Tokens, Turn
 from traffic_caches import Cache, MemoryUse
 
-from kvframe.cache.inputs import InputSequence
+from kvframe.cache.input_index import InputSequence
 
 BLOCK = 16
 """Between multiples of so many tokens a request that generates needs nothing and gives nothing back."""

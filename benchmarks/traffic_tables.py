@@ -11,7 +11,7 @@ import attrs
 from traffic import Tokens
 from traffic_pools import Pool
 
-from kvframe.cache.inputs import InputSequence
+from kvframe.cache.input_index import InputSequence
 from kvframe.specs import TOKENS, KVCacheSpec
 
 Inputs = Mapping[str, InputSequence]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvframe.cache.events import BlocksRemoved as BlocksRemoved
     from kvframe.cache.events import BlocksStored as BlocksStored
     from kvframe.cache.events import CacheCleared as CacheCleared
-    from kvframe.cache.inputs import InputSequence as InputSequence
+    from kvframe.cache.input_index import InputSequence as InputSequence
     from kvframe.cache.keys import content_key as content_key
     from kvframe.cache.keys import prefix_key as prefix_key
     from kvframe.cache.manager import KVCacheManager as KVCacheManager
@@ -92,7 +92,7 @@ _HOME = {
     "FieldUse": "attention.wrapper",
     "FullAttentionSpec": "builtin.full_attention",
     "GraphCapture": "attention.capture",
-    "InputSequence": "cache.inputs",
+    "InputSequence": "cache.input_index",
     "KVCache": "attention.backend",
     "KVCacheCoordinator": "cache.coordinator",
     "KVCacheGroup": "groups",

@@ -16,7 +16,7 @@ import pytest
 
 from kvframe.cache.audit import pages_in
 from kvframe.cache.events import EventLog
-from kvframe.cache.inputs import InputSequence
+from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.pins import Pin
 from kvframe.errors import RequestError
@@ -114,8 +114,8 @@ class Lives:
             eviction=eviction,
         )
         self.manager.on_pages_freed = self.model.pages_freed
-        assert self.manager._host is not None
-        self.manager._host._pool.on_pages_freed = self.host.pages_freed
+        assert self.manager._swapper.host_pool is not None
+        self.manager._swapper.host_pool.on_pages_freed = self.host.pages_freed
         self.most_refused = min((spec.num_drafts for spec in specs if isinstance(spec, StateSpec)), default=4)
         self.running: dict[str, Life] = {}
         self.swapped: dict[str, tuple[Life, list[list[bool]]]] = {}
@@ -541,7 +541,7 @@ class Lives:
             assert told.keys() == self.mirror.blocks.keys()
             for (_, key), (index, content) in told.items():
                 self.check_event(index, content, key)
-        copies = {name: swapped.blocks.copies for name, swapped in self.manager._swapped.items()}
+        copies = {name: stored.copies for name, (_, stored) in self.manager._swapped.items()}
         assert set(self.swapped) == set(copies)
         for name, (_, resident) in self.swapped.items():
             assert resident == [[host_id != 0 for host_id in ids] for ids in copies[name]]

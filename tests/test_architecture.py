@@ -119,7 +119,7 @@ USE_NUMPY = (
     "kvframe.cache.row_pages",
     "kvframe.cache.tree",
     "kvframe.cache.publishing",
-    "kvframe.cache.inputs",
+    "kvframe.cache.input_index",
     "kvframe.cache.keys",
     "kvframe.cache.events",
     "kvframe.cache.lookup",
@@ -134,13 +134,8 @@ USE_NUMPY = (
     "kvframe.engine.prefix_files.writer",
     "kvframe.cache.coordinator",
     "kvframe.cache.prefix_cache",
-    "kvframe.cache.resuming",
-    "kvframe.cache.restoring",
-    "kvframe.cache.host_store",
-    "kvframe.cache.entries",
-    "kvframe.cache.swapping",
     "kvframe.cache.audit",
-    "kvframe.cache.verb_audit",
+    "kvframe.cache.swap",
     "kvframe.cache.manager",
 )
 

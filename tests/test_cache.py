@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvframe.cache.block_pool import BlockPool
-from kvframe.cache.inputs import InputSequence
+from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.specs import ENCODER, KVCacheSpec
 from tests.plans import encoder, full, make_plan, masked, ranged, state

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvframe.cache.audit import READERS
 from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.manager import KVCacheManager
-from kvframe.cache.verb_audit import READERS
 from kvframe.specs import KVCacheSpec
 from tests.plans import full, make_plan, masked
 from tests.serving import TinyModel, ids
@@ -100,7 +100,7 @@ def give_a_row_twice(manager: KVCacheManager) -> None:
         (give_a_cached_page, "a page is cached and free"),
         (cache_a_held_page, "a page is held and cached"),
         (hold_once_too_often, "holders are miscounted"),
-        (forget_an_owner, "a page is cached that nobody can find"),
+        (forget_an_owner, "a page is cached that no lookup can find"),
         (own_a_free_page, "a page is free and can be found"),
         (miscount_the_cached, "cached pages are miscounted"),
         (miscount_the_held, "held pages are miscounted"),

@@ -15,7 +15,7 @@ import kvframe
 from kvframe.cache import events as events_module
 from kvframe.cache import keys as keys_module
 from kvframe.cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent
-from kvframe.cache.inputs import InputSequence
+from kvframe.cache.input_index import InputSequence
 from kvframe.cache.keys import PrefixHash
 from kvframe.cache.manager import KVCacheManager
 from kvframe.engine.engine import Engine

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kvframe.cache.inputs import InputSequence
+from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.specs import ENCODER, KVCacheSpec
 from tests.plans import encoder, evict, evict_all, full, make_plan, masked, ranged, state

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvframe.attention.storage import HostStorage
-from kvframe.cache.inputs import InputSequence, inputs_root
+from kvframe.cache.input_index import InputSequence, inputs_root
 from kvframe.cache.manager import KVCacheManager
 from kvframe.errors import PlanError
 from kvframe.groups import group_layers

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvframe.cache.inputs import InputSequence
+from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.prefix import as_bytes
 from kvframe.errors import RequestError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from kvframe.cache.inputs import InputSequence
+from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.stats import GroupLookups
 from kvframe.specs import ENCODER, KVCacheSpec

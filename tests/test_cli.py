@@ -143,7 +143,7 @@ def test_plan_says_what_host_memory_a_run_takes(model: Path, tmp_path: Path) -> 
     planned = run_json("plan", model, "--stack", stack)
     assert 3_000_000 - planned["slab_bytes"] < planned["host_bytes"] <= 3_000_000
     with Engine.from_pretrained(model, stack=Stack.from_file(stack)) as engine:
-        assert planned["host_bytes"] == engine._manager._host._pages.bytes.numel()  # type: ignore[union-attr]
+        assert planned["host_bytes"] == engine._manager._swapper._host_pages.bytes.numel()  # type: ignore[union-attr]
     assert "for preempted requests" in run("plan", model, "--stack", stack).stdout
     assert 0 == run_json("plan", model, "--memory", "8MiB")["host_bytes"]
 

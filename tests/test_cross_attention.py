@@ -22,7 +22,7 @@ from kvframe.attention.step import InputBatch, StepBatch, build_metadata, input_
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.cache.inputs import InputSequence
+from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.groups import group_layers
 from kvframe.plan import plan_cache

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvframe.cache.inputs import InputSequence
+from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.errors import KVFrameError, RequestError
 from kvframe.specs import ENCODER, KVCacheSpec

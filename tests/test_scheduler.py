@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframe.cache.inputs import InputSequence
+from kvframe.cache.input_index import InputSequence
 from kvframe.engine.progress import NO_INPUTS, NO_SEQUENCES
 from kvframe.engine.request import Request, SamplingParams
 from kvframe.engine.scheduled import ScheduledStep

@@ -6,8 +6,8 @@ import attrs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvframe.cache.host_store import HostPages
 from kvframe.cache.manager import KVCacheManager
+from kvframe.cache.swap import HostPages
 from kvframe.engine.request import Request, SamplingParams
 from kvframe.engine.scheduler import Scheduler
 from kvframe.engine.stats import SchedulerStats

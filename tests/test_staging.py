@@ -29,7 +29,7 @@ from kvframe.attention.staging import ALIGNMENT, HOST, StagedMemory, Staging
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.cache.inputs import InputSequence
+from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.engine.runner import ModelRunner
 from kvframe.formats import PLAIN, KVFormat

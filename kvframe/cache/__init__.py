@@ -6,12 +6,12 @@ Its files, in the order of the flow; each uses only those before it.
 - Where a request's blocks lie: ``block_table``; the groups by what they store: ``group_kinds``.
 - Blocks: those that are free (``free_list``, ``slabs``), those that are evicted first (``eviction``, ``due``), who
   published them (``owners``), how many they are (``page_counts``), and all of them (``block_pool``).
-- What is found: ``prefix``, ``row_pages``, ``tree``, ``publishing`` for tokens, ``inputs`` for
+- What is found: ``prefix``, ``row_pages``, ``tree``, ``publishing`` for tokens, ``input_index`` for
   what comes beside them; ``stats``, ``lookup``, ``pins``.
 - Who is told outside: ``keys``, ``events``.
 - What must be true of all this: ``audit``; all this together: ``prefix_cache``.
-- Running requests, as rows: ``rows``, ``refusals``; blocks that forks share: ``copy_on_write``; their blocks are
+- Running requests, as rows: ``rows``, ``arguments``; blocks that forks share: ``copy_on_write``; their blocks are
   allocated (``allocation``) and released (``dead_blocks``), and they begin and end (``coordinator``).
-- Requests whose pages lie elsewhere: ``resuming``, ``restoring``, ``entries``, ``host_store``, ``swapping``.
-- What the engine uses: ``verb_audit``, ``manager``.
+- Requests in host memory, and saved prefixes that are restored: ``swap``.
+- What the engine uses: ``manager``.
 """

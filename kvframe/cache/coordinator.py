@@ -13,17 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.allocation import BlockAllocator
+from kvframe.cache.arguments import not_computable, too_many_tokens
 from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.block_table import BlockTable, BlockTables, TableStack
 from kvframe.cache.copy_on_write import PageCopier, SharedBlocks
 from kvframe.cache.dead_blocks import DeadBlocks, release_resident
 from kvframe.cache.free_list import BlockIds
 from kvframe.cache.group_kinds import GroupKinds
-from kvframe.cache.inputs import InputBlocks
+from kvframe.cache.input_index import InputBlocks
 from kvframe.cache.live_range import NEVER
 from kvframe.cache.lookup import PrefixHit
 from kvframe.cache.publishing import Publisher
-from kvframe.cache.refusals import not_computable, too_many_tokens
 from kvframe.cache.rows import PLAIN, RowNumbers, Rows, RowState
 from kvframe.plan import KVCachePlan
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.free_list import BlockIds
-from kvframe.cache.inputs import InputBlocks, Pages
+from kvframe.cache.input_index import InputBlocks, Pages
 from kvframe.cache.keys import PrefixHash, input_key
 from kvframe.cache.prefix import TOKEN_BYTES, PrefixNode
 from kvframe.cache.tree import PrefixTree

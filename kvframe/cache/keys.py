@@ -21,7 +21,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.inputs import InputBlocks, InputSequence, inputs_root, joined
+from kvframe.cache.input_index import InputBlocks, InputSequence, inputs_root, joined
 from kvframe.errors import FileError, StackError, shown
 from kvframe.files import read_bytes
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.group_kinds import GroupKinds
-from kvframe.cache.inputs import InputBlocks, InputIndex
+from kvframe.cache.input_index import InputBlocks, InputIndex
 from kvframe.cache.live_range import LiveRange, longest_common_prefix
 from kvframe.cache.prefix import NO_MATCH, Match, Namespace
 from kvframe.cache.stats import GroupLookups

@@ -8,26 +8,11 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.audit import audit_free_rows, audit_rows, pages_in
-from kvframe.cache.block_table import BlockTables
-from kvframe.cache.coordinator import KVCacheCoordinator
-from kvframe.cache.copy_on_write import PageCopier
-from kvframe.cache.entries import Entries, Entry
-from kvframe.cache.events import EventLog
-from kvframe.cache.group_kinds import GroupKinds
-from kvframe.cache.host_store import HostPages, HostStore
-from kvframe.cache.inputs import InputSequence, input_blocks, inputs_root
-from kvframe.cache.keys import KEY_BYTES, NO_INPUTS
-from kvframe.cache.live_range import NEVER
-from kvframe.cache.lookup import NO_HIT
-from kvframe.cache.pins import Pin, Pins
-from kvframe.cache.prefix import NO_MATCH
-from kvframe.cache.prefix_cache import PrefixCache
-from kvframe.cache.refusals import (
+from kvframe.cache.arguments import (
     cannot_fork,
     check_copies,
     check_count,
-    check_input_lens,
+    check_inputs,
     check_name,
     check_rows,
     check_salt,
@@ -35,20 +20,52 @@ from kvframe.cache.refusals import (
     name_in_use,
     no_free_row,
     not_computable,
+    not_in_table,
     not_swapped_out,
     too_many_tokens,
     unreadable_tokens,
 )
-from kvframe.cache.restoring import Fetch, Restorer
-from kvframe.cache.resuming import Resumer
+from kvframe.cache.audit import audit_each_verb, audit_rows, pages_in
+from kvframe.cache.block_table import BlockTables
+from kvframe.cache.coordinator import KVCacheCoordinator
+from kvframe.cache.copy_on_write import PageCopier
+from kvframe.cache.events import EventLog
+from kvframe.cache.group_kinds import GroupKinds
+from kvframe.cache.input_index import InputSequence, input_blocks, inputs_root
+from kvframe.cache.keys import KEY_BYTES, NO_INPUTS
+from kvframe.cache.live_range import NEVER
+from kvframe.cache.lookup import NO_HIT, PrefixHit
+from kvframe.cache.pins import Pin, Pins
+from kvframe.cache.prefix import NO_MATCH, Namespace
+from kvframe.cache.prefix_cache import PrefixCache
 from kvframe.cache.rows import Rows
 from kvframe.cache.stats import GroupLookups, KVCacheStats
-from kvframe.cache.swapping import SwappedRequests
-from kvframe.cache.verb_audit import audit_each_verb
+from kvframe.cache.swap import FetchPages, HostPages, StoredRow, Swapper
 from kvframe.errors import RequestError
 from kvframe.eviction import LRU, EvictionPolicy
 from kvframe.foreign import safe_repr
 from kvframe.plan import KVCachePlan
+
+
+@attrs.define
+class Entry:
+    """What the manager knows of a request.
+
+    Attributes:
+        row: Its row in the block tables; while it is swapped out, the one that it had.
+        token_ids: Its tokens: the caller's list, which grows as the request runs.
+        namespace: The requests that it shares blocks with have the same.
+        uncounted: What its lookup found, until its first commit counts it: a waiting request is looked up many times.
+        asked_tokens: The tokens of that lookup; 0 if there was none.
+        num_resets: Resets of the prefix cache before it started.
+    """
+
+    row: int
+    token_ids: Sequence[int]
+    namespace: Namespace
+    uncounted: PrefixHit
+    asked_tokens: int
+    num_resets: int
 
 
 class KVCacheManager:
@@ -120,13 +137,12 @@ class KVCacheManager:
             next_publication,
             copier,
         )
-        resumer = Resumer(plan, self._coordinator, self._tree, self._cache.inputs)
-        self._restorer = Restorer(plan, self.tables, self._publisher, self._cache.inputs, self._coordinator, resumer)
         self._input_groups = tuple(group for group in plan.groups if group.is_of_input)
-        self._host = None if host_pages is None else HostStore(plan, host_pages)
-        self._swapping = SwappedRequests(self._host, self._coordinator, resumer)
-        self._swapped = self._swapping.by_name
-        self._entries = Entries(self._swapped)
+        self._swapper = Swapper(
+            plan, self.tables, self._coordinator, self._publisher, self._tree, self._cache.inputs, host_pages
+        )
+        self._entries: dict[str, Entry] = {}
+        self._swapped: dict[str, tuple[Entry, StoredRow]] = {}
         self._fresh: dict[int, Entry] = {}
         self._can_fork = copier is not None
         self._max_num_seqs = max_num_seqs
@@ -233,7 +249,7 @@ class KVCacheManager:
         check_tokens(token_ids, self.plan.max_model_len, least)
         check_salt(salt)
         if inputs is not NO_INPUTS:
-            check_input_lens(inputs, self.plan.max_input_lens)
+            check_inputs(inputs, self.plan.max_input_lens)
 
     def _take_row(self) -> None:
         """Let the free row that is given next be a request's."""
@@ -387,9 +403,12 @@ class KVCacheManager:
         Raises:
             RuntimeError: A copy failed; nothing changed.
         """
-        if not self._swapping.take(request_id, self._entry(request_id)):
+        entry = self._entry(request_id)
+        stored = self._swapper.swap_out_row(entry.row)
+        if stored is None:
             return False
         self._leave(request_id)
+        self._swapped[request_id] = (entry, stored)
         return True
 
     def swap_in(self, request_id: str, num_tokens: int, *, use_prefix: bool = True) -> bool:
@@ -416,11 +435,12 @@ class KVCacheManager:
         check_count("num_tokens", num_tokens)
         if not self._free_rows:
             raise no_free_row(self._max_num_seqs)
-        row, uses_prefix = self._free_rows[-1], self.prefix_caching and use_prefix
-        entry = self._swapping.bring_back(request_id, row, num_tokens, uses_prefix=uses_prefix)
-        if entry is None:
+        row, (entry, stored) = self._free_rows[-1], self._swapped[request_id]
+        prefix = (entry.namespace, entry.token_ids) if self.prefix_caching and use_prefix else None
+        if not self._swapper.swap_in_row(row, stored, num_tokens, prefix):
             return False
         self._take_row()
+        del self._swapped[request_id]
         self._entries[request_id] = entry
         entry.row = row
         if self.prefix_caching:
@@ -437,7 +457,8 @@ class KVCacheManager:
         """
         check_name(request_id)
         if request_id in self._swapped:
-            self._swapping.give_up(request_id)
+            _, stored = self._swapped.pop(request_id)
+            self._swapper.release_copies(stored)
         else:
             self._leave(request_id)
 
@@ -451,6 +472,8 @@ class KVCacheManager:
 
     def _entry(self, request_id: str) -> Entry:
         check_name(request_id)
+        if request_id not in self._entries:
+            raise not_in_table(request_id, request_id in self._swapped)
         return self._entries[request_id]
 
     def reset_prefix_cache(self) -> None:
@@ -523,7 +546,7 @@ class KVCacheManager:
         self,
         token_ids: Sequence[int],
         copies: list[list[int]],
-        fetch: Fetch,
+        fetch: FetchPages,
         *,
         salt: str = "",
         inputs: Mapping[str, InputSequence] = NO_INPUTS,
@@ -535,7 +558,7 @@ class KVCacheManager:
 
         Args:
             token_ids: Its tokens, whole blocks in every group.
-            copies: Where the pages lie that ``pin`` would hold, as of ``Restorer.restore``.
+            copies: Per group, by block index, the places of the pages that ``pin`` would hold, from 1 on; 0 for none.
             fetch: Copies pages.
             salt: As for ``start``.
             inputs: As for ``start``.
@@ -552,9 +575,8 @@ class KVCacheManager:
         if not self._free_rows:
             raise no_free_row(self._max_num_seqs)
         self._check_prompt(token_ids, salt, inputs, least=0)
-        check_copies(copies, len(self.plan.groups))
-        row = self._free_rows[-1]
-        if not self._restorer.restore(row, token_ids, copies, fetch, salt=salt, inputs=inputs):
+        row, places = self._free_rows[-1], check_copies(copies, len(self.plan.groups))
+        if not self._swapper.restore_prefix(row, token_ids, places, fetch, salt=salt, inputs=inputs):
             return None
         return self._pins.pin(self._cache.find_all(token_ids, salt, inputs), checks_room=False)
 
@@ -625,15 +647,15 @@ class KVCacheManager:
             AssertionError: They are not.
         """
         taken = [entry.row for entry in self._entries.values()]
-        audit_rows(self._max_num_seqs, self._free_rows, taken)
-        audit_free_rows(self.tables, self._free_rows, self._coordinator.num_blocks, self._coordinator.num_computed)
+        num_blocks, num_computed = self._coordinator.num_blocks, self._coordinator.num_computed
+        audit_rows(self.tables, self._free_rows, taken, num_blocks, num_computed)
         self._cache.audit(self.plan, np.concatenate([pages_in(self.tables), self._pins.pages()]))
-        self._swapping.audit()
+        self._swapper.audit_copies(stored for _, stored in self._swapped.values())
 
     @property
     def stats(self) -> KVCacheStats:
         """What the cache did so far, as a copy."""
-        return KVCacheStats.of(self.plan.groups, self._lookups, self._pool, self._host)
+        return KVCacheStats.of(self.plan.groups, self._lookups, self._pool, self._swapper.host_pool)
 
     @property
     def on_pages_freed(self) -> Callable[[int, list[int]], None] | None:

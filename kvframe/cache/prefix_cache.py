@@ -13,7 +13,7 @@ from kvframe.cache.block_pool import BlockPool, Indices, Keeper
 from kvframe.cache.events import EventLog
 from kvframe.cache.free_list import BlockIds
 from kvframe.cache.group_kinds import GroupKinds
-from kvframe.cache.inputs import InputIndex, InputSequence, input_blocks, inputs_root
+from kvframe.cache.input_index import InputIndex, InputSequence, input_blocks, inputs_root
 from kvframe.cache.lookup import NO_HIT, PrefixHit, PrefixLookup
 from kvframe.cache.publishing import Publisher
 from kvframe.cache.tree import PrefixTree

@@ -6,7 +6,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.inputs import InputBlocks
+from kvframe.cache.input_index import InputBlocks
 from kvframe.cache.live_range import NEVER
 
 Rows = npt.NDArray[np.int64]

@@ -9,7 +9,6 @@ import attrs
 
 if TYPE_CHECKING:
     from kvframe.cache.block_pool import BlockPool
-    from kvframe.cache.host_store import HostStore
     from kvframe.plan import PlannedGroup
 
 
@@ -71,7 +70,7 @@ class KVCacheStats:
         groups: Sequence[PlannedGroup],
         lookups: Sequence[GroupLookups],
         pool: BlockPool,
-        host: HostStore | None,
+        host_pool: BlockPool | None,
     ) -> KVCacheStats:
         """Return a copy of what is counted in a cache.
 
@@ -79,7 +78,7 @@ class KVCacheStats:
             groups: Its groups.
             lookups: What lookups found, per group.
             pool: Its pages.
-            host: Where requests are swapped to; None if they cannot be.
+            host_pool: The pages of host memory; None if there is none.
         """
         of_tokens = [found for found, group in zip(lookups, groups, strict=True) if not group.is_of_input]
         return cls(
@@ -90,6 +89,6 @@ class KVCacheStats:
             peak_blocks_held=pool.peak_blocks_held,
             peak_bytes_held=pool.peak_held_bytes,
             num_evictions=pool.num_evictions,
-            host_bytes_held=0 if host is None else host.held_bytes,
-            peak_host_bytes_held=0 if host is None else host.peak_held_bytes,
+            host_bytes_held=0 if host_pool is None else host_pool.held_bytes,
+            peak_host_bytes_held=0 if host_pool is None else host_pool.peak_held_bytes,
         )

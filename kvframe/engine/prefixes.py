@@ -8,7 +8,7 @@ from typing import Protocol
 
 import attrs
 
-from kvframe.cache.inputs import InputSequence
+from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.pins import Pin
 from kvframe.engine.admission import Admission

@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 
 import attrs
 
-from kvframe.cache.inputs import InputSequence
+from kvframe.cache.input_index import InputSequence
 from kvframe.model.adapter import ModelInput
 
 FinishReason = Literal["stop", "length", "computed", "aborted", "refused", "error"]

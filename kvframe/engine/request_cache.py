@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from kvframe.cache.inputs import InputSequence
+from kvframe.cache.input_index import InputSequence
 from kvframe.engine.progress import NO_SEQUENCES
 from kvframe.engine.running import IntArray
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvframe.cache.refusals import check_salt as check_salt
+from kvframe.cache.arguments import check_salt as check_salt
 from kvframe.errors import RequestError
 
 

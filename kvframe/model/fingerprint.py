@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from kvframe.cache.inputs import joined
+from kvframe.cache.input_index import joined
 from kvframe.errors import ModelError
 from kvframe.model.adapter import LoadedModel
 

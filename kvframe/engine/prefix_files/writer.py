@@ -14,7 +14,7 @@ from typing import IO, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.inputs import InputSequence
+from kvframe.cache.input_index import InputSequence
 from kvframe.engine.prefix_files.format import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,

@@ -1,0 +1,262 @@
+"""Swapping: rows whose pages are copied to host memory and back, and prefixes whose pages are restored from a file.
+
+A row that comes back holds the cached pages that have the same content as its copies. Only the others are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from kvframe.cache.arguments import too_many_tokens
+from kvframe.cache.audit import audit_pool
+from kvframe.cache.block_pool import BlockPool
+from kvframe.cache.block_table import BlockTables
+from kvframe.cache.coordinator import KVCacheCoordinator
+from kvframe.cache.free_list import BlockIds
+from kvframe.cache.input_index import InputIndex, InputSequence, input_blocks, inputs_root
+from kvframe.cache.prefix import NO_MATCH, Namespace, as_bytes
+from kvframe.cache.publishing import Publisher
+from kvframe.cache.rows import RowState
+from kvframe.cache.tree import PrefixTree
+from kvframe.plan import KVCachePlan
+
+FetchPages = Callable[[int, Sequence[int], Sequence[int]], None]
+"""Copies pages of a group to the pool: from some places outside of it to as many block ids. It may raise."""
+
+
+class HostPages(Protocol):
+    """The host memory of swapped requests, cut into slabs and pages as the pool is (``attention.storage``)."""
+
+    num_slabs: int
+    """Slabs of the plan's size that fit into the memory."""
+
+    def copy_out(self, group: int, block_ids: Sequence[int], host_ids: Sequence[int]) -> None:
+        """Copy a group's pages from the pool to host memory, byte by byte; it may raise."""
+
+    def copy_in(self, group: int, host_ids: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Copy a group's pages from host memory to the pool, byte by byte; it may raise."""
+
+
+@attrs.frozen
+class StoredRow:
+    """What a row needs to come back while its pages are outside of the pool.
+
+    Attributes:
+        copies: Per group ``[num_blocks], int64, host``: the place of each block's copy; 0 for a block without a copy.
+        num_computed: Its computed tokens.
+        state: Its inputs, and which of them are computed.
+    """
+
+    copies: list[npt.NDArray[np.int64]]
+    num_computed: int
+    state: RowState
+
+
+class Swapper:
+    """Copies rows to host memory and back, and restores saved prefixes.
+
+    A method that returns False, returns None or raises has changed nothing.
+
+    Attributes:
+        host_pool: The pages of the host memory; None if there is no host memory.
+    """
+
+    def __init__(
+        self,
+        plan: KVCachePlan,
+        tables: BlockTables,
+        coordinator: KVCacheCoordinator,
+        publisher: Publisher,
+        tree: PrefixTree,
+        inputs: InputIndex,
+        host_pages: HostPages | None,
+    ) -> None:
+        """Start with empty host memory."""
+        self._plan = plan
+        self._input_groups = tuple(group for group in plan.groups if group.is_of_input)
+        self._tables = tables
+        self._coordinator = coordinator
+        self._publisher = publisher
+        self._tree = tree
+        self._inputs = inputs
+        self._host_pages = host_pages
+        self.host_pool: BlockPool | None = None
+        if host_pages is not None:
+            self.host_pool = BlockPool(attrs.evolve(plan, num_slabs=host_pages.num_slabs, num_rest_pages=0))
+
+    # --- host memory --------------------------------------------------------------------------------------------------
+
+    def swap_out_row(self, row: int) -> StoredRow | None:
+        """Copy a row's resident pages to host memory; the row keeps its pages.
+
+        Returns:
+            None if the host memory has too few free pages.
+
+        Raises:
+            RuntimeError: A copy failed.
+        """
+        if self._host_pages is None or self.host_pool is None:
+            return None
+        blocks = [np.array(ids, dtype=np.int64) for ids in self._coordinator.blocks(row)]
+        counts = [int(np.count_nonzero(ids)) for ids in blocks]
+        host_ids = self.host_pool.allocate_blocks(counts)
+        if host_ids is None:
+            return None
+        copies, num_used = [np.zeros_like(ids) for ids in blocks], 0
+        for ids, of_group, count in zip(blocks, copies, counts, strict=True):
+            of_group[ids != 0] = host_ids[num_used : num_used + count]
+            num_used += count
+        stored = StoredRow(copies, int(self._coordinator.num_computed[row]), self._coordinator.state(row))
+        try:
+            for group, (ids, of_group) in enumerate(zip(blocks, copies, strict=True)):
+                self._host_pages.copy_out(group, ids[ids != 0].tolist(), of_group[ids != 0].tolist())
+        except BaseException:
+            self.release_copies(stored)
+            raise
+        return stored
+
+    def swap_in_row(
+        self, row: int, stored: StoredRow, num_tokens: int, prefix: tuple[Namespace, Sequence[int]] | None
+    ) -> bool:
+        """Fill a free row from host memory, allocate blocks for its tokens ``[0, num_tokens)``, and release the copies.
+
+        Args:
+            row: A free row.
+            stored: What ``swap_out_row`` returned.
+            num_tokens: How many tokens.
+            prefix: The request's namespace and tokens, to share cached pages; None to copy every page.
+
+        Returns:
+            False if the pool has too few pages.
+
+        Raises:
+            RequestError: These are more tokens than the plan is for.
+            RuntimeError: A copy failed.
+        """
+        assert self._host_pages is not None
+        if not self._fill_row(row, stored, num_tokens, prefix, self._host_pages.copy_in):
+            return False
+        self.release_copies(stored)
+        return True
+
+    def release_copies(self, stored: StoredRow) -> None:
+        """Release the pages of a row in host memory."""
+        assert self.host_pool is not None
+        for group, copies in enumerate(stored.copies):
+            held = copies[copies != 0].astype(np.int32)
+            if len(held):
+                self.host_pool.release_blocks(held, group)
+
+    def audit_copies(self, swapped: Iterable[StoredRow]) -> None:
+        """Check that the copies of these rows, and no others, are the held pages of the host memory.
+
+        Raises:
+            AssertionError: They are not; the text says what is wrong.
+        """
+        if self.host_pool is not None:
+            copies = [of_group[of_group != 0] for stored in swapped for of_group in stored.copies]
+            held = np.concatenate([np.zeros(0, dtype=np.int64), *copies])
+            audit_pool(self.host_pool, self._plan, held.astype(np.int32))
+
+    # --- saved prefixes -----------------------------------------------------------------------------------------------
+
+    def restore_prefix(
+        self,
+        row: int,
+        token_ids: Sequence[int],
+        copies: list[npt.NDArray[np.int64]],
+        fetch: FetchPages,
+        *,
+        salt: str,
+        inputs: Mapping[str, InputSequence],
+    ) -> bool:
+        """Publish a prefix whose pages are outside of the pool; the row is free afterwards.
+
+        Args:
+            row: A free row, used while the prefix is filled and published.
+            token_ids: The prefix's tokens, whole blocks in every group.
+            copies: The places of its pages, as in ``StoredRow``.
+            fetch: Copies the pages that are not cached.
+            salt: The salt of the requests that may find the prefix.
+            inputs: The inputs that requests must bring to find it.
+
+        Returns:
+            False if the pool has too few pages.
+
+        Raises:
+            RequestError: A token is not a token id, or there are more than the plan is for.
+            Exception: What ``fetch`` raises.
+        """
+        as_bytes(token_ids)
+        namespace = (salt, inputs_root(inputs))
+        state = RowState(input_blocks(self._input_groups, inputs, salt))
+        stored = StoredRow(copies, len(token_ids), state)
+        if not self._fill_row(row, stored, len(token_ids), (namespace, token_ids), fetch):
+            return False
+        try:
+            self._publisher.follow(row, namespace, token_ids, 0, NO_MATCH)
+            for each in state.inputs:
+                self._inputs.publish(each, self._tables[each.group].ids[row, : each.num_blocks])
+            self._coordinator.commit_row(row, len(token_ids))
+        finally:
+            self._coordinator.free_row(row)
+        return True
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _fill_row(
+        self,
+        row: int,
+        stored: StoredRow,
+        num_tokens: int,
+        prefix: tuple[Namespace, Sequence[int]] | None,
+        fetch: FetchPages,
+    ) -> bool:
+        """Begin a free row as it was stored, from cached pages and copies; leave it free if that is not possible."""
+        if num_tokens > self._plan.max_model_len:
+            raise too_many_tokens(num_tokens, self._plan.max_model_len)
+        cached = self._cached_pages(stored, prefix)
+        to_fetch = [
+            np.flatnonzero((copies != 0) & (pages == 0)) for copies, pages in zip(stored.copies, cached, strict=True)
+        ]
+        self._coordinator.begin_row(row, stored.num_computed, stored.state.copy())
+        try:
+            # These pages are held first, so that the allocation evicts none of them.
+            for group, pages in enumerate(cached):
+                self._coordinator.reference_blocks(row, group, pages)
+            given = self._coordinator.allocator.allocate_for_return(
+                row, num_tokens, [blocks.tolist() for blocks in to_fetch]
+            )
+            if given is not None:
+                for group, (blocks, pages) in enumerate(zip(to_fetch, given, strict=True)):
+                    fetch(group, stored.copies[group][blocks].tolist(), pages[: len(blocks)].tolist())
+                return True
+        except BaseException:
+            self._coordinator.release_row(row)
+            raise
+        self._coordinator.release_row(row)
+        return False
+
+    def _cached_pages(self, stored: StoredRow, prefix: tuple[Namespace, Sequence[int]] | None) -> list[BlockIds]:
+        """Return per group, by block, the cached page with the content of a row's copy; 0 if there is none."""
+        found = [np.zeros(len(copies), dtype=np.int32) for copies in stored.copies]
+        if prefix is None:
+            return found
+        match = self._tree.match(*prefix, stored.num_computed)
+        of_stacks = self._tree.pages(match, match.length)
+        for group, (s, g) in self._tree.place.items():
+            pages = of_stacks[s][g][: len(found[group])]
+            found[group][: len(pages)] = pages
+        for each in stored.state.inputs:
+            known = self._inputs.known(each)
+            if known is not None and each.sequence not in stored.state.missing:
+                pages = known[: len(found[each.group])]
+                found[each.group][: len(pages)] = pages
+        for pages, copies in zip(found, stored.copies, strict=True):
+            pages[copies == 0] = 0
+        return found
