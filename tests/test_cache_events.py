@@ -203,7 +203,7 @@ def test_nothing_is_recorded_and_nothing_hashed_for_nobody(monkeypatch: pytest.M
     for name in ("stored", "stored_input", "removed", "cleared"):
         monkeypatch.setattr(events_module.EventLog, name, never)
     monkeypatch.setattr(keys_module, "blake2b", never)
-    monkeypatch.setattr(manager._publisher, "refresh", never)
+    monkeypatch.setattr(manager._publisher, "refresh_leaf", never)
     tokens = [*range(16)]
     run(manager, "a", tokens)
     manager.commit_rows(np.array([manager.row("a")]), np.array([16]))

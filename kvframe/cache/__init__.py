@@ -6,8 +6,8 @@ Its files, in the order of the flow; each uses only those before it.
 - Where a request's blocks lie: ``block_table``; the groups by what they store: ``group_kinds``.
 - Blocks: those that are free (``free_list``, ``slabs``), those that are evicted first (``eviction``, ``due``), who
   published them (``owners``), how many they are (``page_counts``), and all of them (``block_pool``).
-- What is found: ``prefix``, ``row_pages``, ``tree``, ``publishing`` for tokens, ``input_index`` for
-  what comes beside them; ``stats``, ``lookup``, ``pins``.
+- What is found: ``row_pages``, ``radix_tree`` and ``publisher`` for tokens, ``input_index`` for
+  what comes beside them; ``stats``, ``prefix_lookup``, ``pins``.
 - Who is told outside: ``keys``, ``events``.
 - What must be true of all this: ``audit``; all this together: ``prefix_cache``.
 - Running requests, as rows: ``rows``, ``arguments``; blocks that forks share: ``copy_on_write``; their blocks are

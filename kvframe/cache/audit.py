@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvframe.cache.block_pool import NO_OWNER, BlockPool
 from kvframe.cache.block_table import BlockTables
 from kvframe.cache.free_list import BlockIds
-from kvframe.cache.tree import PrefixTree
+from kvframe.cache.radix_tree import RadixTree
 from kvframe.plan import KVCachePlan
 
 Counts = npt.NDArray[np.int64]
@@ -92,7 +92,7 @@ def audit_pool(pool: BlockPool, plan: KVCachePlan, held: BlockIds) -> None:
     _require(not (is_published & is_free).any(), "a page is free and can be found")
 
 
-def audit_tree(tree: PrefixTree) -> None:
+def audit_tree(tree: RadixTree) -> None:
     """Check that every node counts its pages right, and that the pool has it as their owner.
 
     Raises:

@@ -22,8 +22,8 @@ from kvframe.cache.free_list import BlockIds
 from kvframe.cache.group_kinds import GroupKinds
 from kvframe.cache.input_index import InputBlocks
 from kvframe.cache.live_range import NEVER
-from kvframe.cache.lookup import PrefixHit
-from kvframe.cache.publishing import Publisher
+from kvframe.cache.prefix_lookup import PrefixHit
+from kvframe.cache.publisher import Publisher
 from kvframe.cache.rows import PLAIN, RowNumbers, Rows, RowState
 from kvframe.plan import KVCachePlan
 

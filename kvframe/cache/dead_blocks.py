@@ -17,7 +17,7 @@ from kvframe.cache.block_table import BlockTables, TableStack
 from kvframe.cache.free_list import BlockIds
 from kvframe.cache.group_kinds import GroupKinds
 from kvframe.cache.live_range import NEVER, LiveRange
-from kvframe.cache.publishing import Publisher
+from kvframe.cache.publisher import Publisher
 from kvframe.cache.rows import RowNumbers, Rows, RowState
 
 Positions = npt.NDArray[np.int64]

@@ -18,8 +18,7 @@ import numpy.typing as npt
 from kvframe.cache.free_list import BlockIds
 from kvframe.cache.input_index import InputBlocks, Pages
 from kvframe.cache.keys import PrefixHash, input_key
-from kvframe.cache.prefix import TOKEN_BYTES, PrefixNode
-from kvframe.cache.tree import PrefixTree
+from kvframe.cache.radix_tree import TOKEN_BYTES, RadixNode, RadixTree
 from kvframe.plan import PlannedGroup
 from kvframe.specs import TOKENS
 
@@ -80,7 +79,7 @@ CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
 
 @attrs.frozen
 class _KnownHash:
-    node: PrefixNode
+    node: RadixNode
     salt: str
     hash: PrefixHash
 
@@ -91,7 +90,7 @@ class EventLog:
     Invariant: replaying all that were taken, and then those that were not, gives the blocks that can be found.
     """
 
-    def __init__(self, groups: Sequence[PlannedGroup], tree: PrefixTree, secret: bytes) -> None:
+    def __init__(self, groups: Sequence[PlannedGroup], tree: RadixTree, secret: bytes) -> None:
         """Begin with a cleared cache.
 
         Args:
@@ -115,7 +114,7 @@ class EventLog:
 
     # --- what the cache says ------------------------------------------------------------------------------------------
 
-    def stored(self, node: PrefixNode, start: int, stop: int) -> None:
+    def stored(self, node: RadixNode, start: int, stop: int) -> None:
         """Take note that blocks of a node that end in tokens ``(start, stop]`` have pages; those that had are known."""
         found: list[tuple[int, int, range, Sequence[int]]] = []
         for s, size in enumerate(self._tree.sizes):
@@ -183,7 +182,7 @@ class EventLog:
         self._blocks.update(zip(pages, ((event.group, key) for key in event.keys), strict=True))
 
     def _keys_of(
-        self, node: PrefixNode, ends: Sequence[int]
+        self, node: RadixNode, ends: Sequence[int]
     ) -> tuple[str, int, npt.NDArray[np.uint32], dict[int, bytes]]:
         """Return keys of the tokens up to a node's end.
 
@@ -194,7 +193,7 @@ class EventLog:
         Returns:
             The salt; tokens up to the node's end, and which is the first; the keys.
         """
-        parts: list[bytes] = []
+        parts: list[bytearray] = []
         each = node
         while True:
             if each.namespace is not None:
@@ -224,7 +223,7 @@ class EventLog:
         return salt, base, tokens, keys
 
 
-def _length(node: PrefixNode) -> int:
+def _length(node: RadixNode) -> int:
     return TOKEN_BYTES * (node.stop - node.start)
 
 

@@ -34,10 +34,10 @@ from kvframe.cache.group_kinds import GroupKinds
 from kvframe.cache.input_index import InputSequence, input_blocks, inputs_root
 from kvframe.cache.keys import KEY_BYTES, NO_INPUTS
 from kvframe.cache.live_range import NEVER
-from kvframe.cache.lookup import NO_HIT, PrefixHit
 from kvframe.cache.pins import Pin, Pins
-from kvframe.cache.prefix import NO_MATCH, Namespace
 from kvframe.cache.prefix_cache import PrefixCache
+from kvframe.cache.prefix_lookup import NO_HIT, PrefixHit
+from kvframe.cache.radix_tree import NO_MATCH, Namespace
 from kvframe.cache.rows import Rows
 from kvframe.cache.stats import GroupLookups, KVCacheStats
 from kvframe.cache.swap import FetchPages, HostPages, StoredRow, Swapper
@@ -347,7 +347,7 @@ class KVCacheManager:
             self._first_commit(self._fresh.pop(entry.row))
         self._coordinator.commit_row(entry.row, num_computed)
         if self._events is not None:
-            self._publisher.refresh(entry.row)
+            self._publisher.refresh_leaf(entry.row)
         if self._publisher.unreadable:
             self._tell_unreadable([entry.row])
 
@@ -371,7 +371,7 @@ class KVCacheManager:
         self._coordinator.commit_rows(rows, num_computed)
         if self._events is not None:
             for row in rows.tolist():
-                self._publisher.refresh(row)
+                self._publisher.refresh_leaf(row)
         if self._publisher.unreadable:
             self._tell_unreadable(rows.tolist())
 

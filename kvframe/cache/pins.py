@@ -9,7 +9,7 @@ import numpy as np
 
 from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.free_list import BlockIds
-from kvframe.cache.lookup import PrefixHit
+from kvframe.cache.prefix_lookup import PrefixHit
 from kvframe.errors import RequestError
 from kvframe.plan import KVCachePlan
 

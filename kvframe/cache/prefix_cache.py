@@ -14,9 +14,9 @@ from kvframe.cache.events import EventLog
 from kvframe.cache.free_list import BlockIds
 from kvframe.cache.group_kinds import GroupKinds
 from kvframe.cache.input_index import InputIndex, InputSequence, input_blocks, inputs_root
-from kvframe.cache.lookup import NO_HIT, PrefixHit, PrefixLookup
-from kvframe.cache.publishing import Publisher
-from kvframe.cache.tree import PrefixTree
+from kvframe.cache.prefix_lookup import NO_HIT, PrefixHit, PrefixLookup
+from kvframe.cache.publisher import Publisher
+from kvframe.cache.radix_tree import RadixTree
 from kvframe.eviction import EvictionPolicy
 from kvframe.plan import KVCachePlan
 
@@ -70,7 +70,7 @@ class PrefixCache:
         Raises:
             PluginError: The eviction policy does not answer as it has to.
         """
-        self.tree = PrefixTree(kinds.live, kinds.stacks, plan.max_model_len)
+        self.tree = RadixTree(kinds.live, kinds.stacks, plan.max_model_len)
         self.publisher = Publisher(self.tree, num_computed, next_publication)
         self.inputs = InputIndex(plan.groups)
         keeper: Keeper = self.tree
@@ -101,7 +101,7 @@ class PrefixCache:
     def forget(self) -> None:
         """Give up every cached page, and make held ones unfindable."""
         self.pool.unpublish_all()
-        self.publisher.forget()
+        self.publisher.unfollow_all()
         self.inputs.forget()
 
     def resize(self, plan: KVCachePlan) -> bool:

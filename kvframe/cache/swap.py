@@ -19,10 +19,9 @@ from kvframe.cache.block_table import BlockTables
 from kvframe.cache.coordinator import KVCacheCoordinator
 from kvframe.cache.free_list import BlockIds
 from kvframe.cache.input_index import InputIndex, InputSequence, input_blocks, inputs_root
-from kvframe.cache.prefix import NO_MATCH, Namespace, as_bytes
-from kvframe.cache.publishing import Publisher
+from kvframe.cache.publisher import Publisher
+from kvframe.cache.radix_tree import NO_MATCH, Namespace, RadixTree, as_bytes
 from kvframe.cache.rows import RowState
-from kvframe.cache.tree import PrefixTree
 from kvframe.plan import KVCachePlan
 
 FetchPages = Callable[[int, Sequence[int], Sequence[int]], None]
@@ -72,7 +71,7 @@ class Swapper:
         tables: BlockTables,
         coordinator: KVCacheCoordinator,
         publisher: Publisher,
-        tree: PrefixTree,
+        tree: RadixTree,
         inputs: InputIndex,
         host_pages: HostPages | None,
     ) -> None:
@@ -247,8 +246,8 @@ class Swapper:
         found = [np.zeros(len(copies), dtype=np.int32) for copies in stored.copies]
         if prefix is None:
             return found
-        match = self._tree.match(*prefix, stored.num_computed)
-        of_stacks = self._tree.pages(match, match.length)
+        match = self._tree.match_prefix(*prefix, stored.num_computed)
+        of_stacks = self._tree.pages_of(match, match.length)
         for group, (s, g) in self._tree.place.items():
             pages = of_stacks[s][g][: len(found[group])]
             found[group][: len(pages)] = pages

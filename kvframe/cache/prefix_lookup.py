@@ -14,9 +14,8 @@ import numpy.typing as npt
 from kvframe.cache.group_kinds import GroupKinds
 from kvframe.cache.input_index import InputBlocks, InputIndex
 from kvframe.cache.live_range import LiveRange, longest_common_prefix
-from kvframe.cache.prefix import NO_MATCH, Match, Namespace
+from kvframe.cache.radix_tree import NO_MATCH, Match, Namespace, RadixTree
 from kvframe.cache.stats import GroupLookups
-from kvframe.cache.tree import PrefixTree
 from kvframe.plan import KVCachePlan
 
 Pages = npt.NDArray[np.int32]
@@ -81,7 +80,7 @@ NO_HIT = PrefixHit()
 class PrefixLookup:
     """Finds prefixes and inputs. It asks no spec for its type."""
 
-    def __init__(self, plan: KVCachePlan, kinds: GroupKinds, tree: PrefixTree, inputs: InputIndex) -> None:
+    def __init__(self, plan: KVCachePlan, kinds: GroupKinds, tree: RadixTree, inputs: InputIndex) -> None:
         """Look into what is published.
 
         Args:
@@ -117,11 +116,11 @@ class PrefixLookup:
             num_tokens: How many of them there are, at least one.
             inputs: Its inputs.
         """
-        match = self._tree.match(namespace, tokens, num_tokens - 1)
+        match = self._tree.match_prefix(namespace, tokens, num_tokens - 1)
         most = match.length if self._ends_with_match else min(num_tokens - 1, self._max_tokens)
         if not most and not inputs:
             return NO_HIT
-        of_stack = self._tree.pages(match, most)
+        of_stack = self._tree.pages_of(match, most)
         if self._ends_with_pages:
             most = max(_last_page(pages) * size for pages, size in zip(of_stack, self._tree.sizes, strict=True))
         found: list[int] = []

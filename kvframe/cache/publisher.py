@@ -1,37 +1,64 @@
-"""How what running requests compute becomes findable: they grow the prefix tree, or heal what is lost of it.
+"""The publisher: makes the full blocks of running requests findable, as nodes of the radix tree.
 
-The node at the end of a running request grows with it and is brought up to date when somebody looks: a step costs
-nothing. What a request passes, a window's blocks say, stays findable while there is room.
+The leaf of a running request grows with it, and is brought up to date when it is read: a step costs nothing. Blocks
+that a request no longer needs, such as those before a window, stay findable until they are evicted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.block_pool import NO_OWNER
 from kvframe.cache.free_list import Groups
 from kvframe.cache.live_range import NEVER
-from kvframe.cache.prefix import TOKEN_BYTES, Cursor, Match, Namespace, PrefixNode, as_bytes, num_readable
-from kvframe.cache.tree import PrefixTree
+from kvframe.cache.radix_tree import (
+    TOKEN_BYTES,
+    Match,
+    Namespace,
+    RadixNode,
+    RadixTree,
+    as_bytes,
+    num_readable,
+)
 from kvframe.errors import RequestError
 
 
+@attrs.define(eq=False)
+class _Cursor:
+    """Where a running request's published blocks end.
+
+    Attributes:
+        namespace: The request's namespace.
+        node: The node that its offset lies in, or lay in; None to look for it from the root.
+        offset: Tokens up to which its full blocks were published, by it or by others.
+        tokens: Its token ids; the caller appends to them, and those that are computed stay as they are.
+        leaf: The node that grows with it; None while its tokens are those of other requests.
+    """
+
+    namespace: Namespace
+    node: RadixNode | None
+    offset: int
+    tokens: Sequence[int]
+    leaf: RadixNode | None = None
+
+
 class Publisher:
-    """Follows the rows of running requests through a prefix tree.
+    """Follows the rows of running requests through the radix tree.
 
     Attributes:
         row_pages: The pages that rows were given.
         leaf_owner: ``[max_num_seqs], int32, host``: per row, the owner number of the node that grows with it.
         leaf_start: ``[max_num_seqs], int64, host``: per row, that node's first token.
-        unreadable: Of rows whose tokens could not be read, why not: such a row is followed no more.
+        unreadable: Why tokens of a row could not be read; such a row publishes nothing from there on.
     """
 
     def __init__(
         self,
-        tree: PrefixTree,
+        tree: RadixTree,
         num_computed: npt.NDArray[np.int64],
         next_publication: npt.NDArray[np.int64],
     ) -> None:
@@ -40,10 +67,10 @@ class Publisher:
         Args:
             tree: The tree.
             num_computed: ``[max_num_seqs], int64, host``: the computed tokens of each row, as they are at any time.
-            next_publication: Likewise, the computed tokens from which on ``publish`` has to be called; set here.
+            next_publication: Likewise, the computed tokens from which on ``publish_row`` must be called; set here.
         """
         self._tree = tree
-        tree.catch_up = self._update
+        tree.catch_up = self._update_leaf
         self.row_pages = tree.row_pages
         self.leaf_owner = np.full(len(num_computed), NO_OWNER, dtype=np.int32)
         self.leaf_start = np.zeros(len(num_computed), dtype=np.int64)
@@ -51,20 +78,20 @@ class Publisher:
         # Single numbers of rows are read and written several times as fast in these.
         self._computed_of, self._next_publication = num_computed.data, next_publication.data
         self._num_computed = num_computed
-        self._cursors: list[Cursor | None] = [None] * len(num_computed)
+        self._cursors: list[_Cursor | None] = [None] * len(num_computed)
         self._numbers = np.arange(max((len(needed[0]) for needed in tree.is_needed), default=0), dtype=np.int32)
         self._is_all_needed = [bool(needed.all()) for needed in tree.is_needed]
 
-    # --- taking in ----------------------------------------------------------------------------------------------------
+    # --- publishing ---------------------------------------------------------------------------------------------------
 
     def follow(self, row: int, namespace: Namespace, tokens: Sequence[int], offset: int, match: Match) -> None:
-        """Let a row publish its blocks from ``offset`` tokens on, which is what it found."""
+        """Let a row publish its blocks after its hit, which is ``offset`` tokens of a match."""
         node = None
-        # A hit may lie behind the tokens that are known, where nothing of them is needed: then the way begins anew.
+        # If a hit ends after the tokens that are known, its node is looked for from the root.
         for each in match.nodes if offset <= match.length else ():
             if each.start < offset:
                 node = each
-        self._cursors[row] = Cursor(namespace, node, offset, tokens)
+        self._cursors[row] = _Cursor(namespace, node, offset, tokens)
         self._next_publication[row] = offset + self._tree.unit
 
     def follow_fork(self, row: int, new_row: int, tokens: Sequence[int]) -> None:
@@ -73,19 +100,20 @@ class Publisher:
         if cursor is not None:
             offset = self._computed_of[row]
             offset -= offset % self._tree.unit
-            self._cursors[new_row] = Cursor(cursor.namespace, cursor.leaf or cursor.node, offset, tokens)
+            self._cursors[new_row] = _Cursor(cursor.namespace, cursor.leaf or cursor.node, offset, tokens)
             self._next_publication[new_row] = offset + self._tree.unit
 
     def read_from(self, row: int, tokens: Sequence[int]) -> None:
-        """Read a row's tokens from somewhere else from now on."""
+        """Read a row's tokens from another sequence from now on."""
         cursor = self._cursors[row]
         if cursor is not None:
             cursor.tokens = tokens
 
     def publish_row(self, row: int) -> None:
-        """Take in the blocks of a row that are full.
+        """Publish the full blocks of a row.
 
-        Where another request's tokens are the same, its blocks stay found, and missing ones are taken from this row.
+        As long as its tokens are those of another request, that one's blocks stay findable; missing ones are filled in
+        with pages of this row.
         """
         cursor = self._cursors[row]
         if cursor is None or cursor.leaf is not None:
@@ -94,101 +122,97 @@ class Publisher:
         end -= end % self._tree.unit
         if end > cursor.offset:
             try:
-                self._take_in(cursor, row, end)
+                self._publish_up_to(cursor, row, end)
             except RequestError as error:
-                self._take_in_readable(cursor, row, end, error)
+                self._publish_readable(cursor, row, end, error)
                 return
         self._next_publication[row] = NEVER if cursor.leaf is not None else end + self._tree.unit
 
-    def _take_in(self, cursor: Cursor, row: int, end: int) -> None:
-        node, offset = self._resume(cursor)
-        if offset == node.stop:
-            first = as_bytes(cursor.tokens, offset, offset + self._tree.unit)
-            if first not in node.children:
-                self._grow(cursor, row, node, first)
+    def _publish_up_to(self, cursor: _Cursor, row: int, end: int) -> None:
+        """Follow a row's tokens ``[offset, end)`` through the tree, and grow a leaf from where they are not known."""
+        node, start = self._find_offset(cursor)
+        if start == node.stop:
+            first = as_bytes(cursor.tokens, start, start + self._tree.unit)
+            if first not in node.children:  # all other tokens are read later, with the leaf
+                self._add_leaf(cursor, row, node, first)
                 return
-        base = min(node.start, offset)
-        data = as_bytes(cursor.tokens, base, end)
-        while True:
+        data, offset = as_bytes(cursor.tokens, start, end), start
+        while offset < end:
             if offset == node.stop:
-                first = data[TOKEN_BYTES * (offset - base) : TOKEN_BYTES * (offset - base + self._tree.unit)]
+                at = TOKEN_BYTES * (offset - start)
+                first = data[at : at + TOKEN_BYTES * self._tree.unit]
                 child = node.children.get(first)
                 if child is None:
-                    self._grow(cursor, row, node, first)
+                    self._add_leaf(cursor, row, node, first)
                     return
                 node = child
-            self._update(node)
-            known = node.start + self._tree.common(node, data, base, end)
-            self._heal(row, node, max(offset, cursor.offset), known)
+            known = self._tree.end_of_common(node, offset, data, start, end)
+            self._fill_missing(row, node, max(offset, cursor.offset), known)
             offset = known
-            if offset == end:
-                cursor.node, cursor.offset = node, end
-                return
-            if offset < node.stop:
-                node = self._split(node, offset)
+            if offset < min(end, node.stop):
+                node = self._split_node(node, offset)
+        cursor.node, cursor.offset = node, end
 
-    def _take_in_readable(self, cursor: Cursor, row: int, end: int, error: RequestError) -> None:
-        """Take in what comes before the first token that cannot be read, and follow the row no more."""
+    def _publish_readable(self, cursor: _Cursor, row: int, end: int, error: RequestError) -> None:
+        """Publish what comes before the first token that cannot be read, and stop following the row."""
         end = min(end, num_readable(cursor.tokens))
         end -= end % self._tree.unit
         if end > cursor.offset:
-            self._take_in(cursor, row, end)
+            self._publish_up_to(cursor, row, end)
         if cursor.leaf is not None:
-            # That finds out the same of what comes after it.
-            self._update(cursor.leaf)
+            # It meets the same token, and stops following the row.
+            self._update_leaf(cursor.leaf)
         if self._cursors[row] is cursor:
             self._stop_following(row, cursor, error)
 
-    def _stop_following(self, row: int, cursor: Cursor, error: RequestError) -> None:
-        """Let nothing more of a row be found: its tokens behind the cursor's offset cannot be read."""
+    def _stop_following(self, row: int, cursor: _Cursor, error: RequestError) -> None:
+        """Publish nothing more of a row: its tokens after the cursor's offset cannot be read."""
         self.unreadable[row] = error
         self._tree.remove_root_if_empty(cursor.namespace)
         if cursor.leaf is not None:
             for s, size in enumerate(self._tree.sizes):
-                for group, own in zip(
-                    self._tree.groups[s], self.row_pages.pages[s][:, row, cursor.offset // size :], strict=True
-                ):
-                    pages = own[(self._tree.pool.owners_of(own) == cursor.leaf.owner) & (own != 0)]
+                of_groups = self.row_pages.pages[s][:, row, cursor.offset // size :]
+                for group, of_row in zip(self._tree.groups[s], of_groups, strict=True):
+                    pages = of_row[(self._tree.pool.owners_of(of_row) == cursor.leaf.owner) & (of_row != 0)]
                     held = pages[~self._tree.pool.discard_cached(group, pages)]
                     self._tree.pool.publish_blocks(NO_OWNER, held, np.zeros_like(held))
             cursor.leaf.row = -1
             self.leaf_owner[row] = NO_OWNER
-            self._tree.trim(cursor.leaf)
+            self._tree.trim_node(cursor.leaf)
         self.row_pages.clear_row(row, len(self._numbers))
         self._cursors[row] = None
         self._next_publication[row] = NEVER
 
-    def _resume(self, cursor: Cursor) -> tuple[PrefixNode, int]:
-        """Return the node that a cursor's offset lies in, or a place from which to look for it."""
+    def _find_offset(self, cursor: _Cursor) -> tuple[RadixNode, int]:
+        """Return the node that a cursor's offset lies in, and the offset; the root and 0 if it was removed."""
         node = cursor.node
         while node is not None and node.parent is not None and node.start >= cursor.offset:
             node = node.parent
-        if node is not None and node.parent is not None and self._tree.is_there(node):
-            self._update(node)
+        if node is not None and node.parent is not None and self._tree.is_in_tree(node):
+            self._update_leaf(node)
             if cursor.offset <= node.stop:
                 return node, cursor.offset
         return self._tree.root(cursor.namespace), 0
 
-    def _grow(self, cursor: Cursor, row: int, parent: PrefixNode, first: bytes) -> None:
-        """Begin a node that grows with a row."""
+    def _add_leaf(self, cursor: _Cursor, row: int, parent: RadixNode, first: bytes) -> None:
+        """Add a node that grows with a row."""
         if parent.row >= 0:
-            self._freeze(parent)
-        leaf = self._tree.new_node(parent, parent.stop)
+            self._stop_growing(parent)
+        leaf = self._tree.add_leaf(parent, first)
         leaf.row = row
-        parent.children[first] = leaf
         cursor.leaf, cursor.node = leaf, leaf
         self.leaf_owner[row], self.leaf_start[row] = leaf.owner, leaf.start
 
-    def _split(self, node: PrefixNode, at: int) -> PrefixNode:
+    def _split_node(self, node: RadixNode, at: int) -> RadixNode:
         """Cut a node in two and return the upper part."""
-        upper = self._tree.split(node, at)
+        upper = self._tree.split_node(node, at)
         if node.row >= 0:
             self.row_pages.remove_run(node.row, upper.start, at)
             self.leaf_start[node.row] = at
         return upper
 
-    def _heal(self, row: int, node: PrefixNode, start: int, stop: int) -> None:
-        """Take pages of a row for blocks of a node that end in tokens ``(start, stop]`` and have none."""
+    def _fill_missing(self, row: int, node: RadixNode, start: int, stop: int) -> None:
+        """Give a node pages of a row for the blocks that end in tokens ``(start, stop]`` and have none."""
         for s, size in enumerate(self._tree.sizes):
             first, last = start // size, stop // size
             mine = self.row_pages.pages[s][:, row, first:last]
@@ -217,9 +241,9 @@ class Publisher:
         pages: npt.NDArray[np.int32],
         groups: int | Groups,
     ) -> None:
-        """Release full blocks that rows have passed; those of growing nodes become theirs before.
+        """Release dead blocks of rows that run; if they are full blocks of a row's leaf, they become findable before.
 
-        Not so where pages are short: only a request that parts from this one in the middle could use what it passed.
+        When the pool is nearly full they are freed: only a request that branches off in the middle could use them.
 
         Args:
             s: The table stack of their groups.
@@ -237,7 +261,7 @@ class Publisher:
             return
         leaves, is_unowned = self.leaf_owner[rows], owners == NO_OWNER
         is_of_leaf = is_unowned & (leaves != NO_OWNER) & (blocks >= self.leaf_start[rows] // self._tree.sizes[s])
-        # Of a fork, a leaf may begin before what the row took for itself.
+        # The leaf of a fork may begin before the pages that the row was given.
         is_of_leaf &= self.row_pages.flat[s][at] == pages
         if not self._is_all_needed[s]:
             is_of_leaf &= self._tree.is_needed[s][places, blocks]
@@ -250,50 +274,50 @@ class Publisher:
         self.row_pages.flat[s][at[is_unowned & ~is_of_leaf]] = 0
         pool.release_blocks(pages, groups)
 
-    def refresh(self, row: int) -> None:
+    def refresh_leaf(self, row: int) -> None:
         """Bring the node that grows with a row up to date, so that the pages of its full blocks are owned."""
         cursor = self._cursors[row]
         if cursor is not None and cursor.leaf is not None:
-            self._update(cursor.leaf)
+            self._update_leaf(cursor.leaf)
 
     def unfollow(self, row: int, *, retires: bool = False) -> int:
-        """Let a row's node be as its last commit left it; the row is not followed any more.
+        """Stop following a row: its leaf stays as its last commit left it.
 
         Args:
             row: The row.
-            retires: Whether to release the blocks of a lone group, the last one first, if all become findable only now.
+            retires: Whether to release the blocks of the only group too, if all of them become findable only now.
 
         Returns:
-            The first tokens of the row, whose blocks it released.
+            The number of the row's tokens whose blocks it released.
         """
         cursor, num_released = self._cursors[row], 0
         if cursor is not None and cursor.leaf is not None:
             leaf = cursor.leaf
             if retires and not leaf.stop:
-                num_released = self._retire(leaf, cursor)
+                num_released = self._publish_and_release(leaf, cursor)
             if not num_released:
-                self._update(leaf)
+                self._update_leaf(leaf)
             leaf.row = -1
             self.leaf_owner[row] = NO_OWNER
-            self._tree.trim(leaf)
+            self._tree.trim_node(leaf)
         if self.unreadable:
             self.unreadable.pop(row, None)
         self._cursors[row] = None
         self._next_publication[row] = NEVER
         return num_released
 
-    def _retire(self, leaf: PrefixNode, cursor: Cursor) -> int:
-        """Let all that a row computed in the only group become findable and be released, tail first.
+    def _publish_and_release(self, leaf: RadixNode, cursor: _Cursor) -> int:
+        """Publish and release all full blocks of a row in the only group, the last one first.
 
         Returns:
-            How many tokens that is; none where one of them cannot be read.
+            How many tokens they have; 0 if one of them cannot be read.
         """
         end = self._computed_of[leaf.row]
         end -= end % self._tree.unit
         if not end:
             return 0
         try:
-            leaf.tokens = as_bytes(cursor.tokens, 0, end)
+            leaf.tokens = bytearray(as_bytes(cursor.tokens, 0, end))
         except RequestError:
             return 0
         num_blocks = end // self._tree.sizes[0]
@@ -306,8 +330,8 @@ class Publisher:
             self._tree.on_stored(leaf, 0, end)
         return end
 
-    def _update(self, node: PrefixNode) -> None:
-        """Bring a node that grows with a row up to date."""
+    def _update_leaf(self, node: RadixNode) -> None:
+        """Bring the leaf of a running request up to date; other nodes are."""
         row = node.row
         if row < 0:
             return
@@ -325,7 +349,8 @@ class Publisher:
             added = as_bytes(cursor.tokens, node.stop, end)
         start, node.stop = node.stop, end
         is_new = start == node.start
-        node.tokens = added if is_new else node.tokens[: TOKEN_BYTES * (start - node.start)] + added
+        del node.tokens[TOKEN_BYTES * (start - node.start) :]
+        node.tokens += added
         for s, size in enumerate(self._tree.sizes):
             first, last = start // size, end // size
             new = self.row_pages.pages[s][:, row, first:last].copy()
@@ -347,11 +372,10 @@ class Publisher:
         if error is not None:
             self._stop_following(row, cursor, error)
 
-    def _freeze(self, node: PrefixNode) -> None:
-        """Let a node grow no more though its request runs on: something else comes after its tokens."""
-        self._update(node)
-        if node.row < 0:
-            # Its row is followed no more.
+    def _stop_growing(self, node: RadixNode) -> None:
+        """Let a node grow no longer, though its request runs on: it gets a child."""
+        self._update_leaf(node)
+        if node.row < 0:  # its tokens could not be read
             return
         cursor = self._cursors[node.row]
         assert cursor is not None
@@ -361,12 +385,12 @@ class Publisher:
         self.leaf_owner[node.row] = NO_OWNER
         node.row = -1
 
-    def forget(self) -> None:
-        """Forget every prefix; requests that run publish nothing any more. Whoever has the pool gives up the pages."""
+    def unfollow_all(self) -> None:
+        """Forget every prefix; running requests publish nothing more. The pool gives up the pages."""
         for row, cursor in enumerate(self._cursors):
             if cursor is not None:
                 self._cursors[row] = None
                 self._next_publication[row] = NEVER
         self.row_pages.clear_all()
         self.leaf_owner[...] = NO_OWNER
-        self._tree.forget()
+        self._tree.remove_all()
