@@ -35,7 +35,7 @@ from kvframe import Engine, RequestOutput, SamplingParams
 from kvframe.cache.events import CacheEvent
 from kvframe.cli.render import progress
 from kvframe.engine.core import STEP_FAILED
-from kvframe.errors import WrapperError
+from kvframe.errors import BackendError, WrapperError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # The mirror is the tests': no package has it.
 from tests.cache_mirror import Mirror
@@ -149,8 +149,9 @@ class Soak:
         try:
             return act()
         except (Exception, KeyboardInterrupt) as error:
-            self.counts.raised[type(error).__name__] += 1
-            if not isinstance(error, InjectedError | torch.OutOfMemoryError | WrapperError | KeyboardInterrupt):
+            cause = error.__cause__ if isinstance(error, BackendError) else error  # it says which backend failed
+            self.counts.raised[type(cause).__name__] += 1
+            if not isinstance(cause, InjectedError | torch.OutOfMemoryError | WrapperError | KeyboardInterrupt):
                 raise
             self._last_errors.add(STEP_FAILED)
             return None

@@ -227,7 +227,8 @@ def test_a_listener_that_raises_while_other_things_break_harms_nobody(
         broken = faults.Faults(engine)
         broken.arm("backend", 9)
         served = serve(engine, prompts)
-        assert (["InjectedError"], after + 1) == ([type(error).__name__ for error in served.errors], len(told))
+        assert (["BackendError"], after + 1) == ([type(error).__name__ for error in served.errors], len(told))
+        assert ["InjectedError"] == [type(error.__cause__).__name__ for error in served.errors]
         assert engine.on_cache_events is None
         assert_outlived(engine, prompts, expected, served)
 

@@ -205,7 +205,8 @@ def test_a_format_that_raises_ends_the_requests_of_the_step_and_nothing_is_left_
         monkeypatch.setattr(Faulty, name, value, raising=False)
     registry = load_plugins(plugins=[plugin("theirs", formats={"faulty": Faulty})]).registry
     with attrs.evolve(model, registry=registry).engine(backend="torch", format="faulty", max_num_seqs=2) as engine:
-        with pytest.raises(ValueError, match=f"{function} fails"):
+        said = rf"backend 'kvframe:torch', of layer .*: \w+\(\) failed in line \d+ of '{__name__}': Val.*: {function} f"
+        with pytest.raises(BackendError, match=said):
             engine.generate(PROMPTS, GREEDY)
         assert not engine.has_unfinished
         assert 0 == held_pages(engine)

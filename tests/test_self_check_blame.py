@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import attrs
 import pytest
 import torch
+from kvframe_mla.backend import MLABackend
 
 from kvframe import Engine, Stack
 from kvframe.attention.backend import KVCache
@@ -62,6 +65,13 @@ class ForgetsBlocks(MetadataWrapper):
         return attrs.evolve(metadata, block_table=torch.zeros_like(metadata.block_table))
 
 
+class WrongLatents(MLABackend):
+    def forward(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        return super().forward(layer, query, kv_cache, metadata, sinks).flip(1)
+
+
 BACKENDS = {"ignores_window": IgnoresWindow, "wrong_heads": WrongHeads, "wrong_at_layer_one": WrongAtLayerOne}
 
 
@@ -83,8 +93,8 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def engine_of(model: TinyModel, *rules: dict[str, Any]) -> Engine:
-    stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "rules": list(rules)})
+def engine_of(model: TinyModel, *rules: dict[str, Any], **tables: Any) -> Engine:
+    stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "rules": list(rules), **tables})
     layers = make_layer_specs(model.loaded.description, model.registry, stack, "float32")
     return Engine(model.loaded, layers, registry=model.registry, stack=stack)
 
@@ -140,6 +150,36 @@ def test_a_model_that_is_misread_is_blamed_itself(model: TinyModel) -> None:
             engine_of(model, {"layers": "*", "backend": "torch"})
     finally:
         loaded.description = description
+
+
+def test_a_model_that_is_wrong_only_when_it_is_compiled_is_to_be_left_uncompiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def miscompile(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        return lambda *given: [2 * each if each.is_floating_point() else each for each in graph(*given)]
+
+    model = TinyModel.save(tmp_path, "llama", num_hidden_layers=1)
+    monkeypatch.setattr(model.loaded, "compile", partial(model.loaded.compile, miscompile))
+    with pytest.raises(ModelError) as refused:
+        engine_of(model, engine={"compile": True})
+    name = model.loaded.description.name
+    expected = f"{name} passes its self-check only if it is not compiled: leave compile out of the stack"
+    assert expected == str(refused.value)
+    engine_of(model).close()
+
+
+def test_a_backend_that_the_reference_cannot_stand_for_is_named_beside_the_model(tmp_path: Path) -> None:
+    model = TinyModel.save(tmp_path, "minicpm3")
+    mine = plugin("mine", backends={"wrong_latents": WrongLatents})
+    model = attrs.evolve(model, registry=load_plugins(plugins=[mine]).registry)
+    with pytest.raises(ModelError) as refused:
+        engine_of(model, {"layers": "*", "backend": "wrong_latents"})
+    own, others = str(refused.value).split(". The fault may also be that of ")
+    assert "it attends in a way that its masks do not show" in own
+    assert others.startswith(
+        f"backend 'mine:wrong_latents', of layer '{LAYERS[0]}': it could not be compared with 'kvframe:torch_reference'"
+        ", which reads the state tensors k, v, not latent. The conformance kit says more: python -c"
+    )
 
 
 def test_the_model_has_its_own_attention_again_after_all_of_this(model: TinyModel) -> None:

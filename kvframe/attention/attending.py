@@ -13,6 +13,7 @@ from kvframe.attention.build import BuiltMetadata
 from kvframe.attention.group import AttentionGroup
 from kvframe.attention.relative_bias import RELATIVE_BIAS
 from kvframe.attention.slots import Slots
+from kvframe.attention.step_failures import step_failure
 from kvframe.errors import BackendError, PluginError
 from kvframe.foreign import call
 from kvframe.formats import PLAIN
@@ -94,7 +95,7 @@ class AttentionLayer:
 
         Raises:
             BackendError: The query has another number of rows than the layer's wrapper chain leaves, or the backend
-                returned something else than was agreed.
+                raised something (``failed``), or returned something else than was agreed (``wrong_output``).
         """
         built = self._step.built
         if query.shape[0] != built.num_rows:
@@ -106,11 +107,17 @@ class AttentionLayer:
         if self._writes and slots is not None:
             assert key is not None
             assert value is not None
-            self._backend.write_kv(key, value, self._kv_cache, slots)
+            try:
+                self._backend.write_kv(key, value, self._kv_cache, slots)
+            except Exception as error:
+                raise self._failure("write_kv", error) from error
         order = built.permutation
         if order is not None:
             query = query.index_select(0, order.tokens)
-        output = self._backend.forward(self._wrapped, query, self._kv_cache, built.metadata, sinks)
+        try:
+            output = self._backend.forward(self._wrapped, query, self._kv_cache, built.metadata, sinks)
+        except Exception as error:
+            raise self._failure("forward", error) from error
         if (
             getattr(output, "shape", None) != (query.shape[0], *self._head_shape)
             or output.dtype != query.dtype
@@ -118,6 +125,9 @@ class AttentionLayer:
         ):
             self._check_output(output, query)
         return output if order is None else output.index_select(0, order.inverse)
+
+    def _failure(self, method: str, error: Exception) -> Exception:
+        return step_failure(self._step.group.backend_name, [self.spec.name], method, error)
 
     def _check_output(self, output: Any, query: torch.Tensor) -> None:
         """Raise ``BackendError`` if a backend's output is not what was agreed."""

@@ -15,6 +15,7 @@ from kvframe.attention.identity import Identity
 from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.order import BatchOrder, Permutation, is_ordered, permute
 from kvframe.attention.returned import build_all, refresh_fields, replace_fields
+from kvframe.attention.step_failures import step_failure
 from kvframe.attention.trust import WrapperCall
 from kvframe.errors import BackendError
 
@@ -112,7 +113,8 @@ class MetadataPlan:
 
         Raises:
             WrapperError: A wrapper cannot take the step.
-            BackendError: What comes out of a chain is not causal, and its backend takes causal batches only.
+            BackendError: What comes out of a chain is not causal, and its backend takes causal batches only; or a
+                builder raised something (``failed``).
         """
         wrapped = list(metadata)
         for place, call in self._calls:
@@ -140,7 +142,13 @@ class MetadataPlan:
         return [found[key] for key in prepared.keys]
 
     def _finish(self, there: Mapping[Key, Any], refreshed: Mapping[Key, Key]) -> dict[Key, Any]:
-        finished = {key: self._builders[key[0]].finish(built) for key, built in there.items() if key not in refreshed}
+        finished = {}
+        for key, built in there.items():
+            if key not in refreshed:
+                try:
+                    finished[key] = self._builders[key[0]].finish(built)
+                except Exception as error:
+                    raise self._failure([key], "finish", error) from error
         for key in there.keys() & refreshed.keys():
             other, built = refreshed[key], there[key]
             if finished[other] is there[other]:
@@ -159,11 +167,23 @@ class MetadataPlan:
                 together.setdefault(type(self._builders[key[0]]), []).append(key)
         for builder_class, keys in together.items():
             pairs = [(self._builders[key[0]], needs[key].common) for key in keys]
-            built.update(zip(keys, build_all(builder_class, pairs), strict=True))
+            try:
+                built.update(zip(keys, build_all(builder_class, pairs), strict=True))
+            except Exception as error:
+                raise self._failure(keys, "build_together", error) from error
         for key, need in needs.items():
             if key in refreshed:
-                built[key] = refresh_fields(self._builders[key[0]], built[refreshed[key]], need.common)
+                try:
+                    built[key] = refresh_fields(self._builders[key[0]], built[refreshed[key]], need.common)
+                except Exception as error:
+                    raise self._failure([key], "refreshed_fields", error) from error
         return built
+
+    def _failure(self, keys: Sequence[Key], method: str, error: Exception) -> Exception:
+        """Return the error for what the builders of these needs raised."""
+        groups = [recipe.group for recipe in self._recipes if recipe.reuse in {key[0] for key in keys}]
+        layers = [layer.name for group in groups for layer in group.layers]
+        return step_failure(groups[0].backend_name, layers, f"its builder's {method}", error)
 
 
 Key = tuple[int, int]

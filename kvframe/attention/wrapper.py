@@ -17,8 +17,8 @@ from kvframe.attention.capture import GraphCapture
 from kvframe.attention.metadata import NO_EXTENSIONS, Axis, CommonAttentionMetadata, Extension
 from kvframe.attention.shapes import find_misfit
 from kvframe.attention.values import find_contradiction
-from kvframe.errors import PluginError, WrapperError
-from kvframe.foreign import call, safe_repr
+from kvframe.errors import KVFrameError, PluginError, WrapperError
+from kvframe.foreign import call, safe_repr, safe_text
 from kvframe.specs import LayerSpec
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class MetadataWrapper(ABC):
 
 WrapperChain = tuple[MetadataWrapper, ...]
 
-MISTAKES = frozenset({"changed_field", "lost_extension", "wrong_shape", "wrong_value"})
+MISTAKES = frozenset({"changed_field", "failed", "lost_extension", "wrong_shape", "wrong_value"})
 """Codes of the errors that a right wrapper never causes, whatever the step."""
 
 
@@ -180,7 +180,7 @@ def apply_wrapper(
             does not know (``unknown_field``, ``unknown_extension``). Or the wrapper makes a mistake: it changed a field
             or lost an extension that it declares to hand on (``changed_field``, ``lost_extension``), what it hands on
             has parts that do not go together (``wrong_shape``), or its numbers and host copies contradict each other
-            (``wrong_value``).
+            (``wrong_value``). Or it raised anything else (``failed``).
     """
     for field, default, code in _guarded_fields(type(wrapper)):
         if getattr(metadata, field) != default:
@@ -199,7 +199,12 @@ def apply_wrapper(
                 + f" the extension {name!r}; it takes {known or 'none'}",
                 code="unknown_extension" if use is None else "rejected_extension",
             )
-    wrapped = wrapper(metadata)
+    try:
+        wrapped = wrapper(metadata)
+    except KVFrameError:
+        raise
+    except Exception as error:
+        raise wrapper_mistake(wrapper, layers, f"failed: {safe_text(error)}", "failed") from error
     if wrapped is metadata:
         return wrapped
     if not isinstance(wrapped, CommonAttentionMetadata):

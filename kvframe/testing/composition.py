@@ -17,7 +17,7 @@ import attrs
 
 from kvframe.attention.backend import AttentionBackend, Capabilities
 from kvframe.attention.capture import GraphCapture
-from kvframe.attention.wrapper import WrapperChain, chain_capture
+from kvframe.attention.wrapper import MISTAKES, WrapperChain, chain_capture
 from kvframe.errors import FileError, PluginError, WrapperError
 from kvframe.files import as_text, check_place, read_bytes, write_text
 from kvframe.plugins import load_plugins
@@ -179,7 +179,7 @@ def _judge(
         for case in _cases(chain, label, layer, causal):
             check_backend(backend_class, attrs.evolve(case, form=form), device)
     except WrapperError as error:
-        return error.code, ""
+        return (WRONG, str(error)) if error.code in MISTAKES else (error.code, "")
     except ConformanceError as error:
         return WRONG, str(error)
     except Exception as error:

@@ -1,0 +1,32 @@
+"""Says which backend failed in a step, at which layer and in which line: its error has a text of its own only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from traceback import walk_tb
+
+import torch
+
+from kvframe.attention.capture import NotReplayableError
+from kvframe.errors import BackendError, KVFrameError, shown
+from kvframe.foreign import safe_text
+
+
+def step_failure(backend: str, layers: Sequence[str], method: str, error: Exception) -> Exception:
+    """Return the error that a backend's method ends a step with.
+
+    Args:
+        backend: The backend's registered name.
+        layers: The layers that it was called for.
+        method: What was called (``"forward"``).
+        error: What it raised. Returned as they are: errors of kvframe, and those that the capture of a graph handles.
+    """
+    if isinstance(error, KVFrameError | NotReplayableError | torch.OutOfMemoryError):
+        return error
+    others = f" and {len(layers) - 1} others" if len(layers) > 1 else ""
+    *_, (frame, line) = walk_tb(error.__traceback__)
+    return BackendError(
+        f"backend {backend!r}, of layer {layers[0]!r}{others}: {method}() failed in line {line} of "
+        f"{shown(frame.f_globals.get('__name__'))}: {safe_text(error)}",
+        code="failed",
+    )
