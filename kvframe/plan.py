@@ -204,9 +204,11 @@ class KVCachePlan:
         If it does, a request that runs alone gets the pages of every step, however its tokens are divided into steps of
         at most ``max_num_batched_tokens``, and whatever is cached besides.
 
-        If it does not, there is a division in which a step of a plan with one group gets none. Several groups may hold
-        most at different tokens, and types that store few blocks, such as states, count each block that a later request
-        may continue from: there, a little more than what fits may be served.
+        If it does not, there is a division in which a step gets none, if the plan has one group that attends, or groups
+        of full attention and of inputs alone. Other groups may hold most at different tokens. Beside full attention,
+        each is sure to hold one block less than is counted, those in chunks at the end of their next chunk; so as many
+        more tokens may be served as these blocks and the rest of the chunk leave room for. Types that store few blocks,
+        such as states, count each block that a later request may continue from, which a single run need not hold.
 
         Args:
             num_tokens: Its length at its end.

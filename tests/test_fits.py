@@ -1,22 +1,24 @@
 """What ``KVCachePlan.fits`` promises is served in any division into steps; one token more is not, in some.
 
-A plan counts for each group the most that it ever holds. If groups hold most at different tokens, less than a block of
-tokens more may be served. Of types that store few blocks, such as states, it counts those that a later request may
-continue from, wherever its tokens part: no single run needs all of them.
+A plan counts for each group the most that it ever holds. If groups hold most at different tokens, a little more may be
+served: what one block of each window and each state takes, and what comes until a chunk ends. Of types that store few
+blocks, such as states, it counts those that a later request may continue from, wherever its tokens part.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.errors import RequestError
 from kvframe.plan import KVCachePlan
-from kvframe.specs import KVCacheSpec
-from tests.plans import full, make_plan, masked, ranged, state
+from kvframe.specs import ENCODER, KVCacheSpec
+from tests.plans import encoder, full, make_plan, masked, ranged, state
 
 MAX_LEN = 40
 
@@ -40,8 +42,13 @@ specs = st.one_of(
 
 
 @st.composite
-def plans(draw: st.DrawFn, of: st.SearchStrategy[KVCacheSpec] = specs, most_groups: int = 3) -> KVCachePlan:
-    of_groups = draw(st.lists(of, min_size=1, max_size=most_groups))
+def plans(
+    draw: st.DrawFn,
+    of: st.SearchStrategy[KVCacheSpec] = specs,
+    most_groups: int = 3,
+    groups: Sequence[KVCacheSpec] = (),
+) -> KVCachePlan:
+    of_groups = groups or draw(st.lists(of, min_size=1, max_size=most_groups))
     plan = make_plan(
         *of_groups,
         num_slabs=draw(st.integers(1, 8)),
@@ -72,11 +79,14 @@ def divisions(num_tokens: int, most: int) -> Iterator[list[int]]:
         yield [first, *chunks(num_tokens - first, most)]
 
 
-def is_served(plan: KVCachePlan, division: Sequence[int], *, prefix_caching: bool = False) -> bool:
+def is_served(
+    plan: KVCachePlan, division: Sequence[int], *, prefix_caching: bool = False, encoder_len: int = 0
+) -> bool:
     """Return whether a lone request gets room for each of its steps."""
     manager = KVCacheManager(plan, max_num_seqs=1, prefix_caching=prefix_caching)
     tokens = [7] * sum(division)
-    computed = manager.start("one", tokens)
+    inputs = {ENCODER: InputSequence(encoder_len, b"audio")} if encoder_len else {}
+    computed = manager.start("one", tokens, inputs=inputs)
     for size in division:
         stop = max(computed, min(computed + size, len(tokens)))
         if not manager.extend("one", stop):
@@ -101,8 +111,11 @@ def test_what_fits_is_served_in_any_division_into_steps(plan: KVCachePlan, data:
         assert is_served(plan, division)
 
 
-def is_refused(plan: KVCachePlan, num_tokens: int) -> bool:
-    return any(not is_served(plan, division) for division in divisions(num_tokens, plan.max_num_batched_tokens))
+def is_refused(plan: KVCachePlan, num_tokens: int, encoder_len: int = 0) -> bool:
+    return any(
+        not is_served(plan, division, encoder_len=encoder_len)
+        for division in divisions(num_tokens, plan.max_num_batched_tokens)
+    )
 
 
 @settings(max_examples=40)
@@ -119,6 +132,44 @@ def test_of_groups_that_hold_most_at_different_tokens_one_block_more_is_not_serv
     num_tokens = longest(plan) + plan.alignment
     assume(num_tokens <= MAX_LEN)
     assert is_refused(plan, num_tokens)
+
+
+@settings(max_examples=40)
+@given(first=st.builds(full, sizes, heads), of_input=st.builds(encoder, sizes, heads), data=st.data())
+def test_beside_an_input_one_token_more_than_fits_is_not_served(
+    first: KVCacheSpec, of_input: KVCacheSpec, data: st.DataObject
+) -> None:
+    plan, encoder_len = data.draw(plans(groups=(first, of_input))), data.draw(st.integers(1, 24))
+    lens = {ENCODER: encoder_len}
+    num_tokens = sum(plan.fits(n, lens) for n in range(1, MAX_LEN + 1)) + 1
+    assume(num_tokens <= MAX_LEN)
+    assert is_refused(plan, num_tokens, encoder_len)
+    assert num_tokens == 1 or not is_refused(plan, num_tokens - 1, encoder_len)
+
+
+def least_held(plan: KVCachePlan, num_tokens: int) -> list[int]:
+    """Return the blocks of each group that some division needs at once: those of full attention, and of the others one
+    less than each ever holds."""
+    peaks = zip(plan.groups, plan.peak_blocks(num_tokens), strict=True)
+    return [blocks - (group.spec.kind != "full_attention") for group, blocks in peaks]
+
+
+@settings(max_examples=40)
+@given(first=st.builds(full, sizes, heads), others=st.lists(specs, min_size=1, max_size=2), data=st.data())
+def test_with_one_block_less_of_each_further_group_more_than_fits_is_not_served_at_the_end_of_a_chunk(
+    first: KVCacheSpec, others: list[KVCacheSpec], data: st.DataObject
+) -> None:
+    plan = data.draw(plans(groups=(first, *others)))
+    chunks = [group.spec.mask.chunk for group in plan.groups if group.spec.mask is not None and group.spec.mask.chunk]
+    beyond = (n for n in range(1, MAX_LEN + 1) if plan.num_slabs_for(least_held(plan, n)) > plan.num_slabs)
+    num_tokens = next(beyond, MAX_LEN) + math.lcm(*chunks) if chunks else next(beyond, MAX_LEN + 1)
+    assume(num_tokens <= MAX_LEN)
+    assert is_refused(plan, num_tokens)
+
+
+def test_a_chunk_that_ends_later_leaves_room_for_a_few_tokens_more() -> None:
+    plan = make_plan(full(1, 3), masked(4, chunk=16), num_slabs=6, max_model_len=40, max_num_batched_tokens=1)
+    assert [16, 17, 18, 19, 20] == [n for n in range(longest(plan), 30) if not is_refused(plan, n)]
 
 
 @settings(max_examples=40)
