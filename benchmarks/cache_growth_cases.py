@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 
 from cache_cases import BLOCK_SIZE, KVFRAME, VLLM, Case, Setting, Side, apart, decode, hybrid
+from cache_worst_cases import MAX_ROUNDS as MAX_ROUNDS
+from cache_worst_cases import chain, turns
 
 VLLM_DEFAULT = "vLLM, as it is set by default"
 SHARES = (0, 2, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
@@ -14,8 +16,6 @@ SHARES = (0, 2, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
 RANDOM_SHARES = (0, 1, 2, 5, 10, 20, 30, 50, 70, 90, 100)
 """Percent of the cached blocks that chance chooses."""
 NUM_DRAWS = 10
-MAX_ROUNDS = 14
-"""Requests grow in each round, in pools that are made for so many."""
 
 SPARE_BLOCKS = 64
 """Blocks of each layer beside those that the prompts fill: for the blocks that they begin."""
@@ -114,7 +114,21 @@ def standard_axes() -> tuple[Axis, ...]:
             "cached prompts with a common beginning",
             "8 requests of 512 tokens, a window of 256 and full attention; 8,192 tokens are in common, and the pool is "
             "full of cached blocks",
-            {size: _full_steps(size) for size in (4, 16, 64, 256, 1024)},
+            {size: _full_steps(size) for size in (10, 100, 1000, 10_000)},
+        ),
+        _axis(
+            "depth",
+            "blocks of a chain, with a branch at each",
+            "slowest step of 16 tokens of a request of 1,024; a window of 1,024 and full attention, and the pool is "
+            "full of cached blocks",
+            {size: chain(str(size), size, length=1024, chunk=BLOCK_SIZE) for size in (10, 100, 1000, 10_000)},
+        ),
+        _axis(
+            "turns",
+            "turns of a conversation whose reasoning is stripped",
+            "slowest of the 192 decode steps of a turn; a window of 1,024 and full attention, and the pool is full of "
+            "cached blocks",
+            {size: turns(str(size), size) for size in (10, 30, 100, 300, 1000)},
         ),
     )
 

@@ -112,12 +112,21 @@ def test_the_longest_prefix_whose_live_blocks_are_left(benchmark: Any) -> None:
 def test_pools_have_room_for_as_many_rounds_as_may_be_asked_for(benchmark: Any) -> None:
     cases = benchmark.cache_growth_cases
     for axis in cases.standard_axes():
-        for case in axis.cases.values():
+        for case in (each for each in axis.cases.values() if each.work == "Decode"):
             setting, sizes = case.sides[0].setting, case.sizes
             # One block of each request is filled before the rounds, two in each, one when calls are counted.
             most = -(-(sizes["length"] + 15) // 16) + sizes["num_cycles"] * cases.MAX_ROUNDS + 2
             assert sizes["num_requests"] * most * len(setting.windows) < setting.num_blocks, case.name
             assert 16 * most <= setting.max_model_len
+
+
+def test_the_tree_grows_in_depth_turns_and_width(benchmark: Any) -> None:
+    axes = {axis.name: axis for axis in benchmark.cache_growth_cases.standard_axes()}
+    widths = [case.sizes["num_branches"] for case in axes["branches"].cases.values()]
+    depths = [case.sizes["depth"] for case in axes["depth"].cases.values()]
+    turns = [case.sizes["num_turns"] for case in axes["turns"].cases.values()]
+    assert (10, 10_000) == (widths[0], widths[-1]) == (depths[0], depths[-1])
+    assert (10, 1000) == (turns[0], turns[-1])
 
 
 def test_each_value_of_a_size_is_measured_in_each_round(record: dict[str, Any]) -> None:
@@ -130,7 +139,7 @@ def test_each_value_of_a_size_is_measured_in_each_round(record: dict[str, Any]) 
 
 def test_where_many_prompts_go_on_from_one_each_step_gives_up_pages(benchmark: Any, engines: dict[str, Here]) -> None:
     (axis,) = (each for each in benchmark.cache_growth_cases.standard_axes() if each.name == "branches")
-    case, answers = axis.cases[16], engines["kvframe"].answers
+    case, answers = axis.cases[10], engines["kvframe"].answers
     question = {"side": "branches", "work": case.work, "sizes": case.sizes}
     answers({**question, "do": "set up", "setting": dataclasses.asdict(case.sides[1].setting)})
     work = answers._works["branches"]
