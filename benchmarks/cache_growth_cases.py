@@ -119,14 +119,14 @@ def standard_axes() -> tuple[Axis, ...]:
         _axis(
             "depth",
             "blocks of a chain, with a branch at each",
-            "slowest step of 16 tokens of a request of 1,024; a window of 1,024 and full attention, and the pool is "
+            "Slowest step of 16 tokens of a request of 1,024; a window of 1,024 and full attention, and the pool is "
             "full of cached blocks",
             {size: chain(str(size), size, length=1024, chunk=BLOCK_SIZE) for size in (10, 100, 1000, 10_000)},
         ),
         _axis(
             "turns",
             "turns of a conversation whose reasoning is stripped",
-            "slowest of the 192 decode steps of a turn; a window of 1,024 and full attention, and the pool is full of "
+            "Slowest of the 192 decode steps of a turn; a window of 1,024 and full attention, and the pool is full of "
             "cached blocks",
             {size: turns(str(size), size) for size in (10, 30, 100, 300, 1000)},
         ),

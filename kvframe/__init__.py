@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from kvframe.cache.keys import content_key as content_key
     from kvframe.cache.keys import prefix_key as prefix_key
     from kvframe.cache.manager import KVCacheManager as KVCacheManager
+    from kvframe.cache.pins import Pin as Pin
+    from kvframe.cache.stats import KVCacheStats as KVCacheStats
     from kvframe.engine.embedding import Embedder as Embedder
     from kvframe.engine.engine import Engine as Engine
     from kvframe.engine.pooling import EmbeddingOutput as EmbeddingOutput
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from kvframe.engine.request import SamplingParams as SamplingParams
     from kvframe.engine.runner import SkipPolicy as SkipPolicy
     from kvframe.errors import KVFrameError as KVFrameError
+    from kvframe.eviction import EvictionPolicy as EvictionPolicy
     from kvframe.groups import KVCacheGroup as KVCacheGroup
     from kvframe.groups import group_layers as group_layers
     from kvframe.groups import make_layer_specs as make_layer_specs
@@ -88,6 +91,7 @@ _HOME = {
     "Embedder": "engine.embedding",
     "EmbeddingOutput": "engine.pooling",
     "Engine": "engine.engine",
+    "EvictionPolicy": "eviction",
     "Extension": "attention.metadata",
     "FieldUse": "attention.wrapper",
     "FullAttentionSpec": "builtin.full_attention",
@@ -99,6 +103,7 @@ _HOME = {
     "KVCacheManager": "cache.manager",
     "KVCachePlan": "plan",
     "KVCacheSpec": "specs",
+    "KVCacheStats": "cache.stats",
     "KVCacheStorage": "attention.storage",
     "KVFrameError": "errors",
     "LayerDescription": "model.description",
@@ -107,6 +112,7 @@ _HOME = {
     "MetadataWrapper": "attention.wrapper",
     "ModelAdapter": "model.adapter",
     "ModelDescription": "model.description",
+    "Pin": "cache.pins",
     "Prompt": "engine.prompt",
     "QuerySpec": "specs",
     "Refusal": "attention.backend",

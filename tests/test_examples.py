@@ -41,6 +41,16 @@ def test_a_system_prompt_is_saved_in_one_process_and_loaded_in_another() -> None
     assert "the same token: True" == lines[3]
 
 
+def test_the_cache_manager_serves_a_batch_without_the_engine() -> None:
+    lines = run("manage_a_cache.py").splitlines()
+    # 443 tokens with those generated: 28 blocks, and of the window of 64 tokens the last five.
+    assert "pages held at the end: {'a0': [28, 5], 'a1': [28, 5], 'a2': [28, 5]}" == lines[0]
+    assert "tokens found: {'b0': 400, 'b1': 400, 'b2': 400}" == lines[3]
+    assert "400 tokens are pinned, in 29 pages" == lines[4]
+    assert "1200 of 2418 tokens were found, 0 pages were evicted" == lines[5]
+    assert len((EXAMPLES / "manage_a_cache.py").read_text(encoding="utf-8").splitlines()) <= 60
+
+
 def test_texts_are_embedded_as_transformers_does() -> None:
     output = run("embed_texts.py").splitlines()
     assert output[5].endswith("tokens of 4 texts in 1 steps, 0 cache bytes")
