@@ -55,6 +55,18 @@ def run_in(folder: Path, arguments: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
+def add_other_rows(record: dict[str, Any], older: Mapping[str, Any]) -> None:
+    """Add what an older record of the same two commits has besides, so that a record can be made in parts."""
+    if (record["before"], record["after"]) != (older["before"], older["after"]):
+        return
+    measured = {(row["title"], row["trace"], row["size"]) for row in record["rows"]}
+    others = [row for row in older["rows"] if (row["title"], row["trace"], row["size"]) not in measured]
+    titles, traces = [model.title for model in MODELS], list(TRACES)
+    rows = [*others, *record["rows"]]
+    record["rows"] = sorted(rows, key=lambda row: (titles.index(row["title"]), traces.index(row["trace"])))
+    record["sizes"] = sorted({row["size"] for row in rows}, reverse=True)
+
+
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page of a record."""
     lines = [
@@ -137,7 +149,10 @@ def main(
         ],
     }
     results.mkdir(parents=True, exist_ok=True)
-    (results / "compare_hits.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    file = results / "compare_hits.json"
+    if file.exists():
+        add_other_rows(record, json.loads(file.read_text(encoding="utf-8")))
+    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     (results / "compare_hits.md").write_text(write_report(record), encoding="utf-8")
     click.echo(write_report(record))
 

@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+def test_a_record_is_made_in_parts_of_the_same_two_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import compare_hits
+
+    def record(after: str, *rows: tuple[str, int, str]) -> dict[str, Any]:
+        made = [{"title": title, "trace": "constant", "size": size, "found": found} for title, size, found in rows]
+        return {"before": "1111111", "after": after, "sizes": [size for _, size, _ in rows], "rows": made}
+
+    older = record("2222222", ("Gemma 3 27B", 8, "old"), ("Llama 3.1 8B", 32, "old"))
+    newer = record("2222222", ("Gemma 3 27B", 8, "new"))
+    compare_hits.add_other_rows(newer, older)
+    found = [(row["title"], row["size"], row["found"]) for row in newer["rows"]]
+    assert [("Llama 3.1 8B", 32, "old"), ("Gemma 3 27B", 8, "new")] == found
+    assert [32, 8] == newer["sizes"]
+
+    of_another_commit = record("3333333", ("Gemma 3 27B", 8, "new"))
+    compare_hits.add_other_rows(of_another_commit, older)
+    assert 1 == len(of_another_commit["rows"])
 
 
 def test_a_run_says_what_was_found_and_the_page_shows_both(monkeypatch: pytest.MonkeyPatch) -> None:
