@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from kvframe.errors import KVFrameError, PluginError
@@ -51,7 +50,7 @@ def call(
         PluginError: It raised anything but ``passes`` and ``KeyboardInterrupt``.
     """
     try:
-        with _printing_to_stderr():
+        with _printing_to_stderr:
             return function(*args, **kwargs)
     except KeyboardInterrupt:
         raise
@@ -62,26 +61,28 @@ def call(
         raise PluginError(f"{what} failed: {explain_failed_import(error, text) or text}") from error
 
 
-_printing_lock = threading.Lock()
-_num_printing = 0
-_stdout: Any = None
+class _PrintingToStderr:
+    """Lets ``sys.stdout`` be ``sys.stderr`` while a block runs, in whatever order threads come and go."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._stdout: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._num_inside == 0:
+                self._stdout, sys.stdout = sys.stdout, sys.stderr
+            self._num_inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if self._num_inside == 0:
+                sys.stdout = self._stdout
 
 
-@contextmanager
-def _printing_to_stderr() -> Iterator[None]:
-    """Let ``sys.stdout`` be ``sys.stderr`` while the body runs, in whatever order threads come and go."""
-    global _num_printing, _stdout
-    with _printing_lock:
-        if _num_printing == 0:
-            _stdout, sys.stdout = sys.stdout, sys.stderr
-        _num_printing += 1
-    try:
-        yield
-    finally:
-        with _printing_lock:
-            _num_printing -= 1
-            if _num_printing == 0:
-                sys.stdout = _stdout
+_printing_to_stderr = _PrintingToStderr()
 
 
 def safe_text(error: BaseException) -> str:

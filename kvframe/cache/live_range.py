@@ -165,8 +165,9 @@ def _deaths_by_asking(answers: Answers, num_blocks: int, max_tokens: int) -> Pos
     size = answers.block_size
 
     def is_dead(block: int, n: int) -> bool:
+        first = block * size
         try:
-            return not any(start <= block < stop for start, stop in answers.live_blocks(n))
+            return not any(start < first + size and first < stop for start, stop in answers.live_ranges(n))
         except SpecError:  # no request gets further than to a wrong answer, so that it may keep all its blocks
             return False
 
