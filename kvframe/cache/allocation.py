@@ -73,17 +73,7 @@ class BlockAllocator:
         row_pages: RowPages | None,
         shared: SharedBlocks | None,
     ) -> None:
-        """Take pages from a pool.
-
-        Args:
-            plan: How long requests are.
-            kinds: Its groups.
-            pool: The pages.
-            tables: One block table per group.
-            numbers: What is counted of each row.
-            row_pages: Records which pages rows were given; None if they are never published.
-            shared: The blocks that forks share; None if there are no forks.
-        """
+        """Take pages from a pool. Without publishing there are no ``row_pages``, without forks nothing is ``shared``."""
         self._groups, self._sparse, self._of_tokens = kinds.groups, kinds.sparse, kinds.of_tokens
         self._asked = kinds.asked
         self._has_inputs = len(kinds.of_tokens) < len(kinds.groups)

@@ -49,15 +49,7 @@ class SharedBlocks:
         num_computed: npt.NDArray[np.int64],
         copier: PageCopier,
     ) -> None:
-        """Start with no row.
-
-        Args:
-            groups: The groups of requests' own tokens.
-            pool: The pages.
-            tables: One block table per group.
-            num_computed: ``[max_num_seqs], int64, host``: the computed tokens of each row, as they are at any time.
-            copier: Copies pages.
-        """
+        """Start with no row."""
         self._groups = tuple(groups)
         self._pool = pool
         self._tables = tables

@@ -34,12 +34,7 @@ class _Deaths:
     """
 
     def __init__(self, live: Sequence[tuple[int, LiveRange]], max_num_seqs: int) -> None:
-        """Start with every row at the beginning.
-
-        Args:
-            live: The places and live ranges of the groups in which blocks die.
-            max_num_seqs: Rows.
-        """
+        """Start with every row at the beginning."""
         self.places = np.array([place for place, _ in live], dtype=np.int64)
         # Many groups may have one live range, and share its list.
         kinds = list({id(each): each for _, each in live}.values())
@@ -118,16 +113,7 @@ class DeadBlocks:
         publisher: Publisher | None,
         allocator: BlockAllocator,
     ) -> None:
-        """Give pages back to a pool; every row is one without a token.
-
-        Args:
-            kinds: The groups.
-            pool: The pages.
-            tables: One block table per group.
-            numbers: What is counted of each row.
-            publisher: Keeps dead blocks findable; None if nothing does.
-            allocator: Works out a row's capacity anew when it loses a block that is not dead.
-        """
+        """Start with every row without a token; without a publisher no dead block stays findable."""
         self._sparse = kinds.sparse
         self._has_inputs = len(kinds.of_tokens) < len(kinds.groups)
         self._sparse_index = np.array([group.index for group in kinds.sparse], dtype=np.int64)[:, None]

@@ -1,8 +1,8 @@
-"""Live ranges as arrays: for each block of a group, from how many computed tokens on no token needs it.
+"""Live ranges as arrays: for each block of a group, the number of computed tokens from which on no token needs it.
 
-A cache spec says for one position what is live. What died stays dead, so one number for each block says the same for
-all positions, and a step compares it for many requests at once. If the live range has the form that the spec's mask
-names, a formula gives these numbers. Otherwise the spec is asked for each block, once, at set-up.
+A cache spec says which tokens are live at one position. A dead block stays dead, so one number for each block says the
+same for all positions, and a step compares it for many requests at once. If the spec's mask says the same as its live
+ranges, a formula gives these numbers. Otherwise the spec is asked for each block, once, at set-up.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cache manager: what the engine says of a request's life, in one verb for each event."""
+"""The cache manager: one verb for each event in a request's life, and what an engine asks of the cache."""
 
 from __future__ import annotations
 
@@ -71,16 +71,15 @@ class Entry:
 class KVCacheManager:
     """The request table of the cache.
 
-    Invariant: the pages that requests in the table and pins reference are exactly the held pages of the pool, and those
-    of requests that are swapped out are exactly the held pages of the host store. A request is never both.
+    Invariant: requests in the table and pins reference exactly the held pages of the pool, and swapped requests exactly
+    the held pages of the host memory. A request is in the table or swapped, never both.
 
-    What is asked of a request that is not in the table is refused with a ``RequestError`` (``unknown_id``), and changes
-    nothing.
+    A verb for a request that is not in the table raises a ``RequestError`` (``unknown_id``) and changes nothing.
 
     Attributes:
         plan: The plan that it manages.
         tables: One block table per group.
-        prefix_caching: Whether computed blocks become findable; off where there is nothing to cache.
+        prefix_caching: Whether computed blocks become findable; False if there is nothing to cache.
     """
 
     def __init__(
@@ -98,15 +97,15 @@ class KVCacheManager:
 
         Args:
             plan: What was allocated.
-            max_num_seqs: The most requests at a time.
+            max_num_seqs: The most requests in the table at a time.
             prefix_caching: Whether computed blocks become findable by later requests.
-            host_pages: Where requests are swapped to; None if they cannot be.
+            host_pages: The host memory that requests are swapped to; None if there is none.
             copier: Copies pages within the pool, for ``fork``; None if there are no forks.
-            audited: Whether to ``audit`` after every verb, to find out which one breaks the cache.
-            eviction: Who says which cached pages are given up first; the longest unused unless given.
+            audited: Whether to ``audit`` after every verb, to find the one that breaks the cache.
+            eviction: Says which cached pages are evicted first; the least recently used unless given.
 
         Raises:
-            PluginError: The eviction policy does not answer as it has to.
+            PluginError: The eviction policy gives a wrong answer.
         """
         self.plan = plan
         self.prefix_caching = prefix_caching and bool(plan.groups)
@@ -171,12 +170,13 @@ class KVCacheManager:
 
         Args:
             request_id: Its name; not in the table.
-            token_ids: Its tokens so far. They are read again as it runs: whoever adds tokens adds them here, and those
-                that are computed stay as they are. Each is in ``[0, 2**32)``; ``array("I", ...)`` is read fastest.
-            salt: It shares blocks only with requests of the same salt: whatever the state of tokens depends on besides
-                (a tenant, an adapter of the weights) belongs into it.
+            token_ids: Its tokens so far. They are read again while the request runs: the caller appends tokens to this
+                sequence, and does not change computed ones. Each is in ``[0, 2**32)``; ``array("I", ...)`` is read
+                fastest.
+            salt: The request shares blocks only with requests of the same salt. It names all that the state of tokens
+                depends on besides, such as a tenant or an adapter of the weights.
             use_prefix: Whether to look for a cached prefix, and for cached inputs.
-            inputs: What it brings beside its tokens, by the name of the sequence, each within the plan's
+            inputs: What the request brings beside its tokens, by the name of the sequence, each within the plan's
                 ``max_input_lens``. It shares blocks of tokens only with requests of equal inputs.
 
         Returns:
@@ -185,8 +185,8 @@ class KVCacheManager:
         Raises:
             RequestError: There is a request of that name (``duplicate_id``), no row is free (``no_row``), there are no
                 tokens (``empty_prompt``) or more than the plan is for (``too_long``), an input is too long
-                (``input_too_long``), the salt is not Unicode text (``bad_salt``), or a token that is read is none
-                (``bad_token``); nothing changed.
+                (``input_too_long``), the salt is not Unicode text (``bad_salt``), or a token that is read is not a
+                token id (``bad_token``); nothing changed.
             SpecError: A spec answers wrongly at the end of what is cached; nothing changed.
         """
         check_name(request_id)
@@ -198,7 +198,7 @@ class KVCacheManager:
         hit, num_asked = NO_HIT, 0
         if self.prefix_caching and use_prefix:
             num_asked = len(token_ids)
-            hit = self._lookup.find(namespace, token_ids, num_asked, of_inputs)
+            hit = self._lookup.find_prefix(namespace, token_ids, num_asked, of_inputs)
         row = self._free_rows[-1]
         self._coordinator.start_row(row, hit, of_inputs)
         self._take_row()
@@ -209,19 +209,19 @@ class KVCacheManager:
         return hit.num_tokens
 
     def fork(self, request_id: str, new_id: str, token_ids: Sequence[int]) -> None:
-        """Take a request into the table that goes on from where another one is, holding the same pages.
+        """Take a request into the table that continues from another one, referencing the same pages.
 
-        A page that is not full is copied as soon as one of them makes room to write into it. It may be called between
-        steps, and before one that the other one has room for: then the new one has to make room before that step is
-        computed. What is left over of the other's room stays its own.
+        A shared page that is not full is copied when one of the two requests is extended to write into it. A fork may
+        be made between steps. It may also be made before a step that the first request is extended for: then the new
+        request must be extended before that step is computed. Blocks without a computed token stay the first one's.
 
         Args:
             request_id: A request in the table; its inputs are computed.
-            new_id: The name of the new one; not in the table.
-            token_ids: The tokens of the new one. Those that are computed of the other one are the same.
+            new_id: The name of the new request; not in the table.
+            token_ids: The tokens of the new request. They begin with the computed tokens of the first one.
 
         Raises:
-            RequestError: The other one cannot be forked (``no_fork``), there is a request of the new name
+            RequestError: The first one cannot be forked (``no_fork``), there is a request of the new name
                 (``duplicate_id``), or no row is free (``no_row``); nothing changed.
         """
         check_name(request_id)
@@ -235,7 +235,7 @@ class KVCacheManager:
             )
             raise cannot_fork(request_id, where)
         if not self._can_fork:
-            raise cannot_fork(request_id, "nobody copies pages that forks share; make the manager with a copier")
+            raise cannot_fork(request_id, "its manager has no copier for shared pages; make the manager with one")
         if self.missing_inputs(request_id):
             raise cannot_fork(request_id, "its inputs are not computed; commit its first tokens before")
         entry, row = self._entries[request_id], self._free_rows[-1]
@@ -261,7 +261,7 @@ class KVCacheManager:
         return no_free_row(self._max_num_seqs)
 
     def find(self, token_ids: Sequence[int], *, salt: str = "", inputs: Mapping[str, InputSequence] = NO_INPUTS) -> int:
-        """Return how many tokens ``start`` would find of such a request; it takes and changes nothing.
+        """Return how many tokens ``start`` would find cached; nothing changes.
 
         Raises:
             RequestError: As ``start``, of tokens, salt and inputs.
@@ -270,17 +270,17 @@ class KVCacheManager:
         if not self.prefix_caching:
             return 0
         namespace = (salt, inputs_root(inputs) if inputs else b"")
-        return self._lookup.find(namespace, token_ids, len(token_ids)).num_tokens
+        return self._lookup.find_prefix(namespace, token_ids, len(token_ids)).num_tokens
 
     def missing_inputs(self, request_id: str) -> frozenset[str]:
         """Return the inputs of a request whose state the next step has to compute; none after its first ``commit``."""
         return self._coordinator.state(self._entry(request_id).row).missing
 
     def has_room(self, request_id: str, num_tokens: int) -> bool:
-        """Return whether the pool could give now all that a request takes up to ``num_tokens`` tokens.
+        """Return whether the pool has all pages that a request takes up to ``num_tokens`` tokens.
 
-        Whoever computes a prompt in parts asks before the first one: a request that has room for it alone takes pages
-        from others until it has to give all of them back.
+        A scheduler that computes a prompt in chunks asks this before the first chunk. Otherwise a request could start
+        that has to be preempted before its prompt is computed.
         """
         row = self._entry(request_id).row
         check_count("num_tokens", num_tokens)
@@ -289,10 +289,10 @@ class KVCacheManager:
         return self._coordinator.allocator.could_allocate(row, num_tokens, self.plan.max_num_batched_tokens)
 
     def extend(self, request_id: str, num_tokens: int) -> bool:
-        """Make room for a request's tokens ``[0, num_tokens)`` and, the first time, for all of its inputs.
+        """Allocate blocks for a request's tokens ``[0, num_tokens)`` and, the first time, for all of its inputs.
 
         Returns:
-            False, and nothing changed, if the pool cannot give the pages now.
+            False, and nothing changed, if the pool has too few pages now.
 
         Raises:
             RequestError: The plan is for fewer tokens (``too_long``); nothing changed.
@@ -303,17 +303,17 @@ class KVCacheManager:
         return self._coordinator.extend_row(row, check_count("num_tokens", num_tokens))
 
     def extend_rows(self, rows: Rows, num_tokens: npt.NDArray[np.int64]) -> bool:
-        """Make room for many requests at once: what ``extend`` does, for all of them or for none.
+        """Allocate blocks for many requests at once: what ``extend`` does, for all of them or for none.
 
         Args:
             rows: ``[n], int64, host``: their rows, each once.
-            num_tokens: ``[n], int64, host``: the tokens to make room for, those before them included.
+            num_tokens: ``[n], int64, host``: of each, the number of its first tokens that get blocks.
 
         Returns:
-            False, and nothing changed, if the pool cannot give the pages now.
+            False, and nothing changed, if the pool has too few pages now.
 
         Raises:
-            RequestError: As of ``extend``, of any of them, or one is no request's row or comes twice (``bad_rows``);
+            RequestError: As ``extend``, for any of them; or a row is not a request's, or comes twice (``bad_rows``);
                 nothing changed.
             RuntimeError: Likewise.
         """
@@ -321,19 +321,19 @@ class KVCacheManager:
         return self._coordinator.extend_rows(rows, num_tokens)
 
     def commit(self, request_id: str, token_ids: Sequence[int], num_computed: int) -> None:
-        """Take note that the state of tokens ``[0, num_computed)`` is computed, and that of the request's inputs.
+        """Record that a request's tokens ``[0, num_computed)``, and its inputs, are computed.
 
-        Blocks that became full become findable; blocks that no later token needs are released.
+        Full blocks become findable; blocks that no later token needs are released.
 
         Args:
             request_id: A request in the table.
-            token_ids: Its tokens, at least ``num_computed`` of them: those that it started with, and others after them.
-            num_computed: How many are computed; fewer than there was room made for where tokens were refused.
+            token_ids: Its tokens, at least ``num_computed`` of them, beginning with those that it started with.
+            num_computed: How many are computed; fewer than it was extended for if draft tokens were rejected.
 
         Raises:
-            RequestError: There was no room made for so many (``no_room_made``); nothing changed.
-            RequestError: One of the tokens is none, or is not there (``bad_token``). They are read when somebody needs
-                them, by this verb or before it. All else is done: only, nothing is found of them from there on.
+            RequestError: It was not extended for so many (``no_room_made``); nothing changed.
+            RequestError: A token is not a token id, or is missing (``bad_token``). Tokens are read when they are
+                needed, by this verb or before it. All else is done: only blocks from this token on are not findable.
         """
         entry = self._entry(request_id)
         check_count("num_computed", num_computed)
@@ -349,20 +349,20 @@ class KVCacheManager:
         if self._events is not None:
             self._publisher.refresh_leaf(entry.row)
         if self._publisher.unreadable:
-            self._tell_unreadable([entry.row])
+            self._raise_unreadable([entry.row])
 
     def commit_rows(self, rows: Rows, num_computed: npt.NDArray[np.int64]) -> None:
-        """Take note of what is computed of many requests: what ``commit`` does, for each of them.
+        """Record what is computed of many requests: what ``commit`` does, for each of them.
 
-        Their tokens are read from what they started with.
+        Their tokens are read from the sequences that they started with.
 
         Args:
             rows: ``[n], int64, host``: their rows, each once.
             num_computed: ``[n], int64, host``.
 
         Raises:
-            RequestError: As of ``commit``, of any of them, or one is no request's row or comes twice (``bad_rows``);
-                nothing changed. Of a token that is none, once; all else is done.
+            RequestError: As ``commit``, for any of them; or a row is not a request's, or comes twice (``bad_rows``);
+                nothing changed. A wrong token raises once; all else is done.
         """
         check_rows(rows, num_computed, self._is_taken)
         self._coordinator.check_commit(rows, num_computed)
@@ -373,17 +373,17 @@ class KVCacheManager:
             for row in rows.tolist():
                 self._publisher.refresh_leaf(row)
         if self._publisher.unreadable:
-            self._tell_unreadable(rows.tolist())
+            self._raise_unreadable(rows.tolist())
 
-    def _tell_unreadable(self, rows: Sequence[int]) -> None:
+    def _raise_unreadable(self, rows: Sequence[int]) -> None:
         for row in rows:
             if row in self._publisher.unreadable:
                 request_id = next(name for name, entry in self._entries.items() if entry.row == row)
                 raise unreadable_tokens(request_id, self._publisher.unreadable.pop(row))
 
     def _first_commit(self, entry: Entry) -> None:
-        """Count a request's lookup, and publish its inputs, as soon as it runs."""
-        self._lookup.count(entry.uncounted, entry.asked_tokens, self._lookups)
+        """Count a request's lookup, and publish its inputs, when its first tokens are computed."""
+        self._lookup.count_hit(entry.uncounted, entry.asked_tokens, self._lookups)
         if self._counts_uses:
             for pages in entry.uncounted.found_pages(self.plan):
                 self._pool.count_uses(pages)
@@ -398,7 +398,7 @@ class KVCacheManager:
         Its findable blocks stay cached until they are evicted.
 
         Returns:
-            False, and nothing changed, if the host has no room for all of them.
+            False, and nothing changed, if the host memory has too few free pages.
 
         Raises:
             RuntimeError: A copy failed; nothing changed.
@@ -407,27 +407,27 @@ class KVCacheManager:
         stored = self._swapper.swap_out_row(entry.row)
         if stored is None:
             return False
-        self._leave(request_id)
+        self._remove_entry(request_id)
         self._swapped[request_id] = (entry, stored)
         return True
 
     def swap_in(self, request_id: str, num_tokens: int, *, use_prefix: bool = True) -> bool:
-        """Take a request that is swapped out into the table again, as it was, with room for tokens ``[0, num_tokens)``.
+        """Take a swapped request into the table again, as it was, with blocks for its tokens ``[0, num_tokens)``.
 
-        Its pages come back to where the pool has room for them; their bytes are equal.
+        Its pages may get other block ids; their bytes are equal.
 
         Args:
             request_id: A request that is swapped out.
-            num_tokens: The tokens to make room for, those that it has room for included.
-            use_prefix: Whether to reference its own published blocks where they, or equal ones, can be found.
+            num_tokens: The tokens to allocate blocks for, its computed ones included.
+            use_prefix: Whether to reference its own published blocks, or equal ones, that are still cached.
 
         Returns:
-            False, and nothing changed, if the pool cannot give the pages now.
+            False, and nothing changed, if the pool has too few pages now.
 
         Raises:
             RequestError: It is not swapped out (``not_swapped``), no row is free (``no_row``), or the plan is for fewer
                 tokens (``too_long``); nothing changed.
-            RuntimeError: A copy failed; the request is still swapped out, and holds nothing of the pool.
+            RuntimeError: A copy failed; the request is still swapped out, and has no page of the pool.
         """
         check_name(request_id)
         if request_id not in self._swapped:
@@ -446,23 +446,23 @@ class KVCacheManager:
         if self.prefix_caching:
             self._fresh[row] = entry
             if entry.num_resets == self._num_resets:
-                # Its next commit offers all its blocks again: what was found by their keys may have been evicted.
+                # Its next commit publishes all its blocks again: some of them may have been evicted.
                 self._publisher.follow(row, entry.namespace, entry.token_ids, 0, NO_MATCH)
         return True
 
     def free(self, request_id: str) -> None:
-        """Take a request out of the table, or give up its copy in host memory.
+        """Take a request out of the table, or release the copy of a swapped one.
 
-        The findable blocks of one in the table stay cached until they are evicted.
+        Findable blocks of a request in the table stay cached until they are evicted.
         """
         check_name(request_id)
         if request_id in self._swapped:
             _, stored = self._swapped.pop(request_id)
             self._swapper.release_copies(stored)
         else:
-            self._leave(request_id)
+            self._remove_entry(request_id)
 
-    def _leave(self, request_id: str) -> None:
+    def _remove_entry(self, request_id: str) -> None:
         row = self._entry(request_id).row
         del self._entries[request_id]
         self._fresh.pop(row, None)
@@ -477,28 +477,28 @@ class KVCacheManager:
         return self._entries[request_id]
 
     def reset_prefix_cache(self) -> None:
-        """Give up every cached page, those of pins too, and make held ones unfindable.
+        """Evict every cached page, those of pins too, and make held ones unfindable.
 
-        What runs now publishes nothing any more.
+        Requests that run now publish nothing more.
         """
         self._pins.unpin_all()
         if self._events is not None:
             self._events.cleared()
-        self._cache.forget()
+        self._cache.clear()
         self._num_resets += 1
 
     def resize(self, num_slabs: int) -> bool:
-        """Have more or fewer slabs, whose bytes are there (after it, those that go are nobody's).
+        """Have more or fewer slabs; the caller allocates their bytes before, and frees them after.
 
-        Slabs are added, and go, at the end of the pool. Cached pages of those that go are given up. What was left over
-        behind the last one becomes part of a slab, or goes likewise.
+        Slabs are added, and removed, at the end of the pool. Cached pages of removed slabs are evicted. The pages after
+        the last slab become part of a slab, or are removed too.
 
         Args:
-            num_slabs: How many there are to be; requests that run have to fit in them.
+            num_slabs: The number of slabs afterwards; running requests have to fit into them.
 
         Returns:
-            False, and nothing changed, if somebody holds a page of a slab that would go, or a request of the greatest
-            length would not have room beside what is pinned.
+            False, and nothing changed, if a page of a slab to be removed is held, or a request of the greatest length
+            would not fit beside pinned pages.
         """
         check_count("num_slabs", num_slabs, least=len(self.plan.groups))
         if num_slabs > self.plan.most_slabs:
@@ -523,24 +523,24 @@ class KVCacheManager:
         inputs: Mapping[str, InputSequence] = NO_INPUTS,
         checks_room: bool = True,
     ) -> Pin:
-        """Keep the longest cached prefix of tokens, all of them at most, and what is cached of a request's inputs.
+        """Keep the longest cached prefix of tokens, all of them at most, and the cached inputs.
 
-        Nothing of it is evicted until ``unpin``, or until the cache is reset.
+        No page of it is evicted until ``unpin``, or until the cache is reset.
 
         Args:
             token_ids: The tokens.
             salt: As for ``start``.
             inputs: As for ``start``.
-            checks_room: Whether it is refused where requests lack room then; to be turned off only for a pin that is
-                gone before the next ``extend``.
+            checks_room: Whether a pin is refused that leaves too few pages for a request; turn this off only for a pin
+                that is released before the next ``extend``.
 
         Raises:
-            RequestError: A lone request of the plan's greatest length would not have room beside all pins any more
-                (``no_room``); nothing changed.
+            RequestError: A lone request of the plan's greatest length would not fit beside all pins (``no_room``);
+                nothing changed.
         """
         # An input can be pinned without a token.
         self._check_prompt(token_ids, salt, inputs, least=0)
-        return self._pins.pin(self._cache.find_all(token_ids, salt, inputs), checks_room=checks_room)
+        return self._pins.pin(self._cache.find_whole_prefix(token_ids, salt, inputs), checks_room=checks_room)
 
     def restore(
         self,
@@ -551,10 +551,10 @@ class KVCacheManager:
         salt: str = "",
         inputs: Mapping[str, InputSequence] = NO_INPUTS,
     ) -> Pin | None:
-        """Take a prefix in whose pages lie elsewhere, as if it had been computed here, and keep it until ``unpin``.
+        """Cache a prefix whose pages are outside of the pool, as if it had been computed here, and pin it.
 
-        The table must have a free row. Whether requests have room beside the pin is not looked at: it is for the time
-        until all of several prefixes are restored, in which nothing runs.
+        The table must have a free row. The pin may leave too few pages for a request: release it when all of several
+        prefixes are restored, before a request runs.
 
         Args:
             token_ids: Its tokens, whole blocks in every group.
@@ -564,13 +564,13 @@ class KVCacheManager:
             inputs: As for ``start``.
 
         Returns:
-            None, and nothing changed, if the pool cannot give the pages now.
+            None, and nothing changed, if the pool has too few pages now.
 
         Raises:
             RequestError: No row is free (``no_row``), or the plan is for fewer tokens (``too_long``) or shorter inputs
-                (``input_too_long``), a token is none (``bad_token``), or the copies are not those of each group
-                (``bad_copies``); nothing changed.
-            Exception: What ``fetch`` raises; nothing can be found that could not before.
+                (``input_too_long``), a token is not a token id (``bad_token``), or the copies are not those of each
+                group (``bad_copies``); nothing changed.
+            Exception: What ``fetch`` raises; nothing changed.
         """
         if not self._free_rows:
             raise no_free_row(self._max_num_seqs)
@@ -578,35 +578,35 @@ class KVCacheManager:
         row, places = self._free_rows[-1], check_copies(copies, len(self.plan.groups))
         if not self._swapper.restore_prefix(row, token_ids, places, fetch, salt=salt, inputs=inputs):
             return None
-        return self._pins.pin(self._cache.find_all(token_ids, salt, inputs), checks_room=False)
+        return self._pins.pin(self._cache.find_whole_prefix(token_ids, salt, inputs), checks_room=False)
 
     def unpin(self, pin: Pin) -> None:
-        """Let go of a pin; its pages stay cached until they are evicted. Nothing if it is not held any more."""
+        """Release a pin; its pages stay cached until they are evicted. A pin that is not held stays as it is."""
         self._pins.unpin(pin)
 
-    # --- who wants to know --------------------------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------------------------------
 
     def record_events(self, secret: bytes) -> EventLog:
-        """Begin to record what becomes findable and what is no more, from what can be found now.
+        """Begin to record which blocks become findable and which are removed; those findable now come first.
 
         Args:
             secret: 32 bytes, for the keys of blocks (``kvframe.cache.keys``).
 
         Returns:
-            The events: whoever asked takes them from it. Nothing goes to a log that was there before.
+            The log, from which the caller takes events. An earlier log gets no more events.
         """
         if not isinstance(secret, bytes) or len(secret) != KEY_BYTES:
             raise RequestError(f"the secret must be {KEY_BYTES} bytes, not {safe_repr(secret)}", code="bad_secret")
         self._events = EventLog(self.plan.groups, self._tree, secret)
-        self._cache.tell(self._events)
+        self._cache.log_events_to(self._events)
         return self._events
 
     def stop_events(self) -> None:
-        """Record no events any more."""
+        """Stop recording events."""
         self._events = None
-        self._cache.tell(None)
+        self._cache.log_events_to(None)
 
-    # --- what is there ------------------------------------------------------------------------------------------------
+    # --- the state of the cache ---------------------------------------------------------------------------------------
 
     def row(self, request_id: str) -> int:
         """Return a request's row in every block table."""
@@ -628,7 +628,7 @@ class KVCacheManager:
 
     @property
     def eviction(self) -> EvictionPolicy:
-        """Who says which cached pages are given up first: LRU if the policy was set aside."""
+        """The policy that says which cached pages are evicted first: LRU if another one was set aside."""
         return self._pool.eviction
 
     @property
@@ -637,14 +637,14 @@ class KVCacheManager:
         return sum(self._pool.blocks_held)
 
     def published(self) -> Iterator[tuple[int, int]]:
-        """Go through the pages that can be found: the group and block id of each."""
+        """Go through the findable pages: the group and block id of each."""
         return self._cache.published()
 
     def audit(self) -> None:
-        """Check that all pages there are, are free, held or cached, and counted right, and rows too; it takes long.
+        """Check that every page is free, held or cached, and that pages and rows are counted right; it takes long.
 
         Raises:
-            AssertionError: They are not.
+            AssertionError: It is not so; the text says what is wrong.
         """
         taken = [entry.row for entry in self._entries.values()]
         num_blocks, num_computed = self._coordinator.num_blocks, self._coordinator.num_computed
@@ -654,14 +654,14 @@ class KVCacheManager:
 
     @property
     def stats(self) -> KVCacheStats:
-        """What the cache did so far, as a copy."""
+        """Counts of what the cache did so far, as a copy."""
         return KVCacheStats.of(self.plan.groups, self._lookups, self._pool, self._swapper.host_pool)
 
     @property
     def on_pages_freed(self) -> Callable[[int, list[int]], None] | None:
-        """Called with a group and block ids whenever the content of pages ends; None for nobody.
+        """A function that is called with a group and block ids when the content of pages ends, or None.
 
-        One that raises is logged, and called no more.
+        If it raises, this is logged, and it is not called again.
         """
         return self._pool.on_pages_freed
 

@@ -1,4 +1,4 @@
-"""The prefix cache: the pool of pages and what finds published pages in it, made to fit each other."""
+"""The prefix cache: the block pool and the indexes that find published pages in it, as one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvframe.plan import KVCachePlan
 
 @attrs.frozen
 class _Keepers:
-    """Tells the publisher of a page, the tree or the index of inputs, that it was evicted."""
+    """Passes an eviction to the index that the page's group is in: the radix tree or the index of inputs."""
 
     of_group: tuple[Keeper, ...]
 
@@ -35,16 +35,16 @@ class _Keepers:
 
 
 class PrefixCache:
-    """Makes the pool, the tree of prefixes and the index of inputs, which need each other, and acts on them as one.
+    """The block pool, the radix tree and the index of inputs, which need each other.
 
-    Invariant: a page can be found through its owner in the pool and nobody else.
+    Invariant: a page is found only through its owner in the pool.
 
     Attributes:
         pool: The pages.
-        tree: Where published blocks of tokens are found.
-        publisher: Who puts blocks of tokens there as requests compute them.
-        inputs: Where those of inputs are.
-        lookup: Finds what all groups have.
+        tree: Finds published blocks of tokens.
+        publisher: Publishes blocks of tokens as requests compute them.
+        inputs: Finds published blocks of inputs.
+        lookup: Finds the longest prefix that all groups have.
     """
 
     def __init__(
@@ -59,16 +59,8 @@ class PrefixCache:
     ) -> None:
         """Start with an empty pool.
 
-        Args:
-            plan: What was allocated.
-            kinds: Its groups.
-            num_computed: ``[max_num_seqs], int64, host``: the computed tokens of each row, as they are at any time.
-            next_publication: Likewise, the computed tokens from which on the publisher has to be called; it sets them.
-            is_caching: Whether anybody publishes pages.
-            eviction: Who says which cached pages are given up first; the longest unused unless given.
-
         Raises:
-            PluginError: The eviction policy does not answer as it has to.
+            PluginError: The eviction policy gives a wrong answer.
         """
         self.tree = RadixTree(kinds.live, kinds.stacks, plan.max_model_len)
         self.publisher = Publisher(self.tree, num_computed, next_publication)
@@ -84,43 +76,30 @@ class PrefixCache:
         self._input_groups = tuple(group for group in plan.groups if group.is_of_input)
         self._is_caching = is_caching
 
-    def find_all(self, token_ids: Sequence[int], salt: str, inputs: Mapping[str, InputSequence]) -> PrefixHit:
-        """Return what is cached of tokens, up to all of them, and of inputs.
-
-        Args:
-            token_ids: The tokens.
-            salt: Whom they are shared with.
-            inputs: Likewise, by what is brought beside them.
-        """
+    def find_whole_prefix(self, token_ids: Sequence[int], salt: str, inputs: Mapping[str, InputSequence]) -> PrefixHit:
+        """Return what is cached of tokens, the last one included, and of inputs."""
         if not self._is_caching:
             return NO_HIT
         of_inputs = input_blocks(self._input_groups, inputs, salt)
-        # As of a request with a token more: the last one is always left out.
-        return self.lookup.find((salt, inputs_root(inputs)), token_ids, len(token_ids) + 1, of_inputs)
+        # A lookup leaves out a request's last token: here that is one more.
+        return self.lookup.find_prefix((salt, inputs_root(inputs)), token_ids, len(token_ids) + 1, of_inputs)
 
-    def forget(self) -> None:
-        """Give up every cached page, and make held ones unfindable."""
+    def clear(self) -> None:
+        """Evict every cached page, and make held ones unfindable."""
         self.pool.unpublish_all()
         self.publisher.unfollow_all()
         self.inputs.forget()
 
     def resize(self, plan: KVCachePlan) -> bool:
-        """Have more or fewer slabs; cached pages of those that go are given up.
-
-        Args:
-            plan: The plan, the same but for the number of slabs.
+        """Have the slabs of another plan, which differs in their number only; evict cached pages of removed slabs.
 
         Returns:
-            False, and nothing changed, if somebody holds a page of a slab that would go.
+            False, and nothing changed, if a page of a slab to be removed is held.
         """
         return not plan.groups or self.pool.resize(plan, _reserve(plan))
 
-    def tell(self, log: EventLog | None) -> None:
-        """Tell a log what can be found now, and from now on what becomes findable and what is no more.
-
-        Args:
-            log: The only one that is told; None for nobody.
-        """
+    def log_events_to(self, log: EventLog | None) -> None:
+        """Log what is findable now, and from now on what becomes findable and what is removed; None stops it."""
         if log is None:
             self.tree.on_stored = self.inputs.on_stored = self.pool.on_removed = None
             return
@@ -131,7 +110,7 @@ class PrefixCache:
         self.tree.on_stored, self.inputs.on_stored, self.pool.on_removed = log.stored, log.stored_input, log.removed
 
     def published(self) -> Iterator[tuple[int, int]]:
-        """Go through the pages that can be found: the group and block id of each."""
+        """Go through the findable pages: the group and block id of each."""
         for node in self.tree.walk():
             for pages, groups in zip(node.pages, self.tree.groups, strict=True):
                 for group, row in zip(groups, pages, strict=True):
@@ -143,10 +122,10 @@ class PrefixCache:
 
         Args:
             plan: The plan.
-            held: ``[n], int32, host``: the pages that somebody holds, each as often as it has holders.
+            held: ``[n], int32, host``: the pages that are held, each as often as it is referenced.
 
         Raises:
-            AssertionError: It is not so; the text says what.
+            AssertionError: It is not so; the text says what is wrong.
         """
         audit_pool(self.pool, plan, held)
         if self._is_caching:
@@ -154,5 +133,5 @@ class PrefixCache:
 
 
 def _reserve(plan: KVCachePlan) -> int:
-    """Return the idle slabs that a lone request of the greatest length is promised."""
+    """Return the idle slabs that the plan promises to a lone request of the greatest length."""
     return min(plan.num_slabs_for(group.peak_blocks for group in plan.groups), plan.num_slabs)

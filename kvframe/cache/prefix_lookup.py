@@ -1,4 +1,4 @@
-"""Prefix lookups: how much of a request is cached already, over any number of groups, and which group had less."""
+"""Prefix lookups: how much of a request is cached, over any number of groups, and which group limits the hit."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _NONE: Mapping[Any, Any] = MappingProxyType({})
 
 @attrs.define(eq=False)
 class PrefixHit:
-    """What of a request is cached: the longest prefix that every group can continue from, and its inputs.
+    """What is cached of a request: the longest prefix that every group can continue from, and its inputs.
 
     Attributes:
         num_tokens: Tokens that need not be computed.
         stacks: Per table stack ``[num_groups, num_blocks], int32``: the pages of a prefix at least as long, 0 for none;
-            what is live of it is there.
-        place: For each group of tokens, its table stack, and which of the stack's it is.
+            every live block has a page.
+        place: For each group of tokens, its table stack, and which of the stack's groups it is.
         inputs: For each input that is cached as a whole, the pages of all its blocks, per group.
-        branch: The longest prefix that an earlier request had too, where a type that stores few blocks may have kept
-            nothing of it, so that it has to be computed again; 0 if the hit is as long.
+        branch: The longest prefix of an earlier request, if it is longer than the hit: a type that stores few blocks
+            kept none there, so that it is computed again; otherwise 0.
         match: How far the tokens are known.
-        found: Per group of tokens, stack by stack, the tokens that it alone could have continued from; empty where
-            nothing is known.
+        found: Per group of tokens, stack by stack, the tokens that it alone could have continued from; empty if nothing
+            is known.
         limiting: The groups that had less than others.
         of_inputs: What was found of each input in each of its groups.
     """
@@ -60,11 +60,7 @@ class PrefixHit:
         return pages
 
     def found_pages(self, plan: KVCachePlan) -> Iterator[Pages]:
-        """Go through the pages that a request holds that begins with this hit.
-
-        Args:
-            plan: The groups.
-        """
+        """Go through the pages that a request references when it begins with this hit."""
         for index in self.place if self.num_tokens else ():
             pages = self.pages(index)
             for start, stop in plan.groups[index].answers.live_blocks(self.num_tokens):
@@ -74,21 +70,14 @@ class PrefixHit:
 
 
 NO_HIT = PrefixHit()
-"""Nothing is cached, or nothing was looked for."""
+"""Nothing is cached, or nothing was looked up."""
 
 
 class PrefixLookup:
     """Finds prefixes and inputs. It asks no spec for its type."""
 
     def __init__(self, plan: KVCachePlan, kinds: GroupKinds, tree: RadixTree, inputs: InputIndex) -> None:
-        """Look into what is published.
-
-        Args:
-            plan: The plan.
-            kinds: Its groups.
-            tree: The prefixes.
-            inputs: The inputs.
-        """
+        """Look into a radix tree and an index of inputs."""
         self._tree = tree
         self._inputs = inputs
         self._stacks = [[plan.groups[group] for group in groups] for groups in tree.groups]
@@ -102,16 +91,16 @@ class PrefixLookup:
         self._ends_with_match = any(needs_last)
         self._ends_with_pages = self._ends_with_match and not all(needs_last)
 
-    def find(
+    def find_prefix(
         self, namespace: Namespace, tokens: Sequence[int], num_tokens: int, inputs: Sequence[InputBlocks] = ()
     ) -> PrefixHit:
-        """Return what is cached of a request's inputs and of its tokens, the last one left out.
+        """Return what is cached of a request's inputs and of its tokens but the last one.
 
-        A hit at ``n`` needs exactly the live range at ``n``, in every group. An input needs all its blocks, in every
-        group that keeps state of it.
+        A hit of ``n`` tokens needs exactly the blocks that are live at ``n``, in every group. An input needs all its
+        blocks, in every group that keeps state of it.
 
         Args:
-            namespace: Whom it shares with.
+            namespace: The requests that it shares blocks with have the same.
             tokens: Its tokens.
             num_tokens: How many of them there are, at least one.
             inputs: Its inputs.
@@ -155,20 +144,20 @@ class PrefixLookup:
         ]
 
     def _limiting(self, of_stack: Sequence[Pages], found: Sequence[int], hit: int) -> list[int]:
-        """Return the groups for which it is that no hit has as many tokens as another group has."""
+        """Return the groups that could not continue from a longer prefix, though another group could."""
         longer = [other for other in set(found) if other > hit]
         held = zip(self._groups, self._held(of_stack), strict=True)
         return [group for group, (live, row) in held if any(self._lacks(live, row, other) for other in longer)]
 
     def _lacks(self, live: LiveRange, pages: Pages, num_tokens: int) -> bool:
-        """Return whether it is for a group that no hit has so many tokens."""
+        """Return whether a group cannot continue from so many tokens."""
         if num_tokens % self._alignment:
-            # Nobody keeps what is needed there only, as the blocks of some end elsewhere.
+            # No hit of all groups ends here. A group whose blocks end elsewhere cannot continue from it.
             return num_tokens % live.block_size > 0
         return live.longest_prefix(pages, num_tokens) < num_tokens
 
-    def count(self, hit: PrefixHit, num_tokens: int, totals: Sequence[GroupLookups]) -> None:
-        """Add what a lookup of so many tokens found to the totals of each group."""
+    def count_hit(self, hit: PrefixHit, num_tokens: int, totals: Sequence[GroupLookups]) -> None:
+        """Add the hit of a lookup of so many tokens to the totals of each group."""
         for group in self._groups:
             totals[group].asked_tokens += num_tokens
         if not hit.found and not hit.of_inputs:
@@ -184,7 +173,7 @@ class PrefixLookup:
     def _find_inputs(
         self, inputs: Sequence[InputBlocks]
     ) -> tuple[dict[str, dict[int, Pages]], list[tuple[int, GroupLookups]]]:
-        """Return the pages of the inputs that are cached as a whole, and what was found of each in each group."""
+        """Return the pages of completely cached inputs, and what was found of each input in each group."""
         found = {each.group: self._inputs.find(each) for each in inputs}
         some = {each.sequence for each in inputs if found[each.group] is not None}
         lacking = {each.sequence for each in inputs if found[each.group] is None}

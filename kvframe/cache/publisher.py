@@ -62,13 +62,7 @@ class Publisher:
         num_computed: npt.NDArray[np.int64],
         next_publication: npt.NDArray[np.int64],
     ) -> None:
-        """Follow no row yet.
-
-        Args:
-            tree: The tree.
-            num_computed: ``[max_num_seqs], int64, host``: the computed tokens of each row, as they are at any time.
-            next_publication: Likewise, the computed tokens from which on ``publish_row`` must be called; set here.
-        """
+        """Follow no row yet."""
         self._tree = tree
         tree.catch_up = self._update_leaf
         self.row_pages = tree.row_pages

@@ -109,13 +109,7 @@ class RadixTree:
     """
 
     def __init__(self, live: Mapping[int, LiveRange], stacks: Sequence[TableStack], max_tokens: int) -> None:
-        """Start with no prefix.
-
-        Args:
-            live: When the blocks of each group of tokens die.
-            stacks: The block tables of these groups.
-            max_tokens: The tokens of the longest request.
-        """
+        """Start with no prefix."""
         self.unit = math.gcd(*(stack.block_size for stack in stacks)) if stacks else 1
         self.sizes = tuple(stack.block_size for stack in stacks)
         self.place = {group: (s, g) for s, stack in enumerate(stacks) for g, group in enumerate(stack.groups)}

@@ -28,12 +28,7 @@ class RowPages:
     """
 
     def __init__(self, live: Mapping[int, LiveRange], stacks: Sequence[TableStack]) -> None:
-        """Start with none.
-
-        Args:
-            live: When the blocks of each group of tokens die.
-            stacks: The block tables of these groups.
-        """
+        """Start with none."""
         self.is_table = tuple(all(live[group].never_dies for group in stack.groups) for stack in stacks)
         self.pages = tuple(
             stack.ids if is_table else np.zeros_like(stack.ids)
