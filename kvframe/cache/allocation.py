@@ -73,7 +73,7 @@ class BlockAllocator:
         row_pages: RowPages | None,
         shared: SharedBlocks | None,
     ) -> None:
-        """Take pages from a pool. Without publishing there are no ``row_pages``, without forks nothing is ``shared``."""
+        """Take pages from a pool; without publishing there are no ``row_pages``, without forks nothing is shared."""
         self._groups, self._sparse, self._of_tokens = kinds.groups, kinds.sparse, kinds.of_tokens
         self._asked = kinds.asked
         self._has_inputs = len(kinds.of_tokens) < len(kinds.groups)
