@@ -124,6 +124,10 @@ class BlockAllocator:
         capacity = np.full(len(rows), self._max_tokens)
         for part in self._dense:
             np.minimum(capacity, self._num_blocks[part.groups[0], rows] * part.block_size, out=capacity)
+        self._set_capacity(rows, capacity)
+
+    def _set_capacity(self, rows: Rows, capacity: Counts) -> None:
+        """Set the capacity of rows: what is given for dense groups, or less if other groups or inputs lack a block."""
         for group in self._sparse:
             ids, current = self._tables[group.index].ids, self._num_computed[rows] // group.block_size
             has_page = ids[rows, np.minimum(current, ids.shape[1] - 1)] != 0
@@ -216,7 +220,6 @@ class BlockAllocator:
             if len(each.blocks):
                 self._write(each, its_pages)
         self._count_blocks(rows, num_tokens)
-        self.note_capacity(rows)
         if self._shared is not None and self._shared.rows:
             self._shared.release_copied(shared, rows)
         return [its_pages[0] for its_pages in pages[num_plain + len(shared) :]]
@@ -308,13 +311,20 @@ class BlockAllocator:
                 self._row_pages.record_group(group, new.rows, new.blocks, of_group)
 
     def _count_blocks(self, rows: Rows, num_tokens: Counts) -> None:
-        """Note how many blocks rows have now."""
-        for part in (*self._dense, *(self._part_of[group.index] for group in self._sparse)):
-            need = (num_tokens + (part.block_size - 1)) // part.block_size
-            self._num_blocks[part.where, rows] = np.maximum(need, self._num_blocks[part.groups[0], rows])
+        """Note how many blocks rows have now, and for how many tokens they lack none."""
+        capacity = np.full(len(rows), self._max_tokens)
+        for part in self._dense:
+            counts = (num_tokens + (part.block_size - 1)) // part.block_size
+            np.maximum(counts, self._num_blocks[part.groups[0], rows], out=counts)
+            self._num_blocks[part.where, rows] = counts
+            np.minimum(capacity, counts * part.block_size, out=capacity)
+        for group in self._sparse:
+            counts = (num_tokens + (group.block_size - 1)) // group.block_size
+            self._num_blocks[group.index, rows] = np.maximum(counts, self._num_blocks[group.index, rows])
         for row in rows.tolist() if self._has_inputs else ():
             for each in self._states[row].inputs:
                 self._blocks_of[each.group, row] = each.num_blocks
+        self._set_capacity(rows, capacity)
 
     def _num_right(self, num_tokens: int) -> int:
         """Return up to which token, ``num_tokens`` at most, the types that are asked answer rightly."""
