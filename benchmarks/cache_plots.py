@@ -29,14 +29,16 @@ def plot_growth(axes: Mapping[str, Any], path: Path) -> None:
     figure, places = _figure(len(axes))
     for place, axis in zip(places, axes.values(), strict=False):
         values = [int(value) for value in axis["points"]]
+        slowest = 0.0
         for side in next(iter(axis["points"].values()))["sides"]:
             turns = [[1e6 * each for each in point["sides"][side]["seconds"]] for point in axis["points"].values()]
             middle = [statistics.median(each) for each in turns]
             style = STYLES.get(side, OTHER_STYLE)
             place.loglog(values, middle, label=side, **style)
             ends = [*map(min, turns)], [*map(max, turns)]
+            slowest = max(slowest, *ends[1])
             place.fill_between(values, *ends, color=style["color"], alpha=0.15, linewidth=0)
-        place.set(xlabel=axis["title"], ylabel="µs a step", ylim=(1, None))
+        place.set(xlabel=axis["title"], ylabel="µs a step", ylim=(1, 2 * slowest))
         place.set_title(_wrapped(axis["words"]), fontsize=7)
     _finish(figure, places, len(axes), path)
 
