@@ -132,7 +132,7 @@ def evict(manager: KVCacheManager, group: int, page: int) -> None:
 def evict_all(manager: KVCacheManager) -> None:
     """Give up every cached page."""
     for group in range(len(manager.plan.groups)):
-        manager._pool.evict_group(group, manager._pool.blocks_cached[group])
+        manager._pool.evict_first(group, manager._pool.num_cached)
 
 
 def branch(manager: KVCacheManager, name: str) -> int:

@@ -107,12 +107,9 @@ TORCH_FREE = (
 )
 USE_NUMPY = (
     "kvframe.cache.block_table",
-    "kvframe.cache.eviction",
     "kvframe.cache.free_list",
+    "kvframe.cache.eviction",
     "kvframe.cache.slabs",
-    "kvframe.cache.due",
-    "kvframe.cache.owners",
-    "kvframe.cache.page_counts",
     "kvframe.cache.block_pool",
     "kvframe.cache.live_range",
     "kvframe.cache.row_pages",

@@ -44,15 +44,15 @@ def lose_a_free_page(manager: KVCacheManager) -> None:
 
 
 def list_a_free_page_twice(manager: KVCacheManager) -> None:
-    manager._pool._free.give(manager._pool.free_blocks()[:1])
+    manager._pool._free.free_cached(manager._pool.free_blocks()[:1])
 
 
 def give_a_held_page(manager: KVCacheManager) -> None:
-    manager._pool._free.give(held(manager))
+    manager._pool._free.free_cached(held(manager))
 
 
 def give_a_cached_page(manager: KVCacheManager) -> None:
-    manager._pool._free.give(cached(manager._pool))
+    manager._pool._free.free_cached(cached(manager._pool))
 
 
 def cache_a_held_page(manager: KVCacheManager) -> None:
@@ -64,7 +64,7 @@ def hold_once_too_often(manager: KVCacheManager) -> None:
 
 
 def forget_an_owner(manager: KVCacheManager) -> None:
-    manager._pool._owners.forget()
+    manager._pool._owner[:] = 0
 
 
 def own_a_free_page(manager: KVCacheManager) -> None:
@@ -72,15 +72,15 @@ def own_a_free_page(manager: KVCacheManager) -> None:
 
 
 def miscount_the_cached(manager: KVCacheManager) -> None:
-    manager._pool.counts._cached[0] += 1
+    manager._pool.num_cached += 1
 
 
 def miscount_the_held(manager: KVCacheManager) -> None:
-    manager._pool.counts._held[0] -= 1
+    manager._pool._held[0] -= 1
 
 
 def miscount_bytes(manager: KVCacheManager) -> None:
-    manager._pool.counts.held_bytes -= 1
+    manager._pool.held_bytes -= 1
 
 
 def lose_a_row(manager: KVCacheManager) -> None:
@@ -163,7 +163,7 @@ def test_many_rows_are_audited_at_once() -> None:
     manager = make_manager(*ONE_SIZE, audited=True)
     rows = np.array([manager.row("here")])
     assert manager.extend_rows(rows, np.array([20]))
-    manager._pool.counts._held[0] += 1
+    manager._pool._held[0] += 1
     with pytest.raises(AssertionError, match=r"^the cache is broken after 'commit_rows': held pages are miscounted$"):
         manager.commit_rows(rows, np.array([10]))
 

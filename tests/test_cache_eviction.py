@@ -50,7 +50,7 @@ def test_a_prefix_is_given_up_from_its_end() -> None:
     found = []
     for _ in range(16):
         found.append(manager.find([*tokens, 1]))
-        manager._pool.evict_group(0, 1)
+        manager._pool.evict_first(0, 1)
     assert list(range(64, 0, -4)) == found
     assert 0 == manager.find([*tokens, 1])
 
@@ -64,9 +64,9 @@ def test_what_comes_after_a_lost_block_is_found_again_when_the_block_is_computed
     assert 40 == manager.start("a", [*shared, 1])
     page = manager.block_ids("a")[0][2]
     manager.free("a")
-    before = manager._pool.blocks_cached
+    before = manager._pool.count_cached()
     evict(manager, 0, page)
-    assert [before[0] - 1, before[1]] == manager._pool.blocks_cached
+    assert [before[0] - 1, before[1]] == manager._pool.count_cached()
     assert [8, 8, 8] == [manager.find(tokens) for tokens in prompts]
     assert 8 == serve(manager, shared)
     assert [60, 60, 60] == [manager.find(tokens) for tokens in prompts]
@@ -119,7 +119,10 @@ def cost_of_eviction(manager: KVCacheManager) -> float:
     most, pool = 0.0, manager._pool
     while pool.num_cached:
         before = pool.num_cached
-        calls = num_calls(partial(pool.evict_any, 1, 0))
+        # Of blocks that were released together, those of the last group first.
+        first = [(pool.first_priority(group), -group) for group in range(len(manager.plan.groups))]
+        _, group = min((priority, group) for priority, group in first if priority is not None)
+        calls = num_calls(partial(pool.evict_first, -group, 1))
         most = max(most, calls / max(1, before - pool.num_cached))
     manager.audit()
     return most
@@ -152,7 +155,8 @@ def test_evicting_a_page_costs_the_same_in_deep_trees(specs: list[KVCacheSpec]) 
             serve(manager, [*history, *[3 * turn + 1] * 16])
             history += [3 * turn + 2] * 8
         costs.append(cost_of_eviction(manager))
-    assert costs[0] >= costs[1]
+    # With some pages their node is removed, which is a call or two; the trees differ in depth by a factor of eight.
+    assert 1.1 * costs[0] >= costs[1]
 
 
 def test_a_lost_block_costs_the_continuations_that_need_it() -> None:
@@ -172,7 +176,7 @@ def test_a_lost_block_costs_the_continuations_that_need_it() -> None:
 def test_a_block_that_no_hit_can_need_is_not_kept(spec: KVCacheSpec) -> None:
     manager = make_manager(full(), spec)
     serve(manager, list(range(32)))
-    assert [8, 4 if spec.mask is not None and spec.mask.chunk else 0] == manager._pool.blocks_cached
+    assert [8, 4 if spec.mask is not None and spec.mask.chunk else 0] == manager._pool.count_cached()
     assert 32 == manager.find([*range(32), 1])
 
 
@@ -183,9 +187,9 @@ def test_an_input_of_which_a_part_is_lost_is_evicted_in_all_groups() -> None:
     manager.commit("a", [1, 2], 2)
     page = manager.block_ids("a")[2][3]
     manager.free("a")
-    assert [0, 3, 5] == manager._pool.blocks_cached
+    assert [0, 3, 5] == manager._pool.count_cached()
     evict(manager, 2, page)
-    assert [0, 0, 0] == manager._pool.blocks_cached
+    assert [0, 0, 0] == manager._pool.count_cached()
     manager.audit()
 
 
@@ -194,7 +198,7 @@ def test_blocks_that_end_together_nowhere_are_not_kept() -> None:
     manager = make_manager(masked(5, window=8), state(2**30), masked(3, window=8))
     serve(manager, list(range(40)))
     assert 0 == manager.find([*range(40), 1])
-    assert [0, 0, 0] == manager._pool.blocks_cached
+    assert [0, 0, 0] == manager._pool.count_cached()
 
 
 def test_a_longer_unused_prefix_is_given_up_before_a_shorter_unused_one() -> None:
@@ -236,7 +240,7 @@ def test_after_a_reset_nothing_is_found_and_what_ran_publishes_nothing() -> None
     manager.commit("a", tokens, 30)
     manager.free("a")
     assert 0 == manager.find([*tokens, 1])
-    assert [0, 0] == manager._pool.blocks_cached
+    assert [0, 0] == manager._pool.count_cached()
     assert 0 == serve(manager, tokens)
     assert 28 == manager.find([*tokens, 1])
 
@@ -266,9 +270,9 @@ def test_stale_entries_of_the_queues_are_left_out(monkeypatch: pytest.MonkeyPatc
     manager = make_manager(full(), state())
     for _ in range(40):
         serve(manager, list(range(30)))
-        assert manager._pool._cached.num_entries <= 2 * sum(manager._pool.blocks_cached) + 8 + 16
+        assert manager._pool._queue.num_entries <= 2 * sum(manager._pool.count_cached()) + 8 + 16
     evict_all(manager)
-    assert [0, 0] == manager._pool.blocks_cached
+    assert [0, 0] == manager._pool.count_cached()
 
 
 @pytest.mark.parametrize("specs", [[full()], [full(), masked(window=9)]])

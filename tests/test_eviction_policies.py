@@ -94,20 +94,6 @@ class Overheard(EvictionPolicy):
         return dues
 
 
-class Recorder:
-    """A keeper that takes down what it loses."""
-
-    def __init__(self) -> None:
-        self.pages: list[int] = []
-
-    def lost_all(self, owner: int, group: int, num_pages: int) -> bool:
-        """Say that it wants to know which."""
-        return False
-
-    def lost(self, owner: int, group: int, indices: npt.NDArray[np.int32]) -> None:
-        self.pages += indices.tolist()
-
-
 class Order:
     """A pool and, beside it, a list of what is cached, sorted anew whenever a page is given up."""
 
@@ -116,8 +102,10 @@ class Order:
         self.is_lru = policy is LRU
         self.policy = policy if self.is_lru else Overheard(policy)
         self.plan = make_plan(*specs, num_slabs=200)
-        self.keeper = Recorder()
-        self.pool = BlockPool(self.plan, keeper=self.keeper, eviction=self.policy)
+        self.evicted: list[int] = []
+        self.pool = BlockPool(
+            self.plan, on_evicted=lambda owner, group, pages: self.evicted.extend(pages.tolist()), eviction=self.policy
+        )
         self.held: dict[int, int] = {}
         self.cached: dict[int, tuple[int, int, int, int]] = {}
         self.num_releases = 0
@@ -129,7 +117,7 @@ class Order:
         counts = [self.draw.randint(0, 3) for _ in self.plan.groups]
         taken = self.pool.allocate_blocks(counts)
         assert taken is not None
-        assert not self.keeper.pages
+        assert not self.evicted
         self.pool.publish_blocks(1, taken, taken)
         groups = [group for group, count in enumerate(counts) for _ in range(count)]
         self.held.update(zip(taken.tolist(), groups, strict=True))
@@ -168,17 +156,17 @@ class Order:
         """Give up pages of one group, or of any, and compare with the list."""
         count, group = self.draw.randint(1, 4), self.draw.randrange(len(self.plan.groups))
         # Where any page serves any group there is one order for all of them.
-        is_any = FreeList.fit(self.plan)
+        is_any = FreeList.fits(self.plan)
         due = sorted((key, page) for page, key in self.cached.items() if is_any or key[3] == group)
         expected = [page for _, page in due[:count]]
         if is_any:
-            self.pool.evict_any(count, 0)
+            self.pool.evict_first(0, count)
         else:
             # The built-in way counts time in releases.
             assert self.pool.first_priority(group) == (due[0][0][self.is_lru] if due else None)
-            self.pool.evict_group(group, count)
-        assert expected == self.keeper.pages
-        self.keeper.pages.clear()
+            self.pool.evict_first(group, count)
+        assert expected == self.evicted
+        self.evicted.clear()
         for page in expected:
             del self.cached[page]
 
@@ -238,7 +226,7 @@ def test_lru_in_a_policys_way_through_the_pool_is_lru(specs: list[KVCacheSpec]) 
     hits = [[serve(manager, prompt) for manager in managers] for prompt in draw.choices(prompts, k=300)]
     built_in, by_policy = np.array(hits).sum(axis=0).tolist()
     assert managers[0].stats.num_evictions > 100
-    if FreeList.fit(plan):
+    if FreeList.fits(plan):
         assert managers[0].stats == managers[1].stats
     else:
         # A slab is due when its last cached page is. The built-in way goes by its last page, be it cached or not.
@@ -369,8 +357,8 @@ def test_a_policy_that_fails_later_is_set_aside_and_the_cache_goes_on_by_lru(
     assert set(lru.published()) == set(failed.published())
     (record,) = caplog.records
     assert record.getMessage() == (
-        "eviction policy 'failing': due() failed: ZeroDivisionError: late; it is set aside, and cached pages are "
-        "given up by when they were used last"
+        "eviction policy 'failing': due() failed: ZeroDivisionError: late; it is set aside, and the least "
+        "recently used blocks are evicted first"
     )
 
 
@@ -386,14 +374,14 @@ class NewestFirst(EvictionPolicy):
 
 def test_many_pages_that_are_taken_again_and_again_leave_few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvframe.cache.block_pool._MAX_STALE", 8)
-    monkeypatch.setattr("kvframe.cache.due._SPARE", 8)
+    monkeypatch.setattr("kvframe.cache.slabs._MAX_STALE", 8)
     plan = make_plan(*SPECS_OF_POOLS[2], num_slabs=60)
     manager = KVCacheManager(plan, max_num_seqs=1, eviction=OftenUsedLast())
     for _ in range(60):
         serve(manager, list(range(30)))
     pool: Any = manager._pool
-    assert pool._cached.num_entries <= 2 * manager._pool.num_cached + 8 + 16
-    assert len(pool._free._order) <= 2 * manager.plan.num_slabs + 8
+    assert pool._queue.num_entries <= 2 * manager._pool.num_cached + 8 + 16
+    assert len(pool._free._idle_order) <= 2 * manager.plan.num_slabs + 8
 
 
 # --- the kit ----------------------------------------------------------------------------------------------------------

@@ -1,61 +1,60 @@
-"""Counts of pages, of few groups and of many: one number each, or arrays."""
+"""The block pool's counts: blocks and bytes that are held, now and at most, and cached blocks, of each group."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvframe.cache.page_counts import PageCounts
+from kvframe.cache.block_pool import BlockPool
+from tests.plans import full, make_plan, masked
 
-PAGE_BYTES = (100, 30, 7)
-GROUPS = st.integers(0, len(PAGE_BYTES) - 1)
-PAGES = st.lists(st.tuples(GROUPS, st.booleans()), min_size=1, max_size=6)
-
-
-def said(counts: PageCounts) -> tuple[object, ...]:
-    """Return what it says of the first groups, and of all together."""
-    few = len(PAGE_BYTES)
-    of_each = counts.held[:few], counts.peak_held[:few], counts.cached[:few]
-    return (*of_each, counts.num_cached, counts.held_bytes, counts.peak_held_bytes)
+SPECS = (full(), masked(window=9), masked(2, 3, window=5))
+GROUPS = st.integers(0, len(SPECS) - 1)
+BLOCKS = st.lists(st.tuples(GROUPS, st.booleans()), min_size=1, max_size=6)
 
 
-@given(batches=st.lists(PAGES, min_size=1, max_size=8), num_more=st.sampled_from([0, 20]))
-def test_pages_are_counted_through_their_lives_however_many_groups_there_are(
-    batches: list[list[tuple[int, bool]]], num_more: int
-) -> None:
-    counts = PageCounts([*PAGE_BYTES, *[1] * num_more])
-    held, cached = [0, 0, 0], [0, 0, 0]
+def make_pool() -> tuple[BlockPool, list[int]]:
+    """Return a pool of three groups, and the bytes of a block of each."""
+    plan = make_plan(*SPECS, num_slabs=60)
+    return BlockPool(plan, on_evicted=lambda owner, group, indices: None), [group.page_bytes for group in plan.groups]
+
+
+@settings(deadline=None, derandomize=True)
+@given(batches=st.lists(BLOCKS, min_size=1, max_size=8))
+def test_blocks_are_counted_as_held_then_as_cached_or_free(batches: list[list[tuple[int, bool]]]) -> None:
+    pool, page_bytes = make_pool()
+    held, cached, released = [0, 0, 0], [0, 0, 0], []
     for batch in batches:
-        for group, _ in batch:
-            held[group] += 1
-        counts.hold([sum(group == each for group, _ in batch) for each in range(len(PAGE_BYTES) + num_more)])
-    peak, peak_bytes = list(held), sum(map(int.__mul__, held, PAGE_BYTES))
-    for batch in batches:
-        groups, is_cached = np.array([group for group, _ in batch]), np.array([kept for _, kept in batch])
-        counts.let_go(groups, len(batch), bool(is_cached[0]) if len({*is_cached.tolist()}) == 1 else is_cached)
+        batch.sort()
+        taken = pool.allocate_blocks([sum(group == each for group, _ in batch) for each in range(len(SPECS))])
+        assert taken is not None
+        groups, is_published = np.array([group for group, _ in batch]), np.array([kept for _, kept in batch])
+        pool.publish_blocks(1, taken[is_published], taken[is_published])
+        released.append((taken, groups))
         for group, kept in batch:
-            held[group] -= 1
+            held[group] += 1
             cached[group] += kept
-    num_bytes = sum(map(int.__mul__, held, PAGE_BYTES))
-    assert (held, peak, cached, sum(cached), num_bytes, peak_bytes) == said(counts)
-    for group in range(len(PAGE_BYTES)):
-        if cached[group]:
-            counts.wake(group, cached[group])
-            counts.let_go(group, cached[group], True)
-            counts.end(group, cached[group] - 1)
-    assert [min(1, count) for count in cached] == counts.cached[: len(PAGE_BYTES)]
-    counts.end(np.flatnonzero(counts.cached), counts.num_cached)
-    assert 0 == counts.num_cached == sum(counts.cached) == sum(counts.held) == counts.held_bytes
+    num_bytes = sum(map(int.__mul__, held, page_bytes))
+    assert (held, num_bytes, [0, 0, 0]) == (pool.blocks_held, pool.held_bytes, pool.count_cached())
+    for taken, groups in released:
+        pool.release_blocks(taken, groups)
+    assert ([0, 0, 0], 0) == (pool.blocks_held, pool.held_bytes)
+    assert (cached, sum(cached)) == (pool.count_cached(), pool.num_cached)
+    assert (held, num_bytes) == (pool.peak_blocks_held, pool.peak_held_bytes)
+    for group, count in enumerate(cached):
+        pool.evict_first(group, count)
+    assert ([0, 0, 0], 0, sum(cached)) == (pool.count_cached(), pool.num_cached, pool.num_evictions)
 
 
-@pytest.mark.parametrize("num_more", [0, 20])
-def test_what_is_held_again_counts_for_the_most_that_was_held(num_more: int) -> None:
-    counts = PageCounts([*PAGE_BYTES, *[1] * num_more])
-    rest = [0] * num_more
-    counts.hold([2, 0, 0, *rest])
-    counts.let_go(0, 2, True)
-    counts.hold([1, 0, 3, *rest])
-    counts.wake(0, 2)
-    assert ([3, 0, 3], [3, 0, 3], [0, 0, 0], 0, 321, 321) == said(counts)
+def test_cached_blocks_that_are_held_again_count_for_the_most_held_blocks() -> None:
+    pool, page_bytes = make_pool()
+    taken = pool.allocate_blocks([2, 0, 0])
+    assert taken is not None
+    pool.publish_blocks(1, taken, taken)
+    pool.release_blocks(taken, 0)
+    assert pool.allocate_blocks([1, 0, 3]) is not None
+    pool.add_references(0, taken)
+    assert ([3, 0, 3], [3, 0, 3]) == (pool.blocks_held, pool.peak_blocks_held)
+    num_bytes = 3 * page_bytes[0] + 3 * page_bytes[2]
+    assert (num_bytes, num_bytes) == (pool.held_bytes, pool.peak_held_bytes)

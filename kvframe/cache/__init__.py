@@ -4,8 +4,8 @@ Its files, in the order of the flow; each uses only those before it.
 
 - When blocks die, and so which blocks a hit needs: ``live_range``.
 - Where a request's blocks lie: ``block_table``; the groups by what they store: ``group_kinds``.
-- Blocks: those that are free (``free_list``, ``slabs``), those that are evicted first (``eviction``, ``due``), who
-  published them (``owners``), how many they are (``page_counts``), and all of them (``block_pool``).
+- Blocks: those that are free (``free_list``, ``slabs``), those that are evicted first (``eviction``), and all of them
+  (``block_pool``).
 - What is found: ``row_pages``, ``radix_tree`` and ``publisher`` for tokens, ``input_index`` for
   what comes beside them; ``stats``, ``prefix_lookup``, ``pins``.
 - Who is told outside: ``keys``, ``events``.

@@ -81,7 +81,7 @@ def audit_pool(pool: BlockPool, plan: KVCachePlan, held: BlockIds) -> None:
     _require(is_known and bool((is_held | is_cached | is_free).all()), "pages were lost, or came from nowhere")
 
     num_cached = int(np.count_nonzero(is_cached))
-    _require(sum(pool.blocks_cached) == num_cached == pool.num_cached, "cached pages are miscounted")
+    _require(sum(pool.count_cached()) == num_cached == pool.num_cached, "cached pages are miscounted")
     _require(np.count_nonzero(is_held) == sum(pool.blocks_held), "held pages are miscounted")
     _require(np.array_equal(num_holders[is_held], counted[is_held]), "holders are miscounted")
     num_bytes = sum(count * group.page_bytes for count, group in zip(pool.blocks_held, plan.groups, strict=True))

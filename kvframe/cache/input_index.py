@@ -139,12 +139,8 @@ class InputIndex:
         self._next_owner = owner + 1
         return owner
 
-    def lost_all(self, owner: int, group: int, num_pages: int) -> bool:
-        """Return False: what is left of an input in other groups has to be evicted too, which ``lost`` does."""
-        return False
-
-    def lost(self, owner: int, group: int, indices: Indices) -> None:
-        """Record that pages of an input were evicted, and evict the others that no request holds, in all groups."""
+    def remove_evicted(self, owner: int, group: int, indices: Indices) -> None:
+        """Remove evicted pages from an input, and evict the others that no request holds, in all groups."""
         lost, pages = self._entries[owner]
         pages[indices] = 0
         inputs = {lost.sequence: InputSequence(lost.num_tokens, lost.key)}

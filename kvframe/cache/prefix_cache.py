@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.audit import audit_pool, audit_tree
-from kvframe.cache.block_pool import BlockPool, Indices, Keeper
+from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.events import EventLog
 from kvframe.cache.free_list import BlockIds
 from kvframe.cache.group_kinds import GroupKinds
@@ -19,19 +18,6 @@ from kvframe.cache.publisher import Publisher
 from kvframe.cache.radix_tree import RadixTree
 from kvframe.eviction import EvictionPolicy
 from kvframe.plan import KVCachePlan
-
-
-@attrs.frozen
-class _Keepers:
-    """Passes an eviction to the index that the page's group is in: the radix tree or the index of inputs."""
-
-    of_group: tuple[Keeper, ...]
-
-    def lost_all(self, owner: int, group: int, num_pages: int) -> bool:
-        return self.of_group[group].lost_all(owner, group, num_pages)
-
-    def lost(self, owner: int, group: int, indices: Indices) -> None:
-        self.of_group[group].lost(owner, group, indices)
 
 
 class PrefixCache:
@@ -65,11 +51,12 @@ class PrefixCache:
         self.tree = RadixTree(kinds.live, kinds.stacks, plan.max_model_len)
         self.publisher = Publisher(self.tree, num_computed, next_publication)
         self.inputs = InputIndex(plan.groups)
-        keeper: Keeper = self.tree
+        on_evicted = self.tree.remove_evicted
         if any(group.is_of_input for group in plan.groups):
-            keeper = _Keepers(tuple(self.inputs if group.is_of_input else self.tree for group in plan.groups))
+            of_group = [self.inputs if group.is_of_input else self.tree for group in plan.groups]
+            on_evicted = lambda owner, group, indices: of_group[group].remove_evicted(owner, group, indices)  # noqa: E731
         self.pool = BlockPool(
-            plan, reserve_slabs=_reserve(plan), keeper=keeper if is_caching else None, eviction=eviction
+            plan, reserve_slabs=_reserve(plan), on_evicted=on_evicted if is_caching else None, eviction=eviction
         )
         self.tree.pool = self.inputs.pool = self.pool
         self.lookup = PrefixLookup(plan, kinds, self.tree, self.inputs)

@@ -262,7 +262,8 @@ class Publisher:
         if pool.is_nearly_full:
             is_of_leaf[...] = False
         if np.count_nonzero(is_of_leaf) == len(pages):
-            pool.publish_and_release(leaves, pages, blocks, groups)
+            pool.publish_blocks(leaves, pages, blocks)
+            pool.release_blocks(pages, groups)
             return
         pool.publish_blocks(leaves[is_of_leaf], pages[is_of_leaf], blocks[is_of_leaf])
         self.row_pages.flat[s][at[is_unowned & ~is_of_leaf]] = 0
@@ -318,8 +319,8 @@ class Publisher:
         pages = self.row_pages.pages[0][:, leaf.row, :num_blocks].copy()
         leaf.pages = [pages]
         leaf.stop, leaf.num_pages = end, num_blocks
-        tail_first, indices = pages[0, ::-1].copy(), self._numbers[:num_blocks][::-1]
-        self._tree.pool.publish_and_release(leaf.owner, tail_first, indices, self._tree.groups[0][0])
+        self._tree.pool.publish_blocks(leaf.owner, pages[0], self._numbers[:num_blocks])
+        self._tree.pool.release_blocks(pages[0, ::-1].copy(), self._tree.groups[0][0])
         if self._tree.on_stored is not None:
             self._tree.on_stored(leaf, 0, end)
         return end

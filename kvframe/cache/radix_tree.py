@@ -242,7 +242,7 @@ class RadixTree:
             upper.pages[s], node.pages[s] = node.pages[s][:, :num_blocks].copy(), node.pages[s][:, num_blocks:].copy()
             groups, blocks = np.nonzero(upper.pages[s])
             upper.num_pages += len(blocks)
-            self.pool.hand_over(upper.owner, upper.pages[s][groups, blocks], upper.start // size + blocks)
+            self.pool.publish_blocks(upper.owner, upper.pages[s][groups, blocks], upper.start // size + blocks)
         node.num_pages -= upper.num_pages
         del node.tokens[: TOKEN_BYTES * (at - node.start)]
         node.start, node.parent = at, upper
@@ -258,23 +258,8 @@ class RadixTree:
         """Return whether a node was not removed."""
         return self._nodes[node.owner] is node
 
-    def lost_all(self, owner: int, group: int, num_pages: int) -> bool:
-        """Record that a node lost so many pages, if these are all that it has, and remove it; return whether so.
-
-        Args:
-            owner: The node's number.
-            group: The group of one of them.
-            num_pages: How many they are, of all groups.
-        """
-        node = self._nodes[owner]
-        if node is None or node.num_pages != num_pages or node.children or node.row >= 0:
-            return False
-        node.num_pages = 0
-        self.trim_node(node)
-        return True
-
-    def lost(self, owner: int, group: int, indices: Indices) -> None:
-        """Record that pages of a node were evicted.
+    def remove_evicted(self, owner: int, group: int, indices: Indices) -> None:
+        """Remove evicted pages from a node.
 
         Args:
             owner: The node's number.
@@ -283,6 +268,10 @@ class RadixTree:
         """
         node = self._nodes[owner]
         assert node is not None
+        if node.num_pages == len(indices) and not node.children and node.row < 0:
+            node.num_pages = 0
+            self.trim_node(node)
+            return
         s, g = self.place[group]
         places = indices - node.start // self.sizes[s]
         if node.row >= 0:

@@ -1,53 +1,63 @@
-"""Free pages where groups' pages differ in size: slabs that are cut into pages of one group at a time."""
+"""Slabs: the free blocks of groups whose blocks differ in size. A slab is cut into blocks of one group at a time."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Sequence
-from itertools import compress
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.free_list import SHORT, BlockIds, Evictor
+from kvframe.cache.free_list import FULL_SHARE, BlockIds, Evictor
 from kvframe.plan import KVCachePlan
 
 _NO_GROUP = -1
+_NEVER = int(np.iinfo(np.int64).max)
+_MAX_STALE = 1024
+"""Stale entries that the order of idle slabs may have besides as many as there are idle slabs."""
 
 
 class Slabs:
     """The slabs of a pool that several groups share.
 
-    Invariant: a slab without held and cached pages belongs to no group. Every other one is cut into pages of its group;
-    it is *idle* while none of them is held. Its free pages are listed; the slabs that have any are *open*.
+    Invariant: a slab without held and cached blocks belongs to no group. Every other one is cut into blocks of its
+    group; it is *idle* while none of them is held. Its free blocks are listed; the slabs that have any are *open*.
 
-    An allocation succeeds if and only if the free and cached pages in each group's slabs that are not idle, and as many
-    idle slabs as the shortfall needs, cover it. What is left over behind the slabs is treated as a shorter one that is
-    never idle, and of which pages are taken last, before any cached page is given up for it.
+    An allocation succeeds if and only if the free and cached blocks in each group's slabs that are not idle, and as
+    many idle slabs as the shortfall needs, cover it. The rest of the pool after the last slab is treated as a shorter
+    slab that is never idle. Its blocks are taken last, but before any cached block is evicted for it.
     """
 
-    def __init__(self, plan: KVCachePlan, reserve: int) -> None:
+    def __init__(
+        self, plan: KVCachePlan, reserve: int, priorities: Callable[[BlockIds], npt.NDArray[np.int64]] | None
+    ) -> None:
         """Start with every slab free.
 
         Args:
             plan: The cut of the pool.
-            reserve: Idle slabs that an allocation leaves alone as long as evicting its own group's cached pages serves
+            reserve: Idle slabs that an allocation leaves alone as long as evicting its own group's cached blocks serves
                 it too.
+            priorities: Returns the eviction priority of blocks; that of an idle slab is the largest of its blocks. None
+                if the priority is the stamp of the last release.
         """
         num_groups, num_slabs = len(plan.groups), plan.num_slabs
-        self.clock = 0
+        self._priorities, self._reserve = priorities, reserve
         self._num_slabs, self._num_rest, self._rest = num_slabs, 0, -1
-        self._reserve = reserve
         self._null_ids = plan.null_bytes // plan.block_id_bytes
         self._slab_ids = plan.slab_bytes // plan.block_id_bytes if plan.groups else 1
         self._per_slab = [group.pages_per_slab for group in plan.groups]
-        self._page_ids = [group.page_bytes // plan.block_id_bytes for group in plan.groups]
+        self._ids_per_block = [group.page_bytes // plan.block_id_bytes for group in plan.groups]
+        # Per slab.
         self._group = [_NO_GROUP] * num_slabs
-        self._held = [0] * num_slabs
-        self._cached = [0] * num_slabs
-        self._free_pages: list[list[int]] = [[] for _ in range(num_slabs)]
+        self._held, self._cached = [0] * num_slabs, [0] * num_slabs
+        self._free: list[list[int]] = [[] for _ in range(num_slabs)]
         self._free_slabs = list(range(num_slabs - 1, -1, -1))
-        self._idle: OrderedDict[int, int] = OrderedDict()
+        # Idle slabs: since which stamp; and in the order of eviction, with stale entries.
+        self._idle: dict[int, int] = {}
+        self._idle_order: list[tuple[int, int, int]] = []
+        # Per group: slabs with free blocks, held and idle; held slabs with cached blocks; and how many blocks of held
+        # slabs are free or cached.
         self._open_held: list[dict[int, None]] = [{} for _ in range(num_groups)]
         self._open_idle: list[dict[int, None]] = [{} for _ in range(num_groups)]
         self._cached_held: list[dict[int, None]] = [{} for _ in range(num_groups)]
@@ -55,42 +65,42 @@ class Slabs:
         if plan.num_rest_pages:
             self._add_rest(plan.rest_group, plan.num_rest_pages)
 
-    def _add_rest(self, group: int, num_pages: int) -> None:
-        """Have fewer pages than a slab's behind the last one, as if somebody held another one of them for ever."""
+    def _add_rest(self, group: int, num_blocks: int) -> None:
+        """Add a slab of fewer blocks after the last one, as if one more block of it were always held."""
         self._rest = rest = self._num_slabs
-        self._num_rest = num_pages
+        self._num_rest = num_blocks
         self._group.append(group)
         self._held.append(1)
         self._cached.append(0)
-        self._free_pages.append(self._pages_of(rest, group)[::-1].tolist())
+        self._free.append(self._blocks_of(rest, group)[::-1].tolist())
         self._open_held[group][rest] = None
-        self._available[group] += num_pages
+        self._available[group] += num_blocks
 
     @property
     def num_idle_slabs(self) -> int:
-        """Slabs without held pages: free, or with cached and free pages only."""
+        """Slabs without held blocks: free, or with cached and free blocks only."""
         return len(self._free_slabs) + len(self._idle)
 
     @property
-    def is_short(self) -> bool:
-        """Return whether nearly all slabs have held or cached pages."""
-        return SHORT * len(self._free_slabs) <= self._num_slabs
+    def is_nearly_full(self) -> bool:
+        """Whether nearly all slabs have held or cached blocks."""
+        return FULL_SHARE * len(self._free_slabs) <= self._num_slabs
 
-    # --- taking -------------------------------------------------------------------------------------------------------
+    # --- taking free blocks -------------------------------------------------------------------------------------------
 
-    def has_room(self, num_blocks: Sequence[int]) -> bool:
-        """Return whether ``take`` would find as many pages for each group."""
+    def can_take(self, num_blocks: Sequence[int]) -> bool:
+        """Return whether ``take_free`` would find as many blocks for each group."""
         return sum(self._lacking_slabs(num_blocks)) <= self.num_idle_slabs
 
     def _lacking_slabs(self, num_blocks: Sequence[int]) -> list[int]:
-        """Return how many idle slabs each group needs for as many pages."""
+        """Return how many idle slabs each group needs for as many blocks."""
         return [
-            -(-max(0, count - available) // pages)
-            for count, available, pages in zip(num_blocks, self._available, self._per_slab, strict=True)
+            -(-max(0, count - available) // per_slab)
+            for count, available, per_slab in zip(num_blocks, self._available, self._per_slab, strict=True)
         ]
 
-    def take(self, num_blocks: Sequence[int], evictor: Evictor) -> BlockIds | None:
-        """Take pages for each group: from slabs in use first, then from idle ones, evicting where needed."""
+    def take_free(self, num_blocks: Sequence[int], evictor: Evictor) -> BlockIds | None:
+        """Take blocks for each group: from held slabs first, then from idle ones, evicting if none is free."""
         needed = self._lacking_slabs(num_blocks)
         spare = self.num_idle_slabs - sum(needed)
         if spare < 0:
@@ -98,27 +108,23 @@ class Slabs:
         spare = max(0, spare - self._reserve)
         if self._num_rest:
             spare -= self._spare_rest(num_blocks, needed, spare)
-        blocks: list[int] = []
+        taken: list[int] = []
         for group, count in enumerate(num_blocks):
             if not count:
                 continue
-            budget, end = needed[group] + spare, len(blocks) + count
-            while len(blocks) < end:
+            budget, end = needed[group] + spare, len(taken) + count
+            while len(taken) < end:
                 idle_before = self.num_idle_slabs
-                self._take_some(group, end - len(blocks), blocks, budget, evictor)
+                self._take_some(group, end - len(taken), taken, budget, evictor)
                 budget -= idle_before - self.num_idle_slabs
             spare = min(spare, budget)
-        return np.array(blocks, dtype=np.int32)
+        return np.array(taken, dtype=np.int32)
 
     def _spare_rest(self, num_blocks: Sequence[int], needed: list[int], spare: int) -> int:
-        """Let idle slabs serve what the pages after the last slab would, if so many are to spare; return how many.
+        """Take idle slabs instead of the blocks after the last slab, if enough are to spare; return how many.
 
-        The reserve is not to spare: what the plan promises a lone request counts on these pages.
-
-        Args:
-            num_blocks: The pages wanted, per group.
-            needed: The idle slabs that each group needs; changed.
-            spare: How many there are besides and beyond the reserve.
+        They are added to ``needed``. The reserve is not to spare: the plan's promise to a lone request counts on these
+        blocks.
         """
         group = self._group[self._rest]
         num_there = self._num_rest - (self._held[self._rest] - 1)
@@ -129,185 +135,168 @@ class Slabs:
         needed[group] += more
         return more
 
-    def _take_some(self, group: int, count: int, blocks: list[int], num_claims: int, evictor: Evictor) -> None:
-        """Take at least one page and at most ``count``, or make one free; claim at most ``num_claims`` idle slabs."""
-        opened = self._first(self._open_held[group])
-        if opened is None and num_claims > 0:
-            opened = next(iter(self._open_idle[group]), None)
-        if opened is None and not (self._free_slabs and num_claims > 0) and self._rest in self._open_held[group]:
-            opened = self._rest
-        if opened is not None:
-            self._take_from(opened, group, count, blocks)
-        elif num_claims <= 0:
-            slab = self._first(self._cached_held[group])
+    def _take_some(self, group: int, count: int, taken: list[int], budget: int, evictor: Evictor) -> None:
+        """Take at least one block and at most ``count``, or make one free; use at most ``budget`` idle slabs."""
+        slab = self._first_slab(self._open_held[group])
+        if slab is None and budget > 0:
+            slab = next(iter(self._open_idle[group]), None)
+        if slab is None and not (self._free_slabs and budget > 0) and self._rest in self._open_held[group]:
+            slab = self._rest
+        if slab is not None:
+            self._take_from(slab, group, count, taken)
+        elif budget <= 0:
+            slab = self._first_slab(self._cached_held[group])
             slab = self._rest if slab is None else slab
-            evictor.evict_among(group, self._pages_of(slab, group), count)
+            evictor.evict_among(group, self._blocks_of(slab, group), count)
         elif self._free_slabs:
-            num_whole = min(count // self._per_slab[group], num_claims, len(self._free_slabs))
+            num_whole = min(count // self._per_slab[group], budget, len(self._free_slabs))
             if num_whole:
-                self._take_whole(num_whole, group, blocks)
+                self._take_whole(num_whole, group, taken)
             else:
                 self._cut(group)
         else:
-            slab, slab_due = self._first_idle()
-            page_due = evictor.first_priority(group)
-            if page_due is not None and page_due <= slab_due:
-                evictor.evict_group(group, min(count, self._per_slab[group]))
+            slab, slab_priority = self._first_idle()
+            priority = evictor.first_priority(group)
+            if priority is not None and priority <= slab_priority:
+                evictor.evict_first(group, min(count, self._per_slab[group]))
             else:
-                owner = self._group[slab]
-                evictor.evict_among(owner, self._pages_of(slab, owner), self._per_slab[owner])
+                other = self._group[slab]
+                evictor.evict_among(other, self._blocks_of(slab, other), self._per_slab[other])
 
-    def _first(self, slabs: dict[int, None]) -> int | None:
-        """Return the first of some slabs, but not what is left over behind them."""
+    def _first_slab(self, slabs: dict[int, None]) -> int | None:
+        """Return the first of some slabs, but not the rest after the last slab."""
         for slab in slabs:
             if slab != self._rest:
                 return slab
         return None
 
-    def _first_idle(self) -> tuple[int, int]:
-        """Return the idle slab that is given up first, and when it is due: the longest idle, and since when."""
-        return next(iter(self._idle.items()), (0, self.clock + 1))
-
-    def _take_from(self, slab: int, group: int, count: int, blocks: list[int]) -> None:
-        pages = self._free_pages[slab]
-        count = min(count, len(pages))
-        blocks += pages[len(pages) - count :]
-        del pages[len(pages) - count :]
+    def _take_from(self, slab: int, group: int, count: int, taken: list[int]) -> None:
+        free = self._free[slab]
+        count = min(count, len(free))
+        taken += free[len(free) - count :]
+        del free[len(free) - count :]
         if not self._held[slab]:
-            self._wake(slab, group)
-        if not pages:
+            self._end_idle(slab, group)
+        if not free:
             del self._open_held[group][slab]
         self._held[slab] += count
         self._available[group] -= count
 
-    def _take_whole(self, num_slabs: int, group: int, blocks: list[int]) -> None:
-        """Take all pages of free slabs."""
+    def _take_whole(self, num_slabs: int, group: int, taken: list[int]) -> None:
+        """Take all blocks of free slabs."""
         slabs = self._free_slabs[len(self._free_slabs) - num_slabs :]
         del self._free_slabs[len(self._free_slabs) - num_slabs :]
-        size, per_slab = self._page_ids[group], self._per_slab[group]
+        size, per_slab = self._ids_per_block[group], self._per_slab[group]
         for slab in slabs:
             first = self._null_ids + self._slab_ids * slab
-            blocks += range(first, first + size * per_slab, size)
+            taken += range(first, first + size * per_slab, size)
             self._group[slab] = group
             self._held[slab] = per_slab
 
     def _cut(self, group: int) -> None:
+        """Cut a free slab into blocks of a group."""
         slab = self._free_slabs.pop()
         self._group[slab] = group
-        self._free_pages[slab] = self._pages_of(slab, group)[::-1].tolist()
-        self._idle[slab] = self.clock
+        self._free[slab] = self._blocks_of(slab, group)[::-1].tolist()
+        self._idle[slab] = 0
         self._open_idle[group][slab] = None
 
-    # --- what becomes of pages ----------------------------------------------------------------------------------------
+    # --- what becomes of blocks ---------------------------------------------------------------------------------------
 
-    def give(self, block_ids: BlockIds) -> None:
-        """List pages as free in their slabs; an idle slab without cached pages becomes free."""
-        for block_id, slab in zip(block_ids.tolist(), self._slabs_of(block_ids), strict=True):
-            pages, group = self._free_pages[slab], self._group[slab]
-            pages.append(block_id)
-            if len(pages) == 1:
-                (self._open_held if self._held[slab] else self._open_idle)[group][slab] = None
-            if not self._held[slab] and not self._cached[slab]:
-                self._return_slab(slab, group)
-
-    def hold(self, group: int, block_ids: BlockIds) -> None:
-        """Count cached pages as held."""
+    def hold_cached(self, group: int, block_ids: BlockIds) -> None:
+        """Count cached blocks as held."""
         self._available[group] -= len(block_ids)
         for slab, count in Counter(self._slabs_of(block_ids)).items():
             if not self._held[slab]:
-                self._wake(slab, group)
+                self._end_idle(slab, group)
             self._held[slab] += count
-            self._cached[slab] -= count
-            if not self._cached[slab]:
-                self._cached_held[group].pop(slab, None)
+            self._end_cached(slab, count)
 
-    def let_go(self, block_ids: BlockIds, is_cached: npt.NDArray[np.bool_] | bool) -> None:
-        """Count held pages as cached or as nothing; the latter have to be given before."""
-        slabs = self._slabs_of(block_ids)
-        counts = Counter(slabs)
-        kept = Counter() if is_cached is False else counts if is_cached is True else Counter(compress(slabs, is_cached))
-        for slab, count in kept.items():
+    def cache_held(self, block_ids: BlockIds, stamp: int) -> None:
+        """Count held blocks as cached since ``stamp``."""
+        counts = Counter(self._slabs_of(block_ids))
+        for slab, count in counts.items():
             if not self._cached[slab]:
                 self._cached_held[self._group[slab]][slab] = None
             self._cached[slab] += count
+        self._end_held(counts, stamp)
+
+    def free_held(self, block_ids: BlockIds, stamp: int) -> None:
+        """List held blocks as free."""
+        slabs = self._slabs_of(block_ids)
+        self._list_free(block_ids, slabs)
+        self._end_held(Counter(slabs), stamp)
+
+    def free_cached(self, block_ids: BlockIds) -> None:
+        """List cached blocks as free; an idle slab without cached blocks becomes free."""
+        slabs = self._slabs_of(block_ids)
+        self._list_free(block_ids, slabs)
+        for slab, count in Counter(slabs).items():
+            self._end_cached(slab, count)
+            if not self._held[slab] and not self._cached[slab]:
+                self._free_slab(slab)
+
+    def _list_free(self, block_ids: BlockIds, slabs: Iterable[int]) -> None:
+        for block_id, slab in zip(block_ids.tolist(), slabs, strict=True):
+            self._free[slab].append(block_id)
+            if len(self._free[slab]) == 1:
+                (self._open_held if self._held[slab] else self._open_idle)[self._group[slab]][slab] = None
+
+    def _end_cached(self, slab: int, count: int) -> None:
+        self._cached[slab] -= count
+        if not self._cached[slab]:
+            self._cached_held[self._group[slab]].pop(slab, None)
+
+    def _end_held(self, counts: dict[int, int], stamp: int) -> None:
         for slab, count in counts.items():
-            group = self._group[slab]
-            self._available[group] += count
+            self._available[self._group[slab]] += count
             self._held[slab] -= count
             if not self._held[slab]:
-                self._sleep(slab, group)
+                self._begin_idle(slab, stamp)
 
-    def uncache(self, block_ids: BlockIds) -> None:
-        """Count cached pages as nothing; they have to be given after."""
-        for slab, count in Counter(self._slabs_of(block_ids)).items():
-            self._cached[slab] -= count
-            if not self._cached[slab]:
-                self._cached_held[self._group[slab]].pop(slab, None)
+    # --- idle slabs ---------------------------------------------------------------------------------------------------
 
-    def resize(self, plan: KVCachePlan, reserve: int) -> None:
-        """Put the slabs that are new under all free ones, or take out those that go, which are free.
-
-        What was left over behind the slabs becomes the first of the new ones, or goes.
-        """
-        if self._num_rest:
-            self._end_rest(is_slab=plan.num_slabs > self._num_slabs)
-        before, after = len(self._group), plan.num_slabs
-        added = range(before, after)
-        self._num_slabs, self._reserve = after, reserve
-        self._free_slabs = [*reversed(added), *(slab for slab in self._free_slabs if slab < after)]
-        self._group = [*self._group[:after], *(_NO_GROUP for _ in added)]
-        self._free_pages = [*self._free_pages[:after], *([] for _ in added)]
-        self._held = [*self._held[:after], *(0 for _ in added)]
-        self._cached = [*self._cached[:after], *(0 for _ in added)]
-
-    def _end_rest(self, *, is_slab: bool) -> None:
-        """Let what is left over behind the slabs be a whole one, or nothing; then all of it is free."""
-        rest, group, num_pages = self._rest, self._group[self._rest], self._num_rest
-        self._num_rest, self._rest = 0, -1
-        if is_slab:
-            self._free_pages[rest][:0] = self._pages_of(rest, group)[num_pages:][::-1].tolist()
-            self._open_held[group][rest] = None
-            self._available[group] += self._per_slab[group] - num_pages
-            self._held[rest] -= 1
-            if not self._held[rest]:
-                self._sleep(rest, group)
+    def _begin_idle(self, slab: int, stamp: int) -> None:
+        """Record that no block of a slab is held since ``stamp``."""
+        group = self._group[slab]
+        self._available[group] -= self._per_slab[group]
+        self._idle[slab] = stamp
+        self._cached_held[group].pop(slab, None)
+        if self._open_held[group].pop(slab, 0) is None:
+            self._open_idle[group][slab] = None
+        if not self._cached[slab]:
+            self._free_slab(slab)
             return
-        del self._group[rest], self._free_pages[rest], self._open_held[group][rest]
-        del self._held[rest], self._cached[rest]
-        self._available[group] -= num_pages
+        self._sort_in(slab)
+        if len(self._idle_order) > 2 * len(self._idle) + _MAX_STALE:
+            self._idle_order = [entry for entry in self._idle_order if self._idle.get(entry[2]) == entry[1]]
+            heapify(self._idle_order)
 
-    def cut_pages(self) -> BlockIds:
-        """Return the pages of all slabs that are cut."""
-        group = np.array(self._group, dtype=np.int64)
-        slabs = np.flatnonzero(group != _NO_GROUP)
-        group = group[slabs]
-        counts, sizes = np.array(self._per_slab)[group], np.array(self._page_ids)[group]
-        counts[slabs == self._rest] = self._num_rest
-        index = np.arange(max(self._per_slab))
-        pages = (self._null_ids + self._slab_ids * slabs)[:, None] + sizes[:, None] * index
-        return pages[index < counts[:, None]].astype(np.int32)
+    def _sort_in(self, slab: int) -> None:
+        """Put an idle slab with cached blocks into the order of eviction."""
+        stamp = priority = self._idle[slab]
+        if self._priorities is not None:
+            priority = int(self._priorities(self._blocks_of(slab, self._group[slab])).max())
+        heappush(self._idle_order, (priority, stamp, slab))
 
-    def free_pages(self) -> BlockIds:
-        """Return those of them that are free."""
-        return np.array([page for pages in self._free_pages for page in pages], dtype=np.int32)
+    def sort_idle(self) -> None:
+        """Sort idle slabs again: the priorities of all blocks changed."""
+        self._idle_order.clear()
+        for slab in self._idle:
+            if self._cached[slab]:
+                self._sort_in(slab)
 
-    def count_idle_slabs(self, held: BlockIds) -> int:
-        """Return how many slabs have none of the pages that are held."""
-        return self._num_slabs - sum(slab < self._num_slabs for slab in {*self._slabs_of(held)})
+    def _first_idle(self) -> tuple[int, int]:
+        """Return the idle slab with the smallest priority, and that priority."""
+        while self._idle_order:
+            priority, stamp, slab = self._idle_order[0]
+            if self._idle.get(slab) == stamp:
+                return slab, priority
+            heappop(self._idle_order)
+        return 0, _NEVER
 
-    # --- slabs --------------------------------------------------------------------------------------------------------
-
-    def _slabs_of(self, block_ids: BlockIds) -> list[int]:
-        slabs: list[int] = ((block_ids - self._null_ids) // self._slab_ids).tolist()
-        return slabs
-
-    def _pages_of(self, slab: int, group: int) -> BlockIds:
-        first = self._null_ids + slab * self._slab_ids
-        num_pages = self._num_rest if slab == self._rest else self._per_slab[group]
-        return first + self._page_ids[group] * np.arange(num_pages, dtype=np.int32)
-
-    def _wake(self, slab: int, group: int) -> None:
-        """An idle slab is about to hold a page."""
+    def _end_idle(self, slab: int, group: int) -> None:
+        """Record that a block of an idle slab is about to be held."""
         del self._idle[slab]
         self._available[group] += self._per_slab[group]
         if self._open_idle[group].pop(slab, 0) is None:
@@ -315,25 +304,70 @@ class Slabs:
         if self._cached[slab]:
             self._cached_held[group][slab] = None
 
-    def _sleep(self, slab: int, group: int) -> None:
-        """A slab holds no page any more."""
-        self._available[group] -= self._per_slab[group]
-        self._idle[slab] = self.clock
-        self._cached_held[group].pop(slab, None)
-        if self._per_slab[group] == 1 and self._cached[slab]:
+    def _free_slab(self, slab: int) -> None:
+        """Let an idle slab of which all blocks are free belong to no group."""
+        del self._idle[slab]
+        del self._open_idle[self._group[slab]][slab]
+        self._group[slab] = _NO_GROUP
+        self._free[slab] = []
+        self._free_slabs.append(slab)
+
+    # --- all slabs ----------------------------------------------------------------------------------------------------
+
+    def resize(self, plan: KVCachePlan, reserve: int, stamp: int) -> None:
+        """Put added slabs under all free ones, or remove the last ones, which are free.
+
+        The rest after the last slab becomes the first added slab, or is removed.
+        """
+        if self._num_rest:
+            self._end_rest(stamp, is_slab=plan.num_slabs > self._num_slabs)
+        before, after = len(self._group), plan.num_slabs
+        added = range(before, after)
+        self._num_slabs, self._reserve = after, reserve
+        self._free_slabs = [*reversed(added), *(slab for slab in self._free_slabs if slab < after)]
+        self._group = [*self._group[:after], *(_NO_GROUP for _ in added)]
+        self._free = [*self._free[:after], *([] for _ in added)]
+        self._held = [*self._held[:after], *(0 for _ in added)]
+        self._cached = [*self._cached[:after], *(0 for _ in added)]
+
+    def _end_rest(self, stamp: int, *, is_slab: bool) -> None:
+        """Make the rest after the last slab a whole slab, or remove it if all of it is free."""
+        rest, group, num_blocks = self._rest, self._group[self._rest], self._num_rest
+        self._num_rest, self._rest = 0, -1
+        if is_slab:
+            self._free[rest][:0] = self._blocks_of(rest, group)[num_blocks:][::-1].tolist()
+            self._open_held[group][rest] = None
+            self._available[group] += self._per_slab[group] - num_blocks - 1
+            self._end_held({rest: 1}, stamp)
             return
-        if self._open_held[group].pop(slab, 0) is None:
-            self._open_idle[group][slab] = None
-        if not self._cached[slab]:
-            self._return_slab(slab, group)
+        del self._group[rest], self._free[rest], self._open_held[group][rest]
+        del self._held[rest], self._cached[rest]
+        self._available[group] -= num_blocks
 
-    def _return_slab(self, slab: int, group: int) -> None:
-        if len(self._free_pages[slab]) == self._per_slab[group]:
-            del self._idle[slab]
-            del self._open_idle[group][slab]
-            self._group[slab] = _NO_GROUP
-            self._free_pages[slab] = []
-            self._free_slabs.append(slab)
+    def all_blocks(self) -> BlockIds:
+        """Return the blocks of all slabs that are cut."""
+        group = np.array(self._group, dtype=np.int64)
+        slabs = np.flatnonzero(group != _NO_GROUP)
+        group = group[slabs]
+        counts, sizes = np.array(self._per_slab)[group], np.array(self._ids_per_block)[group]
+        counts[slabs == self._rest] = self._num_rest
+        index = np.arange(max(self._per_slab))
+        blocks = (self._null_ids + self._slab_ids * slabs)[:, None] + sizes[:, None] * index
+        return blocks[index < counts[:, None]].astype(np.int32)
 
+    def free_blocks(self) -> BlockIds:
+        """Return those of them that are free."""
+        return np.array([block_id for free in self._free for block_id in free], dtype=np.int32)
 
-_NOTHING: BlockIds = np.zeros(0, dtype=np.int32)
+    def count_idle_slabs(self, held: BlockIds) -> int:
+        """Return how many slabs have none of the held blocks."""
+        return self._num_slabs - sum(slab < self._num_slabs for slab in {*self._slabs_of(held)})
+
+    def _slabs_of(self, block_ids: BlockIds) -> list[int]:
+        slabs: list[int] = ((block_ids - self._null_ids) // self._slab_ids).tolist()
+        return slabs
+
+    def _blocks_of(self, slab: int, group: int) -> BlockIds:
+        first = self._null_ids + slab * self._slab_ids
+        num_blocks = self._num_rest if slab == self._rest else self._per_slab[group]
+        return first + self._ids_per_block[group] * np.arange(num_blocks, dtype=np.int32)
