@@ -53,8 +53,8 @@ LOSSES = (
     "Chance chooses the blocks; means of several draws. With full attention, a prompt is found up to its first lost "
     "block: of a long one little is found after a few losses, by whoever caches whole prefixes, and not in proportion. "
     "*The longest whose live blocks are left* is the most that can be found where every block was cached, worked out "
-    "without a cache. What comes after a block that all of it needs is found by nobody: kvframe gives it up at once, "
-    "as room for others, so that what it keeps is in proportion to what it finds; vLLM keeps it."
+    "without a cache. What comes after a block that all of it needs is no longer found. Both keep it until it is the "
+    "oldest: to look for such blocks cost kvframe more than it gained (compare_hits.md)."
 )
 
 

@@ -179,7 +179,7 @@ class KVFrame:
         return [(group, page) for group, page in self.cached() if groups[group].spec.kind == MambaSpec.kind]
 
     def lose(self, blocks: Sequence[tuple[int, int]]) -> None:
-        """Give up cached blocks, and with each what is of no use without it."""
+        """Give up cached blocks."""
         pool = self._manager._pool
         for group, page in blocks:
             block_ids = np.array([page], dtype=np.int32)
