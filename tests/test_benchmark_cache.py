@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import platform
+import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -165,6 +167,15 @@ def test_the_page_says_what_a_step_costs_for_each_request(benchmark: Any) -> Non
     lines = benchmark.cache_report._sides({**case.to_dict(), "sides": {"vLLM": values}})
     assert "|  | µs | times as fast | µs for each request | groups |" in lines[0]
     assert "| vLLM | 8.0 (7.0 to 9.0) |  | 2.00 | 3 | 4.0 | 5 |" == lines[2]
+
+
+def test_the_readme_says_the_recorded_ratios() -> None:
+    recorded = json.loads((BENCHMARKS / "results" / "cache.json").read_text(encoding="utf-8"))["cases"]
+    shown = ("decode-256x1", "decode-256x6", "decode-256-state", "pass-cached", "hit-1", "chain-4000")
+    ratios = [statistics.median(recorded[name]["sides"]["kvframe"]["times_as_fast"]) for name in shown]
+    readme = (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")
+    paragraph = readme.split("The cache manager alone, in the", 1)[1].split("\n\n", 1)[0]
+    assert [f"{ratio:.3g}" for ratio in ratios] == re.findall(r"\d+\.\d+", paragraph)
 
 
 def test_without_the_peer_it_says_so_and_measures_the_rest(tmp_path: Path) -> None:
