@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.block_pool import BlockPool
-from kvframe.cache.block_table import BlockTables
+from kvframe.cache.block_table import BlockTables, TableStack
 from kvframe.cache.copy_on_write import SharedBlocks
 from kvframe.cache.free_list import BlockIds
 from kvframe.cache.group_kinds import GroupKinds
@@ -25,35 +26,42 @@ PagesOfGroups = Sequence[BlockIds] | npt.NDArray[np.int32]
 
 @attrs.frozen(eq=False)
 class _Part:
-    """Groups whose rows always have equally many blocks: they get their pages together.
+    """Consecutive groups of a table stack whose rows always have equally many blocks: they get their pages together.
 
     Attributes:
         groups: Their indices.
         block_size: Tokens per block.
-        stack: Their table stack, if they are all of its groups.
-        where: The same indices, to index an array's first axis beside rows.
+        is_dense: Whether they store every block.
+        ids: ``[num_groups, max_num_seqs, max_blocks], int32, host``: their block tables.
+        row_pages: Likewise, the pages that rows were given; None if these are not recorded beside the block tables.
     """
 
-    groups: tuple[int, ...]
+    groups: slice
     block_size: int
-    stack: int | None
-    where: slice | npt.NDArray[np.int64]
+    is_dense: bool
+    ids: BlockIds
+    row_pages: BlockIds | None
 
-    @classmethod
-    def of(cls, groups: Sequence[int], block_size: int, stack: int | None) -> _Part:
-        first, last = groups[0], groups[-1]
-        is_run = last - first + 1 == len(groups)
-        where = slice(first, last + 1) if is_run else np.array(groups, dtype=np.int64)[:, None]
-        return cls(tuple(groups), block_size, stack, where)
+    @property
+    def num_groups(self) -> int:
+        """How many groups they are."""
+        return len(self.ids)
 
 
-@attrs.frozen(eq=False)
-class _NewBlocks:
-    """Blocks that need a page, in each group of a part: ``rows`` and ``blocks`` are ``[n], int64, host``."""
+class _NewBlocks(NamedTuple):
+    """Blocks that need a page, in each group of a part.
+
+    Attributes:
+        part: The groups.
+        rows: ``[n], int64, host``: the row of each block.
+        blocks: ``[n], int64, host``: its index.
+        num_blocks: Of all rows that blocks are allocated for, how many they have with these; None if it is no matter.
+    """
 
     part: _Part
     rows: Rows
     blocks: Counts
+    num_blocks: Counts | None = None
 
 
 class BlockAllocator:
@@ -77,19 +85,21 @@ class BlockAllocator:
         self._groups, self._sparse, self._of_tokens = kinds.groups, kinds.sparse, kinds.of_tokens
         self._asked = kinds.asked
         self._has_inputs = len(kinds.of_tokens) < len(kinds.groups)
+        stacks = [(stack, row_pages.apart(s) if row_pages else None) for s, stack in enumerate(kinds.stacks)]
+        stacks += [(stack, None) for stack in tables.stacks if stack not in kinds.stacks]
         is_dense = {group.index for group in kinds.dense}
-        self._dense = []
-        for s, stack in enumerate(kinds.stacks):
-            dense = [group for group in stack.groups if group in is_dense]
-            if dense:
-                self._dense.append(_Part.of(dense, stack.block_size, s if len(dense) == len(stack.groups) else None))
-        self._part_of = [_Part.of([group.index], group.block_size, None) for group in kinds.groups]
-        self._stacks = kinds.stacks
-        self._lone = kinds.stacks[0] if kinds.is_plain and len(kinds.groups) == 1 else None
+        self._dense = [
+            _part(stack, of_rows, run, is_dense=True) for stack, of_rows in stacks for run in _runs(stack, is_dense)
+        ]
+        self._part_of = {
+            group: _part(stack, of_rows, range(place, place + 1), is_dense=False)
+            for stack, of_rows in stacks
+            for place, group in enumerate(stack.groups)
+        }
+        self._lone = self._dense[0] if kinds.is_plain and len(kinds.groups) == 1 else None
         self._alignment, self._max_tokens = plan.alignment, plan.max_model_len
         self._pool = pool
         self._tables = tables
-        self._row_pages = row_pages
         self._shared = shared
         self._num_computed, self._num_blocks, self._capacity = (
             numbers.num_computed,
@@ -123,11 +133,12 @@ class BlockAllocator:
         """Work out for how many tokens rows lack no block; of groups that store few blocks, up to the block's end."""
         capacity = np.full(len(rows), self._max_tokens)
         for part in self._dense:
-            np.minimum(capacity, self._num_blocks[part.groups[0], rows] * part.block_size, out=capacity)
+            np.minimum(capacity, self._num_blocks[part.groups.start, rows] * part.block_size, out=capacity)
         self._set_capacity(rows, capacity)
 
     def _set_capacity(self, rows: Rows, capacity: Counts) -> None:
         """Set the capacity of rows: what is given for dense groups, or less if other groups or inputs lack a block."""
+        np.minimum(capacity, self._max_tokens, out=capacity)
         for group in self._sparse:
             ids, current = self._tables[group.index].ids, self._num_computed[rows] // group.block_size
             has_page = ids[rows, np.minimum(current, ids.shape[1] - 1)] != 0
@@ -159,8 +170,8 @@ class BlockAllocator:
         if pages is None:
             return False
         self._lone.ids[0, row, have:need] = pages
-        if self._row_pages is not None:
-            self._row_pages.record_run(row, have, need, pages)
+        if self._lone.row_pages is not None:
+            self._lone.row_pages[0, row, have:need] = pages
         self._blocks_of[0, row] = need
         self._capacity_of[row] = self._num_right(min(need * self._lone.block_size, self._max_tokens))
         return True
@@ -200,43 +211,48 @@ class BlockAllocator:
         new = [self._dense_blocks(part, rows, num_tokens) for part in self._dense]
         for group in self._sparse:
             new.append(self._sparse_blocks(group, rows, num_tokens, gaps[group.index] if gaps else ()))
-        if self._has_inputs:
-            new += self._blocks_of_inputs(rows)
-        shared = self._shared.blocks_to_copy(rows) if self._shared is not None and self._shared.rows else ()
-        num_plain = len(new)
-        new += [self._blocks_in(each.group, each.row, (each.block,)) for each in shared]
-        new += [self._blocks_in(index, int(rows[0]), blocks) for index, blocks in enumerate(gaps)]
+        extra = self._blocks_of_inputs(rows) if self._has_inputs else []
+        shared = self._shared.blocks_to_copy(rows) if self._shared is not None and self._shared.rows else []
+        first_shared = len(extra)
+        extra += [self._blocks_in(each.group, each.row, (each.block,)) for each in shared]
+        first_gaps = len(extra)
+        extra += [self._blocks_in(index, int(rows[0]), blocks) for index, blocks in enumerate(gaps)]
         counts = [0] * len(self._groups)
         for each in new:
-            for index in each.part.groups:
-                counts[index] += len(each.blocks)
+            counts[each.part.groups] = [len(each.blocks)] * each.part.num_groups
+        for each in extra:
+            counts[each.part.groups.start] += len(each.blocks)
         taken = self._pool.allocate_blocks(counts)
         if taken is None:
             return None
-        pages = _split(taken, counts, new)
+        starts = [0, *accumulate(counts)]
+        extra_pages = _take_last(extra, starts, taken)
         if self._shared is not None and shared:
-            self._shared.copy(shared, [each[0] for each in pages[num_plain : num_plain + len(shared)]], taken, counts)
-        for each, its_pages in zip(new, pages, strict=True):
+            self._shared.copy(shared, extra_pages[first_shared:first_gaps], taken, counts)
+        for each in new:
             if len(each.blocks):
-                self._write(each, its_pages)
-        self._count_blocks(rows, num_tokens)
+                _write(each, _take_first(each, starts, taken))
+        for each, pages in zip(extra, extra_pages, strict=True):
+            _write(each, pages)
+        self._count_blocks(rows, new)
         if self._shared is not None and self._shared.rows:
             self._shared.release_copied(shared, rows)
-        return [its_pages[0] for its_pages in pages[num_plain + len(shared) :]]
+        return extra_pages[first_gaps:]
 
     # --- which blocks -------------------------------------------------------------------------------------------------
 
     def _dense_blocks(self, part: _Part, rows: Rows, num_tokens: Counts) -> _NewBlocks:
         """Return the blocks that rows lack in groups that store every block."""
-        have = self._num_blocks[part.groups[0], rows]
-        added = (num_tokens + (part.block_size - 1)) // part.block_size - have
-        (lacking,) = (added > 0).nonzero()
+        have = self._num_blocks[part.groups.start, rows]
+        num_blocks = np.maximum((num_tokens + (part.block_size - 1)) // part.block_size, have)
+        added = num_blocks - have
+        (lacking,) = added.nonzero()
         if len(lacking) < len(rows):
             rows, have, added = rows[lacking], have[lacking], added[lacking]
         if not len(rows) or np.maximum.reduce(added) == 1:
-            return _NewBlocks(part, rows, have)
+            return _NewBlocks(part, rows, have, num_blocks)
         blocks = np.arange(added.sum()) - np.repeat(np.cumsum(added) - added - have, added)
-        return _NewBlocks(part, np.repeat(rows, added), blocks)
+        return _NewBlocks(part, np.repeat(rows, added), blocks, num_blocks)
 
     def _sparse_blocks(
         self, group: PlannedGroup, rows: Rows, num_tokens: Counts, gaps: Sequence[int] = ()
@@ -259,8 +275,9 @@ class BlockAllocator:
                 lacking = [block for block in range(begin, end) if not ids[row, block] and block not in gaps]
                 found_rows += [row] * len(lacking)
                 found_blocks += lacking
-        part = self._part_of[group.index]
-        return _NewBlocks(part, np.array(found_rows, dtype=np.int64), np.array(found_blocks, dtype=np.int64))
+        have, need = self._num_blocks[group.index, rows], -(-num_tokens // group.block_size)
+        found = np.array([found_rows, found_blocks], dtype=np.int64)
+        return _NewBlocks(self._part_of[group.index], found[0], found[1], np.maximum(need, have))
 
     def _stored_blocks(self, group: PlannedGroup, row: int, num_computed: int, num_tokens: int) -> Sequence[TokenRange]:
         """Return the ranges of blocks that a group stores when a row's tokens up to ``num_tokens`` are computed."""
@@ -297,34 +314,19 @@ class BlockAllocator:
 
     # --- what rows have afterwards ------------------------------------------------------------------------------------
 
-    def _write(self, new: _NewBlocks, pages: PagesOfGroups) -> None:
-        """Put pages, one row for each group of the part, into the block tables."""
-        part = new.part
-        if part.stack is not None:
-            self._stacks[part.stack].ids[:, new.rows, new.blocks] = pages
-            if self._row_pages is not None:
-                self._row_pages.record_stack(part.stack, new.rows, new.blocks, pages)
-            return
-        for group, of_group in zip(part.groups, pages, strict=True):
-            self._tables[group].ids[new.rows, new.blocks] = of_group
-            if self._row_pages is not None and not self._groups[group].is_of_input:
-                self._row_pages.record_group(group, new.rows, new.blocks, of_group)
-
-    def _count_blocks(self, rows: Rows, num_tokens: Counts) -> None:
+    def _count_blocks(self, rows: Rows, new: Sequence[_NewBlocks]) -> None:
         """Note how many blocks rows have now, and for how many tokens they lack none."""
-        capacity = np.full(len(rows), self._max_tokens)
-        for part in self._dense:
-            counts = (num_tokens + (part.block_size - 1)) // part.block_size
-            np.maximum(counts, self._num_blocks[part.groups[0], rows], out=counts)
-            self._num_blocks[part.where, rows] = counts
-            np.minimum(capacity, counts * part.block_size, out=capacity)
-        for group in self._sparse:
-            counts = (num_tokens + (group.block_size - 1)) // group.block_size
-            self._num_blocks[group.index, rows] = np.maximum(counts, self._num_blocks[group.index, rows])
+        capacity: Counts | None = None
+        for each in new:
+            assert each.num_blocks is not None
+            self._num_blocks[each.part.groups, rows] = each.num_blocks
+            if each.part.is_dense:
+                of_part = each.num_blocks * each.part.block_size
+                capacity = of_part if capacity is None else np.minimum(capacity, of_part)
         for row in rows.tolist() if self._has_inputs else ():
-            for each in self._states[row].inputs:
-                self._blocks_of[each.group, row] = each.num_blocks
-        self._set_capacity(rows, capacity)
+            for of_input in self._states[row].inputs:
+                self._blocks_of[of_input.group, row] = of_input.num_blocks
+        self._set_capacity(rows, np.full(len(rows), self._max_tokens) if capacity is None else capacity)
 
     def _num_right(self, num_tokens: int) -> int:
         """Return up to which token, ``num_tokens`` at most, the types that are asked answer rightly."""
@@ -338,17 +340,52 @@ class BlockAllocator:
             answers.check(num_tokens)
 
 
-def _split(taken: BlockIds, counts: Sequence[int], new: Sequence[_NewBlocks]) -> list[PagesOfGroups]:
-    """Cut allocated pages, one group after the other, into those of each of the new blocks, a row for each group."""
-    starts = [0, *accumulate(counts)]
-    pages: list[PagesOfGroups] = []
-    for each in new:
-        groups, count = each.part.groups, len(each.blocks)
-        first, last = groups[0], groups[-1]
-        if isinstance(each.part.where, slice) and starts[last] + count == starts[first] + len(groups) * count:
-            pages.append(taken[starts[first] : starts[first] + len(groups) * count].reshape(len(groups), count))
-        else:
-            pages.append([taken[starts[group] : starts[group] + count] for group in groups])
-        for group in groups:
-            starts[group] += count
-    return pages
+def _runs(stack: TableStack, chosen: Container[int]) -> list[range]:
+    """Return runs of places in a stack whose groups are chosen and have consecutive indices."""
+    runs: list[range] = []
+    for place, group in enumerate(stack.groups):
+        if group in chosen:
+            if runs and runs[-1].stop == place and stack.groups[place - 1] == group - 1:
+                runs[-1] = range(runs[-1].start, place + 1)
+            else:
+                runs.append(range(place, place + 1))
+    return runs
+
+
+def _part(stack: TableStack, row_pages: BlockIds | None, places: range, *, is_dense: bool) -> _Part:
+    """Return the groups at consecutive places of a stack as a part."""
+    first, of_stack = stack.groups[places.start], slice(places.start, places.stop)
+    return _Part(
+        groups=slice(first, first + len(places)),
+        block_size=stack.block_size,
+        is_dense=is_dense,
+        ids=stack.ids[of_stack],
+        row_pages=None if row_pages is None else row_pages[of_stack],
+    )
+
+
+def _write(new: _NewBlocks, pages: PagesOfGroups) -> None:
+    """Put pages, ``[num_groups, n]`` or ``[n]`` of one group, into the block tables, and record them."""
+    new.part.ids[:, new.rows, new.blocks] = pages
+    if new.part.row_pages is not None:
+        new.part.row_pages[:, new.rows, new.blocks] = pages
+
+
+def _take_first(new: _NewBlocks, starts: Sequence[int], taken: BlockIds) -> PagesOfGroups:
+    """Return the first pages of each group of a part: ``[num_groups, n]``, from where the group's pages start."""
+    groups, num_groups, count = new.part.groups, new.part.num_groups, len(new.blocks)
+    first = starts[groups.start]
+    if starts[groups.stop - 1] == first + (num_groups - 1) * count:
+        return taken[first : first + num_groups * count].reshape(num_groups, count)
+    return [taken[start : start + count] for start in starts[groups]]
+
+
+def _take_last(extra: Sequence[_NewBlocks], starts: Sequence[int], taken: BlockIds) -> list[BlockIds]:
+    """Return the pages of blocks of single groups, which are the last ones of their groups."""
+    ends = list(starts[1:])
+    pages = []
+    for each in reversed(extra):
+        end = ends[each.part.groups.start]
+        start = ends[each.part.groups.start] = end - len(each.blocks)
+        pages.append(taken[start:end])
+    return pages[::-1]

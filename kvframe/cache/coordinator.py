@@ -72,7 +72,7 @@ class KVCacheCoordinator:
         self._tables = tables
         self._publisher = publisher
         self._shared = None if copier is None else SharedBlocks(kinds.of_tokens, pool, tables, num_computed, copier)
-        row_pages = None if publisher is None or all(publisher.row_pages.is_table) else publisher.row_pages
+        row_pages = None if publisher is None else publisher.row_pages
         self.allocator = BlockAllocator(plan, kinds, pool, tables, numbers, row_pages, self._shared)
         self._dead_blocks = DeadBlocks(kinds, pool, tables, numbers, publisher, self.allocator)
         self._max_tokens = plan.max_model_len
@@ -146,8 +146,7 @@ class KVCacheCoordinator:
             if num_computed % size and count * size > num_computed and not group.is_of_input and ids[-1]:
                 is_shared = True
                 if self._publisher is not None:
-                    last = np.array([count - 1])
-                    self._publisher.row_pages.record_group(index, np.array([new_row]), last, ids[-1:])
+                    self._publisher.row_pages.record_page(index, new_row, count - 1, ids[-1])
         self.allocator.note_capacity(np.array([new_row]))
         if is_shared:
             self._shared.rows |= {row, new_row}
@@ -262,12 +261,16 @@ class KVCacheCoordinator:
         Raises:
             RequestError: It is so of one of them; nothing changed.
         """
-        # The capacity of forks, of rows with inputs and of those with few blocks may be less than their blocks have.
         is_odd = (num_computed > self._capacity[rows]) | (num_computed < 0)
         if np.count_nonzero(is_odd):
             for row, count in zip(rows[is_odd].tolist(), num_computed[is_odd].tolist(), strict=True):
-                if not 0 <= count <= self.num_granted(row):
-                    raise not_computable(count, self.num_granted(row))
+                self.check_commit_of(row, count)
+
+    def check_commit_of(self, row: int, num_computed: int) -> None:
+        """Check the tokens of one row, as ``check_commit`` does."""
+        # The capacity of forks, of rows with inputs and of those with few blocks may be less than their blocks have.
+        if not 0 <= num_computed <= self._capacity_of[row] and not 0 <= num_computed <= self.num_granted(row):
+            raise not_computable(num_computed, self.num_granted(row))
 
     def blocks(self, row: int) -> list[list[int]]:
         """Return a row's block ids, one list per group; 0 where a block is not resident."""

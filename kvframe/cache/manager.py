@@ -19,7 +19,6 @@ from kvframe.cache.arguments import (
     check_tokens,
     name_in_use,
     no_free_row,
-    not_computable,
     not_in_table,
     not_swapped_out,
     too_many_tokens,
@@ -300,7 +299,9 @@ class KVCacheManager:
             RuntimeError: A page that it shares with a fork could not be copied; nothing changed.
         """
         row = self._entry(request_id).row
-        return self._coordinator.extend_row(row, check_count("num_tokens", num_tokens))
+        if type(num_tokens) is not int or num_tokens < 0:
+            num_tokens = check_count("num_tokens", num_tokens)
+        return self._coordinator.extend_row(row, num_tokens)
 
     def extend_rows(self, rows: Rows, num_tokens: npt.NDArray[np.int64]) -> bool:
         """Allocate blocks for many requests at once: what ``extend`` does, for all of them or for none.
@@ -336,10 +337,9 @@ class KVCacheManager:
                 needed, by this verb or before it. All else is done: only blocks from this token on are not findable.
         """
         entry = self._entry(request_id)
-        check_count("num_computed", num_computed)
-        num_granted = self._coordinator.num_granted(entry.row)
-        if num_computed > num_granted:
-            raise not_computable(num_computed, num_granted)
+        if type(num_computed) is not int or num_computed < 0:
+            num_computed = check_count("num_computed", num_computed)
+        self._coordinator.check_commit_of(entry.row, num_computed)
         if token_ids is not entry.token_ids:
             entry.token_ids = token_ids
             self._publisher.read_from(entry.row, token_ids)
@@ -471,10 +471,13 @@ class KVCacheManager:
         self._is_taken[row] = False
 
     def _entry(self, request_id: str) -> Entry:
-        check_name(request_id)
-        if request_id not in self._entries:
-            raise not_in_table(request_id, request_id in self._swapped)
-        return self._entries[request_id]
+        entry = self._entries.get(request_id) if type(request_id) is str else None
+        if entry is None:
+            check_name(request_id)
+            if request_id not in self._entries:
+                raise not_in_table(request_id, request_id in self._swapped)
+            entry = self._entries[request_id]  # of a subclass of str
+        return entry
 
     def reset_prefix_cache(self) -> None:
         """Evict every cached page, those of pins too, and make held ones unfindable.

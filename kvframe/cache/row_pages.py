@@ -42,19 +42,14 @@ class RowPages:
         ]
         self._place = {group: (s, g) for s, stack in enumerate(stacks) for g, group in enumerate(stack.groups)}
 
-    def record_run(self, row: int, start: int, stop: int, pages: Pages) -> None:
-        """Record the pages of blocks ``[start, stop)`` of a row in the only group."""
-        self.pages[0][0, row, start:stop] = pages
+    def apart(self, s: int) -> Pages | None:
+        """Return a stack's pages if they are not the block table."""
+        return None if self.is_table[s] else self.pages[s]
 
-    def record_group(self, group: int, rows: Indices, blocks: Indices, pages: Pages) -> None:
-        """Record a page for each row and block in a group."""
+    def record_page(self, group: int, row: int, block: int, page: int) -> None:
+        """Record the page of one block."""
         s, g = self._place[group]
-        self.pages[s][g, rows, blocks] = pages
-
-    def record_stack(self, s: int, rows: Indices, blocks: Indices, pages: npt.ArrayLike) -> None:
-        """Record a page for each row and block in each group of a stack."""
-        if not self.is_table[s]:
-            self.pages[s][:, rows, blocks] = pages
+        self.pages[s][g, row, block] = page
 
     def keep_published(self, row: int, group: int, start: int, pages: Pages, pool: BlockPool) -> None:
         """Record that a row releases blocks from ``start`` on: only published pages stay the row's."""
