@@ -32,8 +32,7 @@ def allocate_and_cache(pool: BlockPool, owner: int, shared: slice = slice(0)) ->
     pages = pool.allocate_blocks((NUM_PAGES,))
     assert pages is not None
     pool.add_references(0, pages[shared])
-    pool.publish_blocks(owner, pages, np.arange(NUM_PAGES))
-    pool.release_blocks(pages[::-1].copy(), 0)
+    pool.publish_and_release(owner, pages[::-1].copy(), np.arange(NUM_PAGES)[::-1], 0)
     assert [owner] * NUM_PAGES == pool.owners_of(pages).tolist()
     return pages
 

@@ -210,11 +210,7 @@ class BlockPool:
         num_blocks = len(block_ids)
         if not num_blocks:
             return
-        self._stamp += 1
-        counts = [(groups, num_blocks)] if isinstance(groups, int) else enumerate(np.bincount(groups).tolist())
-        for group, count in counts:
-            self._held[group] -= count
-            self.held_bytes -= count * self._page_bytes[group]
+        self._begin_release(groups, num_blocks)
         if self._on_evicted is not None:
             places = self._places(block_ids)
             owners = self._owner[places]
@@ -228,6 +224,34 @@ class BlockPool:
                 block_ids, groups = block_ids[~is_published], of_groups(groups, ~is_published)
         self._free.free_held(block_ids, self._stamp)
         self._end_content(block_ids, groups)
+
+    def publish_and_release(
+        self, owner: int | BlockIds, block_ids: BlockIds, indices: Indices, groups: int | Groups
+    ) -> None:
+        """Publish blocks that are not published and remove one reference of each, without looking up their owners.
+
+        Args:
+            owner: The owner, or the owner of each.
+            block_ids: The blocks, the first to be evicted first.
+            indices: What the owner knows each by.
+            groups: Their group, or the group of each.
+        """
+        places = self._places(block_ids)
+        self._owner[places] = owner
+        self._index[places] = indices
+        if self._num_more_references:
+            self.release_blocks(block_ids, groups)
+            return
+        self._begin_release(groups, len(block_ids))
+        self._cache(block_ids, places, groups)
+
+    def _begin_release(self, groups: int | Groups, num_blocks: int) -> None:
+        """Count blocks as no longer held, at a new stamp."""
+        self._stamp += 1
+        counts = [(groups, num_blocks)] if isinstance(groups, int) else enumerate(np.bincount(groups).tolist())
+        for group, count in counts:
+            self._held[group] -= count
+            self.held_bytes -= count * self._page_bytes[group]
 
     def _remove_shared(self, places: _Places) -> npt.NDArray[np.intp]:
         """Remove one reference of blocks that may have several; return where blocks without references are first."""
@@ -282,8 +306,10 @@ class BlockPool:
 
     def evict_blocks(self, groups: int | Groups, block_ids: BlockIds) -> None:
         """Evict cached blocks, and tell their owners."""
+        self._evict(groups, block_ids, self._places(block_ids))
+
+    def _evict(self, groups: int | Groups, block_ids: BlockIds, places: _Places) -> None:
         assert self._on_evicted is not None
-        places = self._places(block_ids)
         owners, indices = self._owner[places], self._index[places]
         self._end_cached(groups, block_ids, places)
         if isinstance(groups, int) and all_equal(owners):
@@ -325,12 +351,13 @@ class BlockPool:
             if run is None:
                 return
             stamp, block_ids, groups = run
-            stamps = self._state[self._places(block_ids)]
+            places = self._places(block_ids)
+            stamps = self._state[places]
             if stamps.item(0) != stamp or not all_equal(stamps):
                 is_current = stamps == stamp
-                block_ids, groups = block_ids[is_current], of_groups(groups, is_current)
+                block_ids, places, groups = block_ids[is_current], places[is_current], of_groups(groups, is_current)
             if len(block_ids):
-                self.evict_blocks(groups, block_ids)
+                self._evict(groups, block_ids, places)
             else:
                 # That removes the stale entries that follow, many at once.
                 self.first_priority(group)

@@ -74,6 +74,7 @@ class Publisher:
         self._num_computed = num_computed
         self._cursors: list[_Cursor | None] = [None] * len(num_computed)
         self._numbers = np.arange(max((len(needed[0]) for needed in tree.is_needed), default=0), dtype=np.int32)
+        self._numbers_down = self._numbers[::-1].copy()
         self._is_all_needed = [bool(needed.all()) for needed in tree.is_needed]
 
     # --- publishing ---------------------------------------------------------------------------------------------------
@@ -262,8 +263,7 @@ class Publisher:
         if pool.is_nearly_full:
             is_of_leaf[...] = False
         if np.count_nonzero(is_of_leaf) == len(pages):
-            pool.publish_blocks(leaves, pages, blocks)
-            pool.release_blocks(pages, groups)
+            pool.publish_and_release(leaves, pages, blocks, groups)
             return
         pool.publish_blocks(leaves[is_of_leaf], pages[is_of_leaf], blocks[is_of_leaf])
         self.row_pages.flat[s][at[is_unowned & ~is_of_leaf]] = 0
@@ -319,8 +319,8 @@ class Publisher:
         pages = self.row_pages.pages[0][:, leaf.row, :num_blocks].copy()
         leaf.pages = [pages]
         leaf.stop, leaf.num_pages = end, num_blocks
-        self._tree.pool.publish_blocks(leaf.owner, pages[0], self._numbers[:num_blocks])
-        self._tree.pool.release_blocks(pages[0, ::-1].copy(), self._tree.groups[0][0])
+        tail_first, indices = pages[0, ::-1].copy(), self._numbers_down[len(self._numbers) - num_blocks :]
+        self._tree.pool.publish_and_release(leaf.owner, tail_first, indices, self._tree.groups[0][0])
         if self._tree.on_stored is not None:
             self._tree.on_stored(leaf, 0, end)
         return end
