@@ -200,7 +200,7 @@ def test_nothing_is_recorded_and_nothing_hashed_for_nobody(monkeypatch: pytest.M
 
     log = (manager := make_manager(full(4))).record_events(SECRET)
     manager.stop_events()
-    for name in ("stored", "stored_input", "removed", "cleared"):
+    for name in ("record_stored", "record_stored_input", "record_removed", "record_cleared"):
         monkeypatch.setattr(events_module.EventLog, name, never)
     monkeypatch.setattr(keys_module, "blake2b", never)
     monkeypatch.setattr(manager._publisher, "refresh_leaf", never)
@@ -217,8 +217,10 @@ def test_a_token_is_hashed_as_often_however_long_its_prefix_is(
     sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[int] = []
-    add = PrefixHash.add
-    monkeypatch.setattr(PrefixHash, "add", lambda self, tokens: (hashed.append(len(tokens)), add(self, tokens))[1])
+    add = PrefixHash.add_tokens
+    monkeypatch.setattr(
+        PrefixHash, "add_tokens", lambda self, tokens: (hashed.append(len(tokens)), add(self, tokens))[1]
+    )
     manager, tokens = make_manager(*map(full, sizes)), [*range(60)]
     manager.record_events(SECRET)
     manager.start("a", tokens)

@@ -192,9 +192,9 @@ def replace(**changes: Any) -> Callable[[Parts], None]:
 MADE_UP: dict[str, tuple[Callable[[Parts], None], str]] = {
     "a token id out of range": (put("tokens", 3, 128), "token ids outside of [0, 128)"),
     "the largest token id": (put("tokens", 11, 2**32 - 1), "token ids outside of [0, 128)"),
-    "a place behind the end": (put("places", 0, 3 * 3072 - 3071), "a page lies behind the end"),
-    "the largest place": (put("places", 2, 2**64 - 1), "a page lies behind the end"),
-    "no pages": (replace(pages=b""), "a page lies behind the end"),
+    "a place behind the end": (put("places", 0, 3 * 3072 - 3071), "a page is after the end"),
+    "the largest place": (put("places", 2, 2**64 - 1), "a page is after the end"),
+    "no pages": (replace(pages=b""), "a page is after the end"),
     "half a block": (first(num_tokens=6), "numbers of tokens"),
     "half a block, and tokens for it": (
         lambda parts: parts.update(tokens=parts["tokens"][:-2]) or first(num_tokens=6)(parts),

@@ -1,4 +1,4 @@
-"""The pool's bytes: one allocation, seen by each layer as strided tensors; and those of the host store."""
+"""The bytes of the cache: the pool, which each layer sees as strided tensors, and those of swapped requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class KVCacheStorage:
         Args:
             plan: What to allocate.
             grouping: The groups that the plan is for.
-            device: Where.
+            device: The device of the pool.
 
         Raises:
             PlanError: The device has not that much memory.
@@ -82,8 +82,8 @@ class KVCacheStorage:
     def move(self, plan: KVCachePlan, pool: torch.Tensor) -> None:
         """Have more bytes, or fewer, at the pool's end; what stays keeps its content.
 
-        The pool and the views are the same tensors afterwards, at another place in memory: whoever kept an address of
-        theirs, as a graph does, must be told.
+        The pool and the views are the same tensors afterwards, at another address: the caller tells every user of the
+        old addresses, such as captured graphs.
 
         Args:
             plan: What to have; the same but for the number of slabs.
@@ -106,15 +106,14 @@ class KVCacheStorage:
         Args:
             group: The pages' group.
             block_ids: The pages.
-            value: What to write; NaN, which in a tensor of whole numbers is all bits set, shows any read of state
-                that nobody needs.
+            value: What to write; NaN, in a tensor of whole numbers all bits set, shows that a dead page is read.
         """
         for layer in self._plan.groups[group].layers:
             for tensor in self.views[layer].values():
                 fill_pages(tensor, list(block_ids), value)
 
     def copy_pages(self, group: int, block_ids: Sequence[int], others: Sequence[int]) -> None:
-        """Copy pages of a group within the pool, in order and without memory besides.
+        """Copy pages of a group within the pool, in order and without further memory.
 
         Args:
             group: The pages' group.
@@ -126,12 +125,12 @@ class KVCacheStorage:
             self.pool.narrow(0, other * unit, num_bytes).copy_(self.pool.narrow(0, page * unit, num_bytes))
 
     def poison(self) -> None:
-        """Make everything but the null page read as NaN, in every dtype of floats."""
+        """Fill all pages but the null page with NaN, in every dtype of floats."""
         self.pool[self._plan.null_bytes :] = 255
 
 
 STAGING_BYTES = 16 << 20
-"""Of a GPU's memory, where scattered pages are put side by side, to cross the bus together."""
+"""The buffer on a GPU in which scattered pages are gathered for one copy over the bus."""
 
 
 def fill_pages(tensor: torch.Tensor, pages: list[int] | slice, value: float) -> None:
@@ -153,10 +152,9 @@ def fill_pages(tensor: torch.Tensor, pages: list[int] | slice, value: float) -> 
 class HostStorage:
     """Owns the bytes of a host store, and copies pages between it and the pool.
 
-    A page is contiguous in both, so that it is one copy, and pages that lie side by side in both are one together. The
-    memory is pinned where the pool is on a GPU. Copies are then queued behind the step before and in front of the next
-    one, on the stream that computes them: nobody waits for them. There, pages that lie side by side in the host store
-    alone are one copy too: the GPU gathers and scatters them, through a buffer.
+    Pages that are adjacent in both are one copy. If the pool is on a GPU, the memory is pinned, and copies are queued
+    on the stream of the steps, between two of them, so that the host waits for none. Pages that are adjacent in the
+    host store alone are then one copy too: the GPU gathers and scatters them through a buffer.
 
     Attributes:
         bytes: ``[num_slabs * slab_bytes], uint8, host``.
@@ -177,9 +175,9 @@ class HostStorage:
             plan: How the pool is cut.
             pool: ``[total_bytes], uint8, device``: the pool.
             num_slabs: How many slabs to allocate.
-            staging_bytes: The size of the buffer for scattered pages, beside the pool; 0 for none. None for
-                ``STAGING_BYTES`` on a GPU, and none elsewhere.
-            copy_pages: What copies between the pool and that buffer (``AttentionBackend.page_copier``); None for torch.
+            staging_bytes: The size of the buffer for scattered pages; 0 for no buffer. None for ``STAGING_BYTES`` on a
+                GPU, and no buffer elsewhere.
+            copy_pages: Copies between the pool and that buffer (``AttentionBackend.page_copier``); None for torch.
 
         Raises:
             PlanError: The host has not that much memory, or the device none for the buffer.
@@ -251,7 +249,7 @@ class HostStorage:
             first = index
 
     def _is_staged(self, group: int, num_pages: int) -> bool:
-        """Return whether several pages fit into the buffer, and there are as many."""
+        """Return whether there are several pages, and the buffer holds several."""
         return min(num_pages, self._staging.nbytes // self._plan.groups[group].page_bytes) > 1
 
     def _pages(self, group: int) -> torch.Tensor:
@@ -267,7 +265,7 @@ class HostStorage:
     def _staged(
         self, group: int, block_ids: Sequence[int], host_ids: Sequence[int]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield ids of pages that follow each other in the host store, their bytes there, and room in the buffer."""
+        """Yield ids of pages that are adjacent in the host store, their bytes there, and a part of the buffer."""
         page_bytes = self._plan.groups[group].page_bytes
         at_once = self._staging.nbytes // page_bytes
         ids = torch.tensor(block_ids, pin_memory=self._is_pinned).to(self._pool.device, non_blocking=self._is_pinned)

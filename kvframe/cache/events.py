@@ -1,7 +1,7 @@
-"""Cache events: what became findable and what is no more, in order, so that others can mirror what the cache holds.
+"""Cache events: which blocks became findable and which were removed, in order, so that a router can mirror the cache.
 
-Only what requests can find is told of: pages of the device's pool. Copies of swapped requests in host memory are found
-by nobody but the request itself, so that they are no event; their published blocks stay findable where they were.
+Events are about pages of the device's pool. A swapped request's copies in host memory are no event, because no other
+request finds them; its published blocks stay findable in the pool until they are evicted.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from kvframe.plan import PlannedGroup
 from kvframe.specs import TOKENS
 
 _MAX_HASHES = 4096
-"""Nodes whose hash is kept, so that what comes next costs no look at what was before."""
+"""Nodes whose hash is kept, so that the tokens before a block are not hashed again."""
 
 
 @attrs.frozen(kw_only=True)
 class BlocksStored:
-    """Blocks that requests find from now on: a run of them, each the parent of the next.
+    """A run of blocks that requests find from now on, each the parent of the next.
 
     Attributes:
         group: The index of their cache group. A request continues from a prefix if every group has the blocks that its
             type still needs there.
-        parent: The key of the prefix before the first of them; of no tokens at all if they begin the sequence.
-        keys: Of each, the key of the prefix that ends with it.
-        tokens: Their token ids, ``block_size`` of each; none for blocks of an input.
-        start: Tokens before the first of them.
-        block_size: Tokens of a block of the group.
-        sequence: What the blocks hold the state of: ``"tokens"``, a request's own, or an input, such as ``"encoder"``.
-        salt: They are found by requests of this ``cache_salt`` only.
-        medium: Where they lie.
+        parent: The key of the prefix before the first block; the key of no tokens if the run begins the sequence.
+        keys: For each block, the key of the prefix that ends with it.
+        tokens: Their token ids, ``block_size`` for each block; empty for blocks of an input.
+        start: Tokens before the first block.
+        block_size: Tokens per block of the group.
+        sequence: What the blocks store: ``"tokens"``, a request's own tokens, or an input, such as ``"encoder"``.
+        salt: Only requests with this ``cache_salt`` find them.
+        medium: Where they are stored.
     """
 
     group: int
@@ -56,12 +56,12 @@ class BlocksStored:
 
 @attrs.frozen(kw_only=True)
 class BlocksRemoved:
-    """Blocks that nobody finds any more. The key of a block that comes after them may stay.
+    """Blocks that no request finds any longer. Blocks after them in the sequence may stay.
 
     Attributes:
         group: The index of their cache group.
         keys: Their keys.
-        medium: Where they lay.
+        medium: Where they were stored.
     """
 
     group: int
@@ -71,7 +71,7 @@ class BlocksRemoved:
 
 @attrs.frozen(kw_only=True)
 class CacheCleared:
-    """Nothing is found any more, in no group."""
+    """All blocks of all groups were removed."""
 
 
 CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
@@ -87,7 +87,7 @@ class _KnownHash:
 class EventLog:
     """The events of a cache since they were last taken.
 
-    Invariant: replaying all that were taken, and then those that were not, gives the blocks that can be found.
+    Invariant: replaying all events, taken and not yet taken, gives the blocks that can be found.
     """
 
     def __init__(self, groups: Sequence[PlannedGroup], tree: RadixTree, secret: bytes) -> None:
@@ -95,16 +95,16 @@ class EventLog:
 
         Args:
             groups: All groups of the plan.
-            tree: What finds blocks of tokens.
+            tree: The radix tree of published tokens.
             secret: 32 bytes, for the keys.
         """
         self._groups = groups
         self._tree = tree
         self._secret = secret
-        # Blocks of all sizes begin at its multiples: what comes next begins at the last of them at the earliest.
+        # Blocks of all sizes begin at its multiples: the tokens of a later block begin at the last multiple or after.
         self._alignment = math.lcm(*tree.sizes)
         self._events: list[CacheEvent] = [CacheCleared()]
-        self._blocks: dict[int, tuple[int, bytes]] = {}
+        self._key_of_page: dict[int, tuple[int, bytes]] = {}
         self._hashes: OrderedDict[int, _KnownHash] = OrderedDict()
 
     def take(self) -> list[CacheEvent]:
@@ -112,23 +112,23 @@ class EventLog:
         events, self._events = self._events, []
         return events
 
-    # --- what the cache says ------------------------------------------------------------------------------------------
+    # --- recording ----------------------------------------------------------------------------------------------------
 
-    def stored(self, node: RadixNode, start: int, stop: int) -> None:
-        """Take note that blocks of a node that end in tokens ``(start, stop]`` have pages; those that had are known."""
+    def record_stored(self, node: RadixNode, start: int, stop: int) -> None:
+        """Record the blocks of a node that end in tokens ``(start, stop]``, except those that were recorded before."""
         found: list[tuple[int, int, range, Sequence[int]]] = []
         for s, size in enumerate(self._tree.sizes):
             first, before = start // size, node.start // size
             pages = node.pages[s][:, first - before : stop // size - before].tolist()
             for group, of_group in zip(self._tree.groups[s], pages, strict=True):
-                for run in _runs(place for place, page in enumerate(of_group) if page and page not in self._blocks):
+                for run in _runs(i for i, page in enumerate(of_group) if page and page not in self._key_of_page):
                     found.append((group, size, range(first + run.start, first + run.stop), of_group[run]))
         if not found:
             return
         ends = {n for _, size, blocks, _ in found for n in range(blocks.start * size, blocks.stop * size + 1, size)}
         salt, base, tokens, keys = self._keys_of(node, sorted(ends))
         for group, size, blocks, pages in found:
-            self._add(
+            self._append_stored(
                 BlocksStored(
                     group=group,
                     parent=keys[blocks.start * size],
@@ -141,8 +141,8 @@ class EventLog:
                 pages,
             )
 
-    def stored_input(self, blocks: InputBlocks, indices: npt.NDArray[np.intp], pages: Pages) -> None:
-        """Take note that blocks of an input have pages."""
+    def record_stored_input(self, blocks: InputBlocks, indices: npt.NDArray[np.intp], pages: Pages) -> None:
+        """Record the blocks of an input at these indices; ``pages`` are the pages of all its blocks."""
         size = self._groups[blocks.group].block_size
         for run in _runs(indices.tolist()):
             ends = [min(block * size, blocks.num_tokens) for block in range(run.start, run.stop + 1)]
@@ -157,42 +157,44 @@ class EventLog:
                 sequence=blocks.sequence,
                 salt=blocks.salt,
             )
-            self._add(event, pages[run].tolist())
+            self._append_stored(event, pages[run].tolist())
 
-    def removed(self, block_ids: BlockIds) -> None:
-        """Take note that the content of pages ends."""
-        ended: dict[int, list[bytes]] = {}
+    def record_removed(self, block_ids: BlockIds) -> None:
+        """Record that pages were evicted."""
+        removed: dict[int, list[bytes]] = {}
         for page in block_ids.tolist():
-            known = self._blocks.pop(page, None)
+            known = self._key_of_page.pop(page, None)
             if known is not None:
-                ended.setdefault(known[0], []).append(known[1])
-        for group, keys in ended.items():
+                removed.setdefault(known[0], []).append(known[1])
+        for group, keys in removed.items():
             self._events.append(BlocksRemoved(group=group, keys=tuple(keys)))
 
-    def cleared(self) -> None:
-        """Take note that nothing is found any more."""
-        self._blocks.clear()
+    def record_cleared(self) -> None:
+        """Record that all blocks were removed."""
+        self._key_of_page.clear()
         self._hashes.clear()
         self._events.append(CacheCleared())
 
-    # --- inside -------------------------------------------------------------------------------------------------------
-
-    def _add(self, event: BlocksStored, pages: Sequence[int]) -> None:
+    def _append_stored(self, event: BlocksStored, pages: Sequence[int]) -> None:
         self._events.append(event)
-        self._blocks.update(zip(pages, ((event.group, key) for key in event.keys), strict=True))
+        self._key_of_page.update(zip(pages, ((event.group, key) for key in event.keys), strict=True))
+
+    # --- keys ---------------------------------------------------------------------------------------------------------
 
     def _keys_of(
         self, node: RadixNode, ends: Sequence[int]
     ) -> tuple[str, int, npt.NDArray[np.uint32], dict[int, bytes]]:
-        """Return keys of the tokens up to a node's end.
+        """Return keys of prefixes that end in a node.
 
         Args:
             node: The node.
-            ends: Of how many tokens, sorted, none behind the node.
+            ends: The prefixes' numbers of tokens, sorted; none is after the node.
 
         Returns:
-            The salt; tokens up to the node's end, and which is the first; the keys.
+            The salt; the position of the first token in the array that follows; tokens up to the node's end; the key of
+            each prefix.
         """
+        # Walk back to the last node whose hash is kept, or to the root.
         parts: list[bytearray] = []
         each = node
         while True:
@@ -200,12 +202,12 @@ class EventLog:
                 salt, known = each.namespace[0], PrefixHash(self._secret, *each.namespace)
                 break
             kept = self._hashes.get(each.owner)
-            # A node may have been cut in two or shortened since.
+            # A node may have been split or shortened since its hash was kept.
             if kept and kept.node is each and each.start <= kept.hash.num_tokens <= min(ends[0], each.stop):
                 salt, known = kept.salt, kept.hash
-                parts.append(each.tokens[TOKEN_BYTES * (known.num_tokens - each.start) : _length(each)])
+                parts.append(each.tokens[TOKEN_BYTES * (known.num_tokens - each.start) : _num_bytes(each)])
                 break
-            parts.append(each.tokens[: _length(each)])
+            parts.append(each.tokens[: _num_bytes(each)])
             assert each.parent is not None
             each = each.parent
         base, current = known.num_tokens, known.copy()
@@ -213,7 +215,7 @@ class EventLog:
         keys = {}
         aligned = ends[-1] - ends[-1] % self._alignment
         for end in ends if aligned < ends[0] else sorted({*ends, aligned}):
-            keys[end] = current.add(tokens[current.num_tokens - base : end - base])
+            keys[end] = current.add_tokens(tokens[current.num_tokens - base : end - base])
             if end == aligned:
                 known = current.copy()
         self._hashes[node.owner] = _KnownHash(node, salt, known)
@@ -223,18 +225,19 @@ class EventLog:
         return salt, base, tokens, keys
 
 
-def _length(node: RadixNode) -> int:
+def _num_bytes(node: RadixNode) -> int:
+    """Return the bytes of a node's tokens; it may store more than these."""
     return TOKEN_BYTES * (node.stop - node.start)
 
 
-def _runs(places: Iterable[int]) -> Iterator[slice]:
-    """Return sorted numbers as runs of consecutive ones."""
+def _runs(indices: Iterable[int]) -> Iterator[slice]:
+    """Yield runs of consecutive numbers out of sorted ones."""
     start = stop = None
-    for place in places:
-        if place != stop:
+    for index in indices:
+        if index != stop:
             if start is not None:
                 yield slice(start, stop)
-            start = place
-        stop = place + 1
+            start = index
+        stop = index + 1
     if start is not None:
         yield slice(start, stop)

@@ -1,7 +1,7 @@
-"""Input sequences: what a request brings beside its own tokens, such as what its encoder reads.
+"""The input index: cached inputs that requests bring beside their tokens, such as what an encoder reads.
 
-An input is whole before the first token is computed and stays as it is. Its blocks live for as long as the request
-runs, and are found by content: requests with the same input hold them once.
+An input is complete before the first token is computed, and does not change. Its blocks live as long as the request,
+and are found by content: requests with equal inputs share the pages.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class InputSequence:
 
     Attributes:
         num_tokens: Its tokens, at least one.
-        key: A hash of its content, and of whatever else decides its state: inputs of equal key and length are the same.
-            An engine's are keyed (``kvframe.content_key``), so that they may leave the process.
+        key: A hash of its content, and of all else that its state depends on: inputs with equal keys and lengths are
+            the same. An engine's keys are keyed hashes (``kvframe.content_key``), which may leave the process.
     """
 
     num_tokens: int
     key: bytes
 
     def __attrs_post_init__(self) -> None:
-        """Refuse what is no number of tokens or no key, with a ``RequestError`` (``bad_input``)."""
+        """Refuse a number of tokens or a key that is none, with a ``RequestError`` (``bad_input``)."""
         if type(self.num_tokens) is not int or self.num_tokens < 1 or not isinstance(self.key, bytes):
             raise RequestError(
                 "an input has a whole number of tokens of at least 1 and a key of bytes, not "
@@ -50,11 +50,11 @@ class InputBlocks:
 
     Attributes:
         group: The group's index.
-        salt: Whom the request shares with.
-        sequence: Which input it is (``"encoder"``).
-        key: What its content is known by.
+        salt: The request's salt: only requests with the same salt share the blocks.
+        sequence: The input's name (``"encoder"``).
+        key: The key of its content.
         num_tokens: Its tokens.
-        num_blocks: Blocks that hold all of it.
+        num_blocks: Blocks for all of its tokens.
     """
 
     group: int
@@ -68,13 +68,7 @@ class InputBlocks:
 def input_blocks(
     groups: Iterable[PlannedGroup], inputs: Mapping[str, InputSequence], salt: str
 ) -> tuple[InputBlocks, ...]:
-    """Return a request's blocks in the groups that keep state of its inputs.
-
-    Args:
-        groups: The groups of input sequences.
-        inputs: The request's inputs, by name.
-        salt: Requests share blocks only with requests of the same salt.
-    """
+    """Return the blocks of a request's inputs, by name, in the groups that store inputs."""
     found = []
     for group in groups:
         name = group.spec.sequence
@@ -86,43 +80,42 @@ def input_blocks(
 
 
 class InputIndex:
-    """The cached inputs: which pages hold them.
+    """The pages of cached inputs, by content.
 
-    Invariant: a page in it is held or cached, and its owner in the pool is the entry that names it.
+    An input is found if all of its blocks are cached, in all groups that store it. When one of its blocks is evicted,
+    its other blocks are evicted too, except those that a request holds.
 
-    An input is found if all of its blocks are there, in all groups that keep state of it. When one of its blocks is
-    evicted, the others are evicted too, except for those that a request holds.
+    Invariant: a page in the index is held or cached, and its owner in the pool is the number of its input here.
+
+    Attributes:
+        pool: The pages; set after both are made, because each needs the other.
+        on_stored: Called with an input, the indices of its blocks that became findable, and all its pages; or None.
     """
 
     def __init__(self, groups: Sequence[PlannedGroup]) -> None:
-        """Start empty.
-
-        Args:
-            groups: All groups of the plan.
-        """
+        """Start empty, for the groups of a plan that store inputs."""
         self._groups = tuple(group for group in groups if group.is_of_input)
         self._owners: list[dict[InputBlocks, int]] = [{} for _ in groups]
         self._entries: dict[int, tuple[InputBlocks, Pages]] = {}
         self._next_owner = NO_OWNER + 1
-        self.pool: BlockPool  # set by whoever makes both: each needs the other
-        # Called with an input, indices of its blocks that became findable, and all its pages; None for nobody.
+        self.pool: BlockPool
         self.on_stored: Callable[[InputBlocks, npt.NDArray[np.intp], Pages], None] | None = None
 
-    def find(self, blocks: InputBlocks) -> Pages | None:
-        """Return the pages of an input in a group; None if not all of it is cached."""
-        pages = self.known(blocks)
+    def find_input(self, blocks: InputBlocks) -> Pages | None:
+        """Return the pages of an input in a group; None if not all of them are cached."""
+        pages = self.known_input_pages(blocks)
         return pages if pages is not None and pages.all() else None
 
-    def known(self, blocks: InputBlocks) -> Pages | None:
+    def known_input_pages(self, blocks: InputBlocks) -> Pages | None:
         """Return the pages of an input in a group, 0 for one that is not cached; None if none is."""
         owner = self._owners[blocks.group].get(blocks)
         return None if owner is None else self._entries[owner][1]
 
-    def publish(self, blocks: InputBlocks, pages: Pages) -> None:
-        """Let the pages of an input be found, but for those in whose place others are found."""
+    def publish_input(self, blocks: InputBlocks, pages: Pages) -> None:
+        """Make the pages of an input findable, except for blocks that are findable already."""
         owner = self._owners[blocks.group].get(blocks)
         if owner is None:
-            owner = self._owners[blocks.group][blocks] = self._fresh_owner()
+            owner = self._owners[blocks.group][blocks] = self._unused_owner()
             self._entries[owner] = (blocks, np.zeros(blocks.num_blocks, dtype=np.int32))
         known = self._entries[owner][1]
         new = np.flatnonzero(known == 0)
@@ -131,8 +124,8 @@ class InputIndex:
         if self.on_stored is not None:
             self.on_stored(blocks, new, pages)
 
-    def _fresh_owner(self) -> int:
-        """Return a number that no entry has, and that the pool's 32 bits hold."""
+    def _unused_owner(self) -> int:
+        """Return a number that no input has, and that fits into the 32 bits of the pool's owners."""
         owner = self._next_owner
         while owner in self._entries or owner > _MAX_OWNER:
             owner = NO_OWNER + 1 if owner > _MAX_OWNER else owner + 1
@@ -149,38 +142,34 @@ class InputIndex:
             if of_group is not None:
                 _, pages = self._entries[of_group]
                 pages[self.pool.discard_cached(blocks.group, pages)] = 0
-                self._remove_if_empty(of_group)
+                if not pages.any():
+                    del self._entries[of_group], self._owners[blocks.group][blocks]
 
-    def _remove_if_empty(self, owner: int) -> None:
-        blocks, pages = self._entries[owner]
-        if not pages.any():
-            del self._entries[owner], self._owners[blocks.group][blocks]
-
-    def entries(self) -> Iterator[tuple[InputBlocks, Pages]]:
-        """Go through the inputs, each with its pages, 0 for one that is not cached."""
+    def cached_inputs(self) -> Iterator[tuple[InputBlocks, Pages]]:
+        """Yield the inputs, each with its pages, 0 for one that is not cached."""
         yield from self._entries.values()
 
-    def published(self) -> Iterator[tuple[int, int]]:
-        """Go through the pages that can be found: the group and block id of each."""
+    def published_inputs(self) -> Iterator[tuple[int, int]]:
+        """Yield the group and block id of each page in the index."""
         for blocks, pages in self._entries.values():
             yield from ((blocks.group, page) for page in pages[pages != 0].tolist())
 
-    def forget(self) -> None:
-        """Forget every input; whoever has the pool gives up their pages."""
+    def forget_inputs(self) -> None:
+        """Forget every input; the caller frees their pages."""
         self._entries.clear()
         for owners in self._owners:
             owners.clear()
 
 
 def inputs_root(inputs: Mapping[str, InputSequence]) -> bytes:
-    """Return what stands for all inputs of a request, by name and content; nothing for no inputs."""
+    """Return one value for all inputs of a request, by name and content; no bytes if there are no inputs."""
     return b"".join(
         joined(name.encode(), inputs[name].key, _number(inputs[name].num_tokens)) for name in sorted(inputs)
     )
 
 
 def joined(*parts: bytes) -> bytes:
-    """Return parts as one, so that no other parts give the same."""
+    """Return parts, each after its length, as one value: other parts give another value."""
     return b"".join(_number(len(part)) + part for part in parts)
 
 

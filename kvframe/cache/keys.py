@@ -1,12 +1,12 @@
-"""Keys of prefixes and inputs, for those outside of the process: keyed hashes that others make from the same secret.
+"""Keys of prefixes and inputs for other processes: keyed hashes that every process with the same secret computes alike.
 
-Inside, tokens are compared and nothing is hashed. Outside, the first ``n`` tokens of a request are known by the keyed
-BLAKE2b (RFC 7693) of ``joined(salt, inputs)`` and then each token id as four bytes, little-endian: 32 bytes that say
-nothing to who has not the secret. It is a function of the prefix alone, whatever the size of a block is.
+Inside the cache tokens are compared, and nothing is hashed. Outside, the first ``n`` tokens of a request have the key
+BLAKE2b (RFC 7693), keyed, of ``joined(salt, inputs)`` and then each token id as four bytes, little-endian: 32 bytes
+from which nothing can be learnt without the secret. The key depends on the prefix alone, not on a block size.
 
-The content of an input is known by the keyed BLAKE2b of what its model adapter hashed it to: in the cache, in what keys
-outside are made of, and in files of saved prefixes. The first ``n`` tokens of an input are known by that of its salt,
-its name, the key of its content, how many tokens it has, and ``n``, ``joined``; numbers are eight bytes, little-endian.
+The content of an input has the key BLAKE2b, keyed, of the hash that its model adapter gives: in the cache, within the
+keys of prefixes, and in files of saved prefixes. The first ``n`` tokens of an input have the key of its salt, its name,
+its content's key, its number of tokens, and ``n``, ``joined``; numbers are eight bytes, little-endian.
 """
 
 from __future__ import annotations
@@ -27,14 +27,11 @@ from kvframe.files import read_bytes
 
 KEY_BYTES = 32
 SECRET_BYTES = 32
+# BLAKE2b's ``person``: the purpose of a key, with the version of its definition.
 PREFIX = b"kvframe.prefix.1"
-"""What BLAKE2b is told that the keys are for, with the version of their definition."""
 INPUT = b"kvframe.inputs.1"
-"""Likewise of the keys of inputs."""
 CONTENT = b"kvframe.content1"
-"""Likewise of what the content of an input is known by."""
 CHECK = b"kvframe.checks.1"
-"""Likewise of what tells a secret from others."""
 
 NO_INPUTS: Mapping[str, InputSequence] = MappingProxyType({})
 _MAX_KEY_FILE = 4096
@@ -51,24 +48,18 @@ class PrefixHash:
     __slots__ = ("_hash", "num_tokens")
 
     def __init__(self, secret: bytes, salt: str, inputs: bytes) -> None:
-        """Begin with no token.
-
-        Args:
-            secret: 32 bytes.
-            salt: Whom the request shares with.
-            inputs: What stands for all of its inputs, as ``inputs_root`` returns it.
-        """
+        """Begin without a token; ``inputs`` is what ``inputs_root`` returns."""
         self._hash = blake2b(joined(salt.encode(), inputs), digest_size=KEY_BYTES, key=secret, person=PREFIX)
         self.num_tokens = 0
 
-    def add(self, tokens: npt.NDArray[np.uint32]) -> bytes:
-        """Take in the tokens that come next, ``[n], uint32, host``, and return the key of all."""
+    def add_tokens(self, tokens: npt.NDArray[np.uint32]) -> bytes:
+        """Append tokens, ``[n], uint32, host``, and return the key of all tokens."""
         self._hash.update(tokens.astype("<u4", copy=False).data)
         self.num_tokens += len(tokens)
         return self._hash.digest()
 
     def copy(self) -> PrefixHash:
-        """Return one of the same tokens, to go on otherwise."""
+        """Return a hash of the same tokens that grows by itself."""
         other = object.__new__(PrefixHash)
         other._hash, other.num_tokens = self._hash.copy(), self.num_tokens
         return other
@@ -88,11 +79,11 @@ def prefix_key(
     Returns:
         32 bytes.
     """
-    return PrefixHash(secret, salt, inputs_root(inputs)).add(np.fromiter(token_ids, dtype=np.uint32))
+    return PrefixHash(secret, salt, inputs_root(inputs)).add_tokens(np.fromiter(token_ids, dtype=np.uint32))
 
 
 def content_key(secret: bytes, content: bytes) -> bytes:
-    """Return what the content of an input is known by: the ``key`` of its ``InputSequence``.
+    """Return the key of an input's content: the ``key`` of its ``InputSequence``.
 
     Args:
         secret: 32 bytes: the stack's ``[cache] key``.
@@ -105,7 +96,7 @@ def content_key(secret: bytes, content: bytes) -> bytes:
 
 
 def secret_check(secret: bytes) -> str:
-    """Return what tells a secret from others and says nothing of it: its keyed BLAKE2b of nothing, in hexadecimal."""
+    """Return a value that tells secrets apart and reveals nothing: the keyed BLAKE2b of no bytes, in hexadecimal."""
     return blake2b(digest_size=KEY_BYTES, key=secret, person=CHECK).hexdigest()
 
 
@@ -115,7 +106,7 @@ def input_key(secret: bytes, blocks: InputBlocks, num_tokens: int) -> bytes:
     Args:
         secret: 32 bytes.
         blocks: The input.
-        num_tokens: How many of its tokens: those of whole blocks, and all for its last one.
+        num_tokens: How many of its tokens: those of whole blocks, or all of them for its last block.
     """
     numbers = (number.to_bytes(8, "little") for number in (blocks.num_tokens, num_tokens))
     message = joined(blocks.salt.encode(), blocks.sequence.encode(), blocks.key, *numbers)
@@ -123,14 +114,14 @@ def input_key(secret: bytes, blocks: InputBlocks, num_tokens: int) -> bytes:
 
 
 def read_secret(key: str | None, source: str) -> bytes:
-    """Return the secret that a stack's ``[cache] key`` says, or a fresh one if it says none.
+    """Return the secret of a stack's ``[cache] key``, or a random one if the stack has no key.
 
     Args:
-        key: 64 hexadecimal digits, or a file that holds them; None for a secret that nobody knows.
-        source: Where the stack was read, for errors.
+        key: 64 hexadecimal digits, or a file that holds them; None for a secret that no other process has.
+        source: The stack's file, for errors.
 
     Raises:
-        StackError: It is neither; the error does not repeat what may be a part of a secret.
+        StackError: It is neither. The error does not repeat what may be a part of a secret.
     """
     if key is None:
         return secrets.token_bytes(SECRET_BYTES)

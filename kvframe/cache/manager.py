@@ -390,7 +390,7 @@ class KVCacheManager:
         entry.uncounted, entry.asked_tokens = NO_HIT, 0
         if self._input_groups and entry.num_resets == self._num_resets:
             for each in self._coordinator.state(entry.row).inputs:
-                self._cache.inputs.publish(each, self.tables[each.group].ids[entry.row, : each.num_blocks])
+                self._cache.inputs.publish_input(each, self.tables[each.group].ids[entry.row, : each.num_blocks])
 
     def swap_out(self, request_id: str) -> bool:
         """Move a request's resident pages, of all groups, to host memory and take it out of the table.
@@ -486,7 +486,7 @@ class KVCacheManager:
         """
         self._pins.unpin_all()
         if self._events is not None:
-            self._events.cleared()
+            self._events.record_cleared()
         self._cache.clear()
         self._num_resets += 1
 
@@ -511,7 +511,7 @@ class KVCacheManager:
                 code="too_large",
             )
         plan = attrs.evolve(self.plan, num_slabs=num_slabs, num_rest_pages=0)
-        if not self._pins.leave_room(plan) or not self._cache.resize(plan):
+        if not self._pins.fit_into(plan) or not self._cache.resize(plan):
             return False
         self.plan = self._pins.plan = plan
         return True
@@ -543,7 +543,9 @@ class KVCacheManager:
         """
         # An input can be pinned without a token.
         self._check_prompt(token_ids, salt, inputs, least=0)
-        return self._pins.pin(self._cache.find_whole_prefix(token_ids, salt, inputs), checks_room=checks_room)
+        return self._pins.pin_prefix(
+            self._cache.find_whole_prefix(token_ids, salt, inputs), checks_capacity=checks_room
+        )
 
     def restore(
         self,
@@ -581,11 +583,11 @@ class KVCacheManager:
         row, places = self._free_rows[-1], check_copies(copies, len(self.plan.groups))
         if not self._swapper.restore_prefix(row, token_ids, places, fetch, salt=salt, inputs=inputs):
             return None
-        return self._pins.pin(self._cache.find_whole_prefix(token_ids, salt, inputs), checks_room=False)
+        return self._pins.pin_prefix(self._cache.find_whole_prefix(token_ids, salt, inputs), checks_capacity=False)
 
     def unpin(self, pin: Pin) -> None:
         """Release a pin; its pages stay cached until they are evicted. A pin that is not held stays as it is."""
-        self._pins.unpin(pin)
+        self._pins.unpin_prefix(pin)
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -652,7 +654,7 @@ class KVCacheManager:
         taken = [entry.row for entry in self._entries.values()]
         num_blocks, num_computed = self._coordinator.num_blocks, self._coordinator.num_computed
         audit_rows(self.tables, self._free_rows, taken, num_blocks, num_computed)
-        self._cache.audit(self.plan, np.concatenate([pages_in(self.tables), self._pins.pages()]))
+        self._cache.audit(self.plan, np.concatenate([pages_in(self.tables), self._pins.pinned_pages()]))
         self._swapper.audit_copies(stored for _, stored in self._swapped.values())
 
     @property

@@ -1,4 +1,4 @@
-"""Pins: cached prefixes that stay, however much others need room, until whoever pinned them lets go."""
+"""Pins: cached prefixes that are not evicted until they are unpinned."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvframe.plan import KVCachePlan
 
 @attrs.define(eq=False)
 class Pin:
-    """A cached prefix that somebody keeps.
+    """A cached prefix that is kept.
 
     Attributes:
         num_tokens: Its tokens, whole blocks in every group.
-        blocks: Per group, by block index, the pages that a request needs to go on behind it; 0 for a block that it does
-            not need. Of an input, the pages of all its blocks.
-        is_held: Whether they are kept: until ``unpin``, or until the cache is reset.
+        blocks: Per group, by block index, the pages that a request needs to continue after the prefix; 0 for a block
+            that it does not need. For an input, the pages of all its blocks.
+        is_held: Whether the pages are kept: until ``unpin``, or until the cache is reset.
     """
 
     num_tokens: int
@@ -31,38 +31,30 @@ class Pin:
 
 
 class Pins:
-    """Holds the pages of pins, and sees to it that requests still have room beside them.
+    """Holds the pages of pins, and checks that the longest request still fits beside them.
 
-    Invariant: each page of each pin that ``is_held`` has one holder for it in the pool.
+    Invariant: the pool counts one holder of a page for each pin of it that ``is_held``.
 
     Attributes:
         plan: The groups, and how many slabs there are.
     """
 
     def __init__(self, plan: KVCachePlan, pool: BlockPool) -> None:
-        """Start with none.
-
-        Args:
-            plan: The groups.
-            pool: The pages.
-        """
+        """Start without a pin."""
         self.plan = plan
         self._pool = pool
         self._pins: dict[int, Pin] = {}
 
-    def pin(self, hit: PrefixHit, *, checks_room: bool = True) -> Pin:
-        """Hold what a request needs to go on behind a prefix that was found.
-
-        Args:
-            hit: What was found.
-            checks_room: Whether a request of the greatest length must still have room.
+    def pin_prefix(self, hit: PrefixHit, *, checks_capacity: bool = True) -> Pin:
+        """Hold the pages that a request needs to continue after a hit.
 
         Raises:
-            RequestError: It has not (``no_room``); nothing changed.
+            RequestError: ``checks_capacity`` is set, and the longest request would no longer fit (``no_room``). Nothing
+                changed.
         """
-        pin = Pin(hit.num_tokens, [self._needed(group, hit) for group in range(len(self.plan.groups))])
-        if checks_room:
-            self._check_room(pin)
+        pin = Pin(hit.num_tokens, [self._needed_pages(group, hit) for group in range(len(self.plan.groups))])
+        if checks_capacity:
+            self._check_capacity(pin)
         for group, ids in enumerate(pin.blocks):
             held = ids[ids != 0]
             if len(held):
@@ -70,8 +62,8 @@ class Pins:
         self._pins[id(pin)] = pin
         return pin
 
-    def unpin(self, pin: Pin) -> None:
-        """Let go of a pin's pages, which stay cached until they are evicted; nothing if it is not held any more."""
+    def unpin_prefix(self, pin: Pin) -> None:
+        """Release a pin's pages, which stay cached until they are evicted; do nothing if they were released before."""
         if self._pins.pop(id(pin), None) is None:
             return
         pin.is_held = False
@@ -81,23 +73,23 @@ class Pins:
                 self._pool.release_blocks(held, group)
 
     def unpin_all(self) -> None:
-        """Let go of every pin."""
+        """Release the pages of every pin."""
         for pin in list(self._pins.values()):
-            self.unpin(pin)
+            self.unpin_prefix(pin)
 
-    def leave_room(self, plan: KVCachePlan) -> bool:
-        """Return whether a pool that has more slabs, or fewer, has room for the longest request beside all pins."""
-        pages = self.pages()
+    def fit_into(self, plan: KVCachePlan) -> bool:
+        """Return whether the longest request fits beside all pins into a pool with a plan's number of slabs."""
+        pages = self.pinned_pages()
         if plan.num_slabs > self.plan.num_slabs or not len(pages):
             return True
         needed, left = self._needed_and_left(plan, pages)
         return needed <= left
 
-    def pages(self) -> BlockIds:
-        """Return the pages that are held, each as often as there are pins of it."""
+    def pinned_pages(self) -> BlockIds:
+        """Return the pages of all pins, each as often as it is pinned."""
         return _pages_of(self._pins.values())
 
-    def _needed(self, group: int, hit: PrefixHit) -> BlockIds:
+    def _needed_pages(self, group: int, hit: PrefixHit) -> BlockIds:
         planned = self.plan.groups[group]
         if planned.is_of_input:
             found = hit.inputs.get(planned.spec.sequence, {}).get(group)
@@ -108,24 +100,24 @@ class Pins:
         return blocks
 
     def _needed_and_left(self, plan: KVCachePlan, pinned: BlockIds) -> tuple[int, int]:
-        """Return how many slabs a request of the greatest length takes beside pinned pages, and how many are left.
+        """Return the slabs that the longest request takes, and the slabs without a pinned page.
 
         Args:
-            plan: The plan, as it is or with fewer slabs.
+            plan: The plan, with as many slabs as now or fewer.
             pinned: ``[n], int32, host``: the pinned pages.
         """
         pages = np.unique(pinned)
         first_rest = (self.plan.null_bytes + self.plan.num_slabs * self.plan.slab_bytes) // self.plan.block_id_bytes
         num_rest_pages = max(0, plan.num_rest_pages - int(np.count_nonzero(pages >= first_rest)))
-        fewer = self.plan.num_slabs - plan.num_slabs
+        num_removed = self.plan.num_slabs - plan.num_slabs
         needed = plan.num_slabs_for(plan.peak_blocks(plan.max_model_len), num_rest_pages)
-        return needed, self._pool.count_idle_slabs(pages) - fewer
+        return needed, self._pool.count_idle_slabs(pages) - num_removed
 
-    def _check_room(self, pin: Pin) -> None:
+    def _check_capacity(self, pin: Pin) -> None:
         plan, others = self.plan, tuple(self._pins.values())
         needed_before, left_before = self._needed_and_left(plan, _pages_of(others))
         needed, left = self._needed_and_left(plan, _pages_of((*others, pin)))
-        # What is pinned already takes nothing more.
+        # Pages that are pinned already take no more capacity.
         if needed - left > max(0, needed_before - left_before):
             raise RequestError(
                 f"with these {pin.num_tokens} tokens pinned, {left} of the cache's {plan.num_slabs} slabs are left, "

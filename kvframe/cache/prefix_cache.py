@@ -75,7 +75,7 @@ class PrefixCache:
         """Evict every cached page, and make held ones unfindable."""
         self.pool.unpublish_all()
         self.publisher.unfollow_all()
-        self.inputs.forget()
+        self.inputs.forget_inputs()
 
     def resize(self, plan: KVCachePlan) -> bool:
         """Have the slabs of another plan, which differs in their number only; evict cached pages of removed slabs.
@@ -91,10 +91,11 @@ class PrefixCache:
             self.tree.on_stored = self.inputs.on_stored = self.pool.on_removed = None
             return
         for node in self.tree.walk():
-            log.stored(node, node.start, node.stop)
-        for blocks, pages in self.inputs.entries():
-            log.stored_input(blocks, np.flatnonzero(pages), pages)
-        self.tree.on_stored, self.inputs.on_stored, self.pool.on_removed = log.stored, log.stored_input, log.removed
+            log.record_stored(node, node.start, node.stop)
+        for blocks, pages in self.inputs.cached_inputs():
+            log.record_stored_input(blocks, np.flatnonzero(pages), pages)
+        self.tree.on_stored, self.inputs.on_stored = log.record_stored, log.record_stored_input
+        self.pool.on_removed = log.record_removed
 
     def published(self) -> Iterator[tuple[int, int]]:
         """Go through the findable pages: the group and block id of each."""
@@ -102,7 +103,7 @@ class PrefixCache:
             for pages, groups in zip(node.pages, self.tree.groups, strict=True):
                 for group, row in zip(groups, pages, strict=True):
                     yield from ((group, page) for page in row[row != 0].tolist())
-        yield from self.inputs.published()
+        yield from self.inputs.published_inputs()
 
     def audit(self, plan: KVCachePlan, held: BlockIds) -> None:
         """Check that every page is free, held or cached, and counted right; it takes long.

@@ -174,7 +174,7 @@ class PrefixLookup:
         self, inputs: Sequence[InputBlocks]
     ) -> tuple[dict[str, dict[int, Pages]], list[tuple[int, GroupLookups]]]:
         """Return the pages of completely cached inputs, and what was found of each input in each group."""
-        found = {each.group: self._inputs.find(each) for each in inputs}
+        found = {each.group: self._inputs.find_input(each) for each in inputs}
         some = {each.sequence for each in inputs if found[each.group] is not None}
         lacking = {each.sequence for each in inputs if found[each.group] is None}
         whole: dict[str, dict[int, Pages]] = {}

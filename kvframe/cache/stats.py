@@ -1,4 +1,4 @@
-"""What a cache did so far, as values."""
+"""The cache's statistics, as values."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class GroupLookups:
 
     Attributes:
         kind: The registered name of its cache spec.
-        asked_tokens: Tokens of requests that were looked up; of an input's group, those of the input.
+        asked_tokens: Tokens of requests that were looked up; in a group of inputs, tokens of the inputs.
         found_tokens: Of these, the tokens that this group alone could have continued from.
-        hit_tokens: Of these, the tokens that every group could continue from: what need not be computed.
-        times_limiting: Lookups in which another group could continue from further on, and this one could not.
+        hit_tokens: Of these, the tokens that every group could continue from: they are not computed.
+        times_limiting: Lookups in which another group could have continued after more tokens than this one.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class GroupLookups:
     times_limiting: int = 0
 
     def add(self, other: GroupLookups) -> None:
-        """Count other lookups too."""
+        """Add the counts of other lookups."""
         self.asked_tokens += other.asked_tokens
         self.found_tokens += other.found_tokens
         self.hit_tokens += other.hit_tokens
@@ -40,16 +40,16 @@ class GroupLookups:
 
 @attrs.define
 class KVCacheStats:
-    """What the cache did so far.
+    """What a cache did so far.
 
     Attributes:
-        queried_tokens: Tokens of requests for which a prefix was looked up when they began to run.
+        queried_tokens: Tokens of requests for which a prefix was looked up, counted when they begin to run.
         hit_tokens: Of these, the tokens that were found.
-        lookups: Per group, what was found in it, and how often it was the one that had less than others.
+        lookups: Per group, what was found in it, and how often it had less than others.
         blocks_held: Per group, the pages held now; a page that several requests share counts once.
         peak_blocks_held: Per group, the most pages held at once.
         peak_bytes_held: The most bytes of held pages of all groups at once.
-        num_evictions: Cached pages whose content was given up.
+        num_evictions: Cached pages that were evicted.
         host_bytes_held: Bytes of pages of requests that are swapped out now.
         peak_host_bytes_held: The most of them at once.
     """
@@ -72,14 +72,7 @@ class KVCacheStats:
         pool: BlockPool,
         host_pool: BlockPool | None,
     ) -> KVCacheStats:
-        """Return a copy of what is counted in a cache.
-
-        Args:
-            groups: Its groups.
-            lookups: What lookups found, per group.
-            pool: Its pages.
-            host_pool: The pages of host memory; None if there is none.
-        """
+        """Return a copy of a cache's counts; ``host_pool`` is None if there is no host memory."""
         of_tokens = [found for found, group in zip(lookups, groups, strict=True) if not group.is_of_input]
         return cls(
             queried_tokens=of_tokens[0].asked_tokens if of_tokens else 0,

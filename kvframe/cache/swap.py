@@ -200,7 +200,7 @@ class Swapper:
         try:
             self._publisher.follow(row, namespace, token_ids, 0, NO_MATCH)
             for each in state.inputs:
-                self._inputs.publish(each, self._tables[each.group].ids[row, : each.num_blocks])
+                self._inputs.publish_input(each, self._tables[each.group].ids[row, : each.num_blocks])
             self._coordinator.commit_row(row, len(token_ids))
         finally:
             self._coordinator.free_row(row)
@@ -252,7 +252,7 @@ class Swapper:
             pages = of_stacks[s][g][: len(found[group])]
             found[group][: len(pages)] = pages
         for each in stored.state.inputs:
-            known = self._inputs.known(each)
+            known = self._inputs.known_input_pages(each)
             if known is not None and each.sequence not in stored.state.missing:
                 pages = known[: len(found[each.group])]
                 found[each.group][: len(pages)] = pages

@@ -28,9 +28,9 @@ class Prefix:
 
     Attributes:
         token_ids: Its tokens, whole blocks in every group.
-        salt: Whom it is shared with.
-        inputs: What requests bring beside their tokens, as the cache sees it.
-        prompt: What is to be computed for it.
+        salt: The salt of the requests that share it.
+        inputs: The inputs of these requests, by name.
+        prompt: The prompt that computes it.
     """
 
     token_ids: tuple[int, ...]
@@ -64,7 +64,7 @@ class Prefixes:
             admission: Makes tokens of prompts, or refuses them.
             compute: Serves a request.
             note_pin: Called when the cache keeps more than before.
-            let_through: Returns what lets interrupts through while a prompt is read.
+            let_through: Returns a context manager that lets interrupts through while a prompt is read.
         """
         self._manager = manager
         self._admission = admission
@@ -82,15 +82,15 @@ class Prefixes:
         return pin
 
     def unpin(self, pin: Pin) -> None:
-        """Let go of it."""
+        """Release the prefix; its blocks stay cached until they are evicted."""
         self._manager.unpin(pin)
 
     def compute(self, prefix: Prefix) -> None:
-        """Let a prefix lie in the cache until the next step; raises ``RequestError`` if its computing failed."""
+        """Compute a prefix, which is cached until the next step; raise ``RequestError`` if that failed."""
         self._compute(prefix.prompt, JUST_COMPUTE, cache_salt=prefix.salt)
 
     def check_caching(self) -> None:
-        """Refuse what needs a prefix cache where there is none, with a ``RequestError``."""
+        """Refuse what needs a prefix cache if there is none, with a ``RequestError``."""
         if not self._manager.prefix_caching:
             raise RequestError(
                 "this engine keeps no prefixes: prefix_caching is off in the stack's [cache], or the model keeps "

@@ -221,7 +221,7 @@ class SavedPrefixes:
         return None
 
     def _copies(self, group: int, prefix: FilePrefix, places: Places) -> list[int]:
-        """Return by block index where a group's pages lie in the file, from 1 on; 0 for those that are not needed."""
+        """Return by block index the place of a page in the file, from 1 on; 0 for a page that is not needed."""
         planned, blocks = self._plan.groups[group], self._blocks(group, prefix)
         num_blocks = len(blocks) if planned.is_of_input else prefix.num_tokens // planned.block_size
         copies = [0] * num_blocks
@@ -230,7 +230,7 @@ class SavedPrefixes:
         return copies
 
     def _blocks(self, group: int, prefix: FilePrefix) -> list[int]:
-        """Return the blocks that a request needs of a group to go on behind a prefix."""
+        """Return the blocks of a group that a request needs to continue after a prefix."""
         planned = self._plan.groups[group]
         if planned.is_of_input:
             given = prefix.inputs.get(planned.spec.sequence)
@@ -255,7 +255,7 @@ class SavedPrefixes:
     # --- what is refused ----------------------------------------------------------------------------------------------
 
     def _origin(self) -> dict[str, Any]:
-        """Return what has to be the same where prefixes are loaded."""
+        """Return what has to be equal in the cache that loads the prefixes."""
         stored = [
             {
                 "layers": group.layers,
@@ -287,7 +287,7 @@ class SavedPrefixes:
             )
 
     def _check_prefixes(self, file: PrefixFileReader) -> None:
-        """Refuse a file whose prefixes are none of this model and cache, before anything is done with it."""
+        """Refuse a file with prefixes that this model and cache cannot have, before anything is loaded."""
         groups = self._plan.groups
         for index, prefix in enumerate(file.prefixes):
             if prefix.num_tokens % self._plan.alignment or not (prefix.num_tokens or prefix.inputs):
@@ -304,10 +304,10 @@ class SavedPrefixes:
             for group, places in zip(groups, file.places(index), strict=True):
                 last = file.num_page_bytes - group.page_bytes
                 if len(places) and (last < 0 or int(places.max()) > last):
-                    raise self._damaged(file, "a page lies behind the end of its pages")
+                    raise self._damaged(file, "a page is after the end of its pages")
 
     def _check_key(self, file: PrefixFileReader) -> None:
-        """Refuse a file whose inputs are known by other keys than here: nobody would find them."""
+        """Refuse a file whose inputs have keys of another secret: no request would find them."""
         if not any(prefix.inputs for prefix in file.prefixes):
             return
         if self._key is None:
@@ -335,7 +335,7 @@ class SavedPrefixes:
 
 
 def _summary(planned: Any) -> dict[str, Any]:
-    """Return what people are told of a group's pages."""
+    """Return a summary of a group's pages, for error texts."""
     spec = planned.spec
     return {
         "kind": spec.kind,
@@ -348,7 +348,7 @@ def _summary(planned: Any) -> dict[str, Any]:
 
 
 def _differing(there: Any, here: Mapping[str, Any]) -> str:
-    """Return in words where the groups of a file differ first from those of a cache."""
+    """Return the first difference between the groups of a file and those of a cache, in words."""
     if not isinstance(there, list) or len(there) != len(here["groups"]):
         return "it has other groups"
     for index, (one, other) in enumerate(zip(there, here["groups"], strict=True)):

@@ -1,13 +1,17 @@
-"""The file of saved prefixes: bytes of pages and what they are the state of, nothing that runs.
+"""The format of saved prefixes: the bytes of pages and what they hold, and nothing that can be executed.
 
-It is a safetensors file (https://huggingface.co/docs/safetensors): eight bytes that say how long the header is, the
-header in JSON, tensors. These are ``pages``, the bytes of all pages, each different one once; ``places``, for each
-prefix and group, where in them its pages begin, those that a request needs to go on; ``tokens``, the token ids of all
-prefixes; ``prefixes``, a JSON list of what else there is to say of each: of an input, its keyed hash
-(``kvframe.cache.keys``), by which nobody finds out what it was of who has not the secret.
+It is a safetensors file (https://huggingface.co/docs/safetensors): eight bytes with the length of the header, the
+header in JSON, and four tensors.
 
-The header's metadata have a checksum of each tensor (BLAKE2b, 256 bits), one of themselves, and what of the model, its
-cache and the secret has to be the same. All else in the header follows from them: a reader makes it anew and compares.
+- ``pages``: the bytes of all pages; equal pages are stored once.
+- ``places``: for each prefix and group, the offsets in ``pages`` of the pages that a request needs to continue.
+- ``tokens``: the token ids of all prefixes.
+- ``prefixes``: a JSON list of everything else. It has the keyed hashes of inputs (``kvframe.cache.keys``), from which
+  nothing can be learnt without the secret.
+
+The header's metadata have a checksum of each tensor (BLAKE2b, 256 bits), a checksum of themselves, and what has to be
+equal of the model, its cache and the secret. The rest of the header follows from these: a reader builds the header
+again and compares.
 """
 
 from __future__ import annotations
@@ -29,9 +33,9 @@ from kvframe.files import as_text, parse_json, reason_of
 FORMAT, VERSION = "kvframe.prefixes", 2
 MAX_HEADER_BYTES = 1 << 20
 MAX_LIST_BYTES = 4 << 20
-"""Of the list of prefixes: what is read of a file at once is bounded, however large it says that it is."""
+"""The longest list of prefixes: a reader reads no more at once, whatever a file says about its size."""
 LENGTH_BYTES = 8
-"""Those before the header."""
+"""Bytes before the header: its length."""
 _ALIGNMENT = 64
 TENSORS: Mapping[str, tuple[str, int]] = {
     "pages": ("U8", 1),
@@ -39,11 +43,11 @@ TENSORS: Mapping[str, tuple[str, int]] = {
     "tokens": ("U32", 4),
     "prefixes": ("U8", 1),
 }
-"""The tensors, in their order: what the header calls the type of their numbers, and the bytes of one."""
+"""The tensors, in their order: the safetensors name of their numbers' type, and the bytes of one number."""
 _MAX_SIZE = 2**63 - 1
 
 Places = npt.NDArray[np.uint64]
-"""``[num_pages], uint64, host``: where pages begin, in bytes from the first one."""
+"""``[num_pages], uint64, host``: the offset of each page, in bytes."""
 
 
 @attrs.frozen(kw_only=True)
@@ -52,9 +56,9 @@ class FilePrefix:
 
     Attributes:
         num_tokens: Its tokens.
-        salt: Whom it was shared with.
-        inputs: What its requests brought beside their tokens, as a cache sees it.
-        num_pages: Per group, the pages that a request needs to go on behind it.
+        salt: The salt of the requests that share it.
+        inputs: The inputs of these requests, by name.
+        num_pages: Per group, the number of pages that a request needs to continue after it.
     """
 
     num_tokens: int
@@ -64,7 +68,7 @@ class FilePrefix:
 
     @classmethod
     def of(cls, value: Any) -> FilePrefix | None:
-        """Return what an entry of a file's list says, as JSON is read; None if it is no such thing."""
+        """Return the prefix of an entry in a file's list, a parsed JSON value; None if it is no such entry."""
         if not (isinstance(value, dict) and value.keys() == {"num_tokens", "salt", "inputs", "num_pages"}):
             return None
         num_tokens, salt, given, num_pages = value["num_tokens"], value["salt"], value["inputs"], value["num_pages"]
@@ -84,17 +88,17 @@ class FilePrefix:
         return cls(num_tokens=num_tokens, salt=salt, inputs=known, num_pages=tuple(num_pages))
 
     def entry(self) -> dict[str, Any]:
-        """Return its entry in a file's list, as values of JSON."""
+        """Return its entry in a file's list, as a JSON value."""
         inputs = {name: {"num_tokens": each.num_tokens, "key": each.key.hex()} for name, each in self.inputs.items()}
         return {"num_tokens": self.num_tokens, "salt": self.salt, "inputs": inputs, "num_pages": list(self.num_pages)}
 
 
 @attrs.frozen
 class Contents:
-    """What a header says.
+    """The contents of a header.
 
     Attributes:
-        origin: What of the model, its cache and the secret has to be the same, as values of JSON.
+        origin: What has to be equal of the model, its cache and the secret, as JSON values.
         sizes: Bytes of each tensor.
         checksums: Of each tensor, in hexadecimal.
     """
@@ -105,7 +109,7 @@ class Contents:
 
     @classmethod
     def of(cls, value: Any) -> Contents | None:
-        """Return what a header's contents say, as JSON is read; None if they are no such thing."""
+        """Return the contents in a parsed JSON value; None if there are none."""
         if not (isinstance(value, dict) and value.keys() == {"origin", "sizes", "checksums"}):
             return None
         origin, sizes, checksums = value["origin"], value["sizes"], value["checksums"]
@@ -121,11 +125,11 @@ class Contents:
         return cls(origin, sizes, checksums)
 
     def to_json(self) -> str:
-        """Return it as the text that the header has a checksum of."""
+        """Return the text of which the header has a checksum."""
         return dump({"origin": self.origin, "sizes": self.sizes, "checksums": self.checksums})
 
     def header(self) -> bytes:
-        """Return the header that says it, padded to a length that its sizes and checksums do not change."""
+        """Return the header, padded to the longest that it could be with any sizes and checksums."""
         as_if = attrs.evolve(self, sizes=dict.fromkeys(TENSORS, _MAX_SIZE), checksums=dict.fromkeys(TENSORS, "0" * 64))
         longest = len(as_if._header())
         return self._header().ljust(-(-longest // _ALIGNMENT) * _ALIGNMENT)
@@ -144,7 +148,7 @@ class Contents:
 
 
 def is_prefix_file(path: Path) -> bool:
-    """Return whether a file begins as files of saved prefixes do, whole or not; raises ``FileError`` if unreadable."""
+    """Return whether a file begins like one of saved prefixes, complete or not; raise ``FileError`` if unreadable."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
@@ -158,7 +162,7 @@ def is_prefix_file(path: Path) -> bool:
 
 
 def dump(value: Any) -> str:
-    """Return the one text of a value of JSON that a file has of it."""
+    """Return a JSON value as the one text that files have for it."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 

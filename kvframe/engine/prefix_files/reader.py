@@ -1,4 +1,4 @@
-"""Reading a file of saved prefixes (``format`` says what is in it), of which nothing is believed unchecked."""
+"""Reading a file of saved prefixes: every part of it is checked before it is used."""
 
 from __future__ import annotations
 
@@ -27,28 +27,26 @@ from kvframe.engine.prefix_files.format import (
 from kvframe.errors import PrefixFileError
 
 _PIECE_BYTES = 1 << 20
-"""What is read of a tensor at once."""
+"""The bytes of a tensor that are read at once."""
 
 
 class PrefixFileReader:
-    """Reads a file, after it has checked that it is whole and that what it says of itself is so. A context.
-
-    It believes nothing that the file says before it has seen that it is so, and has a few MiB of it in memory at most.
+    """Reads a file of saved prefixes; a context manager. It has at most a few MiB of the file in memory.
 
     Attributes:
         path: The file.
-        origin: What has to be the same where it is loaded.
+        origin: What has to be equal in the cache that loads it.
         prefixes: Its prefixes.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open a file, and read what it says of itself.
+        """Open a file, and read its header and its list of prefixes.
 
         Args:
             path: The file.
 
         Raises:
-            PrefixFileError: It is no whole file of saved prefixes of this version.
+            PrefixFileError: It is not a complete file of saved prefixes of this version.
         """
         self.path = path
         try:
@@ -61,7 +59,7 @@ class PrefixFileReader:
             self._start, self._contents = self._read_header()
             self.origin = self._contents.origin
             self.prefixes = self._read_list()
-            # Where each prefix's own begin: of a file with many, nothing is counted again for each.
+            # Where the tokens and places of each prefix begin.
             self._first_tokens = [0, *accumulate(each.num_tokens for each in self.prefixes)]
             self._first_places = [0, *accumulate(sum(each.num_pages) for each in self.prefixes)]
         except BaseException:
@@ -69,7 +67,7 @@ class PrefixFileReader:
             raise
 
     def check(self) -> None:
-        """Read all of it once; raises ``PrefixFileError`` where a bit is not as it was written."""
+        """Read all tensors once; raise ``PrefixFileError`` if a checksum differs."""
         for name in TENSORS:
             digest = hashlib.blake2b(digest_size=32)
             for start in range(0, self._contents.sizes[name], _PIECE_BYTES):
@@ -83,7 +81,7 @@ class PrefixFileReader:
         return self._numbers("tokens", "<u4", self._first_tokens[index], num_tokens).astype(np.uint32)
 
     def places(self, index: int) -> list[Places]:
-        """Return per group the places of a prefix's pages."""
+        """Return per group the offsets of a prefix's pages."""
         start = self._first_places[index]
         found = []
         for count in self.prefixes[index].num_pages:
@@ -95,8 +93,8 @@ class PrefixFileReader:
         """Read a page.
 
         Args:
-            place: Where it begins.
-            into: Where to, as long as a page.
+            place: Its offset.
+            into: A buffer with the size of the page.
 
         Raises:
             PrefixFileError: The file has changed since it was checked.
@@ -107,7 +105,7 @@ class PrefixFileReader:
 
     @property
     def num_page_bytes(self) -> int:
-        """Bytes of its pages."""
+        """Bytes of all its pages."""
         return self._contents.sizes["pages"]
 
     def __enter__(self) -> Self:

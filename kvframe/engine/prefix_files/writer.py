@@ -1,4 +1,4 @@
-"""Writing a file of saved prefixes (``format`` says what is in it)."""
+"""Writing a file of saved prefixes: it replaces an older file only when it is complete."""
 
 from __future__ import annotations
 
@@ -31,11 +31,7 @@ from kvframe.files import check_place, umask
 
 
 def check_prefix_place(path: Path) -> None:
-    """Refuse a place where prefixes cannot be saved, with a ``PrefixFileError``: nothing but such a file is replaced.
-
-    Args:
-        path: Where the file is to be.
-    """
+    """Refuse a path to which prefixes cannot be saved (``PrefixFileError``): only a file of prefixes is replaced."""
     try:
         check_place(path, is_prefix_file)
     except FileError as error:
@@ -45,20 +41,20 @@ def check_prefix_place(path: Path) -> None:
 
 
 class PrefixFileWriter:
-    """Writes a file beside its place, and puts it there when it is whole: until then, what was there stays.
+    """Writes a temporary file next to the path, and renames it when it is complete.
 
-    A context: left without ``finish``, nothing is left behind.
+    It is a context manager: without ``finish``, the temporary file is removed at the end.
     """
 
     def __init__(self, path: Path, origin: Mapping[str, Any]) -> None:
         """Begin.
 
         Args:
-            path: Where the file is to be.
-            origin: What has to be the same where it is loaded, as values of JSON.
+            path: The file to write.
+            origin: What has to be equal in the cache that loads it, as JSON values.
 
         Raises:
-            PrefixFileError: Nothing can be written there, something else is there, or the origin is too long.
+            PrefixFileError: The file cannot be written, another kind of file is there, or the origin is too long.
         """
         check_prefix_place(path)
         self._path = path.resolve()
@@ -88,8 +84,8 @@ class PrefixFileWriter:
 
         Args:
             token_ids: Its tokens.
-            salt: Whom it is shared with.
-            inputs: What its requests bring beside their tokens.
+            salt: The salt of the requests that share it.
+            inputs: The inputs of these requests, by name.
             pages: Per group, the bytes of its pages.
 
         Raises:
@@ -106,7 +102,7 @@ class PrefixFileWriter:
         )
 
     def _place(self, page: bytes) -> int:
-        """Return where a page begins in the file, where it is written unless an equal one is."""
+        """Return a page's offset; write the page if no equal page was written before."""
         key = hashlib.blake2b(page, digest_size=32).digest()
         place = self._known.get(key)
         if place is None:
@@ -115,10 +111,10 @@ class PrefixFileWriter:
         return place
 
     def finish(self) -> None:
-        """Put the file in its place.
+        """Complete the file, and rename it to its path.
 
         Raises:
-            PrefixFileError: It cannot be written; what was there is as it was.
+            PrefixFileError: It cannot be written. An older file is unchanged.
         """
         for name, parts in (("places", self._places), ("tokens", self._tokens)):
             for part in parts:
@@ -152,14 +148,14 @@ class PrefixFileWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._temporary is not None:
-            # What is left to flush of a file that is given up may fail again.
+            # Flushing the rest of an abandoned file may fail again.
             with contextlib.suppress(OSError):
                 self._file.close()
             self._temporary.unlink(missing_ok=True)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the file has so far, its header included."""
+        """Bytes of the file so far, with its header."""
         return LENGTH_BYTES + len(self._contents().header()) + sum(self._sizes.values())
 
     def _contents(self) -> Contents:
