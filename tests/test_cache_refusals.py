@@ -209,7 +209,7 @@ def test_what_cannot_be_forked_is_refused_and_keeps_every_row() -> None:
         (manager, "none", "it is not in the table"),
         (manager, "out", "it is swapped out"),
         (manager, "new", "its inputs are not computed"),
-        (without_copier, "one", "nobody copies pages that forks share"),
+        (without_copier, "one", "its manager has no copier for shared pages"),
     ):
         for _ in range(4):
             with pytest.raises(RequestError, match=f"^the request '{name}' cannot be forked: {why}") as caught:

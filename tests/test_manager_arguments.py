@@ -28,6 +28,7 @@ NAMES = ("unknown", 5, None, [], b"running", float("nan"))
 COUNTS = (-1, 2.0, True, None, "3", np.float64(4), 10**30, MAX_LEN + 1)
 PROMPTS = ([], (), 5, None, "text", b"bytes", iter([1]), [1] * (MAX_LEN + 1), {1: 2})
 SALTS = (5, None, b"salt", "\ud800", "x" * 5000)
+WRONG_COPIES: tuple[Any, ...] = (5, ["x"], [1], [1] * 19, [1] * 1000, [0] * 5, [1, 0, 2, 3, 0], [10**30] * 5)
 INPUTS = (5, [], {5: InputSequence(3, b"x")}, {ENCODER: 3}, {ENCODER: (3, b"x")})
 
 
@@ -122,7 +123,7 @@ def calls(manager: KVCacheManager) -> dict[str, list[Callable[[], object]]]:
         *(lambda each=each: manager.restore(copies=nothing, fetch=fetch_nothing, **each) for each in prompts),
         *(
             lambda copies=copies: manager.restore(TOKENS, copies, fetch_nothing)
-            for copies in ([], None, [[0]] * 9, [5] * len(nothing), [["x"]] * len(nothing))
+            for copies in ([], None, [[0]] * 9, *([wrong] * len(nothing) for wrong in WRONG_COPIES))
         ),
     ]
     wrong["resize"] = [lambda count=count: manager.resize(count) for count in (-1, 0, 2.0, None, True, 2**40)]

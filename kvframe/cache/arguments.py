@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,17 +78,28 @@ def check_inputs(inputs: Mapping[str, InputSequence], max_input_lens: Mapping[st
             )
 
 
-def check_copies(copies: Any, num_groups: int) -> list[npt.NDArray[np.int64]]:
-    """Return lists of whole numbers, one for each group, as arrays; refuse anything else (``bad_copies``)."""
+def check_copies(copies: Any, is_needed: Sequence[npt.NDArray[np.bool_]]) -> list[npt.NDArray[np.int64]]:
+    """Return the places of a prefix's blocks as arrays; refuse them if a needed block has none (``bad_copies``).
+
+    Args:
+        copies: For each group a list of whole numbers, one for each block; 0 for a block without a copy.
+        is_needed: Per group ``[num_blocks], bool, host``: the blocks that a request needs to continue.
+    """
     try:
-        if len(copies) != num_groups or not all(isinstance(copy, int) for of_group in copies for copy in of_group):
+        if not all(isinstance(copy, int) for of_group in copies for copy in of_group):
             raise TypeError
-        return [np.array(of_group, dtype=np.int64) for of_group in copies]
-    except (TypeError, ValueError, OverflowError):
+        places = [np.array(of_group, dtype=np.int64) for of_group in copies]
+        is_right = all((of_group[needed] != 0).all() for of_group, needed in zip(places, is_needed, strict=True))
+    except (TypeError, ValueError, IndexError, OverflowError):
+        is_right = False
+    if not is_right:
+        num_blocks = ", ".join(str(len(needed)) for needed in is_needed)
         raise RequestError(
-            f"the copies must be {num_groups} lists of whole numbers, one for each group, not {safe_repr(copies)}",
+            f"the copies {safe_repr(copies)} are refused: give a list for each group, of {num_blocks} whole numbers, "
+            "one for each block, from 1 on for the blocks that a request needs to continue",
             code="bad_copies",
-        ) from None
+        )
+    return places
 
 
 def check_rows(rows: Any, counts: Any, is_taken: npt.NDArray[np.bool_]) -> None:

@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from kvframe.cache.arguments import (
     cannot_fork,
-    check_copies,
     check_count,
     check_inputs,
     check_name,
@@ -543,9 +542,8 @@ class KVCacheManager:
         """
         # An input can be pinned without a token.
         self._check_prompt(token_ids, salt, inputs, least=0)
-        return self._pins.pin_prefix(
-            self._cache.find_whole_prefix(token_ids, salt, inputs), checks_capacity=checks_room
-        )
+        hit = self._cache.find_whole_prefix(token_ids, salt, inputs)
+        return self._pins.pin_prefix(hit, checks_capacity=checks_room)
 
     def restore(
         self,
@@ -573,15 +571,15 @@ class KVCacheManager:
 
         Raises:
             RequestError: No row is free (``no_row``), or the plan is for fewer tokens (``too_long``) or shorter inputs
-                (``input_too_long``), a token is not a token id (``bad_token``), or the copies are not those of each
-                group (``bad_copies``); nothing changed.
+                (``input_too_long``), a token is not a token id (``bad_token``), or the copies are not those that
+                ``pin`` would hold (``bad_copies``); nothing changed.
             Exception: What ``fetch`` raises; nothing changed.
         """
         if not self._free_rows:
             raise no_free_row(self._max_num_seqs)
         self._check_prompt(token_ids, salt, inputs, least=0)
-        row, places = self._free_rows[-1], check_copies(copies, len(self.plan.groups))
-        if not self._swapper.restore_prefix(row, token_ids, places, fetch, salt=salt, inputs=inputs):
+        row = self._free_rows[-1]
+        if not self._swapper.restore_prefix(row, token_ids, copies, fetch, salt=salt, inputs=inputs):
             return None
         return self._pins.pin_prefix(self._cache.find_whole_prefix(token_ids, salt, inputs), checks_capacity=False)
 

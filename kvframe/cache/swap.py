@@ -12,13 +12,13 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.arguments import too_many_tokens
+from kvframe.cache.arguments import check_copies, too_many_tokens
 from kvframe.cache.audit import audit_pool
 from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.block_table import BlockTables
 from kvframe.cache.coordinator import KVCacheCoordinator
 from kvframe.cache.free_list import BlockIds
-from kvframe.cache.input_index import InputIndex, InputSequence, input_blocks, inputs_root
+from kvframe.cache.input_index import InputBlocks, InputIndex, InputSequence, input_blocks, inputs_root
 from kvframe.cache.publisher import Publisher
 from kvframe.cache.radix_tree import NO_MATCH, Namespace, RadixTree, as_bytes
 from kvframe.cache.rows import RowState
@@ -168,7 +168,7 @@ class Swapper:
         self,
         row: int,
         token_ids: Sequence[int],
-        copies: list[npt.NDArray[np.int64]],
+        copies: list[list[int]],
         fetch: FetchPages,
         *,
         salt: str,
@@ -179,7 +179,7 @@ class Swapper:
         Args:
             row: A free row, used while the prefix is filled and published.
             token_ids: The prefix's tokens, whole blocks in every group.
-            copies: The places of its pages, as in ``StoredRow``.
+            copies: Per group, by block, the places of its pages, as in ``StoredRow``.
             fetch: Copies the pages that are not cached.
             salt: The salt of the requests that may find the prefix.
             inputs: The inputs that requests must bring to find it.
@@ -188,13 +188,15 @@ class Swapper:
             False if the pool has too few pages.
 
         Raises:
-            RequestError: A token is not a token id, or there are more than the plan is for.
+            RequestError: A token is not a token id, there are more tokens than the plan is for, or a block that a
+                request needs has no copy.
             Exception: What ``fetch`` raises.
         """
         as_bytes(token_ids)
         namespace = (salt, inputs_root(inputs))
         state = RowState(input_blocks(self._input_groups, inputs, salt))
-        stored = StoredRow(copies, len(token_ids), state)
+        places = check_copies(copies, self._needed_blocks(len(token_ids), state.inputs))
+        stored = StoredRow(places, len(token_ids), state)
         if not self._fill_row(row, stored, len(token_ids), (namespace, token_ids), fetch):
             return False
         try:
@@ -207,6 +209,18 @@ class Swapper:
         return True
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _needed_blocks(self, num_tokens: int, inputs: Iterable[InputBlocks]) -> list[npt.NDArray[np.bool_]]:
+        """Return per group ``[num_blocks], bool, host``: the blocks that a request needs to continue after a prefix."""
+        needed = []
+        for group in self._plan.groups:
+            is_needed = np.zeros(0 if group.is_of_input else num_tokens // group.block_size, dtype=np.bool_)
+            for start, stop in group.answers.live_blocks(num_tokens) if len(is_needed) else ():
+                is_needed[start:stop] = True
+            needed.append(is_needed)
+        for each in inputs:
+            needed[each.group] = np.ones(each.num_blocks, dtype=np.bool_)
+        return needed
 
     def _fill_row(
         self,
