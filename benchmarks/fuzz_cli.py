@@ -35,6 +35,9 @@ from fuzz_cli_words import COMMANDS
 from machine import describe_machine
 
 RESULTS = Path(__file__).resolve().parent / "results"
+PLACE = "FOLDER"
+"""Stands in the record for the folder of the run, which is another one in each."""
+
 EXPECTED_CODES = (0, 1, 2, 130)
 HEAVY = (
     "kvframe.engine.engine",
@@ -98,7 +101,7 @@ def main() -> None:
             case = draw_case(random.Random(f"{options.seed} {number}"), inputs, not options.without_processes)
             endings[number] = case, run_case(case, inputs, Path(folder) / str(number), options.limit)
             say(number, *endings[number], is_shown=options.only is not None)
-    record = summarize(endings, options)
+    record = json.loads(json.dumps(summarize(endings, options)).replace(folder, PLACE))
     if options.only is None:
         options.results.mkdir(parents=True, exist_ok=True)
         (options.results / "fuzz_cli.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -121,7 +124,7 @@ def run_case(case: Case, inputs: Inputs, folder: Path, limit: float) -> Ending:
     run = run_process if case.is_process else run_forked
     with log.open("wb") as stderr:
         code = run(case, folder, stderr.fileno(), limit)
-    said = log.read_bytes().decode(errors="replace")
+    said = log.read_bytes().decode(errors="replace").replace(str(inputs.folder.parent), PLACE)
     after, now = snapshot(inputs.folder), snapshot(folder)
     asked = {str(each) for name in case.written for each in ((folder / name), *(folder / name).parents)}
     changed = [name for name, content in {**before, **mine}.items() if {**after, **now}.get(name) != content]

@@ -243,7 +243,9 @@ def fuzz(count: int, seed: int, together: int, with_commands: bool = True) -> di
                 sys.path.remove(str(site))
             if with_commands:
                 click.echo(f"{(number + 1) * together} of {count}, {len(wrong)} wrong", err=True)
-    return {"count": count, "seed": seed, "ended": {what: dict(ways) for what, ways in ended.items()}, "wrong": wrong}
+    # The folder of the run is another one in each.
+    said = {what: text.replace(folder, "FOLDER") for what, text in wrong.items()}
+    return {"count": count, "seed": seed, "ended": {what: dict(ways) for what, ways in ended.items()}, "wrong": said}
 
 
 def write(record: Mapping[str, Any], folder: Path) -> None:

@@ -141,6 +141,21 @@ def test_numbers_of_many_digits_are_refused(digits: int) -> None:
         parse_toml("a = 0x" + "f" * 20_000)
 
 
+def test_a_number_of_64_bits_is_the_largest_that_is_taken() -> None:
+    assert 2**64 - 1 == parse_json(str(2**64 - 1))
+    with pytest.raises(FileError, match="holds a whole number of 65 bits; 64 are the most"):
+        parse_json(str(2**64))
+
+
+def test_a_written_file_has_the_permissions_that_any_new_file_has(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_text(tmp_path / "file", "text")
+    finally:
+        os.umask(before)
+    assert 0o640 == (tmp_path / "file").stat().st_mode & 0o777
+
+
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "new" / "file"
     write_text(path, "one")

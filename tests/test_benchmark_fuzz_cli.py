@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,10 @@ def test_what_is_recorded_is_at_least_400_calls_without_a_fault() -> None:
         found["hostile"]
     )
     assert "python benchmarks/fuzz_cli.py --count 400 --seed 1" == found["machine"]["command"]
+
+
+def test_no_record_names_a_folder_of_the_machine_that_made_it(results: Path) -> None:
+    records = [results, BENCHMARKS / "results"]
+    for text in (path.read_text(encoding="utf-8") for folder in records for path in folder.glob("fuzz_*")):
+        assert tempfile.gettempdir() not in text
+        assert "kvframe-fuzz-" not in text

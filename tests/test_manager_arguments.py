@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvframe.cache.arguments import MAX_SALT_CHARS
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.errors import KVFrameError, RequestError
@@ -27,7 +28,7 @@ PLANS: dict[str, tuple[KVCacheSpec, ...]] = {
 NAMES = ("unknown", 5, None, [], b"running", float("nan"))
 COUNTS = (-1, 2.0, True, None, "3", np.float64(4), 10**30, MAX_LEN + 1)
 PROMPTS = ([], (), 5, None, "text", b"bytes", iter([1]), [1] * (MAX_LEN + 1), {1: 2})
-SALTS = (5, None, b"salt", "\ud800", "x" * 5000)
+SALTS = (5, None, b"salt", "\ud800", "x" * (MAX_SALT_CHARS + 1))
 WRONG_COPIES: tuple[Any, ...] = (5, ["x"], [1], [1] * 19, [1] * 1000, [0] * 5, [1, 0, 2, 3, 0], [10**30] * 5)
 INPUTS = (5, [], {5: InputSequence(3, b"x")}, {ENCODER: 3}, {ENCODER: (3, b"x")})
 
@@ -48,6 +49,7 @@ def arrays(running: int, free: int) -> list[tuple[Any, Any]]:
         (np.array([float(running)]), of(21)),
         (of(running), of(MAX_LEN + 1)),
         (of(running)[:, None], of(21)[:, None]),
+        (of(running), of(21)[:, None]),
         ([running], [21]),
         (None, None),
     ]
@@ -157,6 +159,10 @@ def test_a_wrong_argument_is_refused_and_changes_nothing(kind: str) -> None:
     for name in ("running", "swapped"):
         manager.free(name)
     assert 0 == manager.num_held_pages
+
+
+def test_the_longest_salt_is_taken() -> None:
+    assert 0 == make_manager("one").start("new", TOKENS, salt="x" * MAX_SALT_CHARS)
 
 
 @pytest.mark.parametrize("kind", PLANS)

@@ -117,6 +117,11 @@ class RefreshesOne(Refreshing):
         return {"block_table": metadata.block_table}
 
 
+class RefreshesMore(Refreshing):
+    def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
+        return {**super().refreshed_fields(built, metadata), "causal": True}
+
+
 class FinishesNothing(Refreshing):
     def finish(self, built: Any) -> Any:
         return None
@@ -146,6 +151,10 @@ def test_a_builder_that_takes_over_what_another_group_built_is_right() -> None:
         (
             RefreshesOne,
             r"refreshed_fields returned \['block_table'\], and the declared table_fields are \['block_table",
+        ),
+        (
+            RefreshesMore,
+            r"refreshed_fields returned \['block_table', 'causal', 'slot_mapping'\], and the declared table_fields are",
         ),
         (FinishesNothing, r"what it built, a 'NoneType', has no fields \['block_table', 'slot_mapping'\] to replace"),
     ],

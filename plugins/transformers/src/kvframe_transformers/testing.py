@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +299,9 @@ _ALL_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     **_ENCODER_CONFIGS,
 }
 
+ROUNDINGS = 8
+"""Two float32 runs lie twice the largest error apart, and on another machine that may be a few times as large."""
+
 FAMILIES: tuple[str, ...] = ("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss")
 """The families, by transformers' ``model_type``, that every cross-distribution test covers."""
 
@@ -366,6 +370,33 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
                 else:
                     parameter.add_(vectors * torch.randn_like(parameter))
     return model
+
+
+def exact_copy(model: PreTrainedModel) -> Any:
+    """Return a model with the same weights that computes in float64."""
+    exact: Any = copy.deepcopy(model).double()
+    exact.set_experts_implementation("eager")  # the others know no float64
+    return exact
+
+
+def rounding_of(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> float:
+    """Return how far a decoder's logits in float32 may lie from each other, whatever the order that they are summed in.
+
+    It is ``ROUNDINGS`` times the largest error of any logit, which the model in float64 shows: a figure of the model,
+    of thousands of logits, and nearly the same on every machine. Mistakes change logits by a thousand times as much.
+
+    Args:
+        model: A float32 model that attends by itself.
+        prompts: Token ids.
+    """
+    run: Any = model
+    exact = exact_copy(model)
+    with torch.inference_mode():
+        errors = [
+            (run(given, use_cache=False).logits.double() - exact(given, use_cache=False).logits).abs().max()
+            for given in (torch.tensor([prompt]) for prompt in prompts)
+        ]
+    return ROUNDINGS * float(max(errors))
 
 
 def save_tiny(path: Path | str, family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
