@@ -39,17 +39,24 @@ MANY_DIGITS = 10**5000
         {"temperature": MANY_DIGITS},
         {"temperature": math.inf},
         {"temperature": True},
+        {"temperature": -math.ulp(0.0)},
+        {"temperature": -0.5},
         {"temperature": None},
         {"top_k": 1.0},
         {"top_k": None},
         {"top_p": -HUGE},
         {"top_p": "all"},
+        {"top_p": 0},
+        {"top_p": math.nextafter(1.0, 2.0)},
+        {"top_k": -1},
         {"seed": 1.5},
         {"seed": "x"},
+        {"seed": -1},
         {"stop": 5},
         {"stop": None},
         {"stop": b"end"},
         {"stop": [b"end"]},
+        {"stop": ["end", ""]},
         {"stop_token_ids": 5},
         {"stop_token_ids": None},
         {"stop_token_ids": "5"},
@@ -67,6 +74,12 @@ def test_a_value_that_is_none_is_refused_by_its_name(params: dict[str, Any]) -> 
         SamplingParams(**params)
     assert "bad_params" == refusal.value.code
     assert len(str(refusal.value)) < 400
+
+
+def test_the_least_and_the_largest_values_are_taken() -> None:
+    least = SamplingParams(max_new_tokens=1, temperature=0, top_k=0, top_p=math.ulp(0.0), seed=0, n=1)
+    assert (1, 0.0, 0, 0, 1) == (least.max_new_tokens, least.temperature, least.top_k, least.seed, least.n)
+    assert 1.0 == SamplingParams(top_p=1).top_p
 
 
 def test_numbers_of_other_kinds_are_taken_as_they_are() -> None:
