@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvframe.cache.block_pool import NO_OWNER, BlockPool
+from kvframe.cache.block_pool import NO_OWNER, BlockPool, Indices
 from tests.plans import full, make_plan
 
 Pages = npt.NDArray[np.int32]
@@ -18,8 +18,8 @@ NUM_PAGES, OWNER, OTHER = 8, 3, 4
 class Told(list[tuple[int, int]]):
     """What owners are told of evicted blocks: the owner, and what it knows each by."""
 
-    def take_down(self, owner: int, group: int, indices: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> None:
-        assert 0 == group
+    def take_down(self, owner: int, groups: int | npt.NDArray[np.int64], indices: Indices) -> None:
+        assert {0} == {*np.atleast_1d(groups).tolist()}
         self += [(owner, index) for index in indices.tolist()]
 
 

@@ -215,14 +215,14 @@ def test_a_listener_that_raises_is_set_aside_and_leaks_nothing(kind: str, caplog
 def test_numbers_of_inputs_are_used_again_within_32_bits() -> None:
     manager = make_manager("inputs")
     index = manager._cache.inputs
-    index._next_owner = 2**31 - 1
+    index._next_owner = -(2**31)
     for number in range(3):
         manager.start(str(number), TOKENS, inputs={ENCODER: InputSequence(5, bytes([number]))})
         assert manager.extend(str(number), 20)
         manager.commit(str(number), TOKENS, 20)
         manager.free(str(number))
         manager.audit()
-    assert [2**31 - 1, 1, 2] == list(index._entries)
+    assert [-(2**31), -1, -2] == list(index._entries)
     for number in range(3):
         assert 16 == manager.find([*TOKENS, 1], inputs={ENCODER: InputSequence(5, bytes([number]))}) // 4 * 4 - 4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,12 +13,15 @@ from kvframe.cache.input_index import InputSequence
 from kvframe.errors import RequestError
 from kvframe.foreign import safe_repr
 
+_SEQUENCES = frozenset((array, list, tuple))
 MAX_SALT_CHARS = 4096
 """The longest salt: it is read whenever a request starts."""
 
 
 def check_salt(salt: object) -> None:
     """Refuse a salt that is not Unicode text, or is too long, with a ``RequestError`` (``bad_salt``)."""
+    if type(salt) is str and not salt:
+        return
     if not isinstance(salt, str):
         raise RequestError(f"cache_salt must be a string, not {safe_repr(salt)}", code="bad_salt")
     if len(salt) > MAX_SALT_CHARS:
@@ -52,13 +56,18 @@ def check_tokens(token_ids: Any, most: int, least: int = 1) -> None:
     Raises:
         RequestError: It is no sequence (``bad_token``), it is too short (``empty_prompt``) or too long (``too_long``).
     """
-    is_sequence = hasattr(token_ids, "__len__") and hasattr(token_ids, "__getitem__")
-    if not is_sequence or isinstance(token_ids, str | bytes | Mapping):
-        raise RequestError(f"the tokens must be a sequence of whole numbers, not {safe_repr(token_ids)}", "bad_token")
+    if type(token_ids) not in _SEQUENCES:
+        _check_sequence(token_ids)
     if len(token_ids) < least:
         raise RequestError("there are no tokens; give at least one", code="empty_prompt")
     if len(token_ids) > most:
         raise too_many_tokens(len(token_ids), most)
+
+
+def _check_sequence(token_ids: Any) -> None:
+    is_sequence = hasattr(token_ids, "__len__") and hasattr(token_ids, "__getitem__")
+    if not is_sequence or isinstance(token_ids, str | bytes | Mapping):
+        raise RequestError(f"the tokens must be a sequence of whole numbers, not {safe_repr(token_ids)}", "bad_token")
 
 
 def check_inputs(inputs: Mapping[str, InputSequence], max_input_lens: Mapping[str, int]) -> None:

@@ -43,7 +43,7 @@ class BlockPool:
         plan: KVCachePlan,
         *,
         reserve_slabs: int = 0,
-        on_evicted: Callable[[int, int, Indices], None] | None = None,
+        on_evicted: Callable[[int, int | Groups, Indices], None] | None = None,
         eviction: EvictionPolicy | None = None,
     ) -> None:
         """Start with every block free.
@@ -52,7 +52,7 @@ class BlockPool:
             plan: The cut of the pool.
             reserve_slabs: Idle slabs that an allocation leaves alone as long as evicting its own group's cached blocks
                 serves it too: so that a lone request always finds the slabs that the plan promised it.
-            on_evicted: Called with an owner, a group, and the owner's indices of its evicted blocks; None if no block
+            on_evicted: Called with an owner, and the groups and indices of its evicted blocks; None if no block
                 is ever published.
             eviction: Which cached blocks are evicted first; the least recently used ones if None.
 
@@ -312,13 +312,8 @@ class BlockPool:
         assert self._on_evicted is not None
         owners, indices = self._owner[places], self._index[places]
         self._end_cached(groups, block_ids, places)
-        if isinstance(groups, int) and all_equal(owners):
-            self._on_evicted(owners.item(0), groups, indices)
-            return
-        for group, of_group in equal_runs(groups):
-            its_indices = indices[of_group]
-            for owner, of_owner in equal_runs(owners[of_group]):
-                self._on_evicted(owner, group, its_indices[of_owner])
+        for owner, of_owner in equal_runs(owners):
+            self._on_evicted(owner, of_groups(groups, of_owner), indices[of_owner])
 
     def discard_cached(self, group: int, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
         """Evict the cached ones of some blocks without telling their owner, and return which these are.

@@ -13,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.block_pool import NO_OWNER, BlockPool, Indices
+from kvframe.cache.free_list import Groups
 from kvframe.errors import RequestError
 from kvframe.foreign import safe_repr
 from kvframe.plan import PlannedGroup
 
 Pages = npt.NDArray[np.int32]
-_MAX_OWNER = int(np.iinfo(np.int32).max)
+_LEAST_OWNER = int(np.iinfo(np.int32).min)
 
 
 @attrs.frozen
@@ -97,7 +98,7 @@ class InputIndex:
         self._groups = tuple(group for group in groups if group.is_of_input)
         self._owners: list[dict[InputBlocks, int]] = [{} for _ in groups]
         self._entries: dict[int, tuple[InputBlocks, Pages]] = {}
-        self._next_owner = NO_OWNER + 1
+        self._next_owner = NO_OWNER - 1  # the owners of blocks of tokens have positive numbers
         self.pool: BlockPool
         self.on_stored: Callable[[InputBlocks, npt.NDArray[np.intp], Pages], None] | None = None
 
@@ -125,14 +126,14 @@ class InputIndex:
             self.on_stored(blocks, new, pages)
 
     def _unused_owner(self) -> int:
-        """Return a number that no input has, and that fits into the 32 bits of the pool's owners."""
+        """Return a negative number that no input has, and that fits into the 32 bits of the pool's owners."""
         owner = self._next_owner
-        while owner in self._entries or owner > _MAX_OWNER:
-            owner = NO_OWNER + 1 if owner > _MAX_OWNER else owner + 1
-        self._next_owner = owner + 1
+        while owner in self._entries or owner < _LEAST_OWNER:
+            owner = NO_OWNER - 1 if owner < _LEAST_OWNER else owner - 1
+        self._next_owner = owner - 1
         return owner
 
-    def remove_evicted(self, owner: int, group: int, indices: Indices) -> None:
+    def remove_evicted(self, owner: int, groups: int | Groups, indices: Indices) -> None:
         """Remove evicted pages from an input, and evict the others that no request holds, in all groups."""
         lost, pages = self._entries[owner]
         pages[indices] = 0

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.audit import audit_pool, audit_tree
-from kvframe.cache.block_pool import BlockPool
+from kvframe.cache.block_pool import NO_OWNER, BlockPool, Indices
 from kvframe.cache.events import EventLog
-from kvframe.cache.free_list import BlockIds
+from kvframe.cache.free_list import BlockIds, Groups
 from kvframe.cache.group_kinds import GroupKinds
 from kvframe.cache.input_index import InputIndex, InputSequence, input_blocks, inputs_root
 from kvframe.cache.prefix_lookup import NO_HIT, PrefixHit, PrefixLookup
@@ -53,8 +53,7 @@ class PrefixCache:
         self.inputs = InputIndex(plan.groups)
         on_evicted = self.tree.remove_evicted
         if any(group.is_of_input for group in plan.groups):
-            of_group = [self.inputs if group.is_of_input else self.tree for group in plan.groups]
-            on_evicted = lambda owner, group, indices: of_group[group].remove_evicted(owner, group, indices)  # noqa: E731
+            on_evicted = self._remove_evicted
         self.pool = BlockPool(
             plan, reserve_slabs=_reserve(plan), on_evicted=on_evicted if is_caching else None, eviction=eviction
         )
@@ -62,6 +61,11 @@ class PrefixCache:
         self.lookup = PrefixLookup(plan, kinds, self.tree, self.inputs)
         self._input_groups = tuple(group for group in plan.groups if group.is_of_input)
         self._is_caching = is_caching
+
+    def _remove_evicted(self, owner: int, groups: int | Groups, indices: Indices) -> None:
+        """Remove evicted pages from the index that knows their owner: inputs have negative numbers."""
+        index = self.inputs if owner < NO_OWNER else self.tree
+        index.remove_evicted(owner, groups, indices)
 
     def find_whole_prefix(self, token_ids: Sequence[int], salt: str, inputs: Mapping[str, InputSequence]) -> PrefixHit:
         """Return what is cached of tokens, the last one included, and of inputs."""

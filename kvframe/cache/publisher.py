@@ -294,7 +294,8 @@ class Publisher:
                 self._update_leaf(leaf)
             leaf.row = -1
             self.leaf_owner[row] = NO_OWNER
-            self._tree.trim_node(leaf)
+            if not num_released:
+                self._tree.trim_node(leaf)
         if self.unreadable:
             self.unreadable.pop(row, None)
         self._cursors[row] = None

@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 from kvframe.cache.block_pool import NO_OWNER, BlockPool, Indices
 from kvframe.cache.block_table import TableStack
+from kvframe.cache.eviction import equal_runs
+from kvframe.cache.free_list import Groups
 from kvframe.cache.live_range import LiveRange
 from kvframe.cache.row_pages import RowPages
 from kvframe.errors import RequestError
@@ -258,20 +260,24 @@ class RadixTree:
         """Return whether a node was not removed."""
         return self._nodes[node.owner] is node
 
-    def remove_evicted(self, owner: int, group: int, indices: Indices) -> None:
+    def remove_evicted(self, owner: int, groups: int | Groups, indices: Indices) -> None:
         """Remove evicted pages from a node.
 
         Args:
             owner: The node's number.
-            group: Their group.
+            groups: Their group, or the group of each.
             indices: ``[n], host``: which blocks of the prefix they hold.
         """
         node = self._nodes[owner]
         assert node is not None
         if node.num_pages == len(indices) and not node.children and node.row < 0:
-            node.num_pages = 0
-            self.trim_node(node)
-            return
+            node.num_pages = 0  # the node goes as a whole
+        else:
+            for group, of_group in equal_runs(groups):
+                self._remove_pages(node, group, indices[of_group])
+        self.trim_node(node)
+
+    def _remove_pages(self, node: RadixNode, group: int, indices: Indices) -> None:
         s, g = self.place[group]
         places = indices - node.start // self.sizes[s]
         if node.row >= 0:
@@ -280,7 +286,6 @@ class RadixTree:
             places = places[places < node.pages[s].shape[1]]
         node.pages[s][g, places] = 0
         node.num_pages -= len(places)
-        self.trim_node(node)
 
     def trim_node(self, node: RadixNode) -> None:
         """Forget a node's tokens after its last page, and remove nodes that have neither pages nor children.
