@@ -3,15 +3,14 @@
 Its files, in the order of the flow; each uses only those before it.
 
 - When blocks die, and so which blocks a hit needs: ``live_range``.
-- Where a request's blocks lie: ``block_table``; the groups by what they store: ``group_kinds``.
-- Blocks: those that are free (``free_list``, ``slabs``), those that are evicted first (``eviction``), and all of them
-  (``block_pool``).
-- What is found: ``row_pages``, ``radix_tree`` and ``publisher`` for tokens, ``input_index`` for
-  what comes beside them; ``stats``, ``prefix_lookup``, ``pins``.
-- Who is told outside: ``keys``, ``events``.
-- What must be true of all this: ``audit``; all this together: ``prefix_cache``.
+- The blocks of each request: ``block_table``; groups that store every block, or few: ``group_kinds``.
+- Pages: the free ones (``free_list``, ``slabs``), the order of eviction (``eviction``), and all of them (``block_pool``).
+- Finding: ``row_pages``, ``radix_tree`` and ``publisher`` for tokens, ``input_index`` for what requests bring beside
+  them; ``stats``, ``prefix_lookup``, ``pins``.
+- What other processes are told: ``keys``, ``events``.
+- The audit of all this: ``audit``; the pool and its indexes as one: ``prefix_cache``.
 - Running requests, as rows: ``rows``, ``arguments``; blocks that forks share: ``copy_on_write``; their blocks are
   allocated (``allocation``) and released (``dead_blocks``), and they begin and end (``coordinator``).
 - Requests in host memory, and saved prefixes that are restored: ``swap``.
-- What the engine uses: ``manager``.
+- What an engine calls: ``manager``.
 """
