@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, MutableSequence, Sequence
+from functools import cache
 from importlib.metadata import version
 from itertools import count
 from typing import Any
@@ -191,8 +192,9 @@ class KVFrame:
         return self._manager.stats.num_evictions
 
 
+@cache
 def plan_of(setting: Setting) -> KVCachePlan:
-    """Return the plan of a model with these layers."""
+    """Return the plan of a model with these layers; planning also checks each spec's answers, once."""
     of_window = SlidingWindowSpec if setting.has_masks else LiveRangeSpec
     specs: list[KVCacheSpec] = [
         FullAttentionSpec(**SIZES) if window is None else of_window(window=window, **SIZES)

@@ -4,7 +4,7 @@ Its files, in the order of the flow; each uses only those before it.
 
 - When blocks die, and so which blocks a hit needs: ``live_range``.
 - The blocks of each request: ``block_table``; groups that store every block, or few: ``group_kinds``.
-- Pages: the free ones (``free_list``, ``slabs``), the order of eviction (``eviction``), and all of them (``block_pool``).
+- Pages: free ones (``free_list``, ``slabs``), the order of eviction (``eviction``), all of them (``block_pool``).
 - Finding: ``row_pages``, ``radix_tree`` and ``publisher`` for tokens, ``input_index`` for what requests bring beside
   them; ``stats``, ``prefix_lookup``, ``pins``.
 - What other processes are told: ``keys``, ``events``.

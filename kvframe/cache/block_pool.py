@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.eviction import EvictionQueue, PolicyPriorities, all_equal, equal_runs, of_groups
+from kvframe.cache.eviction import EvictionQueue, PolicyPriorities, Run, all_equal, equal_runs, joined_runs, of_groups
 from kvframe.cache.free_list import BlockIds, FreeList, Groups
 from kvframe.cache.slabs import Slabs
 from kvframe.eviction import LRU, EvictionPolicy
@@ -305,15 +305,19 @@ class BlockPool:
     # --- eviction -----------------------------------------------------------------------------------------------------
 
     def evict_blocks(self, groups: int | Groups, block_ids: BlockIds) -> None:
-        """Evict cached blocks, and tell their owners."""
-        self._evict(groups, block_ids, self._places(block_ids))
-
-    def _evict(self, groups: int | Groups, block_ids: BlockIds, places: _Places) -> None:
+        """Evict cached blocks, and tell each owner once."""
         assert self._on_evicted is not None
+        places = self._places(block_ids)
         owners, indices = self._owner[places], self._index[places]
         self._end_cached(groups, block_ids, places)
-        for owner, of_owner in equal_runs(owners):
-            self._on_evicted(owner, of_groups(groups, of_owner), indices[of_owner])
+        if all_equal(owners):
+            self._on_evicted(owners.item(0), groups, indices)
+            return
+        order = np.argsort(owners, kind="stable")
+        owners, indices, groups = owners[order], indices[order], of_groups(groups, order)
+        starts = [0, *(np.flatnonzero(owners[1:] != owners[:-1]) + 1).tolist()]
+        for owner, start, stop in zip(owners[starts].tolist(), starts, [*starts[1:], len(owners)], strict=True):
+            self._on_evicted(owner, of_groups(groups, slice(start, stop)), indices[start:stop])
 
     def discard_cached(self, group: int, block_ids: BlockIds) -> npt.NDArray[np.bool_]:
         """Evict the cached ones of some blocks without telling their owner, and return which these are.
@@ -340,19 +344,19 @@ class BlockPool:
             num_blocks: The blocks wanted.
             whole_run: Blocks that were released together are evicted together if they are no more than these.
         """
-        end = self.num_evictions + num_blocks
-        while self.num_evictions < end:
-            run = self._queue.pop_run(group, end - self.num_evictions, whole_run)
-            if run is None:
+        while num_blocks > 0:
+            runs = self._queue.pop_runs(group, num_blocks, whole_run)
+            if not runs:
                 return
-            stamp, block_ids, groups = run
-            places = self._places(block_ids)
-            stamps = self._state[places]
-            if stamps.item(0) != stamp or not all_equal(stamps):
-                is_current = stamps == stamp
-                block_ids, places, groups = block_ids[is_current], places[is_current], of_groups(groups, is_current)
-            if len(block_ids):
-                self._evict(groups, block_ids, places)
+            block_ids, groups = joined_runs(runs)
+            stamps = self._state[self._places(block_ids)]
+            is_current = stamps == (runs[0][0] if len(runs) == 1 else np.repeat(*_stamps_of(runs)))
+            num_current = int(np.count_nonzero(is_current))
+            if num_current < len(block_ids):
+                block_ids, groups = block_ids[is_current], of_groups(groups, is_current)
+            if num_current:
+                self.evict_blocks(groups, block_ids)
+                num_blocks -= num_current
             else:
                 # That removes the stale entries that follow, many at once.
                 self.first_priority(group)
@@ -438,3 +442,8 @@ class BlockPool:
         """Return the eviction priority of cached blocks; a smaller number than any of theirs for others."""
         policy = self._queue.policy
         return self._state[self._places(block_ids)] if policy is None else policy.priorities_of(block_ids)
+
+
+def _stamps_of(runs: Sequence[Run]) -> tuple[list[int], list[int]]:
+    """Return the stamp of each run, and how many blocks it has."""
+    return [stamp for stamp, _, _ in runs], [len(block_ids) for _, block_ids, _ in runs]

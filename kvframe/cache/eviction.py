@@ -31,6 +31,23 @@ _MEMORY = 2
 """After so many times the pool's size of released content, what was counted counts half."""
 
 
+Run = tuple[int, BlockIds, int | Groups]
+"""The stamp of a release, its blocks, and their group or the group of each."""
+
+
+def joined_runs(runs: Sequence[Run]) -> tuple[BlockIds, int | Groups]:
+    """Return the blocks of several runs, and their group or the group of each."""
+    _, block_ids, groups = runs[0]
+    if len(runs) == 1:
+        return block_ids, groups
+    joined = np.concatenate([block_ids for _, block_ids, _ in runs])
+    if all(type(of_run) is int and of_run == groups for _, _, of_run in runs):
+        return joined, groups
+    return joined, np.concatenate(
+        [np.full(len(block_ids), of_run) if isinstance(of_run, int) else of_run for _, block_ids, of_run in runs]
+    )
+
+
 def of_groups(groups: int | Groups, where: Where) -> int | Groups:
     """Return the groups of some of the blocks; a single group stays single."""
     return groups if isinstance(groups, int) else groups[where]
@@ -127,7 +144,15 @@ class EvictionQueue:
             self.pop_run(group, num_stale)
         return None
 
-    def pop_run(self, group: int, num_blocks: int, whole_run: int = 0) -> tuple[int, BlockIds, int | Groups] | None:
+    def pop_runs(self, group: int, num_blocks: int, whole_run: int) -> list[Run]:
+        """Remove entries as ``pop_run`` does, until there are ``num_blocks`` or none is left."""
+        runs = []
+        while num_blocks > 0 and (run := self.pop_run(group, num_blocks, whole_run)) is not None:
+            runs.append(run)
+            num_blocks -= len(run[1])
+        return runs
+
+    def pop_run(self, group: int, num_blocks: int, whole_run: int = 0) -> Run | None:
         """Remove at most ``num_blocks`` entries of a group's first run, stale ones included.
 
         Args:
