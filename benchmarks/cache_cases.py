@@ -294,8 +294,9 @@ def _build(name: str, num_blocks: int, aim: float) -> Case:
     return Case(
         name=name,
         title=f"Build a pool of {num_blocks:,} blocks",
-        words="The manager with its pool, for one request at a time; kvframe's plan is checked before. Then the bytes for each block, as Python and "
-        "NumPy count them, when it is new, and when requests have filled it with cached blocks and gone.",
+        words="The manager with its pool, for one request at a time, from a plan that is made before. Then the bytes "
+        "for each block, as Python and NumPy count them, when it is new, and when requests have filled it with cached "
+        "blocks and gone.",
         work="Build",
         sizes={"num_calls": 3, "length": min(2048, num_blocks - 1)},
         sides=sides(Setting(num_blocks=num_blocks, max_num_seqs=1, max_model_len=4096)),
