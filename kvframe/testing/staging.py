@@ -109,11 +109,16 @@ def check_staging(backend_class: type[AttentionBackend], formats: Sequence[KVFor
             except NotReplayableError as error:
                 raise ConformanceError(f"{where} differs from what was captured: {error}") from error
             except (RuntimeError, BackendError) as error:
-                if isinstance(error, BackendError) and not isinstance(error.__cause__, RuntimeError):
+                if not _is_of_torch(error):
                     raise
                 raise ConformanceError(f"{where} asks the device for a value: {error}") from error
             if copies is not None and len(copies) != 1:
                 raise ConformanceError(f"{where} makes {len(copies)} copies to the device: {', '.join(copies)}")
+
+
+def _is_of_torch(error: Exception) -> bool:
+    """Return whether an error, or the one that it was made of, is torch's."""
+    return isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError)
 
 
 def _layers(backend_class: type[AttentionBackend], form: StateForm, kv_format: KVFormat) -> list[LayerSpec]:
@@ -190,6 +195,8 @@ def _attend(layer: AttentionLayer, case: Case, learned: Learned, num_tokens: int
         output = layer(query, *case.form.draw(case.spec, num_tokens, draw), learned.sinks)
         check_output(output, case, query)
     except (BackendError, ConformanceError) as error:
+        if _is_of_torch(error):
+            raise
         raise ConformanceError(f"{case.name}: {error}") from error
 
 
