@@ -91,11 +91,14 @@ class BlockAllocator:
         self._dense = [
             _part(stack, of_rows, run, is_dense=True) for stack, of_rows in stacks for run in _runs(stack, is_dense)
         ]
+        # Pages are allocated in the order of the groups.
+        self._dense.sort(key=lambda part: part.groups.start)
         self._part_of = {
             group: _part(stack, of_rows, range(place, place + 1), is_dense=False)
             for stack, of_rows in stacks
             for place, group in enumerate(stack.groups)
         }
+        self._is_plain = kinds.is_plain
         self._lone = self._dense[0] if kinds.is_plain and len(kinds.groups) == 1 else None
         self._alignment, self._max_tokens = plan.alignment, plan.max_model_len
         self._pool = pool
@@ -162,9 +165,11 @@ class BlockAllocator:
         Raises:
             SpecError: A spec answers wrongly about these tokens; nothing changed.
         """
-        if self._lone is None or (self._shared is not None and row in self._shared.rows):
+        if not self._is_plain or (self._shared is not None and row in self._shared.rows):
             return self.allocate_for_rows(np.array([row]), np.array([num_tokens]))
         self._check_answers(num_tokens)
+        if self._lone is None:
+            return self._allocate_dense(row, num_tokens)
         have, need = self._blocks_of[0, row], -(-num_tokens // self._lone.block_size)
         pages = self._pool.allocate_blocks((need - have,))
         if pages is None:
@@ -174,6 +179,29 @@ class BlockAllocator:
             self._lone.row_pages[0, row, have:need] = pages
         self._blocks_of[0, row] = need
         self._capacity_of[row] = self._num_right(min(need * self._lone.block_size, self._max_tokens))
+        return True
+
+    def _allocate_dense(self, row: int, num_tokens: int) -> bool:
+        """Give one row pages in several groups, all of which store every block, without arrays of rows."""
+        counts, needs = [0] * len(self._groups), []
+        for part in self._dense:
+            have, need = self._blocks_of[part.groups.start, row], -(-num_tokens // part.block_size)
+            needs.append((part, have, max(have, need)))
+            counts[part.groups] = [max(0, need - have)] * part.num_groups
+        taken = self._pool.allocate_blocks(counts)
+        if taken is None:
+            return False
+        num_used, capacity = 0, self._max_tokens
+        for part, have, need in needs:
+            if need > have:
+                end = num_used + part.num_groups * (need - have)
+                pages, num_used = taken[num_used:end].reshape(part.num_groups, need - have), end
+                part.ids[:, row, have:need] = pages
+                if part.row_pages is not None:
+                    part.row_pages[:, row, have:need] = pages
+                self._num_blocks[part.groups, row] = need
+            capacity = min(capacity, need * part.block_size)
+        self._capacity_of[row] = self._num_right(capacity)
         return True
 
     def allocate_for_rows(self, rows: Rows, num_tokens: Counts) -> bool:
