@@ -21,6 +21,7 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.pins import Pin
 from kvframe.errors import RequestError
 from kvframe.eviction import EvictionPolicy
+from kvframe.plan import KVCachePlan
 from kvframe.specs import ENCODER, KVCacheSpec
 from tests.cache_mirror import SECRET, Mirror, key_of_input, key_of_tokens
 from tests.cache_model import CacheModel, HostCopies, Life, Page, is_sparse, live_blocks
@@ -319,8 +320,8 @@ class Lives:
         encoder = self.draw.choice(ENCODERS) if self.model.of_inputs else None
         salt = self.draw.choice(["", "", "", "other"])
         expected, before = self.model.pinned(salt, encoder, tokens), [pin.blocks for pin in self.pins]
-        num_left = min(self.num_left(before), self.num_needed)
-        has_room = self.num_left([*before, expected]) >= num_left
+        plan = self.manager.plan
+        has_room = self.num_lacking(plan, [*before, expected]) <= max(0, self.num_lacking(plan, before))
         try:
             pin = self.manager.pin(tokens, salt=salt, inputs=inputs_of(encoder))
         except RequestError:
@@ -331,19 +332,19 @@ class Lives:
             self.pins.append(pin)
         self.did("pin", not has_room)
 
-    @property
-    def num_needed(self) -> int:
-        """Slabs that the longest request takes."""
-        return self.plan.num_slabs_for(self.plan.peak_blocks(MAX_LEN))
+    def num_lacking(self, plan: KVCachePlan, pinned: Sequence[Sequence[Sequence[int]]]) -> int:
+        """Return how many slabs the longest request takes more than a plan, as it is or with fewer, has unpinned.
 
-    def num_left(self, pinned: Sequence[Sequence[Sequence[int]]]) -> int:
-        """Return how many slabs, or slabs' worth of a lone group's pages, are not pinned."""
-        plan = self.manager.plan
+        Of a lone group it is slabs' worth of pages. Pages after the last slab serve their group too.
+        """
+        now = self.manager.plan
         pages = {int(page) for blocks in pinned for ids in blocks for page in ids if page}
-        slabs = {(page * plan.block_id_bytes - plan.null_bytes) // plan.slab_bytes for page in pages} - {plan.num_slabs}
-        if len(plan.groups) == 1:
-            return plan.num_slabs - -(-len(pages) // plan.groups[0].pages_per_slab)
-        return plan.num_slabs - len(slabs)
+        slabs = [(page * now.block_id_bytes - now.null_bytes) // now.slab_bytes for page in pages]
+        num_rest_pages = max(0, plan.num_rest_pages - slabs.count(now.num_slabs))
+        num_pinned = len({*slabs} - {now.num_slabs})
+        if len(now.groups) == 1:
+            num_pinned = -(-len(pages) // now.groups[0].pages_per_slab)
+        return plan.num_slabs_for(plan.peak_blocks(MAX_LEN), num_rest_pages) - (plan.num_slabs - num_pinned)
 
     def unpin(self) -> None:
         self.manager.unpin(self.pins.pop(self.draw.randrange(len(self.pins))))
@@ -363,8 +364,7 @@ class Lives:
         before, bytes_before = self.manager.plan.num_slabs, self.manager.plan.total_bytes
         pinned = [int(page) for pin in self.pins for ids in pin.blocks for page in ids if page]
         held = np.array([*pages_in(self.manager.tables), *pinned], dtype=np.int64)
-        has_room = self.num_left([pin.blocks for pin in self.pins]) - (before - num_slabs) >= self.num_needed
-        has_room = has_room or num_slabs >= before or not pinned
+        has_room = num_slabs > before or not pinned or self.num_lacking(plan, [pin.blocks for pin in self.pins]) <= 0
         expected = has_room and not (held * plan.block_id_bytes >= plan.total_bytes).any()
         published = set(self.manager.published())
         is_resized = self.manager.resize(num_slabs)
