@@ -175,7 +175,7 @@ def test_the_readme_says_the_recorded_ratios() -> None:
     ratios = [statistics.median(recorded[name]["sides"]["kvframe"]["times_as_fast"]) for name in shown]
     readme = (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")
     paragraph = readme.split("The cache manager alone, in the", 1)[1].split("\n\n", 1)[0]
-    assert [f"{ratio:.3g}" for ratio in ratios] == re.findall(r"\d+\.\d+", paragraph)
+    assert [f"{ratio:#.3g}" for ratio in ratios] == re.findall(r"\d+\.\d+", paragraph)
 
 
 def test_without_the_peer_it_says_so_and_measures_the_rest(tmp_path: Path) -> None:
