@@ -78,7 +78,7 @@ def lockstep(name: str, length: int, *, num_requests: int = 8, chunk: int = 256)
 
 
 def far_state(name: str, length: int, *, first: int = 2048, chunk: int = 2048, num_calls: int = 4) -> Case:
-    """Return the case of a lookup of which only an early state is left."""
+    """Return the case of a lookup whose later states are evicted: an early one is left."""
     setting = Setting(num_states=1, num_blocks=length // BLOCK_SIZE * 5 // 4 + 257, max_model_len=2 * length)
     sizes: Mapping[str, int] = {"length": length, "first": first, "chunk": chunk, "num_calls": num_calls}
     return Case(

@@ -130,7 +130,7 @@ class Lockstep(Work):
 
 
 class FarState(Work):
-    """Lookups of a prompt of which only an early state is left."""
+    """Lookups of a prompt whose later states are evicted: an early one is left."""
 
     def __init__(self, core: Core, setting: Setting, sizes: Mapping[str, int]) -> None:
         """Compute the prompt's beginning, then all of it, and lose the states that came after the beginning."""

@@ -56,7 +56,7 @@ def block_tables(num_rows: int) -> BlockTables:
     tables = BlockTables(num_rows, MAX_MODEL_LEN, [BLOCK_SIZE])
     num_blocks = MAX_MODEL_LEN // BLOCK_SIZE
     for row in range(num_rows):
-        tables[0].write(row, 0, list(range(1 + row * num_blocks, 1 + (row + 1) * num_blocks)))
+        tables[0].ids[row, :num_blocks] = range(1 + row * num_blocks, 1 + (row + 1) * num_blocks)
     return tables
 
 

@@ -33,10 +33,6 @@ class BlockTable:
         self.block_size = block_size
         self.ids = ids
 
-    def write(self, row: int, start: int, block_ids: Sequence[int]) -> None:
-        """Set the columns from ``start`` on."""
-        self.ids[row, start : start + len(block_ids)] = block_ids
-
 
 @attrs.frozen(eq=False)
 class TableStack:

@@ -71,7 +71,6 @@ class Publisher:
         self.unreadable: dict[int, RequestError] = {}
         # Single numbers of rows are read and written several times as fast in these.
         self._computed_of, self._next_publication = num_computed.data, next_publication.data
-        self._num_computed = num_computed
         self._cursors: list[_Cursor | None] = [None] * len(num_computed)
         self._numbers = np.arange(max((len(needed[0]) for needed in tree.is_needed), default=0), dtype=np.int32)
         self._numbers_down = self._numbers[::-1].copy()

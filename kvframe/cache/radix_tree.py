@@ -310,6 +310,7 @@ class RadixTree:
                 held = np.flatnonzero(pages[:, first - node.start // size :].any(axis=0))
                 if len(held):
                     stop = max(stop, (first + int(held[-1]) + 1) * size)
+            assert stop > node.start or base > node.start, "a node's pages are miscounted"
             width *= 4
         if stop < node.stop:
             node.stop = stop
