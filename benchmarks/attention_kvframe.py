@@ -12,12 +12,12 @@ from attention_engine import Step
 from attention_shapes import Buffers, Shape
 from kvframe_sliding_window.spec import SlidingWindowSpec
 
-from kvframe.attention.backend import AttentionBackend
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.block_table import BlockTables
-from kvframe.plugins import load_plugins
-from kvframe.specs import KVCacheSpec, LayerSpec, QuerySpec
+from kvframe.contract.backend import AttentionBackend
+from kvframe.contract.specs import KVCacheSpec, LayerSpec, QuerySpec
+from kvframe.loading.plugins import load_plugins
 
 CPU = torch.device("cpu")
 

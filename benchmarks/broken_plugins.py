@@ -21,7 +21,7 @@ HOOKS = {
 PRELUDE = """
 import asyncio, os, subprocess, sys
 import attrs
-from kvframe.hookspecs import hookimpl
+from kvframe.contract.hookspecs import hookimpl
 class Own(BaseException): pass
 class Mute(Exception):
     def __str__(self): raise SystemExit(3)
@@ -55,7 +55,7 @@ class Thing(TorchReferenceBackend):
 """
 WRAPPER = """
 from typing import ClassVar
-from kvframe.attention.wrapper import MetadataWrapper
+from kvframe.contract.wrapper import MetadataWrapper
 @attrs.frozen(kw_only=True)
 class Thing(MetadataWrapper):
     name: ClassVar[str] = "NAME"
@@ -63,17 +63,17 @@ class Thing(MetadataWrapper):
     def __call__(self, metadata): return metadata
 """
 FORMAT = """
-from kvframe.formats import PLAIN
+from kvframe.contract.formats import PLAIN
 class Thing(type(PLAIN)):
     name = "NAME"
 """
 POLICY = """
-from kvframe.eviction import LRU
+from kvframe.contract.eviction import LRU
 class Thing(type(LRU)):
     name = "NAME"
 """
 ADAPTER = """
-from kvframe.model.adapter import ModelAdapter
+from kvframe.contract.model import ModelAdapter
 class Thing(ModelAdapter):
     def recognises(self, path): return False
     def describe(self, path): raise NotImplementedError

@@ -18,9 +18,9 @@ from kvframe_sliding_window.spec import SlidingWindowSpec
 
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.manager import KVCacheManager
-from kvframe.groups import group_layers
-from kvframe.plan import KVCachePlan, plan_cache
-from kvframe.specs import AttentionSpec, KVCacheSpec, LayerSpec, TokenRange
+from kvframe.contract.specs import AttentionSpec, KVCacheSpec, LayerSpec, TokenRange
+from kvframe.planning.groups import group_layers
+from kvframe.planning.plan import KVCachePlan, plan_cache
 
 SIZES: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 64, "dtype": "float32"}
 PAGE_BYTES = FullAttentionSpec(**SIZES).block_bytes

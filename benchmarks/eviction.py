@@ -24,7 +24,7 @@ from eviction_traces import LONGEST, TRACES, Asked
 from machine import describe_machine
 
 from kvframe import FullAttentionSpec, KVCacheManager, LayerSpec, Stack, group_layers, load_plugins, plan_cache
-from kvframe.eviction_choice import make_policy
+from kvframe.config.eviction_choice import make_policy
 
 SIZE = 1_000
 POLICIES = ("lru", "scan_resistant")

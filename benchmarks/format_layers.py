@@ -12,16 +12,16 @@ import torch
 
 from kvframe import FullAttentionSpec, LayerSpec, QuerySpec, Stack, group_layers, plan_cache
 from kvframe.attention.layer import AttentionLayers
-from kvframe.attention.selection import select_backends
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.cache.manager import KVCacheManager
-from kvframe.errors import PluginError
-from kvframe.formats import PLAIN, KVFormat
-from kvframe.groups import make_layer_specs
-from kvframe.model.layer_file import read_layer_file
-from kvframe.registry import Registry
-from kvframe.sizing import plan_for_stack
+from kvframe.contract.errors import PluginError
+from kvframe.contract.formats import PLAIN, KVFormat
+from kvframe.loading.registry import Registry
+from kvframe.planning.groups import make_layer_specs
+from kvframe.planning.layer_file import read_layer_file
+from kvframe.planning.sizing import plan_for_stack
+from kvframe.selection.select import select_backends
 from kvframe.testing.formats import round_trip
 from kvframe.testing.reference import dense_attention
 

@@ -27,8 +27,8 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from kvframe import Engine, SamplingParams, Stack
-from kvframe.formats import PLAIN
-from kvframe.plugins import load_plugins
+from kvframe.contract.formats import PLAIN
+from kvframe.loading.plugins import load_plugins
 from kvframe.testing.formats import installed_formats
 
 TEXT_TOKENS = 384

@@ -42,7 +42,7 @@ EXPECTED_CODES = (0, 1, 2, 130)
 HEAVY = (
     "kvframe.engine.engine",
     "kvframe.engine.embedding",
-    "kvframe.attention.tuning",
+    "kvframe.engine.tuning",
     "kvframe_transformers.adapter",
 )
 MAX_MEMORY = 12 << 30

@@ -144,8 +144,8 @@ def use_by_name(broken: Broken, site: Path) -> str:
         Wrong: It ends otherwise.
     """
     from kvframe import KVCacheManager, Stack, group_layers, load_plugins, make_layer_specs, plan_cache
+    from kvframe.contract.errors import KVFrameError
     from kvframe.engine.assembly import find_page_copier
-    from kvframe.errors import KVFrameError
 
     stack = Stack.from_mapping(stack_that_names(broken))
     sentence = ""
@@ -161,13 +161,13 @@ def use_by_name(broken: Broken, site: Path) -> str:
             import torch
 
             from kvframe.attention.group import form_groups
-            from kvframe.attention.selection import select_backends
+            from kvframe.selection.select import select_backends
 
             choices = select_backends(layers, stack, registry, "cpu")
             find_page_copier(choices)
             form_groups(layers, choices, grouping, torch.device("cpu"))
         if broken.kind == "policy":
-            from kvframe.eviction_choice import make_policy
+            from kvframe.config.eviction_choice import make_policy
 
             KVCacheManager(plan, max_num_seqs=1, eviction=make_policy(stack, registry))
         if broken.kind == "adapter":
@@ -184,7 +184,7 @@ def use_by_name(broken: Broken, site: Path) -> str:
 
 
 def _describe(site: Path, kind: str) -> Any:
-    from kvframe.model.layer_file import read_layer_file
+    from kvframe.planning.layer_file import read_layer_file
 
     path = site / f"layers_{kind}.toml"
     path.write_text(LAYERS.replace("KIND", kind), encoding="utf-8")

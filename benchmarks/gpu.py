@@ -27,10 +27,10 @@ from gpu_report import write_report
 from gpu_timing import measure_ceilings
 from machine import command_line
 
-from kvframe.attention.backend import AttentionBackend
-from kvframe.errors import KVFrameError
-from kvframe.plugins import load_plugins
-from kvframe.registry import Registry
+from kvframe.contract.backend import AttentionBackend
+from kvframe.contract.errors import KVFrameError
+from kvframe.loading.plugins import load_plugins
+from kvframe.loading.registry import Registry
 
 NOT_TIMED = ("torch_reference",)
 """The oracle, which is slow on purpose."""

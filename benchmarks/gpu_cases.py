@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from kvframe.formats import ITEM_BYTES
+from kvframe.contract.formats import ITEM_BYTES
 from kvframe.testing.case import Request
 
 KILO = 1024

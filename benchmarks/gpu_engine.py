@@ -17,7 +17,7 @@ import attrs
 import torch
 
 from kvframe import Engine, Stack
-from kvframe.engine.request import SamplingParams
+from kvframe.engine.requests.request import SamplingParams
 
 NUM_STEPS = 24
 """That are timed, and as many again under the profiler."""

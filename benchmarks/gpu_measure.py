@@ -12,10 +12,10 @@ from gpu_cases import Case, LatentCase, StateCase
 from gpu_steps import BLOCK_SIZE, ERROR, make_chain, make_layer, make_steps, needed_bytes, rotation
 from gpu_timing import seconds_each, time_calls
 
-from kvframe.attention.backend import AttentionBackend
-from kvframe.attention.wrapper import bind_chain
-from kvframe.registry import Registry
-from kvframe.specs import align_up
+from kvframe.contract.backend import AttentionBackend
+from kvframe.contract.specs import align_up
+from kvframe.loading.registry import Registry
+from kvframe.selection.chains import bind_chain
 from kvframe.testing.case import Request
 
 MAX_FREE = 0.8

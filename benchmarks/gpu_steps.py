@@ -13,13 +13,15 @@ from kvframe_chunked_local.wrapper import ChunkedLocal
 from kvframe_decode_only.wrapper import DecodeOnly
 from kvframe_mla.spec import MLASpec
 
-from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder
-from kvframe.attention.metadata import CommonAttentionMetadata
-from kvframe.attention.order import is_ordered, permute
 from kvframe.attention.staging import Staging
-from kvframe.attention.wrapper import MetadataWrapper, WrapperChain, apply_chain, bind_chain
-from kvframe.registry import Registry
-from kvframe.specs import KVCacheSpec, LayerSpec, QuerySpec, align_up
+from kvframe.attention.wrapping import apply_chain
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.order import is_ordered, permute
+from kvframe.contract.specs import KVCacheSpec, LayerSpec, QuerySpec, align_up
+from kvframe.contract.wrapper import MetadataWrapper
+from kvframe.loading.registry import Registry
+from kvframe.selection.chains import WrapperChain, bind_chain
 from kvframe.testing.metadata import make_metadata
 from kvframe.testing.state import GridSpec
 

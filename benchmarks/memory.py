@@ -20,15 +20,15 @@ from machine import command_line
 from memory_report import write_report
 from padded_groups import PaddedGroups
 
-from kvframe.groups import group_layers, make_layer_specs
-from kvframe.model.description import ModelDescription
-from kvframe.model.layer_file import read_layer_file
-from kvframe.plan import KVCachePlan
-from kvframe.plugins import load_plugins
-from kvframe.registry import Registry
-from kvframe.sizing import plan_for_stack
-from kvframe.specs import LayerSpec
-from kvframe.stack import Stack
+from kvframe.config.stack import Stack
+from kvframe.contract.description import ModelDescription
+from kvframe.contract.specs import LayerSpec
+from kvframe.loading.plugins import load_plugins
+from kvframe.loading.registry import Registry
+from kvframe.planning.groups import group_layers, make_layer_specs
+from kvframe.planning.layer_file import read_layer_file
+from kvframe.planning.plan import KVCachePlan
+from kvframe.planning.sizing import plan_for_stack
 
 LAYER_FILES = Path(__file__).parents[1] / "examples" / "layers"
 MEMORY_BYTES = 80_000_000_000

@@ -39,11 +39,11 @@ from metadata_report import write_report
 from metadata_triton import triton_parts
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.step import build_metadata
-from kvframe.attention.wrapper import bind_chain
 from kvframe.cli.render import progress
-from kvframe.specs import LayerSpec
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.specs import LayerSpec
+from kvframe.selection.chains import bind_chain
 
 CHUNK = 512
 CALLS = 20

@@ -14,13 +14,13 @@ from kvframe_sliding_window.spec import SlidingWindowSpec
 
 from kvframe import Stack
 from kvframe.attention.layer import AttentionLayers
-from kvframe.attention.selection import select_backends
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.block_table import BlockTables
-from kvframe.groups import Grouping, KVCacheGroup
-from kvframe.plugins import load_plugins
-from kvframe.specs import KVCacheSpec, LayerSpec, QuerySpec
+from kvframe.contract.specs import KVCacheSpec, LayerSpec, QuerySpec
+from kvframe.loading.plugins import load_plugins
+from kvframe.planning.groups import Grouping, KVCacheGroup
+from kvframe.selection.select import select_backends
 
 CPU = torch.device("cpu")
 SHORTEST, LONGEST = 100, 2000

@@ -13,8 +13,8 @@ from metadata_cases import CPU, SIZES, WINDOWS, Part, decode_batch, mixed_batch,
 import kvframe
 from kvframe.attention.staging import Staging
 from kvframe.attention.step import build_metadata
-from kvframe.hookspecs import Register
-from kvframe.specs import QuerySpec
+from kvframe.contract.hookspecs import Register
+from kvframe.contract.specs import QuerySpec
 
 GPU = torch.device("meta")
 NAME = "triton_without_gpu"

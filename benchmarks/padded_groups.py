@@ -20,8 +20,8 @@ from collections.abc import Sequence
 
 import attrs
 
-from kvframe.plan import KVCachePlan
-from kvframe.specs import TOKENS, KVCacheSpec, LayerSpec, align_up
+from kvframe.contract.specs import TOKENS, KVCacheSpec, LayerSpec, align_up
+from kvframe.planning.plan import KVCachePlan
 
 BLOCK_MULTIPLE = 16
 """Blocks are made longer in steps of so many tokens, as kernels need it."""

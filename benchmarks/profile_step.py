@@ -27,8 +27,8 @@ from profile_report import write_report
 from kvframe import Engine, Stack
 from kvframe.attention.layer import AttentionLayer
 from kvframe.cli.render import progress
-from kvframe.engine import runner as runner_module
-from kvframe.engine.request import SamplingParams
+from kvframe.engine.requests.request import SamplingParams
+from kvframe.engine.running import runner as runner_module
 
 PARTS = ("scheduling", "cache", "metadata", "attention", "rest of the model", "sampling", "requests")
 HOST_PARTS = ("scheduling", "cache", "metadata", "sampling", "requests")

@@ -34,8 +34,8 @@ from transformers.utils import logging as transformers_logging
 from kvframe import Engine, RequestOutput, SamplingParams
 from kvframe.cache.events import CacheEvent
 from kvframe.cli.render import progress
+from kvframe.contract.errors import BackendError, WrapperError
 from kvframe.engine.core import STEP_FAILED
-from kvframe.errors import BackendError, WrapperError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # The mirror is the tests': no package has it.
 from tests.cache_mirror import Mirror

@@ -13,11 +13,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvframe import hookimpl
-from kvframe.attention.metadata import CommonAttentionMetadata
-from kvframe.attention.wrapper import FieldUse, MetadataWrapper
 from kvframe.cache.events import CacheEvent
+from kvframe.contract.errors import PlanError
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.wrapper import FieldUse, MetadataWrapper
 from kvframe.engine.core import EngineCore
-from kvframe.errors import PlanError
 
 KINDS: Mapping[str, str] = {
     "backend": "a backend raises in one of the step's layers",

@@ -13,7 +13,7 @@ from soak_traffic import SALTS
 
 from kvframe import Engine
 from kvframe.cache.pins import Pin
-from kvframe.errors import PlanError, RequestError
+from kvframe.contract.errors import PlanError, RequestError
 
 RESETS = 1 / 500
 """Steps before which the prefix cache is reset."""

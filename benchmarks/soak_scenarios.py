@@ -13,11 +13,11 @@ from kvframe_transformers.testing import save_tiny
 from soak_faults import Careless, careless_plugin
 
 from kvframe import Engine, Prompt, Registry, Stack, load_plugins
-from kvframe.errors import PlanError
-from kvframe.groups import group_layers, make_layer_specs
-from kvframe.model.adapter import LoadedModel
-from kvframe.model.recognise import find_adapter
-from kvframe.plan import plan_cache
+from kvframe.contract.errors import PlanError
+from kvframe.contract.model import LoadedModel
+from kvframe.planning.groups import group_layers, make_layer_specs
+from kvframe.planning.plan import plan_cache
+from kvframe.planning.recognise import find_adapter
 
 VOCABULARY = 128
 START = 3

@@ -13,8 +13,8 @@ from traffic_slabs import SlabPool
 from traffic_tables import Inputs, TableManager
 
 from kvframe.cache.manager import KVCacheManager
-from kvframe.plan import KVCachePlan
-from kvframe.specs import TOKENS, KVCacheSpec
+from kvframe.contract.specs import TOKENS, KVCacheSpec
+from kvframe.planning.plan import KVCachePlan
 
 
 @attrs.frozen(kw_only=True)

@@ -11,13 +11,13 @@ from padded_groups import PaddedGroups, PaddedType
 from traffic_caches import Cache, EqualGroup, EqualLayout, EqualPages, ModelOfSlabs, SlabsAndPages
 from traffic_slabs import SlabPool
 
-from kvframe.groups import Grouping, group_layers, make_layer_specs
-from kvframe.model.description import ModelDescription
-from kvframe.model.layer_file import read_layer_file
-from kvframe.plan import KVCachePlan, plan_cache
-from kvframe.plugins import load_plugins
-from kvframe.specs import KVCacheSpec, LayerSpec, align_up
-from kvframe.stack import Stack
+from kvframe.config.stack import Stack
+from kvframe.contract.description import ModelDescription
+from kvframe.contract.specs import KVCacheSpec, LayerSpec, align_up
+from kvframe.loading.plugins import load_plugins
+from kvframe.planning.groups import Grouping, group_layers, make_layer_specs
+from kvframe.planning.layer_file import read_layer_file
+from kvframe.planning.plan import KVCachePlan, plan_cache
 
 MAX_MODEL_LEN = 131_072
 REQUEST_TOKENS = 8_192

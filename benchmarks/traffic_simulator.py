@@ -1,9 +1,9 @@
 """A continuous batch over a trace, without a model: the same policy for every cache, a token of each request a step.
 
-The policy is that of ``kvframe.engine.scheduler``: running requests first, then waiting ones, first come, first served,
-prompts in chunks within the step's budget, the first one when there is room for all of them. Where there is no room the
-request admitted last gives its blocks back, is put at the head of the queue, and is computed again; nothing is admitted
-in a step that did so.
+The policy is that of ``kvframe.engine.scheduling.scheduler``: running requests first, then waiting ones, first come,
+first served, prompts in chunks within the step's budget, the first one when there is room for all of them. If there is
+no room, the request admitted last gives its blocks back, is put at the head of the queue, and is computed again; nothing
+is admitted in a step that did so.
 """
 
 from __future__ import annotations

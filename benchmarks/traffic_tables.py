@@ -12,7 +12,7 @@ from traffic import Tokens
 from traffic_pools import Pool
 
 from kvframe.cache.input_index import InputSequence
-from kvframe.specs import TOKENS, KVCacheSpec
+from kvframe.contract.specs import TOKENS, KVCacheSpec
 
 Inputs = Mapping[str, InputSequence]
 

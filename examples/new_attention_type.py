@@ -22,8 +22,8 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from kvframe import AttentionSpec, Engine, SamplingParams, Stack, hookimpl, load_plugins, make_layer_specs
-from kvframe.model.recognise import find_adapter
-from kvframe.specs import MaskFunction, TokenRange, positive_int
+from kvframe.contract.specs import MaskFunction, TokenRange, positive_int
+from kvframe.planning.recognise import find_adapter
 
 # --- the attention type: this is all that a researcher writes ---------------------------------------------------------
 

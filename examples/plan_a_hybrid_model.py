@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 from kvframe import KVCachePlan, Registry, Stack, group_layers, load_plugins, make_layer_specs, plan_cache
-from kvframe.errors import KVFrameError
-from kvframe.model.layer_file import read_layer_file
-from kvframe.stack import parse_bytes
+from kvframe.config.stack import parse_bytes
+from kvframe.contract.errors import KVFrameError
+from kvframe.planning.layer_file import read_layer_file
 
 LAYERS = Path(__file__).parent / "layers" / "gemma_3_27b.json"
 LENGTHS = (8_192, 32_768, 131_072)

@@ -14,18 +14,18 @@ import torch
 import kvframe
 from kvframe.attention.layer import AttentionLayers
 from kvframe.attention.local import LocalCaches
-from kvframe.attention.metadata import CommonAttentionMetadata
-from kvframe.attention.selection import select_backends
-from kvframe.attention.skipping import find_skippable_layers
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.manager import KVCacheManager
-from kvframe.groups import group_layers, share_caches
-from kvframe.plan import plan_cache
-from kvframe.plugins import load_plugins
-from kvframe.specs import AttentionMask, AttentionSpec, KVCacheSpec, LayerSpec, QuerySpec, TokenRange
-from kvframe.stack import Stack
+from kvframe.config.stack import Stack
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.specs import AttentionMask, AttentionSpec, KVCacheSpec, LayerSpec, QuerySpec, TokenRange
+from kvframe.loading.plugins import load_plugins
+from kvframe.planning.groups import group_layers, share_caches
+from kvframe.planning.plan import plan_cache
+from kvframe.selection.select import select_backends
+from kvframe.selection.skipping import find_skippable_layers
 from kvframe.testing.reference import dense_attention, visible_tokens
 
 CPU = torch.device("cpu")

@@ -19,10 +19,10 @@ from kvframe.cache.events import EventLog
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.pins import Pin
-from kvframe.errors import RequestError
-from kvframe.eviction import EvictionPolicy
-from kvframe.plan import KVCachePlan
-from kvframe.specs import ENCODER, KVCacheSpec
+from kvframe.contract.errors import RequestError
+from kvframe.contract.eviction import EvictionPolicy
+from kvframe.contract.specs import ENCODER, KVCacheSpec
+from kvframe.planning.plan import KVCachePlan
 from tests.cache_mirror import SECRET, Mirror, key_of_input, key_of_tokens
 from tests.cache_model import CacheModel, HostCopies, Life, Page, is_sparse, live_blocks
 from tests.plans import StateSpec, encoder, evict, full, make_plan, masked, ranged, state

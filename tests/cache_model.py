@@ -11,8 +11,8 @@ from typing import Any
 
 import attrs
 
-from kvframe.plan import KVCachePlan, PlannedGroup
-from kvframe.specs import ENCODER, TOKENS
+from kvframe.contract.specs import ENCODER, TOKENS
+from kvframe.planning.plan import KVCachePlan, PlannedGroup
 from tests.plans import StateSpec
 
 Page = tuple[int, int]

@@ -7,10 +7,10 @@ from typing import Any
 import attrs
 import torch
 
-from kvframe.attention.backend import AttentionMetadataBuilder
-from kvframe.attention.capture import GraphCapture
-from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.builtin.torch_reference import TorchReferenceBackend
+from kvframe.contract.backend import AttentionMetadataBuilder
+from kvframe.contract.capture import GraphCapture
+from kvframe.contract.metadata import CommonAttentionMetadata
 
 
 class CapturableReference(TorchReferenceBackend):

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from kvframe.errors import KVFrameError
-from kvframe.plugins import load_plugins
+from kvframe.contract.errors import KVFrameError
+from kvframe.loading.plugins import load_plugins
 from tests.fake_distributions import FakeSite
 
 if TYPE_CHECKING:  # the tests of a backend's kernels run without transformers too

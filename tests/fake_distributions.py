@@ -10,7 +10,7 @@ from textwrap import dedent
 
 import attrs
 
-MANIFEST = "from kvframe.hookspecs import hookimpl\n"
+MANIFEST = "from kvframe.contract.hookspecs import hookimpl\n"
 
 
 def registers(hook: str, *claims: tuple[str, str]) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from kvframe import Engine, load_plugins
-from kvframe.groups import make_layer_specs
-from kvframe.model.adapter import LoadedModel, ModelInput
-from kvframe.model.description import LayerDescription, ModelDescription
+from kvframe.contract.description import LayerDescription, ModelDescription
+from kvframe.contract.model import LoadedModel, ModelInput
+from kvframe.planning.groups import make_layer_specs
 from tests.serving import make_stack
 
 VOCAB, HIDDEN, HEADS, HEAD_SIZE, WINDOW, NUM_BLOCKS = 64, 32, 2, 16, 6, 2

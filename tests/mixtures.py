@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from transformers.models.mistral.modeling_mistral import MistralAttention
 
 from kvframe import load_plugins
-from kvframe.model.recognise import find_adapter
+from kvframe.planning.recognise import find_adapter
 from tests.serving import NUM_NEW_TOKENS, TinyModel
 
 WINDOW, CHUNK = 8, 6

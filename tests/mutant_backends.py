@@ -9,9 +9,9 @@ from typing import Any
 import attrs
 import torch
 
-from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
-from kvframe.attention.metadata import NO_EXTENSIONS, CommonAttentionMetadata
-from kvframe.specs import LayerSpec
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
+from kvframe.contract.metadata import NO_EXTENSIONS, CommonAttentionMetadata
+from kvframe.contract.specs import LayerSpec
 from tests.plain_backend import Built, PlainBackend, PlainBuilder
 
 Forward = tuple[LayerSpec, torch.Tensor, KVCache, Built, torch.Tensor | None]

@@ -9,11 +9,11 @@ from typing import Any
 import attrs
 import torch
 
-from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder, Capabilities, KVCache
-from kvframe.attention.metadata import SEQ_STARTS, CommonAttentionMetadata
-from kvframe.attention.relative_bias import RELATIVE_BIAS
-from kvframe.formats import PLAIN
-from kvframe.specs import LayerSpec
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, Capabilities, KVCache
+from kvframe.contract.formats import PLAIN
+from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata
+from kvframe.contract.relative_bias import RELATIVE_BIAS
+from kvframe.contract.specs import LayerSpec
 from kvframe.testing.reference import relative_bias
 
 

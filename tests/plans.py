@@ -10,9 +10,17 @@ import numpy as np
 
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.manager import KVCacheManager
-from kvframe.groups import group_layers
-from kvframe.plan import KVCachePlan, plan_cache
-from kvframe.specs import ENCODER, AttentionMask, AttentionSpec, KVCacheSpec, LayerSpec, StateTensor, TokenRange
+from kvframe.contract.specs import (
+    ENCODER,
+    AttentionMask,
+    AttentionSpec,
+    KVCacheSpec,
+    LayerSpec,
+    StateTensor,
+    TokenRange,
+)
+from kvframe.planning.groups import group_layers
+from kvframe.planning.plan import KVCachePlan, plan_cache
 
 
 @attrs.frozen(kw_only=True)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvframe.attention.backend import AttentionBackend, KVCache
 from kvframe.builtin.torch_backend import TorchBackend
-from kvframe.formats import KVFormat
+from kvframe.contract.backend import AttentionBackend, KVCache
+from kvframe.contract.formats import KVFormat
 from kvframe.testing.formats import round_trip
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from kvframe import Engine, load_plugins
-from kvframe.groups import make_layer_specs
-from kvframe.model.adapter import LoadedModel
-from kvframe.model.description import LayerDescription, ModelDescription
-from kvframe.stack import Stack
+from kvframe.config.stack import Stack
+from kvframe.contract.description import LayerDescription, ModelDescription
+from kvframe.contract.model import LoadedModel
+from kvframe.planning.groups import make_layer_specs
 
 END = 0
 MAX_MODEL_LEN = 64

@@ -11,13 +11,13 @@ import torch
 from kvframe_transformers.testing import save_tiny
 
 from kvframe import Engine, Registry, SkipPolicy, Stack, load_plugins
-from kvframe.engine.request import SamplingParams
-from kvframe.errors import PlanError
-from kvframe.groups import group_layers, make_layer_specs
-from kvframe.model.adapter import LoadedModel
-from kvframe.model.recognise import find_adapter
-from kvframe.options import CacheOptions
-from kvframe.plan import plan_cache
+from kvframe.config.options import CacheOptions
+from kvframe.contract.errors import PlanError
+from kvframe.contract.model import LoadedModel
+from kvframe.engine.requests.request import SamplingParams
+from kvframe.planning.groups import group_layers, make_layer_specs
+from kvframe.planning.plan import plan_cache
+from kvframe.planning.recognise import find_adapter
 
 NUM_NEW_TOKENS = 10
 GREEDY = SamplingParams(max_new_tokens=NUM_NEW_TOKENS)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import attrs
 import torch
 
-from kvframe.specs import QuerySpec
+from kvframe.contract.specs import QuerySpec
 from kvframe.testing.reference import dense_attention
 
 LOG2_E = math.log2(math.e)

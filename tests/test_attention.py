@@ -13,22 +13,22 @@ import pytest
 import torch
 
 import kvframe
-from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
 from kvframe.attention.layer import AttentionLayers
-from kvframe.attention.metadata import Axis, CommonAttentionMetadata, Extension
-from kvframe.attention.selection import select_backends
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.attention.storage import KVCacheStorage
-from kvframe.attention.wrapper import FieldUse, MetadataWrapper
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.manager import KVCacheManager
-from kvframe.errors import BackendError, PlanError, SpecError, StackError, UnknownNameError
-from kvframe.groups import group_layers, make_layer_specs
-from kvframe.model.description import LayerDescription, ModelDescription
-from kvframe.plan import plan_cache
-from kvframe.plugins import load_plugins
-from kvframe.specs import LayerSpec, QuerySpec
-from kvframe.stack import Stack
+from kvframe.config.stack import Stack
+from kvframe.contract.backend import AttentionBackend, Capabilities, KVCache
+from kvframe.contract.description import LayerDescription, ModelDescription
+from kvframe.contract.errors import BackendError, PlanError, SpecError, StackError, UnknownNameError
+from kvframe.contract.metadata import Axis, CommonAttentionMetadata, Extension
+from kvframe.contract.specs import LayerSpec, QuerySpec
+from kvframe.contract.wrapper import FieldUse, MetadataWrapper
+from kvframe.loading.plugins import load_plugins
+from kvframe.planning.groups import group_layers, make_layer_specs
+from kvframe.planning.plan import plan_cache
+from kvframe.selection.select import select_backends
 from tests.attending import plugin
 from tests.plans import full, make_plan, ranged
 

@@ -13,14 +13,14 @@ import torch
 from attrs.validators import ge, instance_of
 from kvframe_chunked_local import ChunkedLocalSpec
 
-from kvframe.attention.identity import Identity
-from kvframe.attention.skipping import find_skippable_layers, why_not_skipped
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.errors import BackendError, PluginError, SpecError, StackError, UnknownNameError, WrapperError
-from kvframe.groups import group_layers, share_caches
-from kvframe.plugins import load_plugins
-from kvframe.specs import KVCacheSpec, LayerSpec
-from kvframe.stack import Stack
+from kvframe.config.stack import Stack
+from kvframe.contract.errors import BackendError, PluginError, SpecError, StackError, UnknownNameError, WrapperError
+from kvframe.contract.specs import KVCacheSpec, LayerSpec
+from kvframe.loading.plugins import load_plugins
+from kvframe.planning.groups import group_layers, share_caches
+from kvframe.selection.identity import Identity
+from kvframe.selection.skipping import find_skippable_layers, why_not_skipped
 from tests.attending import MIXED, SKIPPING, Bench, close, eight_layers, full, layer, local, plugin
 
 

@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvframe_chunked_local import ChunkedLocalSpec
 
-from kvframe.attention.backend import AttentionMetadataBuilder
-from kvframe.attention.capture import GraphCapture
 from kvframe.attention.layer import AttentionLayers
-from kvframe.attention.metadata import CommonAttentionMetadata
-from kvframe.attention.order import BatchOrder, split_batch
 from kvframe.attention.padding import pad_metadata
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.errors import BackendError
-from kvframe.groups import group_layers, share_caches
-from kvframe.specs import LayerSpec
-from kvframe.stack import Stack
+from kvframe.config.stack import Stack
+from kvframe.contract.backend import AttentionMetadataBuilder
+from kvframe.contract.capture import GraphCapture
+from kvframe.contract.errors import BackendError
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.order import BatchOrder, split_batch
+from kvframe.contract.specs import LayerSpec
+from kvframe.planning.groups import group_layers, share_caches
 from kvframe.testing.guard import ScalarGuard, guard
 from tests.attending import MIXED, SKIPPING, Bench, close, eight_layers, full, layer, local, plugin
 

@@ -9,12 +9,20 @@ import attrs
 import pytest
 import torch
 
-from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
 from kvframe.builtin import torch_backend, torch_builder, torch_pieces
 from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.errors import SpecError
-from kvframe.specs import ENCODER, AttentionMask, AttentionSpec, LayerSpec, QuerySpec, RelativeBias, StateTensor
+from kvframe.contract.backend import AttentionBackend, Capabilities, KVCache
+from kvframe.contract.errors import SpecError
+from kvframe.contract.specs import (
+    ENCODER,
+    AttentionMask,
+    AttentionSpec,
+    LayerSpec,
+    QuerySpec,
+    RelativeBias,
+    StateTensor,
+)
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layers

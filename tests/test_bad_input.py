@@ -15,8 +15,8 @@ import pytest
 
 from kvframe import Engine
 from kvframe.cli import guard, render
-from kvframe.errors import FileError, ModelError, UnknownNameError, listed, shorten, shown
-from kvframe.files import check_place, parse_json, parse_toml, read_bytes, read_json, read_toml, write_text
+from kvframe.config.files import check_place, parse_json, parse_toml, read_bytes, read_json, read_toml, write_text
+from kvframe.contract.errors import FileError, ModelError, UnknownNameError, listed, shorten, shown
 from tests.test_cli import error_of, run
 
 ROOT = Path(__file__).parents[1]
@@ -380,7 +380,8 @@ runpy.run_module("kvframe", run_name="__main__")
 
 
 @pytest.mark.parametrize(
-    "module", ["kvframe.cli", "click.core", "kvframe.stack", "numpy", "torch", "torch.nn", "kvframe.engine.engine"]
+    "module",
+    ["kvframe.cli", "click.core", "kvframe.config.stack", "numpy", "torch", "torch.nn", "kvframe.engine.engine"],
 )
 def test_an_interrupt_while_modules_load_is_no_error(module: str) -> None:
     command = [sys.executable, "-c", _INTERRUPT_AT, module, "generate", "examples", "--prompt", "a"]

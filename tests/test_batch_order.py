@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvframe.attention.metadata import CommonAttentionMetadata
-from kvframe.attention.order import BatchOrder, BatchSplit, find_order, is_ordered, permute, split_batch
-from kvframe.errors import BackendError
+from kvframe.contract.errors import BackendError
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.order import BatchOrder, BatchSplit, find_order, is_ordered, permute, split_batch
 from kvframe.testing.case import Request
 from tests.batches import Requests, any_request, assert_equal, device_tensors, metadata_of, padded
 

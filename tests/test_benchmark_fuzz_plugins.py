@@ -34,7 +34,7 @@ def test_a_seed_draws_the_same_plugins_again(fuzz_plugins: Any) -> None:
 def test_a_plugin_that_raises_past_everything_is_found_wrong(
     fuzz_plugins: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvframe import plugins
+    from kvframe.loading import plugins
 
     def not_contained(what: str, function: Any, *arguments: Any, **options: Any) -> Any:
         return function(*arguments, **options)

@@ -21,10 +21,10 @@ from kvframe_triton.latents import TritonMLABackend
 from triton import knobs
 
 from kvframe import load_plugins
-from kvframe.attention.backend import AttentionBackend
 from kvframe.attention.nested import host_tensors
 from kvframe.attention.staging import Staging
 from kvframe.builtin.torch_backend import TorchBackend
+from kvframe.contract.backend import AttentionBackend
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"

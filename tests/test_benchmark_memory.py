@@ -12,7 +12,7 @@ import attrs
 import pytest
 
 from kvframe.builtin.full_attention import FullAttentionSpec
-from kvframe.specs import LayerSpec
+from kvframe.contract.specs import LayerSpec
 from tests.plans import ranged
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"

@@ -53,7 +53,7 @@ def test_nothing_stays_of_the_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     from profile_step import profiled
 
     from kvframe.attention.layer import AttentionLayer
-    from kvframe.engine import runner
+    from kvframe.engine.running import runner
     from tests.scripted_model import ScriptedModel
 
     before = AttentionLayer.__call__, runner.sample

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
-from kvframe.specs import ENCODER, KVCacheSpec
+from kvframe.contract.specs import ENCODER, KVCacheSpec
 from tests.plans import encoder, full, make_plan, masked, ranged, state
 
 SPECS = st.one_of(

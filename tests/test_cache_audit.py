@@ -11,7 +11,7 @@ import pytest
 from kvframe.cache.audit import READERS
 from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.manager import KVCacheManager
-from kvframe.specs import KVCacheSpec
+from kvframe.contract.specs import KVCacheSpec
 from tests.plans import full, make_plan, masked
 from tests.serving import TinyModel, ids
 

@@ -18,10 +18,10 @@ from kvframe.cache.events import BlocksRemoved, BlocksStored, CacheCleared, Cach
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.keys import PrefixHash
 from kvframe.cache.manager import KVCacheManager
+from kvframe.config.stack import Stack
+from kvframe.contract.specs import ENCODER, KVCacheSpec
 from kvframe.engine.engine import Engine
-from kvframe.engine.request import SamplingParams
-from kvframe.specs import ENCODER, KVCacheSpec
-from kvframe.stack import Stack
+from kvframe.engine.requests.request import SamplingParams
 from tests.cache_mirror import SECRET, Mirror, key_of_input, key_of_tokens
 from tests.cache_model import HostCopies
 from tests.plans import encoder, full, make_plan, ranged, state

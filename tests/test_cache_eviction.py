@@ -13,7 +13,7 @@ import pytest
 
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
-from kvframe.specs import ENCODER, KVCacheSpec
+from kvframe.contract.specs import ENCODER, KVCacheSpec
 from tests.plans import encoder, evict, evict_all, full, make_plan, masked, ranged, state
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvframe.cache.manager import KVCacheManager
-from kvframe.specs import KVCacheSpec
+from kvframe.contract.specs import KVCacheSpec
 from tests.plans import encoder, evict_all, full, make_plan, masked, state
 
 Copies = list[tuple[int, list[int], list[int]]]

@@ -8,10 +8,10 @@ import torch
 from kvframe.attention.storage import HostStorage
 from kvframe.cache.input_index import InputSequence, inputs_root
 from kvframe.cache.manager import KVCacheManager
-from kvframe.errors import PlanError
-from kvframe.groups import group_layers
-from kvframe.plan import KVCachePlan, plan_cache
-from kvframe.specs import ENCODER, KVCacheSpec, LayerSpec
+from kvframe.contract.errors import PlanError
+from kvframe.contract.specs import ENCODER, KVCacheSpec, LayerSpec
+from kvframe.planning.groups import group_layers
+from kvframe.planning.plan import KVCachePlan, plan_cache
 from tests.plans import encoder, evict, evict_all, full, make_plan, ranged
 
 PROMPT = list(range(10))

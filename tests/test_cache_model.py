@@ -7,7 +7,7 @@ from itertools import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvframe.specs import KVCacheSpec
+from kvframe.contract.specs import KVCacheSpec
 from tests.cache_lives import KINDS, LEAST_SLABS, MOST_GROUPS, MOST_SLABS, Lives, Tally, draw_lives
 
 LEAST_OPERATIONS, NUM_EVENTS = 100_000, 400

@@ -14,8 +14,8 @@ import pytest
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.radix_tree import as_bytes
-from kvframe.errors import RequestError
-from kvframe.specs import ENCODER, KVCacheSpec
+from kvframe.contract.errors import RequestError
+from kvframe.contract.specs import ENCODER, KVCacheSpec
 from tests.cache_model import HostCopies
 from tests.plans import encoder, full, make_plan, masked, ranged, state
 
@@ -221,7 +221,7 @@ def test_what_cannot_be_forked_is_refused_and_keeps_every_row() -> None:
 WITHOUT_ASSERTIONS = """
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.radix_tree import as_bytes
-from kvframe.errors import RequestError
+from kvframe.contract.errors import RequestError
 from tests.plans import full, make_plan
 assert False, "assertions are on"
 manager = KVCacheManager(make_plan(full()), max_num_seqs=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvframe.cache.manager import KVCacheManager
-from kvframe.specs import KVCacheSpec
+from kvframe.contract.specs import KVCacheSpec
 from tests.plans import full, make_plan, masked
 
 MOST_RUNNING = 40

@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from kvframe.cli import main
+from kvframe.contract.errors import RequestError
 from kvframe.engine.engine import Engine
-from kvframe.engine.request import SamplingParams
-from kvframe.errors import RequestError
+from kvframe.engine.requests.request import SamplingParams
 from tests.scripted_model import ScriptedModel
 from tests.test_embedding import Echo
 from tests.test_scheduler import CountingCache, encoder, request, run, scheduler

@@ -8,7 +8,7 @@ import pytest
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.stats import GroupLookups
-from kvframe.specs import ENCODER, KVCacheSpec
+from kvframe.contract.specs import ENCODER, KVCacheSpec
 from tests.plans import branch, encoder, evict, evict_all, full, make_plan, ranged, state
 
 

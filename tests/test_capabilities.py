@@ -9,10 +9,10 @@ import attrs
 import pytest
 import torch
 
-from kvframe.attention.backend import Capabilities
-from kvframe.attention.declared_words import MASK_FEATURES, USUAL_DEVICES
-from kvframe.errors import BackendError
-from kvframe.masks import AttentionMask
+from kvframe.contract.backend import Capabilities
+from kvframe.contract.declared_words import MASK_FEATURES, USUAL_DEVICES
+from kvframe.contract.errors import BackendError
+from kvframe.contract.masks import AttentionMask
 
 RIGHT: Mapping[str, Any] = {"devices": {"cpu"}, "dtypes": {"float32"}, "masks": {"causal"}}
 

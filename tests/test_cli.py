@@ -19,9 +19,9 @@ from kvframe.cache.stats import GroupLookups
 from kvframe.cli import generate as generating
 from kvframe.cli import main, render
 from kvframe.cli.live_range import describe_live_range
+from kvframe.config.stack import Stack
+from kvframe.contract.specs import AttentionSpec, TokenRange
 from kvframe.engine.engine import Engine
-from kvframe.specs import AttentionSpec, TokenRange
-from kvframe.stack import Stack
 from tests.fake_distributions import FakeSite, registers
 
 FULL = {"kind": "full_attention", "num_kv_heads": 2, "head_size": 64}
@@ -364,7 +364,7 @@ def test_explain_says_for_each_layer_what_was_chosen_and_why_not_the_others(laye
 def test_explain_gives_the_reason_and_code_of_a_refusal(site: FakeSite, tmp_path: Path) -> None:
     backend = """
         from kvframe.builtin.torch_reference import TorchReferenceBackend
-        from kvframe.attention.backend import Capabilities
+        from kvframe.contract.backend import Capabilities
 
         class Fast(TorchReferenceBackend):
             capabilities = Capabilities(devices={"cuda"}, dtypes={"float32"}, masks={"causal"})

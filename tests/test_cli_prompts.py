@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from kvframe.cli.prompts import read_prompt_token_ids, read_prompts
-from kvframe.errors import RequestError
+from kvframe.contract.errors import RequestError
 
 
 def write(tmp_path: Path, name: str, text: str) -> Path:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kvframe import Engine, SamplingParams
-from kvframe.attention.operator import OpaqueAttention
-from kvframe.errors import ModelError
+from kvframe.contract.errors import ModelError
+from kvframe.contract.operator import OpaqueAttention
 from tests.scripted_model import ScriptedModel
 from tests.serving import TinyModel, served
 

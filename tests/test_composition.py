@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from kvframe import hookimpl, load_plugins
-from kvframe.attention.backend import Capabilities
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.hookspecs import Register
-from kvframe.registry import Registry
+from kvframe.contract.backend import Capabilities
+from kvframe.contract.hookspecs import Register
+from kvframe.loading.registry import Registry
 from kvframe.testing import composition
 from kvframe.testing.composition import EQUAL, MISSING, WRONG, Cell, compose, main, render
 from kvframe.testing.conformance import check_backend

@@ -9,11 +9,11 @@ import attrs
 import pytest
 import torch
 
-from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
-from kvframe.attention.metadata import CommonAttentionMetadata
-from kvframe.attention.order import BatchOrder, split_batch
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.specs import LayerSpec
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.order import BatchOrder, split_batch
+from kvframe.contract.specs import LayerSpec
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_layer

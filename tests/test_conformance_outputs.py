@@ -9,12 +9,12 @@ import attrs
 import pytest
 import torch
 
-from kvframe.attention.backend import AttentionBackend
 from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.builtin.torch_builder import TorchMetadataBuilder
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.errors import BackendError
-from kvframe.plugins import load_plugins
+from kvframe.contract.backend import AttentionBackend
+from kvframe.contract.errors import BackendError
+from kvframe.loading.plugins import load_plugins
 from kvframe.testing import composition
 from kvframe.testing.composition import WRONG, compose
 from kvframe.testing.conformance import check_backend

@@ -10,13 +10,13 @@ import attrs
 import pytest
 import torch
 
-from kvframe.attention.backend import AttentionBackend, KVCache
-from kvframe.attention.capture import GraphCapture
-from kvframe.attention.metadata import NO_EXTENSIONS, SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
-from kvframe.attention.wrapper import CHANGES_MASK, DROPS_TOKENS, VIRTUAL_REQUESTS, FieldUse, MetadataWrapper
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.errors import WrapperError
-from kvframe.specs import LayerSpec
+from kvframe.contract.backend import AttentionBackend, KVCache
+from kvframe.contract.capture import GraphCapture
+from kvframe.contract.errors import WrapperError
+from kvframe.contract.metadata import NO_EXTENSIONS, SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
+from kvframe.contract.specs import LayerSpec
+from kvframe.contract.wrapper import CHANGES_MASK, DROPS_TOKENS, VIRTUAL_REQUESTS, FieldUse, MetadataWrapper
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import chain_refusals, make_cases, make_layer, share_cache

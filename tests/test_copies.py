@@ -15,18 +15,18 @@ from kvframe_chunked_local import ChunkedLocalSpec
 from kvframe_kv_formats import Int4TokenHead, Int8TokenHead
 from kvframe_sliding_window import SlidingWindowSpec
 
-from kvframe.attention.capture import GraphCapture
 from kvframe.attention.copies import CopiedMetadata, CopyingBuilder, CopyScratch
-from kvframe.attention.order import BatchOrder
 from kvframe.attention.padding import pad_metadata
 from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.builtin.torch_builder import TorchMetadataBuilder
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.errors import BackendError
-from kvframe.formats import KVFormat, StateTensor
-from kvframe.groups import share_caches
-from kvframe.specs import AttentionSpec, LayerSpec
-from kvframe.stack import Stack
+from kvframe.config.stack import Stack
+from kvframe.contract.capture import GraphCapture
+from kvframe.contract.errors import BackendError
+from kvframe.contract.formats import KVFormat, StateTensor
+from kvframe.contract.order import BatchOrder
+from kvframe.contract.specs import AttentionSpec, LayerSpec
+from kvframe.planning.groups import share_caches
 from kvframe.testing.guard import ScalarGuard, guard
 from tests.attending import CPU, MIXED, SKIPPING, Bench, close, eight_layers, full, layer, local, plugin
 from tests.rounding import rounding
@@ -260,8 +260,8 @@ def test_copies_that_a_graph_remembers_stay_where_they_are() -> None:
 
 
 def choice(name: str = "auto") -> Any:
-    from kvframe.attention.selection import select_backends
-    from kvframe.plugins import load_plugins
+    from kvframe.loading.plugins import load_plugins
+    from kvframe.selection.select import select_backends
 
     registry = load_plugins(plugins=[PLUGIN]).registry
     (found,) = select_backends(stored([layer("layer", full())]), backend(name), registry, "cpu")

@@ -11,10 +11,10 @@ import torch
 from kvframe_cpu.backend import CpuBackend
 
 from kvframe import LayerSpec, QuerySpec, load_plugins
-from kvframe.attention.backend import KVCache
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.formats import KVFormat
+from kvframe.contract.backend import KVCache
+from kvframe.contract.formats import KVFormat
 from kvframe.testing.case import Request
 from kvframe.testing.metadata import make_metadata
 
@@ -83,6 +83,6 @@ def test_it_reads_what_the_format_wrote(name: str, options: dict[str, Any], dtyp
 
 
 def make_plain(layer: LayerSpec) -> KVFormat:
-    from kvframe.formats import PLAIN
+    from kvframe.contract.formats import PLAIN
 
     return PLAIN

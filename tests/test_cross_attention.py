@@ -13,21 +13,21 @@ import torch
 from kvframe_cross_attention import CrossAttentionSpec
 
 from kvframe import Prompt, SamplingParams
-from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.attention.layer import AttentionLayers
-from kvframe.attention.metadata import CommonAttentionMetadata
-from kvframe.attention.order import BatchOrder, is_ordered
-from kvframe.attention.selection import select_backends
 from kvframe.attention.step import InputBatch, StepBatch, build_metadata, input_slots
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
-from kvframe.groups import group_layers
-from kvframe.plan import plan_cache
-from kvframe.plugins import load_plugins
-from kvframe.specs import LayerSpec, QuerySpec
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.order import BatchOrder, is_ordered
+from kvframe.contract.specs import LayerSpec, QuerySpec
+from kvframe.loading.plugins import load_plugins
+from kvframe.planning.groups import group_layers
+from kvframe.planning.plan import plan_cache
+from kvframe.selection.select import select_backends
 from kvframe.testing.reference import dense_attention
 from tests.attending import plugin
 from tests.mixed_decoder import MixedDecoder

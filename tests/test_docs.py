@@ -16,9 +16,9 @@ import pytest
 from click.testing import CliRunner
 
 from kvframe.cli import main
-from kvframe.hookspecs import HookSpecs
-from kvframe.plugins import load_plugins
-from kvframe.stack import Stack
+from kvframe.config.stack import Stack
+from kvframe.contract.hookspecs import HookSpecs
+from kvframe.loading.plugins import load_plugins
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))

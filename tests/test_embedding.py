@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvframe import Embedder, Engine, Prompt, load_plugins
+from kvframe.config.stack import Stack
+from kvframe.contract.description import LayerDescription, ModelDescription, Pooling
+from kvframe.contract.errors import ModelError, RequestError
+from kvframe.contract.model import LoadedModel
 from kvframe.engine.embedding import EmbeddingOutput
-from kvframe.errors import ModelError, RequestError
-from kvframe.groups import make_layer_specs
-from kvframe.model.adapter import LoadedModel
-from kvframe.model.description import LayerDescription, ModelDescription, Pooling
-from kvframe.stack import Stack
+from kvframe.planning.groups import make_layer_specs
 
 KV = {"num_kv_heads": 1, "head_size": 4}
 QUERY = {"num_heads": 1, "head_size": 4, "scale": 1.0}
@@ -193,7 +193,7 @@ def test_memory_is_neither_looked_at_nor_checked(kind: str | None, monkeypatch: 
     def refuse(device: str) -> int:
         raise AssertionError("nothing is kept, and free memory was asked for")
 
-    monkeypatch.setattr("kvframe.sizing._available_bytes", refuse)
+    monkeypatch.setattr("kvframe.planning.sizing._available_bytes", refuse)
     for memory in ("auto", 1):
         with Echo(kind).embedder(memory=memory) as embedder:
             assert [by_hand([3, 4], "mean")] == vectors(embedder.embed([[3, 4]]))

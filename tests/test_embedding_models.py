@@ -12,7 +12,7 @@ from kvframe_transformers.testing import ENCODER_FAMILIES, FAMILIES
 from kvframe import Embedder
 from kvframe.engine.assembly import assemble
 from kvframe.engine.self_check import run_packed
-from kvframe.groups import make_layer_specs
+from kvframe.planning.groups import make_layer_specs
 from tests.serving import TinyModel, make_stack
 
 MODES = ("mean", "cls", "last")
@@ -121,7 +121,7 @@ def test_an_encoder_whose_attention_is_causal_by_mistake_would_show(
 ) -> None:
     from kvframe_attention_free import EncoderOnlySpec
 
-    from kvframe.specs import AttentionMask
+    from kvframe.contract.specs import AttentionMask
 
     model = models("bert")
     expected = [pooled(plain_states(model, text), "mean") for text in TEXTS]

@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerFast
 
 from kvframe import Engine, Prompt, RequestOutput, SamplingParams
 from kvframe.cli import main
-from kvframe.engine.progress import input_sequences
-from kvframe.engine.runner import TokenRunner
-from kvframe.errors import ModelError, RequestError
+from kvframe.contract.errors import ModelError, RequestError
+from kvframe.engine.requests.progress import input_sequences
+from kvframe.engine.running.runner import TokenRunner
 from tests.encoder_decoder import (
     START,
     EncoderCalls,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from kvframe.contract.errors import KVFrameError, ModelError, RequestError
 from kvframe.engine.core import STEP_FAILED
-from kvframe.engine.request import RequestOutput, SamplingParams
-from kvframe.errors import KVFrameError, ModelError, RequestError
+from kvframe.engine.requests.request import RequestOutput, SamplingParams
 from tests.scripted_model import MAX_MODEL_LEN, ScriptedModel
 
 SCRIPT = "the quick brown fox jumps"

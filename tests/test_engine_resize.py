@@ -7,9 +7,9 @@ from typing import Any
 import attrs
 import pytest
 
+from kvframe.contract.errors import KVFrameError, PlanError
 from kvframe.engine.engine import Engine
-from kvframe.engine.request import SamplingParams
-from kvframe.errors import KVFrameError, PlanError
+from kvframe.engine.requests.request import SamplingParams
 from tests.serving import TinyModel, held_pages, ids
 
 PROMPTS = [ids(3, 45), ids(4, 30), ids(5, 21), ids(6, 40)]

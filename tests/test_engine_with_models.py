@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvframe import Engine, RequestOutput, SamplingParams, Stack, hookimpl
 from kvframe.builtin.torch_backend import TorchBackend
-from kvframe.errors import BackendError, ModelError, PlanError, StackError
+from kvframe.contract.errors import BackendError, ModelError, PlanError, StackError
 from tests.serving import GREEDY, PROMPTS, TinyModel, held_pages, ids, make_stack
 
 TEXT = "Ein Größenvergleich: 1 € ≈ 1,1 $; naïve cafés, 𝄞 and 東京. The quick brown fox jumps over the lazy dog. " * 3

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.formats import PLAIN
-from kvframe.plugins import load_plugins
-from kvframe.specs import QuerySpec
+from kvframe.contract.formats import PLAIN
+from kvframe.contract.specs import QuerySpec
+from kvframe.loading.plugins import load_plugins
 from kvframe.testing.case import Case
 from kvframe.testing.conformance import dense_arguments
 from kvframe.testing.error_bound import attention_error_bound

@@ -12,12 +12,12 @@ from kvframe_scan_resistant.policy import ScanResistant
 
 from kvframe import Engine, SamplingParams
 from kvframe.cli import main
-from kvframe.errors import StackError
-from kvframe.eviction import LRU, EvictionPolicy
-from kvframe.eviction_choice import make_policy
-from kvframe.groups import make_layer_specs
-from kvframe.plugins import load_plugins
-from kvframe.stack import Stack
+from kvframe.config.eviction_choice import make_policy
+from kvframe.config.stack import Stack
+from kvframe.contract.errors import StackError
+from kvframe.contract.eviction import LRU, EvictionPolicy
+from kvframe.loading.plugins import load_plugins
+from kvframe.planning.groups import make_layer_specs
 from tests.scripted_model import ScriptedModel
 
 LAYERS = """

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.free_list import FreeList
 from kvframe.cache.manager import KVCacheManager
-from kvframe.errors import PluginError
-from kvframe.eviction import LRU, MOST_USES, EvictionPolicy, LetGo
-from kvframe.specs import KVCacheSpec
+from kvframe.contract.errors import PluginError
+from kvframe.contract.eviction import LRU, MOST_USES, EvictionPolicy, LetGo
+from kvframe.contract.specs import KVCacheSpec
 from kvframe.testing.eviction import check_policy
 from kvframe.testing.laws import ConformanceError
 from tests.cache_lives import Lives, Tally

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvframe.groups import group_layers, make_layer_specs
-from kvframe.model.layer_file import read_layer_file
-from kvframe.plugins import load_plugins
-from kvframe.stack import Stack
+from kvframe.config.stack import Stack
+from kvframe.loading.plugins import load_plugins
+from kvframe.planning.groups import group_layers, make_layer_specs
+from kvframe.planning.layer_file import read_layer_file
 from kvframe.testing.laws import check_spec
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

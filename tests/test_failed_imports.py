@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvframe.errors import PluginError
-from kvframe.foreign import call
+from kvframe.contract.errors import PluginError
+from kvframe.contract.foreign import call
 from tests.fake_distributions import FakeSite
 
 LAYERS = Path(__file__).parents[1] / "examples" / "layers" / "llama_3_1_8b.toml"

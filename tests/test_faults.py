@@ -16,9 +16,9 @@ import torch
 
 from kvframe import Engine, RequestOutput, SamplingParams
 from kvframe.engine.core import STEP_FAILED
-from kvframe.engine.graph import CalledGraph
+from kvframe.engine.graphs.captured_step import CalledGraph
 from kvframe.engine.interrupts import HeldInterrupts
-from kvframe.plugins import load_plugins
+from kvframe.loading.plugins import load_plugins
 from tests.attending import plugin
 from tests.capturable import CapturableReference
 from tests.encoder_decoder import generated

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
-from kvframe.errors import RequestError
-from kvframe.plan import KVCachePlan
-from kvframe.specs import ENCODER, KVCacheSpec
+from kvframe.contract.errors import RequestError
+from kvframe.contract.specs import ENCODER, KVCacheSpec
+from kvframe.planning.plan import KVCachePlan
 from tests.plans import encoder, full, make_plan, masked, ranged, state
 
 MAX_LEN = 40

@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from kvframe.errors import PluginError, SpecError, WrapperError
-from kvframe.foreign import MAX_CHARACTERS, call, in_one_line, safe_repr, safe_text
+from kvframe.contract.errors import PluginError, SpecError, WrapperError
+from kvframe.contract.foreign import MAX_CHARACTERS, call, in_one_line, safe_repr, safe_text
 
 
 class Own(BaseException):

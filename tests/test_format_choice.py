@@ -12,14 +12,14 @@ from click.testing import CliRunner
 from kvframe_kv_formats import Fp8Tensor, Int4TokenHead, Int8TokenHead
 
 from kvframe.cli import main
-from kvframe.errors import KVFrameError, SpecError, StackError
-from kvframe.formats import PLAIN, StateTensor
-from kvframe.groups import group_layers, make_layer_specs
-from kvframe.model.description import LayerDescription, ModelDescription
-from kvframe.plan import plan_cache
-from kvframe.plugins import load_plugins
-from kvframe.specs import KVCacheSpec, LayerSpec, TokenRange
-from kvframe.stack import Stack
+from kvframe.config.stack import Stack
+from kvframe.contract.description import LayerDescription, ModelDescription
+from kvframe.contract.errors import KVFrameError, SpecError, StackError
+from kvframe.contract.formats import PLAIN, StateTensor
+from kvframe.contract.specs import KVCacheSpec, LayerSpec, TokenRange
+from kvframe.loading.plugins import load_plugins
+from kvframe.planning.groups import group_layers, make_layer_specs
+from kvframe.planning.plan import plan_cache
 from tests.attending import plugin
 
 SIZES = {"num_kv_heads": 2, "head_size": 8}

@@ -9,9 +9,9 @@ import attrs
 import pytest
 import torch
 
-from kvframe.attention.backend import KVCache
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.formats import PLAIN, KVFormat, PlainFormat, StateTensor
+from kvframe.contract.backend import KVCache
+from kvframe.contract.formats import PLAIN, KVFormat, PlainFormat, StateTensor
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.formats import check_format, installed_formats, round_trip
 from kvframe.testing.grid import make_cases

@@ -14,10 +14,10 @@ from kvframe_kv_formats import Fp8Tensor, Fp8TokenHead, Int4TokenHead, Int8Token
 
 from kvframe import Engine, Prompt, SamplingParams, Stack
 from kvframe.builtin.torch_backend import TorchBackend
-from kvframe.engine import graph_sizes
-from kvframe.errors import BackendError, KVFrameError
-from kvframe.formats import PLAIN, KVFormat, PlainFormat
-from kvframe.plugins import load_plugins
+from kvframe.contract.errors import BackendError, KVFrameError
+from kvframe.contract.formats import PLAIN, KVFormat, PlainFormat
+from kvframe.engine.graphs import sizes as graph_sizes
+from kvframe.loading.plugins import load_plugins
 from tests.attending import plugin
 from tests.capturable import CapturableReference
 from tests.encoder_decoder import encoder_inputs

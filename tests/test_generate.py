@@ -11,7 +11,7 @@ from kvframe_transformers.testing import FAMILIES, MORE_FAMILIES
 
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.cli import main
-from kvframe.engine.request import SamplingParams
+from kvframe.engine.requests.request import SamplingParams
 from tests.serving import PROMPTS, ids, served
 
 # --- equal to generate() ----------------------------------------------------------------------------------------------

@@ -17,16 +17,16 @@ import pytest
 import torch
 
 from kvframe import Engine, load_plugins
-from kvframe.attention.capture import GraphCapture, NotReplayableError
 from kvframe.attention.captured import refresh
 from kvframe.attention.step import StepBatch
-from kvframe.engine import graph_sizes
-from kvframe.engine.graph import CalledGraph
-from kvframe.engine.graph_sizes import GraphSizes, auto_sizes, context_sizes
-from kvframe.engine.graphs import StepGraphs
-from kvframe.engine.request import SamplingParams
-from kvframe.errors import StackError
-from kvframe.options import EngineOptions
+from kvframe.config.options import EngineOptions
+from kvframe.contract.capture import GraphCapture, NotReplayableError
+from kvframe.contract.errors import StackError
+from kvframe.engine.graphs import sizes as graph_sizes
+from kvframe.engine.graphs.captured_step import CalledGraph
+from kvframe.engine.graphs.sizes import GraphSizes, auto_sizes, context_sizes
+from kvframe.engine.graphs.step_graphs import StepGraphs
+from kvframe.engine.requests.request import SamplingParams
 from tests.attending import Bench, full, layer, plugin
 from tests.capturable import CapturableReference, DecodesOnly, UniformOnly
 from tests.serving import GREEDY, PROMPTS, TinyModel, ids, make_stack, served

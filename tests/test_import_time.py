@@ -49,4 +49,9 @@ def test_a_light_command_loads_nothing_heavy(arguments: list[str], tmp_path: Pat
 def test_help_of_the_group_imports_no_part_of_the_flow() -> None:
     done = subprocess.run([sys.executable, "-c", RUN, "--help"], capture_output=True, text=True, check=True)
     loaded = {name for name in done.stderr.split() if name.startswith("kvframe.")}
-    assert set() == loaded & {"kvframe.engine.engine", "kvframe.plugins", "kvframe.plan", "kvframe.groups"}
+    assert set() == loaded & {
+        "kvframe.engine.engine",
+        "kvframe.loading.plugins",
+        "kvframe.planning.plan",
+        "kvframe.planning.groups",
+    }

@@ -21,9 +21,9 @@ import pytest
 import kvframe
 from kvframe import Engine, RequestOutput, SamplingParams
 from kvframe.cache.pins import Pin
+from kvframe.contract.errors import RequestError
+from kvframe.contract.model import ModelIdentity
 from kvframe.engine.core import STEP_FAILED
-from kvframe.errors import RequestError
-from kvframe.model.adapter import ModelIdentity
 from tests.scripted_model import ScriptedModel
 
 SOURCES = tuple(str(Path(kvframe.__file__).parent / folder) for folder in ("engine", "cache"))

@@ -9,8 +9,8 @@ import torch
 from kvframe_mla.backend import MLABackend
 from kvframe_mla.cost import Cost
 
-from kvframe.engine.request import SamplingParams
-from kvframe.errors import ModelError
+from kvframe.contract.errors import ModelError
+from kvframe.engine.requests.request import SamplingParams
 from tests.serving import GREEDY, PROMPTS, TinyModel, ids, served
 
 FAMILIES = ("deepseek_v2", "deepseek_v3", "minicpm3")

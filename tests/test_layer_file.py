@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from kvframe.errors import ModelError
-from kvframe.model.layer_file import is_layer_file, read_layer_file
+from kvframe.contract.errors import ModelError
+from kvframe.planning.layer_file import is_layer_file, read_layer_file
 
 FULL = {"kind": "full_attention", "num_kv_heads": 2, "head_size": 64}
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframe.answers import Answers
 from kvframe.cache.live_range import NEVER, LiveRange, longest_common_prefix
-from kvframe.specs import AttentionMask, KVCacheSpec, TokenRange
+from kvframe.contract.specs import AttentionMask, KVCacheSpec, TokenRange
+from kvframe.planning.answers import Answers
 from tests.plans import MaskedSpec, RangeSpec, full, masked, ranged, state
 
 LONGEST = 120

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvframe.engine.request import SamplingParams
+from kvframe.engine.requests.request import SamplingParams
 from tests.serving import PROMPTS, TinyModel, Tokens, ids, served
 
 BACKENDS = ("torch", "torch_reference")

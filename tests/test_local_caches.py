@@ -15,11 +15,11 @@ from kvframe_attention_free import EncoderOnlySpec
 from kvframe.attention.local import LocalCaches, num_pages
 from kvframe.attention.padding import pad_metadata
 from kvframe.attention.step import StepBatch
-from kvframe.attention.wrapper import FieldUse, MetadataWrapper
-from kvframe.errors import SpecError
-from kvframe.groups import group_layers, share_caches
-from kvframe.specs import LayerSpec
-from kvframe.stack import Stack
+from kvframe.config.stack import Stack
+from kvframe.contract.errors import SpecError
+from kvframe.contract.specs import LayerSpec
+from kvframe.contract.wrapper import FieldUse, MetadataWrapper
+from kvframe.planning.groups import group_layers, share_caches
 from tests.attending import CPU, Bench, close, full, layer, plugin
 
 MIXED = [(0, 9), (0, 1), (0, 4), (0, 12), (0, 3)]

@@ -12,8 +12,8 @@ import pytest
 from kvframe.cache.arguments import MAX_SALT_CHARS
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
-from kvframe.errors import KVFrameError, RequestError
-from kvframe.specs import ENCODER, KVCacheSpec
+from kvframe.contract.errors import KVFrameError, RequestError
+from kvframe.contract.specs import ENCODER, KVCacheSpec
 from tests.cache_model import HostCopies
 from tests.plans import encoder, full, make_plan, masked, ranged, state
 

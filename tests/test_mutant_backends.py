@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from kvframe.attention.backend import AttentionBackend
+from kvframe.contract.backend import AttentionBackend
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases
 from kvframe.testing.laws import ConformanceError

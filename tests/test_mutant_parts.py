@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvframe.eviction import EvictionPolicy, LetGo
-from kvframe.formats import PLAIN, KVFormat, PlainFormat, StateTensor
-from kvframe.specs import AttentionMask, AttentionSpec
+from kvframe.contract.eviction import EvictionPolicy, LetGo
+from kvframe.contract.formats import PLAIN, KVFormat, PlainFormat, StateTensor
+from kvframe.contract.specs import AttentionMask, AttentionSpec
 from kvframe.testing.eviction import check_policy
 from kvframe.testing.formats import check_format
 from kvframe.testing.laws import ConformanceError, check_spec

@@ -11,9 +11,9 @@ import torch
 from kvframe_chunked_local.wrapper import ChunkedLocal
 from kvframe_decode_only.wrapper import DecodeOnly
 
-from kvframe.attention.metadata import SEQ_STARTS, CommonAttentionMetadata, Extension
-from kvframe.attention.wrapper import CHANGES_MASK, FieldUse, MetadataWrapper
-from kvframe.specs import LayerSpec
+from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata, Extension
+from kvframe.contract.specs import LayerSpec
+from kvframe.contract.wrapper import CHANGES_MASK, FieldUse, MetadataWrapper
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.state import GridSpec
 from kvframe.testing.wrappers import check_wrapper

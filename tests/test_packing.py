@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvframe import Engine, Stack, hookimpl, load_plugins
-from kvframe.attention.order import BatchOrder
 from kvframe.attention.step import StepBatch
 from kvframe.builtin.torch_backend import TorchBackend, TorchMetadataBuilder
-from kvframe.engine.packing import PackedStep
-from kvframe.engine.request import Request, SamplingParams
-from kvframe.engine.runner import are_last_tokens
-from kvframe.engine.scheduled import ScheduledStep
-from kvframe.groups import make_layer_specs
+from kvframe.contract.order import BatchOrder
+from kvframe.engine.requests.request import Request, SamplingParams
+from kvframe.engine.running.runner import are_last_tokens
+from kvframe.engine.scheduling.packing import PackedStep
+from kvframe.engine.scheduling.step import ScheduledStep
+from kvframe.planning.groups import make_layer_specs
 from tests.scripted_model import ScriptedModel
 
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframe.attention.metadata import NUM_ACCEPTED_TOKENS, Axis, CommonAttentionMetadata, Extension
 from kvframe.attention.padding import pad_metadata
-from kvframe.errors import BatchError
+from kvframe.contract.errors import BatchError
+from kvframe.contract.metadata import NUM_ACCEPTED_TOKENS, Axis, CommonAttentionMetadata, Extension
 from kvframe.testing.batches import wrapper_batches
 from kvframe.testing.case import Request
 from kvframe.testing.metadata import find_problem, make_metadata

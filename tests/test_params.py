@@ -15,9 +15,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvframe import Engine, SamplingParams
-from kvframe.engine.sampling import draw_truncated, sample
-from kvframe.engine.stops import StopStrings
-from kvframe.errors import KVFrameError, ModelError, RequestError
+from kvframe.contract.errors import KVFrameError, ModelError, RequestError
+from kvframe.engine.requests.stops import StopStrings
+from kvframe.engine.running.next_tokens import draw_truncated, sample
 from tests.scripted_model import MAX_MODEL_LEN, ScriptedModel
 from tests.test_sampling import column, probabilities, request
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvframe import Engine
-from kvframe.engine.request import SamplingParams
-from kvframe.errors import RequestError
+from kvframe.contract.errors import RequestError
+from kvframe.engine.requests.request import SamplingParams
 from tests.plans import evict_all
 from tests.scripted_model import ScriptedModel
 from tests.serving import GREEDY, TinyModel, held_pages, ids

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.pins import Pin
-from kvframe.engine.request import Request, SamplingParams
-from kvframe.engine.scheduler import Scheduler
-from kvframe.errors import RequestError
-from kvframe.specs import ENCODER, KVCacheSpec
+from kvframe.contract.errors import RequestError
+from kvframe.contract.specs import ENCODER, KVCacheSpec
+from kvframe.engine.requests.request import Request, SamplingParams
+from kvframe.engine.scheduling.scheduler import Scheduler
 from tests.plans import encoder, full, make_plan, masked, state
 from tests.test_cache import SPECS
 

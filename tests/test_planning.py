@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvframe.builtin.full_attention import FullAttentionSpec
-from kvframe.errors import PlanError, SpecError, UnknownNameError
-from kvframe.groups import group_layers
-from kvframe.plan import KVCachePlan, plan_cache
-from kvframe.plugins import load_plugins
-from kvframe.sizing import copied_bytes, num_host_slabs, plan_for_stack
-from kvframe.specs import ENCODER, KVCacheSpec, LayerSpec
-from kvframe.stack import Stack
+from kvframe.config.stack import Stack
+from kvframe.contract.errors import PlanError, SpecError, UnknownNameError
+from kvframe.contract.specs import ENCODER, KVCacheSpec, LayerSpec
+from kvframe.loading.plugins import load_plugins
+from kvframe.planning.groups import group_layers
+from kvframe.planning.plan import KVCachePlan, plan_cache
+from kvframe.planning.sizing import copied_bytes, num_host_slabs, plan_for_stack
 from tests.plans import RangeSpec, encoder, full, make_plan, ranged, state
 
 
@@ -128,7 +128,9 @@ def test_no_page_behind_the_slabs_has_an_id_that_is_too_large(monkeypatch: pytes
 
     start = planned(2**16)
     slabs_end = start.total_bytes - start.rest_bytes
-    monkeypatch.setattr("kvframe.plan._MAX_BLOCK_ID", (slabs_end + start.groups[1].page_bytes) // start.block_id_bytes)
+    monkeypatch.setattr(
+        "kvframe.planning.plan._MAX_BLOCK_ID", (slabs_end + start.groups[1].page_bytes) // start.block_id_bytes
+    )
     plan = planned(slabs_end + start.slab_bytes - 1)
     assert (start.num_slabs, 1) == (plan.num_slabs, plan.num_rest_pages)
 
@@ -152,14 +154,14 @@ def test_a_plan_of_nothing_takes_nothing() -> None:
 def test_where_nothing_is_kept_no_memory_is_measured_and_none_checked(
     memory: str | int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("kvframe.sizing._available_bytes")
+    monkeypatch.delattr("kvframe.planning.sizing._available_bytes")
     stack = Stack.from_mapping({"cache": {"memory": memory, "preemption": "swap", "swap_memory": 1}})
     plan = plan_for_stack(group_layers([layer("a", None)]), stack, 64)
     assert (0, 0, 0) == (plan.total_bytes, plan.num_slabs, num_host_slabs(plan, stack))
 
 
 def test_auto_leaves_room_for_copies_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframe.sizing._available_bytes", lambda device: 2**22)
+    monkeypatch.setattr("kvframe.planning.sizing._available_bytes", lambda device: 2**22)
     kv_format = load_plugins().registry.formats.load("int8_token_head")()
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, format=kv_format)
     layers = [layer("a", spec), layer("b", spec)]

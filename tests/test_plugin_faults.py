@@ -20,25 +20,25 @@ import torch
 
 from kvframe import Stack, hookimpl, load_plugins
 from kvframe.attention.attending import AttentionLayer, GroupStep
-from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder
-from kvframe.attention.choice import Choice
 from kvframe.attention.group import form_groups
-from kvframe.attention.selection import select_backends
-from kvframe.attention.wrapper import FieldUse, MetadataWrapper
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.builtin.torch_reference import TorchReferenceBackend
+from kvframe.config.eviction_choice import make_policy
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
+from kvframe.contract.description import LayerDescription, ModelDescription
+from kvframe.contract.errors import KVFrameError
+from kvframe.contract.eviction import EvictionPolicy
+from kvframe.contract.formats import KVFormat, PlainFormat
+from kvframe.contract.hookspecs import HookSpecs
+from kvframe.contract.model import ModelAdapter
+from kvframe.contract.specs import KVCacheSpec, LayerSpec
+from kvframe.contract.wrapper import FieldUse, MetadataWrapper
 from kvframe.engine.assembly import find_page_copier
-from kvframe.errors import KVFrameError
-from kvframe.eviction import EvictionPolicy
-from kvframe.eviction_choice import make_policy
-from kvframe.formats import KVFormat, PlainFormat
-from kvframe.groups import group_layers, make_layer_specs
-from kvframe.hookspecs import HookSpecs
-from kvframe.model.adapter import ModelAdapter
-from kvframe.model.description import LayerDescription, ModelDescription
-from kvframe.model.recognise import find_adapter
-from kvframe.registry import Registry
-from kvframe.specs import KVCacheSpec, LayerSpec
+from kvframe.loading.registry import Registry
+from kvframe.planning.groups import group_layers, make_layer_specs
+from kvframe.planning.recognise import find_adapter
+from kvframe.selection.choice import Choice
+from kvframe.selection.select import select_backends
 from tests.fake_distributions import MANIFEST, FakeSite, registers
 
 HOOKS = [name for name in vars(HookSpecs) if name.startswith("kvframe_")]

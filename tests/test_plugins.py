@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvframe import hookspecs
-from kvframe.errors import PluginError, StackError
-from kvframe.hookspecs import hookimpl
-from kvframe.plugins import PluginHost, PluginPolicy, load_plugins
+from kvframe.contract import hookspecs
+from kvframe.contract.errors import PluginError, StackError
+from kvframe.contract.hookspecs import hookimpl
+from kvframe.loading.plugins import PluginHost, PluginPolicy, load_plugins
 from tests.fake_distributions import MANIFEST, FakeSite, registers
 
 GOOD = registers("backends", ("good", "kvframe_good.backend:Good"))
@@ -565,8 +565,8 @@ def test_the_hooks_of_version_1_2_are_there() -> None:
 
 def test_loading_plugins_imports_nothing_heavy() -> None:
     code = """
-import sys, kvframe.plugins
-kvframe.plugins.load_plugins()
+import sys, kvframe.loading.plugins
+kvframe.loading.plugins.load_plugins()
 print({"torch", "transformers", "numpy", "cattrs", "rich"} & set(sys.modules))
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

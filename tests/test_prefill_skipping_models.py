@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvframe import Engine, load_plugins
 from kvframe.attention.step import StepBatch
-from kvframe.engine.request import SamplingParams
-from kvframe.errors import ModelError, StackError
-from kvframe.groups import make_layer_specs
-from kvframe.model.recognise import find_adapter
+from kvframe.contract.errors import ModelError, StackError
+from kvframe.engine.requests.request import SamplingParams
+from kvframe.planning.groups import make_layer_specs
+from kvframe.planning.recognise import find_adapter
 from tests.serving import GREEDY, PROMPTS, TinyModel, Tokens, make_stack, served
 
 SKIPPING = "decode_only"

@@ -17,9 +17,9 @@ import torch
 from kvframe_transformers.testing import save_tiny
 
 from kvframe import Engine, Stack
-from kvframe.engine.prefix_files.format import Contents
-from kvframe.engine.prefix_files.reader import PrefixFileReader
-from kvframe.errors import PrefixFileError
+from kvframe.contract.errors import PrefixFileError
+from kvframe.engine.prefixes.file_format import Contents
+from kvframe.engine.prefixes.file_reader import PrefixFileReader
 from tests.serving import TinyModel, ids, make_stack
 
 SYSTEM = ids(3, 37)

@@ -16,8 +16,8 @@ from click.testing import CliRunner
 
 from kvframe import Engine
 from kvframe.cli import main
-from kvframe.engine.request import RequestOutput, SamplingParams
-from kvframe.errors import RequestError
+from kvframe.contract.errors import RequestError
+from kvframe.engine.requests.request import RequestOutput, SamplingParams
 from tests.scripted_model import ScriptedModel
 from tests.serving import GREEDY, PROMPTS, TinyModel, ids
 

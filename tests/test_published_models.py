@@ -12,14 +12,14 @@ import transformers
 from click.testing import CliRunner
 
 from kvframe.cli import main
-from kvframe.groups import make_layer_specs
-from kvframe.model.description import ModelDescription
-from kvframe.model.layer_file import read_layer_file
-from kvframe.model.recognise import describe_model
-from kvframe.plugins import load_plugins
-from kvframe.registry import Registry
-from kvframe.specs import KVCacheSpec, QuerySpec
-from kvframe.stack import Stack
+from kvframe.config.stack import Stack
+from kvframe.contract.description import ModelDescription
+from kvframe.contract.specs import KVCacheSpec, QuerySpec
+from kvframe.loading.plugins import load_plugins
+from kvframe.loading.registry import Registry
+from kvframe.planning.groups import make_layer_specs
+from kvframe.planning.layer_file import read_layer_file
+from kvframe.planning.recognise import describe_model
 
 LAYER_FILES = Path(__file__).resolve().parents[1] / "examples" / "layers"
 PUBLISHED = tuple(path.name for path in sorted(LAYER_FILES.iterdir()) if path.name != "shared_caches.toml")

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvframe.cache.manager import KVCacheManager
-from kvframe.errors import PlanError, SpecError
-from kvframe.groups import group_layers
-from kvframe.plan import plan_cache
-from kvframe.ranks import RankPlans, plan_ranks
-from kvframe.specs import KVCacheSpec, LayerSpec
+from kvframe.contract.errors import PlanError, SpecError
+from kvframe.contract.specs import KVCacheSpec, LayerSpec
+from kvframe.planning.groups import group_layers
+from kvframe.planning.plan import plan_cache
+from kvframe.planning.ranks import RankPlans, plan_ranks
 from tests.plans import full, ranged, state
 
 

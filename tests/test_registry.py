@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 
 from kvframe.builtin.full_attention import FullAttentionSpec
-from kvframe.claims import Entry
-from kvframe.errors import ContestedNameError, PluginError, UnknownNameError
-from kvframe.packages import all_providers
-from kvframe.plugins import PluginPolicy, load_plugins
-from kvframe.registry import Registry
+from kvframe.contract.errors import ContestedNameError, PluginError, UnknownNameError
+from kvframe.loading.claims import Entry
+from kvframe.loading.packages import all_providers
+from kvframe.loading.plugins import PluginPolicy, load_plugins
+from kvframe.loading.registry import Registry
 from tests.fake_distributions import MANIFEST, FakeSite, registers
 
 PLUGINS = Path(__file__).resolve().parents[1] / "plugins"
 
 WINDOW_SPEC = """
 import attrs
-from kvframe.specs import AttentionSpec
+from kvframe.contract.specs import AttentionSpec
 
 @attrs.frozen(kw_only=True)
 class WindowSpec(AttentionSpec):
@@ -153,7 +153,7 @@ def test_class_may_be_registered_itself() -> None:
         ("spec:WindowSpec", "raise SystemExit(3)", "importing 'kvframe_window.spec' failed: SystemExit: 3"),
         ("gone:WindowSpec", "", "importing 'kvframe_window.gone' failed: ModuleNotFoundError"),
         ("spec:WindowSpecs", WINDOW_SPEC, "looking for 'WindowSpecs' in 'kvframe_window.spec' failed: AttributeError"),
-        ("spec:attrs", WINDOW_SPEC, "is no subclass of kvframe.specs.KVCacheSpec"),
+        ("spec:attrs", WINDOW_SPEC, "is no subclass of kvframe.contract.specs.KVCacheSpec"),
         ("spec:AttentionSpec", WINDOW_SPEC, "does not implement live_ranges"),
         ("spec:WindowSpec", WINDOW_SPEC.replace("my_window", "other"), "has kind = 'other', not the registered name"),
     ],

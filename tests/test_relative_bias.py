@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from kvframe.attention.relative_bias import bias_by_distance, bias_columns, distance_buckets
-from kvframe.errors import BackendError, SpecError
-from kvframe.groups import make_layer_specs
-from kvframe.model.layer_file import read_layer_file
-from kvframe.plugins import load_plugins
-from kvframe.specs import ENCODER, LayerSpec, RelativeBias
-from kvframe.stack import Stack
+from kvframe.config.stack import Stack
+from kvframe.contract.errors import BackendError, SpecError
+from kvframe.contract.relative_bias import bias_by_distance, bias_columns, distance_buckets
+from kvframe.contract.specs import ENCODER, LayerSpec, RelativeBias
+from kvframe.loading.plugins import load_plugins
+from kvframe.planning.groups import make_layer_specs
+from kvframe.planning.layer_file import read_layer_file
 from kvframe.testing.reference import relative_bias
 from kvframe.testing.state import GridSpec
 from tests.attending import QUERY, Bench, full

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframe.engine.request import Request, SamplingParams
-from kvframe.engine.request_table import RequestTable
+from kvframe.engine.requests.request import Request, SamplingParams
+from kvframe.engine.requests.request_table import RequestTable
 
 
 def request(request_id: str) -> Request:

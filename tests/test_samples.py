@@ -8,9 +8,9 @@ from typing import Any
 import attrs
 import pytest
 
+from kvframe.contract.errors import RequestError
 from kvframe.engine.engine import Engine
-from kvframe.engine.request import RequestOutput, SamplingParams
-from kvframe.errors import RequestError
+from kvframe.engine.requests.request import RequestOutput, SamplingParams
 from tests.serving import TinyModel, held_pages, ids
 
 PARAMS = SamplingParams(n=4, max_new_tokens=9, temperature=1.5, seed=11)

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframe.engine.request import Request, SamplingParams
-from kvframe.engine.sampling import FAILED, draw_full, draw_truncated, sample
-from kvframe.errors import RequestError
+from kvframe.contract.errors import RequestError
+from kvframe.engine.requests.request import Request, SamplingParams
+from kvframe.engine.running.next_tokens import FAILED, draw_full, draw_truncated, sample
 
 LARGEST_UNIFORM = 1 - 2**-53
 

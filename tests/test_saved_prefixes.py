@@ -16,8 +16,8 @@ import safetensors
 from kvframe_transformers.testing import save_tiny
 
 from kvframe import Engine, InputSequence, Prompt, Stack, content_key, prefix_key
-from kvframe.engine.prompt import AnyPrompt
-from kvframe.errors import ModelError, PrefixFileError, RequestError
+from kvframe.contract.errors import ModelError, PrefixFileError, RequestError
+from kvframe.engine.requests.prompt import AnyPrompt
 from tests.cache_mirror import Mirror
 from tests.scripted_model import ScriptedModel
 from tests.serving import GREEDY, TinyModel, held_pages, ids

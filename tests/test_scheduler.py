@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvframe.cache.input_index import InputSequence
-from kvframe.engine.progress import NO_INPUTS, NO_SEQUENCES
-from kvframe.engine.request import Request, SamplingParams
-from kvframe.engine.scheduled import ScheduledStep
-from kvframe.engine.scheduler import Scheduler
-from kvframe.errors import SpecError
-from kvframe.model.adapter import ModelInput
+from kvframe.contract.errors import SpecError
+from kvframe.contract.model import ModelInput
+from kvframe.engine.requests.progress import NO_INPUTS, NO_SEQUENCES
+from kvframe.engine.requests.request import Request, SamplingParams
+from kvframe.engine.scheduling.scheduler import Scheduler
+from kvframe.engine.scheduling.step import ScheduledStep
 
 IntArray = npt.NDArray[np.int64]
 

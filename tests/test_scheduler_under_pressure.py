@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cache.swap import HostPages
-from kvframe.engine.request import Request, SamplingParams
-from kvframe.engine.scheduler import Scheduler
-from kvframe.engine.stats import SchedulerStats
-from kvframe.specs import KVCacheSpec
+from kvframe.contract.specs import KVCacheSpec
+from kvframe.engine.requests.request import Request, SamplingParams
+from kvframe.engine.scheduling.scheduler import Scheduler
+from kvframe.engine.scheduling.stats import SchedulerStats
 from tests.plans import make_plan
 from tests.test_cache import SPECS
 

@@ -13,14 +13,14 @@ import torch
 from kvframe_mla.backend import MLABackend
 
 from kvframe import Engine, Stack
-from kvframe.attention.backend import KVCache
-from kvframe.attention.metadata import CommonAttentionMetadata
-from kvframe.attention.wrapper import FieldUse, MetadataWrapper
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.errors import BackendError, ModelError, WrapperError
-from kvframe.groups import make_layer_specs
-from kvframe.plugins import load_plugins
-from kvframe.specs import LayerSpec
+from kvframe.contract.backend import KVCache
+from kvframe.contract.errors import BackendError, ModelError, WrapperError
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.specs import LayerSpec
+from kvframe.contract.wrapper import FieldUse, MetadataWrapper
+from kvframe.loading.plugins import load_plugins
+from kvframe.planning.groups import make_layer_specs
 from kvframe.testing.laws import ConformanceError
 from tests.attending import plugin
 from tests.serving import TinyModel

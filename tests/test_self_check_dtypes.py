@@ -8,7 +8,7 @@ import pytest
 
 from kvframe import Engine, SamplingParams, Stack
 from kvframe.attention.layer import AttentionLayer
-from kvframe.errors import ModelError
+from kvframe.contract.errors import ModelError
 from tests.serving import PROMPTS
 
 

@@ -13,10 +13,10 @@ import torch
 
 from kvframe import Engine, RequestOutput
 from kvframe.attention.local import LocalCaches
-from kvframe.attention.metadata import NO_EXTENSIONS, NUM_ACCEPTED_TOKENS, Axis, CommonAttentionMetadata, Extension
 from kvframe.attention.step import StepBatch
+from kvframe.contract.metadata import NO_EXTENSIONS, NUM_ACCEPTED_TOKENS, Axis, CommonAttentionMetadata, Extension
 from kvframe.engine.core import STEP_FAILED
-from kvframe.engine.request import SamplingParams
+from kvframe.engine.requests.request import SamplingParams
 from tests.scripted_model import ScriptedModel
 from tests.serving import GREEDY, PROMPTS, TinyModel, held_pages
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvframe.builtin.full_attention import FullAttentionSpec
-from kvframe.errors import SpecError, UnknownNameError
-from kvframe.specs import AttentionMask, KVCacheSpec, MaskFunction, StateTensor, TokenRange
+from kvframe.contract.errors import SpecError, UnknownNameError
+from kvframe.contract.specs import AttentionMask, KVCacheSpec, MaskFunction, StateTensor, TokenRange
 from kvframe.testing.laws import ConformanceError, check_spec
 from kvframe.testing.state import GridSpec
 from tests.plans import RangeSpec, StateSpec, ranged, state

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvframe.errors import StackError
-from kvframe.plugins import PluginPolicy, load_plugins
-from kvframe.stack import CacheOptions, EngineOptions, ResolvedRule, Rule, Stack, Use, parse_bytes
+from kvframe.config.stack import CacheOptions, EngineOptions, ResolvedRule, Rule, Stack, Use, parse_bytes
+from kvframe.contract.errors import StackError
+from kvframe.loading.plugins import PluginPolicy, load_plugins
 from tests.fake_distributions import FakeSite, registers
 
 EVERYTHING = """

@@ -17,29 +17,29 @@ from kvframe_cross_attention import CrossAttentionSpec
 from kvframe_kv_formats import Fp8TokenHead
 from kvframe_triton.backend import TritonBackend
 
-from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder
-from kvframe.attention.capture import GraphCapture
 from kvframe.attention.layer import AttentionLayers
 from kvframe.attention.local import LocalCaches
-from kvframe.attention.metadata import Axis, CommonAttentionMetadata, Extension
 from kvframe.attention.nested import host_tensors, replace_tensors
-from kvframe.attention.selection import select_backends
-from kvframe.attention.skipping import find_skippable_layers
 from kvframe.attention.staging import ALIGNMENT, HOST, StagedMemory, Staging
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
-from kvframe.engine.runner import ModelRunner
-from kvframe.formats import PLAIN, KVFormat
-from kvframe.groups import group_layers, share_caches
-from kvframe.model.adapter import LoadedModel, ModelInput
-from kvframe.model.description import ModelDescription
-from kvframe.plan import plan_cache
-from kvframe.plugins import load_plugins
-from kvframe.specs import LayerSpec
-from kvframe.stack import Stack
+from kvframe.config.stack import Stack
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
+from kvframe.contract.capture import GraphCapture
+from kvframe.contract.description import ModelDescription
+from kvframe.contract.formats import PLAIN, KVFormat
+from kvframe.contract.metadata import Axis, CommonAttentionMetadata, Extension
+from kvframe.contract.model import LoadedModel, ModelInput
+from kvframe.contract.specs import LayerSpec
+from kvframe.engine.running.runner import ModelRunner
+from kvframe.loading.plugins import load_plugins
+from kvframe.planning.groups import group_layers, share_caches
+from kvframe.planning.plan import plan_cache
+from kvframe.selection.select import select_backends
+from kvframe.selection.skipping import find_skippable_layers
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.staging import META, CopyCounter, check_staging
 from tests.attending import full, layer, local, plugin

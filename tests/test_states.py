@@ -14,16 +14,16 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvframe.attention.capture import GraphCapture
-from kvframe.attention.selection import select_backends
-from kvframe.attention.skipping import find_skippable_layers
 from kvframe.attention.state import StateRun, StateStep
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.cli import main
-from kvframe.errors import BackendError
-from kvframe.plugins import load_plugins
-from kvframe.specs import KVCacheSpec, LayerSpec, StateTensor, TokenRange
-from kvframe.stack import Stack
+from kvframe.config.stack import Stack
+from kvframe.contract.capture import GraphCapture
+from kvframe.contract.errors import BackendError
+from kvframe.contract.specs import KVCacheSpec, LayerSpec, StateTensor, TokenRange
+from kvframe.loading.plugins import load_plugins
+from kvframe.selection.select import select_backends
+from kvframe.selection.skipping import find_skippable_layers
 from tests.attending import CPU, Bench, full, layer
 
 

@@ -8,13 +8,13 @@ from typing import Any, Self
 import pytest
 import torch
 
-from kvframe.attention.backend import AttentionMetadataBuilder, KVCache
-from kvframe.attention.capture import NotReplayableError
-from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.slots import Slots
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.errors import BackendError, KVFrameError, WrapperError
-from kvframe.specs import LayerSpec
+from kvframe.contract.backend import AttentionMetadataBuilder, KVCache
+from kvframe.contract.capture import NotReplayableError
+from kvframe.contract.errors import BackendError, KVFrameError, WrapperError
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.specs import LayerSpec
 from tests.attending import MIXED
 from tests.test_wrong_returns import Refreshing, bench_of, on
 from tests.wrong_wrappers import Wrong

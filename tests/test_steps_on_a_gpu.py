@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from kvframe import Engine, load_plugins
-from kvframe.engine.request import SamplingParams
-from kvframe.groups import make_layer_specs
-from kvframe.model.recognise import find_adapter
+from kvframe.engine.requests.request import SamplingParams
+from kvframe.planning.groups import make_layer_specs
+from kvframe.planning.recognise import find_adapter
 from tests.attending import plugin
 from tests.capturable import CapturableReference
 

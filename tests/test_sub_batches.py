@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvframe.attention.step import build_metadata
 from kvframe.attention.sub_batch import split_requests
-from kvframe.errors import BatchError
+from kvframe.contract.errors import BatchError
 from kvframe.testing.case import Request
 from tests.batches import Requests, any_request, assert_equal, block_tables, metadata_of, padded, step
 

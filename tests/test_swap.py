@@ -17,15 +17,15 @@ from kvframe_triton.latents import TritonMLABackend
 from triton import knobs
 
 from kvframe import Engine
-from kvframe.attention.backend import AttentionBackend, PageCopier
 from kvframe.attention.storage import HostStorage
 from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.cache.manager import KVCacheManager
+from kvframe.contract.backend import AttentionBackend, PageCopier
+from kvframe.contract.errors import PlanError
+from kvframe.contract.specs import KVCacheSpec
 from kvframe.engine.assembly import find_page_copier
-from kvframe.engine.request import RequestOutput, SamplingParams
-from kvframe.engine.stats import EngineStats
-from kvframe.errors import PlanError
-from kvframe.specs import KVCacheSpec
+from kvframe.engine.requests.request import RequestOutput, SamplingParams
+from kvframe.engine.scheduling.stats import EngineStats
 from tests.plans import evict_all, full, make_plan, ranged
 from tests.serving import GREEDY, PROMPTS, TinyModel, Tokens, held_pages, ids
 from tests.test_cache import SPECS

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from kvframe.cli import main
-from kvframe.plugins import load_plugins
-from kvframe.targets import find_problem
+from kvframe.loading.plugins import load_plugins
+from kvframe.loading.targets import find_problem
 from tests.fake_distributions import FakeSite, registers
 
 MODULE = """

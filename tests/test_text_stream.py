@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvframe.engine.stops import StopStrings
-from kvframe.engine.text import TextStream
+from kvframe.engine.requests.stops import StopStrings
+from kvframe.engine.requests.text import TextStream
 
 
 def decode_bytes(token_ids: Sequence[int]) -> str:

@@ -16,15 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvframe.attention.backend import AttentionBackend
-from kvframe.attention.metadata import SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
 from kvframe.builtin import torch_builder, torch_pieces
 from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.builtin.torch_builder import TorchMetadata, TorchMetadataBuilder
 from kvframe.builtin.torch_cut import cut_batches
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.builtin.torch_tiles import NO_LIMIT, IntArray, Rules, ranges
-from kvframe.specs import LayerSpec, QuerySpec, RelativeBias
+from kvframe.contract.backend import AttentionBackend
+from kvframe.contract.metadata import SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
+from kvframe.contract.specs import LayerSpec, QuerySpec, RelativeBias
 from kvframe.testing.case import Request
 from kvframe.testing.metadata import make_metadata
 from kvframe.testing.state import GridSpec

@@ -9,10 +9,10 @@ import pytest
 import torch
 from kvframe_kernels.flash_reference import paged_attention
 
-from kvframe.attention.wrapper import WrapperChain
 from kvframe.builtin import torch_varlen
 from kvframe.builtin.torch_varlen import TorchVarlenBackend
-from kvframe.plugins import load_plugins
+from kvframe.loading.plugins import load_plugins
+from kvframe.selection.chains import WrapperChain
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer

@@ -16,7 +16,7 @@ from kvframe_triton.latents import TritonMLABackend
 from triton import knobs
 
 from kvframe import LayerSpec, QuerySpec
-from kvframe.errors import BackendError
+from kvframe.contract.errors import BackendError
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases

@@ -8,7 +8,7 @@ from kvframe_kernels.triton.write import write_kv
 from kvframe_kv_formats import Fp8Tensor, Fp8TokenHead, Int4TokenHead, Int8TokenHead
 from triton import knobs
 
-from kvframe.formats import PLAIN, KVFormat
+from kvframe.contract.formats import PLAIN, KVFormat
 
 DEVICE = "cpu" if knobs.runtime.interpret else "cuda"
 pytestmark = [] if knobs.runtime.interpret else [pytest.mark.gpu]

@@ -13,17 +13,17 @@ import attrs
 import pytest
 import torch
 
-from kvframe.attention import times as times_module
-from kvframe.attention import tuning
-from kvframe.attention.choice import Choice
-from kvframe.attention.selection import select_backends
-from kvframe.attention.times import MeasuredTime, TimeKey, TimesTable, layer_shape, time_key
-from kvframe.attention.tuning import make_batches, measure
 from kvframe.builtin.full_attention import FullAttentionSpec
-from kvframe.errors import FileError, StackError
-from kvframe.plugins import load_plugins
-from kvframe.specs import LayerSpec, QuerySpec
-from kvframe.stack import Stack
+from kvframe.config.stack import Stack
+from kvframe.contract.errors import FileError, StackError
+from kvframe.contract.specs import LayerSpec, QuerySpec
+from kvframe.engine import tuning
+from kvframe.engine.tuning import make_batches, measure
+from kvframe.loading.plugins import load_plugins
+from kvframe.selection import times as times_module
+from kvframe.selection.choice import Choice
+from kvframe.selection.select import select_backends
+from kvframe.selection.times import MeasuredTime, TimeKey, TimesTable, layer_shape, time_key
 from tests.test_cli import error_of, run, run_json
 
 TORCH, REFERENCE = "kvframe:torch", "kvframe:torch_reference"
@@ -161,7 +161,7 @@ def test_a_backend_that_was_not_measured_says_so(table: Path) -> None:
 
 
 def test_times_are_those_of_the_device_that_the_stack_names(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframe.attention.times.device_name", lambda device: device)
+    monkeypatch.setattr("kvframe.selection.times.device_name", lambda device: device)
     on_the_second = {key(TORCH, device="cpu:1"): took(2.0), key(REFERENCE, device="cpu:1"): took(1.0)}
     TimesTable().with_times(on_the_second, {}).write(table)
     assert (TORCH, REFERENCE) == (choose({"device": "cpu:0"}).backend, choose({"device": "cpu:1"}).backend)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from kvframe import Embedder, Engine, SamplingParams
+from kvframe.contract.errors import EngineError, RequestError
 from kvframe.engine.core import EngineCore
 from kvframe.engine.turns import Turns, verb
-from kvframe.errors import EngineError, RequestError
 from tests.scripted_model import ScriptedModel
 from tests.serving import TinyModel, make_stack
 

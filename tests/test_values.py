@@ -9,9 +9,9 @@ import attrs
 import pytest
 import torch
 
-from kvframe.attention.metadata import SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
 from kvframe.attention.padding import pad_metadata
 from kvframe.attention.values import find_contradiction, find_foreign_id, find_wrong_tensor
+from kvframe.contract.metadata import SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
 from kvframe.testing.case import Request
 from kvframe.testing.metadata import make_metadata
 

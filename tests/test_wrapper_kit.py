@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvframe.attention.capture import GraphCapture
-from kvframe.attention.metadata import (
+from kvframe.contract.capture import GraphCapture
+from kvframe.contract.errors import WrapperError
+from kvframe.contract.metadata import (
     ENCODER_SEQ_LENS,
     NUM_ACCEPTED_TOKENS,
     SEQ_STARTS,
@@ -19,9 +20,8 @@ from kvframe.attention.metadata import (
     CommonAttentionMetadata,
     Extension,
 )
-from kvframe.attention.wrapper import FieldUse, MetadataWrapper
-from kvframe.errors import WrapperError
-from kvframe.specs import LayerSpec
+from kvframe.contract.specs import LayerSpec
+from kvframe.contract.wrapper import FieldUse, MetadataWrapper
 from kvframe.testing.batches import wrapper_batches
 from kvframe.testing.case import Request
 from kvframe.testing.guard import ScalarGuard, guard, unguard

@@ -14,12 +14,12 @@ import pytest
 
 from kvframe import Engine, RequestOutput
 from kvframe.cache.manager import KVCacheManager
-from kvframe.errors import SpecError
-from kvframe.formats import StateTensor
-from kvframe.groups import group_layers, make_layer_specs, share_caches
-from kvframe.plan import KVCachePlan, plan_cache
-from kvframe.spec_check import check_spec_at_set_up, sampled_positions
-from kvframe.specs import AttentionMask, KVCacheSpec, LayerSpec, TokenRange
+from kvframe.contract.errors import SpecError
+from kvframe.contract.formats import StateTensor
+from kvframe.contract.specs import AttentionMask, KVCacheSpec, LayerSpec, TokenRange
+from kvframe.planning.groups import group_layers, make_layer_specs, share_caches
+from kvframe.planning.plan import KVCachePlan, plan_cache
+from kvframe.planning.spec_check import check_spec_at_set_up, sampled_positions
 from tests.plans import RangeSpec, StateSpec, full, ranged
 from tests.serving import GREEDY, TinyModel, held_pages, ids, make_stack
 
@@ -238,8 +238,9 @@ def test_set_up_asks_at_few_positions_however_long_requests_are(max_tokens: int)
 
 def test_checking_specs_loads_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys, json; from kvframe.plan import plan_cache; from kvframe.groups import group_layers\n"
-        "from kvframe.specs import LayerSpec; from kvframe.builtin.full_attention import FullAttentionSpec\n"
+        "import sys, json; from kvframe.planning.plan import plan_cache\n"
+        "from kvframe.planning.groups import group_layers\n"
+        "from kvframe.contract.specs import LayerSpec; from kvframe.builtin.full_attention import FullAttentionSpec\n"
         "spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=4)\n"
         "plan_cache(group_layers([LayerSpec(name='a', spec=spec)]), memory_bytes=2**20, max_model_len=1 << 20,\n"
         "    max_num_batched_tokens=64)\n"

@@ -11,10 +11,10 @@ import attrs
 import pytest
 import torch
 
-from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.trust import WrapperCall
-from kvframe.errors import WrapperError
-from kvframe.plugins import load_plugins
+from kvframe.contract.errors import WrapperError
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.loading.plugins import load_plugins
 from kvframe.testing.case import Request
 from kvframe.testing.guard import ScalarGuard, guard
 from kvframe.testing.metadata import make_metadata

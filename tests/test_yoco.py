@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvframe import Engine, SamplingParams, Stack
-from kvframe.errors import ModelError
+from kvframe.contract.errors import ModelError
 from tests.serving import ids
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "yoco"

@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
-from kvframe.attention.metadata import SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
-from kvframe.attention.wrapper import MISTAKES as MISTAKE_CODES
-from kvframe.attention.wrapper import FieldUse, MetadataWrapper
-from kvframe.errors import WrapperError
-from kvframe.stack import Stack
+from kvframe.attention.wrapping import MISTAKES as MISTAKE_CODES
+from kvframe.config.stack import Stack
+from kvframe.contract.errors import WrapperError
+from kvframe.contract.metadata import SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
+from kvframe.contract.wrapper import FieldUse, MetadataWrapper
 from tests.attending import MIXED, Bench, full, layer, plugin
 
 Change = Callable[[CommonAttentionMetadata], Mapping[str, Any]]

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from yoco_model import Attend, Yoco, YocoConfig
 
 from kvframe import AttentionLayers, LayerDescription, LoadedModel, ModelAdapter, ModelDescription
-from kvframe.errors import ModelError
+from kvframe.contract.errors import ModelError
 
 ARCHITECTURE = "yoco"
 _SELF_CHECK_LENS = (5, 9, 40)

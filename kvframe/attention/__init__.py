@@ -1,1 +1,1 @@
-"""Attention: batch metadata, wrappers, backends, and the choice between them."""
+"""What happens in a step: batch metadata, builders, states, copies of pages, and the bytes of pages."""

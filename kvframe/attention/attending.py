@@ -8,16 +8,16 @@ from typing import Any
 import attrs
 import torch
 
-from kvframe.attention.backend import KVCache
 from kvframe.attention.build import BuiltMetadata
 from kvframe.attention.group import AttentionGroup
-from kvframe.attention.relative_bias import RELATIVE_BIAS
 from kvframe.attention.slots import Slots
 from kvframe.attention.step_failures import step_failure
-from kvframe.errors import BackendError, PluginError
-from kvframe.foreign import call
-from kvframe.formats import PLAIN
-from kvframe.specs import LayerSpec
+from kvframe.contract.backend import KVCache
+from kvframe.contract.errors import BackendError, PluginError
+from kvframe.contract.foreign import call
+from kvframe.contract.formats import PLAIN
+from kvframe.contract.relative_bias import RELATIVE_BIAS
+from kvframe.contract.specs import LayerSpec
 
 
 class GroupStep:

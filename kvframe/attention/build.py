@@ -9,15 +9,15 @@ from typing import Any
 import attrs
 import torch
 
-from kvframe.attention.backend import AttentionMetadataBuilder, Refusal
 from kvframe.attention.group import AttentionGroup
-from kvframe.attention.identity import Identity
-from kvframe.attention.metadata import CommonAttentionMetadata
-from kvframe.attention.order import BatchOrder, Permutation, is_ordered, permute
 from kvframe.attention.returned import build_all, refresh_fields, replace_fields
 from kvframe.attention.step_failures import step_failure
 from kvframe.attention.trust import WrapperCall
-from kvframe.errors import BackendError
+from kvframe.contract.backend import AttentionMetadataBuilder, Refusal
+from kvframe.contract.errors import BackendError
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.order import BatchOrder, Permutation, is_ordered, permute
+from kvframe.selection.identity import Identity
 
 
 @attrs.frozen(eq=False)

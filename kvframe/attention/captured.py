@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from kvframe.attention.build import BuiltMetadata, MetadataPlan, PreparedMetadata
-from kvframe.attention.capture import NotReplayableError
-from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.nested import field_names, replace_tensors
 from kvframe.attention.slots import PackedSlots, Slots, unpack_slots
 from kvframe.attention.staging import StagedMemory, Staging
 from kvframe.attention.state import StateStep
+from kvframe.contract.capture import NotReplayableError
+from kvframe.contract.metadata import CommonAttentionMetadata
 
 T = TypeVar("T")
 

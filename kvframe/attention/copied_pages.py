@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.attention.metadata import CommonAttentionMetadata
-from kvframe.specs import AttentionMask
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.specs import AttentionMask
 
 IntArray = npt.NDArray[np.int64]
 

@@ -14,14 +14,14 @@ from typing import Any, Self
 import attrs
 import torch
 
-from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
-from kvframe.attention.capture import NotReplayableError
 from kvframe.attention.copied_pages import live_places, static_places
-from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.returned import build_all
-from kvframe.formats import PLAIN, StateTensor
-from kvframe.memory import allocating
-from kvframe.specs import AttentionMask, LayerSpec
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, KVCache
+from kvframe.contract.capture import NotReplayableError
+from kvframe.contract.formats import PLAIN, StateTensor
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.specs import AttentionMask, LayerSpec
+from kvframe.planning.memory import allocating
 
 
 class CopyScratch:

@@ -8,17 +8,17 @@ from typing import Any
 import attrs
 import torch
 
-from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder, Refusal
-from kvframe.attention.capture import GraphCapture
-from kvframe.attention.choice import Choice
 from kvframe.attention.copies import CopyScratch, make_backend
-from kvframe.attention.identity import Identity
-from kvframe.attention.wrapper import WrapperChain, chain_capture
-from kvframe.declarations import find_misdeclared
-from kvframe.errors import BackendError, PluginError
-from kvframe.foreign import call
-from kvframe.groups import Grouping
-from kvframe.specs import LayerSpec
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, Refusal
+from kvframe.contract.capture import GraphCapture
+from kvframe.contract.errors import BackendError, PluginError
+from kvframe.contract.foreign import call
+from kvframe.contract.specs import LayerSpec
+from kvframe.loading.declarations import find_misdeclared
+from kvframe.planning.groups import Grouping
+from kvframe.selection.chains import WrapperChain, chain_capture
+from kvframe.selection.choice import Choice
+from kvframe.selection.identity import Identity
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -10,26 +10,26 @@ import torch
 
 from kvframe.attention.attending import AttentionLayer as AttentionLayer
 from kvframe.attention.attending import GroupStep
-from kvframe.attention.backend import KVCache
 from kvframe.attention.build import MetadataPlan
-from kvframe.attention.capture import GraphCapture
 from kvframe.attention.captured import CapturedStep, PreparedSubBatch, SubBatch
-from kvframe.attention.choice import Choice
 from kvframe.attention.copies import CopyScratch
 from kvframe.attention.group import form_groups
 from kvframe.attention.local import LocalCaches
-from kvframe.attention.metadata import CommonAttentionMetadata
-from kvframe.attention.order import find_order
 from kvframe.attention.slots import pack_slots
 from kvframe.attention.staging import Staging
 from kvframe.attention.state import StateLayers
 from kvframe.attention.step import StepBatch, input_slots
 from kvframe.attention.sub_batch import split_requests
 from kvframe.cache.block_table import BlockTables
-from kvframe.errors import BackendError
-from kvframe.formats import PLAIN
-from kvframe.groups import Grouping
-from kvframe.specs import TOKENS, LayerSpec
+from kvframe.contract.backend import KVCache
+from kvframe.contract.capture import GraphCapture
+from kvframe.contract.errors import BackendError
+from kvframe.contract.formats import PLAIN
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.order import find_order
+from kvframe.contract.specs import TOKENS, LayerSpec
+from kvframe.planning.groups import Grouping
+from kvframe.selection.choice import Choice
 
 IntArray = npt.NDArray[np.int64]
 

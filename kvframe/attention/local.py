@@ -13,14 +13,14 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe.attention.backend import KVCache
-from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.staging import HOST
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.attention.storage import fill_pages
 from kvframe.cache.block_table import BlockTables
-from kvframe.memory import allocating
-from kvframe.specs import LayerSpec, StateTensor
+from kvframe.contract.backend import KVCache
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.specs import LayerSpec, StateTensor
+from kvframe.planning.memory import allocating
 
 Layout = tuple[tuple[str, StateTensor], ...]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import attrs
 import torch
 
-from kvframe.attention.metadata import Axis, CommonAttentionMetadata, change_extensions
-from kvframe.errors import BatchError
+from kvframe.contract.errors import BatchError
+from kvframe.contract.metadata import Axis, CommonAttentionMetadata, change_extensions
 
 
 def pad_metadata(

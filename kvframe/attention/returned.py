@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import attrs
 
-from kvframe.attention.backend import AttentionMetadataBuilder
-from kvframe.attention.metadata import CommonAttentionMetadata
-from kvframe.errors import BackendError
+from kvframe.contract.backend import AttentionMetadataBuilder
+from kvframe.contract.errors import BackendError
+from kvframe.contract.metadata import CommonAttentionMetadata
 
 BuilderT = TypeVar("BuilderT", bound=AttentionMetadataBuilder)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvframe.attention.metadata import SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
+from kvframe.contract.metadata import SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import attrs
 import torch
 
-from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.contract.metadata import CommonAttentionMetadata
 
 Slots = tuple[torch.Tensor, torch.Tensor]
 """Block id and offset of each token that is stored: ``[num_tokens], int64, device`` both."""

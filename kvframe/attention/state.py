@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvframe.attention.backend import KVCache
 from kvframe.attention.staging import HOST
 from kvframe.attention.step import StepBatch
 from kvframe.cache.block_table import BlockTables
-from kvframe.errors import ModelError
-from kvframe.groups import Grouping
-from kvframe.specs import KVCacheSpec, LayerSpec
+from kvframe.contract.backend import KVCache
+from kvframe.contract.errors import ModelError
+from kvframe.contract.specs import KVCacheSpec, LayerSpec
+from kvframe.planning.groups import Grouping
 
 IntArray = npt.NDArray[np.int64]
 States = dict[str, torch.Tensor]

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvframe.attention.metadata import NO_EXTENSIONS, CommonAttentionMetadata, Extension
 from kvframe.cache.block_table import BlockTables, TableStack
-from kvframe.specs import TOKENS
+from kvframe.contract.metadata import NO_EXTENSIONS, CommonAttentionMetadata, Extension
+from kvframe.contract.specs import TOKENS
 
 IntArray = npt.NDArray[np.int64]
 

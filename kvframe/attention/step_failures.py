@@ -7,9 +7,9 @@ from traceback import walk_tb
 
 import torch
 
-from kvframe.attention.capture import NotReplayableError
-from kvframe.errors import BackendError, KVFrameError, shown
-from kvframe.foreign import safe_text
+from kvframe.contract.capture import NotReplayableError
+from kvframe.contract.errors import BackendError, KVFrameError, shown
+from kvframe.contract.foreign import safe_text
 
 
 def step_failure(backend: str, layers: Sequence[str], method: str, error: Exception) -> Exception:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from kvframe.groups import Grouping
-from kvframe.memory import allocating
-from kvframe.plan import KVCachePlan
-from kvframe.specs import STATE_ALIGNMENT_BYTES, align_up
+from kvframe.contract.specs import STATE_ALIGNMENT_BYTES, align_up
+from kvframe.planning.groups import Grouping
+from kvframe.planning.memory import allocating
+from kvframe.planning.plan import KVCachePlan
 
 
 class KVCacheStorage:

@@ -8,8 +8,8 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe.attention.metadata import Axis, CommonAttentionMetadata, change_extensions
-from kvframe.errors import BatchError
+from kvframe.contract.errors import BatchError
+from kvframe.contract.metadata import Axis, CommonAttentionMetadata, change_extensions
 
 
 def split_requests(

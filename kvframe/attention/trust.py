@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import attrs
 import torch
 
-from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.values import find_foreign_id, find_wrong_tensor
-from kvframe.attention.wrapper import MetadataWrapper, apply_wrapper, wrapper_mistake
+from kvframe.attention.wrapping import apply_wrapper, wrapper_mistake
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.wrapper import MetadataWrapper
 
 
 @attrs.frozen(eq=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvframe.attention.metadata import SEQ_STARTS, CommonAttentionMetadata
+from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata
 
 if TYPE_CHECKING:
     import torch

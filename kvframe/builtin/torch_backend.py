@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
-from kvframe.attention.metadata import SEQ_STARTS
-from kvframe.attention.relative_bias import RELATIVE_BIAS, bias_by_distance
 from kvframe.builtin.torch_bias import key_bias
 from kvframe.builtin.torch_builder import TorchMetadata, TorchMetadataBuilder
 from kvframe.builtin.torch_pieces import Piece
-from kvframe.specs import LayerSpec
+from kvframe.contract.backend import AttentionBackend, Capabilities, KVCache
+from kvframe.contract.metadata import SEQ_STARTS
+from kvframe.contract.relative_bias import RELATIVE_BIAS, bias_by_distance
+from kvframe.contract.specs import LayerSpec
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 

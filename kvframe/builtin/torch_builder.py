@@ -15,14 +15,14 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe.attention.backend import AttentionMetadataBuilder
-from kvframe.attention.metadata import SEQ_STARTS, CommonAttentionMetadata
 from kvframe.builtin.torch_bias import Bands
 from kvframe.builtin.torch_layout import Layout
 from kvframe.builtin.torch_pieces import Piece, Pieces
 from kvframe.builtin.torch_tiles import NO_LIMIT, Rules
-from kvframe.formats import StateTensor
-from kvframe.specs import LayerSpec
+from kvframe.contract.backend import AttentionMetadataBuilder
+from kvframe.contract.formats import StateTensor
+from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata
+from kvframe.contract.specs import LayerSpec
 
 MAX_FOLDED_QUERIES = 256
 """Rows of a masked tile, the queries of one KV head's group side by side: bounds the mask's memory."""

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import attrs
 import numpy as np
 
-from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.builtin.torch_cut import cut_batches
 from kvframe.builtin.torch_tiles import ALIGNED, FRESH, NUM_KINDS, IntArray, Rules, Spans, Tiles, column_of, ranges
+from kvframe.contract.metadata import CommonAttentionMetadata
 
 
 @attrs.frozen(eq=False)

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvframe.attention.relative_bias import bias_columns
 from kvframe.builtin.torch_bias import Bands, QueryBias, key_bias
 from kvframe.builtin.torch_layout import Layout, QueryRows
 from kvframe.builtin.torch_tiles import FRESH, OTHER, IntArray, column_of
+from kvframe.contract.relative_bias import bias_columns
 
 HOST = torch.device("cpu")
 

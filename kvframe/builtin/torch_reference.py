@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
-from kvframe.attention.metadata import SEQ_STARTS, CommonAttentionMetadata
-from kvframe.attention.relative_bias import RELATIVE_BIAS, bias_by_distance, bias_columns
-from kvframe.specs import KVCacheSpec, LayerSpec
+from kvframe.contract.backend import AttentionBackend, Capabilities, KVCache
+from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata
+from kvframe.contract.relative_bias import RELATIVE_BIAS, bias_by_distance, bias_columns
+from kvframe.contract.specs import KVCacheSpec, LayerSpec
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 

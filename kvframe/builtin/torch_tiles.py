@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.attention.metadata import SEQ_STARTS, CommonAttentionMetadata
+from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata
 
 NO_LIMIT = 1 << 30
 """Stands for a window, or a number of queries, without a limit."""

@@ -10,10 +10,10 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder, Capabilities, KVCache
-from kvframe.attention.capture import GraphCapture
-from kvframe.attention.metadata import CommonAttentionMetadata
-from kvframe.specs import LayerSpec
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, Capabilities, KVCache
+from kvframe.contract.capture import GraphCapture
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.specs import LayerSpec
 
 try:
     from torch.nn.attention import varlen

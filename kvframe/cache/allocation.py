@@ -17,8 +17,8 @@ from kvframe.cache.free_list import BlockIds
 from kvframe.cache.group_kinds import GroupKinds
 from kvframe.cache.row_pages import RowPages
 from kvframe.cache.rows import RowNumbers, Rows, RowState
-from kvframe.plan import KVCachePlan, PlannedGroup
-from kvframe.specs import TokenRange
+from kvframe.contract.specs import TokenRange
+from kvframe.planning.plan import KVCachePlan, PlannedGroup
 
 Counts = npt.NDArray[np.int64]
 PagesOfGroups = Sequence[BlockIds] | npt.NDArray[np.int32]

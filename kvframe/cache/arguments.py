@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.input_index import InputSequence
-from kvframe.errors import RequestError
-from kvframe.foreign import safe_repr
+from kvframe.contract.errors import RequestError
+from kvframe.contract.foreign import safe_repr
 
 _SEQUENCES = frozenset((array, list, tuple))
 MAX_SALT_CHARS = 4096

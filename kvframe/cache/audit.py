@@ -16,7 +16,7 @@ from kvframe.cache.block_pool import NO_OWNER, BlockPool
 from kvframe.cache.block_table import BlockTables
 from kvframe.cache.free_list import BlockIds
 from kvframe.cache.radix_tree import RadixTree
-from kvframe.plan import KVCachePlan
+from kvframe.planning.plan import KVCachePlan
 
 Counts = npt.NDArray[np.int64]
 READERS = frozenset(("audit", "block_ids", "find", "has_room", "missing_inputs", "published", "row"))

@@ -11,9 +11,9 @@ import numpy.typing as npt
 from kvframe.cache.eviction import EvictionQueue, PolicyPriorities, Run, all_equal, equal_runs, joined_runs, of_groups
 from kvframe.cache.free_list import BlockIds, FreeList, Groups
 from kvframe.cache.slabs import Slabs
-from kvframe.eviction import LRU, EvictionPolicy
-from kvframe.foreign import safe_text
-from kvframe.plan import KVCachePlan
+from kvframe.contract.eviction import LRU, EvictionPolicy
+from kvframe.contract.foreign import safe_text
+from kvframe.planning.plan import KVCachePlan
 
 _log = logging.getLogger("kvframe")
 Indices = npt.NDArray[np.int32] | npt.NDArray[np.int64]

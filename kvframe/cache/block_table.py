@@ -10,8 +10,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.memory import allocating
-from kvframe.specs import TOKENS
+from kvframe.contract.specs import TOKENS
+from kvframe.planning.memory import allocating
 
 ROW_BYTES = 200
 """About what is kept of each row beside its blocks, by all who keep something."""

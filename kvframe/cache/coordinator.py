@@ -25,7 +25,7 @@ from kvframe.cache.live_range import NEVER
 from kvframe.cache.prefix_lookup import PrefixHit
 from kvframe.cache.publisher import Publisher
 from kvframe.cache.rows import PLAIN, RowNumbers, Rows, RowState
-from kvframe.plan import KVCachePlan
+from kvframe.planning.plan import KVCachePlan
 
 
 class KVCacheCoordinator:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.block_table import BlockTables
 from kvframe.cache.free_list import BlockIds
-from kvframe.plan import PlannedGroup
+from kvframe.planning.plan import PlannedGroup
 
 PageCopier = Callable[[int, Sequence[int], Sequence[int]], None]
 """Copies pages within the pool, byte by byte: of a group, from some block ids to as many others. It may raise."""

@@ -19,8 +19,8 @@ from kvframe.cache.free_list import BlockIds
 from kvframe.cache.input_index import InputBlocks, Pages
 from kvframe.cache.keys import PrefixHash, input_key
 from kvframe.cache.radix_tree import TOKEN_BYTES, RadixNode, RadixTree
-from kvframe.plan import PlannedGroup
-from kvframe.specs import TOKENS
+from kvframe.contract.specs import TOKENS
+from kvframe.planning.plan import PlannedGroup
 
 _MAX_HASHES = 4096
 """Nodes whose hash is kept, so that the tokens before a block are not hashed again."""

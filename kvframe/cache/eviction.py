@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.free_list import BlockIds, Groups
-from kvframe.errors import PluginError
-from kvframe.eviction import MOST_USES, EvictionPolicy, LetGo
-from kvframe.foreign import call
+from kvframe.contract.errors import PluginError
+from kvframe.contract.eviction import MOST_USES, EvictionPolicy, LetGo
+from kvframe.contract.foreign import call
 
 _log = logging.getLogger("kvframe")
 Priorities = npt.NDArray[np.int64]

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.plan import KVCachePlan
+from kvframe.planning.plan import KVCachePlan
 
 BlockIds = npt.NDArray[np.int32]
 """``[n], int32, host``: block ids, each once."""

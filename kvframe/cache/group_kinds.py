@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import attrs
 
-from kvframe.answers import Answers
 from kvframe.cache.block_table import BlockTables, TableStack
 from kvframe.cache.live_range import LiveRange
-from kvframe.plan import KVCachePlan, PlannedGroup
-from kvframe.specs import KVCacheSpec
+from kvframe.contract.specs import KVCacheSpec
+from kvframe.planning.answers import Answers
+from kvframe.planning.plan import KVCachePlan, PlannedGroup
 
 
 @attrs.frozen(eq=False)

@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from kvframe.cache.block_pool import NO_OWNER, BlockPool, Indices
 from kvframe.cache.free_list import Groups
-from kvframe.errors import RequestError
-from kvframe.foreign import safe_repr
-from kvframe.plan import PlannedGroup
+from kvframe.contract.errors import RequestError
+from kvframe.contract.foreign import safe_repr
+from kvframe.planning.plan import PlannedGroup
 
 Pages = npt.NDArray[np.int32]
 _LEAST_OWNER = int(np.iinfo(np.int32).min)

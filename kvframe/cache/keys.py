@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.input_index import InputBlocks, InputSequence, inputs_root, joined
-from kvframe.errors import FileError, StackError, shown
-from kvframe.files import read_bytes
+from kvframe.config.files import read_bytes
+from kvframe.contract.errors import FileError, StackError, shown
 
 KEY_BYTES = 32
 SECRET_BYTES = 32
@@ -31,7 +31,7 @@ SECRET_BYTES = 32
 PREFIX = b"kvframe.prefix.1"
 INPUT = b"kvframe.inputs.1"
 CONTENT = b"kvframe.content1"
-CHECK = b"kvframe.checks.1"
+CHECK = b"kvframe.loading.checks.1"
 
 NO_INPUTS: Mapping[str, InputSequence] = MappingProxyType({})
 _MAX_KEY_FILE = 4096

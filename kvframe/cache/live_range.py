@@ -14,9 +14,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.answers import Answers
-from kvframe.errors import SpecError
-from kvframe.specs import AttentionMask
+from kvframe.contract.errors import SpecError
+from kvframe.contract.specs import AttentionMask
+from kvframe.planning.answers import Answers
 
 Positions = npt.NDArray[np.int64]
 Pages = npt.NDArray[np.int32]

@@ -39,10 +39,10 @@ from kvframe.cache.radix_tree import NO_MATCH, Namespace
 from kvframe.cache.rows import Rows
 from kvframe.cache.stats import GroupLookups, KVCacheStats
 from kvframe.cache.swap import FetchPages, HostPages, StoredRow, Swapper
-from kvframe.errors import RequestError
-from kvframe.eviction import LRU, EvictionPolicy
-from kvframe.foreign import safe_repr
-from kvframe.plan import KVCachePlan
+from kvframe.contract.errors import RequestError
+from kvframe.contract.eviction import LRU, EvictionPolicy
+from kvframe.contract.foreign import safe_repr
+from kvframe.planning.plan import KVCachePlan
 
 
 @attrs.define

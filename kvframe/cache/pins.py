@@ -10,8 +10,8 @@ import numpy as np
 from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.free_list import BlockIds
 from kvframe.cache.prefix_lookup import PrefixHit
-from kvframe.errors import RequestError
-from kvframe.plan import KVCachePlan
+from kvframe.contract.errors import RequestError
+from kvframe.planning.plan import KVCachePlan
 
 
 @attrs.define(eq=False)

@@ -16,8 +16,8 @@ from kvframe.cache.input_index import InputIndex, InputSequence, input_blocks, i
 from kvframe.cache.prefix_lookup import NO_HIT, PrefixHit, PrefixLookup
 from kvframe.cache.publisher import Publisher
 from kvframe.cache.radix_tree import RadixTree
-from kvframe.eviction import EvictionPolicy
-from kvframe.plan import KVCachePlan
+from kvframe.contract.eviction import EvictionPolicy
+from kvframe.planning.plan import KVCachePlan
 
 
 class PrefixCache:

@@ -16,7 +16,7 @@ from kvframe.cache.input_index import InputBlocks, InputIndex
 from kvframe.cache.live_range import LiveRange, longest_common_prefix
 from kvframe.cache.radix_tree import NO_MATCH, Match, Namespace, RadixTree
 from kvframe.cache.stats import GroupLookups
-from kvframe.plan import KVCachePlan
+from kvframe.planning.plan import KVCachePlan
 
 Pages = npt.NDArray[np.int32]
 

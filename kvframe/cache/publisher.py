@@ -24,7 +24,7 @@ from kvframe.cache.radix_tree import (
     as_bytes,
     num_readable,
 )
-from kvframe.errors import RequestError
+from kvframe.contract.errors import RequestError
 
 
 @attrs.define(eq=False)

@@ -21,7 +21,7 @@ from kvframe.cache.eviction import equal_runs
 from kvframe.cache.free_list import Groups
 from kvframe.cache.live_range import LiveRange
 from kvframe.cache.row_pages import RowPages
-from kvframe.errors import RequestError
+from kvframe.contract.errors import RequestError
 
 TOKEN_BYTES = 4
 _LONG = 1024

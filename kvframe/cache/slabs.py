@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvframe.cache.free_list import FULL_SHARE, BlockIds, Evictor
-from kvframe.plan import KVCachePlan
+from kvframe.planning.plan import KVCachePlan
 
 _NO_GROUP = -1
 _NEVER = int(np.iinfo(np.int64).max)

@@ -9,7 +9,7 @@ import attrs
 
 if TYPE_CHECKING:
     from kvframe.cache.block_pool import BlockPool
-    from kvframe.plan import PlannedGroup
+    from kvframe.planning.plan import PlannedGroup
 
 
 @attrs.define

@@ -22,7 +22,7 @@ from kvframe.cache.input_index import InputBlocks, InputIndex, InputSequence, in
 from kvframe.cache.publisher import Publisher
 from kvframe.cache.radix_tree import NO_MATCH, Namespace, RadixTree, as_bytes
 from kvframe.cache.rows import RowState
-from kvframe.plan import KVCachePlan
+from kvframe.planning.plan import KVCachePlan
 
 FetchPages = Callable[[int, Sequence[int], Sequence[int]], None]
 """Copies pages of a group to the pool: from some places outside of it to as many block ids. It may raise."""

@@ -16,7 +16,7 @@ import click
 from kvframe.cli.guard import run_guarded
 from kvframe.cli.output import keep_output_apart
 from kvframe.cli.render import wants_no_escapes
-from kvframe.errors import UnknownNameError
+from kvframe.contract.errors import UnknownNameError
 
 _COMMANDS: Mapping[str, str] = {
     "generate": "kvframe.cli.generate:generate",

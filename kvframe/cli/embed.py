@@ -26,7 +26,7 @@ from kvframe.cli.prompts import read_prompt_token_ids, read_prompts
 from kvframe.cli.render import print_json, progress
 
 if TYPE_CHECKING:
-    from kvframe.engine.pooling import EmbeddingOutput
+    from kvframe.engine.running.pooling import EmbeddingOutput
 
 REFUSED_EXIT_CODE = 1
 """Exit code when at least one text was refused or failed, though the others finished."""

@@ -11,15 +11,15 @@ import click
 
 from kvframe.cli.options import dtype_option, json_option, load_checked_plugins, read_stack, stack_option
 from kvframe.cli.render import compact_names, print_json, print_table
-from kvframe.eviction import LRU
-from kvframe.formats import PLAIN
+from kvframe.contract.eviction import LRU
+from kvframe.contract.formats import PLAIN
 
 if TYPE_CHECKING:
-    from kvframe.attention.choice import Choice
-    from kvframe.attention.wrapper import MetadataWrapper
-    from kvframe.eviction import EvictionPolicy
-    from kvframe.groups import Grouping
-    from kvframe.specs import LayerSpec
+    from kvframe.contract.eviction import EvictionPolicy
+    from kvframe.contract.specs import LayerSpec
+    from kvframe.contract.wrapper import MetadataWrapper
+    from kvframe.planning.groups import Grouping
+    from kvframe.selection.choice import Choice
 
 
 UNUSABLE = (["import"], ["environment"], ["device"])
@@ -37,11 +37,11 @@ def explain(model: Path, stack_file: Path | None, device: str | None, dtype: str
 
     MODEL_OR_CONFIG is what `kvframe plan` takes; no weights are read.
     """
-    from kvframe.attention.selection import select_backends
-    from kvframe.attention.skipping import find_skippable_layers
-    from kvframe.eviction_choice import make_policy
-    from kvframe.groups import group_layers, make_layer_specs
-    from kvframe.model.recognise import describe_model
+    from kvframe.config.eviction_choice import make_policy
+    from kvframe.planning.groups import group_layers, make_layer_specs
+    from kvframe.planning.recognise import describe_model
+    from kvframe.selection.select import select_backends
+    from kvframe.selection.skipping import find_skippable_layers
 
     stack = read_stack(stack_file, engine={"device": device, "dtype": dtype})
     registry = load_checked_plugins(stack).registry
@@ -112,7 +112,7 @@ def _in_words(chosen: MetadataWrapper | EvictionPolicy) -> str:
 
 def _served_by(explained: dict[str, Any]) -> str:
     """Return a layer's backend, how it reads what is not stored plainly, and how long it takes if that decided."""
-    from kvframe.attention.times import MeasuredTime, in_words
+    from kvframe.selection.times import MeasuredTime, in_words
 
     backend, kv_format = explained["backend"], explained["format"]
     if backend is None:

@@ -30,8 +30,8 @@ from kvframe.cli.prompts import read_prompt_token_ids, read_prompts
 from kvframe.cli.render import log_lines, print_json, progress
 
 if TYPE_CHECKING:
-    from kvframe.engine.request import RequestOutput
-    from kvframe.engine.saved_prefixes import SavedPrefix
+    from kvframe.engine.prefixes.saved import SavedPrefix
+    from kvframe.engine.requests.request import RequestOutput
 
 REFUSED_EXIT_CODE = 1
 """Exit code when at least one prompt was refused or failed, though the others finished."""
@@ -121,7 +121,7 @@ def generate(
         prefixes.check_saved_file(saved_file)
     check_model(model)
 
-    from kvframe.engine.request import SamplingParams
+    from kvframe.engine.requests.request import SamplingParams
 
     params = SamplingParams(
         max_new_tokens=max_new_tokens,

@@ -16,8 +16,8 @@ from typing import Any, Self
 
 import click
 
-from kvframe.errors import KVFrameError, shorten
-from kvframe.failed_imports import explain_failed_import
+from kvframe.contract.errors import KVFrameError, shorten
+from kvframe.contract.failed_imports import explain_failed_import
 
 ERROR_EXIT_CODE = 2
 """Exit code of a command that a user's mistake ended, as click's own for wrong options."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvframe.specs import TOKENS
+from kvframe.contract.specs import TOKENS
 
 if TYPE_CHECKING:
-    from kvframe.specs import KVCacheSpec
+    from kvframe.contract.specs import KVCacheSpec
 
 
 def describe_live_range(spec: KVCacheSpec, max_model_len: int) -> str:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import attrs
 import click
 
-from kvframe.errors import FileError, ModelError, StackError, shorten, shown
-from kvframe.files import exists
-from kvframe.specs import ITEM_BYTES
+from kvframe.config.files import exists
+from kvframe.contract.errors import FileError, ModelError, StackError, shorten, shown
+from kvframe.contract.specs import ITEM_BYTES
 
 if TYPE_CHECKING:
-    from kvframe.options import CacheOptions, EngineOptions
-    from kvframe.plugins import PluginHost
-    from kvframe.stack import Stack
+    from kvframe.config.options import CacheOptions, EngineOptions
+    from kvframe.config.stack import Stack
+    from kvframe.loading.plugins import PluginHost
 
 _Options = TypeVar("_Options", "CacheOptions", "EngineOptions")
 
@@ -88,7 +88,7 @@ def read_stack(
     Raises:
         StackError: The file cannot be read or is wrong, or a value given is.
     """
-    from kvframe.stack import Stack
+    from kvframe.config.stack import Stack
 
     stack = Stack() if stack_file is None else Stack.from_file(stack_file)
     return attrs.evolve(stack, cache=_over(stack.cache, cache), engine=_over(stack.engine, engine))
@@ -130,7 +130,7 @@ def load_checked_plugins(stack: Stack) -> PluginHost:
         PluginError: A plugin that the stack requires cannot be used.
         StackError: A rule names something that no plugin registers.
     """
-    from kvframe.plugins import load_plugins
+    from kvframe.loading.plugins import load_plugins
 
     host = load_plugins(stack.plugins)
     stack.check(host.registry)

@@ -19,15 +19,15 @@ from kvframe.cli.options import (
     stack_option,
 )
 from kvframe.cli.render import compact_names, format_bytes, print_facts, print_json, print_table
-from kvframe.formats import PLAIN
+from kvframe.contract.formats import PLAIN
 
 if TYPE_CHECKING:
-    from kvframe.groups import Grouping
-    from kvframe.model.description import ModelDescription
-    from kvframe.plan import KVCachePlan
-    from kvframe.registry import Registry
-    from kvframe.specs import KVCacheSpec, LayerSpec
-    from kvframe.stack import Stack
+    from kvframe.config.stack import Stack
+    from kvframe.contract.description import ModelDescription
+    from kvframe.contract.specs import KVCacheSpec, LayerSpec
+    from kvframe.loading.registry import Registry
+    from kvframe.planning.groups import Grouping
+    from kvframe.planning.plan import KVCachePlan
 
 _SHORTEST_LISTED_LEN = 1024
 
@@ -73,9 +73,9 @@ def plan(
     MODEL_OR_CONFIG is a Hugging Face model's folder or its config.json (no weights are read), or a layer file: TOML
     or JSON that lists the layers, for which nothing heavy is loaded.
     """
-    from kvframe.groups import group_layers, make_layer_specs
-    from kvframe.model.recognise import describe_model
-    from kvframe.sizing import choose_max_model_len, num_host_slabs, plan_for_stack
+    from kvframe.planning.groups import group_layers, make_layer_specs
+    from kvframe.planning.recognise import describe_model
+    from kvframe.planning.sizing import choose_max_model_len, num_host_slabs, plan_for_stack
 
     stack = read_stack(
         stack_file,
@@ -104,9 +104,9 @@ def _layers_on_copies(layers: Sequence[LayerSpec], stack: Stack, registry: Regis
     """Return the layers whose pages would be copied in a run, which takes memory beside them."""
     if all(layer.spec is None or layer.spec.kv_format == PLAIN for layer in layers):
         return []  # and no backend has to be looked at
-    from kvframe.attention.choice import layers_on_copies
-    from kvframe.attention.selection import select_backends
-    from kvframe.attention.skipping import find_skippable_layers
+    from kvframe.selection.choice import layers_on_copies
+    from kvframe.selection.select import select_backends
+    from kvframe.selection.skipping import find_skippable_layers
 
     skipped = () if stack.engine.prefill_skipping is None else find_skippable_layers(layers)
     device = stack.engine.device.partition(":")[0]

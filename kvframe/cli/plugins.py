@@ -11,9 +11,9 @@ from kvframe.cli.options import json_option, read_stack, stack_option
 from kvframe.cli.render import print_json, print_table
 
 if TYPE_CHECKING:
-    from kvframe.claims import Entry
-    from kvframe.plugins import PluginHost
-    from kvframe.registry import Catalogue
+    from kvframe.loading.claims import Entry
+    from kvframe.loading.plugins import PluginHost
+    from kvframe.loading.registry import Catalogue
 
 
 @click.command(short_help="List the plugins and the names they register.")
@@ -25,7 +25,7 @@ def plugins(stack_file: Path | None, check: bool, as_json: bool) -> None:
 
     A name is "not imported" if the file of its class was found; --check imports the class.
     """
-    from kvframe.plugins import load_plugins
+    from kvframe.loading.plugins import load_plugins
 
     host = load_plugins(read_stack(stack_file).plugins)
     names = [entry for catalogue in host.registry.catalogues.values() for entry in _names(catalogue, check)]
@@ -69,7 +69,7 @@ def _names(catalogue: Catalogue, check: bool) -> list[dict[str, Any]]:
 
 def _problem(entry: Entry, check: bool) -> str:
     """Return why a name cannot be used; empty if it can, or if only an import could show it and none is asked for."""
-    from kvframe.errors import PluginError
+    from kvframe.contract.errors import PluginError
 
     problem = entry.problem()
     if problem or not check:
@@ -89,7 +89,7 @@ def _usable_in_words(name: dict[str, Any]) -> str:
 
 
 def _to_dict(host: PluginHost, names: list[dict[str, Any]]) -> dict[str, Any]:
-    from kvframe.hookspecs import API_VERSION
+    from kvframe.contract.hookspecs import API_VERSION
 
     return {
         "api_version": API_VERSION,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from kvframe.engine.saved_prefixes import SavedPrefix
+    from kvframe.engine.prefixes.saved import SavedPrefix
 
 load_option = click.option(
     "--load-prefixes",
@@ -29,7 +29,7 @@ save_option = click.option(
 
 def check_saved_file(path: Path) -> None:
     """Refuse a file that cannot be written, or would replace something else, before a model is loaded."""
-    from kvframe.engine.prefix_files.writer import check_prefix_place
+    from kvframe.engine.prefixes.file_writer import check_prefix_place
 
     check_prefix_place(path)
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvframe.errors import FileError, RequestError, shorten
-from kvframe.files import as_text, parse_json, read_bytes, read_stream, reason_of
+from kvframe.config.files import as_text, parse_json, read_bytes, read_stream, reason_of
+from kvframe.contract.errors import FileError, RequestError, shorten
 
 _MAX_BYTES = 256 << 20
 """The most that is read of prompts."""

@@ -12,14 +12,14 @@ import click
 
 from kvframe.cli.options import device_option, dtype_option, json_option, load_checked_plugins, read_stack, stack_option
 from kvframe.cli.render import compact_names, print_json, print_table
-from kvframe.errors import FileError, KVFrameError, StackError
+from kvframe.contract.errors import FileError, KVFrameError, StackError
 
 if TYPE_CHECKING:
-    from kvframe.attention.choice import Choice
-    from kvframe.attention.times import MeasuredTime
-    from kvframe.registry import Registry
-    from kvframe.specs import LayerSpec
-    from kvframe.stack import Stack
+    from kvframe.config.stack import Stack
+    from kvframe.contract.specs import LayerSpec
+    from kvframe.loading.registry import Registry
+    from kvframe.selection.choice import Choice
+    from kvframe.selection.times import MeasuredTime
 
 MIN_CONTEXT = 8
 
@@ -69,10 +69,10 @@ def tune(
     """
     import torch
 
-    from kvframe.attention.selection import select_backends
-    from kvframe.attention.times import TimesTable, default_path, time_key
-    from kvframe.groups import make_layer_specs
-    from kvframe.model.recognise import describe_model
+    from kvframe.planning.groups import make_layer_specs
+    from kvframe.planning.recognise import describe_model
+    from kvframe.selection.select import select_backends
+    from kvframe.selection.times import TimesTable, default_path, time_key
 
     stack = read_stack(stack_file, engine={"device": device, "dtype": dtype})
     _check_device(stack)
@@ -137,7 +137,7 @@ def _check_device(stack: Stack) -> None:
 
 def _check_table(path: Path) -> None:
     """Refuse a file that is no table of times, or that cannot be written, before anything is measured in vain."""
-    from kvframe.attention.times import check_table_place
+    from kvframe.selection.times import check_table_place
 
     try:
         check_table_place(path)
@@ -156,8 +156,8 @@ def _measure_all(
     """Measure each shape of layer that ``backend = "auto"`` has a choice for."""
     import torch
 
-    from kvframe.attention.times import layer_shape
-    from kvframe.attention.tuning import able, is_measured, measure
+    from kvframe.engine.tuning import able, is_measured, measure
+    from kvframe.selection.times import layer_shape
 
     device = torch.device(stack.engine.device)
     by_name = {layer.name: layer for layer in layers}
@@ -195,7 +195,7 @@ def _in_json(result: Result) -> dict[str, Any]:
 
 
 def _print(model: str, results: Sequence[Result], path: Path) -> None:
-    from kvframe.attention.times import WEIGHTS
+    from kvframe.selection.times import WEIGHTS
 
     if not results:
         click.echo(f"{model}: nothing to measure: of the backends that are asked for, none has another to compare with")

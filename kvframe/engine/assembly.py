@@ -10,26 +10,26 @@ from typing import Any
 import attrs
 import torch
 
-from kvframe.attention.backend import PageCopier
-from kvframe.attention.choice import Choice, layers_on_copies
 from kvframe.attention.layer import AttentionLayers
 from kvframe.attention.local import LocalCaches
-from kvframe.attention.selection import select_backends
-from kvframe.attention.skipping import find_skippable_layers
 from kvframe.attention.storage import HostStorage, KVCacheStorage
-from kvframe.errors import PluginError, StackError
-from kvframe.foreign import call, safe_repr
-from kvframe.formats import PLAIN
-from kvframe.groups import Grouping, group_layers, make_layer_specs
-from kvframe.memory import check_host_bytes
-from kvframe.model.adapter import LoadedModel
-from kvframe.model.recognise import find_adapter
-from kvframe.plan import KVCachePlan, plan_cache
-from kvframe.plugins import load_plugins
-from kvframe.registry import Registry
-from kvframe.sizing import choose_max_model_len, copied_bytes, num_host_slabs, plan_for_stack
-from kvframe.specs import LayerSpec
-from kvframe.stack import Stack
+from kvframe.config.stack import Stack
+from kvframe.contract.backend import PageCopier
+from kvframe.contract.errors import PluginError, StackError
+from kvframe.contract.foreign import call, safe_repr
+from kvframe.contract.formats import PLAIN
+from kvframe.contract.model import LoadedModel
+from kvframe.contract.specs import LayerSpec
+from kvframe.loading.plugins import load_plugins
+from kvframe.loading.registry import Registry
+from kvframe.planning.groups import Grouping, group_layers, make_layer_specs
+from kvframe.planning.memory import check_host_bytes
+from kvframe.planning.plan import KVCachePlan, plan_cache
+from kvframe.planning.recognise import find_adapter
+from kvframe.planning.sizing import choose_max_model_len, copied_bytes, num_host_slabs, plan_for_stack
+from kvframe.selection.choice import Choice, layers_on_copies
+from kvframe.selection.select import select_backends
+from kvframe.selection.skipping import find_skippable_layers
 
 PLAIN_TOKENS = 1024
 """The longest request of a set-up that a model is compared with itself in."""

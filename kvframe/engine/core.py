@@ -10,30 +10,30 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Generic, Protocol, Self
 
-from kvframe.attention.choice import Choice
 from kvframe.cache.keys import read_secret
 from kvframe.cache.manager import KVCacheManager
-from kvframe.checks import parse_bytes
-from kvframe.engine.admission import Admission
+from kvframe.config.eviction_choice import make_policy
+from kvframe.config.stack import Stack
+from kvframe.contract.errors import KVFrameError, ModelError, PlanError, RequestError, shown
+from kvframe.contract.model import LoadedModel
+from kvframe.contract.specs import LayerSpec
 from kvframe.engine.assembly import Assembly, assemble, assemble_plain, load_model
 from kvframe.engine.cache_events import CacheEventDelivery, CacheListener
 from kvframe.engine.diagnosis import check_model
-from kvframe.engine.progress import RequestT
-from kvframe.engine.request_table import RequestTable
+from kvframe.engine.requests.admission import Admission
+from kvframe.engine.requests.progress import RequestT
+from kvframe.engine.requests.request_table import RequestTable
 from kvframe.engine.resizing import resize
-from kvframe.engine.runner import SkipPolicy
-from kvframe.engine.scheduled import ScheduledStep
-from kvframe.engine.scheduler import Scheduler
-from kvframe.engine.stats import EngineStats
+from kvframe.engine.running.runner import SkipPolicy
+from kvframe.engine.scheduling.scheduler import Scheduler
+from kvframe.engine.scheduling.stats import EngineStats
+from kvframe.engine.scheduling.step import ScheduledStep
 from kvframe.engine.turns import Turns, verb, verb_when_closed
-from kvframe.errors import KVFrameError, ModelError, PlanError, RequestError, shown
-from kvframe.eviction_choice import make_policy
-from kvframe.groups import Grouping
-from kvframe.model.adapter import LoadedModel
-from kvframe.plan import KVCachePlan
-from kvframe.registry import Registry
-from kvframe.specs import LayerSpec
-from kvframe.stack import Stack
+from kvframe.loading.checks import parse_bytes
+from kvframe.loading.registry import Registry
+from kvframe.planning.groups import Grouping
+from kvframe.planning.plan import KVCachePlan
+from kvframe.selection.choice import Choice
 
 _log = logging.getLogger("kvframe")
 

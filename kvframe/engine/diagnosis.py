@@ -7,16 +7,17 @@ from functools import partial
 
 import attrs
 
-from kvframe.attention.choice import Candidate, Choice
-from kvframe.attention.identity import Identity
 from kvframe.attention.layer import AttentionLayers
-from kvframe.attention.wrapper import DROPS_TOKENS, bind_chain
-from kvframe.claims import BUILTIN_OWNER, Entry
+from kvframe.contract.errors import BackendError, ModelError, WrapperError
+from kvframe.contract.specs import LayerSpec
+from kvframe.contract.wrapper import DROPS_TOKENS
 from kvframe.engine.assembly import Assembly, plain_layers
 from kvframe.engine.self_check import run_packed
-from kvframe.errors import BackendError, ModelError, WrapperError
-from kvframe.registry import Registry
-from kvframe.specs import LayerSpec
+from kvframe.loading.claims import BUILTIN_OWNER, Entry
+from kvframe.loading.registry import Registry
+from kvframe.selection.chains import bind_chain
+from kvframe.selection.choice import Candidate, Choice
+from kvframe.selection.identity import Identity
 
 
 def check_model(assembly: Assembly, layers: Sequence[LayerSpec], registry: Registry) -> None:

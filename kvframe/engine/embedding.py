@@ -7,19 +7,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Self, get_args
 
+from kvframe.config.stack import Stack
+from kvframe.contract.description import Pooling, PoolingMode
+from kvframe.contract.errors import KVFrameError, RequestError
+from kvframe.contract.model import LoadedModel
+from kvframe.contract.specs import LayerSpec
 from kvframe.engine.assembly import Assembly, load_model
 from kvframe.engine.core import EngineCore
-from kvframe.engine.pooling import EmbeddingOutput, EmbeddingRequest, PoolingRunner
-from kvframe.engine.prompt import prompts_of
-from kvframe.engine.runner import SkipPolicy
-from kvframe.engine.salts import check_salt, salt_of_each
+from kvframe.engine.requests.prompt import prompts_of
+from kvframe.engine.requests.salts import check_salt, salt_of_each
+from kvframe.engine.running.pooling import EmbeddingOutput, EmbeddingRequest, PoolingRunner
+from kvframe.engine.running.runner import SkipPolicy
 from kvframe.engine.turns import verb
-from kvframe.errors import KVFrameError, RequestError
-from kvframe.model.adapter import LoadedModel
-from kvframe.model.description import Pooling, PoolingMode
-from kvframe.registry import Registry
-from kvframe.specs import LayerSpec
-from kvframe.stack import Stack
+from kvframe.loading.registry import Registry
 
 
 class Embedder(EngineCore[EmbeddingRequest]):

@@ -9,23 +9,23 @@ from pathlib import Path
 import attrs
 
 from kvframe.cache.pins import Pin
+from kvframe.contract.errors import KVFrameError, ModelError, RequestError, shown
 from kvframe.engine.assembly import Assembly
 from kvframe.engine.core import EngineCore
-from kvframe.engine.graphs import StepGraphs
-from kvframe.engine.params import SamplingParams
-from kvframe.engine.prefixes import Prefixes
-from kvframe.engine.prompt import AnyPrompt, prompts_of
-from kvframe.engine.request import Request, RequestOutput
-from kvframe.engine.runner import SkipPolicy, TokenRunner
-from kvframe.engine.salts import check_salt, salt_of_each
-from kvframe.engine.samples import checked_params, params_for_each, params_of_each, sample_ids
-from kvframe.engine.saved_prefixes import SavedPrefix, SavedPrefixes, checked_path
-from kvframe.engine.stops import StopStrings
+from kvframe.engine.graphs.step_graphs import StepGraphs
+from kvframe.engine.prefixes.fingerprint import fingerprint_of
+from kvframe.engine.prefixes.named import Prefixes
+from kvframe.engine.prefixes.saved import SavedPrefix, SavedPrefixes, checked_path
+from kvframe.engine.requests.batch import checked_params, params_for_each, params_of_each, sample_ids
+from kvframe.engine.requests.params import SamplingParams
+from kvframe.engine.requests.prompt import AnyPrompt, prompts_of
+from kvframe.engine.requests.request import Request, RequestOutput
+from kvframe.engine.requests.salts import check_salt, salt_of_each
+from kvframe.engine.requests.stops import StopStrings
+from kvframe.engine.requests.text import TextStream
+from kvframe.engine.running.runner import SkipPolicy, TokenRunner
 from kvframe.engine.streaming import RequestStream
-from kvframe.engine.text import TextStream
 from kvframe.engine.turns import verb
-from kvframe.errors import KVFrameError, ModelError, RequestError, shown
-from kvframe.model.fingerprint import fingerprint_of
 
 
 class Engine(EngineCore[Request]):

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.cache.manager import KVCacheManager
-from kvframe.engine.progress import RequestProgress, RequestT
-from kvframe.engine.scheduler import Scheduler
-from kvframe.errors import PlanError
-from kvframe.plan import KVCachePlan
+from kvframe.contract.errors import PlanError
+from kvframe.engine.requests.progress import RequestProgress, RequestT
+from kvframe.engine.scheduling.scheduler import Scheduler
+from kvframe.planning.plan import KVCachePlan
 
 
 def resize(

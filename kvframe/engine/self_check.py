@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from kvframe.cache.manager import KVCacheManager
+from kvframe.contract.errors import PlanError
+from kvframe.contract.model import ModelInput
 from kvframe.engine.assembly import Assembly
-from kvframe.engine.progress import NO_INPUTS, input_sequences
-from kvframe.engine.runner import ModelRunner
-from kvframe.errors import PlanError
-from kvframe.model.adapter import ModelInput
+from kvframe.engine.requests.progress import NO_INPUTS, input_sequences
+from kvframe.engine.running.runner import ModelRunner
 
 
 def run_packed(

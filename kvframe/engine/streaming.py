@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvframe.engine.request import RequestOutput
+from kvframe.engine.requests.request import RequestOutput
 from kvframe.engine.turns import Turns, verb
 
 

@@ -10,8 +10,8 @@ from functools import wraps
 from types import TracebackType
 from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 
+from kvframe.contract.errors import EngineError
 from kvframe.engine.interrupts import HeldInterrupts
-from kvframe.errors import EngineError
 
 
 class Turns:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import attrs
 
-from kvframe.attention.metadata import NO_EXTENSIONS, SEQ_STARTS, CommonAttentionMetadata
-from kvframe.attention.wrapper import CHANGES_MASK, DROPS_TOKENS, FieldUse, MetadataWrapper
-from kvframe.specs import KVCacheSpec, LayerSpec
+from kvframe.contract.metadata import NO_EXTENSIONS, SEQ_STARTS, CommonAttentionMetadata
+from kvframe.contract.specs import KVCacheSpec, LayerSpec
+from kvframe.contract.wrapper import CHANGES_MASK, DROPS_TOKENS, FieldUse, MetadataWrapper
 
 
 def find_difference(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import attrs
 import torch
 
-from kvframe.attention.wrapper import CHANGES_MASK, WrapperChain
-from kvframe.formats import PLAIN
-from kvframe.specs import KVCacheSpec, LayerSpec, QuerySpec
+from kvframe.contract.formats import PLAIN
+from kvframe.contract.specs import KVCacheSpec, LayerSpec, QuerySpec
+from kvframe.contract.wrapper import CHANGES_MASK
+from kvframe.selection.chains import WrapperChain
 from kvframe.testing.state import KEYS_AND_VALUES, StateForm
 
 

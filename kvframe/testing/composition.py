@@ -15,14 +15,15 @@ from typing import Any
 
 import attrs
 
-from kvframe.attention.backend import AttentionBackend, Capabilities
-from kvframe.attention.capture import GraphCapture
-from kvframe.attention.wrapper import MISTAKES, WrapperChain, chain_capture
-from kvframe.errors import FileError, PluginError, WrapperError
-from kvframe.files import as_text, check_place, read_bytes, write_text
-from kvframe.plugins import load_plugins
-from kvframe.registry import Registry
-from kvframe.specs import LayerSpec, align_up
+from kvframe.attention.wrapping import MISTAKES
+from kvframe.config.files import as_text, check_place, read_bytes, write_text
+from kvframe.contract.backend import AttentionBackend, Capabilities
+from kvframe.contract.capture import GraphCapture
+from kvframe.contract.errors import FileError, PluginError, WrapperError
+from kvframe.contract.specs import LayerSpec, align_up
+from kvframe.loading.plugins import load_plugins
+from kvframe.loading.registry import Registry
+from kvframe.selection.chains import WrapperChain, chain_capture
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import chain_refusals, make_layer, share_cache

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from kvframe.attention.backend import AttentionBackend
-from kvframe.attention.relative_bias import RELATIVE_BIAS
-from kvframe.formats import PLAIN
+from kvframe.contract.backend import AttentionBackend
+from kvframe.contract.formats import PLAIN
+from kvframe.contract.relative_bias import RELATIVE_BIAS
 from kvframe.testing.case import Case
 from kvframe.testing.error_bound import attention_error_bound
 from kvframe.testing.inputs import Inputs, Learned, draw_inputs

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from kvframe.specs import QuerySpec
+from kvframe.contract.specs import QuerySpec
 
 ROUNDINGS = 6
 """Operations that round a weight or a value on its way to the output, each by half a unit at most: the exponential, the

@@ -8,9 +8,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.errors import PluginError
-from kvframe.eviction import MOST_USES, EvictionPolicy, LetGo
-from kvframe.foreign import call
+from kvframe.contract.errors import PluginError
+from kvframe.contract.eviction import MOST_USES, EvictionPolicy, LetGo
+from kvframe.contract.foreign import call
 from kvframe.testing.laws import ConformanceError
 
 USES = np.array([0, 1, 2, 3, 5, 8, 100, 10**4, 10**9])

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import torch
 
-from kvframe.errors import SpecError
-from kvframe.formats import PLAIN, KVFormat, state_of
-from kvframe.plugins import load_plugins
-from kvframe.registry import Registry
+from kvframe.contract.errors import SpecError
+from kvframe.contract.formats import PLAIN, KVFormat, state_of
+from kvframe.loading.plugins import load_plugins
+from kvframe.loading.registry import Registry
 from kvframe.testing.guard import DeviceTensor, ReadOnlyTensor, ScalarGuard
 from kvframe.testing.laws import ConformanceError
 

@@ -14,13 +14,15 @@ from typing import Any
 import attrs
 import torch
 
-from kvframe.attention.backend import Capabilities, Refusal
-from kvframe.attention.capture import GraphCapture
-from kvframe.attention.metadata import SEQ_STARTS
-from kvframe.attention.wrapper import FieldUse, WrapperChain, bind_chain, chain_capture, check_order
-from kvframe.errors import SpecError, WrapperError
-from kvframe.formats import PLAIN, KVFormat
-from kvframe.specs import LayerSpec, QuerySpec, align_up
+from kvframe.config.wrapper_order import check_order
+from kvframe.contract.backend import Capabilities, Refusal
+from kvframe.contract.capture import GraphCapture
+from kvframe.contract.errors import SpecError, WrapperError
+from kvframe.contract.formats import PLAIN, KVFormat
+from kvframe.contract.metadata import SEQ_STARTS
+from kvframe.contract.specs import LayerSpec, QuerySpec, align_up
+from kvframe.contract.wrapper import FieldUse
+from kvframe.selection.chains import WrapperChain, bind_chain, chain_capture
 from kvframe.testing.batches import (
     HIDDEN_CROSS_STARTS,
     HIDDEN_STARTS,

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.testing.laws import ConformanceError
 
 _WAITING = frozenset(

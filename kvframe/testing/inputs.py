@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import attrs
 import torch
 
-from kvframe.attention.relative_bias import RELATIVE_BIAS
-from kvframe.formats import PLAIN
+from kvframe.contract.formats import PLAIN
+from kvframe.contract.relative_bias import RELATIVE_BIAS
 from kvframe.testing.case import Case
 from kvframe.testing.formats import round_trip
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from kvframe.answers import are_ranges
-from kvframe.errors import KVFrameError
-from kvframe.formats import PLAIN
-from kvframe.specs import AttentionMask, KVCacheSpec, TokenRange
+from kvframe.contract.errors import KVFrameError
+from kvframe.contract.formats import PLAIN
+from kvframe.contract.specs import AttentionMask, KVCacheSpec, TokenRange
+from kvframe.planning.answers import are_ranges
 
 
 class ConformanceError(KVFrameError):

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.shapes import find_misfit
 from kvframe.attention.values import find_contradiction, find_wrong_tensor
+from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.testing.case import Request
 
 

@@ -7,13 +7,13 @@ import math
 import attrs
 import torch
 
-from kvframe.attention.backend import AttentionBackend
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.cache.block_table import BlockTable
 from kvframe.cache.manager import KVCacheManager
-from kvframe.formats import PLAIN
-from kvframe.groups import Grouping, group_layers
-from kvframe.plan import KVCachePlan, plan_cache
+from kvframe.contract.backend import AttentionBackend
+from kvframe.contract.formats import PLAIN
+from kvframe.planning.groups import Grouping, group_layers
+from kvframe.planning.plan import KVCachePlan, plan_cache
 from kvframe.testing.case import Case, Request
 from kvframe.testing.laws import ConformanceError
 

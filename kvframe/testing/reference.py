@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from kvframe.specs import KVCacheSpec, QuerySpec, RelativeBias
+from kvframe.contract.specs import KVCacheSpec, QuerySpec, RelativeBias
 
 
 def visible_tokens(spec: KVCacheSpec, num_computed: int, seq_len: int) -> torch.Tensor:

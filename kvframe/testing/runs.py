@@ -11,9 +11,9 @@ from typing import Any
 
 import attrs
 
-from kvframe.attention.backend import Capabilities
-from kvframe.formats import KVFormat
-from kvframe.specs import LayerSpec, align_up
+from kvframe.contract.backend import Capabilities
+from kvframe.contract.formats import KVFormat
+from kvframe.contract.specs import LayerSpec, align_up
 from kvframe.testing.case import Case, Request
 from kvframe.testing.grid import SCALE, formats_of, in_format, make_layer, usual_dtypes
 from kvframe.testing.laws import ConformanceError

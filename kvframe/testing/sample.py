@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from itertools import combinations, pairwise
 
-from kvframe.formats import PLAIN
+from kvframe.contract.formats import PLAIN
 from kvframe.testing.case import Case, Request
 from kvframe.testing.laws import ConformanceError
 

@@ -14,16 +14,16 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe.attention.backend import AttentionBackend
 from kvframe.attention.layer import AttentionLayers
-from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.staging import HOST
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.cache.manager import KVCacheManager
-from kvframe.errors import KVFrameError
-from kvframe.groups import group_layers
-from kvframe.plan import plan_cache
-from kvframe.specs import LayerSpec
+from kvframe.contract.backend import AttentionBackend
+from kvframe.contract.errors import KVFrameError
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.specs import LayerSpec
+from kvframe.planning.groups import group_layers
+from kvframe.planning.plan import plan_cache
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import _find_error
 from kvframe.testing.inputs import Inputs, Learned, draw_inputs

@@ -14,20 +14,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvframe.attention.backend import AttentionBackend
-from kvframe.attention.capture import GraphCapture, NotReplayableError
-from kvframe.attention.choice import Candidate, Choice
-from kvframe.attention.identity import Identity
 from kvframe.attention.layer import AttentionLayer, AttentionLayers
 from kvframe.attention.staging import HOST
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.cache.manager import KVCacheManager
-from kvframe.errors import BackendError
-from kvframe.formats import PLAIN, KVFormat
-from kvframe.groups import group_layers
-from kvframe.plan import plan_cache
-from kvframe.specs import LayerSpec, align_up
+from kvframe.contract.backend import AttentionBackend
+from kvframe.contract.capture import GraphCapture, NotReplayableError
+from kvframe.contract.errors import BackendError
+from kvframe.contract.formats import PLAIN, KVFormat
+from kvframe.contract.specs import LayerSpec, align_up
+from kvframe.planning.groups import group_layers
+from kvframe.planning.plan import plan_cache
+from kvframe.selection.choice import Candidate, Choice
+from kvframe.selection.identity import Identity
 from kvframe.testing.case import Case
 from kvframe.testing.grid import formats_of, in_format, make_layer, make_masks, usual_head_size
 from kvframe.testing.inputs import Learned

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
-from kvframe.attention.backend import AttentionBackend
-from kvframe.formats import PLAIN
-from kvframe.specs import AttentionMask, AttentionSpec, KVCacheSpec, LayerSpec, TokenRange
+from kvframe.contract.backend import AttentionBackend
+from kvframe.contract.formats import PLAIN
+from kvframe.contract.specs import AttentionMask, AttentionSpec, KVCacheSpec, LayerSpec, TokenRange
 
 SOFT_CAP = 2.0
 """Low enough to bend most scores."""

@@ -12,16 +12,18 @@ from typing import Any
 import attrs
 import torch
 
-from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.attention.copies import CopyScratch, make_backend
-from kvframe.attention.metadata import CommonAttentionMetadata
 from kvframe.attention.nested import replace_tensors
-from kvframe.attention.order import is_ordered, permute
 from kvframe.attention.staging import HOST, Staging
 from kvframe.attention.storage import KVCacheStorage
-from kvframe.attention.wrapper import DROPS_TOKENS, WrapperChain, apply_chain, bind_chain
+from kvframe.attention.wrapping import apply_chain
 from kvframe.cache.manager import KVCacheManager
-from kvframe.specs import LayerSpec
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.order import is_ordered, permute
+from kvframe.contract.specs import LayerSpec
+from kvframe.contract.wrapper import DROPS_TOKENS
+from kvframe.selection.chains import WrapperChain, bind_chain
 from kvframe.testing.case import Case
 from kvframe.testing.inputs import Inputs, Learned
 from kvframe.testing.laws import ConformanceError

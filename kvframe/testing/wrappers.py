@@ -16,8 +16,11 @@ from typing import Any
 import attrs
 import torch
 
-from kvframe.attention.capture import GraphCapture
-from kvframe.attention.metadata import (
+from kvframe.attention.padding import pad_metadata
+from kvframe.attention.wrapping import MISTAKES, apply_wrapper
+from kvframe.contract.capture import GraphCapture
+from kvframe.contract.errors import WrapperError
+from kvframe.contract.metadata import (
     ENCODER_SEQ_LENS,
     NUM_ACCEPTED_TOKENS,
     SEQ_STARTS,
@@ -25,10 +28,8 @@ from kvframe.attention.metadata import (
     CommonAttentionMetadata,
     Extension,
 )
-from kvframe.attention.padding import pad_metadata
-from kvframe.attention.wrapper import MISTAKES, FieldUse, MetadataWrapper, apply_wrapper
-from kvframe.errors import WrapperError
-from kvframe.specs import LayerSpec
+from kvframe.contract.specs import LayerSpec
+from kvframe.contract.wrapper import FieldUse, MetadataWrapper
 from kvframe.testing.attended import find_difference
 from kvframe.testing.batches import cross_wrapper_batches, wrapper_batches
 from kvframe.testing.case import Request

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvframe.attention.metadata import CommonAttentionMetadata
+from kvframe.contract.metadata import CommonAttentionMetadata
 
 MakeBatch = Callable[..., CommonAttentionMetadata]
 

@@ -15,8 +15,8 @@ from kvframe_chunked_local import ChunkedLocalSpec
 
 import kvframe
 from kvframe.builtin.full_attention import FullAttentionSpec
-from kvframe.errors import SpecError
-from kvframe.specs import AttentionMask, KVCacheSpec
+from kvframe.contract.errors import SpecError
+from kvframe.contract.specs import AttentionMask, KVCacheSpec
 from kvframe.testing.laws import check_spec
 
 

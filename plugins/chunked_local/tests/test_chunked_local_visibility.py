@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from kvframe_chunked_local import ChunkedLocalSpec
 from kvframe_chunked_local.wrapper import ChunkedLocal
 
-from kvframe.attention.metadata import ENCODER_SEQ_LENS, SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
-from kvframe.attention.wrapper import apply_chain, apply_wrapper, bind_chain
+from kvframe.attention.wrapping import apply_chain, apply_wrapper
 from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.specs import LayerSpec, QuerySpec
+from kvframe.contract.metadata import ENCODER_SEQ_LENS, SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
+from kvframe.contract.specs import LayerSpec, QuerySpec
+from kvframe.selection.chains import bind_chain
 from kvframe.testing.reference import dense_attention, visible_tokens
 
 MakeBatch = Callable[..., CommonAttentionMetadata]

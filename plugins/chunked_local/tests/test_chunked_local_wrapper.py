@@ -14,7 +14,12 @@ from kvframe_chunked_local.pieces import most_pieces
 from kvframe_chunked_local.wrapper import ChunkedLocal
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvframe.attention.metadata import (
+from kvframe.attention.padding import pad_metadata
+from kvframe.attention.wrapping import apply_wrapper
+from kvframe.builtin.full_attention import FullAttentionSpec
+from kvframe.config.wrapper_order import check_order
+from kvframe.contract.errors import WrapperError
+from kvframe.contract.metadata import (
     ENCODER_SEQ_LENS,
     NUM_ACCEPTED_TOKENS,
     SEQ_STARTS,
@@ -22,11 +27,8 @@ from kvframe.attention.metadata import (
     CommonAttentionMetadata,
     Extension,
 )
-from kvframe.attention.padding import pad_metadata
-from kvframe.attention.wrapper import apply_wrapper, bind_chain, check_order
-from kvframe.builtin.full_attention import FullAttentionSpec
-from kvframe.errors import WrapperError
-from kvframe.specs import LayerSpec, QuerySpec
+from kvframe.contract.specs import LayerSpec, QuerySpec
+from kvframe.selection.chains import bind_chain
 from kvframe.testing.wrappers import check_wrapper
 
 MakeBatch = Callable[..., CommonAttentionMetadata]

@@ -12,9 +12,9 @@ from kvframe_cpu.backend import CpuBackend
 from kvframe_kernels.cpu import build
 
 from kvframe import LayerSpec, QuerySpec, Stack, load_plugins
-from kvframe.attention.selection import select_backends
 from kvframe.builtin.full_attention import FullAttentionSpec
-from kvframe.errors import BackendError
+from kvframe.contract.errors import BackendError
+from kvframe.selection.select import select_backends
 from kvframe.testing.case import Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases

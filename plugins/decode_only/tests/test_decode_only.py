@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 from kvframe_decode_only.wrapper import DecodeOnly
 
 import kvframe
-from kvframe.attention.metadata import (
+from kvframe.attention.padding import pad_metadata
+from kvframe.attention.wrapping import apply_wrapper
+from kvframe.builtin.full_attention import FullAttentionSpec
+from kvframe.config.wrapper_order import check_order
+from kvframe.contract.errors import WrapperError
+from kvframe.contract.metadata import (
     ENCODER_SEQ_LENS,
     NUM_ACCEPTED_TOKENS,
     SEQ_STARTS,
@@ -23,11 +28,8 @@ from kvframe.attention.metadata import (
     CommonAttentionMetadata,
     Extension,
 )
-from kvframe.attention.padding import pad_metadata
-from kvframe.attention.wrapper import MetadataWrapper, apply_wrapper, check_order
-from kvframe.builtin.full_attention import FullAttentionSpec
-from kvframe.errors import WrapperError
-from kvframe.specs import LayerSpec
+from kvframe.contract.specs import LayerSpec
+from kvframe.contract.wrapper import MetadataWrapper
 from kvframe.testing.case import Request
 from kvframe.testing.metadata import find_problem, make_metadata
 from kvframe.testing.wrappers import check_wrapper

@@ -18,8 +18,8 @@ from torch._dynamo import config as dynamo_config
 from torch.fx.experimental import _config as shapes_config
 
 from kvframe import LayerSpec, Stack, load_plugins
-from kvframe.attention.selection import select_backends
-from kvframe.errors import BackendError, StackError
+from kvframe.contract.errors import BackendError, StackError
+from kvframe.selection.select import select_backends
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer

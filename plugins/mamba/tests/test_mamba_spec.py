@@ -14,8 +14,8 @@ from kvframe_mamba import MambaSpec
 from kvframe_mamba.spec import WHOLE_REQUEST
 
 import kvframe
-from kvframe.errors import KVFrameError
-from kvframe.specs import StateTensor
+from kvframe.contract.errors import KVFrameError
+from kvframe.contract.specs import StateTensor
 from kvframe.testing.laws import check_spec
 
 Blocks = tuple[tuple[int, int], ...]

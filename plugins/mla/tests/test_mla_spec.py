@@ -11,9 +11,9 @@ from kvframe_mla import MLASpec
 
 from kvframe import LayerSpec, Stack, group_layers, load_plugins, make_layer_specs
 from kvframe.builtin.full_attention import FullAttentionSpec
-from kvframe.errors import SpecError, UnknownNameError
-from kvframe.model.layer_file import read_layer_file
-from kvframe.specs import AttentionMask
+from kvframe.contract.errors import SpecError, UnknownNameError
+from kvframe.contract.specs import AttentionMask
+from kvframe.planning.layer_file import read_layer_file
 from kvframe.testing.laws import check_spec
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")

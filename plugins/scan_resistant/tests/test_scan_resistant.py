@@ -14,7 +14,7 @@ import pytest
 from kvframe_scan_resistant.policy import ScanResistant
 
 from kvframe import FullAttentionSpec, KVCacheManager, LayerSpec, group_layers, plan_cache
-from kvframe.eviction import LRU, MOST_USES, EvictionPolicy, LetGo
+from kvframe.contract.eviction import LRU, MOST_USES, EvictionPolicy, LetGo
 from kvframe.testing.eviction import check_policy
 
 POOL_PAGES, BLOCK = 256, 16

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvframe.attention.state import StateStep
-from kvframe.model.adapter import LoadedModel
-from kvframe.model.description import LayerDescription
-from kvframe.specs import KVCacheSpec, StateTensor, TokenRange
+from kvframe.contract.description import LayerDescription
+from kvframe.contract.model import LoadedModel
+from kvframe.contract.specs import KVCacheSpec, StateTensor, TokenRange
 
 
 class OneState(KVCacheSpec):

@@ -14,8 +14,8 @@ from kvframe_transformers.testing import save_tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from kvframe.errors import ModelError, RequestError
-from kvframe.model.description import ModelDescription
+from kvframe.contract.description import ModelDescription
+from kvframe.contract.errors import ModelError, RequestError
 
 IDS = [5, 9, 17, 33, 2]
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from kvframe.errors import ModelError, UnknownNameError
+from kvframe.contract.errors import ModelError, UnknownNameError
 
 
 def refusal(path: Path) -> str:

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from kvframe.attention.capture import GraphCapture
-from kvframe.attention.metadata import (
+from kvframe.contract.capture import GraphCapture
+from kvframe.contract.errors import WrapperError
+from kvframe.contract.metadata import (
     ENCODER_SEQ_LENS,
     NUM_ACCEPTED_TOKENS,
     SEQ_STARTS,
@@ -21,9 +22,8 @@ from kvframe.attention.metadata import (
     CommonAttentionMetadata,
     Extension,
 )
-from kvframe.attention.wrapper import VIRTUAL_REQUESTS, FieldUse, MetadataWrapper
-from kvframe.errors import WrapperError
-from kvframe.specs import AttentionMask, LayerSpec
+from kvframe.contract.specs import AttentionMask, LayerSpec
+from kvframe.contract.wrapper import VIRTUAL_REQUESTS, FieldUse, MetadataWrapper
 from kvframe_chunked_local.block_runs import BlockRuns
 from kvframe_chunked_local.pieces import IntArray, cut_requests, most_pieces
 

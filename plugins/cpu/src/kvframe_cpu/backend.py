@@ -10,11 +10,11 @@ from kvframe_kernels.cpu.attention import Batch, Scales, Scoring, paged_attentio
 from kvframe_kernels.cpu.build import BuildError, load_library
 from kvframe_kernels.cpu.write import write_kv
 
-from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder, Capabilities, KVCache
-from kvframe.attention.capture import GraphCapture
-from kvframe.attention.metadata import SEQ_STARTS, CommonAttentionMetadata
-from kvframe.attention.relative_bias import RELATIVE_BIAS, bias_by_distance
-from kvframe.specs import LayerSpec
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, Capabilities, KVCache
+from kvframe.contract.capture import GraphCapture
+from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata
+from kvframe.contract.relative_bias import RELATIVE_BIAS, bias_by_distance
+from kvframe.contract.specs import LayerSpec
 
 
 class CpuMetadataBuilder(AttentionMetadataBuilder):

@@ -9,16 +9,11 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe.attention.capture import GraphCapture
-from kvframe.attention.metadata import (
-    ENCODER_SEQ_LENS,
-    NUM_ACCEPTED_TOKENS,
-    SEQ_STARTS,
-    CommonAttentionMetadata,
-)
-from kvframe.attention.wrapper import DROPS_TOKENS, VIRTUAL_REQUESTS, FieldUse, MetadataWrapper
-from kvframe.errors import WrapperError
-from kvframe.specs import LayerSpec
+from kvframe.contract.capture import GraphCapture
+from kvframe.contract.errors import WrapperError
+from kvframe.contract.metadata import ENCODER_SEQ_LENS, NUM_ACCEPTED_TOKENS, SEQ_STARTS, CommonAttentionMetadata
+from kvframe.contract.specs import LayerSpec
+from kvframe.contract.wrapper import DROPS_TOKENS, VIRTUAL_REQUESTS, FieldUse, MetadataWrapper
 
 
 @attrs.frozen(kw_only=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kvframe.attention.metadata import CommonAttentionMetadata
-from kvframe.specs import LayerSpec
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.specs import LayerSpec
 
 DTYPES = frozenset({"float16", "bfloat16"})
 

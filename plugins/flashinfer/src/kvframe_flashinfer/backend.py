@@ -12,8 +12,8 @@ import torch
 from flashinfer.jit import env
 from flashinfer.jit.cpp_ext import get_cuda_path
 
-from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
-from kvframe.specs import LayerSpec
+from kvframe.contract.backend import AttentionBackend, Capabilities, KVCache
+from kvframe.contract.specs import LayerSpec
 from kvframe_flashinfer.builder import FlashInferMetadata, FlashInferMetadataBuilder, Problem
 
 KERNELS = ("auto", "fa2", "fa3")

@@ -11,10 +11,10 @@ import attrs
 import torch
 from torch.nn.functional import pad
 
-from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache
-from kvframe.attention.metadata import SEQ_STARTS
-from kvframe.attention.relative_bias import RELATIVE_BIAS, bias_by_distance
-from kvframe.specs import LayerSpec
+from kvframe.contract.backend import AttentionBackend, Capabilities, KVCache
+from kvframe.contract.metadata import SEQ_STARTS
+from kvframe.contract.relative_bias import RELATIVE_BIAS, bias_by_distance
+from kvframe.contract.specs import LayerSpec
 from kvframe_flex.builder import FlexMetadataBuilder, Piece
 from kvframe_flex.kernel import Kernel, Scores, keep_static
 from kvframe_flex.pages import Sight

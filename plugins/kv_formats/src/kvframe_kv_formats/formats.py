@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
-from kvframe.errors import SpecError
-from kvframe.formats import KVFormat, StateTensor
+from kvframe.contract.errors import SpecError
+from kvframe.contract.formats import KVFormat, StateTensor
 
 if TYPE_CHECKING:
     import torch

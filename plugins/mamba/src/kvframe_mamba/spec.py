@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvframe.errors import SpecError
-from kvframe.specs import KVCacheSpec, StateTensor, TokenRange, align_up
+from kvframe.contract.errors import SpecError
+from kvframe.contract.specs import KVCacheSpec, StateTensor, TokenRange, align_up
 
 Shapes = tuple[tuple[int, ...], ...]
 

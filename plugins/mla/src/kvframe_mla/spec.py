@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvframe.errors import UnknownNameError
-from kvframe.specs import ITEM_BYTES, AttentionMask, KVCacheSpec, StateTensor, TokenRange, positive_int
+from kvframe.contract.errors import UnknownNameError
+from kvframe.contract.specs import ITEM_BYTES, AttentionMask, KVCacheSpec, StateTensor, TokenRange, positive_int
 
 
 def _known_dtype(instance: Any, attribute: attrs.Attribute[str], value: str) -> None:

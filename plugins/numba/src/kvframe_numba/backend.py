@@ -10,10 +10,10 @@ import torch
 from kvframe_kernels.jit.attention import Batch, paged_attention
 from kvframe_kernels.jit.plan import Mask, plan
 
-from kvframe.attention.backend import AttentionBackend, AttentionMetadataBuilder, Capabilities, KVCache
-from kvframe.attention.metadata import SEQ_STARTS, CommonAttentionMetadata
-from kvframe.attention.relative_bias import RELATIVE_BIAS, bias_by_distance
-from kvframe.specs import LayerSpec
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, Capabilities, KVCache
+from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata
+from kvframe.contract.relative_bias import RELATIVE_BIAS, bias_by_distance
+from kvframe.contract.specs import LayerSpec
 
 
 class NumbaMetadataBuilder(AttentionMetadataBuilder):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from kvframe.errors import ModelError, UnknownNameError
-from kvframe.model.adapter import LoadedModel, ModelAdapter
-from kvframe.model.description import ModelDescription
-from kvframe.specs import ENCODER
+from kvframe.contract.description import ModelDescription
+from kvframe.contract.errors import ModelError, UnknownNameError
+from kvframe.contract.model import LoadedModel, ModelAdapter
+from kvframe.contract.specs import ENCODER
 from kvframe_transformers.checkpoint import (
     build_without_weights,
     eos_token_ids,

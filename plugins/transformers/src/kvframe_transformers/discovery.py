@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvframe.errors import ModelError
-from kvframe.model.description import LayerDescription
+from kvframe.contract.description import LayerDescription
+from kvframe.contract.errors import ModelError
 from kvframe_transformers.latents import KIND as LATENT_KIND
 from kvframe_transformers.masks import MaskKind, classify_mask, sees_all
 from kvframe_transformers.recording import (

@@ -14,8 +14,8 @@ import attrs
 import torch
 from torch import nn
 
-from kvframe.errors import ModelError
-from kvframe.model.description import LayerDescription
+from kvframe.contract.description import LayerDescription
+from kvframe.contract.errors import ModelError
 
 KIND = "mla"
 """The kind of these layers."""

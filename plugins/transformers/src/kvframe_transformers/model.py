@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvframe.attention.operator import Attend
-from kvframe.errors import ModelError
-from kvframe.model.adapter import LoadedModel, ModelIdentity
-from kvframe.model.description import LayerDescription, ModelDescription, Pooling
+from kvframe.contract.description import LayerDescription, ModelDescription, Pooling
+from kvframe.contract.errors import ModelError
+from kvframe.contract.model import LoadedModel, ModelIdentity
+from kvframe.contract.operator import Attend
 from kvframe_transformers.checkpoint import one_sentence, quiet
 from kvframe_transformers.compiled import CompiledBody
 from kvframe_transformers.latents import Latents

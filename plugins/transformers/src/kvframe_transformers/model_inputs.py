@@ -11,8 +11,8 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe.errors import RequestError
-from kvframe.model.adapter import ModelInput
+from kvframe.contract.errors import RequestError
+from kvframe.contract.model import ModelInput
 
 
 @attrs.frozen(eq=False)

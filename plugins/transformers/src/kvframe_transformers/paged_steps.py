@@ -17,8 +17,8 @@ import attrs
 import torch
 from torch import nn
 
-from kvframe.attention.backend import KVCache
 from kvframe.attention.state import StateRound
+from kvframe.contract.backend import KVCache
 from kvframe_transformers.scans import parameters_of, with_globals
 from kvframe_transformers.states import Inputs, Numbers, Output, StateView
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from kvframe.attention.operator import Attend, OpaqueAttention
 from kvframe.attention.state import StateStep
-from kvframe.errors import ModelError
-from kvframe.model.description import LayerDescription
+from kvframe.contract.description import LayerDescription
+from kvframe.contract.errors import ModelError
+from kvframe.contract.operator import Attend, OpaqueAttention
 from kvframe_transformers.discovery import scale_of
 from kvframe_transformers.temperature import Temperature
 

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from kvframe.errors import ModelError
-from kvframe.model.adapter import ModelInput
-from kvframe.model.description import ModelDescription
+from kvframe.contract.description import ModelDescription
+from kvframe.contract.errors import ModelError
+from kvframe.contract.model import ModelInput
 
 _PROMPT_LENS = (5, 9)
 _MAX_LOCAL = 64

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvframe.errors import ModelError
-from kvframe.model.description import Pooling, PoolingMode
+from kvframe.contract.description import Pooling, PoolingMode
+from kvframe.contract.errors import ModelError
 
 _MODES: Mapping[str, PoolingMode] = {
     "pooling_mode_mean_tokens": "mean",

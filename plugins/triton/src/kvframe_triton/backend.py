@@ -10,11 +10,11 @@ from kvframe_kernels.triton.attention import FORMATS, LOG2_E, PagedAttention
 from kvframe_kernels.triton.pages import copy_pages
 from kvframe_kernels.triton.write import write_kv
 
-from kvframe.attention.backend import AttentionBackend, Capabilities, KVCache, PageCopier
-from kvframe.attention.metadata import SEQ_STARTS
-from kvframe.attention.relative_bias import RELATIVE_BIAS, bias_by_distance
-from kvframe.formats import PLAIN
-from kvframe.specs import LayerSpec
+from kvframe.contract.backend import AttentionBackend, Capabilities, KVCache, PageCopier
+from kvframe.contract.formats import PLAIN
+from kvframe.contract.metadata import SEQ_STARTS
+from kvframe.contract.relative_bias import RELATIVE_BIAS, bias_by_distance
+from kvframe.contract.specs import LayerSpec
 from kvframe_triton.builder import TritonMetadata, TritonMetadataBuilder
 
 DEFAULT_NUM_CORES = 132

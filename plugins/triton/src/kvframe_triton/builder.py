@@ -11,9 +11,9 @@ from kvframe_kernels.triton.attention import PagedAttention
 from kvframe_kernels.triton.attention_plan import Programs, Work
 from kvframe_kernels.triton.attention_tiles import Batch
 
-from kvframe.attention.backend import AttentionMetadataBuilder
-from kvframe.attention.capture import GraphCapture
-from kvframe.attention.metadata import SEQ_STARTS, CommonAttentionMetadata
+from kvframe.contract.backend import AttentionMetadataBuilder
+from kvframe.contract.capture import GraphCapture
+from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata
 
 
 @attrs.frozen(eq=False)

@@ -9,10 +9,10 @@ from kvframe_kernels.triton.attention import PagedAttention
 from kvframe_kernels.triton.attention_tiles import Batch
 from kvframe_kernels.triton.mla import LatentAttention
 
-from kvframe.attention.backend import AttentionMetadataBuilder
-from kvframe.attention.capture import GraphCapture
-from kvframe.attention.metadata import CommonAttentionMetadata
-from kvframe.attention.order import BatchOrder
+from kvframe.contract.backend import AttentionMetadataBuilder
+from kvframe.contract.capture import GraphCapture
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.order import BatchOrder
 from kvframe_triton.builder import TritonMetadata, batch_of
 
 MAX_EXPANDED = 1 << 27

@@ -1,0 +1,148 @@
+"""Applying wrappers in a step: each is held to what it declares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from operator import attrgetter, is_
+from typing import Any
+
+import attrs
+
+from kvframe.attention.shapes import find_misfit
+from kvframe.attention.values import find_contradiction
+from kvframe.contract.errors import KVFrameError, WrapperError
+from kvframe.contract.foreign import safe_text
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.wrapper import FieldUse, MetadataWrapper
+
+MISTAKES = frozenset({"changed_field", "failed", "lost_extension", "wrong_shape", "wrong_value"})
+"""Codes of the errors that a right wrapper never causes, whatever the step."""
+
+
+def apply_wrapper(
+    wrapper: MetadataWrapper, metadata: CommonAttentionMetadata, layers: Sequence[str] = ()
+) -> CommonAttentionMetadata:
+    """Apply one wrapper, and hold it to what it declares.
+
+    Args:
+        wrapper: The wrapper, made for the layers that will read the result.
+        metadata: The step's metadata, or what another wrapper made of it.
+        layers: The names of these layers, for errors.
+
+    Raises:
+        WrapperError: The step has something that the wrapper rejects (``rejected_field``, ``rejected_extension``) or
+            does not know (``unknown_field``, ``unknown_extension``). Or the wrapper makes a mistake: it changed a field
+            or lost an extension that it declares to hand on (``changed_field``, ``lost_extension``), what it hands on
+            has parts that do not go together (``wrong_shape``), or its numbers and host copies contradict each other
+            (``wrong_value``). Or it raised anything else (``failed``).
+    """
+    for field, default, code in _guarded_fields(type(wrapper)):
+        if getattr(metadata, field) != default:
+            raise WrapperError(
+                f"wrapper {wrapper.name!r} cannot take a step with {field} = {getattr(metadata, field)!r}: "
+                + ("it rejects it" if code == "rejected_field" else "it does not know this field"),
+                code=code,
+            )
+    for name in metadata.extensions:
+        use = wrapper.extensions.get(name)
+        if use is None or use is FieldUse.REJECT:
+            known = ", ".join(sorted(name for name, use in wrapper.extensions.items() if use is not FieldUse.REJECT))
+            raise WrapperError(
+                f"wrapper {wrapper.name!r} "
+                + ("does not know" if use is None else "rejects")
+                + f" the extension {name!r}; it takes {known or 'none'}",
+                code="unknown_extension" if use is None else "rejected_extension",
+            )
+    try:
+        wrapped = wrapper(metadata)
+    except KVFrameError:
+        raise
+    except Exception as error:
+        raise wrapper_mistake(wrapper, layers, f"failed: {safe_text(error)}", "failed") from error
+    if wrapped is metadata:
+        return wrapped
+    if not isinstance(wrapped, CommonAttentionMetadata):
+        raise wrapper_mistake(wrapper, layers, f"returns {type(wrapped).__name__!r}, not metadata", "wrong_shape")
+    problem = find_misfit(wrapped, metadata)
+    if problem is not None:
+        problem = f"gives metadata that does not fit together: {problem}"
+        raise wrapper_mistake(wrapper, layers, problem, "wrong_shape")
+    changed = _find_changed(wrapper, metadata, wrapped)
+    if changed is not None:
+        problem = f"declares to carry {changed} and hands on something else"
+        raise wrapper_mistake(wrapper, layers, problem, "changed_field")
+    for name in metadata.extensions:
+        if wrapper.extensions[name] is not FieldUse.RESET and name not in wrapped.extensions:
+            problem = f"lost the extension {name!r}, which it declares to hand on"
+            raise wrapper_mistake(wrapper, layers, problem, "lost_extension")
+    problem = find_contradiction(wrapped, metadata)
+    if problem is not None:
+        raise wrapper_mistake(wrapper, layers, f"gives wrong values: {problem}", "wrong_value")
+    return wrapped
+
+
+def wrapper_mistake(wrapper: MetadataWrapper, layers: Sequence[str], problem: str, code: str) -> WrapperError:
+    """Return the error for a wrapper that does what no wrapper may do.
+
+    Args:
+        wrapper: The wrapper.
+        layers: The names of the layers that read what it hands on; empty if that is not known.
+        problem: What it does: a verb and what follows.
+        code: One of ``MISTAKES``.
+    """
+    where = ""
+    if layers:
+        where = f", of the layer {layers[0]!r}" + (f" and {len(layers) - 1} others," if len(layers) > 1 else ",")
+    return WrapperError(f"wrapper {wrapper.name!r}{where} {problem}; this is a mistake in the wrapper", code=code)
+
+
+def apply_chain(chain: Sequence[MetadataWrapper], metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """Apply the wrappers of ``chain`` in order; raises what ``apply_wrapper`` raises."""
+    for wrapper in chain:
+        metadata = apply_wrapper(wrapper, metadata)
+    return metadata
+
+
+def _find_changed(
+    wrapper: MetadataWrapper, given: CommonAttentionMetadata, wrapped: CommonAttentionMetadata
+) -> str | None:
+    """Return a field that a wrapper declares to carry and does not; None if there is none."""
+    names, values_of = _carried_fields(type(wrapper))
+    before, after = values_of(given), values_of(wrapped)
+    if all(map(is_, before, after)):
+        return None
+    for name, one, other in zip(names, before, after, strict=True):
+        # Tensors are carried as they are; equal numbers may be two objects.
+        if one is not other and not (isinstance(one, int) and one == other):
+            return name
+    return None
+
+
+@cache
+def _carried_fields(
+    wrapper_class: type[MetadataWrapper],
+) -> tuple[tuple[str, ...], Callable[[CommonAttentionMetadata], tuple[Any, ...]]]:
+    """Return the fields that such a wrapper carries, and what reads them off metadata."""
+    known = (field.name for field in attrs.fields(CommonAttentionMetadata) if field.name != "extensions")
+    names = tuple(name for name in known if wrapper_class.fields.get(name) is FieldUse.CARRY)
+    # Of fewer than two names, attrgetter does not return a tuple: a field that no wrapper may change makes them two.
+    return (*names, "block_size", "block_size"), attrgetter(*names, "block_size", "block_size")
+
+
+@cache
+def _guarded_fields(wrapper_class: type[MetadataWrapper]) -> tuple[tuple[str, Any, str], ...]:
+    """Return the fields that a step must leave at their default for such a wrapper, with the code if it does not."""
+    guarded = []
+    for field in attrs.fields(CommonAttentionMetadata):
+        use = wrapper_class.fields.get(field.name)
+        if field.name == "extensions" or use not in (None, FieldUse.REJECT):
+            continue
+        if field.default is attrs.NOTHING:
+            raise WrapperError(
+                f"wrapper {wrapper_class.name!r} does not say what it does with the field {field.name!r}, which every "
+                "step has",
+                code="unknown_field",
+            )
+        guarded.append((field.name, field.default, "unknown_field" if use is None else "rejected_field"))
+    return tuple(guarded)

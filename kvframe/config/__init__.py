@@ -1,0 +1,1 @@
+"""What an operator says: the stack file, its tables and keys, and what each may hold."""

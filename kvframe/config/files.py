@@ -1,0 +1,202 @@
+"""Reads and writes the files that a user names.
+
+Reading is bounded: whatever lies at a path (nothing, a folder, a device that never ends, bytes, JSON that is nested a
+million times), a function here returns or raises ``FileError``. Writing replaces a file as a whole, and only one that
+kvframe wrote before. The caller puts the file's name before the sentence of a ``FileError``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from kvframe.contract.errors import FileError
+
+MAX_BYTES = 64 << 20
+"""The most that is read of a file."""
+
+MAX_TOML_BYTES = 1 << 20
+"""The most that is read of a TOML file: its parser takes time in proportion to a table's size, squared."""
+
+MAX_DEPTH = 64
+"""How deeply tables and lists may be nested."""
+
+MAX_BITS = 64
+"""Of whole numbers: what TOML's own have, and more than any size or token id takes."""
+
+_PART = r"""[\w"'-]++[ \t]*+"""
+_DEEP_KEY = re.compile(rf"""(?<![\w"'-])(?:{_PART}\.[ \t]*+){{{MAX_DEPTH}}}""")
+
+
+def exists(path: Path) -> bool:
+    """Return whether there is anything at ``path``; raises ``FileError`` if it can be no path."""
+    try:
+        return path.exists()
+    except (OSError, ValueError) as error:  # such as a name that is too long
+        raise FileError(f"cannot be read: {reason_of(error)}") from error
+
+
+def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """Return what a file holds.
+
+    Args:
+        path: A file, a pipe, or a device. A pipe that no process has open for writing is empty.
+        max_bytes: The most that it may hold.
+
+    Raises:
+        FileError: It cannot be read, or holds more.
+    """
+    try:
+        with open(path, "rb", opener=_open_at_once) as file:
+            os.set_blocking(file.fileno(), True)
+            return read_stream(file, max_bytes)
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        raise FileError(f"cannot be read: {reason_of(error)}") from error
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file. Opening a pipe would wait until a process opens it for writing, and wait for ever if none does."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def read_stream(file: BinaryIO, max_bytes: int = MAX_BYTES) -> bytes:
+    """Return what is left of an open file; raises ``FileError`` if that is more than ``max_bytes``."""
+    content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise FileError(f"holds more than {max_bytes >> 20} MiB")
+    return content
+
+
+def reason_of(error: OSError | ValueError) -> str:
+    """Return why a file cannot be opened, without its name."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+
+
+def as_text(content: bytes) -> str:
+    """Return bytes as UTF-8 text, without a byte order mark; raises ``FileError`` if they are none."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise FileError(f"is no UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
+def parse_json(text: str) -> Any:
+    """Return the value that a JSON text is of; raises ``FileError`` if it is none, or one nested too deeply."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise FileError(f"is no valid JSON: it is nested more than {MAX_DEPTH} times") from error
+    except ValueError as error:
+        raise FileError(f"is no valid JSON: {_without_advice(error)}") from error
+    _check_values(value)
+    return value
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the table that a TOML text is of; raises ``FileError`` if it is none, or one nested too deeply."""
+    try:
+        if _DEEP_KEY.search(text):
+            raise RecursionError
+        value = tomllib.loads(text)
+    except RecursionError as error:
+        raise FileError(f"is no valid TOML: it is nested more than {MAX_DEPTH} times") from error
+    except ValueError as error:
+        raise FileError(f"is no valid TOML: {_without_advice(error)}") from error
+    _check_values(value)
+    return value
+
+
+def read_json(path: Path) -> Any:
+    """Return the value in a JSON file; raises ``FileError`` if it cannot be read or holds none."""
+    return parse_json(as_text(read_bytes(path)))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the table in a TOML file; raises ``FileError`` if it cannot be read or holds none."""
+    return parse_toml(as_text(read_bytes(path, MAX_TOML_BYTES)))
+
+
+def check_place(path: Path, is_ours: Callable[[Path], bool]) -> None:
+    """Refuse a place where a file cannot be written, or where it would replace something else.
+
+    Args:
+        path: Where a file is to be. Nothing, an empty file, or one that ``is_ours``, may be there.
+        is_ours: Returns whether a file is one that kvframe wrote for the same purpose; it may raise ``FileError``.
+
+    Raises:
+        FileError: Something else is there, or nothing can be written in the folder.
+    """
+    folder = path.absolute().parent
+    if exists(path):
+        if path.is_dir():
+            raise FileError("cannot be written: it is a folder")
+        if not path.is_file():
+            raise FileError("cannot be written: it is a device or a pipe, not a file")
+        if path.stat().st_size > 0 and not is_ours(path):
+            raise FileError("is there already and is another kind of file; name another, or remove it first")
+    while not exists(folder):
+        folder = folder.parent
+    if not folder.is_dir():
+        raise FileError(f"cannot be written: {folder} is no folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise FileError(f"cannot be written: nothing can be written in {folder}")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file as a whole, so that no other program ever reads a part of it; folders are made.
+
+    Raises:
+        FileError: The file cannot be written; what was there is as it was, and nothing else is left behind.
+    """
+    target = path.resolve()
+    temporary = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".kvframe.")
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o666 & ~umask())
+        os.replace(temporary, target)
+        temporary = None
+    except (OSError, ValueError) as error:
+        raise FileError(f"cannot be written: {reason_of(error)}") from error
+    finally:
+        if temporary is not None:
+            os.unlink(temporary)
+
+
+def umask() -> int:
+    """Return which permissions a file of this process does not get."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _without_advice(error: ValueError) -> str:
+    """Return a parser's message; without Python's advice to programmers on numbers with thousands of digits."""
+    message = str(error)
+    return "a number has thousands of digits" if "set_int_max_str_digits" in message else message
+
+
+def _check_values(value: Any) -> None:
+    """Refuse what code that takes values one inside the other, or prints them, could not take."""
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise FileError(f"is nested more than {MAX_DEPTH} times")
+        inner: list[Any] = []
+        for each in level:
+            if isinstance(each, Mapping):
+                inner += each.values()
+            elif isinstance(each, list):
+                inner += each
+            elif isinstance(each, int) and each.bit_length() > MAX_BITS:
+                raise FileError(f"holds a whole number of {each.bit_length():,} bits; {MAX_BITS} are the most")
+        level = inner

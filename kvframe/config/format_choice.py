@@ -1,0 +1,116 @@
+"""From what a stack, a rule or a layer file says of a format to its value, and to the layers that are stored so."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvframe.config.options import Use, make_with_options
+from kvframe.contract.errors import KVFrameError, PluginError, SpecError, StackError
+from kvframe.contract.formats import PLAIN, KVFormat, state_of
+
+if TYPE_CHECKING:
+    from kvframe.config.stack import Stack
+    from kvframe.contract.specs import KVCacheSpec, LayerSpec
+    from kvframe.loading.registry import Registry
+
+_FORM = 'a format is given by its name, or as a table of a name and options: { name = "fp8_tensor", k_scale = 0.5 }'
+
+
+def default_format(stack: Stack, registry: Registry) -> KVFormat:
+    """Return the format of layers of which no rule says another.
+
+    Args:
+        stack: Its ``[cache] format``.
+        registry: Where formats are looked up.
+
+    Raises:
+        StackError: No plugin in use provides it, or its options do not fit it.
+    """
+    if stack.cache.format is None:
+        return PLAIN
+    try:
+        return make_format(stack.cache.format, registry)
+    except KVFrameError as error:
+        raise StackError(f"{stack.source}: cache.format: {error}") from error
+
+
+def make_format(given: Any, registry: Registry) -> KVFormat:
+    """Return a format by what a stack, a rule or a layer file says of it.
+
+    Args:
+        given: A name, a table of ``name`` and options, a ``Use``, or the value itself.
+        registry: Where formats are looked up.
+
+    Raises:
+        SpecError: It is none of that, or the options do not fit the format.
+        UnknownNameError: No plugin provides the format.
+        ContestedNameError: Several plugins do.
+        PluginError: It cannot be imported, or fails.
+    """
+    if isinstance(given, KVFormat):
+        return given
+    use = _as_use(given)
+    format_class: type[KVFormat] = type(PLAIN) if use.name == PLAIN.name else registry.formats.load(use.name)
+    try:
+        return make_with_options(format_class, use.options)
+    except ValueError as error:
+        raise SpecError(f"KV format {use.name!r}: {error}") from error
+    except PluginError as error:
+        raise PluginError(f"KV format {use.name!r}: {error}") from error
+
+
+def _as_use(given: Any) -> Use:
+    if isinstance(given, Use):
+        return given
+    if isinstance(given, str):
+        return Use(given)
+    if isinstance(given, Mapping) and isinstance(given.get("name"), str):
+        return Use(given["name"], {key: value for key, value in given.items() if key != "name"})
+    raise SpecError(f"{_FORM}, not {given!r}")
+
+
+def store_in(spec: KVCacheSpec, given: KVFormat | None, default: KVFormat) -> KVCacheSpec:
+    """Return a layer's spec in the format that is meant for it.
+
+    Args:
+        spec: The spec, in the plain format.
+        given: What was said of this layer; None for nothing.
+        default: What holds for the others. A type that stores something else than keys and values, or nothing beyond a
+            step, stays as it is.
+
+    Raises:
+        SpecError: What was given does not go with what the layer stores.
+    """
+    if given is None:
+        stored = spec.in_format(default) if spec.keeps_past else spec
+    elif given != PLAIN and not spec.keeps_past:
+        raise SpecError(f"it keeps nothing beyond a step, so it has nothing to store as {given.name}")
+    else:
+        stored = spec.in_format(given)
+        if stored.kv_format != given:
+            raise SpecError(f"it stores something else than keys and values, and not as {given.name}")
+    if stored.kv_format != PLAIN:
+        state_of(stored.kv_format, stored.state_tensors)  # refuses sizes and dtypes that it cannot store
+    return stored
+
+
+def follow_owners(layers: Sequence[LayerSpec], chosen: Collection[str]) -> tuple[LayerSpec, ...]:
+    """Return the layers with those that share a cache in the format of the layer that keeps it.
+
+    Args:
+        layers: The model's layers. What is wrong with how they share is left for ``group_layers`` to say.
+        chosen: Names of the layers of which a format was said; they keep it.
+    """
+    by_name = {layer.name: layer for layer in layers}
+    followed = []
+    for layer in layers:
+        owner, steps = layer, 0
+        while owner.shares_with in by_name and steps < len(layers):
+            owner, steps = by_name[owner.shares_with], steps + 1
+        if owner is not layer and layer.name not in chosen and layer.spec is not None and owner.spec is not None:
+            layer = attrs.evolve(layer, spec=layer.spec.in_format(owner.spec.kv_format))
+        followed.append(layer)
+    return tuple(followed)

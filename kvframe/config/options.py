@@ -1,0 +1,235 @@
+"""The options of a stack: one class per table of the file, each key with its check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import attrs
+
+from kvframe.contract.errors import KVFrameError, PluginError, StackError, listed, nearest_of, shorten, shown
+from kvframe.contract.eviction import LRU
+from kvframe.contract.foreign import call, safe_reason
+from kvframe.contract.specs import ITEM_BYTES
+from kvframe.loading.checks import (
+    DEVICE,
+    GRAPH_SIZES,
+    MEMORY,
+    SIZE_OR_NONE,
+    SWITCH,
+    SWITCH_OR_FILE,
+    TABLE,
+    TEXT,
+    TEXT_OR_NONE,
+    WHOLE,
+    WHOLE_OR_NONE,
+    WHOLES,
+    one_of,
+    parse_bytes,
+)
+
+T = TypeVar("T")
+
+
+def _as_bytes(memory: int | str | None) -> Any:
+    # A wrong value goes on to the validator, which knows its key.
+    return parse_bytes(memory) if memory not in ("auto", None) and MEMORY.accepts(memory) else memory
+
+
+def _as_use(value: Any) -> Any:
+    return Use(value) if isinstance(value, str) else value
+
+
+def _as_sizes(value: Any) -> Any:
+    return tuple(sorted(set(value))) if WHOLES.accepts(value) else value
+
+
+@attrs.frozen
+class Use:
+    """A registered name and the options it is used with: in a file a string, or a table with ``name`` and the options.
+
+    Attributes:
+        name: The registered name.
+        options: The parameters.
+        place: Where it was given, for errors: the file and the key.
+    """
+
+    name: str = attrs.field(validator=TEXT)
+    options: Mapping[str, Any] = attrs.field(factory=dict, validator=TABLE)
+    place: str = attrs.field(default="the stack", eq=False, repr=False, kw_only=True)
+
+
+def make_with_options(made: type[T], options: Mapping[str, Any]) -> T:
+    """Return an instance of an attrs class.
+
+    Args:
+        made: The class, as a plugin registered it.
+        options: Its fields.
+
+    Raises:
+        ValueError: One is not a field, one lacks a value, or the class refuses them; with the options there are.
+        PluginError: The class fails in another way.
+    """
+    fields: list[Any] = [field for field in attrs.fields(made) if field.init]  # type: ignore[arg-type]
+    names = [field.name for field in fields]
+    unknown = [name for name in options if name not in names]
+    nearest = nearest_of(unknown[0], names) if unknown else None
+    hint = "" if nearest is None else f"; did you mean {nearest!r}?"
+    missing = [field.name for field in fields if field.default is attrs.NOTHING and field.name not in options]
+    try:
+        if unknown:
+            raise ValueError(f"there is no option {listed(map(shown, unknown))}")
+        if missing:
+            raise ValueError(f"{', '.join(map(repr, missing))} must be given")
+        return call(f"{made.__name__}()", partial(made, **options))
+    except (PluginError, ValueError) as failure:
+        error = failure.__cause__ if isinstance(failure, PluginError) else failure
+        if not isinstance(error, KVFrameError | TypeError | ValueError):
+            raise
+        raise ValueError(f"{safe_reason(error)}; its options: {', '.join(names) or 'none'}{hint}") from error
+
+
+AUTO = Use("auto")
+"""Leaves the choice of a backend to kvframe."""
+
+
+@attrs.frozen(kw_only=True)
+class CacheOptions:
+    """The ``[cache]`` table.
+
+    Attributes:
+        memory: Bytes for the cache; may be given like ``"2GiB"``. ``"auto"`` leaves it to the engine.
+        block_size: Tokens per block.
+        hybrid: Whether each type keeps only what it needs; if not, every layer keeps every token.
+        dtype: Element type of keys and values; ``"auto"`` is the model's.
+        format: How pages store them: a registered format, such as one of fewer bits; None, as ``"plain"``, for as they
+            are.
+        prefix_caching: Whether requests reuse the blocks of a common prefix.
+        eviction: Which cached pages are given up first when somebody needs room: a registered policy, or ``"lru"``,
+            the longest unused.
+        preemption: What becomes of a request that has to give its blocks back before it ends: ``"recompute"`` computes
+            its tokens again, ``"swap"`` keeps its blocks in host memory, as long as there is room.
+        swap_memory: Bytes of host memory for them; may be given like ``"2GiB"``. Must be given for ``"swap"``, and is
+            not used otherwise.
+        audit: Whether to check after every operation that each page is free, held or cached and counted right, and in
+            every step that wrappers name no blocks but the step's, for operators who suspect the cache or a wrapper.
+            It takes time in proportion to the pool, and each step waits for the device.
+        key: What keys that leave the process are made with, those of cached blocks for who listens to the cache and
+            those of inputs in files of prefixes: 64 hexadecimal digits, or a file that holds them. None for a secret of
+            each engine's own.
+    """
+
+    memory: int | Literal["auto"] = attrs.field(default="auto", converter=_as_bytes, validator=MEMORY)
+    block_size: int = attrs.field(default=16, validator=WHOLE)
+    hybrid: bool = attrs.field(default=True, validator=SWITCH)
+    dtype: str = attrs.field(default="auto", validator=one_of("auto", *ITEM_BYTES))
+    format: Use | None = attrs.field(default=None, converter=_as_use)
+    prefix_caching: bool = attrs.field(default=True, validator=SWITCH)
+    eviction: Use = attrs.field(default=Use(LRU.name), converter=_as_use)
+    preemption: Literal["recompute", "swap"] = attrs.field(default="recompute", validator=one_of("recompute", "swap"))
+    swap_memory: int | None = attrs.field(default=None, converter=_as_bytes, validator=SIZE_OR_NONE)
+    audit: bool = attrs.field(default=False, validator=SWITCH)
+    key: str | None = attrs.field(default=None, validator=TEXT_OR_NONE, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse to swap to nowhere."""
+        if self.preemption == "swap" and self.swap_memory is None:
+            raise StackError('needs swap_memory where preemption is "swap": bytes of host memory, like "4GiB"')
+
+
+@attrs.frozen(kw_only=True)
+class EngineOptions:
+    """The ``[engine]`` table.
+
+    Attributes:
+        max_num_seqs: The most requests that run at once.
+        max_num_batched_tokens: The most tokens that one step computes.
+        reserve_prompts: Whether a prompt that is computed in parts begins when the cache has room for all of it; else
+            it begins with room for its first part, and is the first to give its blocks back where there is no more.
+        max_model_len: The most tokens of a request, prompt and output; None for the model's own limit.
+        max_samples: The most samples that a request may ask for (``n``).
+        max_stop_chars: The most characters of a request's stop strings, all of them together.
+        device: Where the model runs (``"cpu"``, ``"cuda:0"``).
+        dtype: The model's element type.
+        self_check: Whether a model's packed run is compared with its plain one before it serves.
+        prefill_skipping: The wrapper that keeps only a step's generating tokens, for the layers at the model's end that
+            keep no cache of their own: they do not compute the rest of a prompt. None computes everything.
+        measured_times: Whether ``backend = "auto"`` goes by the times that ``kvframe tune`` measured, where there are
+            any; a file names another table than the user's own.
+        compile: Whether the model around the attention is compiled by ``torch.compile``, when it is attached.
+        graphs: For how many requests whole steps are captured as graphs, when the engine starts, and replayed: steps of
+            fewer requests are padded to the next number, steps of more run as without graphs. A
+            number beyond ``max_num_seqs`` stands for that one. ``"auto"`` chooses
+            numbers up to ``max_num_seqs``, and runs without where the model, a wrapper or a backend cannot be captured.
+        graph_query_lens: How many tokens each request computes in the steps that are captured: one in a decode.
+    """
+
+    max_num_seqs: int = attrs.field(default=64, validator=WHOLE)
+    max_num_batched_tokens: int = attrs.field(default=2048, validator=WHOLE)
+    reserve_prompts: bool = attrs.field(default=True, validator=SWITCH)
+    max_model_len: int | None = attrs.field(default=None, validator=WHOLE_OR_NONE)
+    max_samples: int = attrs.field(default=128, validator=WHOLE)
+    max_stop_chars: int = attrs.field(default=8192, validator=WHOLE)
+    device: str = attrs.field(default="cpu", validator=DEVICE)
+    dtype: str = attrs.field(default="float32", validator=one_of("float64", "float32", "float16", "bfloat16"))
+    self_check: bool = attrs.field(default=True, validator=SWITCH)
+    prefill_skipping: Use | None = attrs.field(default=None, converter=_as_use)
+    measured_times: bool | str = attrs.field(default=True, validator=SWITCH_OR_FILE)
+    compile: bool = attrs.field(default=False, validator=SWITCH)
+    graphs: Literal["off", "auto"] | tuple[int, ...] = attrs.field(
+        default="off", converter=_as_sizes, validator=GRAPH_SIZES
+    )
+    graph_query_lens: tuple[int, ...] = attrs.field(default=(1,), converter=_as_sizes, validator=WHOLES)
+
+
+@attrs.frozen(kw_only=True)
+class Rule:
+    """One ``[[rules]]`` table: which layers, and what holds for them.
+
+    Attributes:
+        kind: Layers whose cache spec has this registered name; None for any.
+        layers: Layers whose name matches this pattern (``"model.layers.*"``); None for any.
+        spec: Options that override those of the layers' cache specs.
+        wrappers: Their wrapper chain; None leaves it to other rules, and to the layers' cache spec.
+        backend: Their backend, ``"auto"`` to choose; None leaves it to other rules.
+        optional: Whether a model may have no layers that the rule is for, as in a stack for several models; if not,
+            such a model is refused.
+    """
+
+    kind: str | None = attrs.field(default=None, validator=TEXT_OR_NONE)
+    layers: str | None = attrs.field(default=None, validator=TEXT_OR_NONE)
+    spec: Mapping[str, Any] = attrs.field(factory=dict, validator=TABLE)
+    wrappers: tuple[Use, ...] | None = None
+    backend: Use | None = attrs.field(default=None, converter=_as_use)
+    optional: bool = attrs.field(default=False, validator=SWITCH)
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse a rule that names no layers: it would silently hold for all."""
+        if self.kind is None and self.layers is None:
+            raise StackError('needs kind or layers, to say which layers it is for (layers = "*" is all)')
+
+    def __str__(self) -> str:
+        """Return which layers the rule is for, as its file has it."""
+        keys = (("kind", self.kind), ("layers", self.layers))
+        return ", ".join(f'{key} = "{shorten(value)}"' for key, value in keys if value is not None)
+
+    def matches(self, layer_name: str, kind: str) -> bool:
+        """Return whether the rule is for this layer."""
+        return self.kind in (None, kind) and (self.layers is None or fnmatchcase(layer_name, self.layers))
+
+
+@attrs.frozen
+class ResolvedRule:
+    """What all rules together say of one layer.
+
+    Attributes:
+        spec: Options that override those of its cache spec.
+        wrappers: Its wrapper chain; None for the one that its cache spec has by default.
+        backend: Its backend; ``AUTO`` to choose.
+    """
+
+    spec: Mapping[str, Any]
+    wrappers: tuple[Use, ...] | None
+    backend: Use

@@ -1,0 +1,348 @@
+"""The stack: what an operator chose, read from one TOML file and checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin
+
+import attrs
+import cattrs
+from cattrs.gen import make_dict_structure_fn, override
+
+from kvframe.config.files import read_toml
+from kvframe.config.options import AUTO, CacheOptions, EngineOptions, ResolvedRule, Rule, Use
+from kvframe.config.wrapper_order import check_order
+from kvframe.contract.errors import (
+    ContestedNameError,
+    FileError,
+    StackError,
+    UnknownNameError,
+    WrapperError,
+    listed,
+    shorten,
+)
+from kvframe.contract.eviction import LRU
+from kvframe.contract.formats import PLAIN
+from kvframe.loading.checks import TABLE, TABLE_OF_TEXTS, TABLES, TEXT, TEXTS, Check, describe, parse_bytes
+from kvframe.loading.claims import canonical
+from kvframe.loading.plugins import PluginPolicy
+from kvframe.loading.registry import Catalogue, Registry
+
+__all__ = ["CacheOptions", "EngineOptions", "ResolvedRule", "Rule", "Stack", "Use", "parse_bytes"]
+
+
+_MAX_NEAREST = 500
+"""Layers whose names are compared with a rule's pattern."""
+
+_MAX_PROBLEMS = 10
+"""Problems that one error lists."""
+
+
+@attrs.frozen(kw_only=True)
+class Stack:
+    """Everything an operator can choose. The default stack is what runs where nothing is chosen.
+
+    Attributes:
+        plugins: The ``[plugins]`` table and each plugin's own ``[plugin.<name>]``.
+        cache: The ``[cache]`` table.
+        engine: The ``[engine]`` table.
+        rules: The ``[[rules]]``, in order.
+        source: Where the stack was read, for errors.
+    """
+
+    plugins: PluginPolicy = attrs.field(factory=PluginPolicy)
+    cache: CacheOptions = attrs.field(factory=CacheOptions)
+    engine: EngineOptions = attrs.field(factory=EngineOptions)
+    rules: tuple[Rule, ...] = ()
+    source: str = "stack"
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Stack:
+        """Read a stack file; raises ``StackError`` if it cannot be read or anything in it is wrong."""
+        try:
+            data = read_toml(Path(path))
+        except FileError as error:
+            raise StackError(f"{path}: the stack file {error}") from error
+        return cls.from_mapping(data, str(path))
+
+    @classmethod
+    def from_mapping(cls, data: Mapping[str, Any], source: str = "stack") -> Stack:
+        """Check the content of a stack file.
+
+        Args:
+            data: The file's tables.
+            source: Where they come from, for errors.
+
+        Raises:
+            StackError: One, naming every key that is unknown or has a wrong value, and what is right.
+        """
+        try:
+            file = _converter.structure(data, _StackFile)
+        except Exception as error:
+            raise _stack_error(source, _problems(error)) from error
+        policy = PluginPolicy(
+            disabled=tuple(file.plugins.disabled),
+            required=tuple(file.plugins.required),
+            owners=attrs.asdict(file.plugins.owners, recurse=False),
+            settings=file.plugin,
+            source=source,
+        )
+        return cls(
+            plugins=policy,
+            cache=_with_places(file.cache, f"{source}: cache"),
+            engine=_with_places(file.engine, f"{source}: engine"),
+            rules=tuple(_with_places(rule, f"{source}: rules[{index}]") for index, rule in enumerate(file.rules)),
+            source=source,
+        )
+
+    def rule_for(self, layer_name: str, kind: str) -> ResolvedRule:
+        """Return what the rules say of a layer; a later rule wins, key by key and spec option by spec option.
+
+        Args:
+            layer_name: The layer's name.
+            kind: The registered name of its cache spec.
+        """
+        spec: dict[str, Any] = {}
+        wrappers: tuple[Use, ...] | None = None
+        backend = AUTO
+        for rule in self.rules:
+            if rule.matches(layer_name, kind):
+                spec |= rule.spec
+                wrappers = wrappers if rule.wrappers is None else rule.wrappers
+                backend = backend if rule.backend is None else rule.backend
+        return ResolvedRule(spec, wrappers, backend)
+
+    def check_layers(self, model: str, kinds: Mapping[str, str]) -> None:
+        """Check that every rule is for at least one layer, unless it is optional.
+
+        Args:
+            model: What the model is called.
+            kinds: For each of its layers, the registered name of its cache spec.
+
+        Raises:
+            StackError: A rule is for none; names the rule, and the layers that are nearest.
+        """
+        problems = [
+            f"rules[{index}] ({rule}) is for no layer of {model}{_nearest_layers(rule, kinds)}; if the stack is for "
+            "other models too, give the rule optional = true"
+            for index, rule in enumerate(self.rules)
+            if not rule.optional and not any(rule.matches(name, kind) for name, kind in kinds.items())
+        ]
+        if problems:
+            raise _stack_error(self.source, problems)
+
+    def place_of_option(self, option: str, layer: str, kind: str) -> str | None:
+        """Return where the stack gives an option of a layer's cache spec; None if it does not."""
+        for index, rule in reversed([*enumerate(self.rules)]):
+            if option in rule.spec and rule.matches(layer, kind):
+                return f"{self.source}: rules[{index}].spec.{shorten(option)}"
+        return None
+
+    def check(self, registry: Registry) -> None:
+        """Check the stack against what the plugins registered: its names, then the order of its wrapper chains.
+
+        A chain of several wrappers imports them; nothing else is imported.
+
+        Args:
+            registry: The registry of ``load_plugins(stack.plugins)``.
+
+        Raises:
+            StackError: One, naming every key that is wrong.
+            PluginError: A wrapper of a chain cannot be imported.
+        """
+        self.check_names(registry)
+        problems = []
+        for index, rule in enumerate(self.rules):
+            if rule.wrappers is not None and len(rule.wrappers) > 1:
+                try:
+                    check_order([registry.wrappers.load(wrapper.name) for wrapper in rule.wrappers])
+                except WrapperError as error:
+                    problems.append(f"rules[{index}].wrappers: {error}")
+        if problems:
+            raise _stack_error(self.source, problems)
+
+    def check_names(self, registry: Registry) -> None:
+        """Check every name against what the plugins registered; imports nothing.
+
+        Args:
+            registry: The registry of ``load_plugins(stack.plugins)``.
+
+        Raises:
+            StackError: One, naming every key with an unknown name, what exists and the nearest match.
+        """
+        problems = list(_owner_problems(self.plugins, registry))
+        for index, rule in enumerate(self.rules):
+            named: list[tuple[str, Catalogue, str | None]] = [("kind", registry.specs, rule.kind)]
+            if rule.backend is not None and rule.backend.name != AUTO.name:
+                named.append(("backend", registry.backends, rule.backend.name))
+            elif rule.backend not in (None, AUTO):
+                problems.append(f'rules[{index}].backend: "{AUTO.name}" has no options; name the backend they are for')
+            for place, wrapper in enumerate(rule.wrappers or ()):
+                named.append((f"wrappers[{place}]", registry.wrappers, wrapper.name))
+            problems += [f"rules[{index}].{problem}" for problem in _unknown(named)]
+        if self.cache.format is not None and self.cache.format.name != PLAIN.name:
+            problems += _unknown([("cache.format", registry.formats, self.cache.format.name)])
+        if self.cache.eviction.name != LRU.name:
+            problems += _unknown([("cache.eviction", registry.eviction_policies, self.cache.eviction.name)])
+        if self.engine.prefill_skipping is not None:
+            name = self.engine.prefill_skipping.name
+            problems += _unknown([("engine.prefill_skipping", registry.wrappers, name)])
+        if problems:
+            raise _stack_error(self.source, problems)
+
+
+def _nearest_layers(rule: Rule, kinds: Mapping[str, str]) -> str:
+    """Return which layers a rule may have been meant for."""
+    if not kinds:
+        return ", which has none"
+    if rule.kind is not None and rule.kind not in kinds.values():
+        return f", whose layers are of the kind {listed(sorted(set(map(repr, kinds.values()))))}"
+    named = [name for name, kind in kinds.items() if rule.kind in (None, kind)]
+    names = get_close_matches(shorten(rule.layers or ""), named[:_MAX_NEAREST], n=3, cutoff=0.0)
+    return f"; the nearest names are {', '.join(map(repr, names))}"
+
+
+def _unknown(named: Sequence[tuple[str, Catalogue, str | None]]) -> Iterator[str]:
+    for key, catalogue, name in named:
+        try:
+            if name is not None:
+                catalogue.get(name)
+        except (UnknownNameError, ContestedNameError) as error:
+            yield f"{key}: {error}"
+
+
+def _owner_problems(policy: PluginPolicy, registry: Registry) -> Iterator[str]:
+    for kind, choices in policy.owners.items():
+        catalogue = registry.catalogues[kind]
+        for name, owner in choices.items():
+            claims = catalogue.claims(name)
+            if not claims:
+                known = {entry.name for entry in catalogue.claims()}
+                yield f"plugins.owners.{kind}.{name}: {UnknownNameError(catalogue.label, name, known)}"
+            elif canonical(owner) not in {canonical(entry.owner) for entry in claims}:
+                wrong = UnknownNameError("owner", owner, {entry.owner for entry in claims})
+                yield f"plugins.owners.{kind}.{name}: {wrong}"
+
+
+# --- from the file's tables to values --------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class _OwnersTable:
+    spec: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
+    wrapper: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
+    backend: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
+    format: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
+    eviction: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
+    model_adapter: Mapping[str, str] = attrs.field(factory=dict, validator=TABLE_OF_TEXTS)
+
+
+@attrs.frozen(kw_only=True)
+class _PluginsTable:
+    disabled: tuple[str, ...] = attrs.field(default=(), validator=TEXTS)
+    required: tuple[str, ...] = attrs.field(default=(), validator=TEXTS)
+    owners: _OwnersTable = attrs.field(factory=_OwnersTable)
+
+
+@attrs.frozen(kw_only=True)
+class _StackFile:
+    plugins: _PluginsTable = attrs.field(factory=_PluginsTable)
+    plugin: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict, validator=TABLES)
+    cache: CacheOptions = attrs.field(factory=CacheOptions)
+    engine: EngineOptions = attrs.field(factory=EngineOptions)
+    rules: tuple[Rule, ...] = ()
+
+
+_Table = TypeVar("_Table", CacheOptions, EngineOptions, Rule)
+
+
+def _with_places(table: _Table, place: str) -> _Table:
+    """Return a table whose names know by which keys they were given."""
+
+    def placed(value: Any, key: str) -> Any:
+        if isinstance(value, Use):
+            return attrs.evolve(value, place=f"{place}.{key}")
+        if isinstance(value, tuple):
+            return tuple(placed(each, f"{key}[{index}]") for index, each in enumerate(value))
+        return value
+
+    values = {field.name: getattr(table, field.name) for field in attrs.fields(type(table))}
+    changed = {key: new for key, value in values.items() if (new := placed(value, key)) is not value}
+    return attrs.evolve(table, **changed) if changed else table
+
+
+def _checked(check: Check, value: Any, _: Any) -> Any:
+    return check.checked(value)
+
+
+def _make_table_hook(table: type[Any]) -> Callable[[Any, Any], Any]:
+    checks = {
+        field.name: override(struct_hook=partial(_checked, field.validator))
+        for field in attrs.fields(table)
+        if isinstance(field.validator, Check)
+    }
+    # Through attrs' own validators a wrong value would not know its key's path; the overrides do.
+    make: Any = make_dict_structure_fn
+    structure = make(table, _converter, _cattrs_forbid_extra_keys=True, **checks)
+    return lambda value, kind: structure(TABLE.checked(value), kind)
+
+
+def _is_tuple(kind: Any) -> bool:
+    return get_origin(kind) is tuple
+
+
+def _structure_tuple(value: Any, kind: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        hint = "; each table of an array starts with double brackets: [[rules]]" if isinstance(value, Mapping) else ""
+        raise ValueError(f"must be an array, not {describe(value)}{hint}")
+    items: Any = list[get_args(kind)[0]]  # type: ignore[misc]
+    return tuple(_converter.structure(value, items))
+
+
+def _structure_use(value: Any, _: Any) -> Use:
+    if isinstance(value, Mapping):
+        if not isinstance(value.get("name"), str):
+            raise ValueError('needs a name beside its options: name = "..."')
+        return Use(value["name"], {key: option for key, option in value.items() if key != "name"})
+    return Use(_NAME.checked(value))
+
+
+_NAME = Check("a name, or a table of a name and options", TEXT.accepts)
+_converter = cattrs.Converter()
+_converter.register_structure_hook_factory(attrs.has, _make_table_hook)
+_converter.register_structure_hook_func(_is_tuple, _structure_tuple)
+_converter.register_structure_hook(Use, _structure_use)
+
+
+def _problems(error: Exception, path: str = "") -> Iterator[str]:
+    """Walk what cattrs found wrong; yields one sentence for each key, its path first."""
+    prefix = f"{path}." if path else ""
+    if isinstance(error, cattrs.ForbiddenExtraKeysError):
+        known = [field.name for field in attrs.fields(error.cl)]
+        for key in sorted(error.extra_fields):
+            yield f"{prefix}{shorten(key)}: {UnknownNameError('key', key, known)}"
+    elif isinstance(error, cattrs.ClassValidationError):
+        fields, whole = error.group_exceptions()
+        for part, note in fields:
+            yield from _problems(part, f"{prefix}{note.name}")
+        for part in whole:
+            yield from _problems(part, path)
+    elif isinstance(error, cattrs.IterableValidationError):
+        for part, place in error.group_exceptions()[0]:
+            yield from _problems(part, f"{path}[{place.index}]")
+    else:
+        yield f"{path} {error}" if path else str(error)
+
+
+def _stack_error(source: str, problems: Iterable[str]) -> StackError:
+    """Return the error of all problems, or of the first ones if there are many: finding the nearest name takes time."""
+    found = [*islice(problems, _MAX_PROBLEMS + 1)]
+    if len(found) == 1:
+        return StackError(f"{source}: {found[0]}")
+    is_all = len(found) <= _MAX_PROBLEMS
+    count = f"{len(found)} problems" if is_all else f"more than {_MAX_PROBLEMS} problems"
+    return StackError("\n  ".join([f"{source}: {count}", *found[:_MAX_PROBLEMS], *([] if is_all else ["…"])]))

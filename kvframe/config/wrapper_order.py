@@ -1,0 +1,44 @@
+"""The order of a wrapper chain: which wrappers may stand before and after which others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from kvframe.contract.errors import WrapperError
+from kvframe.contract.wrapper import MetadataWrapper
+
+
+def check_order(chain: Sequence[type[MetadataWrapper]]) -> None:
+    """Refuse a chain whose wrappers may not stand in this order.
+
+    Args:
+        chain: The wrappers' classes, in order.
+
+    Raises:
+        WrapperError: With the code ``chain_order``; the message names the legal order, if there is one.
+    """
+    problem = _misplaced(chain)
+    if problem is None:
+        return
+    legal = next((order for order in itertools.permutations(chain) if _misplaced(order) is None), None)
+    advice = (
+        "these wrappers cannot be combined in any order"
+        if legal is None
+        else f"the legal order is [{', '.join(repr(wrapper.name) for wrapper in legal)}]"
+    )
+    raise WrapperError(f"{problem}; {advice}", code="chain_order")
+
+
+def _misplaced(chain: Sequence[type[MetadataWrapper]]) -> str | None:
+    """Return what is wrong with the order of a chain; None if nothing is."""
+    for first, second in itertools.combinations(chain, 2):
+        for reason in sorted(({first.name} | first.effects) & second.not_after):
+            return f"wrapper {second.name!r} cannot stand behind {_because(first, reason)}"
+        for reason in sorted(({second.name} | second.effects) & first.not_before):
+            return f"wrapper {first.name!r} cannot stand before {_because(second, reason)}"
+    return None
+
+
+def _because(wrapper: type[MetadataWrapper], reason: str) -> str:
+    return repr(wrapper.name) if reason == wrapper.name else f"{wrapper.name!r} ({reason})"

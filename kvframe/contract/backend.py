@@ -1,0 +1,377 @@
+"""The interface of a backend: capabilities as data, metadata built once a step, attention computed per layer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol, Self
+
+import attrs
+import torch
+
+from kvframe.contract import declared_words
+from kvframe.contract.capture import GraphCapture
+from kvframe.contract.formats import PLAIN
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.order import BatchOrder
+from kvframe.contract.specs import TOKENS, LayerSpec
+
+KVCache = Mapping[str, torch.Tensor]
+"""One layer's state tensors by name, each ``[num_block_ids, *StateTensor.shape]``, strided over the pool, device."""
+
+
+class PageCopier(Protocol):
+    """Copies whole pages of a device's memory, any number of them at once."""
+
+    def __call__(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        source_ids: torch.Tensor | None,
+        target_ids: torch.Tensor | None,
+        *,
+        num_pages: int,
+        page_bytes: int,
+        id_bytes: int,
+    ) -> None:
+        """Copy pages byte by byte. Called while requests are swapped, on the stream of the steps; does not wait.
+
+        Args:
+            source: ``[num_bytes], uint8, device``.
+            target: ``[num_bytes], uint8, device``, apart from ``source``; written to.
+            source_ids: ``[num_pages], int64, device``: page ``i`` begins ``source_ids[i] * id_bytes`` into ``source``.
+                None if the pages lie side by side.
+            target_ids: Likewise for ``target``.
+            num_pages: How many pages to copy.
+            page_bytes: Bytes of a page, a multiple of 8.
+            id_bytes: Bytes from one id to the next, a multiple of 8.
+        """
+
+
+@attrs.frozen
+class Refusal:
+    """Why a backend cannot serve a layer.
+
+    Attributes:
+        code: Stable ``snake_case`` code (``"mask_window"``).
+        reason: The sentence for a person.
+    """
+
+    code: str
+    reason: str
+
+
+@attrs.frozen(kw_only=True)
+class Capabilities:
+    """What a backend can do, as data. Every word is checked when the value is made; a wrong one is a ``BackendError``.
+
+    Attributes:
+        devices: Device types by torch's name (``"cpu"``, ``"cuda"``), without an index.
+        dtypes: Cache and query dtypes by torch's name.
+        masks: Mask features, of ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, ``chunk``;
+            ``mask_function`` for any of these and for what else ``KVCacheSpec.mask_function`` says; ``live_range``
+            for any mask at all, read off ``KVCacheSpec.live_ranges``.
+        extensions: Extensions of the batch metadata that it honours (``{"seq_starts"}``).
+        state: Names of the state tensors it reads (``{"k", "v"}``), as the plain format stores them.
+        formats: Formats of stored keys and values that it reads and writes itself.
+        takes_copies: Whether it may be given copies of a step's pages, in place of the pool and with a block table of
+            their own: keys and values of any format, read back by the format itself.
+        reads_dead_tokens: Whether it reads, beside what is live, tokens that the window has left behind in a page that
+            holds live ones, and gives them a weight of zero. They are the request's own and were written, so they are
+            finite where the model's keys and values are.
+        soft_cap: Whether it caps scores.
+        sinks: Whether it adds learned sink logits.
+        relative_bias: Whether it adds a learned bias to the scores by distance.
+        head_sizes: Head sizes it is limited to; None for any.
+        separate_value_size: Whether value vectors may differ in size from key vectors.
+        block_size_multiple: Its block sizes are multiples of this.
+        spec_sizes: Fields of the layers' specs that it is limited to, with the values that they may have
+            (``{"latent_size": frozenset({512})}``). Another value is refused, and the code is the field's name. A field
+            that is not named may have any value.
+        preference: Where several can serve a layer, ``backend = "auto"`` takes the highest.
+    """
+
+    devices: frozenset[str] = attrs.field(converter=declared_words.as_set, validator=declared_words.known_devices)
+    dtypes: frozenset[str] = attrs.field(converter=declared_words.as_set, validator=declared_words.known_dtypes)
+    masks: frozenset[str] = attrs.field(converter=declared_words.as_set, validator=declared_words.known_masks)
+    extensions: frozenset[str] = attrs.field(
+        default=frozenset(), converter=declared_words.as_set, validator=declared_words.extension_names
+    )
+    state: frozenset[str] = attrs.field(
+        default=frozenset({"k", "v"}), converter=declared_words.as_set, validator=declared_words.names
+    )
+    formats: frozenset[str] = attrs.field(
+        default=frozenset({PLAIN.name}), converter=declared_words.as_set, validator=declared_words.optional_names
+    )
+    takes_copies: bool = attrs.field(default=False, validator=declared_words.flag)
+    reads_dead_tokens: bool = attrs.field(default=False, validator=declared_words.flag)
+    soft_cap: bool = attrs.field(default=False, validator=declared_words.flag)
+    sinks: bool = attrs.field(default=False, validator=declared_words.flag)
+    relative_bias: bool = attrs.field(default=False, validator=declared_words.flag)
+    head_sizes: frozenset[int] | None = attrs.field(
+        default=None, converter=declared_words.as_set, validator=declared_words.optional_sizes
+    )
+    separate_value_size: bool = attrs.field(default=False, validator=declared_words.flag)
+    block_size_multiple: int = attrs.field(default=1, validator=declared_words.size)
+    spec_sizes: Mapping[str, frozenset[int]] = attrs.field(
+        default=MappingProxyType({}),
+        converter=declared_words.as_sizes,
+        validator=declared_words.sizes_by_field,
+        hash=False,
+    )
+    preference: int = attrs.field(default=0, validator=declared_words.whole_number)
+
+    @property
+    def not_causal(self) -> Refusal | None:
+        """Why it cannot take a batch that is not causal, in which no causal mask of a layer holds; None if it can."""
+        if self.masks & {"bidirectional", "mask_function", "live_range"}:
+            return None
+        return Refusal("mask_bidirectional", f"has no mask bidirectional ({', '.join(sorted(self.masks))})")
+
+    def needs_copies(self, layer: LayerSpec) -> bool:
+        """Return whether it serves a layer on copies of its pages, because it does not read their format."""
+        return layer.spec is not None and layer.spec.kv_format.name not in self.formats
+
+    def refusals(self, layer: LayerSpec, device: str, extensions: Collection[str] = ()) -> list[Refusal]:
+        """Return every reason why a layer cannot be served; empty if it can.
+
+        Args:
+            layer: The layer, as its wrapper chain leaves it.
+            device: Where it runs (``"cpu"``).
+            extensions: What its chain may add to the batch metadata and a backend has to honour.
+        """
+        spec, query = layer.spec, layer.query
+        assert spec is not None
+        assert query is not None
+        found = []
+
+        def refuse(code: str, reason: str) -> None:
+            found.append(Refusal(code, reason))
+
+        def listed(names: frozenset[str] | frozenset[int]) -> str:
+            return ", ".join(str(name) for name in sorted(names))
+
+        if device not in self.devices:
+            refuse("device", f"runs on {listed(self.devices)}, not on {device}")
+        if self.needs_copies(layer) and not self.takes_copies:
+            refuse(
+                "format", f"reads the formats {listed(self.formats)}, not {spec.kv_format.name}, and takes no copies"
+            )
+        spec = spec.in_format(PLAIN)
+        state = spec.state_tensors()
+        if set(state) != self.state:
+            refuse("state", f"reads the state tensors {listed(self.state)}, not {listed(frozenset(state))}")
+        for dtype in sorted({tensor.dtype for tensor in state.values()} - self.dtypes):
+            refuse("dtype", f"stores {listed(self.dtypes)}, not {dtype}")
+        has_function = spec.mask_function is not None
+        if not ("live_range" in self.masks or ("mask_function" in self.masks and has_function)):
+            if spec.mask is not None:
+                for feature in sorted(spec.mask.features - self.masks):
+                    refuse(f"mask_{feature}", f"has no mask {feature} ({listed(self.masks)})")
+            elif has_function:
+                refuse("mask_function", f"takes no mask function ({listed(self.masks)})")
+            else:
+                refuse("mask_live_range", f"has no mask live_range ({listed(self.masks)})")
+        not_causal = self.not_causal
+        if spec.sequence != TOKENS and not_causal is not None and not_causal not in found:
+            # Between the positions of two sequences there is no order: such a batch is never causal.
+            found.append(not_causal)
+        for extension in sorted(set(extensions) - self.extensions):
+            refuse(f"extension_{extension}", f"does not honour the extension {extension}")
+        if query.soft_cap is not None and not self.soft_cap:
+            refuse("soft_cap", "does not cap scores")
+        if query.has_sinks and not self.sinks:
+            refuse("sinks", "does not add learned sinks")
+        if self.reads_dead_tokens and spec.mask is not None and spec.mask.window == 1:
+            # Between steps nothing is live, so that the page of the next token may be another one.
+            refuse("mask_window", "reads what lies before a window, and before one of a single token nothing is kept")
+        if query.relative_bias is not None and not self.relative_bias:
+            refuse("relative_bias", "adds no learned bias to the scores")
+        if self.head_sizes is not None and query.head_size not in self.head_sizes:
+            refuse("head_size", f"takes head sizes {listed(self.head_sizes)}, not {query.head_size}")
+        value_sizes = {tensor.shape[-1] for name, tensor in state.items() if name == "v"}
+        if not self.separate_value_size and value_sizes - {query.head_size}:
+            refuse("value_size", f"takes value vectors as long as key vectors ({query.head_size})")
+        if spec.block_size % self.block_size_multiple:
+            refuse("block_size", f"takes blocks of a multiple of {self.block_size_multiple}, not {spec.block_size}")
+        for name, sizes in sorted(self.spec_sizes.items()):
+            # A spec of another kind, without the field, has other state too.
+            if getattr(spec, name, None) not in {None, *sizes}:
+                refuse(name, f"takes {name} {listed(sizes)}, not {getattr(spec, name)}")
+        return found
+
+
+class AttentionMetadataBuilder(ABC):
+    """Turns a step's (wrapped) batch metadata into what a backend's kernels read.
+
+    The framework checks the lengths and block ids that it is given, and not those that it makes: like its backend's
+    kernels, it is trusted with them.
+
+    Attributes:
+        capture: For which batches the shapes of what it builds are known beforehand.
+        batch_order: The order of requests that it asks for; None for any. What it is given is in that order.
+        on_host: Whether it builds on the host: it is then given metadata that lies there, and the tensors that it makes
+            go to the device in the same copy as all else of the step. If not, it is given metadata on the device.
+        table_fields: The fields of what it builds, an attrs class, that depend on the block table or the slots. For
+            another cache group with equal layers the framework keeps the others. None where everything is built anew.
+    """
+
+    capture: GraphCapture = GraphCapture.NEVER
+    batch_order: BatchOrder | None = None
+    on_host: bool = False
+    table_fields: frozenset[str] | None = None
+
+    @property
+    def reuse_key(self) -> Hashable:
+        """What decides the outcome of ``build`` beside the batch metadata, for one backend with equal parameters.
+
+        None, the default, stands for the layers' spec and query side. A builder that reads less of them says so, and
+        its metadata serves more layers.
+        """
+        return None
+
+    @abstractmethod
+    def build(self, metadata: CommonAttentionMetadata) -> Any:
+        """Return the backend's metadata.
+
+        Called by the framework before any of the group's layers runs: once a step for all attention groups with an
+        equal ``reuse_key``, the same backend and the same wrapped metadata.
+
+        Args:
+            metadata: The step's metadata after the group's wrapper chain. Never written to.
+        """
+
+    @classmethod
+    def build_together(cls, builds: Sequence[tuple[Self, CommonAttentionMetadata]]) -> list[Any]:
+        """Return what each builder's ``build`` returns for its metadata.
+
+        Called by the framework once a step for all builders of a class that have to build. The default calls one
+        after the other; a builder whose work is many small operations, or one copy to the device for each group, does
+        them for all groups at once.
+
+        Args:
+            builds: Builders, and the metadata that each is to build for: of one step, or one sub-batch of it.
+        """
+        return [builder.build(metadata) for builder, metadata in builds]
+
+    def finish(self, built: Any) -> Any:
+        """Return what the layers read, of what ``build`` returned, whose tensors lie on the device by now.
+
+        Called by the framework once a step for each thing that was built, before any of the group's layers runs: the
+        place for what is made on the device of what the step's one copy brought there. The default changes nothing.
+
+        Args:
+            built: What was built. Where ``table_fields`` are declared, what is returned does not depend on these, and
+                has them too: for another cache group the framework replaces them.
+        """
+        return built
+
+    def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
+        """Return the ``table_fields`` of what ``build`` would return for ``metadata``.
+
+        Args:
+            built: What this builder, or one with an equal ``reuse_key``, built for metadata that differs from
+                ``metadata`` in the block table and the slots only.
+            metadata: The step's metadata after the group's wrapper chain. Never written to.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares table_fields and does not refresh them")
+
+
+class _PassThroughBuilder(AttentionMetadataBuilder):
+    on_host = True
+
+    def build(self, metadata: CommonAttentionMetadata) -> Any:
+        return metadata
+
+
+class AttentionBackend(ABC):
+    """Computes attention for the layers of one attention group. One class is enough for a simple backend.
+
+    An instance is made at set-up for each attention group and lives as long as the engine.
+    """
+
+    capabilities: ClassVar[Capabilities]
+    """What it can do. A layer that they do not cover is never given to it."""
+    options_class: ClassVar[type[Any] | None] = None
+    """A frozen attrs class of the options that a stack may give the backend; None for none."""
+    conformance_form: ClassVar[str | None] = None
+    """Where the conformance kit finds what to know of the state that it reads, ``"module:StateForm"``; None for keys
+    and values."""
+    conformance_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Options with which the conformance kit runs it, where the default ones would compile something for each case."""
+
+    @classmethod
+    def unusable_reason(cls) -> str | None:
+        """Return one sentence why this backend cannot run in this environment; None if it can."""
+        return None
+
+    @classmethod
+    def page_copier(cls) -> PageCopier | None:
+        """Return a kernel that copies pages, for all groups that are swapped; None, the default, for torch's.
+
+        Called at set-up, of each backend that serves a layer: the first kernel found is used.
+        """
+        return None
+
+    def __init__(self, layers: Sequence[LayerSpec], device: torch.device, options: Any = None) -> None:
+        """Take the group's layers, all with the same spec and query side.
+
+        Args:
+            layers: The layers that this instance serves, as the group's wrapper chain leaves them.
+            device: Where their caches lie.
+            options: An instance of ``options_class``; given only where there is one.
+        """
+        self.layers = tuple(layers)
+        self.device = device
+        self.options = options
+        self.parameters: dict[str, Mapping[str, torch.Tensor]] = {}
+
+    def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Take the learned tensors that one of the group's layers brings to its attention.
+
+        Called once for each layer that has any, when the model is attached, before any step. The default keeps them.
+
+        Args:
+            layer: The layer, as the group's wrapper chain leaves it.
+            parameters: By name, such as ``relative_bias: [num_buckets, num_heads]``, device; not written to.
+        """
+        self.parameters[layer.name] = parameters
+
+    def make_builder(self) -> AttentionMetadataBuilder:
+        """Return the group's metadata builder; the default hands the batch metadata on unchanged."""
+        return _PassThroughBuilder()
+
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Store new tokens' keys and values. Called before ``forward``, never for a layer that shares a cache.
+
+        The default lets the layers' format do it.
+
+        Args:
+            key: ``[num_tokens, num_kv_heads, head_size], device``; of a type that stores something else, the first
+                part of that, as its spec says.
+            value: ``[num_tokens, num_kv_heads, head_size_v], device``; likewise the second part.
+            kv_cache: The layer's state tensors; written to.
+            slots: Block id and offset of each token, ``[num_tokens], int64, device`` both.
+        """
+        assert self.layers[0].spec is not None
+        self.layers[0].spec.kv_format.write(key, value, kv_cache, slots)
+
+    @abstractmethod
+    def forward(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Compute attention of the new tokens over the cache, their own keys included (already written).
+
+        Args:
+            layer: The layer that runs, as the group's wrapper chain leaves it.
+            query: ``[num_tokens, num_heads, head_size], device``.
+            kv_cache: The state tensors of the layer, or of the layer whose cache it shares; not written to.
+            metadata: What this backend's builder made of the step.
+            sinks: ``[num_heads], device``: learned sink logits; None unless the layer has them.
+
+        Returns:
+            ``[num_tokens, num_heads, head_size_v], device``, in the query's dtype.
+        """

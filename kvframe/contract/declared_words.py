@@ -1,0 +1,174 @@
+"""The words in which a backend declares what it can do, each checked when it is declared."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import reprlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+import torch
+
+from kvframe.contract.errors import BackendError, UnknownNameError
+from kvframe.contract.formats import ITEM_BYTES
+from kvframe.contract.metadata import ENCODER_SEQ_LENS, NUM_ACCEPTED_TOKENS, SEQ_STARTS
+
+MASK_FEATURES = ("causal", "bidirectional", "window", "sink_tokens", "chunk", "mask_function", "live_range")
+"""Every word for a mask: the features of ``AttentionMask``, and the two general ways to say which tokens are seen."""
+
+EXTENSIONS = (SEQ_STARTS, NUM_ACCEPTED_TOKENS, ENCODER_SEQ_LENS)
+"""The extensions of the batch metadata that kvframe itself makes. Wrappers of plugins may make others."""
+
+USUAL_DEVICES = ("cpu", "cuda", "hpu", "meta", "mps", "mtia", "xla", "xpu")
+"""The device types that a message names. torch says which ones there are."""
+
+NEAR = 0.85
+"""A name of a plugin's own that is this similar to a known one is taken for a misspelling (``difflib``'s ratio)."""
+
+
+_WORD = re.compile(r"[a-z][a-z0-9_]*")
+
+
+# --- converters: they leave what is wrong as it is, for the validators to name ----------------------------------------
+
+
+def as_set(value: Any) -> Any:
+    """Return a collection of words or numbers as a frozen set, anything else unchanged."""
+    if isinstance(value, str | bytes):
+        return value
+    try:
+        return frozenset(value)
+    except TypeError:
+        return value
+
+
+def as_sizes(value: Any) -> Any:
+    """Return sizes by field name as a mapping of frozen sets that cannot change, anything else unchanged."""
+    if not isinstance(value, Mapping):
+        return value
+    return MappingProxyType({name: as_set(sizes) for name, sizes in value.items()})
+
+
+# --- validators -------------------------------------------------------------------------------------------------------
+
+
+def known_devices(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """Check, as an attrs validator, that torch knows every device type."""
+    _require_some(attribute, value)
+    for name in _strings(attribute, value):
+        try:
+            known = torch.device(name).type == name
+        except RuntimeError:
+            known = False
+        if not known:
+            hint = "a device type of another package is known once that package is imported"
+            raise _error(str(UnknownNameError("device type", name, USUAL_DEVICES, hint)), attribute)
+
+
+def known_masks(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """Check, as an attrs validator, that every word is one of ``MASK_FEATURES``."""
+    _require_some(attribute, value)
+    for name in _words(attribute, value):
+        if name not in MASK_FEATURES:
+            raise _error(str(UnknownNameError("mask feature", name, MASK_FEATURES)), attribute)
+
+
+def known_dtypes(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """Check, as an attrs validator, that every word is a dtype that state may have."""
+    _require_some(attribute, value)
+    for name in _words(attribute, value):
+        if name not in ITEM_BYTES:
+            raise _error(str(UnknownNameError("dtype", name, ITEM_BYTES)), attribute)
+
+
+def extension_names(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """Check, as an attrs validator, that every word is a name, and none nearly one of ``EXTENSIONS``."""
+    for name in _words(attribute, value):
+        nearest = difflib.get_close_matches(name, EXTENSIONS, n=1, cutoff=NEAR)
+        if name not in EXTENSIONS and nearest:
+            raise _error(str(UnknownNameError("extension", name, EXTENSIONS)), attribute)
+
+
+def names(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """Check, as an attrs validator, that there are words and that each is a name."""
+    _require_some(attribute, value)
+    _words(attribute, value)
+
+
+def optional_names(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """Check, as an attrs validator, that each word is a name."""
+    _words(attribute, value)
+
+
+def flag(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """Check, as an attrs validator, that a value is True or False."""
+    if not isinstance(value, bool):
+        raise _error(f"{_shown(value)} is neither True nor False", attribute)
+
+
+def whole_number(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """Check, as an attrs validator, that a value is a whole number."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _error(f"{_shown(value)} is not a whole number", attribute)
+
+
+def size(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """Check, as an attrs validator, that a value is a whole number of at least 1."""
+    whole_number(instance, attribute, value)
+    if value < 1:
+        raise _error(f"{_shown(value)} is not at least 1", attribute)
+
+
+def optional_sizes(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """Check, as an attrs validator, that a set has sizes; None stands for any size."""
+    if value is not None:
+        _require_some(attribute, value, "; None stands for any size")
+        for each in value:
+            size(instance, attribute, each)
+
+
+def sizes_by_field(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """Check, as an attrs validator, that every field is named by a word and has sizes."""
+    if not isinstance(value, Mapping):
+        raise _error(f"sets of sizes by field name are needed, and {_shown(value)} is given", attribute)
+    _words(attribute, frozenset(value))
+    for each in value.values():
+        optional_sizes(instance, attribute, each)
+
+
+def _words(attribute: attrs.Attribute[Any], value: Any) -> list[str]:
+    """Return the words in order; raises ``BackendError`` for what is no set, and for one that is no name."""
+    words = _strings(attribute, value)
+    for name in words:
+        if not _WORD.fullmatch(name):
+            raise _error(f"{_shown(name)} must be snake_case, like 'sink_tokens'", attribute)
+    return words
+
+
+def _strings(attribute: attrs.Attribute[Any], value: Any) -> list[str]:
+    _require_set(attribute, value)
+    for name in value:
+        if not isinstance(name, str):
+            raise _error(f"{_shown(name)} is not a string", attribute)
+    return sorted(value)
+
+
+def _require_some(attribute: attrs.Attribute[Any], value: Any, hint: str = "") -> None:
+    _require_set(attribute, value)
+    if not value:
+        raise _error(f"the set is empty, so that no layer could be served{hint}", attribute)
+
+
+def _require_set(attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, frozenset):
+        raise _error(f"a set is needed, and {_shown(value)} is given: write {{…}} around its words", attribute)
+
+
+def _error(problem: str, attribute: attrs.Attribute[Any]) -> BackendError:
+    return BackendError(f"capabilities: {attribute.name}: {problem}", "capabilities")
+
+
+_shown = reprlib.repr

@@ -1,0 +1,139 @@
+"""The one place through which kvframe calls the code of plugins at set-up.
+
+Whatever such code raises becomes one ``PluginError`` that says what was called and why it failed: an exception,
+``SystemExit``, ``CancelledError``, ``GeneratorExit``, or a ``BaseException`` of the plugin's own. Only
+``KeyboardInterrupt`` passes, because it is the user's. The texts and values of a plugin are made safe to print: its
+``__str__`` and ``__repr__`` may raise, exit, return no text or return megabytes of it.
+
+What such code prints goes to stderr, so that it is not taken for kvframe's own output.
+
+Python cannot contain everything. Code that ends the process (``os._exit``, a crash in C), never returns, raises in a
+thread of its own, or changes the process (``os.chdir``, ``signal``, ``warnings``, another module's attributes) takes
+effect.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from kvframe.contract.errors import KVFrameError, PluginError
+from kvframe.contract.failed_imports import explain_failed_import
+
+T = TypeVar("T")
+
+MAX_CHARACTERS = 1000
+"""A plugin's text is cut to this length."""
+
+
+def call(
+    what: str,
+    function: Callable[..., T],
+    /,
+    *args: Any,
+    passes: tuple[type[KVFrameError], ...] = (),
+    **kwargs: Any,
+) -> T:
+    """Call a function of a plugin and return its answer.
+
+    Args:
+        what: What is called, for the error: the plugin or the registered name, then the hook or the method
+            (``"backend 'kvframe-x:x': unusable_reason()"``).
+        function: The plugin's function, or what calls it (``getattr`` for an attribute that may be computed).
+        args: Its arguments.
+        passes: The errors of kvframe that the contract lets the function raise; they pass as they are.
+        kwargs: Its arguments by name.
+
+    Raises:
+        PluginError: It raised anything but ``passes`` and ``KeyboardInterrupt``.
+    """
+    try:
+        with _printing_to_stderr:
+            return function(*args, **kwargs)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if issubclass(type(error), passes) and _is_readable(error):
+            raise
+        text = safe_text(error)
+        raise PluginError(f"{what} failed: {explain_failed_import(error, text) or text}") from error
+
+
+class _PrintingToStderr:
+    """Lets ``sys.stdout`` be ``sys.stderr`` while a block runs, in whatever order threads come and go."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._stdout: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._num_inside == 0:
+                self._stdout, sys.stdout = sys.stdout, sys.stderr
+            self._num_inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if self._num_inside == 0:
+                sys.stdout = self._stdout
+
+
+_printing_to_stderr = _PrintingToStderr()
+
+
+def safe_text(error: BaseException) -> str:
+    """Return an error of a plugin as ``Type: message``, in one line of printable characters, cut where it is long."""
+    return f"{_type_name(error)}: {in_one_line(_read(str, error))}".rstrip(": ")
+
+
+def safe_reason(error: BaseException) -> str:
+    """Return an error's message without its type, as ``safe_text`` shows it; the type if it has none."""
+    first: Any = error.args[0] if error.args else None
+    return in_one_line(first) if issubclass(type(first), str) else safe_text(error)
+
+
+def safe_repr(value: Any) -> str:
+    """Return ``repr(value)`` of a plugin's value, in one line of printable characters, cut where it is long."""
+    return in_one_line(_read(repr, value))
+
+
+def in_one_line(text: str) -> str:
+    """Return a text with each run of white space as one space, control characters escaped, cut where it is long."""
+    kept = str.__getitem__(text, slice(0, 8 * MAX_CHARACTERS))
+    line = "".join(each if each.isprintable() else _escape(each) for each in " ".join(kept.split()))
+    left_out = len(line) - MAX_CHARACTERS + str.__len__(text) - len(kept)
+    return line if left_out <= 0 else f"{line[:MAX_CHARACTERS]}... ({left_out} more characters)"
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def _read(read: Callable[[Any], str], value: Any) -> str:
+    """Return what ``str`` or ``repr`` says of a value, or what this raises."""
+    try:
+        return read(value)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return f"<{read.__name__}() of {_type_name(value)} raises {_type_name(error)}>"
+
+
+def _is_readable(error: BaseException) -> bool:
+    try:
+        str(error)
+        return True
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        return False
+
+
+def _type_name(value: Any) -> str:
+    """Return the name of a value's class, which its metaclass cannot compute."""
+    name: str = type.__dict__["__name__"].__get__(type(value))
+    return in_one_line(name)

@@ -1,0 +1,189 @@
+"""Formats: how the bytes of a block are laid out, and what the keys and values of an attention layer become in it.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import attrs
+
+from kvframe.contract.errors import KVFrameError, PluginError, SpecError, UnknownNameError
+from kvframe.contract.foreign import call, safe_repr
+
+if TYPE_CHECKING:
+    import torch
+
+ITEM_BYTES: Mapping[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+"""Bytes per element of every dtype a state tensor may have, by torch's name."""
+
+STATE_ALIGNMENT_BYTES = 16
+"""Every layer's part of a page starts at a multiple of this, the width of a vector load."""
+
+
+def align_up(num: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is at least ``num``."""
+    return -(-num // multiple) * multiple
+
+
+def known_dtype(instance: Any, attribute: attrs.Attribute[str], value: str) -> None:
+    """Check, as an attrs validator, that there is such a dtype."""
+    if value not in ITEM_BYTES:
+        raise UnknownNameError("dtype", str(value), ITEM_BYTES)
+
+
+@attrs.frozen
+class StateTensor:
+    """One tensor of one block of one layer.
+
+    Attributes:
+        shape: Its shape, without the leading block dimension.
+        dtype: Its dtype, by torch's name (``"bfloat16"``).
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = attrs.field(validator=known_dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor, without alignment."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@attrs.frozen(kw_only=True)
+class KVFormat(ABC):
+    """How a page stores keys and values: the base of every format.
+
+    A format is a frozen value; its fields are parameters, such as scales. What it stores is read back in the dtype that
+    the layer's spec gives, in which attention computes.
+    """
+
+    name: ClassVar[str]
+    """The registered name (``"int8_token_head"``), which backends that read the format themselves declare."""
+    rounding: ClassVar[float] = 0.0
+    """How far apart neighbouring stored values are, by the largest that they are scaled to: as ``torch.finfo(…).eps``
+    of a dtype. 0 where nothing is rounded beyond the spec's dtype."""
+
+    @abstractmethod
+    def state_tensors(
+        self, block_size: int, num_kv_heads: int, head_size: int, head_size_v: int, dtype: str
+    ) -> Mapping[str, StateTensor]:
+        """Return the tensors of one block of one layer, by name, in the order they lie in a page.
+
+        Args:
+            block_size: Tokens per block.
+            num_kv_heads: Key/value heads.
+            head_size: Elements of a key.
+            head_size_v: Elements of a value.
+            dtype: What attention computes in, by torch's name.
+
+        Raises:
+            SpecError: Keys or values of such a size or dtype cannot be stored.
+        """
+
+    @abstractmethod
+    def write(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: Mapping[str, torch.Tensor],
+        slots: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Store tokens.
+
+        Called in a step, once for each layer that keeps a cache. It waits for nothing on the device.
+
+        Args:
+            key: ``[num_tokens, num_kv_heads, head_size], device``.
+            value: ``[num_tokens, num_kv_heads, head_size_v], device``.
+            kv_cache: The layer's state tensors; written to.
+            slots: Block id and offset of each token, ``[num_tokens], int64, device`` both.
+        """
+
+    @abstractmethod
+    def read(
+        self, kv_cache: Mapping[str, torch.Tensor], block_ids: torch.Tensor, out: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Copy whole pages, as keys and values that any backend reads.
+
+        Args:
+            kv_cache: The layer's state tensors; not written to.
+            block_ids: ``[num_pages], int32 or int64, device``: the pages.
+            out: ``k: [num_pages, block_size, num_kv_heads, head_size]`` and ``v``; written to, in their dtype.
+        """
+
+
+@attrs.frozen(kw_only=True)
+class PlainFormat(KVFormat):
+    """Keys and values as they are, in the spec's dtype."""
+
+    name: ClassVar[str] = "plain"
+
+    def state_tensors(
+        self, block_size: int, num_kv_heads: int, head_size: int, head_size_v: int, dtype: str
+    ) -> Mapping[str, StateTensor]:
+        """Return ``k: [block_size, num_kv_heads, head_size]`` and ``v: [block_size, num_kv_heads, head_size_v]``."""
+        return {
+            "k": StateTensor((block_size, num_kv_heads, head_size), dtype),
+            "v": StateTensor((block_size, num_kv_heads, head_size_v), dtype),
+        }
+
+    def write(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: Mapping[str, torch.Tensor],
+        slots: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Store tokens, rounded to the cache's dtype."""
+        kv_cache["k"].index_put_(slots, key.to(kv_cache["k"].dtype))
+        kv_cache["v"].index_put_(slots, value.to(kv_cache["v"].dtype))
+
+    def read(
+        self, kv_cache: Mapping[str, torch.Tensor], block_ids: torch.Tensor, out: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Copy whole pages."""
+        for name in ("k", "v"):
+            out[name].copy_(kv_cache[name].index_select(0, block_ids))
+
+
+def state_of(kv_format: KVFormat, state_tensors: Callable[[], Mapping[str, StateTensor]]) -> Mapping[str, StateTensor]:
+    """Return the tensors of one block, as a format that is not trusted gives them.
+
+    Args:
+        kv_format: The format.
+        state_tensors: Calls its function of that name.
+
+    Raises:
+        SpecError: It says so, raises something else, or gives no tensors; which, in one sentence.
+    """
+    whose = f"KV format {kv_format.name!r}"
+    try:
+        state = call(f"{whose}: state_tensors()", state_tensors, passes=(KVFrameError,))
+    except PluginError as error:
+        raise SpecError(str(error)) from error.__cause__
+    if not isinstance(state, Mapping) or not state or not all(isinstance(each, StateTensor) for each in state.values()):
+        raise SpecError(
+            f"{whose}: state_tensors() has to give StateTensors by name, at least one, not {safe_repr(state)}"
+        )
+    for name, tensor in state.items():
+        if not all(isinstance(size, int) and size > 0 for size in tensor.shape):
+            raise SpecError(f"{whose}: {name!r} has the shape {tensor.shape}; sizes are whole numbers from 1 on")
+    return state
+
+
+PLAIN: KVFormat = PlainFormat()
+"""The format of layers that say nothing else."""

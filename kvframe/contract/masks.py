@@ -1,0 +1,79 @@
+"""Which tokens a query sees, said in two ways that backends read: the terms that kernels know, or a function.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from kvframe.contract.errors import SpecError
+
+MaskFunction = Callable[[Any, Any], Any]
+"""``sees(query, key)`` for the positions of a query and a key: whether the query sees the key.
+
+Positions come as arrays of whole numbers that broadcast against each other, or as numbers, and the result is of the
+same kind, of booleans. So the function is written with operators (``&``, ``|``, ``~``, ``<=``, ``//``, ``%``) and asks
+for no element. A query sees its own position; of a causal type, it sees none behind that.
+"""
+
+
+@attrs.frozen
+class AttentionMask:
+    """Which past tokens a query attends to, in the terms that kernels understand.
+
+    Attributes:
+        causal: Whether a query sees only its own and earlier positions, or every token of its request.
+        window: Tokens seen, the query's own included; None for all. Of a causal mask only.
+        num_sink_tokens: Tokens at the start that are seen whatever the window.
+        chunk: Tokens of a chunk that its queries stay within: a query at ``n`` sees ``[n - n % chunk, n]``; None for
+            no chunks. Of a causal mask without window only.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    num_sink_tokens: int = 0
+    chunk: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if not self.causal and self.window is not None:
+            raise SpecError(f"a bidirectional mask has no window (here {self.window}): give the spec no mask instead")
+        if self.chunk is not None and (not self.causal or self.window is not None or self.num_sink_tokens):
+            raise SpecError(
+                "a mask of chunks is causal and has no window and no sink tokens: give the spec no mask instead"
+            )
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The mask capabilities that a backend needs.
+
+        Of ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, ``chunk``.
+        """
+        names = ["causal" if self.causal else "bidirectional"]
+        if self.window is not None:
+            names.append("window")
+        if self.num_sink_tokens:
+            names.append("sink_tokens")
+        if self.chunk is not None:
+            names.append("chunk")
+        return frozenset(names)
+
+    def sees(self, query: Any, key: Any) -> Any:
+        """Return whether queries see keys: this mask as a ``MaskFunction``.
+
+        Args:
+            query: Positions of queries; they say nothing under a bidirectional mask.
+            key: Positions of keys, at least 0.
+        """
+        if not self.causal:
+            return (query == query) & (key == key)
+        seen = key <= query
+        if self.chunk is not None:
+            return seen & (key // self.chunk == query // self.chunk)
+        if self.window is not None:
+            in_window = key > query - self.window
+            seen = seen & (in_window | (key < self.num_sink_tokens))
+        return seen

@@ -1,0 +1,223 @@
+"""The interface of a model adapter: reads a model's layers without weights, runs it on packed batches."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvframe.contract.description import ModelDescription, Pooling
+from kvframe.contract.errors import ModelError, RequestError
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvframe.attention.layer import AttentionLayers
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class ModelInput:
+    """What a request brings beside its own tokens, checked and ready to be computed. It lies on the host.
+
+    Attributes:
+        num_tokens: Tokens of the sequence that the model makes of it, at least one.
+        key: A hash of its content, of 128 bits or more, the same in every process: inputs of equal keys are the same,
+            and share what is computed of them. The engine keys it with a secret (``kvframe.content_key``) before
+            anything else sees it.
+        data: What the model computes the sequence from.
+    """
+
+    num_tokens: int
+    key: bytes
+    data: Any
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class ModelIdentity:
+    """What decides what a model computes: states of two models with the same are the same.
+
+    Attributes:
+        config: All that decides it besides the weights, as text that is the same each time the model is loaded.
+        weights: Its weights by name.
+    """
+
+    config: str
+    weights: Mapping[str, torch.Tensor]
+
+
+class LoadedModel(ABC):
+    """A model with its weights, ready to be attached to an engine's attention layers."""
+
+    description: ModelDescription
+
+    def without_head(self) -> LoadedModel:
+        """Return this model as one that gives hidden states in place of logits, for embeddings.
+
+        The hidden states are the last ones, as the model's own head would take them: ``forward`` and the ``run_packed``
+        of ``self_check`` give ``[…, hidden_size]`` instead of ``[…, vocab_size]``. The weights are the same; one of the
+        two is attached at a time. A model whose description says that it does not generate returns itself.
+
+        Raises:
+            ModelError: The model gives no hidden states.
+        """
+        if not self.description.generates:
+            return self
+        raise ModelError(f"{self.description.name} gives logits only, and no hidden states to make embeddings of")
+
+    def pooling(self) -> Pooling | None:
+        """Return how the model's hidden states are meant to become an embedding; None if its checkpoint does not say.
+
+        Raises:
+            ModelError: In a way that kvframe does not know.
+        """
+        return None
+
+    def identity(self) -> ModelIdentity | None:
+        """Return what tells this model from every other that computes something else.
+
+        Called where states of it are saved to a file, or loaded from one; None for a model that cannot say, and of
+        which nothing is saved.
+        """
+        return None
+
+    def can_skip(self, layers: Sequence[str]) -> bool:
+        """Return whether ``forward`` can leave rows out from the first of these layers on (prefill skipping).
+
+        Called at set-up, before ``attach``, and only where the stack asks for prefill skipping. A model that says so
+        looks at ``kept_rows`` of the attached layers in each ``forward``.
+
+        Args:
+            layers: The names of the model's last attention layers, none of which keeps a cache of its own, in the
+                order they run; at least one.
+        """
+        return False
+
+    @abstractmethod
+    def attach(self, layers: AttentionLayers) -> None:
+        """Route the model's attention through ``layers``; raises ``ModelError`` if a layer was not reached.
+
+        Args:
+            layers: The run-time layers, by the names of the description; those that keep a state and do not attend are
+                its ``states``, and the model computes them on their pages. Called once, at set-up.
+        """
+
+    @abstractmethod
+    def self_check(self, run_packed: Any) -> None:
+        """Compare a packed run with the model's own plain forward; raises ``ModelError`` where logits differ.
+
+        Args:
+            run_packed: ``run_packed(prompts: list[list[int]], last_only: bool = False, inputs = ()) ->
+                list[torch.Tensor]``: logits ``[len(prompt), vocab_size]`` of each prompt, computed through the attached
+                layers in one batch. With ``last_only``, only the last token of each prompt generates, and its logits
+                ``[1, vocab_size]`` come back: what a model that can skip compares too, where its layers skip something.
+                ``inputs`` holds for each prompt what it brings beside its tokens, by sequence: ``{"encoder":
+                ModelInput(…)}``.
+        """
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Leave the model as it was before ``attach``. Safe to call twice."""
+
+    def compile(self, backend: Any = "inductor") -> None:
+        """Let ``forward`` run compiled by ``torch.compile``, around the attention, until ``detach``.
+
+        Called at set-up, behind ``attach``, where the stack asks for it.
+
+        Args:
+            backend: What compiles: a name that torch knows, or a callable as ``torch.compile`` takes it.
+
+        Raises:
+            ModelError: The model cannot be compiled here.
+        """
+        raise ModelError(f"{self.description.name} cannot be compiled by its model adapter; leave compile out")
+
+    @abstractmethod
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
+        """Run one packed step; the attention layers already hold the step's metadata.
+
+        In a step whose ``AttentionLayers.kept_rows`` is not None, the layers in ``AttentionLayers.skipped`` are called
+        with the queries of these rows alone, in their order, and what the model computes before the first of them it
+        computes for all rows. A model whose ``can_skip`` returned False never sees such a step.
+
+        Args:
+            input_ids: ``[num_tokens], int64, device``.
+            positions: ``[num_tokens], int64, device``.
+            logits_indices: ``[num_wanted], int64, device``: the rows of the packed batch whose logits are wanted.
+
+        Returns:
+            Logits ``[num_wanted, vocab_size], device``, of ``logits_indices``; in a step with ``kept_rows``, logits
+            ``[num_kept, vocab_size]`` of exactly these rows, padding included. Of a model without head, hidden states
+            ``[…, hidden_size]`` of the same rows.
+        """
+
+    # --- what requests bring beside their tokens: for a model whose description has ``max_input_lens`` ----------------
+
+    def prepare_input(self, sequence: str, value: Any) -> ModelInput | None:
+        """Check what a request brings as an input sequence, and make it ready. Called once for each request.
+
+        Args:
+            sequence: A name of ``max_input_lens`` (``"encoder"``).
+            value: Text, token ids, or features as a tensor or an array, as the user gave it; None where the request
+                brings none.
+
+        Returns:
+            The input; None if the request brings none and the model computes without it.
+
+        Raises:
+            RequestError: It is not what the model takes (``bad_input``), or missing (``missing_input``).
+            ModelError: It is text, and the model has no tokenizer.
+        """
+        raise RequestError(f"{self.description.name} takes no {sequence} input", code="bad_input")
+
+    def start_token_ids(self, text: str | None = None) -> list[int]:
+        """Return the first tokens of a request that brings an input: what the model starts with, then those of a text.
+
+        Args:
+            text: How the request's own tokens go on; None for nothing more.
+
+        Raises:
+            ModelError: The model has no such tokens, or no tokenizer for the text.
+        """
+        raise ModelError(f"{self.description.name} does not say which token a request starts with; give token ids")
+
+    def compute_inputs(self, inputs: Mapping[str, Sequence[ModelInput]]) -> None:
+        """Compute the sequences that the requests of a step bring, for the ``forward`` that follows, and for no other.
+
+        Called before ``forward`` in each step of a model that takes inputs, with nothing in it in most. The layers that
+        keep state of a sequence are then called with the keys and values of the new inputs alone, packed in their
+        order; in a step without, what they are given is not looked at.
+
+        Args:
+            inputs: By sequence, the inputs whose state the step stores, in the order of their requests.
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes inputs and does not compute them")
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of ``text``; raises ``ModelError`` if the model has no tokenizer."""
+        raise self._no_tokenizer()
+
+    def decode(self, token_ids: Sequence[int]) -> str | None:
+        """Return the text of ``token_ids``; None if the model has no tokenizer."""
+        return None
+
+    def _no_tokenizer(self) -> Exception:
+        return ModelError(f"{self.description.name} has no tokenizer; give token ids instead of text")
+
+
+class ModelAdapter(ABC):
+    """Knows one way in which models lie on disk. Registered by a plugin; an instance is made at set-up."""
+
+    @abstractmethod
+    def recognises(self, path: Path) -> bool:
+        """Return whether ``path`` (a folder, or a config file) is of this adapter's kind. Cheap: no heavy import."""
+
+    @abstractmethod
+    def describe(self, path: Path) -> ModelDescription:
+        """Read the layers from the config alone; raises ``ModelError`` for what is no model or not understood."""
+
+    @abstractmethod
+    def load(self, path: Path, *, device: str, dtype: str) -> LoadedModel:
+        """Load the weights from a folder; raises ``ModelError`` for a corrupt checkpoint."""

@@ -1,0 +1,368 @@
+"""Cache specs and layer specs: what a layer keeps, and for which past tokens.
+
+A cache spec answers one question, the *live range*: which past tokens' state must be resident to compute token
+``n``. Everything else the core does is derived from that answer by code that never asks which type it is.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import attrs
+
+from kvframe.contract.errors import SpecError, shown
+from kvframe.contract.formats import ITEM_BYTES as ITEM_BYTES
+from kvframe.contract.formats import PLAIN, KVFormat, known_dtype
+from kvframe.contract.formats import STATE_ALIGNMENT_BYTES as STATE_ALIGNMENT_BYTES
+from kvframe.contract.formats import StateTensor as StateTensor
+from kvframe.contract.formats import align_up as align_up
+from kvframe.contract.masks import AttentionMask as AttentionMask
+from kvframe.contract.masks import MaskFunction as MaskFunction
+
+TokenRange = tuple[int, int]
+"""Token positions ``[start, stop)``."""
+
+TOKENS = "tokens"
+"""A request's own tokens: the sequence that grows."""
+
+ENCODER = "encoder"
+"""What a request's encoder makes of its input: a sequence that is whole before the first token is computed."""
+
+
+def _positive(instance: Any, attribute: attrs.Attribute[int], value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise SpecError(
+            f"{type(instance).__name__}.{attribute.name} must be a whole number of at least 1, not {value!r}"
+        )
+
+
+def _is_format(instance: Any, attribute: attrs.Attribute[KVFormat], value: Any) -> None:
+    if not isinstance(value, KVFormat):
+        raise SpecError(f"{type(instance).__name__}.format must be a KVFormat, not {value!r}")
+
+
+positive_int = attrs.field(validator=_positive)
+"""An attrs field for a count or size: a whole number of at least one."""
+
+
+def union(*ranges: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
+    """Return sorted, disjoint ranges that cover what any of ``ranges`` covers."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(itertools.chain(*ranges)):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def num_covered(ranges: Iterable[tuple[int, int]]) -> int:
+    """Return how many places disjoint ranges have together."""
+    return sum(stop - start for start, stop in ranges)
+
+
+@attrs.frozen(kw_only=True)
+class KVCacheSpec(ABC):
+    """What one layer keeps of the past, and for how long: the base of every cache spec.
+
+    A spec is a frozen value. Two laws hold for its live ranges, and ``kvframe.testing`` checks them:
+
+    * *past*: ``live_ranges(n)`` is sorted, disjoint and within ``[0, n)``;
+    * *forgetting*: what is not live at ``n`` is not live at any later position
+      (``live(n + 1)`` is contained in ``live(n)`` and token ``n``).
+
+    Attributes:
+        block_size: Tokens per block.
+    """
+
+    kind: ClassVar[str]
+    """The registered name of this type (``"sliding_window"``)."""
+    layout_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields that shape a block's bytes but not which tokens are live: layers that differ only here share a group."""
+    default_wrappers: ClassVar[tuple[str, ...]] = ()
+    """The wrapper chain of a layer of this type, by registered name, unless the stack gives it another."""
+    sequence: ClassVar[str] = TOKENS
+    """Which sequence of a request it keeps state of; positions are those of this sequence. All of one that is not the
+    request's own tokens is live for as long as the request runs."""
+    keeps_past: ClassVar[bool] = True
+    """Whether any token of the past is ever live. A layer that sees the running step only is in no group."""
+
+    block_size: int = positive_int
+
+    @abstractmethod
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
+        """Return the token ranges whose state must be resident to compute token ``n``.
+
+        Args:
+            n: The position that is computed next; tokens ``[0, n)`` are in the past.
+
+        Returns:
+            Sorted, disjoint, non-empty ranges ``[start, stop)`` within ``[0, n)``.
+        """
+
+    @abstractmethod
+    def state_tensors(self) -> Mapping[str, StateTensor]:
+        """Return the tensors of one block of one layer, by name, in the order they lie in a page."""
+
+    @property
+    def mask(self) -> AttentionMask | None:
+        """The live range as a mask that kernels understand; None where only ``live_ranges`` can say it."""
+        return None
+
+    @property
+    def mask_function(self) -> MaskFunction | None:
+        """The live range as a function of a query's and a key's position; the mask's unless a type gives one.
+
+        For a type whose pattern no mask says it is enough to be served by a backend that compiles such functions. None
+        where only ``live_ranges`` can say it.
+        """
+        return None if self.mask is None else self.mask.sees
+
+    @property
+    def states_per_block(self) -> int:
+        """How many states a page of a state layer holds, the first dimension of each of its tensors.
+
+        The state after token ``p`` lies in the page of its block, at ``p % states_per_block``. More than one lets a
+        step be taken back in part: after fewer tokens than were computed, as many as are kept beside the last, the
+        request goes on from the state that it had there. Not so its first step.
+        """
+        return 1
+
+    @property
+    def kv_format(self) -> KVFormat:
+        """How its keys and values are stored; the plain format for a type that stores something else."""
+        return PLAIN
+
+    def in_format(self, kv_format: KVFormat) -> KVCacheSpec:
+        """Return the spec that keeps the same keys and values in another format; itself if it stores something else."""
+        return self
+
+    def retain_all(self) -> KVCacheSpec:
+        """Return the spec that keeps the same state for every past token (what ``hybrid = false`` stores).
+
+        A type that has no such form returns itself.
+        """
+        return self
+
+    # --- derived: a type may override one where it knows a faster way to the same answer -------------------------
+
+    @property
+    def group_key(self) -> tuple[Any, ...]:
+        """What two layers must have in common to share a block table: the type and all but its layout."""
+        kept = (f.name for f in attrs.fields(type(self)) if f.name not in self.layout_fields)
+        return (type(self).__module__, type(self).__qualname__, *((name, getattr(self, name)) for name in kept))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one layer, aligned."""
+        return sum(align_up(tensor.num_bytes, STATE_ALIGNMENT_BYTES) for tensor in self.state_tensors().values())
+
+    @property
+    def is_per_block(self) -> bool:
+        """Whether a block takes as much however many tokens it has, as one state does that they are summed up in."""
+        try:
+            longer = attrs.evolve(self, block_size=2 * self.block_size)
+        except (SpecError, TypeError, ValueError):  # a type may allow few block sizes: one whose size matters
+            return False
+        return longer.block_bytes == self.block_bytes
+
+    def live_blocks(self, n: int) -> tuple[tuple[int, int], ...]:
+        """Return the block index ranges ``[start, stop)`` that the live ranges at ``n`` touch: sorted, disjoint."""
+        merged: list[tuple[int, int]] = []
+        for start, stop in self.live_ranges(n):
+            first, last = start // self.block_size, -(-stop // self.block_size)
+            if merged and first <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+            else:
+                merged.append((first, last))
+        return tuple(merged)
+
+    def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> tuple[tuple[int, int], ...]:
+        """Return the block index ranges that get a page when tokens ``[n, n + num_new_tokens)`` are computed.
+
+        The blocks of these tokens, unless the type keeps less: a state that is overwritten from token to token need be
+        kept at few block boundaries only. Whatever is live afterwards is among them, or was resident before; that holds
+        too where the last of the tokens may be refused after they were computed.
+
+        Args:
+            n: The position that is computed next.
+            num_new_tokens: Tokens to compute, at least one.
+            branch: A block boundary of every group from which a later request may want to continue: where the tokens
+                part from those of an earlier request, or the last one before the last token. At most ``n`` for none.
+
+        Returns:
+            Sorted, disjoint ranges within the blocks of these tokens.
+        """
+        return ((n // self.block_size, -(-(n + num_new_tokens) // self.block_size)),)
+
+    def num_resident_blocks(self, n: int, num_new_tokens: int) -> int:
+        """Return the most blocks that a request holds while tokens ``[n, n + num_new_tokens)`` are computed.
+
+        Those that are live and those that are stored, wherever the tokens part from an earlier request's.
+        """
+        live, end = self.live_blocks(n), n + num_new_tokens
+        held = union(live, self.stored_blocks(n, num_new_tokens))
+        left_out = n // self.block_size
+        for start, stop in held:
+            left_out = stop if start <= left_out else left_out
+        branch = (left_out + 1) * self.block_size
+        if branch <= end:
+            held = max(held, union(live, self.stored_blocks(n, num_new_tokens, branch)), key=num_covered)
+        return num_covered(held)
+
+    def peak_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
+        """Return the most blocks a request ever holds on its way to ``num_tokens`` tokens.
+
+        Args:
+            num_tokens: The request's length at its end, in tokens.
+            max_new_tokens: The most tokens that one step computes for it.
+        """
+        steps: Iterable[tuple[int, int]] = ((n, min(max_new_tokens, num_tokens - n)) for n in range(num_tokens))
+        if type(self).stored_blocks is not KVCacheSpec.stored_blocks and self.block_size < num_tokens:
+            # Of what is stored, a step that ends within the last block may need more than one that ends with it.
+            steps = itertools.chain(steps, self._steps_into_last_block(num_tokens, max_new_tokens))
+        return max(itertools.starmap(self.num_resident_blocks, steps), default=0)
+
+    def _steps_into_last_block(self, num_tokens: int, max_new_tokens: int) -> Iterator[tuple[int, int]]:
+        """Go through steps, starts and counts, that end less than a block before the last token; near block ends."""
+        size = self.block_size
+        for end in range(num_tokens - size + 1, num_tokens):
+            first = max(0, end - max_new_tokens)
+            near = (block * size + offset for block in range(first // size, end // size + 1) for offset in (-1, 0, 1))
+            yield from ((n, end - n) for n in {first, end - 1, *near} if first <= n < end)
+
+
+@attrs.frozen(kw_only=True)
+class AttentionSpec(KVCacheSpec):
+    """State that is one key and one value vector per token and KV head: the base of attention types.
+
+    Attributes:
+        num_kv_heads: Key/value heads.
+        head_size: Elements of a key vector.
+        head_size_v: Elements of a value vector; as ``head_size`` unless given.
+        dtype: Element type of the keys and values as attention reads them, by torch's name.
+        format: How a page stores them.
+    """
+
+    layout_fields: ClassVar[frozenset[str]] = frozenset({"num_kv_heads", "head_size", "head_size_v", "dtype", "format"})
+
+    num_kv_heads: int = positive_int
+    head_size: int = positive_int
+    head_size_v: int = attrs.field(
+        default=attrs.Factory(lambda self: self.head_size, takes_self=True), validator=_positive
+    )
+    dtype: str = attrs.field(default="float32", validator=known_dtype)
+    format: KVFormat = attrs.field(default=PLAIN, validator=_is_format)
+
+    @property
+    def kv_format(self) -> KVFormat:
+        """The format that it was given."""
+        return self.format
+
+    def in_format(self, kv_format: KVFormat) -> AttentionSpec:
+        """Return the spec that keeps the same keys and values in another format."""
+        return attrs.evolve(self, format=kv_format)
+
+    def state_tensors(self) -> Mapping[str, StateTensor]:
+        """Return what the format makes of the sizes; for the plain one ``k`` and ``v``.
+
+        These are ``[block_size, num_kv_heads, head_size]`` and ``[block_size, num_kv_heads, head_size_v]``.
+        """
+        return self.format.state_tensors(
+            self.block_size, self.num_kv_heads, self.head_size, self.head_size_v, self.dtype
+        )
+
+
+@attrs.frozen(kw_only=True)
+class RelativeBias:
+    """A learned number per head that is added to each score, by the distance of key and query in buckets.
+
+    The buckets are those of T5 (arXiv 1910.10683): one for each small distance, then logarithmically wider ones. The
+    layer's parameter ``relative_bias: [num_buckets, num_heads]`` holds the numbers.
+
+    Attributes:
+        num_buckets: Buckets, for both directions together; at least two for each.
+        max_distance: From this distance on all keys fall into the last bucket. More than the distances with a bucket
+            of their own, which are half of a direction's buckets.
+        bidirectional: Whether keys behind the query have buckets of their own.
+    """
+
+    num_buckets: int = positive_int
+    max_distance: int = positive_int
+    bidirectional: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        num_exact = self.num_buckets // (4 if self.bidirectional else 2)
+        if num_exact < 1 or self.max_distance <= num_exact:
+            raise SpecError(
+                f"a relative bias of {self.num_buckets} buckets{' for two directions' if self.bidirectional else ''} "
+                f"up to a distance of {self.max_distance} has no bucket of one distance or none of several: give at "
+                f"least {4 if self.bidirectional else 2} buckets and a distance of more than {num_exact}"
+            )
+
+
+def _as_relative_bias(value: RelativeBias | Mapping[str, Any] | None) -> RelativeBias | None:
+    return RelativeBias(**value) if isinstance(value, Mapping) else value
+
+
+@attrs.frozen(kw_only=True)
+class QuerySpec:
+    """The query side of an attention layer: what a backend must support beyond the cache.
+
+    Attributes:
+        num_heads: Query heads, a multiple of the KV heads.
+        head_size: Elements of a query vector.
+        scale: Factor on the query-key products, before soft cap and softmax.
+        soft_cap: ``c`` in ``c * tanh(score / c)``; None for none.
+        has_sinks: Whether each head adds a learned logit to the softmax's denominator (``sinks: [num_heads]``).
+        relative_bias: What is added to the scores, after scale and soft cap, by distance; None for nothing.
+    """
+
+    num_heads: int = positive_int
+    head_size: int = positive_int
+    scale: float
+    soft_cap: float | None = None
+    has_sinks: bool = False
+    relative_bias: RelativeBias | None = attrs.field(default=None, converter=_as_relative_bias)
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse what is no number, switch or bias."""
+        for name, value in (("scale", self.scale), ("soft_cap", self.soft_cap)):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not is_number and not (name == "soft_cap" and value is None):
+                raise SpecError(f"QuerySpec.{name} must be a finite number, not {shown(value)}")
+        if not isinstance(self.has_sinks, bool):
+            raise SpecError(f"QuerySpec.has_sinks must be true or false, not {shown(self.has_sinks)}")
+        if not isinstance(self.relative_bias, RelativeBias | None):
+            raise SpecError(f"QuerySpec.relative_bias must be a table, not {shown(self.relative_bias)}")
+
+
+@attrs.frozen(kw_only=True)
+class LayerSpec:
+    """One layer of a model, as the contract sees it.
+
+    Attributes:
+        name: Unique in the model (``"model.layers.3.self_attn"``).
+        spec: What it keeps; None for a layer that keeps nothing and is in no group.
+        query: The query side; None for a layer that does not attend: the model computes it, on the pages it is given.
+        shares_with: The layer whose cache this one reads instead of keeping its own; None for none.
+    """
+
+    name: str
+    spec: KVCacheSpec | None
+    query: QuerySpec | None = None
+    shares_with: str | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.spec is None or self.query is None or self.query.relative_bias is None:
+            return
+        if self.spec.sequence != TOKENS:
+            raise SpecError(
+                f"layer {self.name!r} has a relative bias and attends to the {self.spec.sequence} sequence, to whose "
+                "tokens a query has no distance"
+            )

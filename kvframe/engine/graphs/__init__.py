@@ -1,0 +1,1 @@
+"""Steps as captured graphs: their sizes, capture and replay."""

@@ -1,0 +1,96 @@
+"""A captured step: what is recorded once, and replayed on the same tensors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvframe.contract.errors import KVFrameError
+
+Run = Callable[[], torch.Tensor]
+
+
+class CaptureError(KVFrameError):
+    """The device could not capture a step."""
+
+
+class StepGraph(ABC):
+    """One step's work on the device. It reads the tensors that it was captured with, and writes to one output."""
+
+    @abstractmethod
+    def capture(self, run: Run) -> torch.Tensor:
+        """Run the step, and record it.
+
+        Args:
+            run: Computes the step; called several times, so what it writes to the cache it may write again.
+
+        Returns:
+            Its output, which every replay writes to.
+
+        Raises:
+            CaptureError: It does something that cannot be recorded.
+        """
+
+    @abstractmethod
+    def replay(self) -> None:
+        """Run the step again."""
+
+
+class CalledGraph(StepGraph):
+    """Stands for a graph where there are none: a replay calls what was recorded, on the same tensors."""
+
+    def __init__(self) -> None:
+        self._run: Run | None = None
+        self._output = torch.empty(0)
+
+    def capture(self, run: Run) -> torch.Tensor:
+        """Run the step, and keep the call."""
+        self._run = run
+        self._output = run().clone()
+        return self._output
+
+    def replay(self) -> None:
+        """Call it again."""
+        assert self._run is not None
+        self._output.copy_(self._run())
+
+
+class CudaGraph(StepGraph):
+    """A CUDA graph."""
+
+    def __init__(self, pool: Any) -> None:
+        """Take the memory pool that the graphs of an engine share: they never run at the same time."""
+        self._pool = pool
+        self._graph = torch.cuda.CUDAGraph()
+
+    def capture(self, run: Run) -> torch.Tensor:
+        """Run the step on a stream of its own, so that libraries set themselves up, and capture it there."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        try:
+            with torch.cuda.graph(self._graph, pool=self._pool, stream=stream):
+                output = run()
+        except RuntimeError as error:
+            raise CaptureError(f"the step cannot be captured: {str(error).strip().splitlines()[0]}") from error
+        # Capturing computes nothing.
+        self._graph.replay()
+        return output
+
+    def replay(self) -> None:
+        """Launch the graph."""
+        self._graph.replay()
+
+
+def graph_factory(device: torch.device) -> Callable[[], StepGraph]:
+    """Return what makes a device's graphs."""
+    if device.type != "cuda":
+        return CalledGraph
+    pool = torch.cuda.graph_pool_handle()
+    return lambda: CudaGraph(pool)

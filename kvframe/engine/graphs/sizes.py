@@ -1,0 +1,160 @@
+"""The sizes of graphs: which steps are captured, and what each of them is padded to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+
+from kvframe.attention.step import StepBatch
+from kvframe.config.options import EngineOptions
+from kvframe.contract.capture import GraphCapture
+
+SHORTEST_CONTEXT = 1024
+"""Tokens of the longest request, for the graphs of short ones; the next ones have four times as many, and so on."""
+
+
+@attrs.frozen(kw_only=True)
+class GraphSizes:
+    """What a graph is captured for.
+
+    Attributes:
+        num_reqs: Requests, padded ones included.
+        query_len: The most tokens that one of them computes.
+        num_generating: Generating rows, padding included.
+        num_wanted: Rows of logits, padding included.
+        max_seq_len: The most tokens of a request after the step.
+        all_generate: Whether every token does, so that no layer skips any.
+    """
+
+    num_reqs: int
+    query_len: int
+    num_generating: int
+    num_wanted: int
+    max_seq_len: int
+    all_generate: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Packed tokens, padding included."""
+        return self.num_reqs * self.query_len
+
+
+@attrs.frozen(kw_only=True)
+class SizeChoice:
+    """Which sizes there are graphs for.
+
+    Attributes:
+        num_reqs: The numbers of requests that steps are padded to, ascending.
+        query_lens: The numbers of tokens of each request that steps are captured for, ascending.
+        max_seq_lens: The lengths of the longest request that steps are padded to, ascending.
+        level: For which batches steps can be captured.
+        skips: Whether layers compute generating tokens only.
+    """
+
+    num_reqs: tuple[int, ...]
+    query_lens: tuple[int, ...]
+    max_seq_lens: tuple[int, ...]
+    level: GraphCapture
+    skips: bool
+
+    def of(self, batch: StepBatch, num_wanted: int) -> GraphSizes | None:
+        """Return the sizes of the graph that a step can be replayed from; None if there is none for such steps.
+
+        Args:
+            batch: The step.
+            num_wanted: Rows of logits that are wanted.
+        """
+        longest, shortest = int(batch.query_lens.max()), int(batch.query_lens.min())
+        needed = GraphCapture.DECODE if longest == 1 else GraphCapture.UNIFORM
+        num_reqs = _next(self.num_reqs, len(batch.rows))
+        query_len: int | None = longest if longest in self.query_lens else None
+        num_generating, all_generate = len(batch.generating_indices), True
+        if num_generating < int(batch.query_lens.sum()):
+            all_generate = False
+            if self.skips:
+                needed = GraphCapture.ALWAYS  # what is left has requests with and without tokens
+        if self.level is GraphCapture.ALWAYS:
+            query_len = _next(self.query_lens, longest)
+        elif needed > self.level or shortest < longest:
+            return None
+        max_seq_len = _next(self.max_seq_lens, int((batch.num_computed + batch.query_lens).max()))
+        if num_reqs is None or query_len is None or max_seq_len is None or batch.extensions or not num_wanted:
+            return None
+        rows = num_reqs, num_reqs * query_len
+        wanted, generating = _next(rows, num_wanted), rows[1] if all_generate else _next(rows, num_generating)
+        if wanted is None or generating is None:
+            return None
+        return GraphSizes(
+            num_reqs=num_reqs,
+            query_len=query_len,
+            num_generating=generating,
+            num_wanted=wanted,
+            max_seq_len=max_seq_len,
+            all_generate=all_generate,
+        )
+
+    def usual(self, max_num_tokens: int) -> list[GraphSizes]:
+        """Return the sizes of steps in which each request computes as many tokens and wants the last one's logits.
+
+        Args:
+            max_num_tokens: Tokens of a step at most, padding included; larger ones are left out.
+
+        Returns:
+            The largest first.
+        """
+        found: set[GraphSizes] = set()
+        for num_reqs in self.num_reqs:
+            for query_len in self.query_lens:
+                for max_seq_len in self.max_seq_lens:
+                    lens = np.full(num_reqs, query_len)
+                    batch = StepBatch(
+                        rows=np.arange(num_reqs),
+                        num_computed=np.full(num_reqs, max_seq_len - query_len),
+                        query_lens=lens,
+                        generating_indices=np.cumsum(lens) - 1,
+                    )
+                    sizes = self.of(batch, num_reqs)
+                    if sizes is not None and query_len <= max_seq_len and sizes.num_tokens <= max_num_tokens:
+                        found.add(sizes)
+        return sorted(found, key=lambda sizes: (sizes.num_tokens, sizes.max_seq_len), reverse=True)
+
+
+def auto_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Return numbers of requests up to the most that run at once: powers of two, and halfway to the next."""
+    sizes, size = {max_num_seqs}, 1
+    while size < max_num_seqs:
+        sizes |= {size, min(max_num_seqs, size + size // 2)}
+        size *= 2
+    return tuple(sorted(sizes))
+
+
+def asked_sizes(options: EngineOptions, max_model_len: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the numbers of requests and of tokens of each, ascending, as far as a step may have so many.
+
+    What is padded to costs time and memory, so a number of requests beyond ``max_num_seqs`` stands for that one.
+
+    Args:
+        options: The stack's; they ask for graphs.
+        max_model_len: The most tokens of a request.
+    """
+    most = options.max_num_seqs
+    num_reqs = auto_sizes(most) if isinstance(options.graphs, str) else {min(size, most) for size in options.graphs}
+    longest = min(options.max_num_batched_tokens, max_model_len)
+    return tuple(sorted(num_reqs)), tuple(size for size in options.graph_query_lens if size <= longest)
+
+
+def context_sizes(max_model_len: int) -> tuple[int, ...]:
+    """Return the lengths of requests that graphs are captured for: four times as many tokens each, up to the most."""
+    sizes = []
+    size = SHORTEST_CONTEXT
+    while size < max_model_len:
+        sizes.append(size)
+        size *= 4
+    return (*sizes, max_model_len)
+
+
+def _next(sizes: Sequence[int], least: int) -> int | None:
+    """Return the first of ascending sizes that is enough; None if none is."""
+    return next((size for size in sizes if size >= least), None)

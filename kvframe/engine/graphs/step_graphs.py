@@ -1,0 +1,249 @@
+"""Steps as graphs: captured, replayed, and what becomes of those that cannot be.
+
+A graph holds one step's work at fixed sizes, so a step is padded to the next ones that there are graphs for: requests
+without tokens, tokens in the null page. The usual sizes are captured before the first request, others when a step first
+has them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import attrs
+import numpy as np
+import torch
+
+from kvframe.attention.captured import CapturedStep
+from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.padding import pad_step
+from kvframe.attention.staging import HOST
+from kvframe.attention.step import StepBatch, build_metadata
+from kvframe.cache.block_table import BlockTables
+from kvframe.config.options import EngineOptions
+from kvframe.contract.capture import GraphCapture, NotReplayableError
+from kvframe.contract.errors import StackError
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.engine.graphs.captured_step import CaptureError, StepGraph, graph_factory
+from kvframe.engine.graphs.sizes import GraphSizes, SizeChoice, asked_sizes, context_sizes
+from kvframe.engine.scheduling.packing import IntArray
+
+_log = logging.getLogger("kvframe")
+
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@attrs.frozen(eq=False)
+class _Held:
+    step: CapturedStep
+    graph: StepGraph
+    output: torch.Tensor
+
+
+class StepGraphs:
+    """Owns an engine's graphs.
+
+    Invariant: a size has one graph at most, and its tensors are written to only to replay it.
+
+    Attributes:
+        num_replays: Steps that were replayed.
+    """
+
+    def __init__(
+        self,
+        layers: AttentionLayers,
+        forward: Forward,
+        device: torch.device,
+        *,
+        num_reqs: Sequence[int],
+        query_lens: Sequence[int],
+        max_model_len: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        """Take what steps are captured of.
+
+        Args:
+            layers: The model's attention layers.
+            forward: The model's forward, of token ids, positions and the rows whose logits are wanted.
+            device: Where it runs.
+            num_reqs: The numbers of requests that steps are padded to, ascending.
+            query_lens: The numbers of tokens of each request that steps are captured for, ascending.
+            max_model_len: The most tokens of a request.
+            max_num_batched_tokens: The most tokens of a step; sizes of more, padding included, are captured only when a
+                step first has them.
+        """
+        self._layers = layers
+        self._forward = forward
+        self._choice = SizeChoice(
+            num_reqs=tuple(num_reqs),
+            query_lens=tuple(query_lens),
+            max_seq_lens=context_sizes(max_model_len),
+            level=layers.capture,
+            skips=bool(layers.skipped),
+        )
+        self._max_num_tokens = max_num_batched_tokens
+        self._make_graph = graph_factory(device)
+        self._held: dict[GraphSizes, _Held] = {}
+        self._given_up: set[GraphSizes] = set()
+        self._reasons: set[str] = set()
+        self.num_replays = 0
+
+    @classmethod
+    def of(
+        cls,
+        options: EngineOptions,
+        layers: AttentionLayers,
+        forward: Forward,
+        device: torch.device,
+        *,
+        max_model_len: int,
+        has_inputs: bool,
+        source: str,
+    ) -> StepGraphs | None:
+        """Return the graphs that a stack asks for; None where steps run without.
+
+        Args:
+            options: The stack's.
+            layers: The model's attention layers.
+            forward: The model's forward.
+            device: Where it runs.
+            max_model_len: The most tokens of a request.
+            has_inputs: Whether requests bring more than tokens.
+            source: Where the stack was read, for errors.
+
+        Raises:
+            StackError: It names sizes, and the model, a wrapper or a backend cannot be captured.
+        """
+        if options.graphs == "off":
+            return None
+        why = None
+        if has_inputs:
+            why = "requests of this model bring inputs beside their tokens"
+        elif layers.capture is GraphCapture.NEVER:
+            why = f"nothing can be captured of {layers.least_captured}"
+        if why is not None and options.graphs == "auto":
+            _log.warning("steps run without graphs: %s", why)
+            return None
+        if why is not None:
+            raise StackError(f'{source}: engine.graphs names sizes, but {why}; "auto" runs such steps without')
+        num_reqs, query_lens = asked_sizes(options, max_model_len)
+        if not query_lens:
+            raise StackError(
+                f"{source}: engine.graph_query_lens is {list(options.graph_query_lens)}, and a request computes at "
+                f"most {min(options.max_num_batched_tokens, max_model_len)} tokens in a step"
+            )
+        return cls(
+            layers,
+            forward,
+            device,
+            num_reqs=num_reqs,
+            query_lens=query_lens,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+        )
+
+    @property
+    def num_graphs(self) -> int:
+        """How many there are."""
+        return len(self._held)
+
+    def sizes_for(self, batch: StepBatch, num_wanted: int) -> GraphSizes | None:
+        """Return the sizes of the graph that a step can be replayed from; None if there is none for such steps.
+
+        Args:
+            batch: The step.
+            num_wanted: Rows of logits that are wanted.
+        """
+        sizes = self._choice.of(batch, num_wanted)
+        return None if sizes in self._given_up else sizes
+
+    def capture_usual(self, tables: BlockTables) -> None:
+        """Capture the steps that are sure to come, so that no request waits for it; say how many, and how long it took.
+
+        What is captured is a step of a few tokens in the null page, so nothing that anybody reads is written to. The
+        largest is first: the others then find their memory.
+
+        Args:
+            tables: Block tables whose first row is empty.
+        """
+        usual = self._choice.usual(self._max_num_tokens)
+        _log.info("capturing %d graphs of steps of up to %d requests", len(usual), max(self._choice.num_reqs))
+        started = time.monotonic()
+        with torch.inference_mode():
+            for sizes in usual:
+                positions = np.arange(sizes.query_len)
+                batch = StepBatch(
+                    rows=np.zeros(1, dtype=np.int64),
+                    num_computed=np.zeros(1, dtype=np.int64),
+                    query_lens=np.array([sizes.query_len]),
+                    generating_indices=positions[-1:],
+                )
+                metadata = build_metadata(batch, tables, HOST)
+                self.run(sizes, metadata, np.zeros_like(positions), positions, positions[-1:])
+        _log.info("captured %d graphs in %.1f s", self.num_graphs, time.monotonic() - started)
+
+    def run(
+        self,
+        sizes: GraphSizes,
+        metadata: Sequence[CommonAttentionMetadata],
+        token_ids: IntArray,
+        positions: IntArray,
+        wanted: IntArray,
+    ) -> torch.Tensor | None:
+        """Run a step from its graph, which is captured if there is none yet.
+
+        Args:
+            sizes: What ``sizes_for`` returned of the step.
+            metadata: The step, one value per cache group; on the host.
+            token_ids: ``[num_tokens]``.
+            positions: ``[num_tokens]``.
+            wanted: ``[num_wanted]``: the packed tokens whose logits are wanted.
+
+        Returns:
+            Logits of the wanted rows, then padding, good until the next step; None if it could not be run this way,
+            and then no step of these sizes is; each reason is said once. That holds for any exception of a capture:
+            whatever it wrote to pages, the step without a graph writes again.
+        """
+        padded = pad_step(
+            metadata,
+            num_reqs=sizes.num_reqs,
+            num_tokens=sizes.num_tokens,
+            num_generating=sizes.num_generating,
+            max_query_len=sizes.query_len,
+            max_seq_len=sizes.max_seq_len,
+        )
+        inputs = (
+            torch.from_numpy(np.pad(token_ids, (0, sizes.num_tokens - len(token_ids)))),
+            torch.from_numpy(np.pad(positions, (0, sizes.num_tokens - len(positions)))),
+            torch.from_numpy(np.pad(wanted, (0, sizes.num_wanted - len(wanted)), mode="edge")),
+        )
+        held = self._held.get(sizes)
+        try:
+            if held is None:
+                held = self._held[sizes] = self._capture(padded, inputs)
+            else:
+                self._layers.replay_step(held.step, padded, inputs)
+                held.graph.replay()
+                self.num_replays += 1
+        except (NotReplayableError, CaptureError) as error:
+            self._held.pop(sizes, None)
+            self._given_up.add(sizes)
+            if str(error) not in self._reasons:
+                self._reasons.add(str(error))
+                _log.warning("steps of %d requests run without a graph: %s", sizes.num_reqs, error)
+            return None
+        return held.output
+
+    def _capture(self, metadata: Sequence[CommonAttentionMetadata], inputs: tuple[torch.Tensor, ...]) -> _Held:
+        step, graph = self._layers.capture_step(metadata, inputs), self._make_graph()
+        token_ids, positions, wanted = step.inputs
+        try:
+            output = graph.capture(lambda: self._forward(token_ids, positions, wanted))
+        except torch.OutOfMemoryError as error:
+            raise CaptureError("the device has no memory left for it; give the cache less") from error
+        except (NotReplayableError, CaptureError):
+            raise
+        except Exception as error:
+            raise CaptureError(f"its capture raised {type(error).__name__}: {error}") from error
+        return _Held(step, graph, output)

@@ -1,1 +1,0 @@
-"""Files of saved prefixes: their format, and reading and writing them."""

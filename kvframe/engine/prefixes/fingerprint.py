@@ -1,0 +1,68 @@
+"""Fingerprints of models: whether what one has computed is what another would."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+
+from kvframe.cache.input_index import joined
+from kvframe.contract.errors import ModelError
+from kvframe.contract.model import LoadedModel
+
+_PIECE_WORDS = 1 << 21
+# The constants of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+_STEP, _FACTORS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+def fingerprint_of(model: LoadedModel) -> dict[str, str]:
+    """Return hexadecimal digests of a model's ``config`` and ``weights``.
+
+    They tell models apart that differ by chance, however little; they do not keep out somebody who makes weights for a
+    given digest.
+
+    Raises:
+        ModelError: Its adapter does not say what the model is.
+    """
+    identity = model.identity()
+    if identity is None:
+        raise ModelError(
+            f"{model.description.name} cannot be told from other models: its adapter ({type(model).__name__}) has no "
+            "identity(), so that nothing of its cache can be saved or loaded"
+        )
+    config = hashlib.blake2b(identity.config.encode(), digest_size=32).hexdigest()
+    return {"config": config, "weights": _digest(identity.weights)}
+
+
+def _digest(weights: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=32)
+    sums = {name: torch.stack(_sums(tensor)) for name, tensor in sorted(weights.items())}
+    for name, values in sums.items():
+        tensor = weights[name]
+        what = f"{tensor.dtype} {tuple(tensor.shape)}"
+        digest.update(joined(name.encode(), what.encode(), values.cpu().numpy().tobytes()))
+    return digest.hexdigest()
+
+
+def _sums(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return a number for each piece of a tensor that depends on all of its bits, computed where it lies."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    words = data[:whole].view(torch.int64) if data.storage_offset() % 8 == 0 else data[:whole].clone().view(torch.int64)
+    pieces = list(words.split(_PIECE_WORDS))
+    rest = torch.zeros(8, dtype=torch.uint8, device=data.device)
+    rest[: data.numel() - whole] = data[whole:]
+    return [_sum(piece) for piece in (*pieces, rest.view(torch.int64))]
+
+
+def _sum(words: torch.Tensor) -> torch.Tensor:
+    """Return the sum of what SplitMix64 makes of each word and its place, modulo 2 ** 64."""
+    mixed = torch.arange(len(words), device=words.device).mul_(_signed(_STEP)).add_(words)
+    for shift, factor in zip((30, 27), _FACTORS, strict=True):
+        mixed.bitwise_xor_(mixed >> shift).mul_(_signed(factor))
+    return mixed.bitwise_xor_(mixed >> 31).sum()
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64)

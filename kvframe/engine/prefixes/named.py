@@ -1,0 +1,121 @@
+"""Prefixes that an engine keeps by name: computed when they are asked for, whole blocks of them, and pinned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import attrs
+
+from kvframe.cache.input_index import InputSequence
+from kvframe.cache.manager import KVCacheManager
+from kvframe.cache.pins import Pin
+from kvframe.contract.errors import RequestError
+from kvframe.engine.requests.admission import Admission
+from kvframe.engine.requests.params import SamplingParams
+from kvframe.engine.requests.progress import NO_SEQUENCES, input_sequences
+from kvframe.engine.requests.prompt import AnyPrompt, Prompt
+from kvframe.engine.requests.salts import check_salt
+
+JUST_COMPUTE = SamplingParams(max_new_tokens=1, ignore_eos=True)
+"""One token is generated, so that all of the prompt is computed."""
+
+
+@attrs.frozen
+class Prefix:
+    """The part of a prompt that requests can continue from.
+
+    Attributes:
+        token_ids: Its tokens, whole blocks in every group.
+        salt: The salt of the requests that share it.
+        inputs: The inputs of these requests, by name.
+        prompt: The prompt that computes it.
+    """
+
+    token_ids: tuple[int, ...]
+    salt: str
+    inputs: Mapping[str, InputSequence]
+    prompt: AnyPrompt
+
+
+class Compute(Protocol):
+    """Serves a request to its end while the others go on."""
+
+    def __call__(self, prompt: AnyPrompt, params: SamplingParams, *, cache_salt: str) -> None:
+        """Serve it; raises ``RequestError`` if it does not come to its end."""
+
+
+class Prefixes:
+    """Computes and keeps prefixes of prompts."""
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        admission: Admission,
+        compute: Compute,
+        note_pin: Callable[[], None],
+        let_through: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Work on an engine's cache.
+
+        Args:
+            manager: The cache.
+            admission: Makes tokens of prompts, or refuses them.
+            compute: Serves a request.
+            note_pin: Called when the cache keeps more than before.
+            let_through: Returns a context manager that lets interrupts through while a prompt is read.
+        """
+        self._manager = manager
+        self._admission = admission
+        self._compute = compute
+        self._note_pin = note_pin
+        self._let_through = let_through
+
+    def pin(self, prompt: AnyPrompt, salt: str) -> Pin:
+        """Compute what is not cached of a prompt's prefix, and keep it."""
+        self.check_caching()
+        prefix = self.of(prompt, salt)
+        self.compute(prefix)
+        pin = self._manager.pin(prefix.token_ids, salt=salt, inputs=prefix.inputs)
+        self._note_pin()
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """Release the prefix; its blocks stay cached until they are evicted."""
+        self._manager.unpin(pin)
+
+    def compute(self, prefix: Prefix) -> None:
+        """Compute a prefix, which is cached until the next step; raise ``RequestError`` if that failed."""
+        self._compute(prefix.prompt, JUST_COMPUTE, cache_salt=prefix.salt)
+
+    def check_caching(self) -> None:
+        """Refuse what needs a prefix cache if there is none, with a ``RequestError``."""
+        if not self._manager.prefix_caching:
+            raise RequestError(
+                "this engine keeps no prefixes: prefix_caching is off in the stack's [cache], or the model keeps "
+                "nothing of the past",
+                code="no_prefix_caching",
+            )
+
+    def of(self, prompt: AnyPrompt, salt: str) -> Prefix:
+        """Return a prompt's prefix.
+
+        Raises:
+            RequestError: The prompt can never be served, or no request could continue from it.
+            ModelError: It is text, and the model has no tokenizer.
+        """
+        check_salt(salt)
+        with self._let_through():
+            token_ids, inputs = self._admission.admit(prompt, JUST_COMPUTE)
+        alignment = self._manager.plan.alignment
+        kept = tuple(token_ids[: len(token_ids) // alignment * alignment])
+        if not kept and not inputs:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens, and prefixes are kept in whole blocks of {alignment}",
+                code="prompt_too_short",
+            )
+        if not inputs:
+            return Prefix(kept, salt, NO_SEQUENCES, kept)
+        given = prompt if isinstance(prompt, Prompt) else Prompt(encoder=prompt)
+        return Prefix(kept, salt, input_sequences(inputs), attrs.evolve(given, decoder=kept or token_ids))

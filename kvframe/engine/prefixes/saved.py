@@ -1,0 +1,359 @@
+"""Saving prefixes to a file and loading them in another process, byte by byte, as requests are swapped out and in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvframe.attention.storage import KVCacheStorage
+from kvframe.cache.keys import secret_check
+from kvframe.cache.manager import KVCacheManager
+from kvframe.cache.pins import Pin
+from kvframe.contract.errors import PrefixFileError, RequestError, shown
+from kvframe.engine.prefixes.file_format import FilePrefix, Places
+from kvframe.engine.prefixes.file_reader import PrefixFileReader
+from kvframe.engine.prefixes.file_writer import PrefixFileWriter
+from kvframe.engine.prefixes.named import Prefixes
+from kvframe.engine.requests.prompt import AnyPrompt
+from kvframe.engine.requests.salts import check_salt, salt_of_each
+from kvframe.planning.groups import Grouping
+from kvframe.planning.plan import KVCachePlan, spec_to_dict
+
+_A_KEY = "64 hexadecimal digits or a file of them"
+STAGING_BYTES = 16 << 20
+"""Of pages, on their way between the pool and a file: at least one."""
+
+
+@attrs.frozen(kw_only=True)
+class SavedPrefix:
+    """What became of a prefix that was saved or loaded.
+
+    Attributes:
+        num_tokens: Its tokens: the whole blocks of its prompt.
+        token_ids: These; ``[num_tokens]``.
+        cache_salt: The salt of the requests that find it.
+        is_cached: Whether it is in the cache now.
+        reason: Why it is not, in one sentence; None if it is.
+    """
+
+    num_tokens: int
+    token_ids: Sequence[int]
+    cache_salt: str
+    is_cached: bool = True
+    reason: str | None = None
+
+
+def checked_path(path: Any, code: str) -> Path:
+    """Return the path of a file; raises ``PrefixFileError`` if it is none.
+
+    Args:
+        path: What was given.
+        code: The error's.
+    """
+    if not isinstance(path, str | os.PathLike) or "\0" in os.fspath(path):
+        raise PrefixFileError(f"a file of prefixes is named by a path, not by {shown(path)}", code=code)
+    return Path(path)
+
+
+class SavedPrefixes:
+    """Writes and reads files of an engine's prefixes."""
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        prefixes: Prefixes,
+        grouping: Grouping,
+        storage: KVCacheStorage,
+        fingerprint: Callable[[], Mapping[str, str]],
+        vocab_size: int | None,
+        shared_secret: bytes | None,
+        let_through: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Work on an engine's cache.
+
+        Args:
+            manager: The cache.
+            prefixes: Computes those that are saved.
+            grouping: What its pages hold.
+            storage: Its bytes.
+            fingerprint: Returns what tells the model from others.
+            vocab_size: Token ids are below it; None if unknown.
+            shared_secret: What inputs are known by is made with; None if no other process has it.
+            let_through: Returns what lets interrupts through while weights, pages and files are read or written.
+        """
+        self._let_through = let_through
+        self._manager = manager
+        self._prefixes = prefixes
+        self._grouping = grouping
+        self._storage = storage
+        self._fingerprint = fingerprint
+        self._vocab_size = vocab_size
+        self._key = None if shared_secret is None else secret_check(shared_secret)
+
+    @property
+    def _pool(self) -> torch.Tensor:
+        return self._storage.pool
+
+    @property
+    def _plan(self) -> KVCachePlan:
+        return self._manager.plan
+
+    # --- saving -------------------------------------------------------------------------------------------------------
+
+    def save(self, path: Path, prompts: Sequence[AnyPrompt], cache_salt: str | Sequence[str]) -> list[SavedPrefix]:
+        """Compute what is not cached of prompts' prefixes, and write them to a file."""
+        self._prefixes.check_caching()
+        salts = salt_of_each(cache_salt, len(prompts))
+        prefixes = [self._prefixes.of(prompt, salt) for prompt, salt in zip(prompts, salts, strict=True)]
+        has_inputs = any(prefix.inputs for prefix in prefixes)
+        if has_inputs and self._key is None:
+            raise PrefixFileError(
+                f"{path} cannot name what its prompts bring for an encoder: another process would not know it again; "
+                f"set key in the stack's [cache], {_A_KEY}, here and where it is loaded",
+                code="no_key",
+            )
+        saved = []
+        with self._let_through():
+            origin = {**self._origin(), "key": self._key if has_inputs else None}
+        with PrefixFileWriter(path, origin) as file:
+            for prefix in prefixes:
+                self._prefixes.compute(prefix)
+                # Nothing runs until it is written.
+                pin = self._manager.pin(prefix.token_ids, salt=prefix.salt, inputs=prefix.inputs, checks_room=False)
+                try:
+                    pages = [self._read_pages(group, ids[ids != 0]) for group, ids in enumerate(pin.blocks)]
+                    token_ids = array("I", prefix.token_ids[: pin.num_tokens])
+                    with self._let_through():
+                        file.add(token_ids, prefix.salt, prefix.inputs, pages)
+                finally:
+                    self._manager.unpin(pin)
+                saved.append(SavedPrefix(num_tokens=len(token_ids), token_ids=token_ids, cache_salt=prefix.salt))
+            file.finish()
+        return saved
+
+    def _read_pages(self, group: int, block_ids: npt.NDArray[np.int32]) -> Iterator[bytes]:
+        """Yield the bytes of pages, copied from the device many at a time."""
+        at_once = max(1, STAGING_BYTES // self._plan.groups[group].page_bytes)
+        pages = self._pages_of(group)
+        for start in range(0, len(block_ids), at_once):
+            ids = torch.from_numpy(block_ids[start : start + at_once].astype(np.int64)).to(self._pool.device)
+            for page in pages.index_select(0, ids).cpu().numpy():
+                yield page.tobytes()
+
+    def _pages_of(self, group: int) -> torch.Tensor:
+        """Return the pool as ``[num_block_ids, page_bytes], uint8, device``; rows overlap."""
+        unit, page_bytes = self._plan.block_id_bytes, self._plan.groups[group].page_bytes
+        return self._pool.as_strided(((self._pool.numel() - page_bytes) // unit + 1, page_bytes), (unit, 1))
+
+    # --- loading ------------------------------------------------------------------------------------------------------
+
+    def load(self, path: Path, salt: str | None) -> list[SavedPrefix]:
+        """Put the prefixes of a file into the cache, as far as there is room."""
+        self._prefixes.check_caching()
+        if salt is not None:
+            check_salt(salt)
+        with PrefixFileReader(path) as file:
+            with self._let_through():
+                self._check_origin(file)
+                file.check()
+                self._check_prefixes(file)
+                self._check_key(file)
+            if not self._manager.num_free_rows:
+                raise RequestError(
+                    "as many requests run as max_num_seqs allows; load prefixes before, or when one has ended",
+                    code="busy",
+                )
+            return self._load(file, salt)
+
+    def _load(self, file: PrefixFileReader, salt: str | None) -> list[SavedPrefix]:
+        pins: list[Pin] = []
+        loaded = []
+        try:
+            for index, prefix in enumerate(file.prefixes):
+                given, reason, token_ids = prefix.salt if salt is None else salt, None, array("I")
+                if self._is_too_long(prefix):
+                    longest = self._plan.max_model_len
+                    reason = f"it, or an input of it, is longer than requests are here ({longest} tokens)"
+                else:
+                    token_ids = array("I", file.tokens(index).tobytes())
+                    reason = self._load_one(file, index, token_ids, given, pins)
+                loaded.append(
+                    SavedPrefix(
+                        num_tokens=prefix.num_tokens,
+                        token_ids=token_ids,
+                        cache_salt=given,
+                        is_cached=reason is None,
+                        reason=reason,
+                    )
+                )
+        finally:
+            # Nothing of a prefix is given up for one that follows it; from now on the first is given up last.
+            for pin in reversed(pins):
+                self._manager.unpin(pin)
+        return loaded
+
+    def _load_one(
+        self, file: PrefixFileReader, index: int, token_ids: Sequence[int], salt: str, pins: list[Pin]
+    ) -> str | None:
+        """Put a prefix into the cache and keep it; return why not, or None."""
+        prefix = file.prefixes[index]
+        pin = self._manager.restore(
+            token_ids,
+            [self._copies(group, prefix, places) for group, places in enumerate(file.places(index))],
+            lambda group, copies, block_ids: self._write_pages(file, group, copies, block_ids),
+            salt=salt,
+            inputs=prefix.inputs,
+        )
+        if pin is None:
+            return "the cache has no room for it beside those before it and what runs; give it more memory"
+        pins.append(pin)
+        return None
+
+    def _copies(self, group: int, prefix: FilePrefix, places: Places) -> list[int]:
+        """Return by block index the place of a page in the file, from 1 on; 0 for a page that is not needed."""
+        planned, blocks = self._plan.groups[group], self._blocks(group, prefix)
+        num_blocks = len(blocks) if planned.is_of_input else prefix.num_tokens // planned.block_size
+        copies = [0] * num_blocks
+        for block, place in zip(blocks, places.tolist(), strict=True):
+            copies[block] = place + 1
+        return copies
+
+    def _blocks(self, group: int, prefix: FilePrefix) -> list[int]:
+        """Return the blocks of a group that a request needs to continue after a prefix."""
+        planned = self._plan.groups[group]
+        if planned.is_of_input:
+            given = prefix.inputs.get(planned.spec.sequence)
+            return [] if given is None else list(range(-(-given.num_tokens // planned.block_size)))
+        live = planned.answers.live_blocks(prefix.num_tokens) if prefix.num_tokens else ()
+        return [block for start, stop in live for block in range(start, stop)]
+
+    def _write_pages(self, file: PrefixFileReader, group: int, copies: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Copy pages of a file to the device, many at a time."""
+        page_bytes = self._plan.groups[group].page_bytes
+        at_once = max(1, STAGING_BYTES // page_bytes)
+        pages = self._pages_of(group)
+        for start in range(0, len(copies), at_once):
+            some = copies[start : start + at_once]
+            staged = torch.empty((len(some), page_bytes), dtype=torch.uint8)
+            with self._let_through():
+                for copy, page in zip(some, staged.numpy(), strict=True):
+                    file.read_page(copy - 1, memoryview(page))
+            ids = torch.tensor(block_ids[start : start + at_once]).to(self._pool.device)
+            pages.index_copy_(0, ids, staged.to(self._pool.device))
+
+    # --- what is refused ----------------------------------------------------------------------------------------------
+
+    def _origin(self) -> dict[str, Any]:
+        """Return what has to be equal in the cache that loads the prefixes."""
+        stored = [
+            {
+                "layers": group.layers,
+                "offsets": planned.layer_offsets,
+                "page_bytes": planned.page_bytes,
+                "specs": [spec_to_dict(spec) for spec in group.stored],
+            }
+            for planned, group in zip(self._plan.groups, self._grouping.groups, strict=True)
+        ]
+        layout = json.dumps([stored, dict(self._grouping.follows)], sort_keys=True, default=str)
+        return {
+            **self._fingerprint(),
+            "groups": [_summary(planned) for planned in self._plan.groups],
+            "layout": hashlib.blake2b(layout.encode(), digest_size=32).hexdigest(),
+        }
+
+    def _check_origin(self, file: PrefixFileReader) -> None:
+        here, there = self._origin(), file.origin
+        if there.get("config") != here["config"]:
+            raise PrefixFileError(f"{file.path} was saved of another model: its config differs", code="other_model")
+        if there.get("weights") != here["weights"]:
+            raise PrefixFileError(
+                f"{file.path} was saved of a model with this config and other weights", code="other_model"
+            )
+        if there.get("groups") != here["groups"] or there.get("layout") != here["layout"]:
+            raise PrefixFileError(
+                f"{file.path} was saved of a cache that stores other pages: {_differing(there.get('groups'), here)}",
+                code="other_cache",
+            )
+
+    def _check_prefixes(self, file: PrefixFileReader) -> None:
+        """Refuse a file with prefixes that this model and cache cannot have, before anything is loaded."""
+        groups = self._plan.groups
+        for index, prefix in enumerate(file.prefixes):
+            if prefix.num_tokens % self._plan.alignment or not (prefix.num_tokens or prefix.inputs):
+                raise self._damaged(file, f"a prefix has {prefix.num_tokens} tokens, no whole blocks")
+            if not prefix.inputs.keys() <= self._plan.max_input_lens.keys() or len(prefix.num_pages) != len(groups):
+                raise self._damaged(file, "a prefix has an input or a group that the model has not")
+            if self._is_too_long(prefix):
+                # It is not loaded, nor read: that could be any amount.
+                continue
+            if tuple(len(self._blocks(group.index, prefix)) for group in groups) != prefix.num_pages:
+                raise self._damaged(file, "a prefix has other pages than it needs")
+            if self._vocab_size is not None and (file.tokens(index) >= self._vocab_size).any():
+                raise self._damaged(file, f"it has token ids outside of [0, {self._vocab_size}), the model's")
+            for group, places in zip(groups, file.places(index), strict=True):
+                last = file.num_page_bytes - group.page_bytes
+                if len(places) and (last < 0 or int(places.max()) > last):
+                    raise self._damaged(file, "a page is after the end of its pages")
+
+    def _check_key(self, file: PrefixFileReader) -> None:
+        """Refuse a file whose inputs have keys of another secret: no request would find them."""
+        if not any(prefix.inputs for prefix in file.prefixes):
+            return
+        if self._key is None:
+            raise PrefixFileError(
+                f"{file.path} knows what its prompts bring for an encoder by keys, and this stack has no secret of "
+                f"them; set key in its [cache], {_A_KEY}, to that of the stack that saved it",
+                code="no_key",
+            )
+        if file.origin.get("key") != self._key:
+            raise PrefixFileError(
+                f"{file.path} knows what its prompts bring for an encoder by keys of another secret; set key in the "
+                "stack's [cache] to that of the stack that saved it",
+                code="other_key",
+            )
+
+    def _is_too_long(self, prefix: FilePrefix) -> bool:
+        longest = self._plan.max_input_lens
+        return prefix.num_tokens > self._plan.max_model_len or any(
+            each.num_tokens > longest[name] for name, each in prefix.inputs.items()
+        )
+
+    @staticmethod
+    def _damaged(file: PrefixFileReader, why: str) -> PrefixFileError:
+        return PrefixFileError(f"{file.path} is damaged: {why}", code="damaged")
+
+
+def _summary(planned: Any) -> dict[str, Any]:
+    """Return a summary of a group's pages, for error texts."""
+    spec = planned.spec
+    return {
+        "kind": spec.kind,
+        "block_size": spec.block_size,
+        "dtypes": sorted({tensor.dtype for tensor in spec.state_tensors().values()}),
+        "format": spec.kv_format.name,
+        "layers": len(planned.layers),
+        "page_bytes": planned.page_bytes,
+    }
+
+
+def _differing(there: Any, here: Mapping[str, Any]) -> str:
+    """Return the first difference between the groups of a file and those of a cache, in words."""
+    if not isinstance(there, list) or len(there) != len(here["groups"]):
+        return "it has other groups"
+    for index, (one, other) in enumerate(zip(there, here["groups"], strict=True)):
+        for key, value in other.items():
+            if not isinstance(one, dict) or one.get(key) != value:
+                was = one.get(key) if isinstance(one, dict) else one
+                return f"group {index} has {key} {was!r} there and {value!r} here"
+    return "its layers lie in other places, or have other parameters"

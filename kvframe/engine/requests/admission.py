@@ -1,0 +1,245 @@
+"""Who is let in: a prompt becomes token ids that can be served to the end, or is refused with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set, Sized
+from typing import Any, TypeVar
+
+import attrs
+import numpy as np
+
+from kvframe.cache.keys import content_key
+from kvframe.config.options import EngineOptions
+from kvframe.contract.errors import KVFrameError, ModelError, RequestError, shown
+from kvframe.contract.foreign import safe_text
+from kvframe.contract.model import LoadedModel, ModelInput
+from kvframe.contract.specs import ENCODER
+from kvframe.engine.requests.params import SamplingParams, bad_params
+from kvframe.engine.requests.progress import NO_INPUTS
+from kvframe.engine.requests.prompt import AnyPrompt, Prompt
+from kvframe.planning.plan import KVCachePlan
+
+T = TypeVar("T")
+
+MAX_VOCAB_SIZE = 1 << 32
+"""Token ids are kept as four bytes each."""
+
+
+class Admission:
+    """Checks prompts against what the model and its cache can take.
+
+    Attributes:
+        has_text: Whether the model has a tokenizer.
+        plan: What the cache holds.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        plan: KVCachePlan,
+        max_model_len: int,
+        secret: bytes,
+        options: EngineOptions,
+        max_prompt_len: int | None = None,
+    ) -> None:
+        """Take the limits.
+
+        Args:
+            model: For its tokenizer and vocabulary.
+            plan: What the cache holds.
+            max_model_len: The most tokens of a request.
+            secret: 32 bytes, for the keys of inputs.
+            options: For the most samples and characters of stop strings.
+            max_prompt_len: The most tokens of a prompt that is computed in one step; None where it need not be.
+
+        Raises:
+            ModelError: The tokenizer raises when it is asked for the text of no tokens.
+        """
+        try:
+            self.has_text = model.decode([]) is not None
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise ModelError(f"the tokenizer of {model.description.name} cannot decode: {safe_text(error)}") from error
+        self._model = model
+        self._options = options
+        self.plan = plan
+        self._max_model_len = max_model_len
+        self._secret = secret
+        self._max_prompt_len = max_prompt_len
+
+    def admit(self, prompt: AnyPrompt, params: SamplingParams) -> tuple[list[int], Mapping[str, ModelInput]]:
+        """Return a request's first tokens and what it brings beside them.
+
+        Args:
+            prompt: Text or token ids, which are the encoder's where the model has one, or a prompt of two parts.
+            params: How far the request may go, and what ends it.
+
+        Raises:
+            RequestError: The request can never be served.
+            ModelError: The prompt is text, and the model has no tokenizer.
+        """
+        name, sequences = self._model.description.name, self._model.description.max_input_lens
+        self._check_params(params)
+        if not sequences:
+            if isinstance(prompt, Prompt) and prompt.encoder is not None:
+                raise RequestError(f"{name} has no encoder; give a prompt of text or token ids", code="extra_input")
+            own = prompt.decoder if isinstance(prompt, Prompt) else prompt
+            return self.token_ids(() if own is None else own, params), NO_INPUTS
+        given = prompt if isinstance(prompt, Prompt) else Prompt(encoder=prompt)
+        # Of what sequences there may be, a prompt has a place for one.
+        prepared = {each: self._prepare(each, given.encoder if each == ENCODER else None) for each in sequences}
+        inputs = {each: value for each, value in prepared.items() if value is not None}
+        own = given.decoder
+        if own is None or isinstance(own, str):
+            start_token_ids, text = self._model.start_token_ids, None if own is None else _unicode(own)
+            own = _tokens_of("the model's start_token_ids", lambda: start_token_ids(text))
+        return self.token_ids(own, params, {each: value.num_tokens for each, value in inputs.items()}), inputs
+
+    def _prepare(self, sequence: str, value: Any) -> ModelInput | None:
+        given = _unicode(value) if isinstance(value, str) else value
+        prepared = _ask(f"reading the input of the {sequence}", self._model.prepare_input, sequence, given)
+        longest = self._model.description.max_input_lens[sequence]
+        if not isinstance(prepared, ModelInput | None):
+            raise RequestError(f"the model made {shown(prepared)} of its input, no ModelInput", code="bad_input")
+        if prepared is not None and prepared.num_tokens > longest:
+            raise RequestError(
+                f"the input of the {sequence} has {prepared.num_tokens} tokens; {self._model.description.name} takes "
+                f"{longest} at most",
+                code="input_too_long",
+            )
+        return None if prepared is None else attrs.evolve(prepared, key=content_key(self._secret, prepared.key))
+
+    def token_ids(
+        self, prompt: str | Sequence[int], params: SamplingParams | None, input_lens: Mapping[str, int] | None = None
+    ) -> list[int]:
+        """Return the prompt's token ids; raises ``RequestError`` if the request can never be served.
+
+        Args:
+            prompt: Text, or token ids.
+            params: How far the request may go, and what ends it; None where nothing is generated.
+            input_lens: The tokens of what it brings beside its own; nothing unless given.
+        """
+        vocab_size, max_len = self._model.description.vocab_size or MAX_VOCAB_SIZE, self._max_model_len
+        if isinstance(prompt, str):
+            text = _unicode(prompt)
+            token_ids = _tokens_of("the tokenizer", lambda: self._model.encode(text))
+        else:
+            self._check_length(_num_items(prompt), params)
+            token_ids = _whole_numbers(prompt)
+        if not token_ids:
+            raise RequestError("the prompt is empty; give at least one token", code="empty_prompt")
+        self._check_length(len(token_ids), params)
+        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+            wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
+            raise RequestError(f"{shown(wrong)} is no token id; the model has [0, {vocab_size})", code="bad_token")
+        num_tokens = min(len(token_ids) + (0 if params is None else params.max_new_tokens), max_len)
+        if not self.plan.fits(num_tokens, input_lens or {}):
+            raise RequestError(
+                f"a request of {num_tokens} tokens does not fit the cache of {self.plan.total_bytes} bytes, even "
+                "alone; give more memory or ask for fewer tokens",
+                code="too_large",
+            )
+        return token_ids
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """Refuse what no request may ask for, or none of this model."""
+        description, options = self._model.description, self._options
+        if params.n > options.max_samples:
+            raise bad_params(
+                f"n must be at most {options.max_samples}, not {shown(params.n)}; raise max_samples in the stack's "
+                "[engine]"
+            )
+        if params.stop and not self.has_text:
+            raise RequestError(
+                f"{description.name} has no tokenizer, so no stop string can be found; use stop_token_ids",
+                code="no_tokenizer",
+            )
+        num_chars = sum(map(len, params.stop))
+        if num_chars > options.max_stop_chars:
+            raise bad_params(
+                f"the stop strings have {num_chars:,} characters altogether, and may have {options.max_stop_chars:,}; "
+                "raise max_stop_chars in the stack's [engine]"
+            )
+        vocab_size, ids = description.vocab_size or MAX_VOCAB_SIZE, params.stop_token_ids
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            wrong = next(token for token in ids if not 0 <= token < vocab_size)
+            raise bad_params(f"stop_token_ids holds {shown(wrong)}; the model has the tokens [0, {vocab_size})")
+
+    def _check_length(self, num_tokens: int, params: SamplingParams | None) -> None:
+        """Refuse a prompt that is too long.
+
+        Args:
+            num_tokens: Its tokens.
+            params: None where nothing is generated.
+        """
+        max_len = self._max_model_len
+        if num_tokens > max_len - (params is not None):
+            rest = "" if params is None else ", at least one of them generated"
+            raise RequestError(
+                f"the prompt has {num_tokens} tokens, but a request has at most {max_len}{rest}",
+                code="prompt_too_long",
+            )
+        if self._max_prompt_len is not None and num_tokens > self._max_prompt_len:
+            raise RequestError(
+                f"the prompt has {num_tokens} tokens, and the model computes a prompt in one step, which has at "
+                f"most {self._max_prompt_len}; raise max_num_batched_tokens in the stack's [engine]",
+                code="exceeds_step",
+            )
+
+    def ids_of(self, prompt: Any) -> tuple[int, ...]:
+        """Return a request's own token ids, as far as whatever was given has any before it is tokenised."""
+        if isinstance(prompt, Prompt):
+            prompt = prompt.decoder
+        elif self._model.description.max_input_lens:
+            return ()
+        try:
+            return tuple(_whole_numbers(prompt))
+        except RequestError:
+            return ()
+
+
+def _unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the prompt is not Unicode text: {error.reason}", code="bad_text") from error
+    return text
+
+
+def _whole_numbers(prompt: Any) -> list[int]:
+    try:
+        # Those that can be gone through too, but are no sequence of ids: bytes are text, and the rest has no order.
+        given = None if isinstance(prompt, bytes | bytearray | Set | Mapping | str) else list(prompt)
+    except Exception:  # whatever a sequence of somebody else's raises
+        given = None
+    if given is None or any(isinstance(token, bool) or not isinstance(token, int | np.integer) for token in given):
+        raise RequestError("a prompt is text, or a sequence of whole numbers", code="bad_token")
+    return [int(token) for token in given]
+
+
+def _num_items(prompt: Any) -> int:
+    """Return how many items a sequence has, before it is gone through; 0 for what does not know."""
+    try:
+        return len(prompt) if isinstance(prompt, Sized) else 0
+    except Exception:  # an array without dimensions, say
+        return 0
+
+
+def _tokens_of(what: str, ask: Callable[[], Any]) -> list[int]:
+    """Return the tokens that the model makes of a text; it may raise anything, or return anything."""
+    made = _ask(what, ask)
+    try:
+        return _whole_numbers(made)
+    except RequestError:
+        raise RequestError(f"{what} gave {shown(made)}, which is no sequence of token ids", code="bad_token") from None
+
+
+def _ask(what: str, function: Callable[..., T], *arguments: Any) -> T:
+    """Return what a function of the model answers; what it raises refuses the request."""
+    try:
+        return function(*arguments)
+    except (KVFrameError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise RequestError(f"{what} failed: {safe_text(error)}", code="bad_text") from error

@@ -1,0 +1,59 @@
+"""The parameters of a batch's requests, and several samples of one prompt as requests of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from kvframe.contract.errors import shown
+from kvframe.engine.requests.params import SamplingParams, bad_params
+
+DEFAULT_PARAMS = SamplingParams()
+"""Greedy, 64 tokens."""
+
+
+def checked_params(params: Any) -> SamplingParams:
+    """Return a request's parameters: the default for None.
+
+    Raises:
+        RequestError: They are something else (``bad_params``).
+    """
+    if params is None:
+        return DEFAULT_PARAMS
+    if not isinstance(params, SamplingParams):
+        raise bad_params(f"params must be a SamplingParams or None, not {shown(params)}")
+    return params
+
+
+def params_for_each(params: Any, num_requests: int) -> Sequence[Any]:
+    """Return the parameters of each request of a batch, not checked one by one.
+
+    Args:
+        params: Those of all requests, or a sequence of those of each; None for the default.
+        num_requests: How many there are.
+
+    Raises:
+        RequestError: They are neither, or there are more or fewer (``bad_params``).
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * num_requests
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes | bytearray):
+        raise bad_params(f"params must be a SamplingParams, or one for each prompt in a list, not {shown(params)}")
+    if len(params) != num_requests:
+        raise bad_params(f"{num_requests} prompts have {len(params)} params")
+    return params
+
+
+def sample_ids(request_id: str, count: int) -> list[str]:
+    """Return the ids by which the samples of a request are kept in the engine: its own, and others made of it."""
+    return [request_id, *(f"{request_id}/{index}" for index in range(1, count))]
+
+
+def params_of_each(params: SamplingParams) -> list[SamplingParams]:
+    """Return the params of each sample, as if it were a request of its own: sample ``i`` has the seed ``seed + i``."""
+    if params.n == 1:
+        return [params]
+    seeds = [None if params.seed is None else params.seed + index for index in range(params.n)]
+    return [attrs.evolve(params, n=1, seed=seed) for seed in seeds]

@@ -1,0 +1,121 @@
+"""How a request's tokens are chosen and when it ends: every value is checked when it is given."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+from typing import Any
+
+import attrs
+
+from kvframe.contract.errors import RequestError, shown
+
+
+def bad_params(message: str) -> RequestError:
+    """Return the refusal of a parameter."""
+    return RequestError(message, code="bad_params")
+
+
+def _as_int(value: Any) -> Any:
+    # A wrong value goes on to the validator, which names it.
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+
+
+def _as_float(value: Any) -> Any:
+    try:
+        return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
+    except OverflowError:  # a whole number beyond all floats
+        return value
+
+
+def _as_strings(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else _collected(tuple, value)
+
+
+def _as_ids(value: Any) -> Any:
+    ids = _collected(tuple, value)
+    return _collected(frozenset, map(_as_int, ids)) if isinstance(ids, tuple) else ids
+
+
+def _collected(collect: Any, value: Any) -> Any:
+    try:
+        return value if isinstance(value, bytes | bytearray) else collect(value)
+    except TypeError:  # it has no items, or items without a hash
+        return value
+
+
+def _int_at_least(minimum: int) -> Any:
+    def check(instance: object, attribute: attrs.Attribute[int], value: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise bad_params(f"{attribute.name} must be a whole number of at least {minimum}, not {shown(value)}")
+
+    return check
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
+
+
+def _check_temperature(instance: object, attribute: attrs.Attribute[float], value: float) -> None:
+    if not _is_number(value) or value < 0:
+        raise bad_params(f"temperature must be 0 (greedy) or a positive number, not {shown(value)}")
+
+
+def _check_top_p(instance: object, attribute: attrs.Attribute[float], value: float) -> None:
+    if not _is_number(value) or not 0 < value <= 1:
+        raise bad_params(f"top_p must be above 0 and at most 1, not {shown(value)}")
+
+
+def _check_stop(instance: object, attribute: attrs.Attribute[tuple[str, ...]], value: tuple[str, ...]) -> None:
+    if not isinstance(value, tuple):
+        raise bad_params(f"stop must be a string or a sequence of strings, not {shown(value)}")
+    for text in value:
+        if not isinstance(text, str) or not text:
+            raise bad_params(f"stop must hold non-empty strings, not {shown(text)}")
+
+
+def _check_stop_ids(instance: object, attribute: attrs.Attribute[frozenset[int]], value: frozenset[int]) -> None:
+    if not isinstance(value, frozenset):
+        raise bad_params(f"stop_token_ids must be a set or a sequence of whole numbers, not {shown(value)}")
+    for token in value:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise bad_params(f"stop_token_ids must hold whole numbers, not {shown(token)}")
+
+
+def _check_flag(instance: object, attribute: attrs.Attribute[bool], value: bool) -> None:
+    if not isinstance(value, bool):
+        raise bad_params(f"{attribute.name} must be True or False, not {shown(value)}")
+
+
+@attrs.frozen(kw_only=True)
+class SamplingParams:
+    """How a request's tokens are chosen and when it ends. A wrong value raises ``RequestError``.
+
+    Attributes:
+        max_new_tokens: The most tokens to generate.
+        temperature: Divides the logits before sampling; 0 takes the most likely token.
+        top_k: Sample among the ``k`` most likely tokens; 0 for all.
+        top_p: Sample among the fewest most likely tokens whose probabilities (after ``top_k``) reach this.
+        seed: Makes sampling repeatable, whatever else is in the batch; None for a fresh draw each time.
+        stop: Strings that end the request; the text is cut before the first of them. The stack's ``max_stop_chars``
+            says how long they may be altogether.
+        stop_token_ids: Token ids that end the request, beside the model's own; the token is part of the output.
+        ignore_eos: Whether to go on after the model's own end tokens.
+        n: How many samples to draw of one prompt, which is computed once. Sample ``i`` is what a request by itself with
+            the seed ``seed + i`` gives. The stack's ``max_samples`` says how many there may be.
+        prompt_logprobs: Whether to report how likely the model finds each token of the prompt. The whole prompt is
+            then computed, without a cached prefix, and a step holds logits for each of its tokens.
+    """
+
+    max_new_tokens: int = attrs.field(default=64, converter=_as_int, validator=_int_at_least(1))
+    temperature: float = attrs.field(default=0.0, converter=_as_float, validator=_check_temperature)
+    top_k: int = attrs.field(default=0, converter=_as_int, validator=_int_at_least(0))
+    top_p: float = attrs.field(default=1.0, converter=_as_float, validator=_check_top_p)
+    seed: int | None = attrs.field(
+        default=None, converter=_as_int, validator=attrs.validators.optional(_int_at_least(0))
+    )
+    stop: tuple[str, ...] = attrs.field(default=(), converter=_as_strings, validator=_check_stop)
+    stop_token_ids: frozenset[int] = attrs.field(default=frozenset(), converter=_as_ids, validator=_check_stop_ids)
+    ignore_eos: bool = attrs.field(default=False, validator=_check_flag)
+    n: int = attrs.field(default=1, converter=_as_int, validator=_int_at_least(1))
+    prompt_logprobs: bool = attrs.field(default=False, validator=_check_flag)

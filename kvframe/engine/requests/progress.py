@@ -1,0 +1,127 @@
+"""One request as scheduling and packing see it: its tokens, how far it is, and why it ended."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from array import array
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal, TypeVar
+
+import attrs
+
+from kvframe.cache.input_index import InputSequence
+from kvframe.contract.model import ModelInput
+
+FinishReason = Literal["stop", "length", "computed", "aborted", "refused", "error"]
+"""Why a request ended: a stop token or string; a limit; its prompt is computed, and nothing is generated; its owner;
+never admitted; its step failed, or what the model gave is not numbers."""
+
+
+NO_INPUTS: Mapping[str, ModelInput] = MappingProxyType({})
+NO_SEQUENCES: Mapping[str, InputSequence] = MappingProxyType({})
+
+
+def input_sequences(inputs: Mapping[str, ModelInput]) -> Mapping[str, InputSequence]:
+    """Return a request's inputs as the cache sees them."""
+    if not inputs:
+        return NO_SEQUENCES
+    return {name: InputSequence(each.num_tokens, each.key) for name, each in inputs.items()}
+
+
+@attrs.define(eq=False, kw_only=True)
+class RequestProgress:
+    """A request in an engine: the one owner of its tokens and its progress. What it is for, a subclass says.
+
+    Invariant: ``num_computed < len(token_ids)`` until it ends, so that there is always a token to compute.
+
+    Attributes:
+        request_id: Unique among the requests in the engine.
+        asked_id: What its owner calls it: the same for all samples of a request.
+        sample: Which of these it is, from 0.
+        token_ids: Prompt and generated tokens, as four bytes each; the cache reads them where they are.
+        num_prompt_tokens: How many of them are the prompt.
+        cache_salt: It shares cached prefixes and inputs with requests of the same one, and no others.
+        inputs: What it brings beside its tokens, by sequence, kept so that it can be computed again.
+        input_sequences: The same as the cache sees it.
+        new_inputs: The inputs whose state the running step computes.
+        wants_prompt_rows: Whether what the model gives for tokens before the last known one is wanted too.
+        num_computed: Tokens whose state is in the cache (as far as layers still need it).
+        row: Its row in the block tables while it runs; -1 otherwise.
+        is_swapped: Whether its state waits in host memory for it to run again.
+        runs_alone: Whether it starts from nothing and shares the pool with nobody until it ends: set when it found
+            no room though it was the only one, so that it surely comes to its end.
+        is_on_cache: Whether it runs on something that the cache had when it started.
+        trusts_cache: Whether it may; not after what it ran on gave no numbers.
+        was_started: Whether it was ever admitted.
+        pause_at: Computed tokens at which a step ends, so that others can go on from there; 0 for nowhere.
+        forks_from: The request with the same tokens that it goes on from where that pauses, rather than compute them;
+            None for none, and as soon as it was tried.
+        finish_reason: Why it ended; None while it goes on.
+        error: One sentence where the reason is ``error``.
+    """
+
+    request_id: str
+    asked_id: str = attrs.field(default=attrs.Factory(lambda self: self.request_id, takes_self=True))
+    sample: int = 0
+    token_ids: array[int]
+    num_prompt_tokens: int
+    cache_salt: str = ""
+    inputs: Mapping[str, ModelInput] = NO_INPUTS
+    input_sequences: Mapping[str, InputSequence] = attrs.field(
+        init=False, default=attrs.Factory(lambda self: input_sequences(self.inputs), takes_self=True)
+    )
+    new_inputs: frozenset[str] = frozenset()
+    wants_prompt_rows: bool = attrs.field(init=False, default=False)
+    num_computed: int = 0
+    row: int = -1
+    is_swapped: bool = False
+    runs_alone: bool = False
+    is_on_cache: bool = False
+    trusts_cache: bool = True
+    was_started: bool = False
+    pause_at: int = 0
+    forks_from: RequestProgress | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    @property
+    def num_final_tokens(self) -> int:
+        """The most tokens that it may have at its end."""
+        return len(self.token_ids)
+
+    @property
+    def next_stop(self) -> int:
+        """The tokens that are computed when it pauses, or all that are known."""
+        return self.pause_at if self.num_computed < self.pause_at else len(self.token_ids)
+
+    @property
+    def num_new_input_tokens(self) -> int:
+        """Tokens of inputs that the running step computes."""
+        return sum(self.inputs[name].num_tokens for name in self.new_inputs)
+
+    @property
+    def uses_prefix(self) -> bool:
+        """Whether it may start on a cached prefix, of whose tokens nobody has what the model gives."""
+        return self.trusts_cache and not self.runs_alone and not self.wants_prompt_rows
+
+    @property
+    def first_prompt_row(self) -> int:
+        """The first token for which it wants what the model gives, where it ``wants_prompt_rows``."""
+        return len(self.token_ids) - 1
+
+    def fork(self, other: RequestProgress) -> None:
+        """Take over what became of the tokens of another one, from which it goes on."""
+        self.num_computed = other.num_computed
+
+    @abstractmethod
+    def take(self, outcome: int) -> None:
+        """Take what came of its last known token; sets ``finish_reason`` if it needs nothing more.
+
+        Args:
+            outcome: The next token; of a request that generates nothing, any number that is not negative.
+        """
+
+
+RequestT = TypeVar("RequestT", bound=RequestProgress)
+"""The kind of request that an engine serves."""

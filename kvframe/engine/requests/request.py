@@ -1,0 +1,208 @@
+"""One request: what was asked, how far it is, and what its owner gets to see."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from kvframe.contract.foreign import safe_text
+from kvframe.contract.model import ModelInput
+from kvframe.engine.requests.params import SamplingParams as SamplingParams
+from kvframe.engine.requests.progress import NO_INPUTS, FinishReason, RequestProgress
+from kvframe.engine.requests.text import TextStream
+
+
+@attrs.frozen(kw_only=True)
+class RequestOutput:
+    """What a request has produced, and what of it is new since it was last reported.
+
+    Attributes:
+        request_id: The request.
+        sample: Which of its samples, from 0, where the params ask for several; each has outputs of its own.
+        prompt_token_ids: Its prompt.
+        token_ids: Every token generated so far, an end token included.
+        new_token_ids: Those since the last report.
+        text: The text of ``token_ids``, cut before a stop string; empty if the model has no tokenizer.
+        new_text: The text since the last report. Never ends within a character or a possible stop string, so
+            the pieces of a request add up to its text.
+        finish_reason: Why it ended; None while it goes on.
+        error: One sentence where the reason is ``refused`` or ``error``.
+        prompt_logprobs: For each prompt token, the logarithm of its probability after those before it, by the model's
+            logits as they are, without temperature; None for the first, NaN where the logits are not numbers. None
+            altogether unless the params ask for it, and until the whole prompt is computed.
+    """
+
+    request_id: str
+    sample: int = 0
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = ()
+    new_token_ids: tuple[int, ...] = ()
+    text: str = ""
+    new_text: str = ""
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    prompt_logprobs: tuple[float | None, ...] | None = None
+
+
+@attrs.define(eq=False, kw_only=True)
+class Request(RequestProgress):
+    """A request for tokens that continue a prompt.
+
+    Invariant: ``known_logprobs`` holds those of the first tokens of the prompt, none twice, however often they are
+    computed.
+
+    Attributes:
+        params: How to sample and when to stop.
+        eos_token_ids: The model's ids that end it beside the params'; none if they are ignored.
+        max_tokens: The most tokens it may have, prompt included.
+        text_stream: Turns its tokens into text; None if the model has no tokenizer.
+        random: Its own source of uniform numbers, one per sampled token.
+        prompt_token_ids: The prompt, as every output has it: copied once, however many steps report.
+        generated: What came after it, as Python has it, for the outputs.
+        wants_prompt_rows: Whether log-probabilities of its prompt are still to be computed.
+        known_logprobs: The prompt's log-probabilities so far; empty unless the params ask for them.
+        prompt_logprobs: The same, as every output has them, once all are known.
+        is_unreadable: Whether turning its tokens into text failed.
+        num_reported: Generated tokens that its owner has seen.
+        num_reported_chars: Characters of text that its owner has seen.
+    """
+
+    params: SamplingParams
+    eos_token_ids: frozenset[int]
+    max_tokens: int
+    text_stream: TextStream | None = None
+    random: random.Random = attrs.field(init=False)
+    prompt_token_ids: tuple[int, ...] = attrs.field(init=False)
+    generated: list[int] = attrs.field(init=False, factory=list)
+    known_logprobs: list[float | None] = attrs.field(init=False, factory=list)
+    prompt_logprobs: tuple[float | None, ...] | None = attrs.field(init=False, default=None)
+    is_unreadable: bool = False
+    num_reported: int = 0
+    num_reported_chars: int = 0
+
+    @classmethod
+    def create(
+        cls,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+        text_stream: TextStream | None = None,
+        inputs: Mapping[str, ModelInput] = NO_INPUTS,
+        cache_salt: str = "",
+        asked_id: str | None = None,
+        sample: int = 0,
+    ) -> Request:
+        """Return a request that has not started.
+
+        Args:
+            request_id: Unique among the requests in the engine.
+            prompt_token_ids: Checked token ids, at least one and fewer than ``max_model_len``.
+            params: How to sample and when to stop.
+            eos_token_ids: The model's end tokens.
+            max_model_len: The most tokens of any request.
+            text_stream: Turns its tokens into text; None if the model has no tokenizer.
+            inputs: What it brings beside its tokens, by sequence, checked.
+            cache_salt: It shares cached prefixes with requests of the same one.
+            asked_id: What its owner calls it; the same unless given.
+            sample: Which of the samples it is that its owner calls so.
+        """
+        return cls(
+            request_id=request_id,
+            asked_id=request_id if asked_id is None else asked_id,
+            sample=sample,
+            token_ids=array("I", prompt_token_ids),
+            num_prompt_tokens=len(prompt_token_ids),
+            params=params,
+            eos_token_ids=frozenset() if params.ignore_eos else eos_token_ids,
+            max_tokens=min(len(prompt_token_ids) + params.max_new_tokens, max_model_len),
+            text_stream=text_stream,
+            inputs=inputs,
+            cache_salt=cache_salt,
+        )
+
+    def __attrs_post_init__(self) -> None:
+        """Seed the request's own random source, and keep the prompt."""
+        self.random = random.Random(self.params.seed)
+        self.prompt_token_ids = tuple(self.token_ids[: self.num_prompt_tokens])
+        self.wants_prompt_rows = self.params.prompt_logprobs
+        if self.wants_prompt_rows:
+            self.add_prompt_logprobs([None])
+
+    @property
+    def num_final_tokens(self) -> int:
+        """The most tokens that it may have at its end."""
+        return self.max_tokens
+
+    @property
+    def first_prompt_row(self) -> int:
+        """The last prompt token whose log-probability is known: its logits tell that of the next one."""
+        return len(self.known_logprobs) - 1
+
+    def add_prompt_logprobs(self, values: Sequence[float | None]) -> None:
+        """Take the log-probabilities of the prompt tokens after those that are known."""
+        self.known_logprobs.extend(values)
+        if len(self.known_logprobs) == self.num_prompt_tokens:
+            self.prompt_logprobs = tuple(self.known_logprobs)
+            self.wants_prompt_rows = False
+
+    def fork(self, other: RequestProgress) -> None:
+        """Take over another one's computed tokens, and what it knows of the same prompt."""
+        super().fork(other)
+        if isinstance(other, Request) and other.prompt_logprobs is not None:
+            self.known_logprobs, self.prompt_logprobs = other.known_logprobs, other.prompt_logprobs
+            self.wants_prompt_rows = False
+
+    def take(self, outcome: int) -> None:
+        """Take the next generated token; sets ``finish_reason`` if it is the last."""
+        self.token_ids.append(outcome)
+        self.generated.append(outcome)
+        if outcome in self.eos_token_ids or outcome in self.params.stop_token_ids:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self.max_tokens:
+            self.finish_reason = "length"
+        if self.params.stop and self.text_stream is not None:
+            if not self.read_text():
+                self.finish_reason = "error"
+            elif self.text_stream.stopped:
+                self.finish_reason = "stop"
+
+    def read_text(self) -> bool:
+        """Turn new tokens into text; False, with an ``error``, where whoever does that raises."""
+        if self.text_stream is not None and not self.is_unreadable:
+            try:
+                self.text_stream.feed(self.token_ids, final=self.finish_reason is not None)
+            except BaseException as error:  # while interrupts are held: whatever comes is the tokenizer's
+                self.is_unreadable = True
+                self.error = f"its tokens could not be turned into text: {safe_text(error)}"
+                return False
+        return True
+
+    def report(self) -> RequestOutput:
+        """Return what it has produced, its text as far as it was read, and note that its owner has seen it."""
+        text = "" if self.text_stream is None else self.text_stream.text
+        generated = tuple(self.generated)
+        output = RequestOutput(
+            request_id=self.asked_id,
+            sample=self.sample,
+            prompt_token_ids=self.prompt_token_ids,
+            token_ids=generated,
+            new_token_ids=generated[self.num_reported :],
+            text=text,
+            new_text=text[self.num_reported_chars :],
+            finish_reason=self.finish_reason,
+            error=self.error,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+        self.num_reported, self.num_reported_chars = len(generated), len(text)
+        return output
+
+    def take_back(self, output: RequestOutput) -> None:
+        """Note that its owner has not seen the last report."""
+        self.num_reported -= len(output.new_token_ids)
+        self.num_reported_chars -= len(output.new_text)

@@ -1,0 +1,72 @@
+"""Tokens to text, piece by piece: whole characters only, cut before a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvframe.engine.requests.stops import NO_STOPS, StopStrings
+
+NUM_CONTEXT_TOKENS = 5
+"""Prompt tokens decoded along with the first generated ones: a space that begins the output is then not lost."""
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextStream:
+    """The text of one request's generated tokens, as far as it is certain.
+
+    Invariant: ``text`` only ever grows, and no later token changes what is already in it.
+    """
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], prompt_token_ids: Sequence[int], stop: StopStrings = NO_STOPS
+    ) -> None:
+        """Start after the prompt.
+
+        Args:
+            decode: Turns token ids into text.
+            prompt_token_ids: The prompt; its last tokens are the context of the first generated ones.
+            stop: What ends the text; the text is cut before the first of these strings.
+        """
+        self.text = ""
+        self.stopped = False
+        self._decode = decode
+        self._stop = stop
+        self._state = 0
+        self._held = ""
+        self._read = len(prompt_token_ids)
+        self._context = max(0, self._read - NUM_CONTEXT_TOKENS)
+
+    def feed(self, token_ids: Sequence[int], *, final: bool) -> None:
+        """Take in the tokens that were not seen yet. Safe to call again with the same tokens.
+
+        Args:
+            token_ids: Prompt and generated tokens, those of the earlier calls first.
+            final: Whether these are all: incomplete characters and held-back text then come out as they are.
+        """
+        if self.stopped:
+            return
+        new = self._decode_new(token_ids, final)
+        pending = self._held + new
+        reading = self._stop.read(self._state, new)
+        if reading.found_at is not None:
+            self.text += pending[: len(self._held) + reading.found_at]
+            self._held = ""
+            self.stopped = True
+            return
+        self._state = reading.state
+        num_held = 0 if final else reading.num_held
+        self.text += pending[: len(pending) - num_held]
+        self._held = pending[len(pending) - num_held :]
+
+    def _decode_new(self, token_ids: Sequence[int], final: bool) -> str:
+        """Return the text of the unread tokens; empty while it ends within a character."""
+        if self._read == len(token_ids):
+            return ""
+        # Decoded with the tokens before them, since a token's text may depend on its neighbours.
+        before = self._decode(token_ids[self._context : self._read]).rstrip(_INCOMPLETE)
+        after = self._decode(token_ids[self._context :])
+        if after.endswith(_INCOMPLETE) and not final:
+            return ""
+        self._context, self._read = self._read, len(token_ids)
+        return after[len(before) :]

@@ -1,0 +1,1 @@
+"""Running a step: packed tensors through the model, to next tokens or embeddings."""

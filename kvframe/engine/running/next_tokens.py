@@ -1,0 +1,113 @@
+"""What is read off the logits, for all requests at once: the next tokens, and how likely the prompts' tokens were.
+
+A request's token depends on its own logits, parameters and random source only, never on what else is in the batch:
+one uniform number per token, taken from the request's own source, is looked up in the cumulative distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+
+import torch
+
+from kvframe.engine.requests.request import Request
+
+FAILED = -1
+"""Stands for the token of a request whose logits are not numbers."""
+
+
+def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
+    """Return the next token of each request; ``FAILED`` where its logits hold NaN or no finite maximum.
+
+    Args:
+        logits: ``[num_reqs, vocab_size], device``.
+        requests: The requests that get a token, in the logits' order.
+    """
+    # The maximum is NaN if any logit is: one pass over the logits finds the greedy tokens and the broken rows.
+    maxima, greedy = logits.max(dim=-1)
+    token_ids: list[int] = greedy.tolist()
+    sound = [isfinite(value) for value in maxima.tolist()]
+    full: list[int] = []
+    truncated: list[int] = []
+    for index, request in enumerate(requests):
+        params = request.params
+        if not sound[index]:
+            token_ids[index] = FAILED
+        elif params.temperature > 0:
+            (truncated if params.top_k or params.top_p < 1 else full).append(index)
+    # Two ways to draw: a row's own parameters choose its way, so that its neighbours cannot change its token.
+    for rows, truncate in ((full, False), (truncated, True)):
+        if rows:
+            drawn = _draw(logits[rows], [requests[row] for row in rows], truncate)
+            for row, token_id in zip(rows, drawn, strict=True):
+                token_ids[row] = token_id
+    return token_ids
+
+
+def token_logprobs(logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor) -> list[float]:
+    """Return how likely some tokens are: the logarithms of their probabilities, in float32.
+
+    Args:
+        logits: ``[num_rows, vocab_size], device``.
+        rows: ``[num_tokens], int64, device``: for each token, the row that it follows.
+        token_ids: ``[num_tokens], int64, device``.
+    """
+    # All rows first: picking some of the logits would copy about as much again.
+    found: list[float] = logits.log_softmax(dim=-1, dtype=torch.float32)[rows, token_ids].tolist()
+    return found
+
+
+def _draw(logits: torch.Tensor, requests: list[Request], truncate: bool) -> list[int]:
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits.device).unsqueeze(1)
+
+    # Shifted before the division: a tiny temperature then gives minus infinity, not NaN.
+    shifted = logits.to(torch.float64) - logits.max(dim=-1, keepdim=True).values
+    temperatures = column([request.params.temperature for request in requests])
+    probabilities = (shifted / temperatures).softmax(dim=-1)
+    uniforms = column([request.random.random() for request in requests])
+    if not truncate:
+        return draw_full(probabilities, uniforms)
+    vocab_size = logits.shape[1]
+    top_k = column([float(min(request.params.top_k or vocab_size, vocab_size)) for request in requests])
+    top_p = column([request.params.top_p for request in requests])
+    return draw_truncated(probabilities, uniforms, top_k, top_p)
+
+
+def draw_full(probabilities: torch.Tensor, uniforms: torch.Tensor) -> list[int]:
+    """Draw one token per row from the whole vocabulary.
+
+    Args:
+        probabilities: ``[num_rows, vocab_size], float64, device``.
+        uniforms: ``[num_rows, 1], float64, device``, in ``[0, 1)``.
+    """
+    cumulative = probabilities.cumsum(dim=-1)
+    # A uniform of 53 bits times a total rounds to less than the total, so the search always ends on a token; its
+    # strict comparison passes over tokens of probability zero.
+    found = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+    drawn: list[int] = found.squeeze(1).tolist()
+    return drawn
+
+
+def draw_truncated(
+    probabilities: torch.Tensor, uniforms: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> list[int]:
+    """Draw one token per row among its ``top_k`` most likely, and of those the fewest that reach ``top_p``.
+
+    Args:
+        probabilities: ``[num_rows, vocab_size], float64, device``.
+        uniforms: ``[num_rows, 1], float64, device``, in ``[0, 1)``.
+        top_k: ``[num_rows, 1], float64, device``, at least 1.
+        top_p: ``[num_rows, 1], float64, device``, in ``(0, 1]``; of the mass that ``top_k`` leaves.
+    """
+    ordered, token_ids = probabilities.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(ordered.shape[1], device=ordered.device)
+    ordered = ordered.masked_fill(ranks >= top_k, 0.0)
+    cumulative = ordered.cumsum(dim=-1)
+    # The first one stays, though a small top_p of the mass may round to 0.
+    ordered = ordered.masked_fill((ranks > 0) & (cumulative - ordered >= top_p * cumulative[:, -1:]), 0.0)
+    cumulative = ordered.cumsum(dim=-1)
+    found = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+    drawn: list[int] = token_ids.gather(1, found).squeeze(1).tolist()
+    return drawn

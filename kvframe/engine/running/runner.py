@@ -1,0 +1,278 @@
+"""Running a step: from the scheduled requests to packed tensors, through the model, to the next tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import compress
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.staging import HOST
+from kvframe.attention.step import InputBatch, StepBatch, build_metadata
+from kvframe.cache.block_table import BlockTables
+from kvframe.contract.errors import ModelError
+from kvframe.contract.metadata import NO_EXTENSIONS, CommonAttentionMetadata, Extension
+from kvframe.contract.model import LoadedModel, ModelInput
+from kvframe.engine.graphs.step_graphs import StepGraphs
+from kvframe.engine.requests.progress import NO_INPUTS, RequestT
+from kvframe.engine.requests.request import Request
+from kvframe.engine.running.next_tokens import sample, token_logprobs
+from kvframe.engine.scheduling.packing import IntArray, PackedStep
+from kvframe.engine.scheduling.step import ScheduledStep
+from kvframe.planning.memory import allocating
+
+SkipPolicy = Callable[[StepBatch], bool]
+"""Says of a step whether the layers that can skip tokens do so: all but those that generate."""
+
+
+NO_NEW_INPUTS: Mapping[str, Mapping[int, ModelInput]] = MappingProxyType({})
+
+
+class ModelRunner:
+    """Runs packed batches of a model.
+
+    Invariant: ``tokens[row, :n]`` are the ``n`` known tokens of the request that has ``row`` in the block tables.
+
+    Attributes:
+        tokens: ``[max_num_seqs, max_model_len], int64, host``.
+        input_lens: For each input sequence of the model, ``[max_num_seqs], int64, host``: how long that of the request
+            is that has the row; 0 for none.
+        device: Where the model runs.
+        graphs: The graphs that steps are replayed from, where they can be; None for none.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        layers: AttentionLayers,
+        tables: BlockTables,
+        device: torch.device,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        skip_policy: SkipPolicy | None = None,
+        graphs: StepGraphs | None = None,
+    ) -> None:
+        """Take what a step needs.
+
+        Args:
+            model: The model, attached to ``layers``.
+            layers: Its attention layers.
+            tables: The block tables of the cache manager that gives out rows, one per cache group.
+            device: Where the model runs.
+            max_num_seqs: The most requests at a time.
+            max_model_len: The most tokens of a request.
+            skip_policy: Whether layers that can skip tokens of a step do so; always unless given.
+            graphs: The graphs that steps are replayed from, where they can be; none unless given.
+
+        Raises:
+            PlanError: The machine has no memory for the tokens.
+        """
+        advice = "a smaller max_num_seqs or max_model_len"
+        with allocating(8 * max_num_seqs * max_model_len, f"for the tokens of {max_num_seqs} requests", advice):
+            self.tokens: IntArray = np.empty((max_num_seqs, max_model_len), dtype=np.int64)
+        self.input_lens: dict[str, IntArray] = {
+            name: np.zeros(max_num_seqs, dtype=np.int64) for name in model.description.max_input_lens
+        }
+        self._model = model
+        self._layers = layers
+        self._tables = tables
+        self.device = device
+        self._skip_policy = skip_policy
+        self.graphs = graphs
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether steps may be replayed from graphs."""
+        return self.graphs is not None
+
+    def warm_up(self) -> None:
+        """Do once, before the first request, what would make it wait. No row may be set yet."""
+        if self.graphs is not None:
+            self.graphs.capture_usual(self._tables)
+
+    def pack(self, step: ScheduledStep[RequestT]) -> PackedStep[RequestT]:
+        """Take note of the tokens of a step's new requests, and pack its requests as the backends ask for it.
+
+        Args:
+            step: The step; every request has a row and room for its tokens.
+        """
+        for request in step.admitted:
+            self.set_row(request.row, request.token_ids, request.inputs)
+        return PackedStep.of(step, self._layers.order_for)
+
+    def set_row(self, row: int, token_ids: Sequence[int], inputs: Mapping[str, ModelInput] = NO_INPUTS) -> None:
+        """Take note of the request that has a row: its known tokens, and the length of what it brings besides."""
+        self.tokens[row, : len(token_ids)] = token_ids
+        for name, lens in self.input_lens.items():
+            lens[row] = inputs[name].num_tokens if name in inputs else 0
+
+    def forward(
+        self,
+        rows: IntArray,
+        num_computed: IntArray,
+        query_lens: IntArray,
+        logits_indices: IntArray,
+        extensions: Mapping[str, Extension] = NO_EXTENSIONS,
+        new_inputs: Mapping[str, Mapping[int, ModelInput]] = NO_NEW_INPUTS,
+    ) -> torch.Tensor:
+        """Run the model over one packed batch whose rows were set.
+
+        Where the layers skip tokens, they compute those whose logits are wanted. They compute all if the policy says
+        so, and also if the wanted tokens of a request are not its last ones: only what nobody asks for later is
+        skipped.
+
+        Args:
+            rows: ``[num_reqs]``: each request's row.
+            num_computed: ``[num_reqs]``: tokens that were computed before.
+            query_lens: ``[num_reqs]``: tokens to compute.
+            logits_indices: ``[num_wanted]``: the packed tokens whose logits are wanted, in order.
+            extensions: Further inputs of the step, by name.
+            new_inputs: By sequence and row, what is computed and stored in this step of what requests bring beside
+                their tokens.
+
+        Returns:
+            Logits ``[num_wanted, vocab_size], device``.
+
+        Raises:
+            WrapperError: A wrapper cannot take the step.
+            BackendError: A backend returned something else than was agreed.
+            ModelError: The model did.
+        """
+        batch = StepBatch(
+            rows=rows,
+            num_computed=num_computed,
+            query_lens=query_lens,
+            generating_indices=logits_indices,
+            extensions=extensions,
+            inputs={name: self._input_batch(name, rows, new_inputs) for name in self.input_lens},
+        )
+        requests, positions = batch.token_positions
+        if self._layers.skipped and len(logits_indices) < len(positions) and not self._may_skip(batch):
+            batch = attrs.evolve(batch, generating_indices=np.arange(len(positions)))
+        metadata = (*self._build_metadata(batch), *self._layers.local.metadata(batch))
+        inputs = (self.tokens[rows[requests], positions], positions, logits_indices)
+        sizes = None if self.graphs is None else self.graphs.sizes_for(batch, len(logits_indices))
+        with torch.inference_mode():
+            if self.input_lens:
+                self._model.compute_inputs(
+                    {
+                        name: [new_inputs[name][row] for row in rows[batch.inputs[name].is_new].tolist()]
+                        for name in new_inputs
+                    }
+                )
+            if self.graphs is not None and sizes is not None:
+                rows_of_graph = self.graphs.run(sizes, metadata, *inputs)
+                if rows_of_graph is not None:
+                    return rows_of_graph[: len(logits_indices)]
+            token_ids, positions_there, wanted = self._layers.begin_step(
+                metadata, batch=batch, tables=self._tables, inputs=tuple(torch.from_numpy(each) for each in inputs)
+            )
+            logits = self._model.forward(token_ids, positions_there, wanted)
+            kept_rows = self._layers.kept_rows
+            self._check_logits(logits, len(wanted if kept_rows is None else kept_rows))
+            if kept_rows is None:
+                return logits
+            # What the layers computed, then padding.
+            return logits[: len(wanted)] if batch.generating_indices is logits_indices else logits[wanted]
+
+    def _check_logits(self, logits: Any, num_rows: int) -> None:
+        """Refuse what would give requests each other's tokens: another number of rows than was asked for."""
+        if isinstance(logits, torch.Tensor) and logits.ndim == 2 and logits.shape[0] == num_rows:
+            return
+        found = list(logits.shape) if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__!r}"
+        raise ModelError(
+            f"{self._model.description.name}: its model adapter's forward returned {found}, and not a tensor "
+            f"[{num_rows}, vocab_size]: this is a mistake in the model adapter"
+        )
+
+    def _build_metadata(self, batch: StepBatch) -> tuple[CommonAttentionMetadata, ...]:
+        """Return a step's metadata: on the host, unless one of its extensions is on the device only."""
+        extensions = {
+            name: Extension(extension.values_cpu, extension.axis, extension.values_cpu)
+            for name, extension in batch.extensions.items()
+            if extension.values_cpu is not None
+        }
+        if len(extensions) < len(batch.extensions):
+            return build_metadata(batch, self._tables, self.device)
+        return build_metadata(attrs.evolve(batch, extensions=extensions), self._tables, HOST)
+
+    def _input_batch(self, name: str, rows: IntArray, new_inputs: Mapping[str, Collection[int]]) -> InputBatch:
+        lens = self.input_lens[name]
+        is_new = np.zeros(len(lens), dtype=np.bool_)
+        is_new[list(new_inputs.get(name, ()))] = True
+        return InputBatch(lens=lens[rows], is_new=is_new[rows])
+
+    def _may_skip(self, batch: StepBatch) -> bool:
+        return are_last_tokens(batch) and (self._skip_policy is None or self._skip_policy(batch))
+
+    def to_device(self, values: IntArray) -> torch.Tensor:
+        """Return a copy on the model's device."""
+        return torch.from_numpy(values).to(self.device, non_blocking=True)
+
+
+class TokenRunner(ModelRunner):
+    """Runs a step to the next tokens of its requests."""
+
+    def run(self, step: ScheduledStep[Request]) -> list[int]:
+        """Compute a step and return one token for each request whose last known token it computes.
+
+        Requests that want their prompt's log-probabilities get those that this step computes.
+
+        Args:
+            step: The step; every request has a row and room for its tokens.
+
+        Returns:
+            Token ids in the step's order; ``sampling.FAILED`` where the logits are not numbers.
+        """
+        packed = self.pack(step)
+        logits = self.forward(
+            packed.rows,
+            packed.num_computed,
+            packed.query_lens,
+            packed.logits_indices,
+            new_inputs=new_inputs_of(step) if self.input_lens else NO_NEW_INPUTS,
+        )
+        if len(packed.prompt_rows):
+            self._add_prompt_logprobs(packed, logits)
+            logits = logits[self.to_device(packed.sampled)]
+        if not len(packed.sampled):
+            return []
+        requests: Sequence[Request] = packed.requests
+        rows, num_after = packed.rows, packed.num_computed + packed.query_lens
+        if len(packed.sampled) < len(requests):
+            requests = list(compress(requests, packed.is_sampled))
+            rows, num_after = rows[packed.is_sampled], num_after[packed.is_sampled]
+        token_ids = sample(logits, requests)
+        self.tokens[rows, num_after] = token_ids
+        return token_ids if packed.places is None else [token_ids[place] for place in packed.places]
+
+    def _add_prompt_logprobs(self, packed: PackedStep[Request], logits: torch.Tensor) -> None:
+        following = self.tokens[packed.rows[packed.prompt_requests], packed.prompt_positions + 1]
+        values = token_logprobs(logits, self.to_device(packed.prompt_rows), self.to_device(following))
+        stop = 0
+        for index, count in zip(*np.unique(packed.prompt_requests, return_counts=True), strict=True):
+            start, stop = stop, stop + count
+            packed.requests[index].add_prompt_logprobs(values[start:stop])
+
+
+def new_inputs_of(step: ScheduledStep[RequestT]) -> Mapping[str, Mapping[int, ModelInput]]:
+    """Return by sequence and row the inputs that a step computes."""
+    found: dict[str, dict[int, ModelInput]] = {}
+    for request in step.admitted:
+        for name in request.new_inputs:
+            found.setdefault(name, {})[request.row] = request.inputs[name]
+    return found
+
+
+def are_last_tokens(batch: StepBatch) -> bool:
+    """Return whether the generating tokens of every request are its last ones."""
+    requests, _ = batch.token_positions
+    counts = np.bincount(requests[batch.generating_indices], minlength=len(batch.rows))
+    to_ends = np.repeat(np.cumsum(batch.query_lens) - np.cumsum(counts), counts)
+    return np.array_equal(batch.generating_indices, np.arange(len(to_ends)) + to_ends)

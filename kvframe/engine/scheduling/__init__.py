@@ -1,0 +1,1 @@
+"""Which tokens of which requests a step computes, and how they lie in its packed batch."""

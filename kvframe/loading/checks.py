@@ -1,0 +1,164 @@
+"""What one key of a stack may hold: the same check for a value from a file and for one given in Python."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+
+from kvframe.contract.errors import StackError, nearest_of, shown
+from kvframe.loading.claims import KINDS
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?")
+_UNITS = {"B": 1} | {
+    f"{prefix}{infix}B": base**power
+    for infix, base in (("", 1000), ("i", 1024))
+    for power, prefix in enumerate("KMGT", start=1)
+}
+_TOML_NAMES = {
+    bool: "a boolean",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    list: "an array",
+    dict: "a table",
+}
+
+
+MAX_WHOLE = 2**31 - 1
+"""The largest number of tokens, requests or blocks: arrays on a device count them in 32 bits."""
+
+MAX_SIZE = 2**60
+"""The largest number of bytes: more than any machine has."""
+
+
+def parse_bytes(size: str | int) -> int:
+    """Return a size in bytes.
+
+    Args:
+        size: ``"2GiB"``, ``"512 MB"``, ``"1.5GiB"``, or a number of bytes.
+
+    Raises:
+        StackError: ``size`` is no size, less than one byte, or more than ``MAX_SIZE``.
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        num_bytes = size
+    else:
+        match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+        if match is None:
+            raise StackError(
+                f"{shown(size)} is no size; write a number of bytes, or one with a unit of {', '.join(_UNITS)}"
+            )
+        # A number of too many digits is infinite.
+        num_bytes = int(min(float(match[1]) * _UNITS[match[2] or "B"], 2 * MAX_SIZE))
+    if num_bytes < 1:
+        raise StackError(f"a size must be at least one byte, not {shown(size)}")
+    if num_bytes > MAX_SIZE:
+        raise StackError(f"a size must be at most {MAX_SIZE >> 40} TiB, not {shown(size)}")
+    return num_bytes
+
+
+def describe(value: Any) -> str:
+    """Return a value and its type, in the words of a TOML file."""
+    return f"{shown(value)} ({_TOML_NAMES.get(type(value), type(value).__name__)})"
+
+
+@attrs.frozen
+class Check:
+    """What one key accepts. An instance is the validator of an attrs field.
+
+    Attributes:
+        expected: What is right, for a person: it follows "must be".
+        accepts: Whether a value is right.
+        known: The only values there are, for the nearest match; empty if there is no such list.
+    """
+
+    expected: str
+    accepts: Callable[[Any], bool]
+    known: tuple[str, ...] = ()
+
+    def __call__(self, instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        """Raise ``StackError`` for a wrong value."""
+        try:
+            self.checked(value)
+        except ValueError as error:
+            raise StackError(f"{type(instance).__name__}.{attribute.name} {error}") from None
+
+    def checked(self, value: Any) -> Any:
+        """Return ``value``; raises ``ValueError`` with what was expected if it is wrong."""
+        if not self.accepts(value):
+            nearest = nearest_of(value, self.known) if isinstance(value, str) else None
+            hint = "" if nearest is None else f"; did you mean {nearest!r}?"
+            raise ValueError(f"must be {self.expected}, not {describe(value)}{hint}")
+        return value
+
+
+def one_of(*names: str) -> Check:
+    """Return the check for a string out of a list."""
+    expected = f"one of {', '.join(map(repr, names))}" if len(names) > 1 else repr(names[0])
+    return Check(expected, lambda value: isinstance(value, str) and value in names, names)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_WHOLE
+
+
+def _is_wholes(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) > 0 and all(map(_is_whole, value))
+
+
+def _is_size(value: Any) -> bool:
+    try:
+        return value == "auto" or parse_bytes(value) > 0
+    except StackError:
+        return False
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(map(_is_text, value))
+
+
+def _is_table_of_texts(value: Any) -> bool:
+    return _is_table(value) and all(map(_is_text, value.values()))
+
+
+def _is_owners(value: Any) -> bool:
+    return _is_table(value) and set(value) <= set(KINDS) and all(map(_is_table_of_texts, value.values()))
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(map(_is_text, value))
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[a-z]{1,20}(:\d{1,3})?", value, re.ASCII) is not None
+
+
+WHOLE = Check(f"a whole number from 1 to {MAX_WHOLE}", _is_whole)
+WHOLE_OR_NONE = Check(WHOLE.expected, lambda value: value is None or _is_whole(value))
+WHOLES = Check(f"an array of whole numbers from 1 to {MAX_WHOLE}", _is_wholes)
+GRAPH_SIZES = Check(
+    "'off', 'auto', or an array of numbers of requests, each at least 1",
+    lambda value: value in ("off", "auto") if isinstance(value, str) else _is_wholes(value),
+    ("off", "auto"),
+)
+SWITCH = Check("true or false", lambda value: isinstance(value, bool))
+SWITCH_OR_FILE = Check("true, false, or a file", lambda value: isinstance(value, bool) or _is_text(value))
+TEXT = Check("a string that is not empty", _is_text)
+TEXT_OR_NONE = Check(TEXT.expected, lambda value: value is None or _is_text(value))
+TEXTS = Check("an array of strings", _is_texts)
+TABLE = Check("a table", _is_table)
+TABLES = Check("a table of tables", lambda value: _is_table(value) and all(map(_is_table, value.values())))
+TABLE_OF_TEXTS = Check("a table of strings", _is_table_of_texts)
+OWNERS = Check(f'a table with the keys {", ".join(KINDS)}, each a table of name = "distribution"', _is_owners)
+MEMORY = Check("'auto', a number of bytes, or a size like '2GiB'", _is_size)
+SIZE_OR_NONE = Check(
+    "a number of bytes, or a size like '2GiB'", lambda value: value is None or (value != "auto" and _is_size(value))
+)
+DEVICE = Check("a device like 'cpu' or 'cuda:0'", _is_device)

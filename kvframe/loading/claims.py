@@ -1,0 +1,259 @@
+"""Claims to names: what a plugin registers, checked as it is claimed, and imported only when it is used."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+
+from kvframe.contract.errors import PluginError
+from kvframe.contract.foreign import call, in_one_line, safe_repr
+from kvframe.loading.declarations import find_misdeclared
+from kvframe.loading.targets import find_problem
+
+BUILTIN_OWNER = "kvframe"
+"""The owner of the built-in names, which nobody else can claim."""
+
+_SNAKE_CASE = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+_IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+
+
+@attrs.frozen
+class Kind:
+    """One kind of thing that plugins register.
+
+    Attributes:
+        label: Its name for people.
+        base: Import string of the class that every target must subclass.
+        name_attribute: The class attribute that must equal the registered name; None if there is none.
+        reserved: Names that nobody can register.
+    """
+
+    label: str
+    base: str
+    name_attribute: str | None = None
+    reserved: frozenset[str] = frozenset()
+
+
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {
+        "spec": Kind("cache spec", "kvframe.contract.specs:KVCacheSpec", "kind"),
+        "wrapper": Kind("wrapper", "kvframe.contract.wrapper:MetadataWrapper", "name"),
+        "backend": Kind("backend", "kvframe.contract.backend:AttentionBackend", reserved=frozenset({"auto"})),
+        "format": Kind("KV format", "kvframe.contract.formats:KVFormat", "name", reserved=frozenset({"plain"})),
+        "eviction": Kind(
+            "eviction policy", "kvframe.contract.eviction:EvictionPolicy", "name", reserved=frozenset({"lru"})
+        ),
+        "model_adapter": Kind("model adapter", "kvframe.contract.model:ModelAdapter"),
+    }
+)
+"""Every kind by its key in the stack file (``[plugins.owners.backend]``)."""
+
+
+def canonical(distribution: str) -> str:
+    """Return a distribution's name as the package index compares it: ``kvframe_X`` is ``kvframe-x``."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+_LEAST_VERSION = re.compile(r"([A-Za-z0-9][\w.-]*)>=(\d{1,18}(?:\.\d{1,18})*)", re.ASCII)
+_RELEASE = re.compile(r"\d{1,18}(?:\.\d{1,18})*", re.ASCII)
+_MAX_NAME, _MAX_TARGET = 100, 500
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def _as_names(needs: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (needs,) if isinstance(needs, str) else tuple(needs or ())
+
+
+def _as_hint(install: str | None) -> str:
+    return install or ""
+
+
+def _find_module(name: str) -> bool:
+    try:
+        return call(f"looking for {name!r}", importlib.util.find_spec, name.partition(".")[0]) is not None
+    except PluginError:
+        return False
+
+
+def _find_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution; None if it is not there or states none that can be read."""
+    try:
+        version: str | None = call(f"looking for {distribution!r}", importlib.metadata.version, distribution)
+    except PluginError:
+        return None
+    return version
+
+
+def _is_older(found: str, least: str) -> bool:
+    """Return whether a version's release is before another; what is no version is not."""
+    release = _RELEASE.match(found)
+    if release is None:
+        return False
+    numbers = [[int(part) for part in each.split(".")] for each in (release.group(), least)]
+    length = max(map(len, numbers))
+    own, other = (each + [0] * (length - len(each)) for each in numbers)
+    return own < other
+
+
+@attrs.frozen
+class Entry:
+    """One claim to a name.
+
+    Attributes:
+        kind: The kind's key (``"backend"``).
+        name: The registered name.
+        target: Import string of the class, or the class itself.
+        owner: The distribution that claims the name; a module's name if the plugin was passed as a module.
+        plugin: The plugin's id, ``distribution:name``.
+        needs: Modules the target cannot be imported without; their top-level packages are looked for.
+        install: What to type when something is missing; empty if unknown.
+        needs_versions: The least versions of distributions, ``"name>=1.2"``.
+    """
+
+    kind: str
+    name: str
+    target: str | type
+    owner: str
+    plugin: str
+    needs: tuple[str, ...] = attrs.field(default=(), converter=_as_names)
+    install: str = attrs.field(default="", converter=_as_hint)
+    needs_versions: tuple[str, ...] = attrs.field(default=(), converter=_as_names)
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse a name, target or version that could not be used later; raises ``PluginError``."""
+        kind = KINDS[self.kind]
+        if not isinstance(self.name, str) or len(self.name) > _MAX_NAME or not _SNAKE_CASE.fullmatch(self.name):
+            raise PluginError(
+                f"{kind.label} name {safe_repr(self.name)} must be snake_case, like 'sliding_window', of at most "
+                f"{_MAX_NAME} characters"
+            )
+        if self.name in kind.reserved:
+            raise PluginError(f"{kind.label} name {self.name!r} is reserved; choose another")
+        if not isinstance(self.target, type) and not (
+            isinstance(self.target, str) and len(self.target) <= _MAX_TARGET and _IMPORT_STRING.fullmatch(self.target)
+        ):
+            raise PluginError(
+                f"the target of {kind.label} {self.name!r} must be like 'package.module:Class', "
+                f"not {safe_repr(self.target)}"
+            )
+        for module in self.needs:
+            if not isinstance(module, str) or not _MODULE.fullmatch(module):
+                raise PluginError(
+                    f"a module that {kind.label} {self.name!r} needs is like 'a.b', not {safe_repr(module)}"
+                )
+        if not isinstance(self.install, str):
+            raise PluginError(f"what installs {kind.label} {self.name!r} must be a text, not {safe_repr(self.install)}")
+        for need in self.needs_versions:
+            if not isinstance(need, str) or not _LEAST_VERSION.fullmatch(need):
+                raise PluginError(
+                    f"a version that {kind.label} {self.name!r} needs is like 'name>=1.2', not {safe_repr(need)}"
+                )
+
+    @property
+    def id(self) -> str:
+        """``owner:name``: names this claim whoever else claims the name."""
+        return f"{self.owner}:{self.name}"
+
+    def missing(self) -> tuple[str, ...]:
+        """Return the needed modules that are not installed; imports nothing."""
+        return tuple(name for name in self.needs if not _find_module(name))
+
+    def outdated(self) -> tuple[str, ...]:
+        """Return the needed distributions of which an older version is installed, with both; imports nothing.
+
+        One that is not installed under its name is passed over: builds from source and nightly ones have others.
+        """
+        found = []
+        for need in self.needs_versions:
+            name, _, least = need.partition(">=")
+            version = _find_version(name)
+            if version is not None and _is_older(version, least):
+                found.append(f"{need}, not {version} as installed here")
+        return tuple(found)
+
+    def load(self) -> Any:
+        """Import the target and return the class; raises ``PluginError`` with owner, name and cause if it is unfit."""
+        missing = self.missing()
+        if missing:
+            raise self._error(f"needs {', '.join(missing)}, not installed here")
+        outdated = self.outdated()
+        if outdated:
+            raise self._error(f"needs {'; '.join(outdated)}")
+        loaded = self._import() if isinstance(self.target, str) else self.target
+        module, _, attribute = KINDS[self.kind].base.partition(":")
+        base = getattr(importlib.import_module(module), attribute)
+        try:
+            unfit = call("reading what it declares", self._why_unfit, loaded, base)
+        except PluginError as error:
+            raise self._error(str(error)) from error.__cause__
+        if unfit:
+            raise self._error(f"{safe_repr(self.target)} {unfit}")
+        return loaded
+
+    def problem(self) -> str:
+        """Return why the name cannot be used, as far as that shows without an import; empty if nothing is known."""
+        hint = f"; try: {self.install}" if self.install else ""
+        missing, outdated = self.missing(), self.outdated()
+        if missing or outdated:
+            return f"needs {', '.join(missing) or '; '.join(outdated)}{hint}"
+        if not isinstance(self.target, str):
+            return ""
+        try:
+            return call(f"looking for {self.target!r}", find_problem, self.target)
+        except PluginError as error:
+            return str(error)
+
+    def why_unusable(self, loaded: Any) -> str:
+        """Return why the class cannot be used in this environment, as it says itself; empty if it can or does not say.
+
+        Args:
+            loaded: What ``load`` returned.
+
+        Raises:
+            PluginError: Its ``unusable_reason`` fails, or returns something else than a sentence or None.
+        """
+        if self.kind != "backend":
+            return ""
+        whose = f"backend {self.id!r}: unusable_reason()"
+        reason: Any = call(whose, lambda: loaded.unusable_reason())
+        if reason is None:
+            return ""
+        if not issubclass(type(reason), str) or not in_one_line(reason):
+            raise PluginError(f"{whose} must return a sentence or None, not {safe_repr(reason)}")
+        return in_one_line(reason)
+
+    def _why_unfit(self, loaded: Any, base: type) -> str:
+        """Return why what was imported cannot stand for the name; empty if it can. May raise anything."""
+        kind = KINDS[self.kind]
+        if not (issubclass(type(loaded), type) and issubclass(loaded, base)):
+            return f"is no subclass of {kind.base.replace(':', '.')}"
+        if inspect.isabstract(loaded):
+            return f"does not implement {', '.join(sorted(loaded.__abstractmethods__))}"
+        misdeclared = find_misdeclared(base, loaded)
+        if misdeclared:
+            return misdeclared
+        own_name = getattr(loaded, kind.name_attribute) if kind.name_attribute else self.name
+        return "" if own_name == self.name else f"has {kind.name_attribute} = {own_name!r}, not the registered name"
+
+    def _import(self) -> Any:
+        assert isinstance(self.target, str)
+        module, _, path = self.target.partition(":")
+        try:
+            found: Any = call(f"importing {module!r}", importlib.import_module, module)
+            for attribute in path.split("."):
+                found = call(f"looking for {path!r} in {module!r}", getattr, found, attribute)
+        except PluginError as error:
+            raise self._error(str(error)) from error.__cause__
+        return found
+
+    def _error(self, reason: str) -> PluginError:
+        hint = f"; try: {self.install}" if self.install else ""
+        return PluginError(f"{KINDS[self.kind].label} {self.name!r} of {self.owner} cannot be used: {reason}{hint}")

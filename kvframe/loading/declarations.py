@@ -1,0 +1,69 @@
+"""What a registered class declares: its class attributes, held to the annotations of the base class.
+
+A class attribute that is read while a layer is planned or a step runs is checked once, when the class is loaded: one
+that is missing, of another type, or that raises when it is read would fail far from the plugin that it belongs to.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
+
+from kvframe.contract.foreign import safe_repr
+
+
+def find_misdeclared(base: type, made: Any) -> str:
+    """Return which attribute of ``made`` is not as ``base`` annotates it; empty if all are.
+
+    Args:
+        base: A base class of the contract.
+        made: A subclass, of which the ``ClassVar`` annotations are checked, or an instance, of which all are. Reading
+            its attributes may raise anything.
+    """
+    for name, hint in _declared(base, of_class=issubclass(type(made), type)):
+        try:
+            value = getattr(made, name)
+        except AttributeError:
+            return f"declares no {name}"
+        if not _fits(value, hint):
+            return f"declares {name} = {safe_repr(value)}, which is not {_in_words(hint)}"
+    return ""
+
+
+@cache
+def _declared(base: type, *, of_class: bool) -> tuple[tuple[str, Any], ...]:
+    """Return what a base class annotates, with types: the attributes of the class, or those of an instance too."""
+    are_class = [(name, hint, get_origin(hint) is ClassVar) for name, hint in get_type_hints(base).items()]
+    declared = [
+        (name, get_args(hint)[0] if is_class else hint)
+        for name, hint, is_class in are_class
+        if is_class or not of_class
+    ]
+    return tuple(declared)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, each) for each in inner)
+    if origin is type:
+        return issubclass(type(value), type)
+    if origin is tuple:
+        return issubclass(type(value), tuple) and all(_fits(each, inner[0]) for each in value)
+    if origin is frozenset:
+        return issubclass(type(value), frozenset) and all(_fits(each, inner[0]) for each in value)
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(
+            _fits(key, inner[0]) and _fits(each, inner[1]) for key, each in value.items()
+        )
+    if hint is float:
+        return type(value) in (int, float)
+    return issubclass(type(value), hint)
+
+
+def _in_words(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")

@@ -1,0 +1,218 @@
+"""Discovery: which plugins are installed, and whether this kvframe can speak with them. Imports no plugin code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distribution, distributions, version
+from types import ModuleType
+from typing import Any
+
+import attrs
+
+from kvframe.contract import hookspecs
+from kvframe.contract.errors import PluginError
+from kvframe.contract.foreign import call, in_one_line, safe_repr
+from kvframe.loading.claims import BUILTIN_OWNER, canonical
+
+GROUP = "kvframe.v1"
+"""The entry-point group of this generation of the contract; its versions are in ``kvframe.v1.api``."""
+
+_DISTRIBUTION = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,98}[A-Za-z0-9])?")
+_NAME = re.compile(r"[\w.-]{1,100}", re.ASCII)
+_VALUE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*(\s*:\s*[^\W\d]\w*(\.[^\W\d]\w*)*)?\s*(\[.*\])?")
+_MAX_VALUE = 500
+_GENERATION = re.compile(r"kvframe\.v(\d{1,9})", re.ASCII)
+_VERSION = re.compile(r"v(\d{1,9})_(\d{1,9})", re.ASCII)
+
+
+@attrs.frozen(eq=False)
+class Candidate:
+    """A plugin that was found and not yet imported.
+
+    Attributes:
+        name: The entry point's name, or the module's.
+        distribution: The distribution that provides it; the module's name if it was passed as a module.
+        version: The distribution's version; empty if unknown.
+        api_version: The version of the contract it was written for (``"1.0"``); empty if it does not say.
+        source: What gives its manifest; None if it cannot be used.
+        incompatible: Why this kvframe cannot speak with it; empty if it can.
+        broken: Why it cannot even be read; empty if it can.
+        module: The manifest module's name; empty if there is none.
+    """
+
+    name: str
+    distribution: str
+    version: str = ""
+    api_version: str = ""
+    source: EntryPoint | ModuleType | None = None
+    incompatible: str = ""
+    broken: str = ""
+    module: str = ""
+
+    @property
+    def id(self) -> str:
+        """``distribution:name``, the id that a stack may write."""
+        return f"{self.distribution}:{self.name}"
+
+    def load(self) -> Any:
+        """Import the manifest; raises whatever its code raises."""
+        return self.source.load() if isinstance(self.source, EntryPoint) else self.source
+
+
+def is_called(candidate_id: str, asked: str) -> bool:
+    """Return whether ``asked``, a plugin's name or its ``distribution:name``, means the plugin with that id."""
+    owner, _, name = candidate_id.rpartition(":")
+    asked_owner, separator, asked_name = asked.rpartition(":")
+    return name == asked_name and (not separator or canonical(owner) == canonical(asked_owner))
+
+
+def find_candidates(passed: Sequence[Any] = ()) -> list[Candidate]:
+    """Return the built-in plugin, then every installed one, sorted, then those passed as modules.
+
+    Args:
+        passed: Modules given by the caller. One that is installed too is taken once, as the installed plugin.
+    """
+    installed = [_builtin(), *sorted(_installed(), key=lambda candidate: candidate.id)]
+    modules = {candidate.module for candidate in installed}
+    given = [_as_candidate(plugin) for plugin in {id(plugin): plugin for plugin in passed}.values()]
+    return [*installed, *(candidate for candidate in given if candidate.module not in modules)]
+
+
+def _builtin() -> Candidate:
+    try:
+        core = version("kvframe")
+    except PackageNotFoundError:
+        core = ""
+    entry_point = EntryPoint("builtin", "kvframe.builtin.plugin", GROUP)
+    return Candidate(
+        "builtin", BUILTIN_OWNER, core or "", hookspecs.API_VERSION, entry_point, module=entry_point.module
+    )
+
+
+def _as_candidate(plugin: Any) -> Candidate:
+    if not issubclass(type(plugin), ModuleType):
+        raise PluginError(f"plugins=[...] takes modules with kvframe hooks, not {safe_repr(plugin)}")
+    name = call("the __name__ of a module in plugins=[...]", getattr, plugin, "__name__")
+    stated = call(f"the __version__ of {safe_repr(name)}", getattr, plugin, "__version__", "")
+    if type(name) is not str:
+        raise PluginError(f"the __name__ of a module in plugins=[...] must be a text, not {safe_repr(name)}")
+    version = in_one_line(stated) if isinstance(stated, str) else safe_repr(stated)
+    return Candidate(name, name, version, hookspecs.API_VERSION, plugin, module=name)
+
+
+def _installed() -> Iterable[Candidate]:
+    names: dict[str, Distribution] = {}
+    unreadable: list[str] = []
+    for dist in _distributions(unreadable):
+        try:
+            if "kvframe.v" in (call("reading entry_points.txt", dist.read_text, "entry_points.txt") or ""):
+                names.setdefault(_name_of(dist), dist)
+        except PluginError as error:
+            unreadable.append(f"a distribution in {_place_of(dist)} cannot be read: {error}")
+    for name, found in sorted(names.items()):
+        try:
+            # Asked again by name: of two copies on the path only the first is the installed one.
+            dist = call(f"finding the distribution {name!r}", distribution, name)
+            candidates = call("reading entry_points.txt", _candidates_of, dist, name)
+        except PluginError as error:
+            candidates = [Candidate(name, name, _version_of(found), broken=f"it cannot be read: {error}")]
+        yield from candidates
+    for reason in unreadable:
+        yield Candidate("unknown", "unknown", broken=reason)
+
+
+def _distributions(unreadable: list[str]) -> Iterator[Distribution]:
+    """Yield what is installed, up to where a finder of ``sys.meta_path`` fails."""
+    try:
+        found = iter(call("looking for distributions", distributions))
+        while (dist := call("looking for distributions", next, found, None)) is not None:
+            yield dist
+    except PluginError as error:
+        unreadable.append(str(error))
+
+
+def _name_of(dist: Distribution) -> str:
+    """Return a distribution's canonical name; raises ``PluginError`` if it states none."""
+    name = call("reading METADATA", lambda: dist.metadata["Name"])
+    if not name:
+        raise PluginError("its METADATA states no name")
+    if not _DISTRIBUTION.fullmatch(str(name)):
+        raise PluginError(f"its METADATA states {safe_repr(name)}, which is no name of a distribution")
+    return canonical(str(name))
+
+
+def _version_of(dist: Distribution) -> str:
+    """Return a distribution's version; empty if it states none that can be read."""
+    try:
+        stated = call("reading METADATA", lambda: dist.version)
+    except PluginError:
+        return ""
+    return in_one_line(str(stated))[:100] if stated else ""
+
+
+def _place_of(dist: Distribution) -> str:
+    try:
+        return in_one_line(str(call("finding it", dist.locate_file, "")))
+    except PluginError as error:
+        return f"an unknown place ({error})"
+
+
+def _candidates_of(dist: Distribution, name: str) -> list[Candidate]:
+    entry_points = [each for each in dist.entry_points if each.group.startswith("kvframe.v")]
+    stated = {each.name: each.value for each in entry_points if each.group == f"{GROUP}.api"}
+    current = [each for each in entry_points if each.group == GROUP]
+    version, found = _version_of(dist), []
+    for each in current:
+        api_version, refusal = _read_version(name, each.name, stated.get(each.name))
+        twice = sum(other.name == each.name for other in current) > 1
+        broken = f"{name} lists {safe_repr(each.name)} twice in its entry points" if twice else _why_malformed(each)
+        module = "" if broken else each.module
+        found.append(Candidate(in_one_line(each.name)[:100], name, version, api_version, each, refusal, broken, module))
+    for each in entry_points:
+        generation = _GENERATION.fullmatch(each.group)
+        if generation and each.group != GROUP and each.name not in {entry.name for entry in current}:
+            major = generation.group(1)
+            newer = int(major) > int(hookspecs.API_VERSION.split(".")[0])
+            cure = "upgrade kvframe, or install an older" if newer else "install a newer"
+            reason = (
+                f"{name} offers it in {each.group}, generation {major} of the contract, "
+                f"and this kvframe reads {GROUP}; {cure} {name}"
+            )
+            found.append(Candidate(in_one_line(each.name)[:100], name, version, major, incompatible=reason))
+    return list({(each.name, each.api_version): each for each in found}.values())
+
+
+def _why_malformed(entry_point: EntryPoint) -> str:
+    """Return why an entry point can name no plugin; empty if it can."""
+    if not _NAME.fullmatch(entry_point.name):
+        return f"the entry point's name {safe_repr(entry_point.name)} is not 1 to 100 letters, digits, '_', '.' and '-'"
+    if len(entry_point.value) > _MAX_VALUE or not _VALUE.fullmatch(entry_point.value):
+        return f"the entry point's value {safe_repr(entry_point.value)} is not like 'package.module'"
+    return ""
+
+
+def _read_version(dist: str, name: str, stated: str | None) -> tuple[str, str]:
+    """Return the version of the contract that a plugin states, and why it is refused (empty if it is not)."""
+    ours = hookspecs.API_VERSION
+    our_major, our_minor = (int(part) for part in ours.split("."))
+    example = f"v{our_major}_{our_minor}"
+    if stated is None:
+        return "", (
+            f"{dist} does not say which version of the contract {name!r} was written for; "
+            f'its entry-point group "{GROUP}.api" must hold {name} = "{example}"'
+        )
+    match = _VERSION.fullmatch(stated.strip())
+    if match is None:
+        return (
+            "",
+            f"{dist} states {safe_repr(stated)} as the contract version of {safe_repr(name)}, "
+            f"which is not of the form {example!r}",
+        )
+    major, minor = int(match.group(1)), int(match.group(2))
+    theirs = f"{major}.{minor}"
+    if major != our_major or minor > our_minor:
+        newer = (major, minor) > (our_major, our_minor)
+        cure = f"upgrade kvframe, or install an older {dist}" if newer else f"install a newer {dist}"
+        return theirs, f"{dist} was written for contract version {theirs} and this kvframe speaks {ours}; {cure}"
+    return theirs, ""

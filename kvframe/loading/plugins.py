@@ -1,0 +1,362 @@
+"""Loading plugins: each gets one status, and nothing one plugin does keeps another from loading.
+
+pluggy calls the hooks. What it does not do is done here: a plugin that fails to import, to validate or to configure is
+set aside alone; a misspelt hook is found; two plugins of one name are both named and neither is used. To that end each
+plugin has a pluggy manager of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from types import MappingProxyType, ModuleType
+from typing import Any, Literal
+
+import attrs
+import pluggy
+
+from kvframe.contract.errors import ContestedNameError, PluginError, StackError, UnknownNameError
+from kvframe.contract.foreign import call, in_one_line, safe_repr
+from kvframe.contract.hookspecs import HookSpecs
+from kvframe.loading.checks import OWNERS, TABLES, TEXTS
+from kvframe.loading.claims import Entry
+from kvframe.loading.discovery import Candidate, find_candidates, is_called
+from kvframe.loading.packages import provider_of
+from kvframe.loading.registry import Registry
+
+Status = Literal["loaded", "disabled", "incompatible", "conflict", "broken", "unusable"]
+"""What became of a plugin; all but ``loaded`` come with a reason."""
+
+_HOOKS = tuple(name for name in vars(HookSpecs) if name.startswith("kvframe_"))
+_REGISTERING = {
+    "kvframe_register_specs": "spec",
+    "kvframe_register_wrappers": "wrapper",
+    "kvframe_register_backends": "backend",
+    "kvframe_register_formats": "format",
+    "kvframe_register_eviction_policies": "eviction",
+    "kvframe_register_model_adapters": "model_adapter",
+}
+
+
+@attrs.frozen(kw_only=True)
+class PluginPolicy:
+    """What a stack says about plugins. A plugin is named by its name or by its id, ``distribution:name``.
+
+    Attributes:
+        disabled: Plugins that are not imported.
+        required: Plugins without which nothing runs.
+        owners: Who owns a contested name: kind (``"backend"``), name, distribution.
+        settings: Each plugin's own table, by plugin.
+        source: Where this was read, for errors.
+    """
+
+    disabled: tuple[str, ...] = attrs.field(default=(), validator=TEXTS)
+    required: tuple[str, ...] = attrs.field(default=(), validator=TEXTS)
+    owners: Mapping[str, Mapping[str, str]] = attrs.field(factory=dict, validator=OWNERS)
+    settings: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict, validator=TABLES)
+    source: str = "stack"
+
+
+@attrs.frozen(kw_only=True)
+class PluginRecord:
+    """What became of one plugin.
+
+    Attributes:
+        name: Its entry point's name, or the module's.
+        distribution: The distribution it came from; the module's name if it was passed as a module.
+        version: The distribution's version; empty if unknown.
+        api_version: The version of the contract it was written for; empty if it does not say.
+        status: One of ``Status``.
+        reason: Why it is not loaded, for a person; empty if it is.
+        cause: The error behind the reason, if there is one.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    api_version: str
+    status: Status
+    reason: str = ""
+    cause: BaseException | None = attrs.field(default=None, eq=False, repr=False)
+
+    @property
+    def id(self) -> str:
+        """``distribution:name``."""
+        return f"{self.distribution}:{self.name}"
+
+
+@attrs.frozen(eq=False)
+class PluginHost:
+    """The plugins that were found, and what the loaded ones registered.
+
+    Attributes:
+        records: One per plugin: the built-in one, the installed ones by id, those passed as modules.
+        registry: The names that the loaded plugins registered.
+    """
+
+    records: tuple[PluginRecord, ...]
+    registry: Registry
+
+    def record(self, name: str) -> PluginRecord:
+        """Return the record of a plugin by its name or id; raises ``UnknownNameError``."""
+        for record in self.records:
+            if is_called(record.id, name):
+                return record
+        raise UnknownNameError("plugin", name, (record.id for record in self.records))
+
+
+class _SetAside(Exception):
+    """Ends the loading of one plugin."""
+
+    def __init__(self, status: Status, reason: str, cause: BaseException | None = None) -> None:
+        super().__init__(reason)
+        self.status, self.reason, self.cause = status, reason, cause
+
+
+def load_plugins(policy: PluginPolicy = PluginPolicy(), plugins: Sequence[ModuleType] = ()) -> PluginHost:
+    """Find, check, import and configure the built-in and installed plugins, and let them register their names.
+
+    Args:
+        policy: What the stack says about plugins.
+        plugins: Modules with kvframe hooks that need not be installed; one that cannot be used is an error.
+
+    Returns:
+        One record per plugin, and the registry.
+
+    Raises:
+        StackError: The policy names a plugin that is not there, or has settings for one that takes none.
+        PluginError: A plugin that the stack requires, or that was passed, cannot be used.
+    """
+    candidates = find_candidates(plugins)
+    _check_policy(policy, candidates)
+    registry = Registry(policy.owners)
+    clashes = _find_clashes(policy, candidates)
+    outcomes = [(candidate, _outcome(candidate, clashes, policy, registry)) for candidate in candidates]
+    _check_needed(policy, outcomes, plugins)
+    return PluginHost(tuple(record for _, record in outcomes), registry)
+
+
+def _outcome(
+    candidate: Candidate, clashes: Mapping[str, str], policy: PluginPolicy, registry: Registry
+) -> PluginRecord:
+    try:
+        if candidate.id in clashes:
+            raise _SetAside("conflict", clashes[candidate.id])
+        _load(candidate, policy, registry)
+        outcome = _SetAside("loaded", "")
+    except _SetAside as set_aside:
+        outcome = set_aside
+        registry.note_set_aside(f"{candidate.id} ({outcome.status}: {outcome.reason})")
+    return PluginRecord(
+        name=candidate.name,
+        distribution=candidate.distribution,
+        version=candidate.version,
+        api_version=candidate.api_version,
+        status=outcome.status,
+        reason=outcome.reason,
+        cause=outcome.cause,
+    )
+
+
+def _check_policy(policy: PluginPolicy, candidates: Sequence[Candidate]) -> None:
+    """Refuse a policy that names plugins which are not there: a misspelt ``disabled`` must not pass unseen."""
+    problems = []
+    known = {candidate.name for candidate in candidates}
+    places = [("plugins.disabled", name) for name in policy.disabled]
+    places += [(f"plugin.{name}", name) for name in policy.settings]
+    for place, name in places:
+        if not any(is_called(candidate.id, name) for candidate in candidates):
+            problems.append(f"{place}: {UnknownNameError('installed plugin', name, known)}")
+        elif place == "plugins.disabled" and is_called(candidates[0].id, name):
+            problems.append(f"{place}: {name!r} is built in and cannot be disabled")
+    if problems:
+        raise StackError(f"{policy.source}: {'; '.join(problems)}")
+
+
+def _check_needed(
+    policy: PluginPolicy, outcomes: Sequence[tuple[Candidate, PluginRecord]], passed: Sequence[ModuleType]
+) -> None:
+    """Raise if a plugin that somebody named, or the built-in one, cannot be used."""
+    given = {module.__name__ for module in passed}
+    problems: list[str] = []
+    cause = None
+    for name in policy.required:
+        if not any(is_called(record.id, name) for _, record in outcomes):
+            known = {record.name for _, record in outcomes}
+            provider = provider_of("plugin", name)
+            hint = "" if provider is None else f"`pip install {provider}` provides it"
+            wrong = UnknownNameError("installed plugin", name, known, hint)
+            problems.append(f"{policy.source}: plugins.required: {wrong}")
+    for candidate, record in outcomes:
+        if any(is_called(record.id, name) for name in policy.required):
+            why = f"{policy.source} requires it"
+        elif candidate.module in given and record.status != "disabled":
+            why = "it was passed as a module"
+        elif candidate is outcomes[0][0]:
+            why = "kvframe needs it"
+        else:
+            continue
+        if record.status != "loaded":
+            problems.append(f"plugin {record.id} cannot be used, and {why}: {record.status}: {record.reason}")
+            cause = cause or record.cause
+    if problems:
+        raise PluginError("; ".join(problems)) from cause
+
+
+def _is_disabled(policy: PluginPolicy, candidate: Candidate) -> bool:
+    return any(is_called(candidate.id, name) for name in policy.disabled)
+
+
+def _find_clashes(policy: PluginPolicy, candidates: Sequence[Candidate]) -> Mapping[str, str]:
+    """Return why each candidate that shares its name with another cannot be used, by id.
+
+    One that is disabled or incompatible is out of the running and clashes with none.
+    """
+    running: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        if not (candidate.incompatible or candidate.broken or _is_disabled(policy, candidate)):
+            running.setdefault(candidate.name, []).append(candidate)
+    clashes: dict[str, str] = {}
+    for name, rivals in running.items():
+        if rivals[0] is candidates[0]:
+            reason = f"{name!r} is the built-in plugin's name; rename the entry point"
+            clashes |= {rival.id: reason for rival in rivals[1:]}
+        elif len(rivals) > 1:
+            owners = " and ".join(rival.distribution for rival in rivals)
+            spare = ", ".join(f'"{rival.id}"' for rival in rivals[1:])
+            reason = (
+                f"a plugin named {name!r} is provided by {owners}, so none of them is used; "
+                f"disable all but one, for example: [plugins] disabled = [{spare}]"
+            )
+            clashes |= {rival.id: reason for rival in rivals}
+    return clashes
+
+
+def _load(candidate: Candidate, policy: PluginPolicy, registry: Registry) -> None:
+    """Take one plugin through its life-cycle; raises ``_SetAside`` where it ends early."""
+    if _is_disabled(policy, candidate):
+        raise _SetAside("disabled", f"{policy.source} disables it")
+    if candidate.broken:
+        raise _SetAside("broken", candidate.broken)
+    if candidate.incompatible:
+        raise _SetAside("incompatible", candidate.incompatible)
+    manager = _attach(candidate, _contain(f"importing {candidate.module}", candidate.load))
+    reason = _call(manager, "kvframe_unusable_reason")
+    if reason is not None:
+        if not issubclass(type(reason), str) or not in_one_line(reason):
+            raise _SetAside(
+                "broken", f"kvframe_unusable_reason must return a sentence or None, not {safe_repr(reason)}"
+            )
+        raise _SetAside("unusable", in_one_line(reason))
+    _configure(manager, candidate, policy)
+    entries: list[Entry] = []
+    for hook, kind in _REGISTERING.items():
+        register = _Registering(hook, kind, candidate, entries)
+        answer = _call(manager, hook, register=register)
+        register.is_over = True
+        if answer is not None:
+            raise _SetAside("broken", f"{hook} must call register(...) and return nothing, not {safe_repr(answer)}")
+    try:
+        registry.add(entries)
+    except ContestedNameError as error:
+        raise _SetAside("conflict", str(error), error) from error
+    except PluginError as error:
+        raise _SetAside("broken", str(error), error) from error
+
+
+def _attach(candidate: Candidate, manifest: Any) -> pluggy.PluginManager:
+    """Return a hook manager that holds this plugin alone; raises ``_SetAside`` if its hooks are not as specified."""
+    manager = pluggy.PluginManager("kvframe")
+    manager.add_hookspecs(HookSpecs)
+    _contain(f"reading the hooks of {candidate.module}", manager.register, manifest, name=candidate.id)
+    callers, unmarked = _contain(f"reading the hooks of {candidate.module}", _read_hooks, manager, manifest)
+    marked = {caller.name for caller in callers if not all(hook.optionalhook for hook in caller.get_hookimpls())}
+    unknown = sorted((marked | unmarked) - set(_HOOKS))
+    if unknown:
+        raise _SetAside("broken", "; ".join(_explain_unknown_hook(name) for name in unknown))
+    if unmarked:
+        raise _SetAside("broken", f"{', '.join(sorted(unmarked))} lacks @hookimpl and would never be called")
+    if not callers:
+        raise _SetAside("broken", f"{candidate.module} implements no hook; hooks: {', '.join(_HOOKS)}")
+    return manager
+
+
+def _read_hooks(manager: pluggy.PluginManager, manifest: Any) -> tuple[list[pluggy.HookCaller], set[str]]:
+    """Return the callers of a manifest's hooks, and the names of functions that look like hooks and are not marked.
+
+    pluggy's own check, ``check_pending()``, knows only what is marked.
+    """
+    unmarked = {
+        name
+        for name in dir(manifest)
+        if name.startswith("kvframe_")
+        and inspect.isroutine(getattr(manifest, name, None))
+        and manager.parse_hookimpl_opts(manifest, name) is None
+    }
+    return manager.get_hookcallers(manifest) or [], unmarked
+
+
+def _explain_unknown_hook(name: str) -> str:
+    nearest = get_close_matches(name, _HOOKS, n=1)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"hooks: {', '.join(_HOOKS)}"
+    return f"there is no hook named {name!r}; {hint}"
+
+
+def _call(manager: pluggy.PluginManager, hook: str, **arguments: Any) -> Any:
+    """Call one plugin's hook and return its answer, None if it has none."""
+    answers = _contain(hook, getattr(manager.hook, hook), **arguments)
+    return answers[0] if answers else None
+
+
+def _contain(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a plugin's code; raises ``_SetAside`` if it fails."""
+    try:
+        return call(what, function, *args, **kwargs)
+    except PluginError as error:
+        raise _SetAside("broken", str(error), error.__cause__) from error
+
+
+def _configure(manager: pluggy.PluginManager, candidate: Candidate, policy: PluginPolicy) -> None:
+    tables = [table for name, table in policy.settings.items() if is_called(candidate.id, name)]
+    if tables and not manager.hook.kvframe_configure.get_hookimpls():
+        raise StackError(f"{policy.source}: plugin.{candidate.name}: plugin {candidate.id} takes no settings")
+    settings = {key: value for table in tables for key, value in table.items()}
+    _call(manager, "kvframe_configure", settings=MappingProxyType(settings))
+
+
+@attrs.define(eq=False)
+class _Registering:
+    """The ``register`` of one hook of one plugin.
+
+    Attributes:
+        hook: The hook that is given it.
+        kind: The kind of the names.
+        candidate: The plugin.
+        entries: Where the claims go.
+        is_over: Whether the hook has returned.
+    """
+
+    hook: str
+    kind: str
+    candidate: Candidate
+    entries: list[Entry]
+    is_over: bool = False
+
+    def __call__(
+        self,
+        name: str,
+        target: str | type,
+        *,
+        needs: str | Sequence[str] | None = None,
+        install: str | None = None,
+        needs_versions: str | Sequence[str] | None = None,
+    ) -> None:
+        """Record a claim; see ``kvframe.contract.hookspecs.Register``."""
+        owner = self.candidate.distribution, self.candidate.id
+        if self.is_over:
+            raise PluginError(
+                f"plugin {self.candidate.id} called register({safe_repr(name)}, ...) after its {self.hook} had "
+                "returned; nothing was registered"
+            )
+        self.entries.append(Entry(self.kind, name, target, *owner, needs, install, needs_versions))

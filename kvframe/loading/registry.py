@@ -1,0 +1,167 @@
+"""The registry: which name stands for which class, and to whom it belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from kvframe.contract.errors import ContestedNameError, PluginError, UnknownNameError, listed
+from kvframe.loading.claims import BUILTIN_OWNER, KINDS, Entry, canonical
+from kvframe.loading.packages import provider_of
+
+
+class Catalogue:
+    """The names of one kind.
+
+    A name belongs to the plugin that claims it alone, or to the one that the stack chose; a name that several claim
+    belongs to none of them until then.
+    """
+
+    def __init__(self, kind: str, owner_choices: Mapping[str, str], set_aside: Sequence[str] = ()) -> None:
+        """Start empty.
+
+        Args:
+            kind: The kind's key in ``KINDS``.
+            owner_choices: The distribution that the stack chose, by contested name.
+            set_aside: Sentences about plugins that are not in use, named where a name is not found. Kept, not copied.
+        """
+        self.kind = kind
+        self.label = KINDS[kind].label
+        self.owner_choices = dict(owner_choices)
+        self._set_aside = set_aside
+        self._claims: dict[str, list[Entry]] = {}
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether ``get`` finds ``name``."""
+        try:
+            self.get(str(name))
+        except (UnknownNameError, ContestedNameError):
+            return False
+        return True
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names that belong to somebody, sorted; contested names are not among them."""
+        return tuple(name for name in sorted(self._claims) if name in self)
+
+    def contested(self) -> Mapping[str, tuple[str, ...]]:
+        """Return who claims each name that belongs to nobody."""
+        return {
+            name: tuple(entry.owner for entry in claims)
+            for name, claims in sorted(self._claims.items())
+            if name not in self
+        }
+
+    def claims(self, name: str | None = None) -> tuple[Entry, ...]:
+        """Return every claim to ``name``, or to any name, contested or not."""
+        names = sorted(self._claims) if name is None else [name]
+        return tuple(entry for each in names for entry in self._claims.get(each, ()))
+
+    def add(self, entry: Entry) -> None:
+        """Record a claim.
+
+        Args:
+            entry: The claim; nothing is imported.
+
+        Raises:
+            ContestedNameError: The name is built in.
+            PluginError: Another plugin of the same distribution claims it already.
+        """
+        claims = self._claims.get(entry.name, [])
+        for other in claims:
+            if other.owner == BUILTIN_OWNER:
+                raise ContestedNameError(
+                    f"{self.label} {entry.name!r} is built in and cannot be claimed; register another name"
+                )
+            if other.owner == entry.owner:
+                raise PluginError(f"{self.label} {entry.name!r} is registered already, by {other.plugin}")
+        self._claims[entry.name] = sorted([*claims, entry], key=lambda each: each.owner)
+
+    def get(self, name: str) -> Entry:
+        """Return the claim that ``name`` stands for. Imports nothing.
+
+        Args:
+            name: A registered name, or ``distribution:name`` for one distribution's claim.
+
+        Raises:
+            UnknownNameError: Nobody claims it.
+            ContestedNameError: Several do and the stack names no owner, or one who has no claim.
+        """
+        owner, separator, bare = name.rpartition(":")
+        claims = self._claims.get(bare, [])
+        if separator:
+            claims = [entry for entry in claims if canonical(entry.owner) == canonical(owner)]
+        if not claims:
+            known = (entry.id for entry in self.claims()) if separator else self._claims
+            hint = f"plugins set aside: {listed(self._set_aside)}" if self._set_aside else ""
+            provider = provider_of(self.kind, name)
+            if provider is not None and not any(each.startswith(f"{provider}:") for each in self._set_aside):
+                hint = "; ".join(filter(None, [f"`pip install {provider}` provides it", hint]))
+            raise UnknownNameError(self.label, name, known, hint)
+        if separator:
+            return claims[0]
+        choice = self.owner_choices.get(name)
+        if choice is not None:
+            for entry in claims:
+                if canonical(entry.owner) == canonical(choice):
+                    return entry
+            raise ContestedNameError(
+                f"the stack gives {self.label} {name!r} to {choice!r}, which does not provide it; "
+                f"provided by: {', '.join(entry.owner for entry in claims)}"
+            )
+        if len(claims) > 1:
+            owners = [entry.owner for entry in claims]
+            raise ContestedNameError(
+                f"{self.label} {name!r} is claimed by {' and '.join(owners)} and so belongs to nobody; choose with "
+                f'[plugins.owners.{self.kind}] {name} = "{owners[0]}" in the stack, or write "{claims[0].id}"'
+            )
+        return claims[0]
+
+    def load(self, name: str) -> Any:
+        """Import and return the class that ``name`` stands for.
+
+        Args:
+            name: A registered name, or ``distribution:name``.
+
+        Raises:
+            UnknownNameError: Nobody claims it.
+            ContestedNameError: Several do and the stack names no owner.
+            PluginError: The class cannot be imported or is unfit; names owner, name and cause.
+        """
+        return self.get(name).load()
+
+
+class Registry:
+    """The catalogues. Filled while plugins load, read by everything after."""
+
+    def __init__(self, owners: Mapping[str, Mapping[str, str]] = MappingProxyType({})) -> None:
+        """Start empty.
+
+        Args:
+            owners: The stack's choices for contested names: kind, name, distribution.
+        """
+        self._set_aside: list[str] = []
+        self.catalogues: Mapping[str, Catalogue] = {
+            kind: Catalogue(kind, owners.get(kind, {}), self._set_aside) for kind in KINDS
+        }
+        self.specs = self.catalogues["spec"]
+        self.wrappers = self.catalogues["wrapper"]
+        self.backends = self.catalogues["backend"]
+        self.formats = self.catalogues["format"]
+        self.eviction_policies = self.catalogues["eviction"]
+        self.model_adapters = self.catalogues["model_adapter"]
+
+    def add(self, entries: Sequence[Entry]) -> None:
+        """Record all claims of one plugin, or none: raises what ``Catalogue.add`` raises and then keeps nothing."""
+        before = {kind: dict(catalogue._claims) for kind, catalogue in self.catalogues.items()}
+        try:
+            for entry in entries:
+                self.catalogues[entry.kind].add(entry)
+        except (ContestedNameError, PluginError):
+            for kind, claims in before.items():
+                self.catalogues[kind]._claims = claims
+            raise
+
+    def note_set_aside(self, sentence: str) -> None:
+        """Remember why a plugin is not in use, for the error of whoever asks for a name it would have given."""
+        self._set_aside.append(sentence)

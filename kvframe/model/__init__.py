@@ -1,1 +1,0 @@
-"""Models as the contract sees them: descriptions without weights, and adapters that run them."""

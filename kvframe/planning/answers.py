@@ -1,0 +1,273 @@
+"""What a cache spec answers, checked when it is asked: a wrong answer is one sentence, and never a wrong token.
+
+A cache spec is a plugin's code. The cache frees pages by what it says, so no answer is used that breaks its laws
+(``KVCacheSpec``). Set-up asks at many positions (``spec_check``); ``Answers`` checks those that requests reach. Nothing
+here imports NumPy or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from typing import Any, TypeVar
+
+from kvframe.contract.errors import PluginError, SpecError
+from kvframe.contract.foreign import call, safe_repr
+from kvframe.contract.specs import AttentionMask, KVCacheSpec, TokenRange
+
+_MOST_KNOWN = 1 << 14
+"""Positions whose answers are kept."""
+
+Ranges = tuple[TokenRange, ...]
+T = TypeVar("T")
+
+
+def ask(spec: KVCacheSpec, question: str, answer: Callable[[], T]) -> T:
+    """Return what a spec answers.
+
+    Args:
+        spec: The spec.
+        question: What it is asked, as Python writes it: ``live_ranges(37)``.
+        answer: Asks it.
+
+    Raises:
+        SpecError: It raises.
+    """
+    try:
+        return call(f"{_subject(type(spec))}: {question}", answer)
+    except PluginError as error:
+        raise SpecError(f"{error}; correct {_where(spec)}") from error.__cause__
+
+
+def wrong_answer(spec: KVCacheSpec, question: str, answer: object, expected: str) -> SpecError:
+    """Return the error of a spec whose answer breaks a law.
+
+    Args:
+        spec: The spec.
+        question: What it was asked, as Python writes it.
+        answer: What it answered.
+        expected: What is right; it follows "expected".
+    """
+    return SpecError(
+        f"{_subject(type(spec))}: {question} is {safe_repr(answer)}; expected {expected}: correct {_where(spec)}"
+    )
+
+
+@cache
+def _subject(kind: type[KVCacheSpec]) -> str:
+    return f"the cache spec {safe_repr(kind.kind)}"
+
+
+def _where(spec: KVCacheSpec) -> str:
+    return f"{type(spec).__module__}.{type(spec).__qualname__}, and run kvframe.testing.laws.check_spec on it"
+
+
+def ask_live_ranges(spec: KVCacheSpec, n: int) -> Ranges:
+    """Return ``spec.live_ranges(n)``; raises ``SpecError`` if it raises, or breaks the law of the past."""
+    given = ask(spec, f"live_ranges({n})", partial(spec.live_ranges, n))
+    if not are_ranges(given, 0, n):
+        raise wrong_answer(
+            spec, f"live_ranges({n})", given, f"a tuple of pairs of int, sorted, disjoint, not empty, within [0, {n})"
+        )
+    return given
+
+
+def are_ranges(given: Any, first: int, last: int) -> bool:
+    """Return whether something is sorted, disjoint pairs of ``int`` that are not empty and lie in ``[first, last)``."""
+    if not isinstance(given, tuple | list):
+        return False
+    for part in given:
+        if not isinstance(part, tuple | list) or len(part) != 2:
+            return False
+        start, stop = part
+        if type(start) is not int or type(stop) is not int or not first <= start < stop:
+            return False
+        first = stop
+    return first <= last or not given
+
+
+def lacks(needed: Iterable[TokenRange], *kept: Iterable[TokenRange]) -> TokenRange | None:
+    """Return the first part of sorted, disjoint ranges that no other ranges have; None if these have all of them."""
+    held = sorted(part for ranges in kept for part in ranges)
+    for start, stop in needed:
+        for first, last in held:
+            if first <= start < last:
+                start = last
+        if start < stop:
+            return start, stop
+    return None
+
+
+def blocks_of(ranges: Iterable[TokenRange], block_size: int) -> Ranges:
+    """Return the block index ranges that token ranges touch: sorted, disjoint."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        first, last = start // block_size, -(-stop // block_size)
+        if merged and first <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        else:
+            merged.append((first, last))
+    return tuple(merged)
+
+
+def seen_by(mask: AttentionMask, n: int) -> Ranges:
+    """Return the tokens before position ``n`` that a query there sees, by a causal mask."""
+    ranges: Ranges
+    if mask.chunk is not None:
+        ranges = ((n - n % mask.chunk, n),)
+    elif mask.window is None:
+        ranges = ((0, n),)
+    else:
+        start = max(0, n - mask.window + 1)
+        ranges = ((0, min(mask.num_sink_tokens, start)), (start, n))
+    return tuple((start, stop) for start, stop in ranges if start < stop)
+
+
+class Answers:
+    """What one spec answers about the positions that requests reach.
+
+    Invariant: of an answer that was returned, the laws hold: of the past, of forgetting as far as the next position,
+    and the mask shows nothing that is not live.
+    """
+
+    def __init__(self, spec: KVCacheSpec) -> None:
+        """Ask nothing yet.
+
+        Args:
+            spec: The spec.
+        """
+        self._spec = spec
+        self._ranges: dict[int, Ranges] = {}
+        self._blocks: dict[int, Ranges] = {}
+        self._mask: AttentionMask | None = None
+        self._has_mask = False
+        self._num_checked = 0
+        self._fault: SpecError | None = None
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._spec.block_size
+
+    def mask(self) -> AttentionMask | None:
+        """Return the spec's mask if it is a causal one; raises ``SpecError`` if the spec raises."""
+        if not self._has_mask:
+            mask = ask(self._spec, "mask", lambda: self._spec.mask)
+            self._mask, self._has_mask = (mask if mask is not None and mask.causal else None), True
+        return self._mask
+
+    def num_right(self, num_tokens: int) -> int:
+        """Return at how many of the positions ``[0, num_tokens)`` the live ranges are right, up to the first wrong one.
+
+        Each position is asked about once for all requests.
+        """
+        while self._num_checked < num_tokens and self._fault is None:
+            try:
+                self.live_blocks(self._num_checked)
+                self._num_checked += 1
+            except SpecError as error:
+                self._fault = error
+        return min(self._num_checked, num_tokens)
+
+    def check(self, num_tokens: int) -> None:
+        """Check the live ranges at positions ``[0, num_tokens)``.
+
+        Raises:
+            SpecError: The first answer among these that breaks a law.
+        """
+        if self.num_right(num_tokens) < num_tokens and self._fault is not None:
+            raise self._fault
+
+    def live_blocks(self, n: int) -> Ranges:
+        """Return the block index ranges ``[start, stop)`` that the live ranges at ``n`` touch: sorted, disjoint.
+
+        Raises:
+            SpecError: The live ranges at ``n`` break a law, or the spec raises.
+        """
+        found = self._blocks.get(n)
+        return self._ask(n) if found is None else found
+
+    def is_live(self, block: int, n: int) -> bool:
+        """Return whether the live ranges at ``n`` touch a block; raises ``SpecError`` as ``live_blocks`` does."""
+        return any(start <= block < stop for start, stop in self.live_blocks(n))
+
+    def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> Ranges:
+        """Return ``KVCacheSpec.stored_blocks``.
+
+        Raises:
+            SpecError: They are not blocks of these tokens, leave out what is live after them, or the spec raises.
+        """
+        spec, size, end = self._spec, self._spec.block_size, n + num_new_tokens
+        question = f"stored_blocks({n}, {num_new_tokens}, {branch})"
+        given = ask(spec, question, partial(spec.stored_blocks, n, num_new_tokens, branch))
+        first, stop = n // size, -(-end // size)
+        if not are_ranges(given, first, stop):
+            expected = f"a tuple of pairs of int, sorted, disjoint, not empty, within [{first}, {stop})"
+            raise wrong_answer(spec, question, given, expected)
+        lost = lacks(self.live_blocks(end), given, self.live_blocks(n))
+        if lost is not None:
+            expected = f"block {lost[0]} among them, which is live at {end} and not at {n}"
+            raise wrong_answer(spec, question, given, expected)
+        return given
+
+    def num_resident_blocks(self, n: int, num_new_tokens: int) -> int:
+        """Return ``KVCacheSpec.num_resident_blocks``; raises ``SpecError`` if that is no number of blocks."""
+        question = f"num_resident_blocks({n}, {num_new_tokens})"
+        most = -(-(n + num_new_tokens) // self._spec.block_size)
+        return ask_count(
+            self._spec, question, lambda: self._spec.num_resident_blocks(n, num_new_tokens), least=0, most=most
+        )
+
+    def _ask(self, n: int) -> Ranges:
+        spec, ranges = self._spec, self.live_ranges(n)
+        try:
+            following = self.live_ranges(n + 1)
+        except SpecError:
+            following = ()  # the request that gets there is told
+        returned = lacks(following, ranges, ((n, n + 1),))
+        if returned is not None:
+            raise wrong_answer(
+                spec,
+                f"live_ranges({n})",
+                ranges,
+                f"token {returned[0]} among them, for it is live at {n + 1}, and what is not live once never is again",
+            )
+        mask = self.mask()
+        hidden = None if mask is None else lacks(seen_by(mask, n), ranges)
+        if hidden is not None:
+            raise wrong_answer(
+                spec, f"live_ranges({n})", ranges, f"token {hidden[0]} among them, which its mask shows to token {n}"
+            )
+        found = blocks_of(ranges, spec.block_size)
+        if len(self._blocks) >= _MOST_KNOWN:
+            self._blocks.clear()
+        self._blocks[n] = found
+        return found
+
+    def live_ranges(self, n: int) -> Ranges:
+        """Return ``spec.live_ranges(n)``; raises ``SpecError`` if it raises, or breaks the law of the past."""
+        found = self._ranges.get(n)
+        if found is None:
+            if len(self._ranges) >= _MOST_KNOWN:
+                self._ranges.clear()
+            found = self._ranges[n] = ask_live_ranges(self._spec, n)
+        return found
+
+
+def ask_count(spec: KVCacheSpec, question: str, answer: Callable[[], int], *, least: int, most: int) -> int:
+    """Return a number that a spec answers with.
+
+    Args:
+        spec: The spec.
+        question: What it is asked, as Python writes it.
+        answer: Asks it.
+        least: The smallest number that can be right.
+        most: The largest one.
+
+    Raises:
+        SpecError: It raises, or the number cannot be right.
+    """
+    given = ask(spec, question, answer)
+    if type(given) is not int or not least <= given <= most:
+        raise wrong_answer(spec, question, given, f"an int of at least {least} and at most {most}")
+    return given

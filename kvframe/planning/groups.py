@@ -1,0 +1,307 @@
+"""Grouping: a model's layers become groups that share one block table each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import attrs
+
+from kvframe.config.format_choice import default_format, follow_owners, make_format, store_in
+from kvframe.contract.errors import (
+    ContestedNameError,
+    KVFrameError,
+    PluginError,
+    SpecError,
+    StackError,
+    UnknownNameError,
+)
+from kvframe.contract.foreign import call
+from kvframe.contract.formats import KVFormat
+from kvframe.contract.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, LayerSpec, QuerySpec
+from kvframe.planning.answers import ask, ask_live_ranges, lacks
+
+if TYPE_CHECKING:
+    from kvframe.config.stack import Stack
+    from kvframe.contract.description import LayerDescription, ModelDescription
+    from kvframe.loading.registry import Registry
+
+
+@attrs.frozen(kw_only=True)
+class KVCacheGroup:
+    """Layers that share one block table.
+
+    Attributes:
+        index: The group's number; block tables and metadata are listed by it.
+        spec: What is stored, and for which past tokens; layers may differ from it in their layout only.
+        layers: Names of the layers that keep state in this group, in the model's order.
+        stored: What each of these layers stores, in the same order.
+    """
+
+    index: int
+    spec: KVCacheSpec
+    layers: tuple[str, ...]
+    stored: tuple[KVCacheSpec, ...]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page: one block of tokens for every layer of the group.
+
+        A page has a place of its own even where the layers of the group are all elsewhere.
+        """
+        return max(STATE_ALIGNMENT_BYTES, sum(spec.block_bytes for spec in self.stored))
+
+
+@attrs.frozen(kw_only=True)
+class Grouping:
+    """The groups of a model, and the layers that follow another layer's.
+
+    Attributes:
+        groups: The groups, in the order of their first layers; empty for a model that keeps nothing.
+        follows: For each layer that shares a cache, the layer whose cache it reads.
+        step_local: The layers that attend to a request's own tokens and keep none of them: a step computes all of a
+            request or nothing.
+    """
+
+    groups: tuple[KVCacheGroup, ...]
+    follows: Mapping[str, str]
+    step_local: tuple[str, ...] = ()
+
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether a prompt is computed in one step: what an earlier step computed of it would be lost."""
+        return bool(self.step_local) or not self.groups
+
+    @property
+    def note(self) -> str | None:
+        """What follows of keeping nothing, in one sentence for people; None where every layer keeps something."""
+        if not self.groups:
+            why = "no layer keeps anything of the past"
+        elif self.step_local:
+            why = f"layers such as {self.step_local[0]!r} attend to whole requests and keep nothing"
+        else:
+            return None
+        return f"{why}: each prompt is computed in one step, and no prefix is cached"
+
+    def group_of(self, layer: str) -> KVCacheGroup:
+        """Return the group whose block table ``layer`` reads; it must be one that keeps, or reads, state."""
+        target = self.follows.get(layer, layer)
+        return next(group for group in self.groups if target in group.layers)
+
+
+def make_layer_specs(
+    description: ModelDescription, registry: Registry, stack: Stack, dtype: str
+) -> tuple[LayerSpec, ...]:
+    """Turn a model's described layers into layer specs, by the registry's spec types and the stack's rules.
+
+    Args:
+        description: The model.
+        registry: Where kinds are looked up.
+        stack: Its block size, its KV dtype and format, and its rules' spec options.
+        dtype: The model's dtype, which the cache has too unless the stack says otherwise. A spec with a field ``dtype``
+            is given the cache's, one with a field ``model_dtype`` the model's. A field ``format`` may be given by name;
+            a layer that shares a cache has its owner's.
+
+    Raises:
+        StackError: The stack's format cannot be used, a rule of it is for no layer, or gives a spec an option that it
+            does not have.
+        SpecError: No plugin provides a layer's kind, or the options do not fit it.
+    """
+    stack.check_layers(description.name, {layer.name: layer.kind for layer in description.layers})
+    cache_dtype = dtype if stack.cache.dtype == "auto" else stack.cache.dtype
+    dtypes = {"dtype": cache_dtype, "model_dtype": dtype}
+    kv_format = default_format(stack, registry)
+    chosen = {
+        layer.name
+        for layer in description.layers
+        if "format" in {**layer.options, **stack.rule_for(layer.name, layer.kind).spec}
+    }
+    return follow_owners(
+        [_layer_spec(layer, registry, stack, dtypes, kv_format) for layer in description.layers], chosen
+    )
+
+
+def _layer_spec(
+    layer: LayerDescription, registry: Registry, stack: Stack, dtypes: Mapping[str, str], kv_format: KVFormat
+) -> LayerSpec:
+    try:
+        spec_class = registry.specs.load(layer.kind)
+    except UnknownNameError as error:
+        raise SpecError(
+            f"layer {layer.name!r} needs the cache spec {layer.kind!r}, which no plugin provides "
+            f"({', '.join(registry.specs.names())} are there); install a plugin that registers it: "
+            "kvframe's own are listed in its README, by what they register" + (f"; {error.hint}" if error.hint else "")
+        ) from error
+    fields = {field.name for field in attrs.fields(spec_class)}
+    options = {
+        "block_size": stack.cache.block_size,
+        **dtypes,
+        **layer.options,
+        **stack.rule_for(layer.name, layer.kind).spec,
+    }
+    for name in set(dtypes) - fields:
+        options.pop(name)
+    unknown = sorted(set(options) - fields)
+    if unknown:
+        wrong = UnknownNameError("option", unknown[0], fields)
+        place = stack.place_of_option(unknown[0], layer.name, layer.kind)
+        if place is not None:
+            raise StackError(f"{place}: the cache spec {layer.kind!r} of layer {layer.name!r}: {wrong}")
+        raise SpecError(f"layer {layer.name!r}: the cache spec {layer.kind!r}: {wrong}")
+    required = {field.name for field in attrs.fields(spec_class) if field.init and field.default is attrs.NOTHING}
+    if missing := sorted(required - set(options)):
+        raise SpecError(f"layer {layer.name!r}: the cache spec {layer.kind!r} needs {', '.join(missing)}")
+    # A type of something else than keys and values may have a field of that name for what it likes.
+    field = attrs.fields_dict(spec_class).get("format")
+    takes_format = field is not None and isinstance(field.default, KVFormat)
+    given = options.pop("format", None) if takes_format else None
+    try:
+        query = QuerySpec(**layer.query) if layer.query else None
+        made = call("making its cache spec", partial(spec_class, **options), passes=(KVFrameError,))
+        spec = store_in(made, None if given is None else make_format(given, registry), default=kv_format)
+        return LayerSpec(name=layer.name, spec=spec, query=query, shares_with=layer.shares_with)
+    except (SpecError, UnknownNameError, ContestedNameError, PluginError, TypeError, ValueError) as error:
+        raise SpecError(f"layer {layer.name!r} ({layer.kind}): {error}") from error
+
+
+def share_caches(layers: Sequence[LayerSpec], targets: Mapping[str, str]) -> tuple[LayerSpec, ...]:
+    """Let layers read other layers' caches instead of keeping their own.
+
+    All of it is done, or none. A target may itself read another layer's cache. Doing it again changes nothing.
+
+    Args:
+        layers: The model's layers, in the order they run.
+        targets: For each layer that is to keep nothing, the layer whose cache it reads.
+
+    Raises:
+        SpecError: A target does not keep what the layer needs, or they read each other's caches in a circle.
+        UnknownNameError: There is no such layer.
+    """
+    names = {layer.name for layer in layers}
+    for name in targets:
+        if name not in names:
+            raise UnknownNameError("layer", name, names, "it was to share a cache")
+    shared = tuple(attrs.evolve(layer, shares_with=targets.get(layer.name, layer.shares_with)) for layer in layers)
+    _find_owners(shared)
+    return shared
+
+
+def group_layers(layers: Sequence[LayerSpec], *, hybrid: bool = True) -> Grouping:
+    """Group layers whose specs differ in their layout at most.
+
+    Args:
+        layers: The model's layers, in the order they run.
+        hybrid: Whether each type keeps only its live range; False stores every past token for all that can.
+
+    Raises:
+        SpecError: Two layers have one name, or a shared cache is not there to be read.
+    """
+    follows = _find_owners(layers)
+    members: dict[tuple[object, ...], list[tuple[str, KVCacheSpec]]] = {}
+    for layer in layers:
+        if layer.shares_with is None and layer.spec is not None and layer.spec.keeps_past:
+            stored = layer.spec if hybrid else ask(layer.spec, "retain_all()", partial(_retained, layer.spec))
+            key = ask(stored, "group_key", partial(_hashable_key, stored))
+            members.setdefault(key, []).append((layer.name, stored))
+    groups = tuple(
+        KVCacheGroup(
+            index=index,
+            spec=group[0][1],
+            layers=tuple(name for name, _ in group),
+            stored=tuple(stored for _, stored in group),
+        )
+        for index, group in enumerate(members.values())
+    )
+    return Grouping(groups=groups, follows=follows, step_local=tuple(filter(None, map(_step_local, layers))))
+
+
+def _retained(spec: KVCacheSpec) -> KVCacheSpec:
+    """Return the spec that keeps every past token, stored as ``spec`` is."""
+    return spec.retain_all().in_format(spec.kv_format)
+
+
+def _hashable_key(spec: KVCacheSpec) -> tuple[object, ...]:
+    key = spec.group_key
+    hash(key)
+    return key
+
+
+def _step_local(layer: LayerSpec) -> str | None:
+    """Return the name of a layer that attends to a request's own tokens and keeps none; None for any other layer."""
+    if layer.query is None or layer.spec is None or layer.spec.keeps_past or layer.spec.sequence != TOKENS:
+        return None
+    return layer.name
+
+
+def _find_owners(layers: Sequence[LayerSpec]) -> dict[str, str]:
+    """Return for each layer that shares a cache the one that keeps it, having checked that it can be read."""
+    by_name = {layer.name: layer for layer in layers}
+    if len(by_name) != len(layers):
+        names = [layer.name for layer in layers]
+        raise SpecError(f"two layers are named {next(name for name in names if names.count(name) > 1)!r}")
+    places = {layer.name: index for index, layer in enumerate(layers)}
+    owners: dict[str, str] = {}
+    for layer in layers:
+        if layer.shares_with is None:
+            continue
+        owner = _cache_owner(layer, by_name)
+        if places[owner.name] > places[layer.name]:
+            raise SpecError(f"layer {layer.name!r} shares the cache of {owner.name!r}, which runs after it")
+        _check_readable(layer, owner)
+        owners[layer.name] = owner.name
+    return owners
+
+
+def _cache_owner(layer: LayerSpec, by_name: Mapping[str, LayerSpec]) -> LayerSpec:
+    """Follow a chain of sharing layers to the one that keeps the cache."""
+    seen = [layer.name]
+    while layer.shares_with is not None:
+        target = by_name.get(layer.shares_with)
+        if target is None:
+            raise UnknownNameError("layer", layer.shares_with, by_name, f"{layer.name!r} shares its cache")
+        if target.name in seen:
+            raise SpecError(f"layers share each other's caches in a circle: {' → '.join([*seen, target.name])}")
+        seen.append(target.name)
+        layer = target
+    if layer.spec is None or not layer.spec.keeps_past:
+        raise SpecError(f"layer {seen[0]!r} shares the cache of {layer.name!r}, which keeps none")
+    return layer
+
+
+def _check_readable(layer: LayerSpec, owner: LayerSpec) -> None:
+    """Refuse a layer that needs what the owner of the cache does not store, or no longer keeps."""
+    assert layer.spec is not None
+    assert owner.spec is not None
+    if layer.spec == owner.spec:
+        return
+    if layer.spec.block_size != owner.spec.block_size:
+        raise SpecError(
+            f"layer {layer.name!r} has blocks of {layer.spec.block_size} tokens and shares the cache of "
+            f"{owner.name!r}, whose blocks have {owner.spec.block_size}"
+        )
+    if dict(layer.spec.state_tensors()) != dict(owner.spec.state_tensors()):
+        raise SpecError(f"layer {layer.name!r} shares the cache of {owner.name!r}, which stores other tensors")
+    if layer.spec.kv_format != owner.spec.kv_format:
+        raise SpecError(
+            f"layer {layer.name!r} reads the format {layer.spec.kv_format} and shares the cache of {owner.name!r}, "
+            f"which is stored as {owner.spec.kv_format}"
+        )
+    for n in _probed_positions(layer.spec, owner.spec):
+        lost = lacks(ask_live_ranges(layer.spec, n), ask_live_ranges(owner.spec, n))
+        if lost is not None:
+            raise SpecError(
+                f"layer {layer.name!r} shares the cache of {owner.name!r}, which no longer keeps all of the tokens "
+                f"{lost[0]} to {lost[1] - 1} that {layer.name!r} needs at position {n}"
+            )
+
+
+_FARTHEST_PROBE = 1 << 20
+
+
+def _probed_positions(*specs: KVCacheSpec) -> list[int]:
+    """Return where types' live ranges are compared: around their own sizes, at which they drop tokens, and far out."""
+    sizes = {1 << power for power in range(_FARTHEST_PROBE.bit_length())}
+    sizes |= {size for spec in specs for size in attrs.astuple(spec, recurse=False) if type(size) is int}
+    positions = {size + offset for size in sizes if size <= _FARTHEST_PROBE for offset in (-1, 0, 1)}
+    return sorted(position for position in positions if position > 0)

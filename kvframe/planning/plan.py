@@ -1,0 +1,438 @@
+"""The cache plan: how many bytes go where, as a value that can be printed, saved and compared.
+
+A *page* holds all of a group's layers for one block of tokens. Pages of different groups share one pool of equal
+*slabs*: a slab is cut into pages of one group at a time and returns whole, so no layer is padded to another's size
+(the idea of two-level paging is Jenga's, arXiv 2503.18292).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from kvframe.contract.errors import PlanError
+from kvframe.contract.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, align_up
+from kvframe.planning.answers import Answers
+from kvframe.planning.groups import Grouping, KVCacheGroup
+from kvframe.planning.spec_check import check_spec_at_set_up, peak_of
+
+_MAX_PAGES_PER_SLAB = 64
+_MAX_BLOCK_ID = 2**31 - 1
+
+
+@attrs.frozen(kw_only=True)
+class PlannedGroup:
+    """One group's part of the plan.
+
+    Attributes:
+        index: The group's number.
+        spec: What its layers store, and for which past tokens.
+        layers: The layers that keep state in it.
+        page_bytes: Bytes of a page: one block of tokens for all these layers.
+        layer_offsets: Where each layer's part of a page starts, in bytes.
+        pages_per_slab: Pages that a slab is cut into.
+        peak_blocks: The most blocks that one request of the plan's ``max_model_len`` tokens, with the longest inputs,
+            ever holds.
+        answers: What the spec answers about positions, checked.
+    """
+
+    index: int
+    spec: KVCacheSpec
+    layers: tuple[str, ...]
+    page_bytes: int
+    layer_offsets: tuple[int, ...]
+    pages_per_slab: int
+    peak_blocks: int
+    answers: Answers = attrs.field(
+        init=False, eq=False, repr=False, default=attrs.Factory(lambda self: Answers(self.spec), takes_self=True)
+    )
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.spec.block_size
+
+    @property
+    def is_of_input(self) -> bool:
+        """Whether it keeps state of a sequence that is not the request's own tokens."""
+        return self.spec.sequence != TOKENS
+
+
+@attrs.frozen(kw_only=True)
+class KVCachePlan:
+    """What is allocated, to the byte, and how it is cut.
+
+    The pool is ``total_bytes`` long: first the null page (``null_bytes``, owned by nobody: where padding points),
+    then ``num_slabs`` slabs, then the rest of the memory, too short for a slab, as pages of one group for ever. A
+    *block id* is a page's byte offset divided by ``block_id_bytes``, so block ids of every group address one pool with
+    one stride, and 0 is the null page.
+
+    Attributes:
+        groups: The groups; empty for a model that keeps nothing.
+        slab_bytes: Bytes of a slab.
+        num_slabs: Slabs in the pool.
+        rest_group: The group that has the rest.
+        num_rest_pages: How many pages of it that are; 0 where it is too short for one, and after a resize.
+        null_bytes: Bytes before the first slab.
+        block_id_bytes: Bytes per unit of a block id.
+        memory_bytes: What the plan was given.
+        max_model_len: The longest request, in tokens, that the plan is for.
+        max_num_batched_tokens: The most tokens that one step computes.
+        max_input_lens: For each sequence that requests bring beside their tokens, the most tokens of it.
+    """
+
+    groups: tuple[PlannedGroup, ...]
+    slab_bytes: int
+    num_slabs: int
+    null_bytes: int
+    block_id_bytes: int
+    memory_bytes: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_input_lens: Mapping[str, int] = attrs.field(factory=dict)
+    rest_group: int = 0
+    num_rest_pages: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that a run allocates for the pool."""
+        return self.null_bytes + self.num_slabs * self.slab_bytes + self.rest_bytes
+
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes of the pages behind the last slab."""
+        return self.num_rest_pages * self.groups[self.rest_group].page_bytes if self.num_rest_pages else 0
+
+    @property
+    def alignment(self) -> int:
+        """Tokens that a cached prefix is a multiple of: whole blocks in every group of the requests' tokens."""
+        return math.lcm(*(group.block_size for group in self.groups if not group.is_of_input))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one more token adds while every group still holds all of them, in whole layers.
+
+        Groups of states are left out: these take the same for many tokens as for one.
+        """
+        kept = (group for group in self.groups if not group.is_of_input and not group.spec.is_per_block)
+        return sum(-(-group.page_bytes // group.block_size) for group in kept)
+
+    @property
+    def bytes_per_request(self) -> int:
+        """Bytes of states that a request holds at most, whatever its length."""
+        held = (group for group in self.groups if not group.is_of_input and group.spec.is_per_block)
+        return sum(group.peak_blocks * group.page_bytes for group in held)
+
+    @property
+    def bytes_per_input_token(self) -> Mapping[str, int]:
+        """For each sequence that requests bring beside their tokens, the bytes that one token of it takes."""
+        found: dict[str, int] = {}
+        for group in self.groups:
+            if group.is_of_input:
+                sequence = group.spec.sequence
+                found[sequence] = found.get(sequence, 0) + -(-group.page_bytes // group.block_size)
+        return found
+
+    @property
+    def waste_fraction(self) -> float:
+        """Share of the pool that no page can use when requests of ``max_model_len`` fill it.
+
+        Counted are the ends of slabs that are too short for a page, weighted by how many slabs each group takes.
+        """
+        shares = [(group.peak_blocks / group.pages_per_slab, group) for group in self.groups]
+        slabs = sum(share for share, _ in shares)
+        if not slabs:
+            return 0.0
+        lost = sum(share * (self.slab_bytes - group.pages_per_slab * group.page_bytes) for share, group in shares)
+        return lost / (slabs * self.slab_bytes)
+
+    def peak_blocks(self, num_tokens: int, input_lens: Mapping[str, int] | None = None) -> tuple[int, ...]:
+        """Return the most blocks per group that a request ever holds.
+
+        Args:
+            num_tokens: Its length at its end.
+            input_lens: The lengths of what it brings beside its tokens; the longest of each unless given.
+        """
+        lens = self.max_input_lens if input_lens is None else input_lens
+        return tuple(
+            -(-lens.get(group.spec.sequence, 0) // group.block_size)
+            if group.is_of_input
+            else group.peak_blocks
+            if num_tokens == self.max_model_len
+            else peak_of(group.spec, num_tokens, self.max_num_batched_tokens)
+            for group in self.groups
+        )
+
+    def num_slabs_for(self, num_blocks: Iterable[int], num_rest_pages: int | None = None) -> int:
+        """Return the slabs that hold ``num_blocks`` blocks (one count per group), from an empty pool.
+
+        Args:
+            num_blocks: The blocks of each group.
+            num_rest_pages: The pages after the last slab that are free for them; all of the plan's unless given.
+        """
+        counts = list(num_blocks)
+        if self.num_rest_pages:
+            counts[self.rest_group] -= self.num_rest_pages if num_rest_pages is None else num_rest_pages
+        return sum(-(-max(0, count) // group.pages_per_slab) for count, group in zip(counts, self.groups, strict=True))
+
+    @property
+    def most_slabs(self) -> int:
+        """The most slabs of a pool that is cut as this one, all of whose pages have a block id."""
+        if not self.groups:
+            return 0
+        return (_MAX_BLOCK_ID * self.block_id_bytes - self.null_bytes) // self.slab_bytes
+
+    def resized(self, memory_bytes: int) -> KVCachePlan:
+        """Return a plan of other memory that is cut as this one is: more slabs of the same kind, or fewer.
+
+        The rest stays where the number of slabs stays and it fits; else there is none.
+
+        Raises:
+            PlanError: Not even one slab for each group fits the memory, or there are too many for a block id.
+        """
+        num_slabs = _num_slabs(memory_bytes, self.null_bytes, self.slab_bytes, self.block_id_bytes, len(self.groups))
+        is_same = num_slabs == self.num_slabs and self.total_bytes <= memory_bytes
+        num_rest_pages = self.num_rest_pages if is_same else 0
+        return attrs.evolve(self, num_slabs=num_slabs, memory_bytes=memory_bytes, num_rest_pages=num_rest_pages)
+
+    def fits(self, num_tokens: int, input_lens: Mapping[str, int] | None = None) -> bool:
+        """Return whether one request that grows to ``num_tokens`` tokens fits the pool.
+
+        If it does, a request that runs alone gets the pages of every step, however its tokens are divided into steps of
+        at most ``max_num_batched_tokens``, and whatever is cached besides.
+
+        If it does not, there is a division in which a step gets none, if the plan has one group that attends, or groups
+        of full attention and of inputs alone. Other groups may hold most at different tokens. Beside full attention,
+        each is sure to hold one block less than is counted, those in chunks at the end of their next chunk; so as many
+        more tokens may be served as these blocks and the rest of the chunk leave room for. Types that store few blocks,
+        such as states, count each block that a later request may continue from, which a single run need not hold.
+
+        Args:
+            num_tokens: Its length at its end.
+            input_lens: The lengths of what it brings beside its tokens; the longest of each unless given.
+        """
+        return self.num_slabs_for(self.peak_blocks(num_tokens, input_lens)) <= self.num_slabs
+
+    def max_concurrency(self, num_tokens: int | None = None) -> int | None:
+        """Return how many requests of ``num_tokens`` tokens fit at once; None where nothing is kept (no limit).
+
+        Counted are the slabs and the pages after the last one, if each request holds the most that it ever does.
+
+        Args:
+            num_tokens: Their length; ``max_model_len`` if not given.
+        """
+        if not self.groups:
+            return None
+        blocks = self.peak_blocks(self.max_model_len if num_tokens is None else num_tokens)
+        low, high = 0, self.num_slabs * max(group.pages_per_slab for group in self.groups) + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.num_slabs_for(count * middle for count in blocks) <= self.num_slabs:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain values, ready for JSON."""
+        return {
+            "groups": [
+                {
+                    "index": group.index,
+                    "spec": spec_to_dict(group.spec),
+                    "layers": list(group.layers),
+                    "block_size": group.block_size,
+                    "page_bytes": group.page_bytes,
+                    "pages_per_slab": group.pages_per_slab,
+                    "peak_blocks": group.peak_blocks,
+                }
+                for group in self.groups
+            ],
+            "slab_bytes": self.slab_bytes,
+            "num_slabs": self.num_slabs,
+            "rest_group": self.rest_group,
+            "num_rest_pages": self.num_rest_pages,
+            "null_bytes": self.null_bytes,
+            "block_id_bytes": self.block_id_bytes,
+            "memory_bytes": self.memory_bytes,
+            "total_bytes": self.total_bytes,
+            "bytes_per_token": self.bytes_per_token,
+            "bytes_per_request": self.bytes_per_request,
+            "bytes_per_input_token": dict(self.bytes_per_input_token),
+            "waste_fraction": self.waste_fraction,
+            "max_model_len": self.max_model_len,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_input_lens": dict(self.max_input_lens),
+            "max_concurrency": self.max_concurrency(),
+        }
+
+
+def spec_to_dict(spec: KVCacheSpec) -> dict[str, Any]:
+    """Return a spec's kind and fields as plain values."""
+    fields = attrs.asdict(spec)
+    if getattr(spec, "format", None) is spec.kv_format:
+        fields["format"] = {"name": spec.kv_format.name, **fields["format"]}
+    return {"kind": spec.kind, **fields}
+
+
+def plan_cache(
+    grouping: Grouping,
+    *,
+    memory_bytes: int,
+    max_model_len: int,
+    max_num_batched_tokens: int,
+    max_input_lens: Mapping[str, int] | None = None,
+    pages_per_slab: Sequence[int] | None = None,
+) -> KVCachePlan:
+    """Plan the pool: page and slab sizes, and how many slabs fit the memory.
+
+    Args:
+        grouping: The model's groups.
+        memory_bytes: The most bytes to allocate.
+        max_model_len: The longest request, in tokens.
+        max_num_batched_tokens: The most tokens that one step computes.
+        max_input_lens: For each sequence that requests bring beside their tokens, the most tokens of it.
+        pages_per_slab: How many pages of each group a slab is cut into; what loses the least memory unless given.
+
+    Raises:
+        PlanError: Not even one slab for each group fits the memory, or a group keeps state of a sequence whose length
+            is not given.
+        SpecError: A spec's answers break the laws of cache specs.
+    """
+    input_lens = {} if max_input_lens is None else dict(max_input_lens)
+    _check_specs(grouping.groups, max_model_len, max_num_batched_tokens, input_lens)
+    page_bytes = [group.page_bytes for group in grouping.groups]
+    peaks = [_peak_blocks(group, max_model_len, max_num_batched_tokens, input_lens) for group in grouping.groups]
+    if pages_per_slab is None:
+        slab_bytes = _choose_slab_bytes(page_bytes, peaks, memory_bytes)
+        pages_per_slab = [slab_bytes // size for size in page_bytes]
+    else:
+        slab_bytes = max((count * size for count, size in zip(pages_per_slab, page_bytes, strict=True)), default=0)
+    block_id_bytes = math.gcd(slab_bytes, *page_bytes) if page_bytes else 1
+    null_bytes = align_up(max(page_bytes, default=0), block_id_bytes)
+    num_slabs = _num_slabs(memory_bytes, null_bytes, slab_bytes, block_id_bytes, len(page_bytes))
+    most_bytes = min(memory_bytes, _MAX_BLOCK_ID * block_id_bytes)
+    rest_group, num_rest_pages = _rest(grouping.groups, peaks, most_bytes - null_bytes - num_slabs * slab_bytes)
+    return KVCachePlan(
+        groups=tuple(
+            PlannedGroup(
+                index=group.index,
+                spec=group.spec,
+                layers=group.layers,
+                page_bytes=group.page_bytes,
+                layer_offsets=_offsets(group),
+                pages_per_slab=count,
+                peak_blocks=peak,
+            )
+            for group, count, peak in zip(grouping.groups, pages_per_slab, peaks, strict=True)
+        ),
+        slab_bytes=slab_bytes,
+        num_slabs=num_slabs,
+        null_bytes=null_bytes,
+        block_id_bytes=block_id_bytes,
+        memory_bytes=memory_bytes,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_input_lens=input_lens,
+        rest_group=rest_group,
+        num_rest_pages=num_rest_pages,
+    )
+
+
+def _rest(groups: Sequence[KVCacheGroup], peaks: Sequence[int], num_bytes: int) -> tuple[int, int]:
+    """Return which group has what is left over of the memory, and how many pages of it that are.
+
+    It is the one that takes the most as requests grow, of those that a page fits of. Where all pages have one size,
+    there is none: any of them takes any page.
+    """
+    growing = [
+        group.index
+        for group in groups
+        if group.spec.sequence == TOKENS and not group.spec.is_per_block and group.page_bytes <= num_bytes
+    ]
+    if not growing or len({group.page_bytes for group in groups}) == 1:
+        return 0, 0
+    largest = max(growing, key=lambda index: peaks[index] * groups[index].page_bytes)
+    return largest, num_bytes // groups[largest].page_bytes
+
+
+def _num_slabs(memory_bytes: int, null_bytes: int, slab_bytes: int, block_id_bytes: int, num_groups: int) -> int:
+    """Return how many slabs fit the memory; raises ``PlanError`` if they are too few, or too many."""
+    num_slabs = max(0, (memory_bytes - null_bytes) // slab_bytes) if num_groups else 0
+    if num_slabs < num_groups:
+        raise PlanError(
+            f"{memory_bytes} bytes hold {num_slabs} slabs of {slab_bytes} bytes, but each of the {num_groups} "
+            f"groups needs one; give at least {null_bytes + num_groups * slab_bytes} bytes"
+        )
+    if (null_bytes + num_slabs * slab_bytes) // block_id_bytes > _MAX_BLOCK_ID:
+        raise PlanError(
+            f"{memory_bytes} bytes in units of {block_id_bytes} do not fit a 32-bit block id; "
+            "choose a block size that is a multiple of a larger power of two"
+        )
+    return num_slabs
+
+
+def _check_specs(
+    groups: Sequence[KVCacheGroup], max_model_len: int, max_num_batched_tokens: int, input_lens: Mapping[str, int]
+) -> None:
+    """Check each distinct spec once; raises ``SpecError``."""
+    checked: list[KVCacheSpec] = []
+    for spec in (spec for group in groups for spec in group.stored):
+        if spec not in checked:
+            checked.append(spec)
+            if spec.sequence == TOKENS:
+                check_spec_at_set_up(spec, max_model_len, max_num_batched_tokens)
+            else:
+                longest = input_lens.get(spec.sequence, 0)
+                check_spec_at_set_up(spec, longest, longest)
+
+
+def _peak_blocks(
+    group: KVCacheGroup, max_model_len: int, max_num_batched_tokens: int, input_lens: Mapping[str, int]
+) -> int:
+    sequence = group.spec.sequence
+    if sequence == TOKENS:
+        return peak_of(group.spec, max_model_len, max_num_batched_tokens)
+    if sequence not in input_lens:
+        raise PlanError(
+            f"layer {group.layers[0]!r} ({group.spec.kind}) keeps state of the sequence {sequence!r}, and the model "
+            f"does not say how long that gets; give max_input_lens[{sequence!r}] (in a layer file max_{sequence}_len)"
+        )
+    return -(-input_lens[sequence] // group.spec.block_size)
+
+
+def _offsets(group: KVCacheGroup) -> tuple[int, ...]:
+    offsets = [0]
+    for spec in group.stored:
+        offsets.append(offsets[-1] + spec.block_bytes)
+    return tuple(offsets[:-1])
+
+
+def _choose_slab_bytes(page_bytes: Sequence[int], peaks: Sequence[int], memory_bytes: int) -> int:
+    """Choose the slab size that loses the least memory.
+
+    Two losses pull apart. The end of a slab that is too short for a page is lost, and small where slabs are large;
+    and each group leaves half a slab unfilled on average, which is small where slabs are small.
+    """
+    if not page_bytes:
+        return 0
+    largest = max(page_bytes)
+    affordable = max(largest, memory_bytes // (2 * len(page_bytes)))
+    candidates = {
+        align_up(count * size, STATE_ALIGNMENT_BYTES)
+        for size in set(page_bytes)
+        # As few pages as the largest one needs, where these are more: then its own slab has an end, and theirs none.
+        for count in (*range(1, _MAX_PAGES_PER_SLAB + 1), -(-largest // size))
+        if largest <= count * size <= affordable
+    } or {largest}
+
+    def lost(slab: int) -> tuple[float, int]:
+        slabs = [peak / (slab // size) for size, peak in zip(page_bytes, peaks, strict=True)]
+        tails = sum(count * (slab % size) for count, size in zip(slabs, page_bytes, strict=True))
+        unfilled = len(page_bytes) * slab / 2 if len(page_bytes) > 1 else 0
+        return tails / (sum(slabs) * slab or 1) + unfilled / memory_bytes, slab
+
+    return min(candidates, key=lost)

@@ -1,0 +1,129 @@
+"""What lies at a path: which model adapter reads it, and which layers it has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvframe.config.files import exists
+from kvframe.contract.description import ModelDescription
+from kvframe.contract.errors import FileError, KVFrameError, ModelError, PluginError, shown
+from kvframe.contract.foreign import call, safe_repr
+from kvframe.planning.layer_file import is_layer_file, parse_file, read_layer_file
+
+if TYPE_CHECKING:
+    from kvframe.contract.model import LoadedModel, ModelAdapter
+    from kvframe.loading.claims import Entry
+    from kvframe.loading.registry import Registry
+
+
+@attrs.frozen
+class FoundAdapter:
+    """A plugin's model adapter, behind which its failures are errors that name it.
+
+    Attributes:
+        entry: The claim to its name.
+        adapter: The plugin's instance.
+    """
+
+    entry: Entry
+    adapter: ModelAdapter
+
+    @classmethod
+    def make(cls, entry: Entry) -> FoundAdapter:
+        """Import the adapter's class and make an instance; raises ``PluginError`` if either fails."""
+        return cls(entry, call(f"model adapter {entry.id!r}: __init__()", entry.load()))
+
+    @property
+    def whose(self) -> str:
+        """How an error names it."""
+        return f"model adapter {self.entry.id!r}"
+
+    def recognises(self, path: Path) -> bool:
+        """Return whether ``path`` is of the adapter's kind; raises ``PluginError`` if it fails."""
+        answer: Any = call(f"{self.whose}: recognises()", self.adapter.recognises, path)
+        if type(answer) is not bool:
+            raise PluginError(f"{self.whose}: recognises() must return True or False, not {safe_repr(answer)}")
+        return answer
+
+    def describe(self, path: Path) -> ModelDescription:
+        """Return what the adapter reads at ``path``; raises ``KVFrameError`` if it refuses or fails."""
+        description: Any = call(f"{self.whose}: describe()", self.adapter.describe, path, passes=(KVFrameError,))
+        return self._checked(description, "describe() must return a ModelDescription")
+
+    def load(self, path: Path, *, device: str, dtype: str) -> LoadedModel:
+        """Return the model that the adapter loads; raises ``KVFrameError`` if it refuses or fails."""
+        what = f"{self.whose}: load()"
+        model = call(what, self.adapter.load, path, device=device, dtype=dtype, passes=(KVFrameError,))
+        self._checked(call(what, getattr, model, "description", None), "load() must return a model with a description")
+        return model
+
+    def _checked(self, description: Any, otherwise: str) -> ModelDescription:
+        if not isinstance(description, ModelDescription):
+            raise PluginError(f"{self.whose}: {otherwise}, not {safe_repr(description)}")
+        return description
+
+
+def find_adapter(path: Path, registry: Registry) -> FoundAdapter:
+    """Return the one model adapter that recognises ``path``; one that fails is passed over.
+
+    Args:
+        path: A model's folder or config file.
+        registry: Where adapters are looked up.
+
+    Raises:
+        ModelError: Nothing is there, no adapter recognises it, or more than one does.
+    """
+    try:
+        is_there = exists(path)
+    except FileError as error:
+        raise ModelError(f"the model {shown(str(path))} {error}") from error
+    if not is_there:
+        raise ModelError(f"there is no file or folder {path}")
+    found: dict[str, FoundAdapter] = {}
+    unusable: list[str] = []
+    names = registry.model_adapters.names()
+    for name in names:
+        try:
+            adapter = FoundAdapter.make(registry.model_adapters.get(name))
+            if adapter.recognises(path):
+                found[name] = adapter
+        except PluginError as error:
+            unusable.append(str(error))
+    if len(found) == 1:
+        return found.popitem()[1]
+    if found:
+        raise ModelError(
+            f"{path} is recognised by more than one model adapter ({', '.join(found)}); "
+            "disable the plugin that is not meant, in the stack's [plugins] disabled"
+        )
+    if not names:
+        raise ModelError(
+            f"no plugin that reads models is in use, so {path} cannot be read; `kvframe plugins` shows what is "
+            "installed, `pip install kvframe-transformers` adds one for Hugging Face models"
+        )
+    config = path / "config.json"
+    if config.is_file():
+        parse_file(config)  # one that is no JSON says so: that is why nobody recognised the folder
+    asked = f"no model that a plugin recognises (asked: {', '.join(names)})"
+    raise ModelError(
+        "; ".join([f"{path} is {asked}", *unusable, "a Hugging Face model is a folder with a config.json"])
+    )
+
+
+def describe_model(path: Path, registry: Registry) -> ModelDescription:
+    """Read a model's layers without its weights, from a layer file or by the adapter that recognises ``path``.
+
+    Args:
+        path: A model's folder or config file, or a layer file (``kvframe.planning.layer_file``), which needs no torch.
+        registry: Where adapters are looked up.
+
+    Raises:
+        ModelError: Nothing is there, or it is no model, or it is not understood.
+        PluginError: The adapter that recognises it fails.
+    """
+    if is_layer_file(path):
+        return read_layer_file(path)
+    return find_adapter(path, registry).describe(path)

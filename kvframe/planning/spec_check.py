@@ -1,0 +1,167 @@
+"""Set-up's look at a cache spec: its laws at sampled positions, before anything is allocated by its answers.
+
+``kvframe.testing.laws`` checks every position of a short request and says more; this is what a set-up can pay for, up
+to the longest request: a few milliseconds for each distinct spec. Nothing here imports NumPy or torch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from functools import partial
+
+import attrs
+
+from kvframe.contract.formats import StateTensor
+from kvframe.contract.masks import AttentionMask, MaskFunction
+from kvframe.contract.specs import KVCacheSpec, TokenRange, num_covered, union
+from kvframe.planning.answers import Answers, ask, ask_count, lacks, wrong_answer
+
+_DENSE, _NUM_RANDOM, _NUM_BOUNDARIES = 64, 48, 6
+_SEED = 37
+
+
+def check_spec_at_set_up(spec: KVCacheSpec, max_tokens: int, max_new_tokens: int) -> None:
+    """Check what a spec answers, at the first positions, around its own sizes and block ends, and at random ones.
+
+    Args:
+        spec: The spec of a group.
+        max_tokens: The longest sequence that it is asked about.
+        max_new_tokens: The most tokens that one step computes.
+
+    Raises:
+        SpecError: The first answer that breaks a law: the kind, the position, the answer, and what is right.
+    """
+    _check_state_tensors(spec)
+    mask = ask(spec, "mask", lambda: spec.mask)
+    _check_mask(spec, mask)
+    function = ask(spec, "mask_function", lambda: spec.mask_function)
+    if mask is not None and (not mask.causal or function == mask.sees):
+        function = None  # ``Answers`` compares the mask itself
+    derives = type(spec).live_blocks is not KVCacheSpec.live_blocks
+    answers, before = Answers(spec), 0
+    most, needs_most = 0, ""
+    kept: tuple[TokenRange, ...] = ()
+    for n in sampled_positions(spec, max_tokens):
+        ranges = answers.live_ranges(n)
+        lost = lacks(ranges, kept, ((before, n),))
+        if lost is not None:
+            raise wrong_answer(
+                spec,
+                f"live_ranges({n})",
+                ranges,
+                f"none of the tokens from {lost[0]} to {lost[1] - 1}, which were not live at {before}",
+            )
+        live = answers.live_blocks(n)
+        if derives:
+            _check_derived(spec, n, live)
+        if function is not None:
+            _check_mask_function(spec, function, n, ranges)
+        if n < max_tokens:
+            held, step = _check_blocks(spec, answers, n, min(max_new_tokens, max_tokens - n))
+            if held > most:
+                most, needs_most = held, step
+        kept, before = ranges, n
+    peak = peak_of(spec, max_tokens, max_new_tokens)
+    if peak < most:
+        raise wrong_answer(
+            spec, f"peak_blocks({max_tokens}, {max_new_tokens})", peak, f"{most} at least, which {needs_most} needs"
+        )
+
+
+def sampled_positions(spec: KVCacheSpec, max_tokens: int) -> list[int]:
+    """Return the positions at which a spec is asked, in order.
+
+    Args:
+        spec: The spec.
+        max_tokens: The last position.
+    """
+    sizes = {size for size in attrs.astuple(spec, recurse=False) if type(size) is int}
+    last_block = max_tokens // spec.block_size
+    boundaries = {*range(1, _NUM_BOUNDARIES + 1), *range(last_block - 1, last_block + 2)}
+    corners = {
+        *sizes,
+        *(size + other for size in sizes for other in sizes),
+        *(block * spec.block_size for block in boundaries),
+        *(1 << power for power in range(max_tokens.bit_length())),
+        max_tokens,
+    }
+    source = random.Random(_SEED)
+    positions = {
+        *range(_DENSE),
+        *(corner + offset for corner in corners for offset in (-1, 0, 1)),
+        *(source.randint(0, max_tokens) for _ in range(_NUM_RANDOM)),
+    }
+    return sorted(position for position in positions if 0 <= position <= max_tokens)
+
+
+def peak_of(spec: KVCacheSpec, num_tokens: int, max_new_tokens: int) -> int:
+    """Return ``KVCacheSpec.peak_blocks``; raises ``SpecError`` if that is no number of blocks of so many tokens."""
+    question = f"peak_blocks({num_tokens}, {max_new_tokens})"
+    most = -(-num_tokens // spec.block_size)
+    return ask_count(spec, question, lambda: spec.peak_blocks(num_tokens, max_new_tokens), least=0, most=most)
+
+
+def _check_state_tensors(spec: KVCacheSpec) -> None:
+    tensors = ask(spec, "state_tensors()", spec.state_tensors)
+    if not isinstance(tensors, Mapping) or not all(
+        isinstance(name, str) and isinstance(each, StateTensor) and _is_shape(each.shape)
+        for name, each in tensors.items()
+    ):
+        expected = "a mapping of names to StateTensors whose shapes are tuples of int of at least 1"
+        raise wrong_answer(spec, "state_tensors()", tensors, expected)
+    ask_count(spec, "block_bytes", lambda: spec.block_bytes, least=0, most=1 << 62)
+
+
+def _is_shape(shape: object) -> bool:
+    return isinstance(shape, tuple) and all(type(size) is int and size > 0 for size in shape)
+
+
+def _check_mask(spec: KVCacheSpec, mask: AttentionMask | None) -> None:
+    sizes = () if not isinstance(mask, AttentionMask) else (mask.window, mask.chunk)
+    if mask is None:
+        return
+    if (
+        not isinstance(mask, AttentionMask)
+        or any(size is not None and (type(size) is not int or size < 1) for size in sizes)
+        or type(mask.num_sink_tokens) is not int
+        or mask.num_sink_tokens < 0
+    ):
+        expected = "None or an AttentionMask with a window and chunk of at least 1 and sink tokens of at least 0"
+        raise wrong_answer(spec, "mask", mask, expected)
+
+
+def _check_derived(spec: KVCacheSpec, n: int, live: tuple[TokenRange, ...]) -> None:
+    question = f"live_blocks({n})"
+    given = ask(spec, question, lambda: spec.live_blocks(n))
+    if given != live:
+        raise wrong_answer(spec, question, given, f"{live} by its live ranges")
+
+
+def _check_mask_function(spec: KVCacheSpec, function: MaskFunction, n: int, ranges: tuple[TokenRange, ...]) -> None:
+    """Check that a mask function shows no token that is not live, beside the ends of what is."""
+    ends = {end + offset for part in ranges for end in part for offset in (-1, 0)} | {0, n - 1}
+    for key in sorted(end for end in ends if 0 <= end < n):
+        if any(start <= key < stop for start, stop in ranges):
+            continue
+        question = f"mask_function({n}, {key})"
+        if ask(spec, question, partial(_sees, function, n, key)):
+            raise wrong_answer(spec, question, True, f"False, for the live ranges at {n} are {ranges}")
+
+
+def _sees(function: MaskFunction, query: int, key: int) -> bool:
+    return bool(function(query, key))
+
+
+def _check_blocks(spec: KVCacheSpec, answers: Answers, n: int, num_new_tokens: int) -> tuple[int, str]:
+    """Check that the blocks that a step needs are no more than the spec says; return the most, and of which step."""
+    size, found = spec.block_size, (0, "")
+    for count, branch in ((1, 0), (num_new_tokens, 0), (num_new_tokens, (n + num_new_tokens) // size * size)):
+        stored = answers.stored_blocks(n, count, branch)
+        held, step = num_covered(union(answers.live_blocks(n), stored)), f"a step of {count} tokens at {n}"
+        most = answers.num_resident_blocks(n, count)
+        if held > most:
+            question = f"num_resident_blocks({n}, {count})"
+            raise wrong_answer(spec, question, most, f"{held} at least, which {step} needs")
+        found = max(found, (held, step))
+    return found

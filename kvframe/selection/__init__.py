@@ -1,0 +1,1 @@
+"""Which wrappers and which backend serve each layer, and why not the others."""

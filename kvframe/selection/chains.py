@@ -1,0 +1,59 @@
+"""Wrapper chains: the wrappers that a stack lists, made for one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvframe.contract.capture import GraphCapture
+from kvframe.contract.errors import PluginError, WrapperError
+from kvframe.contract.foreign import call, safe_repr
+from kvframe.contract.specs import LayerSpec
+from kvframe.contract.wrapper import MetadataWrapper
+
+WrapperChain = tuple[MetadataWrapper, ...]
+
+
+def bind_chain(wrappers: Sequence[MetadataWrapper], layer: LayerSpec) -> tuple[WrapperChain, LayerSpec, frozenset[str]]:
+    """Make a chain for a layer.
+
+    Args:
+        wrappers: The chain as the stack gives it.
+        layer: The layer.
+
+    Returns:
+        The chain with the parameters that the layer decides; the layer as a backend behind the chain sees it; the
+        extensions that such a backend has to honour.
+
+    Raises:
+        WrapperError: A wrapper cannot serve the layer.
+        PluginError: A wrapper raises something else, or returns what the contract does not allow.
+    """
+    bound = []
+    required: set[str] = set()
+    for wrapper in wrappers:
+        made, added, layer = _bind(wrapper, layer)
+        required |= added
+        bound.append(made)
+    return tuple(bound), layer, frozenset(required)
+
+
+def _bind(wrapper: MetadataWrapper, layer: LayerSpec) -> tuple[MetadataWrapper, frozenset[str], LayerSpec]:
+    """Make a wrapper for a layer; return it, the extensions that it may add, and the layer that it leaves."""
+    whose = f"wrapper {wrapper.name!r} ({type(wrapper).__module__}.{type(wrapper).__qualname__})"
+    made = call(f"{whose}: for_layer()", wrapper.for_layer, layer, passes=(WrapperError,))
+    if type(made) is not type(wrapper):
+        raise PluginError(f"{whose}: for_layer() must return a {type(wrapper).__name__}, not {safe_repr(made)}")
+    added = call(f"{whose}: added_extensions()", made.added_extensions, layer, passes=(WrapperError,))
+    if not isinstance(added, frozenset | set) or not all(type(each) is str for each in added):
+        raise PluginError(f"{whose}: added_extensions() must return a frozenset of names, not {safe_repr(added)}")
+    wrapped = call(f"{whose}: wrapped_layer()", made.wrapped_layer, layer, passes=(WrapperError,))
+    if type(wrapped) is not LayerSpec or wrapped.spec is None or wrapped.query is None:
+        raise PluginError(
+            f"{whose}: wrapped_layer() must return a LayerSpec with a spec and a query side, not {safe_repr(wrapped)}"
+        )
+    return made, frozenset(added), wrapped
+
+
+def chain_capture(chain: Sequence[MetadataWrapper]) -> GraphCapture:
+    """Return for which batches a whole chain can be captured: the least of its parts; always, if it is empty."""
+    return min((wrapper.capture for wrapper in chain), default=GraphCapture.ALWAYS)

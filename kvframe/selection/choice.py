@@ -1,0 +1,94 @@
+"""What was chosen for a layer, out of what, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from kvframe.contract.backend import AttentionBackend, Refusal
+from kvframe.contract.specs import LayerSpec
+from kvframe.selection.chains import WrapperChain
+from kvframe.selection.identity import Identity
+from kvframe.selection.times import MeasuredTime, in_words
+
+
+@attrs.frozen(kw_only=True)
+class Candidate:
+    """One backend that was looked at for a layer.
+
+    Attributes:
+        name: Its registered name, with its distribution (``"kvframe-triton:triton"``).
+        refusals: Why it cannot serve the layer; empty if it can.
+        preference: What it declares of itself; the highest that can serve is taken, unless measured times decide.
+        on_copies: Whether it would be given copies of the layer's pages, because it does not read their format; one
+            that reads them itself is taken first.
+        time: How long it takes for such a layer on this device, if that was measured.
+    """
+
+    name: str
+    refusals: tuple[Refusal, ...] = ()
+    preference: int = 0
+    on_copies: bool = False
+    time: MeasuredTime | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Choice:
+    """What was chosen for one layer, and out of what.
+
+    Attributes:
+        layer: The layer's name.
+        wrappers: Its wrapper chain, made for the layer.
+        wrapper_ids: What each of its wrappers is, with its parameters.
+        wrapped: The layer as the backend behind the chain sees it.
+        backend: The chosen backend, with its distribution.
+        backend_class: Its class.
+        backend_options: An instance of the class's ``options_class``; None if it has none.
+        backend_id: What the backend is, with its parameters.
+        candidates: Every backend that was looked at, the chosen one first.
+        by_time: Whether measured times decided.
+    """
+
+    layer: str
+    wrappers: WrapperChain
+    wrapper_ids: tuple[Identity, ...]
+    wrapped: LayerSpec
+    backend: str
+    backend_class: type[AttentionBackend]
+    backend_options: Any
+    backend_id: Identity
+    candidates: tuple[Candidate, ...]
+    by_time: bool = False
+
+    def why_not(self, candidate: Candidate) -> str:
+        """Return in one sentence why ``candidate`` was passed over; empty for the chosen one."""
+        if candidate.name == self.backend:
+            return ""
+        if candidate.refusals:
+            return "; ".join(refusal.reason for refusal in candidate.refusals)
+        if self.by_time:
+            if candidate.time is None:
+                return f"can serve this layer; it was not measured, and {self.backend} was"
+            return f"can serve this layer; it takes longer ({in_words(candidate.time)})"
+        if candidate.on_copies and not self.on_copies:
+            return f"can serve this layer, on copies of what is stored as {self.format}; {self.backend} reads it itself"
+        return f"can serve this layer; {self.backend} is preferred"
+
+    @property
+    def on_copies(self) -> bool:
+        """Whether the backend is given copies of the layer's pages, because it does not read their format."""
+        return self.candidates[0].on_copies
+
+    @property
+    def format(self) -> str:
+        """The name of the format that the layer is stored in."""
+        assert self.wrapped.spec is not None
+        return self.wrapped.spec.kv_format.name
+
+
+def layers_on_copies(layers: Sequence[LayerSpec], choices: Sequence[Choice]) -> list[LayerSpec]:
+    """Return the layers whose backends are given copies of their pages, because they do not read their format."""
+    on_copies = {choice.layer for choice in choices if choice.on_copies}
+    return [layer for layer in layers if layer.name in on_copies]

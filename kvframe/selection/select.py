@@ -1,0 +1,272 @@
+"""Choosing each layer's wrapper chain and backend, with the reason for every candidate that was passed over."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from kvframe.config.options import AUTO, Use, make_with_options
+from kvframe.config.wrapper_order import check_order
+from kvframe.contract.backend import AttentionBackend, Refusal
+from kvframe.contract.errors import BackendError, KVFrameError, PluginError, StackError, WrapperError, listed
+from kvframe.contract.foreign import call, safe_repr
+from kvframe.contract.specs import LayerSpec
+from kvframe.contract.wrapper import DROPS_TOKENS, MetadataWrapper
+from kvframe.selection.chains import bind_chain
+from kvframe.selection.choice import Candidate, Choice
+from kvframe.selection.identity import Identity
+from kvframe.selection.skipping import why_not_skipped
+from kvframe.selection.times import TimesTable, layer_shape, read_times, time_key
+
+if TYPE_CHECKING:
+    from kvframe.config.stack import Stack
+    from kvframe.loading.registry import Registry
+
+
+def select_backends(
+    layers: Sequence[LayerSpec], stack: Stack, registry: Registry, device: str, skipped: Collection[str] = ()
+) -> tuple[Choice, ...]:
+    """Choose a wrapper chain and a backend for each layer.
+
+    The chain is the stack's, or else the one that the layer's cache spec has by default. A backend that the stack
+    names is taken or refused, never replaced. ``"auto"`` takes, of the backends whose declared capabilities cover the
+    layer as its chain leaves it, those that read its format themselves, of these the one with the highest preference,
+    then the first by name. If that one was measured on this device (``kvframe tune``), it takes the fastest of those
+    that were.
+
+    A layer that keeps state and does not attend is computed by the model, so nothing is chosen for it.
+
+    Args:
+        layers: The model's layers, in the order they run.
+        stack: Its rules.
+        registry: Where names are looked up.
+        device: The device type that the model runs on (``"cpu"``).
+        skipped: The layers that compute only a step's generating tokens (``find_skippable_layers``).
+
+    Returns:
+        The choices for the layers that attend, in their order.
+
+    Raises:
+        BackendError: No backend can serve a layer, or the named one cannot; says why for each. A layer that the model
+            computes is given a backend or wrappers.
+        WrapperError: A wrapper cannot serve a layer, or may not stand where it does.
+        StackError: Options do not fit the wrapper or backend that they are for, ``prefill_skipping`` is a wrapper that
+            drops nothing, or the table of measured times that the stack names cannot be read.
+        PluginError: A wrapper cannot be imported or fails, or a parameter of a wrapper or backend cannot be hashed.
+        UnknownNameError: A cache spec's default chain names a wrapper that no plugin registers.
+    """
+    _check_skipping(stack, registry)
+    times = read_times(stack.engine.measured_times, stack.source)
+    for layer in layers:
+        if layer.query is None and layer.spec is not None:
+            _check_not_chosen(layer, layer.spec.kind, stack)
+    return tuple(
+        _choose(layer, layers, stack, registry, device, skipped, times) for layer in layers if layer.query is not None
+    )
+
+
+def _check_not_chosen(layer: LayerSpec, kind: str, stack: Stack) -> None:
+    """Refuse a rule that gives a layer without attention what only attention has."""
+    rule = stack.rule_for(layer.name, kind)
+    for what, named in (
+        ("backend", [] if rule.backend == AUTO else [rule.backend.name]),
+        ("wrapper", [use.name for use in rule.wrappers or ()]),
+    ):
+        if named:
+            raise BackendError(
+                f"{stack.source}: a rule gives layer {layer.name!r} the {what} {named[0]!r}, but a {kind!r} layer does "
+                "not attend: the model computes it; let the rule name the kind of the layers that it is for, such as "
+                'kind = "full_attention"'
+            )
+
+
+def _check_skipping(stack: Stack, registry: Registry) -> None:
+    """Refuse a wrapper that would leave every row in, whether or not the model has layers that skip any."""
+    use = stack.engine.prefill_skipping
+    if use is not None and DROPS_TOKENS not in _make_wrapper(use, registry)[0].effects:
+        raise StackError(
+            f"{stack.source}: engine.prefill_skipping is {use.name!r}, a wrapper that drops no tokens; name one that "
+            "keeps the generating ones only"
+        )
+
+
+def _choose(
+    layer: LayerSpec,
+    layers: Sequence[LayerSpec],
+    stack: Stack,
+    registry: Registry,
+    device: str,
+    skipped: Collection[str],
+    times: TimesTable,
+) -> Choice:
+    assert layer.spec is not None
+    rule = stack.rule_for(layer.name, layer.spec.kind)
+    uses = tuple(map(Use, layer.spec.default_wrappers)) if rule.wrappers is None else rule.wrappers
+    made = [_make_wrapper(use, registry) for use in uses]
+    drops_tokens = any(DROPS_TOKENS in wrapper.effects for wrapper, _ in made)
+    if layer.name in skipped and not drops_tokens:
+        assert stack.engine.prefill_skipping is not None
+        made.insert(0, _make_wrapper(stack.engine.prefill_skipping, registry))
+    try:
+        if drops_tokens and layer.name not in skipped:
+            raise WrapperError(
+                f"its wrapper chain drops tokens, and the layer computes all of them: "
+                f"{why_not_skipped(layers, layer.name)}",
+                code="not_skipped",
+            )
+        check_order([type(wrapper) for wrapper, _ in made])
+        wrappers, wrapped, extensions = bind_chain([wrapper for wrapper, _ in made], layer)
+    except WrapperError as error:
+        raise WrapperError(f"layer {layer.name!r}: {error}", code=error.code) from error
+    except PluginError as error:
+        raise PluginError(f"layer {layer.name!r}: {error}") from error
+    names = registry.backends.names() if rule.backend == AUTO else (rule.backend.name,)
+    made_of: dict[str, _Usable] = {}
+    candidates = []
+    for name in names:
+        candidate, usable = _consider(name, rule.backend, wrapped, extensions, registry, device)
+        candidates.append(candidate)
+        if usable is not None:
+            made_of[candidate.name] = usable
+    if rule.backend == AUTO and times.times:
+        shape = layer_shape(wrapped, wrappers)
+        candidates = [
+            attrs.evolve(candidate, time=times.times.get(time_key(stack.engine.device, shape, candidate.name)))
+            for candidate in candidates
+        ]
+    able = [candidate for candidate in candidates if not candidate.refusals]
+    if not able:
+        raise BackendError(_nobody(layer, rule.backend, candidates))
+    best, by_time = _best(able)
+    rest = [candidate for candidate in candidates if candidate is not best]
+    usable = made_of[best.name]
+    return Choice(
+        layer=layer.name,
+        wrappers=wrappers,
+        wrapper_ids=tuple(
+            Identity.of(owner, type(wrapper), _parameters(wrapper))
+            for wrapper, (_, owner) in zip(wrappers, made, strict=True)
+        ),
+        wrapped=wrapped,
+        backend=best.name,
+        backend_class=usable.backend_class,
+        backend_options=usable.options,
+        backend_id=usable.identity,
+        candidates=(best, *rest),
+        by_time=by_time,
+    )
+
+
+def _best(able: Sequence[Candidate]) -> tuple[Candidate, bool]:
+    """Return the candidate to take, and whether measured times say so.
+
+    Times decide only if the one that is preferred was measured, and another to compare it with.
+    """
+    preferred = min(able, key=lambda candidate: (candidate.on_copies, -candidate.preference, candidate.name))
+    measured = [(candidate.time.score, candidate.name, candidate) for candidate in able if candidate.time is not None]
+    if preferred.time is None or len(measured) < 2:
+        return preferred, False
+    return min(measured, key=lambda item: item[:2])[2], True
+
+
+def _parameters(options: Any) -> dict[str, Any]:
+    """Return all parameters, those that the stack leaves at their defaults among them."""
+    return {} if options is None else attrs.asdict(options, recurse=False)
+
+
+@attrs.frozen
+class _Usable:
+    """A backend that can serve a layer: its class, an instance of its ``options_class``, and what tells it apart."""
+
+    backend_class: type[AttentionBackend]
+    options: Any
+    identity: Identity
+
+
+def _consider(
+    name: str, use: Use, layer: LayerSpec, extensions: Collection[str], registry: Registry, device: str
+) -> tuple[Candidate, _Usable | None]:
+    """Ask one backend whether it can serve a layer; whatever goes wrong in its code is why it cannot.
+
+    Raises:
+        StackError: The stack names the backend and gives it options that do not fit.
+    """
+    entry = registry.backends.get(name)
+    whose = f"backend {entry.id!r}"
+    try:
+        backend_class: type[AttentionBackend] = entry.load()
+        candidate = call(f"{whose}: capabilities", _compare, entry.id, backend_class, layer, extensions, device)
+        if device in backend_class.capabilities.devices and (reason := entry.why_unusable(backend_class)):
+            candidate = attrs.evolve(candidate, refusals=(Refusal("environment", reason),))
+        if candidate.refusals:
+            return candidate, None
+        options = _make_options(use, backend_class, whose)
+        parameters = call(f"{whose}: its options", _parameters, options)
+        identity = call(
+            f"{whose}: its options", Identity.of, entry.owner, backend_class, parameters, passes=(PluginError,)
+        )
+    except StackError:
+        if use != AUTO:
+            raise
+        refusal = Refusal("options", f"{whose} has options without a default")
+    except KVFrameError as error:
+        refusal = Refusal("import", str(error))
+    else:
+        return candidate, _Usable(backend_class, options, identity)
+    return Candidate(name=entry.id, refusals=(refusal,)), None
+
+
+def _compare(
+    name: str, backend_class: type[AttentionBackend], layer: LayerSpec, extensions: Collection[str], device: str
+) -> Candidate:
+    """Return what a backend's capabilities say of a layer. May raise anything."""
+    capabilities = backend_class.capabilities
+    refusals = capabilities.refusals(layer, device, extensions)
+    if device not in capabilities.devices:
+        # Its first reason is enough, and it is not asked to find out more: it may compile its kernels for that.
+        refusals = refusals[:1]
+    return Candidate(
+        name=name,
+        refusals=tuple(refusals),
+        preference=capabilities.preference,
+        on_copies=capabilities.needs_copies(layer),
+    )
+
+
+def _nobody(layer: LayerSpec, asked: Use, candidates: Sequence[Candidate]) -> str:
+    reasons = "; ".join(
+        f"{candidate.name}: {', '.join(refusal.reason for refusal in candidate.refusals)}" for candidate in candidates
+    )
+    if asked == AUTO:
+        return f"no backend can serve layer {layer.name!r}: {reasons or 'none is installed'}"
+    return f"the stack gives layer {layer.name!r} to backend {asked.name!r}, which cannot serve it: {reasons}"
+
+
+def _make_wrapper(use: Use, registry: Registry) -> tuple[MetadataWrapper, str]:
+    """Return a wrapper, not yet made for a layer, and the distribution that provides it."""
+    entry = registry.wrappers.get(use.name)
+    wrapper_class: type[MetadataWrapper] = entry.load()
+    return _with_options(wrapper_class, use, "wrapper", f"wrapper {entry.id!r}"), entry.owner
+
+
+def _make_options(use: Use, backend_class: type[AttentionBackend], whose: str) -> Any:
+    options_class = backend_class.options_class
+    if options_class is None:
+        if use.options:
+            given = listed(sorted(use.options))
+            raise StackError(f"{use.place}: backend {use.name!r} has no options, and is given {given}")
+        return None
+    if not attrs.has(options_class):
+        raise PluginError(f"{whose}: options_class must be an attrs class, not {safe_repr(options_class)}")
+    return _with_options(options_class, use, "backend", whose)
+
+
+def _with_options(options_class: type[Any], use: Use, label: str, whose: str) -> Any:
+    try:
+        return make_with_options(options_class, use.options)
+    except ValueError as error:
+        raise StackError(f"{use.place}: {label} {use.name!r}: {error}") from error
+    except PluginError as error:
+        raise PluginError(f"{whose}: its options: {error}") from error.__cause__
