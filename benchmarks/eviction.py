@@ -23,8 +23,9 @@ from eviction_report import draw_plot, write_report
 from eviction_traces import LONGEST, TRACES, Asked
 from machine import describe_machine
 
-from kvframe import FullAttentionSpec, KVCacheManager, LayerSpec, Stack, group_layers, load_plugins, plan_cache
+from kvframe import FullAttentionSpec, KVCacheManager, Stack, group_layers, load_plugins, plan_cache
 from kvframe.config.eviction_choice import make_policy
+from kvframe.contract import LayerSpec
 
 SIZE = 1_000
 POLICIES = ("lru", "scan_resistant")

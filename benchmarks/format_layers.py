@@ -10,11 +10,12 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe import FullAttentionSpec, LayerSpec, QuerySpec, Stack, group_layers, plan_cache
+from kvframe import FullAttentionSpec, Stack, group_layers, plan_cache
 from kvframe.attention.layer import AttentionLayers
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.cache.manager import KVCacheManager
+from kvframe.contract import LayerSpec, QuerySpec
 from kvframe.contract.errors import PluginError
 from kvframe.contract.formats import PLAIN, KVFormat
 from kvframe.loading.registry import Registry

@@ -42,7 +42,7 @@ def plugin() -> ModuleType:
         register(NAME, TritonWithoutGPU)
 
     module = ModuleType("benchmark_of_metadata")
-    vars(module)["kvframe_register_backends"] = kvframe.hookimpl(kvframe_register_backends)
+    vars(module)["kvframe_register_backends"] = kvframe.contract.hookimpl(kvframe_register_backends)
     return module
 
 

@@ -12,8 +12,8 @@ import attrs
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvframe import hookimpl
 from kvframe.cache.events import CacheEvent
+from kvframe.contract import hookimpl
 from kvframe.contract.errors import PlanError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.wrapper import FieldUse, MetadataWrapper

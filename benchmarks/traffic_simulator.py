@@ -2,8 +2,8 @@
 
 The policy is that of ``kvframe.engine.scheduling.scheduler``: running requests first, then waiting ones, first come,
 first served, prompts in chunks within the step's budget, the first one when there is room for all of them. If there is
-no room, the request admitted last gives its blocks back, is put at the head of the queue, and is computed again; nothing
-is admitted in a step that did so.
+no room, the request admitted last gives its blocks back, is put at the head of the queue, and is computed again; in
+such a step nothing is admitted.
 """
 
 from __future__ import annotations

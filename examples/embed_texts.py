@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModel, BertConfig, BertModel
 
 from kvframe import Embedder, Stack
-from kvframe.contract.errors import KVFrameError
+from kvframe.contract import KVFrameError
 
 TEXTS = (
     "A cat sits on the mat.",

@@ -10,7 +10,8 @@ from array import array
 import numpy as np
 from kvframe_sliding_window.spec import SlidingWindowSpec
 
-from kvframe import FullAttentionSpec, KVCacheManager, KVCachePlan, LayerSpec, Pin, group_layers, plan_cache
+from kvframe import FullAttentionSpec, KVCacheManager, KVCachePlan, Pin, group_layers, plan_cache
+from kvframe.contract import LayerSpec
 
 SYSTEM = range(1000, 1400)
 

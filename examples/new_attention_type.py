@@ -21,8 +21,8 @@ import attrs
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from kvframe import AttentionSpec, Engine, SamplingParams, Stack, hookimpl, load_plugins, make_layer_specs
-from kvframe.contract.specs import MaskFunction, TokenRange, positive_int
+from kvframe import Engine, SamplingParams, Stack, load_plugins, make_layer_specs
+from kvframe.contract import AttentionSpec, MaskFunction, TokenRange, hookimpl, positive_int
 from kvframe.planning.recognise import find_adapter
 
 # --- the attention type: this is all that a researcher writes ---------------------------------------------------------

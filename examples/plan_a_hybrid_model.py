@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvframe import KVCachePlan, Registry, Stack, group_layers, load_plugins, make_layer_specs, plan_cache
 from kvframe.config.stack import parse_bytes
-from kvframe.contract.errors import KVFrameError
+from kvframe.contract import KVFrameError
 from kvframe.planning.layer_file import read_layer_file
 
 LAYERS = Path(__file__).parent / "layers" / "gemma_3_27b.json"

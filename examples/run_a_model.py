@@ -16,7 +16,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from kvframe import Engine, SamplingParams, Stack
-from kvframe.contract.errors import KVFrameError
+from kvframe.contract import KVFrameError
 
 
 def save_tiny_model(path: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from kvframe import Engine, SamplingParams, Stack
-from kvframe.contract.errors import KVFrameError
+from kvframe.contract import KVFrameError
 
 SYSTEM_PROMPT = [number * number % 499 for number in range(2000)]
 QUESTION = [*SYSTEM_PROMPT, 7, 8, 9]

@@ -87,7 +87,7 @@ def plugin(name: str, **registered: Mapping[str, type]) -> types.ModuleType:
                 register(key, each)
 
         register_all.__name__ = f"kvframe_register_{kind}"
-        setattr(module, register_all.__name__, kvframe.hookimpl(register_all))
+        setattr(module, register_all.__name__, kvframe.contract.hookimpl(register_all))
     return module
 
 

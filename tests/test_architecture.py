@@ -20,6 +20,7 @@ import pytest
 
 import kvframe
 import kvframe.cache
+import kvframe.contract
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.contract.model import LoadedModel, ModelAdapter
 from kvframe.contract.specs import KVCacheSpec
@@ -416,42 +417,44 @@ def test_loading_the_installed_plugins_loads_nothing_heavy() -> None:
 # --- public names -----------------------------------------------------------------------------------------------------
 
 
-def names_for_type_checkers() -> dict[str, str]:
-    tree = ast.parse((CORE / "__init__.py").read_text(encoding="utf-8"))
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module != "typing"]
-    found = {}
-    for node in imports:
-        for alias in node.names:
-            if alias.asname == alias.name:
-                found[alias.name] = str(node.module).removeprefix("kvframe.")
+def public_names() -> list[tuple[str, str, str]]:
+    """Return each name that the stubs list: the package, the module that defines it, and the name."""
+    found = []
+    for package in ("kvframe", "kvframe.contract"):
+        stub = ROOT.joinpath(*package.split("."), "__init__.pyi").read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(stub)):
+            if isinstance(node, ast.ImportFrom):
+                found += [(package, f"{package}.{node.module}", alias.name) for alias in node.names]
     return found
 
 
-def test_type_checkers_and_the_interpreter_find_each_public_name_in_the_same_place() -> None:
-    assert kvframe._HOME == names_for_type_checkers()
+def test_the_stubs_list_each_public_name_once() -> None:
+    for package in (kvframe, kvframe.contract):
+        names = [name for home, _, name in public_names() if home == package.__name__]
+        assert sorted(package.__all__) == sorted(names) == sorted(set(names))
 
 
-@pytest.mark.parametrize("name", kvframe.__all__)
-def test_every_public_name_can_be_imported(name: str) -> None:
-    assert getattr(kvframe, name) is getattr(importlib.import_module(f"kvframe.{kvframe._HOME[name]}"), name)
+@pytest.mark.parametrize(("package", "module", "name"), public_names())
+def test_every_public_name_can_be_imported(package: str, module: str, name: str) -> None:
+    assert getattr(importlib.import_module(package), name) is getattr(importlib.import_module(module), name)
 
 
-def is_documented(name: str) -> bool:
-    value = getattr(kvframe, name)
+def is_documented(module: str, name: str) -> bool:
+    value = getattr(importlib.import_module(module), name)
     if inspect.isclass(value) or inspect.isfunction(value):
         return bool(value.__doc__)
     # A constant or an alias: a string literal follows its assignment.
-    body = ast.parse((CORE / f"{kvframe._HOME[name].replace('.', '/')}.py").read_text(encoding="utf-8")).body
+    body = ast.parse(ROOT.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8")).body
     for statement, following in itertools.pairwise(body):
-        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             return isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
     return False
 
 
-@pytest.mark.parametrize("name", kvframe.__all__)
-def test_every_public_name_is_documented(name: str) -> None:
-    assert is_documented(name)
+@pytest.mark.parametrize(("package", "module", "name"), public_names())
+def test_every_public_name_is_documented(package: str, module: str, name: str) -> None:
+    assert is_documented(module, name)
 
 
 def test_every_core_package_is_importable_by_name() -> None:

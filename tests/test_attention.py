@@ -67,11 +67,11 @@ def registering() -> types.ModuleType:
     """Make a plugin module that registers this file's wrapper and backend."""
     module = types.ModuleType("recording_plugin")
 
-    @kvframe.hookimpl
+    @kvframe.contract.hookimpl
     def kvframe_register_wrappers(register: Any) -> None:
         register("halve", Halve)
 
-    @kvframe.hookimpl
+    @kvframe.contract.hookimpl
     def kvframe_register_backends(register: Any) -> None:
         register("recorder", Recorder)
 

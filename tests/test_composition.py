@@ -10,8 +10,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from kvframe import hookimpl, load_plugins
+from kvframe import load_plugins
 from kvframe.builtin.torch_reference import TorchReferenceBackend
+from kvframe.contract import hookimpl
 from kvframe.contract.backend import Capabilities
 from kvframe.contract.hookspecs import Register
 from kvframe.loading.registry import Registry

@@ -10,9 +10,10 @@ import pytest
 import torch
 from kvframe_cpu.backend import CpuBackend
 
-from kvframe import LayerSpec, QuerySpec, load_plugins
+from kvframe import load_plugins
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.builtin.torch_reference import TorchReferenceBackend
+from kvframe.contract import LayerSpec, QuerySpec
 from kvframe.contract.backend import KVCache
 from kvframe.contract.formats import KVFormat
 from kvframe.testing.case import Request

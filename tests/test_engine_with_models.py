@@ -14,8 +14,9 @@ from kvframe_transformers.testing import save_tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from kvframe import Engine, RequestOutput, SamplingParams, Stack, hookimpl
+from kvframe import Engine, RequestOutput, SamplingParams, Stack
 from kvframe.builtin.torch_backend import TorchBackend
+from kvframe.contract import hookimpl
 from kvframe.contract.errors import BackendError, ModelError, PlanError, StackError
 from tests.serving import GREEDY, PROMPTS, TinyModel, held_pages, ids, make_stack
 

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframe import Engine, Stack, hookimpl, load_plugins
+from kvframe import Engine, Stack, load_plugins
 from kvframe.attention.step import StepBatch
 from kvframe.builtin.torch_backend import TorchBackend, TorchMetadataBuilder
+from kvframe.contract import hookimpl
 from kvframe.contract.order import BatchOrder
 from kvframe.engine.requests.request import Request, SamplingParams
 from kvframe.engine.running.runner import are_last_tokens

@@ -18,12 +18,13 @@ import attrs
 import pytest
 import torch
 
-from kvframe import Stack, hookimpl, load_plugins
+from kvframe import Stack, load_plugins
 from kvframe.attention.attending import AttentionLayer, GroupStep
 from kvframe.attention.group import form_groups
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.config.eviction_choice import make_policy
+from kvframe.contract import hookimpl
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.contract.description import LayerDescription, ModelDescription
 from kvframe.contract.errors import KVFrameError

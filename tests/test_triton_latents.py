@@ -15,7 +15,7 @@ from kvframe_triton import latents_builder
 from kvframe_triton.latents import TritonMLABackend
 from triton import knobs
 
-from kvframe import LayerSpec, QuerySpec
+from kvframe.contract import LayerSpec, QuerySpec
 from kvframe.contract.errors import BackendError
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend

@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from yoco_model import Attend, Yoco, YocoConfig
 
-from kvframe import AttentionLayers, LayerDescription, LoadedModel, ModelAdapter, ModelDescription
-from kvframe.contract.errors import ModelError
+from kvframe import AttentionLayers
+from kvframe.contract import LayerDescription, LoadedModel, ModelAdapter, ModelDescription, ModelError
 
 ARCHITECTURE = "yoco"
 _SELF_CHECK_LENS = (5, 9, 40)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from kvframe_attention_free import EncoderOnlySpec
 
-from kvframe import LayerSpec, QuerySpec, group_layers, load_plugins, plan_cache
+from kvframe import group_layers, load_plugins, plan_cache
+from kvframe.contract import LayerSpec, QuerySpec
 from kvframe.testing.laws import check_spec
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract import CommonAttentionMetadata
 
 MakeBatch = Callable[..., CommonAttentionMetadata]
 

@@ -15,8 +15,15 @@ from kvframe_chunked_local.wrapper import ChunkedLocal
 from kvframe.attention.wrapping import apply_chain, apply_wrapper
 from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.contract.metadata import ENCODER_SEQ_LENS, SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
-from kvframe.contract.specs import LayerSpec, QuerySpec
+from kvframe.contract import (
+    ENCODER_SEQ_LENS,
+    SEQ_STARTS,
+    Axis,
+    CommonAttentionMetadata,
+    Extension,
+    LayerSpec,
+    QuerySpec,
+)
 from kvframe.selection.chains import bind_chain
 from kvframe.testing.reference import dense_attention, visible_tokens
 

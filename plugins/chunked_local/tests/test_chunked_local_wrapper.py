@@ -14,20 +14,21 @@ from kvframe_chunked_local.pieces import most_pieces
 from kvframe_chunked_local.wrapper import ChunkedLocal
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvframe import FullAttentionSpec
 from kvframe.attention.padding import pad_metadata
 from kvframe.attention.wrapping import apply_wrapper
-from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.config.wrapper_order import check_order
-from kvframe.contract.errors import WrapperError
-from kvframe.contract.metadata import (
+from kvframe.contract import (
     ENCODER_SEQ_LENS,
     NUM_ACCEPTED_TOKENS,
     SEQ_STARTS,
     Axis,
     CommonAttentionMetadata,
     Extension,
+    LayerSpec,
+    QuerySpec,
+    WrapperError,
 )
-from kvframe.contract.specs import LayerSpec, QuerySpec
 from kvframe.selection.chains import bind_chain
 from kvframe.testing.wrappers import check_wrapper
 

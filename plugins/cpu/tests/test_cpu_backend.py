@@ -11,9 +11,8 @@ import torch
 from kvframe_cpu.backend import CpuBackend
 from kvframe_kernels.cpu import build
 
-from kvframe import LayerSpec, QuerySpec, Stack, load_plugins
-from kvframe.builtin.full_attention import FullAttentionSpec
-from kvframe.contract.errors import BackendError
+from kvframe import FullAttentionSpec, Stack, load_plugins
+from kvframe.contract import BackendError, LayerSpec, QuerySpec
 from kvframe.selection.select import select_backends
 from kvframe.testing.case import Request
 from kvframe.testing.conformance import check_backend

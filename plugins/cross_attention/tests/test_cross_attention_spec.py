@@ -10,9 +10,8 @@ import pytest
 from kvframe_cross_attention import CrossAttentionSpec
 
 import kvframe
-from kvframe.builtin.full_attention import FullAttentionSpec
-from kvframe.contract.errors import PlanError
-from kvframe.contract.specs import ENCODER, TOKENS, AttentionMask, LayerSpec, QuerySpec
+from kvframe import FullAttentionSpec
+from kvframe.contract import ENCODER, TOKENS, AttentionMask, LayerSpec, PlanError, QuerySpec
 from kvframe.testing.laws import check_spec
 
 CROSS = CrossAttentionSpec(block_size=4, num_kv_heads=2, head_size=8)

@@ -15,21 +15,21 @@ from hypothesis import strategies as st
 from kvframe_decode_only.wrapper import DecodeOnly
 
 import kvframe
+from kvframe import FullAttentionSpec
 from kvframe.attention.padding import pad_metadata
 from kvframe.attention.wrapping import apply_wrapper
-from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.config.wrapper_order import check_order
-from kvframe.contract.errors import WrapperError
-from kvframe.contract.metadata import (
+from kvframe.contract import (
     ENCODER_SEQ_LENS,
     NUM_ACCEPTED_TOKENS,
     SEQ_STARTS,
     Axis,
     CommonAttentionMetadata,
     Extension,
+    LayerSpec,
+    MetadataWrapper,
+    WrapperError,
 )
-from kvframe.contract.specs import LayerSpec
-from kvframe.contract.wrapper import MetadataWrapper
 from kvframe.testing.case import Request
 from kvframe.testing.metadata import find_problem, make_metadata
 from kvframe.testing.wrappers import check_wrapper

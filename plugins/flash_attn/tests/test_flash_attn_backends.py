@@ -14,8 +14,7 @@ import torch
 from kvframe_kernels.flash_reference import paged_attention
 
 from kvframe import load_plugins
-from kvframe.contract.backend import AttentionBackend
-from kvframe.contract.errors import PluginError
+from kvframe.contract import AttentionBackend, PluginError
 from kvframe.selection.chains import WrapperChain
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend

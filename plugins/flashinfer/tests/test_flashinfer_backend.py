@@ -17,9 +17,8 @@ import pytest
 import torch
 from kvframe_kernels.flash_reference import paged_attention
 
-from kvframe import LayerSpec, load_plugins
-from kvframe.contract.backend import AttentionBackend
-from kvframe.contract.errors import PluginError
+from kvframe import load_plugins
+from kvframe.contract import AttentionBackend, LayerSpec, PluginError
 from kvframe.selection.chains import WrapperChain
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend

@@ -12,9 +12,8 @@ import pytest
 import torch
 from kvframe_kernels.flash_reference import paged_attention
 
-from kvframe import LayerSpec, load_plugins
-from kvframe.contract.backend import AttentionBackend
-from kvframe.contract.errors import BackendError, PluginError
+from kvframe import load_plugins
+from kvframe.contract import AttentionBackend, BackendError, LayerSpec, PluginError
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer

@@ -17,8 +17,8 @@ from kvframe_flex.kernel import find_blocks
 from torch._dynamo import config as dynamo_config
 from torch.fx.experimental import _config as shapes_config
 
-from kvframe import LayerSpec, Stack, load_plugins
-from kvframe.contract.errors import BackendError, StackError
+from kvframe import Stack, load_plugins
+from kvframe.contract import BackendError, LayerSpec, StackError
 from kvframe.selection.select import select_backends
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend

@@ -12,8 +12,7 @@ import torch
 from kvframe_kv_formats import Fp8Tensor, Fp8TokenHead, Int4TokenHead, Int8TokenHead
 from kvframe_kv_formats.formats import MAX_SCALE, MIN_SCALE
 
-from kvframe.contract.errors import SpecError
-from kvframe.contract.formats import KVFormat, StateTensor
+from kvframe.contract import KVFormat, SpecError, StateTensor
 from kvframe.testing.formats import check_format
 
 FORMATS = (Fp8Tensor(), Fp8TokenHead(), Int8TokenHead(), Int4TokenHead())

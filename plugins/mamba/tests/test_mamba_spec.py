@@ -14,8 +14,7 @@ from kvframe_mamba import MambaSpec
 from kvframe_mamba.spec import WHOLE_REQUEST
 
 import kvframe
-from kvframe.contract.errors import KVFrameError
-from kvframe.contract.specs import StateTensor
+from kvframe.contract import KVFrameError, StateTensor
 from kvframe.testing.laws import check_spec
 
 Blocks = tuple[tuple[int, int], ...]

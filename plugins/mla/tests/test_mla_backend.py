@@ -17,8 +17,8 @@ from kvframe_mla.testing import Latents
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvframe import LayerSpec, QuerySpec, load_plugins
-from kvframe.contract.errors import BackendError
+from kvframe import load_plugins
+from kvframe.contract import BackendError, LayerSpec, QuerySpec
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 from kvframe_mla import MLASpec
 
-from kvframe import LayerSpec, Stack, group_layers, load_plugins, make_layer_specs
-from kvframe.builtin.full_attention import FullAttentionSpec
-from kvframe.contract.errors import SpecError, UnknownNameError
-from kvframe.contract.specs import AttentionMask
+from kvframe import FullAttentionSpec, Stack, group_layers, load_plugins, make_layer_specs
+from kvframe.contract import AttentionMask, LayerSpec, SpecError, UnknownNameError
 from kvframe.planning.layer_file import read_layer_file
 from kvframe.testing.laws import check_spec
 

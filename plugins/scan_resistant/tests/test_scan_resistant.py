@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from kvframe_scan_resistant.policy import ScanResistant
 
-from kvframe import FullAttentionSpec, KVCacheManager, LayerSpec, group_layers, plan_cache
-from kvframe.contract.eviction import LRU, MOST_USES, EvictionPolicy, LetGo
+from kvframe import FullAttentionSpec, KVCacheManager, group_layers, plan_cache
+from kvframe.contract import LRU, MOST_USES, EvictionPolicy, LayerSpec, LetGo
 from kvframe.testing.eviction import check_policy
 
 POOL_PAGES, BLOCK = 256, 16

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from kvframe_sliding_window import SlidingWindowSpec
 
 import kvframe
-from kvframe.builtin.full_attention import FullAttentionSpec
-from kvframe.contract.errors import SpecError
-from kvframe.contract.specs import AttentionMask, KVCacheSpec
+from kvframe import FullAttentionSpec
+from kvframe.contract import AttentionMask, KVCacheSpec, SpecError
 from kvframe.testing.laws import check_spec
 
 

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from kvframe.attention.state import StateStep
-from kvframe.contract.description import LayerDescription
-from kvframe.contract.model import LoadedModel
-from kvframe.contract.specs import KVCacheSpec, StateTensor, TokenRange
+from kvframe.contract import KVCacheSpec, LayerDescription, LoadedModel, StateTensor, TokenRange
 
 
 class OneState(KVCacheSpec):

@@ -15,7 +15,7 @@ from kvframe_transformers.routing import RUN_TIME
 from kvframe_transformers.testing import save_tiny
 from transformers import AttentionMaskInterface
 
-from kvframe.contract.errors import ModelError
+from kvframe.contract import ModelError
 
 
 def load(path: Path, family: str, **overrides: Any) -> TransformersModel:

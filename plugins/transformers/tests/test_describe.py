@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
-from kvframe.contract.errors import ModelError
+from kvframe.contract import ModelError
 
 
 def write_config(folder: Path, model_type: str, **overrides: Any) -> Path:

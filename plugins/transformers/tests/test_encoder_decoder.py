@@ -14,8 +14,7 @@ from kvframe_transformers.testing import save_tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from kvframe.contract.description import ModelDescription
-from kvframe.contract.errors import ModelError, RequestError
+from kvframe.contract import ModelDescription, ModelError, RequestError
 
 IDS = [5, 9, 17, 33, 2]
 

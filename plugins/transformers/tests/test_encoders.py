@@ -15,8 +15,7 @@ from kvframe_transformers.encoders import find_first_position, generates, num_un
 from kvframe_transformers.testing import ENCODER_FAMILIES, FAMILIES, save_tiny, tiny_config, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from kvframe.contract.description import Pooling
-from kvframe.contract.errors import ModelError
+from kvframe.contract import ModelError, Pooling
 
 POOLING = "sentence_transformers.models.Pooling"
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from kvframe.contract.errors import ModelError, UnknownNameError
+from kvframe.contract import ModelError, UnknownNameError
 
 
 def refusal(path: Path) -> str:

@@ -18,7 +18,7 @@ from kvframe_transformers.states import StateView, is_mixer
 from kvframe_transformers.testing import save_tiny, tiny_model
 
 from kvframe.attention.state import StateRound, StateRun, StateStep
-from kvframe.contract.errors import ModelError
+from kvframe.contract import ModelError
 
 
 def attached(path: Path, family: str, dense_layers: Any) -> tuple[TransformersModel, Any]:

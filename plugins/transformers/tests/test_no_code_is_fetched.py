@@ -13,7 +13,7 @@ from kvframe_transformers.adapter import TransformersAdapter
 from kvframe_transformers.testing import save_tiny
 from transformers.integrations import hub_kernels
 
-from kvframe.contract.errors import ModelError
+from kvframe.contract import ModelError
 
 
 @pytest.fixture(autouse=True)

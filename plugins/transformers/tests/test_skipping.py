@@ -16,7 +16,7 @@ from kvframe_transformers.skipping import blocks_from
 from kvframe_transformers.testing import save_tiny
 from torch import nn
 
-from kvframe.contract.errors import ModelError
+from kvframe.contract import ModelError
 
 FAMILIES = ("gemma3n_text", "gemma4_text")
 SKIPPED = ("model.layers.4.self_attn", "model.layers.5.self_attn")

@@ -15,7 +15,7 @@ from kvframe_transformers.temperature import Temperature, temperature_of
 from kvframe_transformers.testing import save_tiny
 from torch import nn
 
-from kvframe.contract.errors import ModelError
+from kvframe.contract import ModelError
 
 
 @pytest.fixture

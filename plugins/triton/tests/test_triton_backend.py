@@ -11,10 +11,10 @@ from kvframe_triton.backend import TritonBackend
 from kvframe_triton.builder import TritonMetadata
 from triton import knobs
 
-from kvframe import LayerSpec, load_plugins
+from kvframe import load_plugins
 from kvframe.attention.padding import pad_metadata
 from kvframe.attention.staging import Staging
-from kvframe.contract.capture import GraphCapture
+from kvframe.contract import GraphCapture, LayerSpec
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import attrs
 
-from kvframe.builtin.full_attention import FullAttentionSpec
-from kvframe.contract.specs import AttentionMask, AttentionSpec, TokenRange, positive_int
+from kvframe import FullAttentionSpec
+from kvframe.contract import AttentionMask, AttentionSpec, TokenRange, positive_int
 
 
 @attrs.frozen(kw_only=True)

@@ -12,18 +12,21 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from kvframe.contract.capture import GraphCapture
-from kvframe.contract.errors import WrapperError
-from kvframe.contract.metadata import (
+from kvframe.contract import (
     ENCODER_SEQ_LENS,
     NUM_ACCEPTED_TOKENS,
     SEQ_STARTS,
+    VIRTUAL_REQUESTS,
+    AttentionMask,
     Axis,
     CommonAttentionMetadata,
     Extension,
+    FieldUse,
+    GraphCapture,
+    LayerSpec,
+    MetadataWrapper,
+    WrapperError,
 )
-from kvframe.contract.specs import AttentionMask, LayerSpec
-from kvframe.contract.wrapper import VIRTUAL_REQUESTS, FieldUse, MetadataWrapper
 from kvframe_chunked_local.block_runs import BlockRuns
 from kvframe_chunked_local.pieces import IntArray, cut_requests, most_pieces
 

@@ -10,11 +10,18 @@ from kvframe_kernels.cpu.attention import Batch, Scales, Scoring, paged_attentio
 from kvframe_kernels.cpu.build import BuildError, load_library
 from kvframe_kernels.cpu.write import write_kv
 
-from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, Capabilities, KVCache
-from kvframe.contract.capture import GraphCapture
-from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata
-from kvframe.contract.relative_bias import RELATIVE_BIAS, bias_by_distance
-from kvframe.contract.specs import LayerSpec
+from kvframe.contract import (
+    RELATIVE_BIAS,
+    SEQ_STARTS,
+    AttentionBackend,
+    AttentionMetadataBuilder,
+    Capabilities,
+    CommonAttentionMetadata,
+    GraphCapture,
+    KVCache,
+    LayerSpec,
+    bias_by_distance,
+)
 
 
 class CpuMetadataBuilder(AttentionMetadataBuilder):

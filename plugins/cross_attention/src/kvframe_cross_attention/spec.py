@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import attrs
 
-from kvframe.contract.specs import ENCODER, AttentionMask, AttentionSpec, TokenRange
+from kvframe.contract import ENCODER, AttentionMask, AttentionSpec, TokenRange
 
 
 @attrs.frozen(kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvframe.contract.hookspecs import Register, hookimpl
+from kvframe.contract import Register, hookimpl
 
 
 @hookimpl

@@ -9,11 +9,19 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe.contract.capture import GraphCapture
-from kvframe.contract.errors import WrapperError
-from kvframe.contract.metadata import ENCODER_SEQ_LENS, NUM_ACCEPTED_TOKENS, SEQ_STARTS, CommonAttentionMetadata
-from kvframe.contract.specs import LayerSpec
-from kvframe.contract.wrapper import DROPS_TOKENS, VIRTUAL_REQUESTS, FieldUse, MetadataWrapper
+from kvframe.contract import (
+    DROPS_TOKENS,
+    ENCODER_SEQ_LENS,
+    NUM_ACCEPTED_TOKENS,
+    SEQ_STARTS,
+    VIRTUAL_REQUESTS,
+    CommonAttentionMetadata,
+    FieldUse,
+    GraphCapture,
+    LayerSpec,
+    MetadataWrapper,
+    WrapperError,
+)
 
 
 @attrs.frozen(kw_only=True)

@@ -9,10 +9,15 @@ import flash_attn
 import numpy as np
 import torch
 
-from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, Capabilities, KVCache
-from kvframe.contract.capture import GraphCapture
-from kvframe.contract.metadata import CommonAttentionMetadata
-from kvframe.contract.specs import LayerSpec
+from kvframe.contract import (
+    AttentionBackend,
+    AttentionMetadataBuilder,
+    Capabilities,
+    CommonAttentionMetadata,
+    GraphCapture,
+    KVCache,
+    LayerSpec,
+)
 from kvframe_flash_attn.shared import DTYPES, HEAD_SIZES, sees, unusable_reason, with_sinks
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvframe.contract.metadata import CommonAttentionMetadata
-from kvframe.contract.specs import LayerSpec
+from kvframe.contract import CommonAttentionMetadata, LayerSpec
 
 DTYPES = frozenset({"float16", "bfloat16"})
 

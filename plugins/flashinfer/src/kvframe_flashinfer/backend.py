@@ -12,8 +12,7 @@ import torch
 from flashinfer.jit import env
 from flashinfer.jit.cpp_ext import get_cuda_path
 
-from kvframe.contract.backend import AttentionBackend, Capabilities, KVCache
-from kvframe.contract.specs import LayerSpec
+from kvframe.contract import AttentionBackend, Capabilities, KVCache, LayerSpec
 from kvframe_flashinfer.builder import FlashInferMetadata, FlashInferMetadataBuilder, Problem
 
 KERNELS = ("auto", "fa2", "fa3")

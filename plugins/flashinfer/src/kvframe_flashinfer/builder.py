@@ -9,11 +9,14 @@ import flashinfer
 import numpy as np
 import torch
 
-from kvframe.contract.backend import AttentionMetadataBuilder
-from kvframe.contract.formats import PLAIN
-from kvframe.contract.metadata import CommonAttentionMetadata
-from kvframe.contract.order import BatchOrder, split_batch
-from kvframe.contract.specs import LayerSpec
+from kvframe.contract import (
+    PLAIN,
+    AttentionMetadataBuilder,
+    BatchOrder,
+    CommonAttentionMetadata,
+    LayerSpec,
+    split_batch,
+)
 from kvframe_flashinfer.pages import IntArray, PageLists
 from kvframe_flashinfer.plans import Wrappers, workspace
 

@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 
-from kvframe.contract.backend import AttentionBackend, Capabilities, KVCache
-from kvframe.contract.errors import BackendError
-from kvframe.contract.specs import LayerSpec
+from kvframe.contract import AttentionBackend, BackendError, Capabilities, KVCache, LayerSpec
 from kvframe_flashinfer.backend import FlashInferBackend, FlashInferOptions
 from kvframe_flashinfer.latents_builder import LatentMetadata, LatentMetadataBuilder, LatentProblem
 

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
-from kvframe.contract.backend import AttentionMetadataBuilder
-from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract import AttentionMetadataBuilder, CommonAttentionMetadata
 from kvframe_flashinfer.pages import IntArray, PageLists
 from kvframe_flashinfer.plans import Wrappers, workspace
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract import CommonAttentionMetadata
 
 IntArray = npt.NDArray[np.signedinteger[Any]]
 

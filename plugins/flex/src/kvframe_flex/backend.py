@@ -11,10 +11,15 @@ import attrs
 import torch
 from torch.nn.functional import pad
 
-from kvframe.contract.backend import AttentionBackend, Capabilities, KVCache
-from kvframe.contract.metadata import SEQ_STARTS
-from kvframe.contract.relative_bias import RELATIVE_BIAS, bias_by_distance
-from kvframe.contract.specs import LayerSpec
+from kvframe.contract import (
+    RELATIVE_BIAS,
+    SEQ_STARTS,
+    AttentionBackend,
+    Capabilities,
+    KVCache,
+    LayerSpec,
+    bias_by_distance,
+)
 from kvframe_flex.builder import FlexMetadataBuilder, Piece
 from kvframe_flex.kernel import Kernel, Scores, keep_static
 from kvframe_flex.pages import Sight

@@ -9,8 +9,7 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe.contract.backend import AttentionMetadataBuilder
-from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract import AttentionMetadataBuilder, CommonAttentionMetadata
 from kvframe_flex.kernel import Places, find_blocks, keep_static
 from kvframe_flex.pages import SINK, HostPiece, IntArray, Sight, cut_pieces
 

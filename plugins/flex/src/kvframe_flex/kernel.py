@@ -17,9 +17,7 @@ import attrs
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from kvframe.contract.errors import BackendError
-from kvframe.contract.relative_bias import bias_columns
-from kvframe.contract.specs import MaskFunction, QuerySpec
+from kvframe.contract import BackendError, MaskFunction, QuerySpec, bias_columns
 from kvframe_flex.dense import dense_flex_attention
 from kvframe_flex.pages import SINK
 

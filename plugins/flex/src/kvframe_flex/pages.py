@@ -13,8 +13,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata
-from kvframe.contract.specs import AttentionMask, MaskFunction
+from kvframe.contract import SEQ_STARTS, AttentionMask, CommonAttentionMetadata, MaskFunction
 
 MAX_TILE_QUERIES = 1024
 """Queries of a tile at most. A longer prompt is several tiles, each of which gathers what it sees."""

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
-from kvframe.contract.errors import SpecError
-from kvframe.contract.formats import KVFormat, StateTensor
+from kvframe.contract import KVFormat, SpecError, StateTensor
 
 if TYPE_CHECKING:
     import torch

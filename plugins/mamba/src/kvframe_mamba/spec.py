@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvframe.contract.errors import SpecError
-from kvframe.contract.specs import KVCacheSpec, StateTensor, TokenRange, align_up
+from kvframe.contract import KVCacheSpec, SpecError, StateTensor, TokenRange, align_up
 
 Shapes = tuple[tuple[int, ...], ...]
 

@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from kvframe.contract.backend import AttentionBackend, Capabilities, KVCache
-from kvframe.contract.errors import BackendError
-from kvframe.contract.metadata import SEQ_STARTS
-from kvframe.contract.specs import LayerSpec
+from kvframe.contract import SEQ_STARTS, AttentionBackend, BackendError, Capabilities, KVCache, LayerSpec
 from kvframe_mla.builder import MLAMetadataBuilder, Piece
 from kvframe_mla.cost import Cost
 from kvframe_mla.pieces import ABSORBED, SQUARE

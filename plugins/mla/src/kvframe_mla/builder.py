@@ -6,8 +6,7 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe.contract.backend import AttentionMetadataBuilder
-from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata
+from kvframe.contract import SEQ_STARTS, AttentionMetadataBuilder, CommonAttentionMetadata
 from kvframe_mla.cost import Cost
 from kvframe_mla.pieces import ABSORBED, EXPANDED, SQUARE, HostPiece, Tiles, cut_pieces, lay_out
 

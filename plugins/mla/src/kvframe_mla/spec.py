@@ -7,8 +7,15 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvframe.contract.errors import UnknownNameError
-from kvframe.contract.specs import ITEM_BYTES, AttentionMask, KVCacheSpec, StateTensor, TokenRange, positive_int
+from kvframe.contract import (
+    ITEM_BYTES,
+    AttentionMask,
+    KVCacheSpec,
+    StateTensor,
+    TokenRange,
+    UnknownNameError,
+    positive_int,
+)
 
 
 def _known_dtype(instance: Any, attribute: attrs.Attribute[str], value: str) -> None:

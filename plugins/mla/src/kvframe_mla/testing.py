@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
-from kvframe.contract.specs import KVCacheSpec, LayerSpec
+from kvframe.contract import KVCacheSpec, LayerSpec
 from kvframe.testing.state import AnyMask, Draw, StateForm
 from kvframe_mla.backend import KV_UP
 from kvframe_mla.spec import MLASpec

@@ -10,10 +10,17 @@ import torch
 from kvframe_kernels.jit.attention import Batch, paged_attention
 from kvframe_kernels.jit.plan import Mask, plan
 
-from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder, Capabilities, KVCache
-from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata
-from kvframe.contract.relative_bias import RELATIVE_BIAS, bias_by_distance
-from kvframe.contract.specs import LayerSpec
+from kvframe.contract import (
+    RELATIVE_BIAS,
+    SEQ_STARTS,
+    AttentionBackend,
+    AttentionMetadataBuilder,
+    Capabilities,
+    CommonAttentionMetadata,
+    KVCache,
+    LayerSpec,
+    bias_by_distance,
+)
 
 
 class NumbaMetadataBuilder(AttentionMetadataBuilder):

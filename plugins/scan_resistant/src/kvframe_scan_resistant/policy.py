@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.contract.eviction import MOST_USES, EvictionPolicy, LetGo
+from kvframe.contract import MOST_USES, EvictionPolicy, LetGo
 
 MOST_PATIENCE = 1000
 

@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvframe.builtin.full_attention import FullAttentionSpec
-from kvframe.contract.errors import SpecError
-from kvframe.contract.specs import AttentionMask, AttentionSpec, TokenRange, positive_int
+from kvframe import FullAttentionSpec
+from kvframe.contract import AttentionMask, AttentionSpec, SpecError, TokenRange, positive_int
 
 
 def _not_negative(instance: Any, attribute: attrs.Attribute[int], value: int) -> None:

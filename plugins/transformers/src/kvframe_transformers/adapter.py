@@ -7,10 +7,7 @@ from pathlib import Path
 
 import torch
 
-from kvframe.contract.description import ModelDescription
-from kvframe.contract.errors import ModelError, UnknownNameError
-from kvframe.contract.model import LoadedModel, ModelAdapter
-from kvframe.contract.specs import ENCODER
+from kvframe.contract import ENCODER, LoadedModel, ModelAdapter, ModelDescription, ModelError, UnknownNameError
 from kvframe_transformers.checkpoint import (
     build_without_weights,
     eos_token_ids,

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from kvframe.contract.errors import ModelError, shown
+from kvframe.contract import ModelError, shown
 from kvframe_transformers.encoders import BodyLoader, generates
 
 # Their type hints are incomplete.

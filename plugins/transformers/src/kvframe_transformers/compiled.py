@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvframe.contract.operator import OpaqueAttention
+from kvframe.contract import OpaqueAttention
 from kvframe_transformers.routing import OPAQUE, attend_now
 
 _log = logging.getLogger("kvframe")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from kvframe.contract.errors import ModelError
+from kvframe.contract import ModelError
 from kvframe_transformers.discovery import takes_position_ids
 from kvframe_transformers.routing import running_step
 

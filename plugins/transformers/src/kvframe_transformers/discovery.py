@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvframe.contract.description import LayerDescription
-from kvframe.contract.errors import ModelError
+from kvframe.contract import LayerDescription, ModelError
 from kvframe_transformers.latents import KIND as LATENT_KIND
 from kvframe_transformers.masks import MaskKind, classify_mask, sees_all
 from kvframe_transformers.recording import (

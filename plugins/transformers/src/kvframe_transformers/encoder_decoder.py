@@ -10,10 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from kvframe.contract.description import ModelDescription
-from kvframe.contract.errors import ModelError, RequestError
-from kvframe.contract.model import LoadedModel, ModelInput
-from kvframe.contract.specs import ENCODER
+from kvframe.contract import ENCODER, LoadedModel, ModelDescription, ModelError, ModelInput, RequestError
 from kvframe_transformers.decoder_hooks import DecoderHooks
 from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.model_inputs import EncoderStates, features_input, ids_input

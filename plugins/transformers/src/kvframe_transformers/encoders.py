@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
-from kvframe.contract.errors import ModelError
+from kvframe.contract import ModelError
 
 _Body: Any = AutoModel  # its methods have no type hints
 

@@ -14,8 +14,7 @@ import attrs
 import torch
 from torch import nn
 
-from kvframe.contract.description import LayerDescription
-from kvframe.contract.errors import ModelError
+from kvframe.contract import LayerDescription, ModelError
 
 KIND = "mla"
 """The kind of these layers."""

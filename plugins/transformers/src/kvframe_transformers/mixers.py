@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from kvframe.attention.state import StateRound, StateRun
-from kvframe.contract.errors import ModelError
+from kvframe.contract import ModelError
 from kvframe_transformers.paged_steps import PagedStep, kernels_run_on
 from kvframe_transformers.routing import RunState, running_step
 from kvframe_transformers.scans import ContinuedScan

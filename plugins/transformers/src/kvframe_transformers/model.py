@@ -15,10 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvframe.contract.description import LayerDescription, ModelDescription, Pooling
-from kvframe.contract.errors import ModelError
-from kvframe.contract.model import LoadedModel, ModelIdentity
-from kvframe.contract.operator import Attend
+from kvframe.contract import Attend, LayerDescription, LoadedModel, ModelDescription, ModelError, ModelIdentity, Pooling
 from kvframe_transformers.checkpoint import one_sentence, quiet
 from kvframe_transformers.compiled import CompiledBody
 from kvframe_transformers.latents import Latents

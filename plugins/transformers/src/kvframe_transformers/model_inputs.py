@@ -11,8 +11,7 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe.contract.errors import RequestError
-from kvframe.contract.model import ModelInput
+from kvframe.contract import ModelInput, RequestError
 
 
 @attrs.frozen(eq=False)

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutput
 
-from kvframe.contract.errors import ModelError
+from kvframe.contract import ModelError
 from kvframe_transformers.checkpoint import one_sentence
 from kvframe_transformers.latents import Expansion, noting_expansions
 from kvframe_transformers.masks import MaskFunction

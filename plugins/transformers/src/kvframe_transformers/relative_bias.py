@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvframe.contract.description import LayerDescription
+from kvframe.contract import LayerDescription
 
 PARAMETER = "relative_bias"
 """The query side's field, and the name by which a layer's table reaches its backend."""

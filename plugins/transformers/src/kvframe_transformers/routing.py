@@ -13,9 +13,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from kvframe.attention.state import StateStep
-from kvframe.contract.description import LayerDescription
-from kvframe.contract.errors import ModelError
-from kvframe.contract.operator import Attend, OpaqueAttention
+from kvframe.contract import Attend, LayerDescription, ModelError, OpaqueAttention
 from kvframe_transformers.discovery import scale_of
 from kvframe_transformers.temperature import Temperature
 

@@ -9,9 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from kvframe.contract.description import ModelDescription
-from kvframe.contract.errors import ModelError
-from kvframe.contract.model import ModelInput
+from kvframe.contract import ModelDescription, ModelError, ModelInput
 
 _PROMPT_LENS = (5, 9)
 _MAX_LOCAL = 64

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvframe.contract.description import Pooling, PoolingMode
-from kvframe.contract.errors import ModelError
+from kvframe.contract import ModelError, Pooling, PoolingMode
 
 _MODES: Mapping[str, PoolingMode] = {
     "pooling_mode_mean_tokens": "mean",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from kvframe.contract.errors import ModelError
+from kvframe.contract import ModelError
 from kvframe_transformers.routing import RunningStep, running_step
 
 

@@ -10,11 +10,17 @@ from kvframe_kernels.triton.attention import FORMATS, LOG2_E, PagedAttention
 from kvframe_kernels.triton.pages import copy_pages
 from kvframe_kernels.triton.write import write_kv
 
-from kvframe.contract.backend import AttentionBackend, Capabilities, KVCache, PageCopier
-from kvframe.contract.formats import PLAIN
-from kvframe.contract.metadata import SEQ_STARTS
-from kvframe.contract.relative_bias import RELATIVE_BIAS, bias_by_distance
-from kvframe.contract.specs import LayerSpec
+from kvframe.contract import (
+    PLAIN,
+    RELATIVE_BIAS,
+    SEQ_STARTS,
+    AttentionBackend,
+    Capabilities,
+    KVCache,
+    LayerSpec,
+    PageCopier,
+    bias_by_distance,
+)
 from kvframe_triton.builder import TritonMetadata, TritonMetadataBuilder
 
 DEFAULT_NUM_CORES = 132

@@ -11,9 +11,7 @@ from kvframe_kernels.triton.attention import PagedAttention
 from kvframe_kernels.triton.attention_plan import Programs, Work
 from kvframe_kernels.triton.attention_tiles import Batch
 
-from kvframe.contract.backend import AttentionMetadataBuilder
-from kvframe.contract.capture import GraphCapture
-from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata
+from kvframe.contract import SEQ_STARTS, AttentionMetadataBuilder, CommonAttentionMetadata, GraphCapture
 
 
 @attrs.frozen(eq=False)

@@ -14,10 +14,7 @@ from kvframe_kernels.triton.mla import LatentAttention
 from kvframe_kernels.triton.pages import copy_pages
 from kvframe_kernels.triton.write import write_kv
 
-from kvframe.contract.backend import AttentionBackend, Capabilities, KVCache, PageCopier
-from kvframe.contract.errors import BackendError
-from kvframe.contract.metadata import SEQ_STARTS
-from kvframe.contract.specs import LayerSpec
+from kvframe.contract import SEQ_STARTS, AttentionBackend, BackendError, Capabilities, KVCache, LayerSpec, PageCopier
 from kvframe_triton.backend import num_cores
 from kvframe_triton.latents_builder import ExpandedMetadata, Forms, LatentMetadata, LatentMetadataBuilder
 

@@ -9,10 +9,7 @@ from kvframe_kernels.triton.attention import PagedAttention
 from kvframe_kernels.triton.attention_tiles import Batch
 from kvframe_kernels.triton.mla import LatentAttention
 
-from kvframe.contract.backend import AttentionMetadataBuilder
-from kvframe.contract.capture import GraphCapture
-from kvframe.contract.metadata import CommonAttentionMetadata
-from kvframe.contract.order import BatchOrder
+from kvframe.contract import AttentionMetadataBuilder, BatchOrder, CommonAttentionMetadata, GraphCapture
 from kvframe_triton.builder import TritonMetadata, batch_of
 
 MAX_EXPANDED = 1 << 27
