@@ -31,7 +31,7 @@ SECRET_BYTES = 32
 PREFIX = b"kvframe.prefix.1"
 INPUT = b"kvframe.inputs.1"
 CONTENT = b"kvframe.content1"
-CHECK = b"kvframe.loading.checks.1"
+CHECK = b"kvframe.checks.1"
 
 NO_INPUTS: Mapping[str, InputSequence] = MappingProxyType({})
 _MAX_KEY_FILE = 4096
