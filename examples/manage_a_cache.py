@@ -53,8 +53,7 @@ def main() -> None:
     pin: Pin = manager.pin(array("I", SYSTEM))
     print(f"{pin.num_tokens} tokens are pinned, in {manager.num_held_pages} pages")
     manager.unpin(pin)
-    stats = manager.stats
-    print(f"{stats.hit_tokens} of {stats.queried_tokens} tokens were found, {stats.num_evictions} pages were evicted")
+    print(f"{manager.stats.hit_tokens} of {manager.stats.queried_tokens} tokens were found")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def test_the_cache_manager_serves_a_batch_without_the_engine() -> None:
     assert "pages held at the end: {'a0': [28, 5], 'a1': [28, 5], 'a2': [28, 5]}" == lines[0]
     assert "tokens found: {'b0': 400, 'b1': 400, 'b2': 400}" == lines[3]
     assert "400 tokens are pinned, in 29 pages" == lines[4]
-    assert "1200 of 2418 tokens were found, 0 pages were evicted" == lines[5]
+    assert "1200 of 2418 tokens were found" == lines[5]
     assert len((EXAMPLES / "manage_a_cache.py").read_text(encoding="utf-8").splitlines()) <= 60
 
 

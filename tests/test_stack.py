@@ -370,7 +370,7 @@ def test_an_unknown_wrapper_for_prefill_skipping_is_named(site: FakeSite) -> Non
 
 WRAPPERS = """
 import attrs
-from kvframe import MetadataWrapper
+from kvframe.contract import MetadataWrapper
 
 @attrs.frozen(kw_only=True)
 class Cut(MetadataWrapper):
