@@ -192,7 +192,7 @@ class Lives:
         assert expected == self.manager.block_ids(name)
         if use_prefix and self.model.is_caching:
             least, possible = self.model.branches(life)
-            life.branch = self.manager._coordinator.state(self.manager.row(name)).branch
+            life.branch = self.manager._numbers.states[self.manager.row(name)].branch
             assert life.branch in possible
             assert life.branch >= least
         self.running[name] = life

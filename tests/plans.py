@@ -145,4 +145,4 @@ def evict_all(manager: KVCacheManager) -> None:
 
 def branch(manager: KVCacheManager, name: str) -> int:
     """Return where a request parts from earlier ones."""
-    return manager._coordinator.state(manager.row(name)).branch
+    return manager._numbers.states[manager.row(name)].branch

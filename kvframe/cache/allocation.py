@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import attrs
@@ -14,54 +14,55 @@ from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.block_table import BlockTables, TableStack
 from kvframe.cache.copy_on_write import SharedBlocks
 from kvframe.cache.free_list import BlockIds
-from kvframe.cache.group_kinds import GroupKinds
 from kvframe.cache.row_pages import RowPages
-from kvframe.cache.rows import RowNumbers, Rows, RowState
-from kvframe.contract.specs import TokenRange
-from kvframe.planning.plan import KVCachePlan, PlannedGroup
+from kvframe.cache.rows import Counts, GroupKinds, RowNumbers, Rows
+from kvframe.planning.answers import Answers
+from kvframe.planning.plan import KVCachePlan
 
-Counts = npt.NDArray[np.int64]
-PagesOfGroups = Sequence[BlockIds] | npt.NDArray[np.int32]
+Indices = npt.NDArray[np.int64]
 
 
 @attrs.frozen(eq=False)
 class _Part:
-    """Consecutive groups of a table stack whose rows always have equally many blocks: they get their pages together.
+    """One group, or all groups of a table stack if they store every block: they get their pages together.
 
     Attributes:
         groups: Their indices.
         block_size: Tokens per block.
-        is_dense: Whether they store every block.
         ids: ``[num_groups, max_num_seqs, max_blocks], int32, host``: their block tables.
-        row_pages: Likewise, the pages that rows were given; None if these are not recorded beside the block tables.
+        row_pages: Likewise, the pages that rows were given; None if these are the block tables.
+        num_blocks: ``[num_groups, max_num_seqs], int64, host``: their rows of ``RowNumbers.num_blocks``, all equal.
+        answers: What the type of a group that stores few blocks answers; None if every block is stored.
     """
 
     groups: slice
     block_size: int
-    is_dense: bool
     ids: BlockIds
     row_pages: BlockIds | None
-
-    @property
-    def num_groups(self) -> int:
-        """How many groups they are."""
-        return len(self.ids)
+    num_blocks: Indices
+    answers: Answers | None
 
 
 class _NewBlocks(NamedTuple):
-    """Blocks that need a page, in each group of a part.
-
-    Attributes:
-        part: The groups.
-        rows: ``[n], int64, host``: the row of each block.
-        blocks: ``[n], int64, host``: its index.
-        num_blocks: Of all rows that blocks are allocated for, how many they have with these; None if it is no matter.
-    """
+    """Blocks that need a page in each group of a part: ``[n], int64, host`` each, the row and index of each block."""
 
     part: _Part
     rows: Rows
-    blocks: Counts
-    num_blocks: Counts | None = None
+    blocks: Indices
+
+    def take(self, starts: list[int], taken: BlockIds) -> BlockIds:
+        """Take ``[num_groups, n]`` pages from where each group's pages start, and advance the starts."""
+        first, count = starts[self.part.groups], len(self.blocks)
+        starts[self.part.groups] = [start + count for start in first]
+        if first[-1] - first[0] == count * (len(first) - 1):
+            return taken[first[0] : first[-1] + count].reshape(len(first), count)
+        return np.stack([taken[start : start + count] for start in first])
+
+    def write(self, pages: BlockIds) -> None:
+        """Put pages into the block tables, and record them."""
+        self.part.ids[:, self.rows, self.blocks] = pages
+        if self.part.row_pages is not None:
+            self.part.row_pages[:, self.rows, self.blocks] = pages
 
 
 class BlockAllocator:
@@ -75,42 +76,42 @@ class BlockAllocator:
         self,
         plan: KVCachePlan,
         kinds: GroupKinds,
+        numbers: RowNumbers,
         pool: BlockPool,
         tables: BlockTables,
-        numbers: RowNumbers,
         row_pages: RowPages | None,
         shared: SharedBlocks | None,
     ) -> None:
         """Take pages from a pool; without publishing there are no ``row_pages``, without forks nothing is shared."""
-        self._groups, self._sparse, self._of_tokens = kinds.groups, kinds.sparse, kinds.of_tokens
-        self._asked = kinds.asked
-        self._has_inputs = len(kinds.of_tokens) < len(kinds.groups)
-        stacks = [(stack, row_pages.apart(s) if row_pages else None) for s, stack in enumerate(kinds.stacks)]
-        stacks += [(stack, None) for stack in tables.stacks if stack not in kinds.stacks]
-        is_dense = {group.index for group in kinds.dense}
-        self._dense = [
-            _part(stack, of_rows, run, is_dense=True) for stack, of_rows in stacks for run in _runs(stack, is_dense)
-        ]
-        # Pages are allocated in the order of the groups.
-        self._dense.sort(key=lambda part: part.groups.start)
-        self._part_of = {
-            group: _part(stack, of_rows, range(place, place + 1), is_dense=False)
-            for stack, of_rows in stacks
-            for place, group in enumerate(stack.groups)
-        }
-        self._is_plain = kinds.is_plain
-        self._lone = self._dense[0] if kinds.is_plain and len(kinds.groups) == 1 else None
+        self._kinds, self._numbers = kinds, numbers
+        self._pool, self._tables, self._shared = pool, tables, shared
         self._alignment, self._max_tokens = plan.alignment, plan.max_model_len
-        self._pool = pool
-        self._tables = tables
-        self._shared = shared
-        self._num_computed, self._num_blocks, self._capacity = (
-            numbers.num_computed,
-            numbers.num_blocks,
-            numbers.capacity,
-        )
-        self._blocks_of, self._capacity_of = numbers.blocks_of, numbers.capacity_of
-        self._states = numbers.states
+        sparse = {group.index: group.answers for group in kinds.sparse}
+
+        def part_of(stack: TableStack, first: int, last: int) -> _Part:
+            pages = None
+            if row_pages is not None and stack in kinds.stacks:
+                pages = row_pages.apart(kinds.stacks.index(stack))
+            groups, places = slice(first, last + 1), slice(stack.groups.index(first), stack.groups.index(last) + 1)
+            return _Part(
+                groups=groups,
+                block_size=stack.block_size,
+                ids=stack.ids[places],
+                row_pages=None if pages is None else pages[places],
+                num_blocks=numbers.num_blocks[groups],
+                answers=sparse.get(first),
+            )
+
+        self._part_of = {group: part_of(stack, group, group) for stack in tables.stacks for group in stack.groups}
+        self._parts: list[_Part] = []
+        for stack in kinds.stacks:
+            first, last = stack.groups[0], stack.groups[-1]
+            if last - first < len(stack.groups) and sparse.keys().isdisjoint(stack.groups):
+                self._parts.append(part_of(stack, first, last))
+            else:
+                self._parts += [self._part_of[group] for group in stack.groups]
+        # A row of such groups gets its pages without arrays of rows.
+        self._lone = self._parts[0] if kinds.is_plain and len(self._parts) == 1 else None
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
@@ -122,37 +123,40 @@ class BlockAllocator:
             num_tokens: How many tokens.
             max_new_tokens: The most tokens that one step computes.
         """
-        lacking = [0] * len(self._groups)
-        start = max(int(self._num_computed[row]), num_tokens - max_new_tokens)
-        for group in self._of_tokens:
-            held = np.count_nonzero(self._tables[group.index].ids[row, : self._num_blocks[group.index, row]])
+        lacking = [0] * len(self._kinds.groups)
+        start = max(self._numbers.computed_of[row], num_tokens - max_new_tokens)
+        for group in self._kinds.of_tokens:
+            held = np.count_nonzero(self._tables[group.index].ids[row, : self._numbers.blocks_of[group.index, row]])
             most = group.answers.num_resident_blocks(start, max(0, num_tokens - start))
             lacking[group.index] = max(0, most - int(held))
-        for each in self._states[row].inputs:
-            lacking[each.group] = each.num_blocks - int(self._num_blocks[each.group, row])
+        for each in self._numbers.states[row].inputs:
+            lacking[each.group] = each.num_blocks - self._numbers.blocks_of[each.group, row]
         return self._pool.can_allocate(lacking)
 
     def note_capacity(self, rows: Rows) -> None:
         """Work out for how many tokens rows lack no block; of groups that store few blocks, up to the block's end."""
-        capacity = np.full(len(rows), self._max_tokens)
-        for part in self._dense:
-            np.minimum(capacity, self._num_blocks[part.groups.start, rows] * part.block_size, out=capacity)
-        self._set_capacity(rows, capacity)
-
-    def _set_capacity(self, rows: Rows, capacity: Counts) -> None:
-        """Set the capacity of rows: what is given for dense groups, or less if other groups or inputs lack a block."""
-        np.minimum(capacity, self._max_tokens, out=capacity)
-        for group in self._sparse:
-            ids, current = self._tables[group.index].ids, self._num_computed[rows] // group.block_size
-            has_page = ids[rows, np.minimum(current, ids.shape[1] - 1)] != 0
-            has_page &= current < self._num_blocks[group.index, rows]
-            np.minimum(capacity, np.where(has_page, (current + 1) * group.block_size, 0), out=capacity)
-        for place, row in enumerate(rows.tolist()) if self._has_inputs else ():
-            if self._states[row].missing:
+        numbers = self._numbers
+        capacity: Counts = np.full(len(rows), self._max_tokens)
+        for part in self._parts:
+            if part.answers is None:
+                of_part = part.num_blocks[0][rows] * part.block_size
+            else:
+                current = numbers.num_computed[rows] // part.block_size
+                has_page = part.ids[0, rows, np.minimum(current, part.ids.shape[2] - 1)] != 0
+                of_part = (current + 1) * part.block_size * has_page
+            capacity = np.minimum(capacity, of_part)
+        for place, row in enumerate(rows.tolist()) if self._kinds.has_inputs else ():
+            if numbers.states[row].missing:
                 capacity[place] = -1
-        if self._asked:
-            np.minimum(capacity, self._num_right(int(capacity.max())), out=capacity)
-        self._capacity[rows] = capacity
+        if self._kinds.asked:
+            np.minimum(capacity, self._num_right(int(np.maximum.reduce(capacity))), out=capacity)
+        numbers.capacity[rows] = capacity
+
+    def _num_right(self, num_tokens: int) -> int:
+        """Return up to which token, ``num_tokens`` at most, the types that are asked answer rightly."""
+        for answers in self._kinds.asked:
+            num_tokens = answers.num_right(num_tokens)
+        return num_tokens
 
     # --- giving -------------------------------------------------------------------------------------------------------
 
@@ -165,133 +169,104 @@ class BlockAllocator:
         Raises:
             SpecError: A spec answers wrongly about these tokens; nothing changed.
         """
-        if not self._is_plain or (self._shared is not None and row in self._shared.rows):
-            return self.allocate_for_rows(np.array([row]), np.array([num_tokens]))
-        self._check_answers(num_tokens)
-        if self._lone is None:
-            return self._allocate_dense(row, num_tokens)
-        have, need = self._blocks_of[0, row], -(-num_tokens // self._lone.block_size)
-        pages = self._pool.allocate_blocks((need - have,))
-        if pages is None:
-            return False
-        self._lone.ids[0, row, have:need] = pages
-        if self._lone.row_pages is not None:
-            self._lone.row_pages[0, row, have:need] = pages
-        self._blocks_of[0, row] = need
-        self._capacity_of[row] = self._num_right(min(need * self._lone.block_size, self._max_tokens))
-        return True
-
-    def _allocate_dense(self, row: int, num_tokens: int) -> bool:
-        """Give one row pages in several groups, all of which store every block, without arrays of rows."""
-        counts, needs = [0] * len(self._groups), []
-        for part in self._dense:
-            have, need = self._blocks_of[part.groups.start, row], -(-num_tokens // part.block_size)
-            needs.append((part, have, max(have, need)))
-            counts[part.groups] = [max(0, need - have)] * part.num_groups
-        taken = self._pool.allocate_blocks(counts)
+        part = self._lone
+        if part is None or (self._shared is not None and row in self._shared.rows):
+            return self.allocate_for_rows(np.array([row]), np.array([num_tokens])) is not None
+        for answers in self._kinds.asked:
+            answers.check(num_tokens)
+        num_groups, have, need = len(part.ids), self._numbers.blocks_of[0, row], -(-num_tokens // part.block_size)
+        taken = self._pool.allocate_blocks([need - have] * num_groups)
         if taken is None:
             return False
-        num_used, capacity = 0, self._max_tokens
-        for part, have, need in needs:
-            if need > have:
-                end = num_used + part.num_groups * (need - have)
-                pages, num_used = taken[num_used:end].reshape(part.num_groups, need - have), end
-                part.ids[:, row, have:need] = pages
-                if part.row_pages is not None:
-                    part.row_pages[:, row, have:need] = pages
-                self._num_blocks[part.groups, row] = need
-            capacity = min(capacity, need * part.block_size)
-        self._capacity_of[row] = self._num_right(capacity)
+        part.ids[:, row, have:need] = pages = taken.reshape(num_groups, need - have)
+        if part.row_pages is not None:
+            part.row_pages[:, row, have:need] = pages
+        part.num_blocks[:, row] = need
+        capacity = min(need * part.block_size, self._max_tokens)
+        self._numbers.capacity_of[row] = self._num_right(capacity) if self._kinds.asked else capacity
         return True
 
-    def allocate_for_rows(self, rows: Rows, num_tokens: Counts) -> bool:
+    def allocate_for_rows(
+        self, rows: Rows, num_tokens: Counts, gaps: Sequence[Sequence[int]] = ()
+    ) -> list[BlockIds] | None:
         """Give each of several rows pages for its tokens up to ``num_tokens`` and for its inputs, or none of them.
 
         Args:
-            rows: ``[n], int64, host``, each once; each lacks some block.
-            num_tokens: ``[n], int64, host``.
+            rows: Each lacks some block.
+            num_tokens: For each row, how many tokens.
+            gaps: Of a single row, per group the indices of blocks that it has and that have no page.
 
         Returns:
-            False, and nothing changed, if the pool has too few pages.
+            Per group, the pages of the gaps if there are any; None, and nothing changed, if the pool has too few pages.
 
         Raises:
             SpecError: A spec answers wrongly about these tokens; nothing changed.
         """
-        return self._allocate(rows, num_tokens, ()) is not None
-
-    def allocate_for_return(self, row: int, num_tokens: int, gaps: Sequence[Sequence[int]]) -> list[BlockIds] | None:
-        """Give a row that comes back pages for gaps among its blocks, and for its tokens ``[0, num_tokens)``.
-
-        Args:
-            row: The row.
-            num_tokens: As for ``allocate_for_row``.
-            gaps: Per group, the indices of blocks that the row has and that have no page.
-
-        Returns:
-            Per group, the pages of the gaps; None, and nothing changed, if the pool has too few.
-        """
-        return self._allocate(np.array([row]), np.array([num_tokens]), gaps)
-
-    def _allocate(self, rows: Rows, num_tokens: Counts, gaps: Sequence[Sequence[int]]) -> list[BlockIds] | None:
-        """Give rows pages, and return those of the gaps."""
-        if self._asked:
-            self._check_answers(int(num_tokens.max()))
-        new = [self._dense_blocks(part, rows, num_tokens) for part in self._dense]
-        for group in self._sparse:
-            new.append(self._sparse_blocks(group, rows, num_tokens, gaps[group.index] if gaps else ()))
-        extra = self._blocks_of_inputs(rows) if self._has_inputs else []
+        for answers in self._kinds.asked:
+            answers.check(int(np.maximum.reduce(num_tokens)))
+        new, num_blocks = [], []
+        for part in self._parts:
+            have = part.num_blocks[0][rows]
+            need = np.maximum(have, (num_tokens + (part.block_size - 1)) // part.block_size)
+            if part.answers is None:
+                new.append(self._dense_blocks(part, rows, have, need))
+            else:
+                of_gaps = gaps[part.groups.start] if gaps else ()
+                new.append(self._sparse_blocks(part, part.answers, rows, num_tokens, need, of_gaps))
+            num_blocks.append(need)
+        if self._kinds.has_inputs:
+            new += self._blocks_of_inputs(rows)
         shared = self._shared.blocks_to_copy(rows) if self._shared is not None and self._shared.rows else []
-        first_shared = len(extra)
-        extra += [self._blocks_in(each.group, each.row, (each.block,)) for each in shared]
-        first_gaps = len(extra)
-        extra += [self._blocks_in(index, int(rows[0]), blocks) for index, blocks in enumerate(gaps)]
-        counts = [0] * len(self._groups)
+        first_shared = len(new)
+        new += [self._blocks_in(each.group, each.row, (each.block,)) for each in shared]
+        first_gaps = len(new)
+        new += [self._blocks_in(index, int(rows[0]), blocks) for index, blocks in enumerate(gaps)]
+
+        counts = [0] * len(self._kinds.groups)
         for each in new:
-            counts[each.part.groups] = [len(each.blocks)] * each.part.num_groups
-        for each in extra:
-            counts[each.part.groups.start] += len(each.blocks)
+            counts[each.part.groups] = [count + len(each.blocks) for count in counts[each.part.groups]]
         taken = self._pool.allocate_blocks(counts)
         if taken is None:
             return None
-        starts = [0, *accumulate(counts)]
-        extra_pages = _take_last(extra, starts, taken)
+        starts = [*accumulate(counts, initial=0)]
+        pages = [each.take(starts, taken) for each in new]
         if self._shared is not None and shared:
-            self._shared.copy(shared, extra_pages[first_shared:first_gaps], taken, counts)
-        for each in new:
-            if len(each.blocks):
-                _write(each, _take_first(each, starts, taken))
-        for each, pages in zip(extra, extra_pages, strict=True):
-            _write(each, pages)
-        self._count_blocks(rows, new)
+            self._shared.copy(shared, pages[first_shared:first_gaps], taken, counts)
+        for each, given in zip(new, pages, strict=True):
+            each.write(given)
+        for part, need in zip(self._parts, num_blocks, strict=True):
+            part.num_blocks[:, rows] = need
+        for row in rows.tolist() if self._kinds.has_inputs else ():
+            for of_input in self._numbers.states[row].inputs:
+                self._numbers.blocks_of[of_input.group, row] = of_input.num_blocks
         if self._shared is not None and self._shared.rows:
             self._shared.release_copied(shared, rows)
-        return extra_pages[first_gaps:]
+        self.note_capacity(rows)
+        return [of_group[0] for of_group in pages[first_gaps:]]
 
     # --- which blocks -------------------------------------------------------------------------------------------------
 
-    def _dense_blocks(self, part: _Part, rows: Rows, num_tokens: Counts) -> _NewBlocks:
-        """Return the blocks that rows lack in groups that store every block."""
-        have = self._num_blocks[part.groups.start, rows]
-        num_blocks = np.maximum((num_tokens + (part.block_size - 1)) // part.block_size, have)
-        added = num_blocks - have
+    def _dense_blocks(self, part: _Part, rows: Rows, have: Indices, need: Indices) -> _NewBlocks:
+        """Return the blocks that rows lack in groups that store every block: from as many as they have to ``need``."""
+        added = need - have
         (lacking,) = added.nonzero()
         if len(lacking) < len(rows):
             rows, have, added = rows[lacking], have[lacking], added[lacking]
         if not len(rows) or np.maximum.reduce(added) == 1:
-            return _NewBlocks(part, rows, have, num_blocks)
-        blocks = np.arange(added.sum()) - np.repeat(np.cumsum(added) - added - have, added)
-        return _NewBlocks(part, np.repeat(rows, added), blocks, num_blocks)
+            return _NewBlocks(part, rows, have)
+        blocks = np.arange(added.sum()) - (added.cumsum() - added - have).repeat(added)
+        return _NewBlocks(part, rows.repeat(added), blocks)
 
     def _sparse_blocks(
-        self, group: PlannedGroup, rows: Rows, num_tokens: Counts, gaps: Sequence[int] = ()
+        self, part: _Part, answers: Answers, rows: Rows, num_tokens: Counts, need: Indices, gaps: Sequence[int]
     ) -> _NewBlocks:
         """Return the blocks that rows lack in a group that stores few blocks, but not the gaps.
 
         Raises:
             SpecError: The spec answers wrongly about the blocks that it stores.
         """
-        ids, num_computed = self._tables[group.index].ids, self._num_computed[rows]
-        first, last = num_computed // group.block_size, (num_tokens - 1) // group.block_size
+        ids, size, num_computed = part.ids[0], part.block_size, self._numbers.num_computed[rows]
+        first, last = num_computed // size, need - 1
         # While the tokens stay within a block that has a page, the row lacks nothing.
         is_asked = (num_computed < num_tokens) & ((first < last) | (ids[rows, np.minimum(first, last)] == 0))
         found_rows: list[int] = []
@@ -299,121 +274,38 @@ class BlockAllocator:
         for row, start, stop in zip(
             rows[is_asked].tolist(), num_computed[is_asked].tolist(), num_tokens[is_asked].tolist(), strict=True
         ):
-            for begin, end in self._stored_blocks(group, row, start, stop):
-                lacking = [block for block in range(begin, end) if not ids[row, block] and block not in gaps]
-                found_rows += [row] * len(lacking)
-                found_blocks += lacking
-        have, need = self._num_blocks[group.index, rows], -(-num_tokens // group.block_size)
-        found = np.array([found_rows, found_blocks], dtype=np.int64)
-        return _NewBlocks(self._part_of[group.index], found[0], found[1], np.maximum(need, have))
+            block = start // size
+            # A block that the tokens begin is stored if it is live after them: most decodes need not ask for it.
+            if stop <= (block + 1) * size and (live := answers.live_blocks(stop)) and live[-1][1] > block:
+                stored: Iterable[int] = (block,)
+            else:
+                branch = self._where_others_continue(row, start, stop)
+                stored = chain(*[range(*each) for each in answers.stored_blocks(start, stop - start, branch)])
+            for block in stored:
+                if not ids[row, block] and block not in gaps:
+                    found_rows.append(row)
+                    found_blocks.append(block)
+        return _NewBlocks(part, np.array(found_rows, dtype=np.int64), np.array(found_blocks, dtype=np.int64))
 
-    def _stored_blocks(self, group: PlannedGroup, row: int, num_computed: int, num_tokens: int) -> Sequence[TokenRange]:
-        """Return the ranges of blocks that a group stores when a row's tokens up to ``num_tokens`` are computed."""
-        block = num_computed // group.block_size
-        # A block that the tokens begin is stored if it is live after them: most decodes need not ask for it.
-        if num_tokens <= (block + 1) * group.block_size and group.answers.is_live(block, num_tokens):
-            return ((block, block + 1),)
-        branch = self._where_others_continue(self._states[row], num_computed, num_tokens)
-        return group.answers.stored_blocks(num_computed, num_tokens - num_computed, branch)
+    def _where_others_continue(self, row: int, num_computed: int, num_tokens: int) -> int:
+        """Return from where in a row's tokens up to ``num_tokens`` a later request may want to continue.
+
+        That is where they part from an earlier request's tokens. Without such a place it is the last boundary of all
+        groups before the last token: a request that comes again computes its last token.
+        """
+        branch = self._numbers.states[row].branch
+        return branch if num_computed < branch <= num_tokens else (num_tokens - 1) // self._alignment * self._alignment
 
     def _blocks_of_inputs(self, rows: Rows) -> list[_NewBlocks]:
         """Return the blocks of rows' inputs that are not computed."""
+        states = ((row, self._numbers.states[row]) for row in rows.tolist())
         return [
-            self._blocks_in(each.group, row, range(self._blocks_of[each.group, row], each.num_blocks))
-            for row in rows.tolist()
-            if self._states[row].missing
-            for each in self._states[row].inputs
-            if each.sequence in self._states[row].missing
+            self._blocks_in(each.group, row, range(self._numbers.blocks_of[each.group, row], each.num_blocks))
+            for row, state in states
+            for each in state.inputs
+            if each.sequence in state.missing
         ]
 
     def _blocks_in(self, group: int, row: int, blocks: Iterable[int]) -> _NewBlocks:
         found = np.fromiter(blocks, dtype=np.int64)
         return _NewBlocks(self._part_of[group], np.full(len(found), row), found)
-
-    def _where_others_continue(self, state: RowState, num_computed: int, num_tokens: int) -> int:
-        """Return from where in the tokens up to ``num_tokens`` a later request may want to continue.
-
-        That is where they part from an earlier request's tokens. Without such a place it is the last boundary of all
-        groups before the last token: a request that comes again computes its last token.
-        """
-        if num_computed < state.branch <= num_tokens:
-            return state.branch
-        return (num_tokens - 1) // self._alignment * self._alignment
-
-    # --- what rows have afterwards ------------------------------------------------------------------------------------
-
-    def _count_blocks(self, rows: Rows, new: Sequence[_NewBlocks]) -> None:
-        """Note how many blocks rows have now, and for how many tokens they lack none."""
-        capacity: Counts | None = None
-        for each in new:
-            assert each.num_blocks is not None
-            self._num_blocks[each.part.groups, rows] = each.num_blocks
-            if each.part.is_dense:
-                of_part = each.num_blocks * each.part.block_size
-                capacity = of_part if capacity is None else np.minimum(capacity, of_part)
-        for row in rows.tolist() if self._has_inputs else ():
-            for of_input in self._states[row].inputs:
-                self._blocks_of[of_input.group, row] = of_input.num_blocks
-        self._set_capacity(rows, np.full(len(rows), self._max_tokens) if capacity is None else capacity)
-
-    def _num_right(self, num_tokens: int) -> int:
-        """Return up to which token, ``num_tokens`` at most, the types that are asked answer rightly."""
-        for answers in self._asked:
-            num_tokens = answers.num_right(num_tokens)
-        return num_tokens
-
-    def _check_answers(self, num_tokens: int) -> None:
-        """Raise ``SpecError`` if a type that is asked answers wrongly about one of the first tokens of a request."""
-        for answers in self._asked:
-            answers.check(num_tokens)
-
-
-def _runs(stack: TableStack, chosen: Container[int]) -> list[range]:
-    """Return runs of places in a stack whose groups are chosen and have consecutive indices."""
-    runs: list[range] = []
-    for place, group in enumerate(stack.groups):
-        if group in chosen:
-            if runs and runs[-1].stop == place and stack.groups[place - 1] == group - 1:
-                runs[-1] = range(runs[-1].start, place + 1)
-            else:
-                runs.append(range(place, place + 1))
-    return runs
-
-
-def _part(stack: TableStack, row_pages: BlockIds | None, places: range, *, is_dense: bool) -> _Part:
-    """Return the groups at consecutive places of a stack as a part."""
-    first, of_stack = stack.groups[places.start], slice(places.start, places.stop)
-    return _Part(
-        groups=slice(first, first + len(places)),
-        block_size=stack.block_size,
-        is_dense=is_dense,
-        ids=stack.ids[of_stack],
-        row_pages=None if row_pages is None else row_pages[of_stack],
-    )
-
-
-def _write(new: _NewBlocks, pages: PagesOfGroups) -> None:
-    """Put pages, ``[num_groups, n]`` or ``[n]`` of one group, into the block tables, and record them."""
-    new.part.ids[:, new.rows, new.blocks] = pages
-    if new.part.row_pages is not None:
-        new.part.row_pages[:, new.rows, new.blocks] = pages
-
-
-def _take_first(new: _NewBlocks, starts: Sequence[int], taken: BlockIds) -> PagesOfGroups:
-    """Return the first pages of each group of a part: ``[num_groups, n]``, from where the group's pages start."""
-    groups, num_groups, count = new.part.groups, new.part.num_groups, len(new.blocks)
-    first = starts[groups.start]
-    if starts[groups.stop - 1] == first + (num_groups - 1) * count:
-        return taken[first : first + num_groups * count].reshape(num_groups, count)
-    return [taken[start : start + count] for start in starts[groups]]
-
-
-def _take_last(extra: Sequence[_NewBlocks], starts: Sequence[int], taken: BlockIds) -> list[BlockIds]:
-    """Return the pages of blocks of single groups, which are the last ones of their groups."""
-    ends = list(starts[1:])
-    pages = []
-    for each in reversed(extra):
-        end = ends[each.part.groups.start]
-        start = ends[each.part.groups.start] = end - len(each.blocks)
-        pages.append(taken[start:end])
-    return pages[::-1]

@@ -111,13 +111,13 @@ def check_copies(copies: Any, is_needed: Sequence[npt.NDArray[np.bool_]]) -> lis
     return places
 
 
-def check_rows(rows: Any, counts: Any, is_taken: npt.NDArray[np.bool_]) -> None:
+def check_rows(rows: Any, counts: Any, is_taken: npt.NDArray[np.int64]) -> None:
     """Refuse rows that are not those of requests, each once, with one count for each (``bad_rows``).
 
     Args:
         rows: ``[n], int64, host``: rows of the block tables.
         counts: ``[n], int64, host``: a number of tokens for each.
-        is_taken: ``[max_num_seqs], bool, host``: which rows belong to requests.
+        is_taken: ``[max_num_seqs], int64, host``: 1 for a row of a request, 0 for a free one.
     """
     try:
         is_right = (

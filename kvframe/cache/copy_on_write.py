@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 
 from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.block_table import BlockTables
 from kvframe.cache.free_list import BlockIds
+from kvframe.cache.rows import RowNumbers, Rows
 from kvframe.planning.plan import PlannedGroup
 
 PageCopier = Callable[[int, Sequence[int], Sequence[int]], None]
@@ -44,26 +44,23 @@ class SharedBlocks:
     def __init__(
         self,
         groups: Sequence[PlannedGroup],
+        numbers: RowNumbers,
         pool: BlockPool,
         tables: BlockTables,
-        num_computed: npt.NDArray[np.int64],
         copier: PageCopier,
     ) -> None:
         """Start with no row."""
-        self._groups = tuple(groups)
-        self._pool = pool
-        self._tables = tables
-        self._num_computed = num_computed
-        self._copier = copier
+        self._groups, self._numbers = tuple(groups), numbers
+        self._pool, self._tables, self._copier = pool, tables, copier
         self.rows: set[int] = set()
 
-    def blocks_to_copy(self, rows: npt.NDArray[np.int64]) -> list[SharedBlock]:
+    def blocks_to_copy(self, rows: Rows) -> list[SharedBlock]:
         """Return the shared blocks that rows are about to write; the last reference to a page needs no copy."""
         num_leaving: Counter[int] = Counter()
         found = []
         for row in rows.tolist():
             for group in self._groups if row in self.rows else ():
-                block, num_written = divmod(int(self._num_computed[row]), group.block_size)
+                block, num_written = divmod(self._numbers.computed_of[row], group.block_size)
                 if not num_written:
                     continue
                 ids = self._tables[group.index].ids[row, block : block + 1]
@@ -87,14 +84,14 @@ class SharedBlocks:
         try:
             for group in dict.fromkeys(each.group for each in blocks):
                 pairs = [
-                    (each.page, int(copy[0])) for each, copy in zip(blocks, copies, strict=True) if each.group == group
+                    (each.page, copy.item()) for each, copy in zip(blocks, copies, strict=True) if each.group == group
                 ]
                 self._copier(group, [source for source, _ in pairs], [target for _, target in pairs])
         except BaseException:
             self._pool.release_blocks(taken, np.repeat(np.arange(len(counts)), counts))
             raise
 
-    def release_copied(self, blocks: Sequence[SharedBlock], rows: npt.NDArray[np.int64]) -> None:
+    def release_copied(self, blocks: Sequence[SharedBlock], rows: Rows) -> None:
         """Release the pages that were copied: these rows share no block any longer."""
         for each in blocks:
             self._pool.release_blocks(np.array([each.page], dtype=np.int32), each.group)

@@ -28,15 +28,13 @@ from kvframe.cache.block_table import BlockTables
 from kvframe.cache.coordinator import KVCacheCoordinator
 from kvframe.cache.copy_on_write import PageCopier
 from kvframe.cache.events import EventLog
-from kvframe.cache.group_kinds import GroupKinds
 from kvframe.cache.input_index import InputSequence, input_blocks, inputs_root
 from kvframe.cache.keys import KEY_BYTES, NO_INPUTS
-from kvframe.cache.live_range import NEVER
 from kvframe.cache.pins import Pin, Pins
 from kvframe.cache.prefix_cache import PrefixCache
 from kvframe.cache.prefix_lookup import NO_HIT, PrefixHit
 from kvframe.cache.radix_tree import NO_MATCH, Namespace
-from kvframe.cache.rows import Rows
+from kvframe.cache.rows import GroupKinds, RowNumbers, Rows
 from kvframe.cache.stats import GroupLookups, KVCacheStats
 from kvframe.cache.swap import FetchPages, HostPages, StoredRow, Swapper
 from kvframe.contract.errors import RequestError
@@ -114,11 +112,15 @@ class KVCacheManager:
             [group.spec.sequence for group in plan.groups],
             plan.max_input_lens,
         )
-        num_computed = np.zeros(max_num_seqs, dtype=np.int64)
-        next_publication = np.full(max_num_seqs, NEVER, dtype=np.int64)
+        self._numbers = numbers = RowNumbers(len(plan.groups), max_num_seqs)
         kinds = GroupKinds.of(plan, self.tables)
         self._cache = PrefixCache(
-            plan, kinds, num_computed, next_publication, is_caching=self.prefix_caching, eviction=eviction
+            plan,
+            kinds,
+            numbers.num_computed,
+            numbers.next_publication,
+            is_caching=self.prefix_caching,
+            eviction=eviction,
         )
         self._pool, self._tree, self._lookup = self._cache.pool, self._cache.tree, self._cache.lookup
         self._publisher = self._cache.publisher
@@ -127,16 +129,15 @@ class KVCacheManager:
         self._coordinator = KVCacheCoordinator(
             plan,
             kinds,
+            numbers,
             self._pool,
             self.tables,
             self._publisher if self.prefix_caching else None,
-            num_computed,
-            next_publication,
             copier,
         )
         self._input_groups = tuple(group for group in plan.groups if group.is_of_input)
         self._swapper = Swapper(
-            plan, self.tables, self._coordinator, self._publisher, self._tree, self._cache.inputs, host_pages
+            plan, self.tables, numbers, self._coordinator, self._publisher, self._tree, self._cache.inputs, host_pages
         )
         self._entries: dict[str, Entry] = {}
         self._swapped: dict[str, tuple[Entry, StoredRow]] = {}
@@ -144,7 +145,7 @@ class KVCacheManager:
         self._can_fork = copier is not None
         self._max_num_seqs = max_num_seqs
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self._is_taken = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._is_taken = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_resets = 0
         self._events: EventLog | None = None
         self._lookups = [GroupLookups(group.spec.kind) for group in plan.groups]
@@ -251,7 +252,7 @@ class KVCacheManager:
 
     def _take_row(self) -> None:
         """Let the free row that is given next be a request's."""
-        self._is_taken[self._free_rows.pop()] = True
+        self._is_taken[self._free_rows.pop()] = 1
 
     def _no_place_for(self, new_id: str) -> RequestError:
         if new_id in self._entries or new_id in self._swapped:
@@ -272,7 +273,7 @@ class KVCacheManager:
 
     def missing_inputs(self, request_id: str) -> frozenset[str]:
         """Return the inputs of a request whose state the next step has to compute; none after its first ``commit``."""
-        return self._coordinator.state(self._entry(request_id).row).missing
+        return self._numbers.states[self._entry(request_id).row].missing
 
     def has_room(self, request_id: str, num_tokens: int) -> bool:
         """Return whether the pool has all pages that a request takes up to ``num_tokens`` tokens.
@@ -388,7 +389,7 @@ class KVCacheManager:
                 self._pool.count_uses(pages)
         entry.uncounted, entry.asked_tokens = NO_HIT, 0
         if self._input_groups and entry.num_resets == self._num_resets:
-            for each in self._coordinator.state(entry.row).inputs:
+            for each in self._numbers.states[entry.row].inputs:
                 self._cache.inputs.publish_input(each, self.tables[each.group].ids[entry.row, : each.num_blocks])
 
     def swap_out(self, request_id: str) -> bool:
@@ -467,7 +468,7 @@ class KVCacheManager:
         self._fresh.pop(row, None)
         self._coordinator.free_row(row)
         self._free_rows.append(row)
-        self._is_taken[row] = False
+        self._is_taken[row] = 0
 
     def _entry(self, request_id: str) -> Entry:
         entry = self._entries.get(request_id) if type(request_id) is str else None
@@ -650,8 +651,7 @@ class KVCacheManager:
             AssertionError: It is not so; the text says what is wrong.
         """
         taken = [entry.row for entry in self._entries.values()]
-        num_blocks, num_computed = self._coordinator.num_blocks, self._coordinator.num_computed
-        audit_rows(self.tables, self._free_rows, taken, num_blocks, num_computed)
+        audit_rows(self.tables, self._free_rows, taken, self._numbers.num_blocks, self._numbers.num_computed)
         self._cache.audit(self.plan, np.concatenate([pages_in(self.tables), self._pins.pinned_pages()]))
         self._swapper.audit_copies(stored for _, stored in self._swapped.values())
 

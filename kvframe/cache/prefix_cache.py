@@ -11,11 +11,11 @@ from kvframe.cache.audit import audit_pool, audit_tree
 from kvframe.cache.block_pool import NO_OWNER, BlockPool, Indices
 from kvframe.cache.events import EventLog
 from kvframe.cache.free_list import BlockIds, Groups
-from kvframe.cache.group_kinds import GroupKinds
 from kvframe.cache.input_index import InputIndex, InputSequence, input_blocks, inputs_root
 from kvframe.cache.prefix_lookup import NO_HIT, PrefixHit, PrefixLookup
 from kvframe.cache.publisher import Publisher
 from kvframe.cache.radix_tree import RadixTree
+from kvframe.cache.rows import GroupKinds
 from kvframe.contract.eviction import EvictionPolicy
 from kvframe.planning.plan import KVCachePlan
 

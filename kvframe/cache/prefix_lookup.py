@@ -11,10 +11,10 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from kvframe.cache.group_kinds import GroupKinds
 from kvframe.cache.input_index import InputBlocks, InputIndex
 from kvframe.cache.live_range import LiveRange, longest_common_prefix
 from kvframe.cache.radix_tree import NO_MATCH, Match, Namespace, RadixTree
+from kvframe.cache.rows import GroupKinds
 from kvframe.cache.stats import GroupLookups
 from kvframe.planning.plan import KVCachePlan
 

@@ -1,15 +1,73 @@
-"""The rows of running requests: the numbers that a step compares for all of them at once, and their other state."""
+"""Rows: which groups of a plan are treated alike, and what is counted of the row of each running request."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
+from kvframe.cache.block_table import BlockTables, TableStack
 from kvframe.cache.input_index import InputBlocks
-from kvframe.cache.live_range import NEVER
+from kvframe.cache.live_range import NEVER, LiveRange
+from kvframe.contract.specs import KVCacheSpec
+from kvframe.planning.answers import Answers
+from kvframe.planning.plan import KVCachePlan, PlannedGroup
 
 Rows = npt.NDArray[np.int64]
+"""``[n], int64, host``: rows of the block tables, each once."""
+Counts = npt.NDArray[np.int64]
+"""``[n], int64, host``: a number of tokens for each row."""
+
+
+@attrs.frozen(eq=False)
+class GroupKinds:
+    """The groups of a plan by what they store.
+
+    Attributes:
+        groups: All groups.
+        of_tokens: Those that keep state of requests' own tokens; the others keep state of inputs.
+        stacks: The block tables of ``of_tokens``.
+        dense: The groups of tokens that store every block that a step computes.
+        sparse: The other groups of tokens: their types say at each step which blocks they store.
+        live: For each group of tokens, by its index, when its blocks die.
+        asked: The answers of the types whose live ranges no mask says: they are checked as far as requests get.
+        is_plain: Whether every group is dense.
+    """
+
+    groups: tuple[PlannedGroup, ...]
+    of_tokens: tuple[PlannedGroup, ...]
+    stacks: tuple[TableStack, ...]
+    dense: tuple[PlannedGroup, ...]
+    sparse: tuple[PlannedGroup, ...]
+    live: Mapping[int, LiveRange]
+    asked: tuple[Answers, ...]
+    is_plain: bool
+
+    @classmethod
+    def of(cls, plan: KVCachePlan, tables: BlockTables) -> GroupKinds:
+        """Return the groups of a plan, whose block tables are ``tables``."""
+        of_tokens = tuple(group for group in plan.groups if not group.is_of_input)
+        sparse = tuple(g for g in of_tokens if type(g.spec).stored_blocks is not KVCacheSpec.stored_blocks)
+        # Groups of one type have one live range, which is worked out once.
+        of_type = {group.spec.group_key: group.answers for group in of_tokens}
+        live = {key: LiveRange.of(answers, plan.max_model_len) for key, answers in of_type.items()}
+        return cls(
+            groups=plan.groups,
+            of_tokens=of_tokens,
+            stacks=tuple(stack for stack in tables.stacks if not plan.groups[stack.groups[0]].is_of_input),
+            dense=tuple(group for group in of_tokens if group not in sparse),
+            sparse=sparse,
+            live={group.index: live[group.spec.group_key] for group in of_tokens},
+            asked=tuple(answers for key, answers in of_type.items() if not live[key].is_by_mask),
+            is_plain=not sparse and len(of_tokens) == len(plan.groups),
+        )
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether some group keeps state of inputs."""
+        return len(self.of_tokens) < len(self.groups)
 
 
 @attrs.define
@@ -42,6 +100,9 @@ class RowNumbers:
     tokens ``[0, capacity)``; below ``next_death`` computed tokens none of its blocks dies, and below
     ``next_publication`` none of its blocks becomes findable.
 
+    ``computed_of``, ``blocks_of``, ``capacity_of``, ``death_of`` and ``publication_of`` are views of these arrays, in
+    which single numbers are read and written several times as fast.
+
     Attributes:
         num_computed: ``[max_num_seqs], int64, host``: computed tokens.
         num_blocks: ``[num_groups, max_num_seqs], int64, host``: blocks, dead ones included: the columns of the block
@@ -49,31 +110,15 @@ class RowNumbers:
         capacity: ``[max_num_seqs], int64, host``.
         next_death: Likewise; it may be too early, never too late.
         next_publication: Likewise; the publisher sets it.
-        computed_of: ``num_computed`` as a view in which single numbers are read and written several times as fast.
-        blocks_of: Likewise ``num_blocks``.
-        capacity_of: Likewise ``capacity``.
-        death_of: Likewise ``next_death``.
-        publication_of: Likewise ``next_publication``.
         states: What each row has beside.
     """
 
-    def __init__(
-        self, num_groups: int, num_computed: npt.NDArray[np.int64], next_publication: npt.NDArray[np.int64]
-    ) -> None:
-        """Let every row be one without a token.
-
-        Args:
-            num_groups: Groups of the plan.
-            num_computed: ``[max_num_seqs], int64, host``, zeroed; the publisher reads it too.
-            next_publication: Likewise, which the publisher sets.
-        """
-        max_num_seqs = len(num_computed)
-        self.num_computed = num_computed
+    def __init__(self, num_groups: int, max_num_seqs: int) -> None:
+        """Let every row be one without a token."""
+        self.num_computed, self.capacity = np.zeros((2, max_num_seqs), dtype=np.int64)
         self.num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int64)
-        self.capacity = np.zeros(max_num_seqs, dtype=np.int64)
-        self.next_death = np.full(max_num_seqs, NEVER, dtype=np.int64)
-        self.next_publication = next_publication
-        self.computed_of, self.blocks_of = self.num_computed.data, self.num_blocks.data
-        self.capacity_of = self.capacity.data
+        self.next_death, self.next_publication = np.full((2, max_num_seqs), NEVER, dtype=np.int64)
+        self.computed_of, self.capacity_of = self.num_computed.data, self.capacity.data
+        self.blocks_of = self.num_blocks.data
         self.death_of, self.publication_of = self.next_death.data, self.next_publication.data
         self.states: list[RowState] = [PLAIN] * max_num_seqs

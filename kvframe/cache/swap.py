@@ -21,7 +21,7 @@ from kvframe.cache.free_list import BlockIds
 from kvframe.cache.input_index import InputBlocks, InputIndex, InputSequence, input_blocks, inputs_root
 from kvframe.cache.publisher import Publisher
 from kvframe.cache.radix_tree import NO_MATCH, Namespace, RadixTree, as_bytes
-from kvframe.cache.rows import RowState
+from kvframe.cache.rows import RowNumbers, RowState
 from kvframe.planning.plan import KVCachePlan
 
 FetchPages = Callable[[int, Sequence[int], Sequence[int]], None]
@@ -69,6 +69,7 @@ class Swapper:
         self,
         plan: KVCachePlan,
         tables: BlockTables,
+        numbers: RowNumbers,
         coordinator: KVCacheCoordinator,
         publisher: Publisher,
         tree: RadixTree,
@@ -79,6 +80,7 @@ class Swapper:
         self._plan = plan
         self._input_groups = tuple(group for group in plan.groups if group.is_of_input)
         self._tables = tables
+        self._numbers = numbers
         self._coordinator = coordinator
         self._publisher = publisher
         self._tree = tree
@@ -110,7 +112,7 @@ class Swapper:
         for ids, of_group, count in zip(blocks, copies, counts, strict=True):
             of_group[ids != 0] = host_ids[num_used : num_used + count]
             num_used += count
-        stored = StoredRow(copies, int(self._coordinator.num_computed[row]), self._coordinator.state(row))
+        stored = StoredRow(copies, self._numbers.computed_of[row], self._numbers.states[row])
         try:
             for group, (ids, of_group) in enumerate(zip(blocks, copies, strict=True)):
                 self._host_pages.copy_out(group, ids[ids != 0].tolist(), of_group[ids != 0].tolist())
@@ -242,8 +244,8 @@ class Swapper:
             # These pages are held first, so that the allocation evicts none of them.
             for group, pages in enumerate(cached):
                 self._coordinator.reference_blocks(row, group, pages)
-            given = self._coordinator.allocator.allocate_for_return(
-                row, num_tokens, [blocks.tolist() for blocks in to_fetch]
+            given = self._coordinator.allocator.allocate_for_rows(
+                np.array([row]), np.array([num_tokens]), [blocks.tolist() for blocks in to_fetch]
             )
             if given is not None:
                 for group, (blocks, pages) in enumerate(zip(to_fetch, given, strict=True)):

@@ -187,10 +187,6 @@ class Answers:
         found = self._blocks.get(n)
         return self._ask(n) if found is None else found
 
-    def is_live(self, block: int, n: int) -> bool:
-        """Return whether the live ranges at ``n`` touch a block; raises ``SpecError`` as ``live_blocks`` does."""
-        return any(start <= block < stop for start, stop in self.live_blocks(n))
-
     def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> Ranges:
         """Return ``KVCacheSpec.stored_blocks``.
 
