@@ -182,10 +182,10 @@ class KVFrame:
     def lose(self, blocks: Sequence[tuple[int, int]]) -> None:
         """Give up cached blocks."""
         pool = self._manager._pool
-        for group, page in blocks:
+        for _, page in blocks:
             block_ids = np.array([page], dtype=np.int32)
             if pool.is_cached(block_ids)[0]:
-                pool.evict_blocks(group, block_ids)
+                pool.evict_blocks(block_ids)
 
     def num_evicted(self) -> int:
         """Return a count that grows by one with each cached block that is given up."""

@@ -134,7 +134,7 @@ def make_plan(
 
 def evict(manager: KVCacheManager, group: int, page: int) -> None:
     """Give up a cached page."""
-    manager._pool.evict_blocks(group, np.array([page], dtype=np.int32))
+    manager._pool.evict_blocks(np.array([page], dtype=np.int32))
 
 
 def evict_all(manager: KVCacheManager) -> None:

@@ -79,7 +79,7 @@ def test_a_hit_is_the_longest_prefix_whose_live_ranges_are_held(
         if group < len(held) and index in held[group]:
             page = np.array([blocks[group][index]], dtype=np.int32)
             if manager._pool.is_cached(page)[0]:
-                manager._pool.evict_blocks(group, page)
+                manager._pool.evict_blocks(page)
             held[group].discard(index)
     alignment = math.lcm(*(group.block_size for group in plan.groups))
     expected = max(

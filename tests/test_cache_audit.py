@@ -35,24 +35,24 @@ def held(manager: KVCacheManager) -> Any:
 
 
 def cached(pool: BlockPool) -> Any:
-    pages = pool.all_blocks()
+    pages = pool.free_list.all_blocks()
     return pages[pool.is_cached(pages)][:1]
 
 
 def lose_a_free_page(manager: KVCacheManager) -> None:
-    manager._pool._free._num_free -= 1  # type: ignore[attr-defined]
+    manager._pool.free_list._num_free -= 1  # type: ignore[attr-defined]
 
 
 def list_a_free_page_twice(manager: KVCacheManager) -> None:
-    manager._pool._free.free_cached(manager._pool.free_blocks()[:1])
+    manager._pool.free_list.free_cached(manager._pool.free_list.free_blocks()[:1])
 
 
 def give_a_held_page(manager: KVCacheManager) -> None:
-    manager._pool._free.free_cached(held(manager))
+    manager._pool.free_list.free_cached(held(manager))
 
 
 def give_a_cached_page(manager: KVCacheManager) -> None:
-    manager._pool._free.free_cached(cached(manager._pool))
+    manager._pool.free_list.free_cached(cached(manager._pool))
 
 
 def cache_a_held_page(manager: KVCacheManager) -> None:
@@ -68,7 +68,7 @@ def forget_an_owner(manager: KVCacheManager) -> None:
 
 
 def own_a_free_page(manager: KVCacheManager) -> None:
-    manager._pool.publish_blocks(1, manager._pool.free_blocks()[:1], np.zeros(1, dtype=np.int32))
+    manager._pool.publish_blocks(1, manager._pool.free_list.free_blocks()[:1], np.zeros(1, dtype=np.int32))
 
 
 def miscount_the_cached(manager: KVCacheManager) -> None:
@@ -76,7 +76,7 @@ def miscount_the_cached(manager: KVCacheManager) -> None:
 
 
 def miscount_the_held(manager: KVCacheManager) -> None:
-    manager._pool._held[0] -= 1
+    manager._pool.blocks_held[0] -= 1
 
 
 def miscount_bytes(manager: KVCacheManager) -> None:
@@ -120,7 +120,7 @@ def test_a_broken_pool_is_found(fault: Callable[[KVCacheManager], None], said: s
 def test_a_lost_slab_is_found() -> None:
     manager = make_manager(*TWO_SIZES)
     manager.audit()
-    manager._pool._free._free_slabs.pop()  # type: ignore[attr-defined]
+    manager._pool.free_list._free_slabs.pop()  # type: ignore[attr-defined]
     with pytest.raises(AssertionError, match=r"^idle slabs are miscounted$"):
         manager.audit()
 
@@ -163,7 +163,7 @@ def test_many_rows_are_audited_at_once() -> None:
     manager = make_manager(*ONE_SIZE, audited=True)
     rows = np.array([manager.row("here")])
     assert manager.extend_rows(rows, np.array([20]))
-    manager._pool._held[0] += 1
+    manager._pool.blocks_held[0] += 1
     with pytest.raises(AssertionError, match=r"^the cache is broken after 'commit_rows': held pages are miscounted$"):
         manager.commit_rows(rows, np.array([10]))
 

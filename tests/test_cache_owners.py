@@ -43,7 +43,7 @@ def hold_and_release(pool: BlockPool, pages: Pages) -> None:
 
 
 def evict_one(pool: BlockPool, pages: Pages) -> None:
-    pool.evict_blocks(0, pages[5:6])
+    pool.evict_blocks(pages[5:6])
 
 
 def evict_some(pool: BlockPool, pages: Pages) -> None:
@@ -51,7 +51,7 @@ def evict_some(pool: BlockPool, pages: Pages) -> None:
 
 
 def discard_the_last(pool: BlockPool, pages: Pages) -> None:
-    pool.discard_cached(0, pages[6:])
+    pool.discard_cached(pages[6:])
 
 
 def publish_the_first_again(pool: BlockPool, pages: Pages) -> None:
@@ -105,7 +105,7 @@ def test_blocks_of_several_owners_are_evicted_together() -> None:
     pool = make_pool(told, num_slabs=4 * NUM_PAGES)
     both = [allocate_and_cache(pool, owner) for owner in (OWNER, OTHER)]
     half = NUM_PAGES // 2
-    pool.evict_blocks(0, np.concatenate([pages[:half] for pages in both]))
+    pool.evict_blocks(np.concatenate([pages[:half] for pages in both]))
     assert [(owner, index) for owner in (OWNER, OTHER) for index in range(half)] == sorted(told)
     for owner, pages in zip((OWNER, OTHER), both, strict=True):
         assert [*[NO_OWNER] * half, *[owner] * half] == pool.owners_of(pages).tolist()

@@ -381,7 +381,7 @@ def test_many_pages_that_are_taken_again_and_again_leave_few_entries(monkeypatch
         serve(manager, list(range(30)))
     pool: Any = manager._pool
     assert pool._queue.num_entries <= 2 * manager._pool.num_cached + 8 + 16
-    assert len(pool._free._idle_order) <= 2 * manager.plan.num_slabs + 8
+    assert len(pool.free_list._idle_order) <= 2 * manager.plan.num_slabs + 8
 
 
 # --- the kit ----------------------------------------------------------------------------------------------------------

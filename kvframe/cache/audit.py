@@ -1,13 +1,14 @@
 """The audit: whether every page is free, held or cached, and counted right, worked out anew from all parts of a cache.
 
-It takes time in proportion to the pool: it is for tests, and for debug mode, in which it follows every verb.
+It takes time in proportion to the pool: it is for tests, and for debug mode, in which it follows every verb. A check
+that fails raises an ``AssertionError`` whose text says what is wrong.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,9 +41,6 @@ def audit_rows(
         taken: The rows of requests.
         num_blocks: ``[num_groups, max_num_seqs], int64, host``: each row's blocks.
         num_computed: ``[max_num_seqs], int64, host``: each row's computed tokens.
-
-    Raises:
-        AssertionError: It is not so; the text says what is wrong.
     """
     rows = list(free)
     _require(len(free) + len(taken) == len(num_computed), "rows were lost, or came from nowhere")
@@ -60,11 +58,8 @@ def audit_pool(pool: BlockPool, plan: KVCachePlan, held: BlockIds) -> None:
         pool: The pool.
         plan: How it is cut.
         held: ``[n], int32, host``: the pages that are held, each as often as it has holders.
-
-    Raises:
-        AssertionError: It is not so; the text says what is wrong.
     """
-    pages, free = pool.all_blocks(), pool.free_blocks()
+    pages, free = pool.free_list.all_blocks(), pool.free_list.free_blocks()
     # Different pages are at least as far apart as the smallest page is long.
     apart = max(1, min((group.page_bytes for group in plan.groups), default=1) // plan.block_id_bytes)
     places = pages // apart
@@ -86,18 +81,14 @@ def audit_pool(pool: BlockPool, plan: KVCachePlan, held: BlockIds) -> None:
     _require(np.array_equal(num_holders[is_held], counted[is_held]), "holders are miscounted")
     num_bytes = sum(count * group.page_bytes for count, group in zip(pool.blocks_held, plan.groups, strict=True))
     _require(num_bytes == pool.held_bytes, "held bytes are miscounted")
-    _require(pool.count_idle_slabs(pages[is_held]) == pool.num_idle_slabs, "idle slabs are miscounted")
+    _require(pool.free_list.count_idle_slabs(pages[is_held]) == pool.num_idle_slabs, "idle slabs are miscounted")
     is_published = pool.owners_of(pages) != NO_OWNER
     _require(bool(is_published[is_cached].all()), "a page is cached that no lookup can find")
     _require(not (is_published & is_free).any(), "a page is free and can be found")
 
 
 def audit_tree(tree: RadixTree) -> None:
-    """Check that every node counts its pages right, and that the pool has it as their owner.
-
-    Raises:
-        AssertionError: It is not so; the text says what is wrong.
-    """
+    """Check that every node counts its pages right, and that the pool has it as their owner."""
     for node in tree.walk():
         listed = [pages[pages != 0] for pages in node.pages]
         _require(node.num_pages == sum(map(len, listed)), "a node's pages are miscounted")
@@ -113,25 +104,20 @@ def _require(is_so: bool, otherwise: str) -> None:
 # --- debug mode -------------------------------------------------------------------------------------------------------
 
 
-class Audited(Protocol):
-    """A cache manager, as far as debug mode is concerned."""
-
-    def audit(self) -> None:
-        """Raise ``AssertionError`` if anything in it is not as it must be."""
-
-
-def audit_each_verb(manager: Audited) -> None:
-    """Audit one manager after each of its verbs, whether the verb returns or raises.
+def audit_each_verb(manager: Any) -> None:
+    """Audit one cache manager after each of its verbs, whether the verb returns or raises.
 
     The ``AssertionError`` names the last verb. Other managers pay nothing: the verbs are replaced on this one only.
     """
     kind = type(manager)
     for name in dir(kind):
         if not name.startswith("_") and name not in READERS and callable(getattr(kind, name)):
-            setattr(manager, name, _audited(manager, name, getattr(manager, name)))
+            setattr(manager, name, _audited(manager, name))
 
 
-def _audited(manager: Audited, name: str, verb: Callable[..., Any]) -> Callable[..., Any]:
+def _audited(manager: Any, name: str) -> Callable[..., Any]:
+    verb = getattr(manager, name)
+
     @functools.wraps(verb)
     def audited(*args: Any, **kwargs: Any) -> Any:
         try:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvframe.cache.free_list import BlockIds
 from kvframe.cache.input_index import InputBlocks, Pages
 from kvframe.cache.keys import PrefixHash, input_key
-from kvframe.cache.radix_tree import TOKEN_BYTES, RadixNode, RadixTree
+from kvframe.cache.radix_tree import RadixNode, RadixTree
 from kvframe.contract.specs import TOKENS
 from kvframe.planning.plan import PlannedGroup
 
@@ -77,13 +77,6 @@ class CacheCleared:
 CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
 
 
-@attrs.frozen
-class _KnownHash:
-    node: RadixNode
-    salt: str
-    hash: PrefixHash
-
-
 class EventLog:
     """The events of a cache since they were last taken.
 
@@ -91,13 +84,7 @@ class EventLog:
     """
 
     def __init__(self, groups: Sequence[PlannedGroup], tree: RadixTree, secret: bytes) -> None:
-        """Begin with a cleared cache.
-
-        Args:
-            groups: All groups of the plan.
-            tree: The radix tree of published tokens.
-            secret: 32 bytes, for the keys.
-        """
+        """Begin with a cleared cache; the secret for the keys is 32 bytes."""
         self._groups = groups
         self._tree = tree
         self._secret = secret
@@ -105,7 +92,8 @@ class EventLog:
         self._alignment = math.lcm(*tree.sizes)
         self._events: list[CacheEvent] = [CacheCleared()]
         self._key_of_page: dict[int, tuple[int, bytes]] = {}
-        self._hashes: OrderedDict[int, _KnownHash] = OrderedDict()
+        # By a node's owner number: the node, its salt, and the hash of a prefix that ends in it.
+        self._hashes: OrderedDict[int, tuple[RadixNode, str, PrefixHash]] = OrderedDict()
 
     def take(self) -> list[CacheEvent]:
         """Return the events that were not taken yet, in order."""
@@ -146,18 +134,24 @@ class EventLog:
         size = self._groups[blocks.group].block_size
         for run in _runs(indices.tolist()):
             ends = [min(block * size, blocks.num_tokens) for block in range(run.start, run.stop + 1)]
-            keys = tuple(input_key(self._secret, blocks, end) for end in ends)
-            event = BlocksStored(
-                group=blocks.group,
-                parent=keys[0],
-                keys=keys[1:],
-                tokens=(),
-                start=run.start * size,
-                block_size=size,
-                sequence=blocks.sequence,
-                salt=blocks.salt,
+            parent, *keys = (input_key(self._secret, blocks, end) for end in ends)
+            self._append_stored(
+                BlocksStored(
+                    group=blocks.group,
+                    parent=parent,
+                    keys=tuple(keys),
+                    tokens=(),
+                    start=run.start * size,
+                    block_size=size,
+                    sequence=blocks.sequence,
+                    salt=blocks.salt,
+                ),
+                pages[run].tolist(),
             )
-            self._append_stored(event, pages[run].tolist())
+
+    def _append_stored(self, event: BlocksStored, pages: Sequence[int]) -> None:
+        self._events.append(event)
+        self._key_of_page.update(zip(pages, ((event.group, key) for key in event.keys), strict=True))
 
     def record_removed(self, block_ids: BlockIds) -> None:
         """Record that pages were evicted."""
@@ -166,18 +160,13 @@ class EventLog:
             known = self._key_of_page.pop(page, None)
             if known is not None:
                 removed.setdefault(known[0], []).append(known[1])
-        for group, keys in removed.items():
-            self._events.append(BlocksRemoved(group=group, keys=tuple(keys)))
+        self._events += (BlocksRemoved(group=group, keys=tuple(keys)) for group, keys in removed.items())
 
     def record_cleared(self) -> None:
         """Record that all blocks were removed."""
         self._key_of_page.clear()
         self._hashes.clear()
         self._events.append(CacheCleared())
-
-    def _append_stored(self, event: BlocksStored, pages: Sequence[int]) -> None:
-        self._events.append(event)
-        self._key_of_page.update(zip(pages, ((event.group, key) for key in event.keys), strict=True))
 
     # --- keys ---------------------------------------------------------------------------------------------------------
 
@@ -197,19 +186,18 @@ class EventLog:
         # Walk back to the last node whose hash is kept, or to the root.
         parts: list[bytearray] = []
         each = node
-        while True:
-            if each.namespace is not None:
-                salt, known = each.namespace[0], PrefixHash(self._secret, *each.namespace)
-                break
+        while each.namespace is None:
             kept = self._hashes.get(each.owner)
             # A node may have been split or shortened since its hash was kept.
-            if kept and kept.node is each and each.start <= kept.hash.num_tokens <= min(ends[0], each.stop):
-                salt, known = kept.salt, kept.hash
-                parts.append(each.tokens[TOKEN_BYTES * (known.num_tokens - each.start) : _num_bytes(each)])
+            if kept and kept[0] is each and each.start <= kept[2].num_tokens <= min(ends[0], each.stop):
+                _, salt, known = kept
+                parts.append(each.tokens_between(known.num_tokens, each.stop))
                 break
-            parts.append(each.tokens[: _num_bytes(each)])
+            parts.append(each.tokens_between(each.start, each.stop))
             assert each.parent is not None
             each = each.parent
+        else:
+            salt, known = each.namespace[0], PrefixHash(self._secret, *each.namespace)
         base, current = known.num_tokens, known.copy()
         tokens = np.frombuffer(b"".join(reversed(parts)), dtype=np.uint32)
         keys = {}
@@ -218,16 +206,11 @@ class EventLog:
             keys[end] = current.add_tokens(tokens[current.num_tokens - base : end - base])
             if end == aligned:
                 known = current.copy()
-        self._hashes[node.owner] = _KnownHash(node, salt, known)
+        self._hashes[node.owner] = node, salt, known
         self._hashes.move_to_end(node.owner)
         if len(self._hashes) > _MAX_HASHES:
             self._hashes.popitem(last=False)
         return salt, base, tokens, keys
-
-
-def _num_bytes(node: RadixNode) -> int:
-    """Return the bytes of a node's tokens; it may store more than these."""
-    return TOKEN_BYTES * (node.stop - node.start)
 
 
 def _runs(indices: Iterable[int]) -> Iterator[slice]:

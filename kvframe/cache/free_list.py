@@ -25,22 +25,16 @@ then a prefix loses its blocks in few parts."""
 
 
 class Evictor(Protocol):
-    """Evicts cached blocks while free ones are taken: each comes back by ``free_cached``."""
+    """What a free list asks of ``BlockPool`` to evict cached blocks: each comes back by ``free_cached``."""
 
     def first_priority(self, group: int) -> int | None:
-        """Return the priority of the block of a group that is evicted first; None if the group has no cached block."""
+        """Return the priority of the block of a group that is evicted first."""
 
     def evict_first(self, group: int, num_blocks: int, whole_run: int = 0) -> None:
-        """Evict cached blocks in the order of their priority, until ``num_blocks`` are evicted or none is left.
+        """Evict cached blocks of a group in the order of their priority."""
 
-        Args:
-            group: Their group; of no meaning if any block serves any group.
-            num_blocks: The blocks wanted.
-            whole_run: Blocks that were released together are evicted together if they are no more than these.
-        """
-
-    def evict_among(self, group: int, block_ids: BlockIds, num_blocks: int) -> None:
-        """Evict the cached ones of some blocks in the order of their priority, until ``num_blocks`` are evicted."""
+    def evict_among(self, block_ids: BlockIds, num_blocks: int) -> None:
+        """Evict cached ones of some blocks in the order of their priority."""
 
 
 class FreeList:
@@ -91,7 +85,7 @@ class FreeList:
         before, self._num_free = self._num_free, self._num_free - count
         return self._stack[self._num_free : before].copy()
 
-    def hold_cached(self, group: int, block_ids: BlockIds) -> None:
+    def hold_cached(self, block_ids: BlockIds) -> None:
         """Count cached blocks as held."""
         self._num_held += len(block_ids)
 
@@ -120,7 +114,7 @@ class FreeList:
         free, before = self.free_blocks(), self._num_blocks
         self._plan = plan
         blocks = self.all_blocks()
-        added, kept = blocks[before:][::-1], free[free <= blocks[-1]] if len(blocks) else free[:0]
+        added, kept = blocks[before:][::-1], free[free <= blocks.max(initial=0)]
         self._num_blocks, self._num_free = len(blocks), len(added) + len(kept)
         self._stack = np.zeros(len(blocks), dtype=np.int32)
         self._stack[: self._num_free] = np.concatenate([added, kept])

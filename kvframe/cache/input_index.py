@@ -142,7 +142,7 @@ class InputIndex:
             of_group = self._owners[blocks.group].get(blocks)
             if of_group is not None:
                 _, pages = self._entries[of_group]
-                pages[self.pool.discard_cached(blocks.group, pages)] = 0
+                pages[self.pool.discard_cached(pages)] = 0
                 if not pages.any():
                     del self._entries[of_group], self._owners[blocks.group][blocks]
 

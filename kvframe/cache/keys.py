@@ -39,11 +39,7 @@ _DIGITS = re.compile(r"[0-9a-fA-F]+")
 
 
 class PrefixHash:
-    """The hash of a prefix that grows.
-
-    Attributes:
-        num_tokens: The tokens so far.
-    """
+    """The hash of a prefix that grows; ``num_tokens`` counts its tokens so far."""
 
     __slots__ = ("_hash", "num_tokens")
 
@@ -101,13 +97,7 @@ def secret_check(secret: bytes) -> str:
 
 
 def input_key(secret: bytes, blocks: InputBlocks, num_tokens: int) -> bytes:
-    """Return the key of the first tokens of an input, 32 bytes.
-
-    Args:
-        secret: 32 bytes.
-        blocks: The input.
-        num_tokens: How many of its tokens: those of whole blocks, or all of them for its last block.
-    """
+    """Return the key of the first tokens of an input, 32 bytes: those of whole blocks, or all for its last block."""
     numbers = (number.to_bytes(8, "little") for number in (blocks.num_tokens, num_tokens))
     message = joined(blocks.salt.encode(), blocks.sequence.encode(), blocks.key, *numbers)
     return blake2b(message, digest_size=KEY_BYTES, key=secret, person=INPUT).digest()

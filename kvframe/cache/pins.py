@@ -56,9 +56,7 @@ class Pins:
         if checks_capacity:
             self._check_capacity(pin)
         for group, ids in enumerate(pin.blocks):
-            held = ids[ids != 0]
-            if len(held):
-                self._pool.add_references(group, held)
+            self._pool.add_references(group, ids[ids != 0])
         self._pins[id(pin)] = pin
         return pin
 
@@ -68,9 +66,7 @@ class Pins:
             return
         pin.is_held = False
         for group, ids in enumerate(pin.blocks):
-            held = ids[ids != 0][::-1]
-            if len(held):
-                self._pool.release_blocks(held, group)
+            self._pool.release_blocks(ids[ids != 0][::-1], group)
 
     def unpin_all(self) -> None:
         """Release the pages of every pin."""
@@ -79,10 +75,9 @@ class Pins:
 
     def fit_into(self, plan: KVCachePlan) -> bool:
         """Return whether the longest request fits beside all pins into a pool with a plan's number of slabs."""
-        pages = self.pinned_pages()
-        if plan.num_slabs > self.plan.num_slabs or not len(pages):
+        if plan.num_slabs > self.plan.num_slabs or not len(self.pinned_pages()):
             return True
-        needed, left = self._needed_and_left(plan, pages)
+        needed, left = self._needed_and_left(plan, self._pins.values())
         return needed <= left
 
     def pinned_pages(self) -> BlockIds:
@@ -99,24 +94,10 @@ class Pins:
             blocks[start:stop] = hit.pages(group)[start:stop]
         return blocks
 
-    def _needed_and_left(self, plan: KVCachePlan, pinned: BlockIds) -> tuple[int, int]:
-        """Return the slabs that the longest request takes, and the slabs without a pinned page.
-
-        Args:
-            plan: The plan, with as many slabs as now or fewer.
-            pinned: ``[n], int32, host``: the pinned pages.
-        """
-        pages = np.unique(pinned)
-        first_rest = (self.plan.null_bytes + self.plan.num_slabs * self.plan.slab_bytes) // self.plan.block_id_bytes
-        num_rest_pages = max(0, plan.num_rest_pages - int(np.count_nonzero(pages >= first_rest)))
-        num_removed = self.plan.num_slabs - plan.num_slabs
-        needed = plan.num_slabs_for(plan.peak_blocks(plan.max_model_len), num_rest_pages)
-        return needed, self._pool.count_idle_slabs(pages) - num_removed
-
     def _check_capacity(self, pin: Pin) -> None:
         plan, others = self.plan, tuple(self._pins.values())
-        needed_before, left_before = self._needed_and_left(plan, _pages_of(others))
-        needed, left = self._needed_and_left(plan, _pages_of((*others, pin)))
+        needed_before, left_before = self._needed_and_left(plan, others)
+        needed, left = self._needed_and_left(plan, (*others, pin))
         # Pages that are pinned already take no more capacity.
         if needed - left > max(0, needed_before - left_before):
             raise RequestError(
@@ -125,6 +106,18 @@ class Pins:
                 "more memory, lower max_model_len, or unpin others",
                 code="no_room",
             )
+
+    def _needed_and_left(self, plan: KVCachePlan, pins: Iterable[Pin]) -> tuple[int, int]:
+        """Return the slabs that the longest request takes, and the slabs without a page of some pins.
+
+        Both are for a plan with as many slabs as now or fewer.
+        """
+        pages = np.unique(_pages_of(pins))
+        first_rest = (self.plan.null_bytes + self.plan.num_slabs * self.plan.slab_bytes) // self.plan.block_id_bytes
+        num_rest_pages = max(0, plan.num_rest_pages - int(np.count_nonzero(pages >= first_rest)))
+        needed = plan.num_slabs_for(plan.peak_blocks(plan.max_model_len), num_rest_pages)
+        num_removed = self.plan.num_slabs - plan.num_slabs
+        return needed, self._pool.free_list.count_idle_slabs(pages) - num_removed
 
 
 def _pages_of(pins: Iterable[Pin]) -> BlockIds:

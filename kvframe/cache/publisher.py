@@ -165,11 +165,10 @@ class Publisher:
         self._tree.remove_root_if_empty(cursor.namespace)
         if cursor.leaf is not None:
             for s, size in enumerate(self._tree.sizes):
-                of_groups = self.row_pages.pages[s][:, row, cursor.offset // size :]
-                for group, of_row in zip(self._tree.groups[s], of_groups, strict=True):
-                    pages = of_row[(self._tree.pool.owners_of(of_row) == cursor.leaf.owner) & (of_row != 0)]
-                    held = pages[~self._tree.pool.discard_cached(group, pages)]
-                    self._tree.pool.publish_blocks(NO_OWNER, held, np.zeros_like(held))
+                of_row = self.row_pages.pages[s][:, row, cursor.offset // size :]
+                pages = of_row[(self._tree.pool.owners_of(of_row) == cursor.leaf.owner) & (of_row != 0)]
+                held = pages[~self._tree.pool.discard_cached(pages)]
+                self._tree.pool.publish_blocks(NO_OWNER, held, np.zeros_like(held))
             cursor.leaf.row = -1
             self.leaf_owner[row] = NO_OWNER
             self._tree.trim_node(cursor.leaf)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +43,8 @@ class Slabs:
         """
         num_groups, num_slabs = len(plan.groups), plan.num_slabs
         self._priorities, self._reserve = priorities, reserve
-        self._num_slabs, self._num_rest, self._rest = num_slabs, 0, -1
+        # The rest after the last slab, if there is one, is the slab of this number.
+        self._num_slabs, self._num_rest = num_slabs, plan.num_rest_pages
         self._null_ids = plan.null_bytes // plan.block_id_bytes
         self._slab_ids = plan.slab_bytes // plan.block_id_bytes if plan.groups else 1
         self._per_slab = [group.pages_per_slab for group in plan.groups]
@@ -62,19 +63,14 @@ class Slabs:
         self._open_idle: list[dict[int, None]] = [{} for _ in range(num_groups)]
         self._cached_held: list[dict[int, None]] = [{} for _ in range(num_groups)]
         self._available = [0] * num_groups
-        if plan.num_rest_pages:
-            self._add_rest(plan.rest_group, plan.num_rest_pages)
-
-    def _add_rest(self, group: int, num_blocks: int) -> None:
-        """Add a slab of fewer blocks after the last one, as if one more block of it were always held."""
-        self._rest = rest = self._num_slabs
-        self._num_rest = num_blocks
-        self._group.append(group)
-        self._held.append(1)
-        self._cached.append(0)
-        self._free.append(self._blocks_of(rest, group)[::-1].tolist())
-        self._open_held[group][rest] = None
-        self._available[group] += num_blocks
+        if self._num_rest:
+            # As if one more block of it were always held.
+            self._group.append(plan.rest_group)
+            self._held.append(1)
+            self._cached.append(0)
+            self._free.append(self._blocks_of(num_slabs)[::-1].tolist())
+            self._open_held[plan.rest_group][num_slabs] = None
+            self._available[plan.rest_group] += self._num_rest
 
     @property
     def num_idle_slabs(self) -> int:
@@ -106,8 +102,6 @@ class Slabs:
         if spare < 0:
             return None
         spare = max(0, spare - self._reserve)
-        if self._num_rest:
-            spare -= self._spare_rest(num_blocks, needed, spare)
         taken: list[int] = []
         for group, count in enumerate(num_blocks):
             if not count:
@@ -120,53 +114,33 @@ class Slabs:
             spare = min(spare, budget)
         return np.array(taken, dtype=np.int32)
 
-    def _spare_rest(self, num_blocks: Sequence[int], needed: list[int], spare: int) -> int:
-        """Take idle slabs instead of the blocks after the last slab, if enough are to spare; return how many.
-
-        They are added to ``needed``. The reserve is not to spare: the plan's promise to a lone request counts on these
-        blocks.
-        """
-        group = self._group[self._rest]
-        num_there = self._num_rest - (self._held[self._rest] - 1)
-        lacking = max(0, num_blocks[group] - (self._available[group] - num_there))
-        more = -(-lacking // self._per_slab[group]) - needed[group]
-        if more > spare:
-            return 0
-        needed[group] += more
-        return more
-
     def _take_some(self, group: int, count: int, taken: list[int], budget: int, evictor: Evictor) -> None:
         """Take at least one block and at most ``count``, or make one free; use at most ``budget`` idle slabs."""
+        has_free_slab = budget > 0 and bool(self._free_slabs)
         slab = self._first_slab(self._open_held[group])
         if slab is None and budget > 0:
             slab = next(iter(self._open_idle[group]), None)
-        if slab is None and not (self._free_slabs and budget > 0) and self._rest in self._open_held[group]:
-            slab = self._rest
+        if slab is None and not has_free_slab and self._num_slabs in self._open_held[group]:
+            slab = self._num_slabs
         if slab is not None:
             self._take_from(slab, group, count, taken)
-        elif budget <= 0:
-            slab = self._first_slab(self._cached_held[group])
-            slab = self._rest if slab is None else slab
-            evictor.evict_among(group, self._blocks_of(slab, group), count)
-        elif self._free_slabs:
-            num_whole = min(count // self._per_slab[group], budget, len(self._free_slabs))
-            if num_whole:
-                self._take_whole(num_whole, group, taken)
-            else:
-                self._cut(group)
-        else:
+        elif has_free_slab:
+            self._take_free_slabs(group, count, taken, budget)
+        elif budget > 0:
             slab, slab_priority = self._first_idle()
             priority = evictor.first_priority(group)
             if priority is not None and priority <= slab_priority:
                 evictor.evict_first(group, min(count, self._per_slab[group]))
             else:
-                other = self._group[slab]
-                evictor.evict_among(other, self._blocks_of(slab, other), self._per_slab[other])
+                evictor.evict_among(self._blocks_of(slab), self._per_slab[self._group[slab]])
+        else:
+            slab = self._first_slab(self._cached_held[group])
+            evictor.evict_among(self._blocks_of(self._num_slabs if slab is None else slab), count)
 
     def _first_slab(self, slabs: dict[int, None]) -> int | None:
         """Return the first of some slabs, but not the rest after the last slab."""
         for slab in slabs:
-            if slab != self._rest:
+            if slab != self._num_slabs:
                 return slab
         return None
 
@@ -176,39 +150,40 @@ class Slabs:
         taken += free[len(free) - count :]
         del free[len(free) - count :]
         if not self._held[slab]:
-            self._end_idle(slab, group)
+            self._end_idle(slab)
         if not free:
             del self._open_held[group][slab]
         self._held[slab] += count
         self._available[group] -= count
 
-    def _take_whole(self, num_slabs: int, group: int, taken: list[int]) -> None:
-        """Take all blocks of free slabs."""
-        slabs = self._free_slabs[len(self._free_slabs) - num_slabs :]
-        del self._free_slabs[len(self._free_slabs) - num_slabs :]
+    def _take_free_slabs(self, group: int, count: int, taken: list[int], budget: int) -> None:
+        """Cut free slabs into blocks and take these; the last slab may keep some."""
         size, per_slab = self._ids_per_block[group], self._per_slab[group]
-        for slab in slabs:
+        while count > 0 and budget > 0 and self._free_slabs:
+            slab = self._free_slabs.pop()
             first = self._null_ids + self._slab_ids * slab
-            taken += range(first, first + size * per_slab, size)
+            blocks = range(first, first + size * per_slab, size)
             self._group[slab] = group
-            self._held[slab] = per_slab
-
-    def _cut(self, group: int) -> None:
-        """Cut a free slab into blocks of a group."""
-        slab = self._free_slabs.pop()
-        self._group[slab] = group
-        self._free[slab] = self._blocks_of(slab, group)[::-1].tolist()
-        self._idle[slab] = 0
-        self._open_idle[group][slab] = None
+            if count < per_slab:
+                taken += blocks[:count]
+                self._held[slab] = count
+                self._free[slab] = [*reversed(blocks[count:])]
+                self._open_held[group][slab] = None
+                self._available[group] += per_slab - count
+            else:
+                taken += blocks
+                self._held[slab] = per_slab
+            count -= per_slab
+            budget -= 1
 
     # --- what becomes of blocks ---------------------------------------------------------------------------------------
 
-    def hold_cached(self, group: int, block_ids: BlockIds) -> None:
+    def hold_cached(self, block_ids: BlockIds) -> None:
         """Count cached blocks as held."""
-        self._available[group] -= len(block_ids)
         for slab, count in Counter(self._slabs_of(block_ids)).items():
             if not self._held[slab]:
-                self._end_idle(slab, group)
+                self._end_idle(slab)
+            self._available[self._group[slab]] -= count
             self._held[slab] += count
             self._end_cached(slab, count)
 
@@ -269,22 +244,20 @@ class Slabs:
             return
         self._sort_in(slab)
         if len(self._idle_order) > 2 * len(self._idle) + _MAX_STALE:
-            self._idle_order = [entry for entry in self._idle_order if self._idle.get(entry[2]) == entry[1]]
-            heapify(self._idle_order)
+            self.sort_idle()
 
     def _sort_in(self, slab: int) -> None:
-        """Put an idle slab with cached blocks into the order of eviction."""
+        """Put an idle slab into the order of eviction."""
         stamp = priority = self._idle[slab]
         if self._priorities is not None:
-            priority = int(self._priorities(self._blocks_of(slab, self._group[slab])).max())
+            priority = int(self._priorities(self._blocks_of(slab)).max())
         heappush(self._idle_order, (priority, stamp, slab))
 
     def sort_idle(self) -> None:
-        """Sort idle slabs again: the priorities of all blocks changed."""
+        """Sort all idle slabs again: entries are stale, or the priorities of all blocks changed."""
         self._idle_order.clear()
         for slab in self._idle:
-            if self._cached[slab]:
-                self._sort_in(slab)
+            self._sort_in(slab)
 
     def _first_idle(self) -> tuple[int, int]:
         """Return the idle slab with the smallest priority, and that priority."""
@@ -295,8 +268,9 @@ class Slabs:
             heappop(self._idle_order)
         return 0, _NEVER
 
-    def _end_idle(self, slab: int, group: int) -> None:
+    def _end_idle(self, slab: int) -> None:
         """Record that a block of an idle slab is about to be held."""
+        group = self._group[slab]
         del self._idle[slab]
         self._available[group] += self._per_slab[group]
         if self._open_idle[group].pop(slab, 0) is None:
@@ -319,41 +293,30 @@ class Slabs:
 
         The rest after the last slab becomes the first added slab, or is removed.
         """
-        if self._num_rest:
-            self._end_rest(stamp, is_slab=plan.num_slabs > self._num_slabs)
+        rest, num_rest = self._num_slabs, self._num_rest
         before, after = len(self._group), plan.num_slabs
-        added = range(before, after)
-        self._num_slabs, self._reserve = after, reserve
-        self._free_slabs = [*reversed(added), *(slab for slab in self._free_slabs if slab < after)]
-        self._group = [*self._group[:after], *(_NO_GROUP for _ in added)]
-        self._free = [*self._free[:after], *([] for _ in added)]
-        self._held = [*self._held[:after], *(0 for _ in added)]
-        self._cached = [*self._cached[:after], *(0 for _ in added)]
-
-    def _end_rest(self, stamp: int, *, is_slab: bool) -> None:
-        """Make the rest after the last slab a whole slab, or remove it if all of it is free."""
-        rest, group, num_blocks = self._rest, self._group[self._rest], self._num_rest
-        self._num_rest, self._rest = 0, -1
-        if is_slab:
-            self._free[rest][:0] = self._blocks_of(rest, group)[num_blocks:][::-1].tolist()
+        self._num_slabs, self._num_rest, self._reserve = after, 0, reserve
+        if num_rest and after > rest:
+            group = self._group[rest]
+            self._free[rest][:0] = self._blocks_of(rest)[num_rest:][::-1].tolist()
             self._open_held[group][rest] = None
-            self._available[group] += self._per_slab[group] - num_blocks - 1
+            self._available[group] += self._per_slab[group] - num_rest - 1
             self._end_held({rest: 1}, stamp)
-            return
-        del self._group[rest], self._free[rest], self._open_held[group][rest]
-        del self._held[rest], self._cached[rest]
-        self._available[group] -= num_blocks
+        elif num_rest:
+            del self._open_held[self._group[rest]][rest]
+            self._available[self._group[rest]] -= num_rest
+        num_added = max(0, after - before)
+        self._free_slabs = [slab for slab in self._free_slabs if slab < after]
+        self._free_slabs[:0] = range(after - 1, before - 1, -1)
+        self._free = [*self._free[:after], *([] for _ in range(num_added))]
+        self._group = self._group[:after] + [_NO_GROUP] * num_added
+        self._held = self._held[:after] + [0] * num_added
+        self._cached = self._cached[:after] + [0] * num_added
 
     def all_blocks(self) -> BlockIds:
         """Return the blocks of all slabs that are cut."""
-        group = np.array(self._group, dtype=np.int64)
-        slabs = np.flatnonzero(group != _NO_GROUP)
-        group = group[slabs]
-        counts, sizes = np.array(self._per_slab)[group], np.array(self._ids_per_block)[group]
-        counts[slabs == self._rest] = self._num_rest
-        index = np.arange(max(self._per_slab))
-        blocks = (self._null_ids + self._slab_ids * slabs)[:, None] + sizes[:, None] * index
-        return blocks[index < counts[:, None]].astype(np.int32)
+        cut = [self._blocks_of(slab) for slab, group in enumerate(self._group) if group != _NO_GROUP]
+        return np.concatenate(cut) if cut else np.zeros(0, dtype=np.int32)
 
     def free_blocks(self) -> BlockIds:
         """Return those of them that are free."""
@@ -367,7 +330,9 @@ class Slabs:
         slabs: list[int] = ((block_ids - self._null_ids) // self._slab_ids).tolist()
         return slabs
 
-    def _blocks_of(self, slab: int, group: int) -> BlockIds:
+    def _blocks_of(self, slab: int) -> BlockIds:
+        """Return the blocks of a slab that is cut."""
+        group = self._group[slab]
         first = self._null_ids + slab * self._slab_ids
-        num_blocks = self._num_rest if slab == self._rest else self._per_slab[group]
+        num_blocks = self._num_rest if slab == self._num_slabs else self._per_slab[group]
         return first + self._ids_per_block[group] * np.arange(num_blocks, dtype=np.int32)
