@@ -1,4 +1,4 @@
-"""One layer at run time: it finds its cache, its backend and the step's metadata."""
+"""One attention layer at run time: it holds its cache, its backend and the metadata of the current step."""
 
 from __future__ import annotations
 

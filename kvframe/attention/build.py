@@ -1,4 +1,4 @@
-"""Building a step's metadata: every chain and every builder runs once for all attention groups that can share it."""
+"""Builds a step's metadata: each wrapper chain and builder runs once for all attention groups that can share it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Captured steps: metadata that a graph reads, in tensors that stay where they are and get each step's values."""
+"""Captured steps: metadata tensors at fixed addresses, which a graph reads and each step overwrites."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which pages a step's queries may see: their places in the first columns of the block table, row after row."""
+"""Finds the pages that a step's queries can see, so that only these are copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies: how a backend serves layers that are stored in a format that it does not read.
+"""Copies of pages: with them a backend serves layers that are stored in a format it does not read.
 
 Before a layer attends, the pages that the step's queries may see are read back by the format itself into memory that
 all layers share, in the dtype that attention computes in. The backend is given these in place of the pool, with a block

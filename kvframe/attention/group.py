@@ -1,4 +1,4 @@
-"""Attention groups: the layers of a cache group whose metadata is built once a step."""
+"""Attention groups: layers of one cache group with the same wrapper chain and backend share their metadata."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention at run time: all layers of a model, and the step that they hold."""
+"""All attention layers of a model at run time, and the step that they compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step-local caches: where layers that keep nothing of the past find the keys and values of the running step.
+"""Step-local caches: scratch pages for layers that keep nothing of the past, such as those of an encoder.
 
 Such a layer is in no cache group, and goes through the same wrappers, builders and backends as one that is: its step's
 keys and values are written to scratch pages, which the next such layer writes over.

@@ -1,4 +1,4 @@
-"""Values that hold tensors somewhere inside: found in a fixed order, and rebuilt with others in their place.
+"""Finds the tensors inside nested values in a fixed order, and rebuilds the values with other tensors.
 
 A step's values are gone through in each step: what a class is, and which of its fields can hold a tensor at all, is
 found out once.

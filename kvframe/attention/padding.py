@@ -1,4 +1,4 @@
-"""Padding: a step's metadata at the sizes that a captured graph was made for."""
+"""Pads a step's metadata to the sizes that a graph was captured for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What builders return in a step is held to what was agreed, in time that does not grow with the batch."""
+"""Checks what builders return in a step, in time that does not grow with the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the parts of a step's metadata go together: their types, shapes, dtypes and devices."""
+"""Checks that the parts of a step's metadata fit together: types, shapes, dtypes and devices."""
 
 from __future__ import annotations
 

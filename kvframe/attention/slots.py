@@ -1,4 +1,4 @@
-"""Slots: where the layers of each cache group store what a step gives them."""
+"""Slots: the block id and the offset at which each token of a step is stored."""
 
 from __future__ import annotations
 

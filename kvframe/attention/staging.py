@@ -1,4 +1,4 @@
-"""Staging: what a step made on the host goes to the device in one copy.
+"""Staging: one copy brings everything that a step computed on the host to the device.
 
 A step is worked out on the host, chains of wrappers included: their tensors are small, and what is small costs less
 there than a launch on a device. Then all of them lie side by side in pinned memory, and one copy brings them over,

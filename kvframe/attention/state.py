@@ -1,4 +1,4 @@
-"""State layers at run time: the state that a step's tokens go on from, and the page that gets what comes of it.
+"""State layers at run time: which state each request continues from, and which page gets the new state.
 
 A state layer keeps no keys and values but what a model made of all tokens so far. The model computes it; the cache says
 where states lie. After a step, the page of every block that the step's tokens lie in holds the state after its last

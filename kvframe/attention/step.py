@@ -1,4 +1,4 @@
-"""From a step's batch to its metadata, for all cache groups at once."""
+"""Turns a step's batch into its metadata, for all cache groups at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Says which backend failed in a step, at which layer and in which line: its error has a text of its own only."""
+"""Errors for what a backend or builder raises in a step: they name the backend, the layer and the line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes of the cache: the pool, which each layer sees as strided tensors, and those of swapped requests."""
+"""The bytes of the cache: the device pool as each layer views it, and the host memory for swapped pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes out of a wrapper in a step is checked before a kernel trusts it.
+"""Calls a wrapper in a step, and checks its result before a kernel reads it.
 
 A kernel that reads a wrong length or a wrong block id reads foreign memory, and the process ends. Builders and backends
 are trusted: what they make of right metadata is their own.

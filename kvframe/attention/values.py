@@ -1,4 +1,4 @@
-"""Whether the values of a step's metadata are ones that a kernel may trust: a wrong one makes it read foreign memory.
+"""Checks the values of a step's metadata: a kernel that reads a wrong one reads foreign memory.
 
 What the host knows is checked of everything that a wrapper changes. What lies in the tensors that kernels read is
 checked if they lie on the host, and on a device only if the stack's ``audit`` is on, because that waits for the device.

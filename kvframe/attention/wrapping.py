@@ -1,4 +1,4 @@
-"""Applying wrappers in a step: each is held to what it declares."""
+"""Applies a wrapper to metadata, and checks that the result is what the wrapper declares."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What ships with the core, registered by the public hooks only."""
+"""What ships with the core: full attention and the torch backends, registered by the public hooks only."""

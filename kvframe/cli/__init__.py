@@ -1,4 +1,4 @@
-"""The command line: one file per command, each imported when it is asked for.
+"""The command line: one file per command, each imported when the command runs.
 
 Nothing here loads torch or rich; a command that needs them imports them when it runs.
 """

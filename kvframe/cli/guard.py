@@ -1,4 +1,4 @@
-"""Runs a command so that it ends in an exit code and at most one sentence, whatever it was given."""
+"""Runs a command and turns every failure into an exit code and one sentence."""
 
 from __future__ import annotations
 

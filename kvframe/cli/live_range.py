@@ -1,4 +1,4 @@
-"""Live ranges in words: which part of the past a cache spec needs, found out from its live ranges alone."""
+"""Describes in words which part of the past a cache spec needs, by asking the spec for its live ranges."""
 
 from __future__ import annotations
 

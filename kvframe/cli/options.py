@@ -1,4 +1,4 @@
-"""Options that several commands have, and the stack they amount to."""
+"""Options that several commands share, and the stack that they make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the command line's own output goes: apart from what plugins, libraries and subprocesses print."""
+"""Keeps the command line's own output apart from what plugins, libraries and subprocesses print."""
 
 from __future__ import annotations
 

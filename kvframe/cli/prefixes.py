@@ -1,4 +1,4 @@
-"""Files of saved prefixes on the command line: what ``kvframe generate`` loads and saves before it generates."""
+"""Loads and saves files of prefixes for ``kvframe generate``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading prompts from files: text, JSON, JSON lines, token ids."""
+"""Reads prompts from files: text, JSON, JSON lines or token ids."""
 
 from __future__ import annotations
 

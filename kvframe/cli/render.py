@@ -1,4 +1,4 @@
-"""What people see: tables and progress bars on a terminal, aligned plain text in a pipe.
+"""Prints tables and progress bars on a terminal, and aligned plain text in a pipe.
 
 rich is imported only where there is a terminal to draw on.
 """

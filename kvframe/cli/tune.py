@@ -1,4 +1,4 @@
-"""``kvframe tune``: measure the backends that can serve a model's layers, for ``backend = "auto"`` to go by."""
+"""``kvframe tune``: measure the backends that can serve a model's layers, so that ``"auto"`` takes the fastest.
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what a stack says of an eviction policy to its value."""
+"""Makes the eviction policy that a stack names."""
 
 from __future__ import annotations
 

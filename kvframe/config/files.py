@@ -1,4 +1,4 @@
-"""Reads and writes the files that a user names.
+"""Reads and writes the files that a user names, with bounded time and memory.
 
 Reading is bounded: whatever lies at a path (nothing, a folder, a device that never ends, bytes, JSON that is nested a
 million times), a function here returns or raises ``FileError``. Writing replaces a file as a whole, and only one that

@@ -1,4 +1,4 @@
-"""From what a stack, a rule or a layer file says of a format to its value, and to the layers that are stored so."""
+"""Makes the KV format that a stack, a rule or a layer file names, and puts it into the layers that it covers."""
 
 from __future__ import annotations
 

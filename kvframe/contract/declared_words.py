@@ -1,4 +1,4 @@
-"""The words in which a backend declares what it can do, each checked when it is declared."""
+"""Checks the words in which a backend declares what it can do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model as the contract sees it before anything is loaded: plain values, read without weights or torch."""
+"""Model descriptions: the layers and sizes of a model as plain values, read without weights or torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every error a user can cause, in one place.
+"""All errors that a user can cause.
 
 A message says what was asked, what exists and what to do. ``assert`` is kept for kvframe's own bugs.
 """

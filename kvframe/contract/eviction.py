@@ -1,4 +1,4 @@
-"""Eviction policies: which cached pages are given up first when somebody needs room.
+"""Eviction policies: which cached pages are evicted first when a request needs pages.
 
 A policy says once of each page that nobody holds any more when it is due; the page with the smallest due is given up
 first. It is asked when pages are let go of, in the step's path, for all of them at once.

@@ -1,4 +1,4 @@
-"""Says why ``import torch`` failed, and what to do: the cause is often another distribution that is installed."""
+"""Explains why ``import torch`` failed, and what to do: the cause is often another installed distribution."""
 
 from __future__ import annotations
 

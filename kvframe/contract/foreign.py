@@ -1,4 +1,4 @@
-"""The one place through which kvframe calls the code of plugins at set-up.
+"""Calls a plugin's code at set-up, and turns whatever it raises into one ``PluginError``.
 
 Whatever such code raises becomes one ``PluginError`` that says what was called and why it failed: an exception,
 ``SystemExit``, ``CancelledError``, ``GeneratorExit``, or a ``BaseException`` of the plugin's own. Only

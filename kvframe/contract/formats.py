@@ -1,4 +1,4 @@
-"""Formats: how the bytes of a block are laid out, and what the keys and values of an attention layer become in it.
+"""KV formats: which tensors a block consists of, and how keys and values are stored in them.
 
 Nothing here imports torch.
 """

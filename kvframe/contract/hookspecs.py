@@ -1,4 +1,4 @@
-"""The hooks of kvframe, in the order they are called: what a plugin may say, and when.
+"""The hooks of kvframe, in the order in which they are called.
 
 A plugin is a small manifest module that imports nothing heavy. It is found by the entry-point group ``kvframe.v1``
 and states the version of the contract that it was written for in the companion group ``kvframe.v1.api``::

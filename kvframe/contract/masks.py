@@ -1,4 +1,4 @@
-"""Which tokens a query sees, said in two ways that backends read: the terms that kernels know, or a function.
+"""Masks: which tokens a query sees, as terms that kernels know or as a function.
 
 Nothing here imports torch.
 """

@@ -1,4 +1,4 @@
-"""Batch metadata: what every backend needs to know of one step, once per cache group."""
+"""Batch metadata: what every backend needs to know about one step, built once per cache group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of a model adapter: reads a model's layers without weights, runs it on packed batches."""
+"""The interface of a model adapter: it describes a model without weights, and runs it on packed batches."""
 
 from __future__ import annotations
 

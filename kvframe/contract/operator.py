@@ -1,4 +1,4 @@
-"""Attention as one operator of torch: a compiled model calls it and does not look into it.
+"""Attention as one torch operator, which a compiled model calls without tracing into it.
 
 A compiler cannot follow a layer to the step that runs: which metadata it reads, which pages, which kernel. So a
 compiled model calls ``kvframe::attend`` in place of the layer, of which the compiler knows the shape of the output.

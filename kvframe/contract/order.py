@@ -1,4 +1,4 @@
-"""The order of a batch's requests: what backends ask for, the one order for all of them, a permutation where none is.
+"""The order of a batch's requests: which order backends ask for, and the permutation into it.
 
 Everything here is decided on the host, from the metadata's host copies; the device gets one upload for a permutation.
 """

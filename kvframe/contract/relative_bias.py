@@ -1,4 +1,4 @@
-"""The relative bias of T5 (arXiv 1910.10683): from a layer's learned numbers to what is added at each distance."""
+"""The relative bias of T5 (arXiv 1910.10683): the numbers that are added to the scores at each distance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrappers: pure functions from batch metadata to batch metadata, chained as an ordered list."""
+"""The interface of a wrapper: a pure function from batch metadata to batch metadata."""
 
 from __future__ import annotations
 

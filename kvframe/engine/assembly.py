@@ -1,4 +1,4 @@
-"""From a loaded model to everything that serves it: the flow of set-up, run once, as one value."""
+"""Set-up: builds everything that serves a loaded model, and returns it as one value."""
 
 from __future__ import annotations
 

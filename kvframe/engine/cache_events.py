@@ -1,4 +1,4 @@
-"""Who is told what the cache holds: a listener, after each step."""
+"""Delivers the cache's events to a listener after each step."""
 
 from __future__ import annotations
 

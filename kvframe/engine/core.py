@@ -1,4 +1,4 @@
-"""What every engine is made of: a model, its paged cache, a queue of requests, and the loop that serves them."""
+"""What generating and embedding engines share: model, paged cache, queue of requests and serving loop."""
 
 from __future__ import annotations
 

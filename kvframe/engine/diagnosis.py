@@ -1,4 +1,4 @@
-"""Which part is wrong when a model fails its self-check: a backend, a wrapper, or what was read of the model itself."""
+"""Finds the faulty part when a model fails its self-check: a backend, a wrapper or the description of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedder: a model, its paged cache if it has any, and a queue of texts to embed, behind a few verbs."""
+"""The embedder: it makes embeddings of texts with a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine: a model, its paged cache and a queue of prompts to continue, behind a few verbs."""
+"""The engine: it continues prompts with a model."""
 
 from __future__ import annotations
 

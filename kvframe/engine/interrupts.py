@@ -1,4 +1,4 @@
-"""Interrupts wait while an engine's books are written: a request is either as it was, or as it was to become."""
+"""Delays Ctrl-C while a verb changes the engine's state, so that no request is left half changed."""
 
 from __future__ import annotations
 

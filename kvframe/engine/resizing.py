@@ -1,4 +1,4 @@
-"""A cache of another size while an engine runs: its pages stay where they are, and what is at its end makes way."""
+"""Changes the size of the cache while the engine runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A packed run on its own, before the engine serves: what the model compares with its own plain forward."""
+"""Runs a packed batch before the engine serves; the model compares it with its own plain forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request's outputs as an iterator: the request ends with it, read to its end or not."""
+"""Streams one request's outputs as an iterator; the request ends when the iterator is closed."""
 
 from __future__ import annotations
 

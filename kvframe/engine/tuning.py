@@ -1,4 +1,4 @@
-"""Measuring how long a backend takes for a layer: whole steps of one layer, as an engine runs them."""
+"""Measures how long each backend takes for a layer, in whole steps of one layer."""
 
 from __future__ import annotations
 

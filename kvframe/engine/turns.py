@@ -1,4 +1,4 @@
-"""The turns of an engine's verbs: one runs at a time, none after ``close``, and Ctrl-C waits until its turn is over."""
+"""Runs one verb of an engine at a time, refuses verbs after ``close``, and delays Ctrl-C until a verb is done."""
 
 from __future__ import annotations
 

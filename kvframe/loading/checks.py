@@ -1,4 +1,4 @@
-"""What one key of a stack may hold: the same check for a value from a file and for one given in Python."""
+"""Checks of the values of a stack, the same for a value from a file and for one given in Python."""
 
 from __future__ import annotations
 

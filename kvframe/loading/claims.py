@@ -1,4 +1,4 @@
-"""Claims to names: what a plugin registers, checked as it is claimed, and imported only when it is used."""
+"""Claims to names: what a plugin registers, checked at once and imported only when it is used."""
 
 from __future__ import annotations
 

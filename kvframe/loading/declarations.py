@@ -1,4 +1,4 @@
-"""What a registered class declares: its class attributes, held to the annotations of the base class.
+"""Checks the class attributes of a registered class against the annotations of its base class.
 
 A class attribute that is read while a layer is planned or a step runs is checked once, when the class is loaded: one
 that is missing, of another type, or that raises when it is read would fail far from the plugin that it belongs to.

@@ -1,4 +1,4 @@
-"""Discovery: which plugins are installed, and whether this kvframe can speak with them. Imports no plugin code."""
+"""Discovery: which plugins are installed, and whether their contract version fits. Imports no plugin code."""
 
 from __future__ import annotations
 

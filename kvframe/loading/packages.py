@@ -1,4 +1,4 @@
-"""Which of kvframe's own packages provides which name, for errors about names that no installed plugin provides.
+"""Which of kvframe's own packages provides which name, for errors about a name that is not installed.
 
 A test holds the table equal to what the packages under ``plugins/`` register.
 """

@@ -1,4 +1,4 @@
-"""Loading plugins: each gets one status, and nothing one plugin does keeps another from loading.
+"""Loads plugins: each gets one status, and a failing plugin does not keep others from loading.
 
 pluggy calls the hooks. What it does not do is done here: a plugin that fails to import, to validate or to configure is
 set aside alone; a misspelt hook is found; two plugins of one name are both named and neither is used. To that end each

@@ -1,4 +1,4 @@
-"""The registry: which name stands for which class, and to whom it belongs."""
+"""The registry: which class a registered name stands for, and which plugin owns the name."""
 
 from __future__ import annotations
 

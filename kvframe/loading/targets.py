@@ -1,4 +1,4 @@
-"""Whether the class behind a registered name is there, found out without importing its module or any package around it.
+"""Checks that the class of a registered name exists, without importing its module or any package around it.
 
 The module's file is looked for and parsed. That a class is there does not say that its module can be imported.
 """

@@ -1,4 +1,4 @@
-"""What a cache spec answers, checked when it is asked: a wrong answer is one sentence, and never a wrong token.
+"""Checks every answer of a cache spec: a wrong one raises an error before a live page is freed.
 
 A cache spec is a plugin's code. The cache frees pages by what it says, so no answer is used that breaks its laws
 (``KVCacheSpec``). Set-up asks at many positions (``spec_check``); ``Answers`` checks those that requests reach. Nothing

@@ -1,4 +1,4 @@
-"""Grouping: a model's layers become groups that share one block table each."""
+"""Grouping: sorts a model's layers into groups that share one block table each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refuses memory that the machine does not have, before the operating system promises it.
+"""Refuses an allocation that the machine has no memory for, before the operating system grants it.
 
 Linux grants more than there is, and ends the process when the memory is used.
 """

@@ -1,4 +1,4 @@
-"""Ranks: a cache plan for each part of a model whose layers are spread over several devices.
+"""Cache plans of a model whose layers are spread over several devices.
 
 A rank's plan is about its own layers and its own memory, but a group's number, the tokens of its blocks, the pages of a
 slab and the number of slabs are the same on all ranks that keep anything. Cache managers that are told the same events

@@ -1,4 +1,4 @@
-"""What lies at a path: which model adapter reads it, and which layers it has."""
+"""Finds the model adapter that reads a path, and the layers of the model there."""
 
 from __future__ import annotations
 

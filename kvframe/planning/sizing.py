@@ -1,4 +1,4 @@
-"""Sizing: what a stack amounts to for a model, in tokens and bytes, the same for a plan on paper and for a run."""
+"""Sizing: how many tokens and bytes a stack gives a model, computed the same way for planning and for running."""
 
 from __future__ import annotations
 

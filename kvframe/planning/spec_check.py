@@ -1,4 +1,4 @@
-"""Set-up's look at a cache spec: its laws at sampled positions, before anything is allocated by its answers.
+"""Checks the laws of a cache spec at sampled positions, before anything is allocated by its answers.
 
 ``kvframe.testing.laws`` checks every position of a short request and says more; this is what a set-up can pay for, up
 to the longest request: a few milliseconds for each distinct spec. Nothing here imports NumPy or torch.

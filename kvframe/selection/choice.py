@@ -1,4 +1,4 @@
-"""What was chosen for a layer, out of what, and why not the others."""
+"""The choice for one layer: its wrappers, its backend, and the reason against every other candidate."""
 
 from __future__ import annotations
 

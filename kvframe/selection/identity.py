@@ -1,4 +1,4 @@
-"""Identity: when two uses of a plugin's class are the same thing."""
+"""Identity: tells whether two uses of a plugin's class are the same thing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choosing each layer's wrapper chain and backend, with the reason for every candidate that was passed over."""
+"""Selects each layer's wrapper chain and backend, and records why every other candidate was passed over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefill skipping: the layers at a model's end that need to compute a step's generating tokens only.
+"""Prefill skipping: finds the last layers of a model that need to compute only the tokens that generate.
 
 A layer that reads another layer's cache produces no state. If none of the layers behind it does either, nothing but a
 token's own output depends on what it computes for that token, and the output of a prompt's inner tokens is never used

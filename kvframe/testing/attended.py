@@ -1,4 +1,4 @@
-"""Which slots each query of a batch attends to: a wrapper leaves these as they are, or says that it changes them.
+"""Finds the slots that each query attends to, to compare them before and after a wrapper.
 
 A query's attention follows from the set of slots: their order, and the rows of the batch, do not matter.
 """

@@ -1,4 +1,4 @@
-"""Which wrapper chains and backends compose: of all that are installed, each pair is computed or refused with a code.
+"""Tries every installed wrapper chain with every backend: each pair computes attention or is refused with a code.
 
 ``python -m kvframe.testing.composition plugins/COMPOSITION.md`` writes the matrix; with ``--check`` it says whether the
 file is up to date.

@@ -1,4 +1,4 @@
-"""Run a backend on one case, behind the case's wrapper chain, and hold it against the reference.
+"""Runs a backend on one case, after the case's wrapper chain, and compares it with the reference.
 
 The reference is computed from the layer as the model has it: it knows no pages, no wrappers, no virtual requests.
 """

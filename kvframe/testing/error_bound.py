@@ -1,4 +1,4 @@
-"""How far attention that was computed in floats may lie from its definition: a bound from the numbers alone.
+"""A bound on the rounding error of attention, computed from the numbers of the case.
 
 The bound is a property of the case. It needs no run in low precision, so it is the same on every machine, in whatever
 order that machine's kernels add.

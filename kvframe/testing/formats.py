@@ -1,4 +1,4 @@
-"""Formats in the kit: those that are installed, what they make of numbers, and the laws that each keeps."""
+"""The laws of KV formats, and the formats that are installed."""
 
 from __future__ import annotations
 

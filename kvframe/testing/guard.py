@@ -1,4 +1,4 @@
-"""Tensors that stand for a device's, on any machine: what waits for the device or writes to them raises."""
+"""Stand-ins for a device's tensors on any machine: waiting for the device or writing to them raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a case computes with: queries, keys, values and learned tensors, drawn at random."""
+"""The random inputs of a case: queries, keys, values and learned tensors."""
 
 from __future__ import annotations
 

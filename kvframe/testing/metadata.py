@@ -1,4 +1,4 @@
-"""A step's metadata on the host, made without a cache, and what such metadata must not contradict."""
+"""Makes a step's metadata on the host without a cache, and checks that its parts do not contradict each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a backend's ``forward`` returned, checked before any of its values are looked at."""
+"""Checks a backend's output before its values are compared: type, shape, dtype and device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paged cache of a case: a pool with pages of neighbours in it, filled with what a backend must not read."""
+"""The paged cache of a case: the pages of other requests hold values that a backend must not read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention written straight from its definition over dense tensors: no pages, no blocks, no kernel.
+"""The reference: attention written from its definition over dense tensors, without pages or kernels.
 
 It is computed in the dtype of its inputs. A backend is measured against it in float64.
 """

@@ -1,4 +1,4 @@
-"""Few of the grid's cases, for a backend that takes long for each: in them, everything comes up that does in the grid.
+"""A small sample of the grid's cases in which every feature occurs, for a backend that is slow on each case.
 
 What a case is made of are its traits: the mask, the block size, the format, the dtype, the kind of batch and so on. A
 sample has every trait of the grid, and every pair of those traits that kernels treat together.

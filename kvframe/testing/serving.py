@@ -1,4 +1,4 @@
-"""Two steps of two layers as an engine computes them, on one instance of a backend, held against the reference.
+"""Runs two layers for two steps on one instance of a backend, and compares them with the reference.
 
 Between the steps, requests leave and others join, the batch has another order, and what the first step was computed
 from is overwritten: the tensors of its metadata hold those of the second one, or zeros.

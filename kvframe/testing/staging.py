@@ -1,4 +1,4 @@
-"""A backend's steps on a device without bytes: one copy brings over what the host worked out, and nobody waits.
+"""Checks a backend's steps on a device without memory: one copy to the device, and no wait for it.
 
 The device is torch's ``meta``: whatever asks it for a value raises, and every copy to it is seen.
 """

@@ -1,4 +1,4 @@
-"""What the layers of a case store: keys and values, or something that stands for them.
+"""The state that the layers of a case store: keys and values, or another form.
 
 A backend that reads other state than keys and values names a form of its own (``AttentionBackend.conformance_form``),
 and is then checked on the same grid, against the same reference.

@@ -1,4 +1,4 @@
-"""A case's step, in a real paged cache that is NaN wherever a backend may not look.
+"""A case's step in a paged cache that holds NaN wherever a backend must not look.
 
 That is: other layers' parts of a page, tokens that are not live, the null page, free pages, the ends of blocks. One
 read of those shows in the output.

@@ -1,4 +1,4 @@
-"""Whether a wrapper keeps the contract: run on batches of every kind, and held to what it declares.
+"""Checks a wrapper: runs it on batches of every kind, and compares what it does with what it declares.
 
 Attention after the wrapper is compared with attention before it: each query has to attend to the same slots, unless
 the wrapper declares another mask.

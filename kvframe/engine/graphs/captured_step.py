@@ -1,4 +1,4 @@
-"""A captured step: what is recorded once, and replayed on the same tensors."""
+"""One captured graph: recorded once, and replayed on the same tensors."""
 
 from __future__ import annotations
 

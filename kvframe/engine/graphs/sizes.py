@@ -1,4 +1,4 @@
-"""The sizes of graphs: which steps are captured, and what each of them is padded to."""
+"""The sizes of graphs: which steps are captured, and to which size each is padded."""
 
 from __future__ import annotations
 

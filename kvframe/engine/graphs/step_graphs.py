@@ -1,4 +1,4 @@
-"""Steps as graphs: captured, replayed, and what becomes of those that cannot be.
+"""Captures and replays steps as graphs, and runs a step without a graph if it cannot be captured.
 
 A graph holds one step's work at fixed sizes, so a step is padded to the next ones that there are graphs for: requests
 without tokens, tokens in the null page. The usual sizes are captured before the first request, others when a step first

@@ -1,4 +1,4 @@
-"""The format of saved prefixes: the bytes of pages and what they hold, and nothing that can be executed.
+"""The file format of saved prefixes: pages and what they hold, and nothing executable.
 
 It is a safetensors file (https://huggingface.co/docs/safetensors): eight bytes with the length of the header, the
 header in JSON, and four tensors.

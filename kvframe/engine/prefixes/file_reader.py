@@ -1,4 +1,4 @@
-"""Reading a file of saved prefixes: every part of it is checked before it is used."""
+"""Reads a file of saved prefixes, and checks every part of it before using it."""
 
 from __future__ import annotations
 

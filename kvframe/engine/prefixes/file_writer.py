@@ -1,4 +1,4 @@
-"""Writing a file of saved prefixes: it replaces an older file only when it is complete."""
+"""Writes a file of saved prefixes, and replaces an older file only when the new one is complete."""
 
 from __future__ import annotations
 

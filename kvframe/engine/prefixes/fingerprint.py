@@ -1,4 +1,4 @@
-"""Fingerprints of models: whether what one has computed is what another would."""
+"""Fingerprints of models: they tell whether saved states of one model are valid for another."""
 
 from __future__ import annotations
 

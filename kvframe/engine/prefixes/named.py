@@ -1,4 +1,4 @@
-"""Prefixes that an engine keeps by name: computed when they are asked for, whole blocks of them, and pinned."""
+"""Named prefixes: an engine computes their whole blocks on request, and pins them."""
 
 from __future__ import annotations
 

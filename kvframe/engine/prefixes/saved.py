@@ -1,4 +1,4 @@
-"""Saving prefixes to a file and loading them in another process, byte by byte, as requests are swapped out and in."""
+"""Saves cached prefixes to a file, and loads them in another process."""
 
 from __future__ import annotations
 

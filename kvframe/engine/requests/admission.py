@@ -1,4 +1,4 @@
-"""Who is let in: a prompt becomes token ids that can be served to the end, or is refused with a reason."""
+"""Admission: turns a prompt into token ids that can be served to the end, or refuses it with a reason."""
 
 from __future__ import annotations
 

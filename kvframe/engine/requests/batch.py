@@ -1,4 +1,4 @@
-"""The parameters of a batch's requests, and several samples of one prompt as requests of their own."""
+"""The parameters of a batch's requests, and several samples of one prompt as separate requests."""
 
 from __future__ import annotations
 

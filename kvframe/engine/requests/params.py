@@ -1,4 +1,4 @@
-"""How a request's tokens are chosen and when it ends: every value is checked when it is given."""
+"""Sampling parameters: how a request's tokens are chosen and when it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request as scheduling and packing see it: its tokens, how far it is, and why it ended."""
+"""The progress of one request: its tokens, how many are computed, and why it ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request is made of: text or token ids, or something for an encoder beside the tokens of its own."""
+"""Prompts: text or token ids, and the input of an encoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request: what was asked, how far it is, and what its owner gets to see."""
+"""One generating request: its parameters, its output so far, and what its owner sees of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests in an engine, and which of them have something that their owners have not seen."""
+"""The table of requests, and which of them have output that their owners have not seen."""
 
 from __future__ import annotations
 

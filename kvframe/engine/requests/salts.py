@@ -1,4 +1,4 @@
-"""Who shares a cached prefix with whom: requests of one salt do, and no others."""
+"""Cache salts: only requests with the same salt share a cached prefix."""
 
 from __future__ import annotations
 

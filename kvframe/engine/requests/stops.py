@@ -1,4 +1,4 @@
-"""Finding the first of several strings in a text that comes in pieces."""
+"""Finds the first of several stop strings in text that arrives in parts."""
 
 from __future__ import annotations
 

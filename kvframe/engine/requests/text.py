@@ -1,4 +1,4 @@
-"""Tokens to text, piece by piece: whole characters only, cut before a stop string."""
+"""Turns tokens into text part by part: whole characters only, and cut before a stop string."""
 
 from __future__ import annotations
 

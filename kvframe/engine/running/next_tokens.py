@@ -1,4 +1,4 @@
-"""What is read off the logits, for all requests at once: the next tokens, and how likely the prompts' tokens were.
+"""Samples the next tokens from the logits of all requests, and computes the log-probabilities of prompts.
 
 A request's token depends on its own logits, parameters and random source only, never on what else is in the batch:
 one uniform number per token, taken from the request's own source, is looked up in the cumulative distribution.

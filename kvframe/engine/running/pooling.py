@@ -1,4 +1,4 @@
-"""From hidden states to embeddings: requests that are done when their prompt is computed, and steps that pool them."""
+"""Pools hidden states into embeddings; an embedding request ends when its prompt is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running a step: from the scheduled requests to packed tensors, through the model, to the next tokens."""
+"""Runs a step: packs the scheduled requests into tensors, runs the model and samples the next tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests hold in the cache: how they come by it, where it waits, and how it is given back."""
+"""Gives requests their blocks, swaps them out and in, and releases their blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a step's requests lie in its packed batch, and what becomes of each row of its logits. Pure host logic."""
+"""How a step's requests lie in its packed batch, and which rows of its logits are used for what."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scheduling asks of the cache."""
+"""The interface of the cache that the scheduler uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests that run, in the order of their admission, and what a step needs of each: as arrays."""
+"""The running requests in the order of their admission, with what a step needs of each as arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Continuous batching: which tokens of which requests the next step computes. Pure host logic.
+"""Continuous batching: chooses which tokens of which requests the next step computes.
 
 Each step has a token budget. Running requests come first, in the order of their admission, then waiting ones, first
 come, first served; a prompt that exceeds the budget is computed in chunks over several steps, the first one when the

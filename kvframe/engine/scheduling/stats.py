@@ -1,4 +1,4 @@
-"""What an engine did so far, and the scheduler in it, as values."""
+"""Counters of the engine and its scheduler, as values."""
 
 from __future__ import annotations
 

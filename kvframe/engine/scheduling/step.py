@@ -1,4 +1,4 @@
-"""What one step computes: the scheduler chooses it, and whoever packs and runs it reads it."""
+"""What one step computes: made by the scheduler, read by the runner."""
 
 from __future__ import annotations
 
