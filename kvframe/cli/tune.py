@@ -1,4 +1,4 @@
-"""``kvframe tune``: measure the backends that can serve a model's layers, so that ``"auto"`` takes the fastest.
+"""``kvframe tune``: measure the backends of a model's layers, so that ``"auto"`` takes the fastest one."""
 
 from __future__ import annotations
 

@@ -6,17 +6,17 @@ from enum import IntEnum
 
 
 class GraphCapture(IntEnum):
-    """For which batches a part keeps to shapes that are known beforehand. A chain can do what all its parts can.
+    """For which batches a wrapper or builder makes tensors of shapes that are known before it runs.
 
-    A part that is replayed sees ``CommonAttentionMetadata.static_shapes`` set, and makes tensors whose shapes follow
-    from those of its input and from ``max_query_len`` alone. Which tensors it makes, and which it hands on, does not
-    depend on the numbers in them either. It is called for capture and for replay alike. What a layer's ``forward``
-    reads beside tensors on the device, it reads at capture only: so nothing else in a builder's metadata may differ
-    from one step to the next, and host copies are not read in ``forward``.
+    A chain supports what all of its parts support. A part is called for capture and for replay alike, with
+    ``CommonAttentionMetadata.static_shapes`` set. It must then make tensors whose shapes follow from the shapes of its
+    input and from ``max_query_len`` alone, and the numbers in its input must not decide which tensors it makes or
+    passes on. A layer's ``forward`` runs only at capture. So whatever is not a tensor on the device must be equal in
+    every step, and ``forward`` must not read copies on the host.
     """
 
     NEVER = 0
-    """Its shapes depend on the batch's values."""
+    """No batch: its shapes depend on values."""
     DECODE = 1
     """Batches of one token per request."""
     UNIFORM = 2
@@ -26,4 +26,4 @@ class GraphCapture(IntEnum):
 
 
 class NotReplayableError(Exception):
-    """A step cannot be captured, or differs from what a graph was captured of in something that it cannot be told."""
+    """A step cannot be captured, or differs from the captured step in more than the values of tensors."""

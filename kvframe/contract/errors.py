@@ -53,7 +53,7 @@ class KVFrameError(Exception):
 
 
 class UnknownNameError(KVFrameError):
-    """A name was asked for that nothing provides."""
+    """A name is used that no installed plugin provides."""
 
     def __init__(self, what: str, name: str, known: Iterable[str], hint: str = "") -> None:
         """Compose the sentence.
@@ -78,7 +78,7 @@ class UnknownNameError(KVFrameError):
 
 
 class ContestedNameError(KVFrameError):
-    """A name that two plugins claim was used without saying whose is meant."""
+    """A name that two plugins claim is used without the name of the plugin."""
 
 
 class PluginError(KVFrameError):
@@ -90,7 +90,7 @@ class StackError(KVFrameError):
 
 
 class FileError(KVFrameError):
-    """A file that a user named cannot be read, or holds something else. The sentence lacks its subject, the file."""
+    """A file cannot be read or has the wrong content. The caller puts the file's name before the sentence."""
 
 
 class SpecError(KVFrameError):
@@ -102,7 +102,7 @@ class PlanError(KVFrameError):
 
 
 class BackendError(KVFrameError):
-    """No backend can serve a layer, the one that was named cannot, or one is called otherwise than was agreed."""
+    """No backend can serve a layer, the named backend cannot, or a backend or builder breaks the contract."""
 
     def __init__(self, message: str, code: str = "not_served") -> None:
         """Keep a stable code beside the sentence.
@@ -116,7 +116,7 @@ class BackendError(KVFrameError):
 
 
 class WrapperError(KVFrameError):
-    """A wrapper cannot serve a layer or take a step, or a chain has an order that its wrappers forbid."""
+    """A wrapper cannot serve a layer or a step, or the wrappers of a chain must not be in this order."""
 
     def __init__(self, message: str, code: str) -> None:
         """Keep a stable code beside the sentence.
@@ -138,7 +138,7 @@ class ModelError(KVFrameError):
 
 
 class RequestError(KVFrameError):
-    """One request is refused; the others go on."""
+    """One request is refused; the others continue."""
 
     def __init__(self, message: str, code: str = "invalid_request") -> None:
         """Keep a stable code beside the sentence.
@@ -152,7 +152,7 @@ class RequestError(KVFrameError):
 
 
 class EngineError(KVFrameError):
-    """An engine was asked for something when it serves nothing: it is closed, or a call of it runs."""
+    """An engine cannot serve a call: it is closed, or another call of it is running."""
 
     def __init__(self, message: str, code: str) -> None:
         """Keep a stable code beside the sentence.

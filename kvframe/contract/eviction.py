@@ -1,7 +1,7 @@
 """Eviction policies: which cached pages are evicted first when a request needs pages.
 
-A policy says once of each page that nobody holds any more when it is due; the page with the smallest due is given up
-first. It is asked when pages are let go of, in the step's path, for all of them at once.
+When requests release pages that stay cached, the policy gives each page a number, ``due``, once and for all pages of
+the release together. The page with the smallest number is evicted first. This happens in a step, so it must be fast.
 
 Nothing here imports NumPy or torch.
 """
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 
 MOST_USES = 15
-"""Pages that were used as often or more are counted as one kind."""
+"""Pages that were found this often, or more often, are counted together."""
 
 
 @attrs.frozen(eq=False)
 class LetGo:
-    """Pages that are let go of together, and what is known of them.
+    """Pages that are released together, and what is known of them.
 
     Attributes:
-        clock: How much content was let go of for the first time so far, these pages included, in bytes: what is let go
-            of later has a larger one. Of two pages, what newcomers brought in between is the difference.
-        uses: ``[n], int64, host``: how often each was found by a later request since its content was computed.
-        num_bytes: ``[n], int64, host``: the size of each.
-        capacity: Bytes of the pool: when the clock moves on by so many, the cache could have been filled anew.
-        reuse: ``[MOST_USES + 1], float64, host``: of pages that were let go of lately after 0, 1, 2, … uses, the last
-            for as many and more, the share that was found again; ones while nothing is known.
+        clock: Bytes of content that were released for the first time so far, these pages included. A later release has
+            a larger clock; the difference of two clocks is the new content that was released in between.
+        uses: ``[n], int64, host``: how many later requests found each page since its content was computed.
+        num_bytes: ``[n], int64, host``: the size of each page.
+        capacity: Bytes of the pool. While the clock advances by this much, the whole cache can be filled anew.
+        reuse: ``[MOST_USES + 1], float64, host``: among pages that were released lately after 0, 1, 2, … uses (the last
+            entry: ``MOST_USES`` or more), the share that was found again; ones while nothing is known.
     """
 
     clock: int
@@ -45,10 +45,10 @@ class LetGo:
 
 @attrs.frozen(kw_only=True)
 class EvictionPolicy(ABC):
-    """When cached pages are due: the base of every policy.
+    """In which order cached pages are evicted: the base of every policy.
 
-    A policy is a frozen value; its fields are the options that a stack gives. What it says depends on what it is given
-    and on nothing else, so that one value serves any number of caches.
+    A policy is a frozen value; its fields are the options that a stack gives. Its answers depend on its arguments only,
+    so one value can serve any number of caches.
     """
 
     name: ClassVar[str]
@@ -56,15 +56,17 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def due(self, pages: LetGo) -> npt.NDArray[np.int64]:
-        """Return when pages are due.
+        """Return a number for each page: the page with the smallest number is evicted first.
 
-        Of pages with one due, those that were let go of first go first; of those that were let go of together, the end
-        of a prefix goes before its beginning. So that this holds for any two pages of a prefix, a page that was used
-        more often is never due earlier than one that was let go of with it; and, as long as ``reuse`` is the same, one
-        that is let go of later is never due earlier than one that was used as often.
+        Among pages with equal numbers, those released earlier are evicted first. Among pages released together, the end
+        of a prefix is evicted before its beginning. For this to hold within every prefix, a policy keeps two laws:
+
+        * of two pages released together, the one with more uses never gets the smaller number;
+        * of two pages with equal uses, the one released later never gets the smaller number while ``reuse`` is the
+          same.
 
         Args:
-            pages: The pages. What it holds may be kept or written to.
+            pages: The pages. The policy may keep and change its arrays.
 
         Returns:
             ``[n], int64, host``: any numbers; only their order counts.
@@ -73,7 +75,7 @@ class EvictionPolicy(ABC):
 
 @attrs.frozen(kw_only=True)
 class LeastRecentlyUsed(EvictionPolicy):
-    """The page that was let go of first goes first. Built in: what holds where a stack names no policy."""
+    """Evicts the page that was released first. Built in: the policy of a stack that names none."""
 
     name: ClassVar[str] = "lru"
 
@@ -83,4 +85,4 @@ class LeastRecentlyUsed(EvictionPolicy):
 
 
 LRU: EvictionPolicy = LeastRecentlyUsed()
-"""The policy of caches for which nothing else is chosen."""
+"""The policy of a cache if none is chosen."""

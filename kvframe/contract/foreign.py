@@ -1,15 +1,12 @@
 """Calls a plugin's code at set-up, and turns whatever it raises into one ``PluginError``.
 
-Whatever such code raises becomes one ``PluginError`` that says what was called and why it failed: an exception,
-``SystemExit``, ``CancelledError``, ``GeneratorExit``, or a ``BaseException`` of the plugin's own. Only
-``KeyboardInterrupt`` passes, because it is the user's. The texts and values of a plugin are made safe to print: its
-``__str__`` and ``__repr__`` may raise, exit, return no text or return megabytes of it.
+The error says what was called and why it failed. It replaces every exception, also ``SystemExit``, ``CancelledError``,
+``GeneratorExit`` and a plugin's own ``BaseException``. Only ``KeyboardInterrupt`` passes, because it comes from the
+user. The texts and values of a plugin are made safe to print, because its ``__str__`` and ``__repr__`` may raise, exit,
+or return anything. What the code prints goes to stderr, apart from kvframe's own output.
 
-What such code prints goes to stderr, so that it is not taken for kvframe's own output.
-
-Python cannot contain everything. Code that ends the process (``os._exit``, a crash in C), never returns, raises in a
-thread of its own, or changes the process (``os.chdir``, ``signal``, ``warnings``, another module's attributes) takes
-effect.
+Python cannot contain everything: code that ends the process (``os._exit``, a crash in C), never returns, raises in its
+own thread, or changes the process (``os.chdir``, ``signal``, ``warnings``, attributes of other modules) takes effect.
 """
 
 from __future__ import annotations

@@ -72,10 +72,10 @@ class KVFormat(ABC):
     """
 
     name: ClassVar[str]
-    """The registered name (``"int8_token_head"``), which backends that read the format themselves declare."""
+    """The registered name (``"int8_token_head"``). A backend that reads the format itself declares this name."""
     rounding: ClassVar[float] = 0.0
-    """How far apart neighbouring stored values are, by the largest that they are scaled to: as ``torch.finfo(…).eps``
-    of a dtype. 0 where nothing is rounded beyond the spec's dtype."""
+    """The distance of neighbouring stored values, relative to the largest value of their scale, like
+    ``torch.finfo(…).eps`` of a dtype; 0 if values are rounded to the spec's dtype only."""
 
     @abstractmethod
     def state_tensors(

@@ -20,13 +20,12 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True, eq=False)
 class ModelInput:
-    """What a request brings beside its own tokens, checked and ready to be computed. It lies on the host.
+    """The input of a request besides its own tokens, checked and ready to be computed, on the host.
 
     Attributes:
-        num_tokens: Tokens of the sequence that the model makes of it, at least one.
-        key: A hash of its content, of 128 bits or more, the same in every process: inputs of equal keys are the same,
-            and share what is computed of them. The engine keys it with a secret (``kvframe.content_key``) before
-            anything else sees it.
+        num_tokens: Tokens of the sequence that the model computes from it, at least one.
+        key: A hash of its content, of 128 bits or more, the same in every process. Inputs with equal keys share what
+            is computed from them. The engine combines it with a secret (``kvframe.content_key``) before using it.
         data: What the model computes the sequence from.
     """
 
@@ -37,10 +36,10 @@ class ModelInput:
 
 @attrs.frozen(kw_only=True, eq=False)
 class ModelIdentity:
-    """What decides what a model computes: states of two models with the same are the same.
+    """What determines the output of a model: two models with equal identities compute equal states.
 
     Attributes:
-        config: All that decides it besides the weights, as text that is the same each time the model is loaded.
+        config: Everything besides the weights that determines it, as text that is equal each time the model is loaded.
         weights: Its weights by name.
     """
 
@@ -54,7 +53,7 @@ class LoadedModel(ABC):
     description: ModelDescription
 
     def without_head(self) -> LoadedModel:
-        """Return this model as one that gives hidden states in place of logits, for embeddings.
+        """Return the model that gives hidden states instead of logits, for embeddings.
 
         The hidden states are the last ones, as the model's own head would take them: ``forward`` and the ``run_packed``
         of ``self_check`` give ``[…, hidden_size]`` instead of ``[…, vocab_size]``. The weights are the same; one of the
@@ -68,7 +67,7 @@ class LoadedModel(ABC):
         raise ModelError(f"{self.description.name} gives logits only, and no hidden states to make embeddings of")
 
     def pooling(self) -> Pooling | None:
-        """Return how the model's hidden states are meant to become an embedding; None if its checkpoint does not say.
+        """Return how hidden states become an embedding; None if the checkpoint does not say.
 
         Raises:
             ModelError: In a way that kvframe does not know.
@@ -76,18 +75,17 @@ class LoadedModel(ABC):
         return None
 
     def identity(self) -> ModelIdentity | None:
-        """Return what tells this model from every other that computes something else.
+        """Return what distinguishes this model from models that compute something else.
 
-        Called where states of it are saved to a file, or loaded from one; None for a model that cannot say, and of
-        which nothing is saved.
+        Called when states are saved to a file or loaded from one. None if the model cannot tell: then nothing is saved.
         """
         return None
 
     def can_skip(self, layers: Sequence[str]) -> bool:
-        """Return whether ``forward`` can leave rows out from the first of these layers on (prefill skipping).
+        """Return whether ``forward`` can leave out rows from the first of these layers on (prefill skipping).
 
-        Called at set-up, before ``attach``, and only where the stack asks for prefill skipping. A model that says so
-        looks at ``kept_rows`` of the attached layers in each ``forward``.
+        Called at set-up, before ``attach``, and only if the stack asks for prefill skipping. A model that returns True
+        reads ``kept_rows`` of the attached layers in each ``forward``.
 
         Args:
             layers: The names of the model's last attention layers, none of which keeps a cache of its own, in the
@@ -106,7 +104,7 @@ class LoadedModel(ABC):
 
     @abstractmethod
     def self_check(self, run_packed: Any) -> None:
-        """Compare a packed run with the model's own plain forward; raises ``ModelError`` where logits differ.
+        """Compare a packed run with the model's own plain forward; raises ``ModelError`` if logits differ.
 
         Args:
             run_packed: ``run_packed(prompts: list[list[int]], last_only: bool = False, inputs = ()) ->
@@ -119,12 +117,12 @@ class LoadedModel(ABC):
 
     @abstractmethod
     def detach(self) -> None:
-        """Leave the model as it was before ``attach``. Safe to call twice."""
+        """Restore the model to its state before ``attach``. Safe to call twice."""
 
     def compile(self, backend: Any = "inductor") -> None:
         """Let ``forward`` run compiled by ``torch.compile``, around the attention, until ``detach``.
 
-        Called at set-up, behind ``attach``, where the stack asks for it.
+        Called at set-up, after ``attach``, if the stack asks for it.
 
         Args:
             backend: What compiles: a name that torch knows, or a callable as ``torch.compile`` takes it.
@@ -153,18 +151,18 @@ class LoadedModel(ABC):
             ``[…, hidden_size]`` of the same rows.
         """
 
-    # --- what requests bring beside their tokens: for a model whose description has ``max_input_lens`` ----------------
+    # --- inputs besides tokens: for a model whose description has ``max_input_lens`` ----------------------------------
 
     def prepare_input(self, sequence: str, value: Any) -> ModelInput | None:
-        """Check what a request brings as an input sequence, and make it ready. Called once for each request.
+        """Check an input sequence of a request, and make it ready. Called once for each request.
 
         Args:
             sequence: A name of ``max_input_lens`` (``"encoder"``).
-            value: Text, token ids, or features as a tensor or an array, as the user gave it; None where the request
-                brings none.
+            value: Text, token ids, or features as a tensor or an array, as the user gave it; None if the request has
+                none.
 
         Returns:
-            The input; None if the request brings none and the model computes without it.
+            The input; None if the request has none and the model can compute without it.
 
         Raises:
             RequestError: It is not what the model takes (``bad_input``), or missing (``missing_input``).
@@ -173,10 +171,10 @@ class LoadedModel(ABC):
         raise RequestError(f"{self.description.name} takes no {sequence} input", code="bad_input")
 
     def start_token_ids(self, text: str | None = None) -> list[int]:
-        """Return the first tokens of a request that brings an input: what the model starts with, then those of a text.
+        """Return the first tokens of a request with an input: the model's start tokens, then those of a text.
 
         Args:
-            text: How the request's own tokens go on; None for nothing more.
+            text: The text that follows the start tokens; None for none.
 
         Raises:
             ModelError: The model has no such tokens, or no tokenizer for the text.
@@ -184,7 +182,7 @@ class LoadedModel(ABC):
         raise ModelError(f"{self.description.name} does not say which token a request starts with; give token ids")
 
     def compute_inputs(self, inputs: Mapping[str, Sequence[ModelInput]]) -> None:
-        """Compute the sequences that the requests of a step bring, for the ``forward`` that follows, and for no other.
+        """Compute the input sequences of a step's new requests, for the next ``forward`` only.
 
         Called before ``forward`` in each step of a model that takes inputs, with nothing in it in most. The layers that
         keep state of a sequence are then called with the keys and values of the new inputs alone, packed in their

@@ -31,7 +31,7 @@ TOKENS = "tokens"
 """A request's own tokens: the sequence that grows."""
 
 ENCODER = "encoder"
-"""What a request's encoder makes of its input: a sequence that is whole before the first token is computed."""
+"""The output of a request's encoder: a sequence that is complete before the first token is computed."""
 
 
 def _positive(instance: Any, attribute: attrs.Attribute[int], value: int) -> None:
@@ -87,10 +87,10 @@ class KVCacheSpec(ABC):
     default_wrappers: ClassVar[tuple[str, ...]] = ()
     """The wrapper chain of a layer of this type, by registered name, unless the stack gives it another."""
     sequence: ClassVar[str] = TOKENS
-    """Which sequence of a request it keeps state of; positions are those of this sequence. All of one that is not the
-    request's own tokens is live for as long as the request runs."""
+    """Which sequence of a request it keeps state of; positions are those of this sequence. A sequence other than the
+    request's own tokens is live as a whole while the request runs."""
     keeps_past: ClassVar[bool] = True
-    """Whether any token of the past is ever live. A layer that sees the running step only is in no group."""
+    """Whether any past token is ever live. A layer that sees only the current step is in no group."""
 
     block_size: int = positive_int
 
@@ -111,15 +111,15 @@ class KVCacheSpec(ABC):
 
     @property
     def mask(self) -> AttentionMask | None:
-        """The live range as a mask that kernels understand; None where only ``live_ranges`` can say it."""
+        """The live range as a mask that kernels understand; None if no mask describes it."""
         return None
 
     @property
     def mask_function(self) -> MaskFunction | None:
-        """The live range as a function of a query's and a key's position; the mask's unless a type gives one.
+        """The live range as a function of the positions of a query and a key; by default that of the mask.
 
-        For a type whose pattern no mask says it is enough to be served by a backend that compiles such functions. None
-        where only ``live_ranges`` can say it.
+        A type whose pattern no mask describes can give a function: backends that compile such functions then serve it.
+        None if only ``live_ranges`` describes the pattern.
         """
         return None if self.mask is None else self.mask.sees
 
@@ -135,11 +135,11 @@ class KVCacheSpec(ABC):
 
     @property
     def kv_format(self) -> KVFormat:
-        """How its keys and values are stored; the plain format for a type that stores something else."""
+        """How keys and values are stored; the plain format for a type that stores no keys and values."""
         return PLAIN
 
     def in_format(self, kv_format: KVFormat) -> KVCacheSpec:
-        """Return the spec that keeps the same keys and values in another format; itself if it stores something else."""
+        """Return the spec with the same keys and values in another format; itself if it stores no keys and values."""
         return self
 
     def retain_all(self) -> KVCacheSpec:
@@ -149,7 +149,7 @@ class KVCacheSpec(ABC):
         """
         return self
 
-    # --- derived: a type may override one where it knows a faster way to the same answer -------------------------
+    # --- derived: a type may override a method if it knows a faster way to the same answer -----------------------
 
     @property
     def group_key(self) -> tuple[Any, ...]:
@@ -159,12 +159,12 @@ class KVCacheSpec(ABC):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of one layer, aligned."""
+        """Bytes of one block of one layer, each tensor aligned."""
         return sum(align_up(tensor.num_bytes, STATE_ALIGNMENT_BYTES) for tensor in self.state_tensors().values())
 
     @property
     def is_per_block(self) -> bool:
-        """Whether a block takes as much however many tokens it has, as one state does that they are summed up in."""
+        """Whether a block takes the same bytes however many tokens it has, like a recurrent state that sums them up."""
         try:
             longer = attrs.evolve(self, block_size=2 * self.block_size)
         except (SpecError, TypeError, ValueError):  # a type may allow few block sizes: one whose size matters
@@ -185,15 +185,15 @@ class KVCacheSpec(ABC):
     def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> tuple[tuple[int, int], ...]:
         """Return the block index ranges that get a page when tokens ``[n, n + num_new_tokens)`` are computed.
 
-        The blocks of these tokens, unless the type keeps less: a state that is overwritten from token to token need be
-        kept at few block boundaries only. Whatever is live afterwards is among them, or was resident before; that holds
-        too where the last of the tokens may be refused after they were computed.
+        By default these are all blocks of these tokens. A type may keep fewer: a state that each token overwrites is
+        needed at few block boundaries only. Every block that is live after the step must be among them, or must have
+        been resident before. This must also hold if the last of the tokens are rejected after they were computed.
 
         Args:
             n: The position that is computed next.
             num_new_tokens: Tokens to compute, at least one.
-            branch: A block boundary of every group from which a later request may want to continue: where the tokens
-                part from those of an earlier request, or the last one before the last token. At most ``n`` for none.
+            branch: A block boundary of every group from which a later request may continue: where the tokens diverge
+                from those of an earlier request, or the last boundary before the last token. ``n`` or less for none.
 
         Returns:
             Sorted, disjoint ranges within the blocks of these tokens.
@@ -203,7 +203,7 @@ class KVCacheSpec(ABC):
     def num_resident_blocks(self, n: int, num_new_tokens: int) -> int:
         """Return the most blocks that a request holds while tokens ``[n, n + num_new_tokens)`` are computed.
 
-        Those that are live and those that are stored, wherever the tokens part from an earlier request's.
+        These are the live blocks and the stored blocks, wherever the tokens diverge from an earlier request's.
         """
         live, end = self.live_blocks(n), n + num_new_tokens
         held = union(live, self.stored_blocks(n, num_new_tokens))
@@ -216,7 +216,7 @@ class KVCacheSpec(ABC):
         return num_covered(held)
 
     def peak_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
-        """Return the most blocks a request ever holds on its way to ``num_tokens`` tokens.
+        """Return the most blocks that a request holds at once until it has ``num_tokens`` tokens.
 
         Args:
             num_tokens: The request's length at its end, in tokens.
@@ -265,7 +265,7 @@ class AttentionSpec(KVCacheSpec):
         return self.format
 
     def in_format(self, kv_format: KVFormat) -> AttentionSpec:
-        """Return the spec that keeps the same keys and values in another format."""
+        """Return the spec with the same keys and values in another format."""
         return attrs.evolve(self, format=kv_format)
 
     def state_tensors(self) -> Mapping[str, StateTensor]:

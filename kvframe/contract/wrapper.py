@@ -18,61 +18,61 @@ if TYPE_CHECKING:
     import torch
 
 DROPS_TOKENS = "drops_tokens"
-"""The effect of a wrapper out of which fewer tokens come than go in."""
+"""The effect of a wrapper that returns fewer tokens than it is given."""
 
 VIRTUAL_REQUESTS = "virtual_requests"
-"""The effect of a wrapper that makes several rows of one request."""
+"""The effect of a wrapper that splits a request into several rows."""
 
 CHANGES_MASK = "changes_mask"
-"""The effect of a wrapper after which queries attend to other tokens than before: those of the mask that
-``wrapped_layer`` gives the layer, over the rows of the batch as they were. Any other wrapper leaves to each query the
-tokens that it attended to."""
+"""The effect of a wrapper that changes which tokens a query attends to. After it, a query attends to the tokens that
+the mask of ``wrapped_layer`` allows, over the rows of the batch as they were. Any other wrapper leaves each query's
+tokens as they were."""
 
 
 class FieldUse(StrEnum):
-    """What a wrapper does with a field of the metadata, or with an extension."""
+    """What a wrapper does with a field or an extension of the metadata."""
 
     CARRY = "carry"
-    """Hands it on as it is."""
+    """Passes it on unchanged."""
     SLICE = "slice"
-    """Hands on the rows that belong to the tokens or requests that it makes."""
+    """Passes on the rows of the tokens or requests that it returns."""
     RESET = "reset"
-    """Computes a field anew; leaves an extension out, because it says nothing about what comes out."""
+    """Computes a field anew, or leaves out an extension that does not apply to the result."""
     REJECT = "reject"
-    """Refuses a step that has it: a field with another value than its default, or the extension at all."""
+    """Refuses a step in which the field differs from its default, or in which the extension occurs."""
 
 
 @attrs.frozen(kw_only=True)
 class MetadataWrapper(ABC):
     """One transformation of a step's batch metadata.
 
-    A wrapper is a frozen value (its parameters) and a pure function. It knows no backend, and no backend knows of it.
-    It asks the device for nothing (no ``.item()``, no ``.cpu()``), loops over no requests, and writes into nothing
-    that it was given: what it needs to know on the host, the metadata has there.
+    A wrapper is a frozen value, its parameters, and a pure function. It knows no backend, and no backend knows it. It
+    never waits for the device (no ``.item()``, no ``.cpu()``), never loops over requests in Python, and never writes
+    to its input. The metadata holds copies on the host of the numbers that a wrapper needs there.
     """
 
     name: ClassVar[str]
     """The registered name (``"decode_only"``)."""
     fields: ClassVar[Mapping[str, FieldUse]]
-    """What happens to each field of ``CommonAttentionMetadata``, ``extensions`` left out. A field that is not listed,
-    of a later version of the contract, is refused unless it has its default."""
+    """What it does with each field of ``CommonAttentionMetadata`` except ``extensions``. A field that is not listed
+    (one of a later version of the contract) must have its default; otherwise the step is refused."""
     extensions: ClassVar[Mapping[str, FieldUse]] = MappingProxyType({})
-    """What happens to each extension; one that is not listed is refused."""
+    """What it does with each extension. A step with an extension that is not listed is refused."""
     effects: ClassVar[frozenset[str]] = frozenset()
-    """What it does to a batch that others of a chain may care about: ``DROPS_TOKENS``, ``VIRTUAL_REQUESTS``,
-    ``CHANGES_MASK``, or words of its own."""
+    """Its effects on a batch, which other wrappers of a chain may name: ``DROPS_TOKENS``, ``VIRTUAL_REQUESTS``,
+    ``CHANGES_MASK``, or names of its own."""
     not_after: ClassVar[frozenset[str]] = frozenset()
-    """Wrappers, or effects, that may not stand before it in a chain."""
+    """Wrappers, or effects, that must not come before it in a chain."""
     not_before: ClassVar[frozenset[str]] = frozenset()
-    """Wrappers, or effects, that may not stand behind it in a chain."""
+    """Wrappers, or effects, that must not come after it in a chain."""
     capture: ClassVar[GraphCapture] = GraphCapture.NEVER
-    """For which batches its output's shapes are known beforehand."""
+    """For which batches the shapes of its output are known before it runs."""
 
     def for_layer(self, layer: LayerSpec) -> Self:
-        """Return the wrapper with the parameters that the layer decides. Called at set-up, before any other method.
+        """Return the wrapper with the parameters that depend on the layer. Called at set-up, before any other method.
 
         Args:
-            layer: The layer, as what stands before this wrapper leaves it.
+            layer: The layer as the earlier wrappers of the chain leave it.
 
         Raises:
             WrapperError: It cannot serve such a layer; ``code`` says why.
@@ -80,19 +80,19 @@ class MetadataWrapper(ABC):
         return self
 
     def wrapped_layer(self, layer: LayerSpec) -> LayerSpec:
-        """Return the layer as what stands behind this wrapper sees it. Called at set-up.
+        """Return the layer as later wrappers and the backend see it. Called at set-up.
 
         Args:
-            layer: The layer, as what stands before this wrapper leaves it. Where the wrapper changes what a row of
-                the batch means, the result's mask is the one over the new rows.
+            layer: The layer as the earlier wrappers of the chain leave it. If this wrapper changes what a row of the
+                batch stands for, the mask of the returned layer applies to the new rows.
         """
         return layer
 
     def added_extensions(self, layer: LayerSpec) -> frozenset[str]:
-        """Return the extensions that it may add for such a layer, and that the backend has to honour then.
+        """Return the extensions that it may add for such a layer. The backend must then support them.
 
         Args:
-            layer: The layer, as what stands before this wrapper leaves it.
+            layer: The layer as the earlier wrappers of the chain leave it.
         """
         return frozenset()
 
@@ -100,14 +100,14 @@ class MetadataWrapper(ABC):
     def __call__(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """Return the transformed metadata.
 
-        Called once a step for each cache group and chain that holds it, for capture and replay alike.
+        Called once a step for each cache group and each chain that contains it, for capture and replay alike.
 
         Args:
-            metadata: The step's metadata, or what the wrapper before this one made of it, with nothing in it that the
-                wrapper rejects or does not know. Never written to.
+            metadata: The step's metadata, or the result of the wrapper before this one. It has no field or extension
+                that this wrapper rejects or does not know. Must not be written to.
 
         Returns:
-            New metadata, or ``metadata`` itself where nothing changes.
+            New metadata, or ``metadata`` itself if nothing changes.
 
         Raises:
             WrapperError: The step cannot be transformed; ``code`` says why.
@@ -122,17 +122,18 @@ class MetadataWrapper(ABC):
         requests_cpu: torch.Tensor | None = None,
         tokens_cpu: torch.Tensor | None = None,
     ) -> Mapping[str, Extension]:
-        """Return the extensions of ``metadata`` as ``extensions`` of the class says.
+        """Return the extensions of ``metadata``, treated as the class declares in ``extensions``.
 
-        A sliced extension keeps its host copy if the index is there on the host too.
+        A sliced extension keeps its copy on the host if the index is given on the host too.
 
         Args:
             metadata: The wrapper's input.
             requests: ``[num_new_reqs], int64 or int32, device``: the request that each new row comes from; None if
-                they are the same.
-            tokens: ``[num_new_tokens], int64 or int32, device``: likewise for tokens.
-            requests_cpu: ``requests`` on the host; None if it is not there.
-            tokens_cpu: ``tokens`` on the host; None if it is not there.
+                the rows stay the same.
+            tokens: ``[num_new_tokens], int64 or int32, device``: the token that each new token comes from; None if
+                the tokens stay the same.
+            requests_cpu: ``requests`` on the host, if it is known there.
+            tokens_cpu: ``tokens`` on the host, if it is known there.
         """
         if not metadata.extensions:
             return NO_EXTENSIONS
