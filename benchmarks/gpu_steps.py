@@ -13,11 +13,11 @@ from kvframe_chunked_local.wrapper import ChunkedLocal
 from kvframe_decode_only.wrapper import DecodeOnly
 from kvframe_mla.spec import MLASpec
 
+from kvframe.attention.request_order import is_ordered, permute
 from kvframe.attention.staging import Staging
 from kvframe.attention.wrapping import apply_chain
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.contract.metadata import CommonAttentionMetadata
-from kvframe.contract.order import is_ordered, permute
 from kvframe.contract.specs import KVCacheSpec, LayerSpec, QuerySpec, align_up
 from kvframe.contract.wrapper import MetadataWrapper
 from kvframe.loading.registry import Registry

@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvframe.attention.request_order import find_order, is_ordered, permute
 from kvframe.contract.errors import BackendError
 from kvframe.contract.metadata import CommonAttentionMetadata
-from kvframe.contract.order import BatchOrder, BatchSplit, find_order, is_ordered, permute, split_batch
+from kvframe.contract.order import BatchOrder, BatchSplit, split_batch
 from kvframe.testing.case import Request
 from tests.batches import Requests, any_request, assert_equal, device_tensors, metadata_of, padded
 
@@ -265,7 +266,7 @@ def test_a_batch_that_is_not_in_order_is_not_split() -> None:
         split_batch(metadata_of([DECODE, FRESH_OF_3, EXTEND_OF_9]), FULL)
     assert (
         "the batch is not in the order BatchOrder(decode_threshold=1, extends_first=True): request 2 is an extend "
-        "(query length 9) and stands behind a fresh prefill (query length 3); a builder that splits its batches must "
+        "(query length 9) and comes after a fresh prefill (query length 3); a builder that splits its batches must "
         "set batch_order to the order that it splits by"
     ) == str(caught.value)
 

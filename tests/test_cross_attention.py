@@ -14,6 +14,7 @@ from kvframe_cross_attention import CrossAttentionSpec
 
 from kvframe import Prompt, SamplingParams
 from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.request_order import is_ordered
 from kvframe.attention.step import InputBatch, StepBatch, build_metadata, input_slots
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.builtin.full_attention import FullAttentionSpec
@@ -22,7 +23,7 @@ from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.contract.metadata import CommonAttentionMetadata
-from kvframe.contract.order import BatchOrder, is_ordered
+from kvframe.contract.order import BatchOrder
 from kvframe.contract.specs import LayerSpec, QuerySpec
 from kvframe.loading.plugins import load_plugins
 from kvframe.planning.groups import group_layers

@@ -406,14 +406,14 @@ def test_an_illegal_order_of_wrappers_is_refused_with_the_legal_one(site: FakeSi
     with pytest.raises(StackError) as caught:
         stack.check(load_plugins(stack.plugins).registry)
     assert str(caught.value) == (
-        "my.toml: rules[0].wrappers: wrapper 'pick' cannot stand behind 'cut' (pieces); "
+        "my.toml: rules[0].wrappers: wrapper 'pick' cannot come after 'cut' (pieces); "
         "the legal order is ['pick', 'cut']"
     )
 
 
 def test_wrappers_that_fit_in_no_order_are_refused(site: FakeSite) -> None:
     stack = chain(site, "pick", "pick")
-    with pytest.raises(StackError, match="'pick' cannot stand before 'pick'; these wrappers cannot be combined in any"):
+    with pytest.raises(StackError, match="'pick' cannot come before 'pick'; these wrappers cannot be combined in any"):
         stack.check(load_plugins(stack.plugins).registry)
 
 

@@ -52,7 +52,7 @@ class CopyScratch:
         return sum(buffer.nbytes for buffer in buffers.values())
 
     def take(self, state: Mapping[str, StateTensor], num_pages: int, *, is_static: bool) -> KVCache:
-        """Return tensors for the null page and for ``num_pages`` pages behind it, ``[1 + num_pages, …], device``.
+        """Return tensors for the null page and for ``num_pages`` pages after it, ``[1 + num_pages, …], device``.
 
         Args:
             state: The tensors of one page, in the plain format.
@@ -98,7 +98,7 @@ def make_backend(
     options: Any,
     scratch: CopyScratch,
 ) -> AttentionBackend:
-    """Return a backend for layers that its capabilities cover, behind copies if it does not read their format.
+    """Return a backend for layers that its capabilities cover; it works on copies if it does not read their format.
 
     Args:
         backend_class: The backend.
@@ -165,7 +165,7 @@ class CopyingBackend(AttentionBackend):
         self.inner.bind(self._plain[layer.name], parameters)
 
     def make_builder(self) -> CopyingBuilder:
-        """Return the backend's builder, behind one that says what is copied."""
+        """Return the backend's builder, inside one that decides which pages are copied."""
         return CopyingBuilder(self.inner.make_builder(), self._plain[self.layers[0].name])
 
     def forward(
@@ -261,7 +261,7 @@ def _pages(metadata: CommonAttentionMetadata, index: torch.Tensor) -> torch.Tens
 
 
 def _over_copies(metadata: CommonAttentionMetadata, index: torch.Tensor) -> CommonAttentionMetadata:
-    """Return the step with the block table of the copies, which start behind the null page."""
+    """Return the step with the block table of the copies, which start after the null page."""
     table = torch.zeros_like(metadata.block_table, memory_format=torch.contiguous_format)
     numbers = torch.arange(1, 1 + index.shape[0], dtype=table.dtype, device=table.device)
     # A window that reaches back to the sinks names their blocks twice: either copy will do.

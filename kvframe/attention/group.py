@@ -26,9 +26,9 @@ class AttentionGroup:
     """The layers of one cache group that have the same spec, query side, wrapper chain and backend.
 
     Attributes:
-        cache_group: Index of the cache group; of step-local layers, the place of their metadata behind those.
+        cache_group: Index of the cache group; of step-local layers, the place of their metadata after those.
         layers: The layers: those that keep a cache, then those that read another layer's, each in the model's order.
-        wrapped: Any of the layers, as the backend behind the chain sees it.
+        wrapped: Any of the layers, as the backend after the chain sees it.
         wrappers: Their wrapper chain.
         wrapper_ids: What each of the wrappers is, with its parameters.
         backend_name: The registered name of their backend.

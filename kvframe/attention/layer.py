@@ -15,6 +15,7 @@ from kvframe.attention.captured import CapturedStep, PreparedSubBatch, SubBatch
 from kvframe.attention.copies import CopyScratch
 from kvframe.attention.group import form_groups
 from kvframe.attention.local import LocalCaches
+from kvframe.attention.request_order import find_order
 from kvframe.attention.slots import pack_slots
 from kvframe.attention.staging import Staging
 from kvframe.attention.state import StateLayers
@@ -26,7 +27,6 @@ from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import BackendError
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.metadata import CommonAttentionMetadata
-from kvframe.contract.order import find_order
 from kvframe.contract.specs import TOKENS, LayerSpec
 from kvframe.planning.groups import Grouping
 from kvframe.selection.choice import Choice
@@ -111,8 +111,8 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         of_inputs = {group.index for group in grouping.groups if group.spec.sequence != TOKENS}
         self._of_inputs = self._written & of_inputs
         by_size = sorted(self.groups, key=lambda group: -len(group.layers))
-        wishes = [group.builder.batch_order for group in by_size]
-        self._wishes = tuple(dict.fromkeys(wish for wish in wishes if wish is not None))
+        orders = [group.builder.batch_order for group in by_size]
+        self._orders = tuple(dict.fromkeys(order for order in orders if order is not None))
         self._sub_batches: list[SubBatch] = []
 
     @property
@@ -128,13 +128,13 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         if self.states:
             return f"layer {next(iter(self.states))!r}, which keeps a state"
         group = min(self.groups, key=lambda group: group.capture)
-        chain = "".join(f" behind {wrapper.name!r}" for wrapper in group.wrappers)
+        chain = "".join(f" after {wrapper.name!r}" for wrapper in group.wrappers)
         return f"layer {group.layers[0].name!r}, on the backend {group.backend_name!r}{chain}"
 
     def order_for(self, num_computed: IntArray, query_lens: IntArray) -> IntArray | None:
         """Return the order in which to pack a step's requests, so that the backends need not reorder them.
 
-        Where what they ask for cannot be had together, the wishes of more layers go first, and the other groups see
+        If the orders contradict each other, those of groups with more layers come first, and the other groups see
         the batch in an order of their own.
 
         Args:
@@ -144,7 +144,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         Returns:
             ``[num_reqs]``: the requests in order; None if they may stay as they are.
         """
-        return find_order(self._wishes, num_computed, query_lens) if self._wishes else None
+        return find_order(self._orders, num_computed, query_lens) if self._orders else None
 
     def begin_step(
         self,
@@ -161,7 +161,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         one copy, and the builders build. What a builder copies by itself comes on top.
 
         Args:
-            metadata: The batch, one value per cache group, and behind them what ``local.metadata`` returns of it; on
+            metadata: The batch, one value per cache group, and after them what ``local.metadata`` returns of it; on
                 the host, or on the device.
             sub_batches: Ranges ``[start, stop)`` of requests that the model runs on one after the other, each after
                 ``select_sub_batch``; None for the whole batch at once.

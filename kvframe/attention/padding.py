@@ -102,11 +102,11 @@ class _Padder:
         )
 
     def _fill(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
-        """Return the tensor with rows of zeros behind it."""
+        """Return the tensor with rows of zeros after it."""
         return self._once(tensor, lambda: _fill(tensor, (size, *tensor.shape[1:])))
 
     def _repeat_last(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
-        """Return the tensor with its last element repeated behind it."""
+        """Return the tensor with its last element repeated after it."""
         return self._once(tensor, lambda: torch.cat([tensor, tensor[-1:].expand(size - tensor.shape[0])]))
 
     def _once(self, tensor: torch.Tensor, pad: Callable[[], torch.Tensor]) -> torch.Tensor:

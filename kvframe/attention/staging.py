@@ -127,7 +127,7 @@ class StagedMemory:
 
 
 def layout_of(tensors: Sequence[torch.Tensor]) -> tuple[tuple[Place, ...], int]:
-    """Return a place for each tensor, one behind the other, and the bytes of all of them."""
+    """Return a place for each tensor, one after the other, and the bytes of all of them."""
     places, end = [], 0
     for tensor in tensors:
         places.append((tensor.shape, tensor.dtype, end))
@@ -137,7 +137,7 @@ def layout_of(tensors: Sequence[torch.Tensor]) -> tuple[tuple[Place, ...], int]:
 
 def views_of(memory: torch.Tensor, places: Sequence[Place]) -> list[torch.Tensor]:
     """Return the tensors that lie in memory of bytes, a multiple of the alignment."""
-    # Seen as elements of each dtype once; tensors that are alike and lie one behind the other are then one operation.
+    # Seen as elements of each dtype once; tensors that are alike and lie one after the other are then one operation.
     as_dtype: dict[torch.dtype, torch.Tensor] = {}
     views: list[torch.Tensor] = []
     for (shape, dtype), alike in itertools.groupby(places, itemgetter(0, 1)):

@@ -71,7 +71,7 @@ class StateRun:
 
     Attributes:
         start: The first packed row.
-        stop: The row behind the last one.
+        stop: The row after the last one.
         source: Page, and which of its states, before the first token; None where nothing is before it.
         target: Page, and which of its states, that gets the state after the last token.
     """

@@ -233,7 +233,7 @@ def _rest(planned: KVCachePlan) -> list[tuple[str, str]]:
     if not planned.num_rest_pages:
         return []
     pages = "page" if planned.num_rest_pages == 1 else "pages"
-    return [("behind them", f"{planned.num_rest_pages:,} {pages} of group {planned.rest_group}")]
+    return [("after them", f"{planned.num_rest_pages:,} {pages} of group {planned.rest_group}")]
 
 
 def _stored_as(specs: Sequence[KVCacheSpec]) -> str:

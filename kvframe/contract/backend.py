@@ -18,7 +18,8 @@ from kvframe.contract.order import BatchOrder
 from kvframe.contract.specs import TOKENS, LayerSpec
 
 KVCache = Mapping[str, torch.Tensor]
-"""One layer's state tensors by name, each ``[num_block_ids, *StateTensor.shape]``, strided over the pool, device."""
+"""One layer's state tensors by name, each ``[num_block_ids, *StateTensor.shape], device``: strided views of the
+pool."""
 
 
 class PageCopier(Protocol):
@@ -64,32 +65,28 @@ class Refusal:
 
 @attrs.frozen(kw_only=True)
 class Capabilities:
-    """What a backend can do, as data. Every word is checked when the value is made; a wrong one is a ``BackendError``.
+    """What a backend can do, as data. Every value is checked when it is given; a wrong one raises ``BackendError``.
 
     Attributes:
-        devices: Device types by torch's name (``"cpu"``, ``"cuda"``), without an index.
+        devices: Device types by torch's name (``"cpu"``, ``"cuda"``), without index.
         dtypes: Cache and query dtypes by torch's name.
-        masks: Mask features, of ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, ``chunk``;
-            ``mask_function`` for any of these and for what else ``KVCacheSpec.mask_function`` says; ``live_range``
-            for any mask at all, read off ``KVCacheSpec.live_ranges``.
-        extensions: Extensions of the batch metadata that it honours (``{"seq_starts"}``).
-        state: Names of the state tensors it reads (``{"k", "v"}``), as the plain format stores them.
+        masks: Mask features: ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, ``chunk``; ``mask_function``
+            for every mask that ``KVCacheSpec.mask_function`` describes; ``live_range`` for every mask at all, derived
+            from ``KVCacheSpec.live_ranges``.
+        extensions: Extensions of the batch metadata that it supports (``{"seq_starts"}``).
+        state: Names of the state tensors that it reads in the plain format (``{"k", "v"}``).
         formats: Formats of stored keys and values that it reads and writes itself.
-        takes_copies: Whether it may be given copies of a step's pages, in place of the pool and with a block table of
-            their own: keys and values of any format, read back by the format itself.
-        reads_dead_tokens: Whether it reads, beside what is live, tokens that the window has left behind in a page that
-            holds live ones, and gives them a weight of zero. They are the request's own and were written, so they are
-            finite where the model's keys and values are.
-        soft_cap: Whether it caps scores.
-        sinks: Whether it adds learned sink logits.
-        relative_bias: Whether it adds a learned bias to the scores by distance.
-        head_sizes: Head sizes it is limited to; None for any.
-        separate_value_size: Whether value vectors may differ in size from key vectors.
-        block_size_multiple: Its block sizes are multiples of this.
-        spec_sizes: Fields of the layers' specs that it is limited to, with the values that they may have
-            (``{"latent_size": frozenset({512})}``). Another value is refused, and the code is the field's name. A field
-            that is not named may have any value.
-        preference: Where several can serve a layer, ``backend = "auto"`` takes the highest.
+        takes_copies: Whether it may be given copies of a step's pages, with a block table of their own, instead of the
+            pool. So it serves keys and values of any format: the format converts them into the copies.
+        reads_dead_tokens: Whether it also reads tokens before the window, with a weight of zero, if their page holds
+            live tokens. They are the request's own, so they are finite if the model's keys and values are.
+        soft_cap: Whether it supports a soft cap on the scores. sinks: Whether it supports learned sink logits.
+        relative_bias: Whether it supports a learned bias by distance. head_sizes: The head sizes that it supports; None
+        for all. separate_value_size: Whether value vectors may differ in size from key vectors. block_size_multiple:
+        The block size must be a multiple of this. spec_sizes: For fields of the layers' specs, the values that it
+        supports (``{"latent_size": frozenset({512})}``).
+            Another value is refused with the field's name as the code. A field that is not listed may have any value.
+        preference: If several backends can serve a layer, ``backend = "auto"`` takes the one with the highest.
     """
 
     devices: frozenset[str] = attrs.field(converter=declared_words.as_set, validator=declared_words.known_devices)
@@ -124,7 +121,7 @@ class Capabilities:
 
     @property
     def not_causal(self) -> Refusal | None:
-        """Why it cannot take a batch that is not causal, in which no causal mask of a layer holds; None if it can."""
+        """Why it cannot take a batch that is not causal, which overrides causal masks; None if it can."""
         if self.masks & {"bidirectional", "mask_function", "live_range"}:
             return None
         return Refusal("mask_bidirectional", f"has no mask bidirectional ({', '.join(sorted(self.masks))})")
@@ -137,9 +134,9 @@ class Capabilities:
         """Return every reason why a layer cannot be served; empty if it can.
 
         Args:
-            layer: The layer, as its wrapper chain leaves it.
+            layer: The layer as its wrapper chain leaves it.
             device: Where it runs (``"cpu"``).
-            extensions: What its chain may add to the batch metadata and a backend has to honour.
+            extensions: The extensions that its chain may add to the batch metadata.
         """
         spec, query = layer.spec, layer.query
         assert spec is not None
@@ -203,18 +200,17 @@ class Capabilities:
 
 
 class AttentionMetadataBuilder(ABC):
-    """Turns a step's (wrapped) batch metadata into what a backend's kernels read.
+    """Turns a step's batch metadata, after the wrappers, into what a backend's kernels read.
 
-    The framework checks the lengths and block ids that it is given, and not those that it makes: like its backend's
-    kernels, it is trusted with them.
+    The framework checks the lengths and block ids that a builder is given. It trusts those that the builder makes.
 
     Attributes:
-        capture: For which batches the shapes of what it builds are known beforehand.
-        batch_order: The order of requests that it asks for; None for any. What it is given is in that order.
-        on_host: Whether it builds on the host: it is then given metadata that lies there, and the tensors that it makes
-            go to the device in the same copy as all else of the step. If not, it is given metadata on the device.
-        table_fields: The fields of what it builds, an attrs class, that depend on the block table or the slots. For
-            another cache group with equal layers the framework keeps the others. None where everything is built anew.
+        capture: For which batches the shapes of what it builds are known before it runs.
+        batch_order: The order of requests that its input must have; None for any.
+        on_host: Whether it builds on the host. Its input then lies on the host, and the step's one copy brings the
+            tensors that it makes to the device. Otherwise its input lies on the device.
+        table_fields: The fields of the attrs value that it builds which depend on the block table or the slots. For
+            another cache group with equal layers the framework replaces only these. None if everything is built anew.
     """
 
     capture: GraphCapture = GraphCapture.NEVER
@@ -224,10 +220,10 @@ class AttentionMetadataBuilder(ABC):
 
     @property
     def reuse_key(self) -> Hashable:
-        """What decides the outcome of ``build`` beside the batch metadata, for one backend with equal parameters.
+        """What the result of ``build`` depends on besides the batch metadata, within one backend with equal parameters.
 
-        None, the default, stands for the layers' spec and query side. A builder that reads less of them says so, and
-        its metadata serves more layers.
+        None, the default, stands for the layers' spec and query side. If a builder depends on less, it returns that,
+        and more layers share its metadata.
         """
         return None
 
@@ -246,24 +242,23 @@ class AttentionMetadataBuilder(ABC):
     def build_together(cls, builds: Sequence[tuple[Self, CommonAttentionMetadata]]) -> list[Any]:
         """Return what each builder's ``build`` returns for its metadata.
 
-        Called by the framework once a step for all builders of a class that have to build. The default calls one
-        after the other; a builder whose work is many small operations, or one copy to the device for each group, does
-        them for all groups at once.
+        Called by the framework once a step, for all builders of a class that have to build. The default builds one
+        after the other. A builder of many small operations can override it and do them for all groups at once.
 
         Args:
-            builds: Builders, and the metadata that each is to build for: of one step, or one sub-batch of it.
+            builds: Pairs of a builder and the metadata that it builds from, all of one step.
         """
         return [builder.build(metadata) for builder, metadata in builds]
 
     def finish(self, built: Any) -> Any:
-        """Return what the layers read, of what ``build`` returned, whose tensors lie on the device by now.
+        """Return what the layers read, made from the result of ``build``, whose tensors now lie on the device.
 
-        Called by the framework once a step for each thing that was built, before any of the group's layers runs: the
-        place for what is made on the device of what the step's one copy brought there. The default changes nothing.
+        Called by the framework once a step for each result of ``build``, before any of the group's layers runs: here a
+        builder computes on the device from what the step's one copy brought there. The default changes nothing.
 
         Args:
-            built: What was built. Where ``table_fields`` are declared, what is returned does not depend on these, and
-                has them too: for another cache group the framework replaces them.
+            built: The result of ``build``. If the builder declares ``table_fields``, the returned value must have these
+                fields and must not otherwise depend on them: the framework replaces them for other cache groups.
         """
         return built
 
@@ -271,8 +266,8 @@ class AttentionMetadataBuilder(ABC):
         """Return the ``table_fields`` of what ``build`` would return for ``metadata``.
 
         Args:
-            built: What this builder, or one with an equal ``reuse_key``, built for metadata that differs from
-                ``metadata`` in the block table and the slots only.
+            built: The result of this builder, or of one with an equal ``reuse_key``, for metadata that differs from
+                ``metadata`` only in the block table and the slots.
             metadata: The step's metadata after the group's wrapper chain. Never written to.
         """
         raise NotImplementedError(f"{type(self).__name__} declares table_fields and does not refresh them")
@@ -292,25 +287,25 @@ class AttentionBackend(ABC):
     """
 
     capabilities: ClassVar[Capabilities]
-    """What it can do. A layer that they do not cover is never given to it."""
+    """What it can do. It is never given a layer that needs more."""
     options_class: ClassVar[type[Any] | None] = None
     """A frozen attrs class of the options that a stack may give the backend; None for none."""
     conformance_form: ClassVar[str | None] = None
-    """Where the conformance kit finds what to know of the state that it reads, ``"module:StateForm"``; None for keys
-    and values."""
+    """Where the conformance kit finds a description of the state that it reads, as ``"module:StateForm"``; None for
+    keys and values."""
     conformance_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """Options with which the conformance kit runs it, where the default ones would compile something for each case."""
+    """Options that the conformance kit uses, if the default ones would compile something for each case."""
 
     @classmethod
     def unusable_reason(cls) -> str | None:
-        """Return one sentence why this backend cannot run in this environment; None if it can."""
+        """Return in one sentence why this backend cannot run in this environment; None if it can."""
         return None
 
     @classmethod
     def page_copier(cls) -> PageCopier | None:
-        """Return a kernel that copies pages, for all groups that are swapped; None, the default, for torch's.
+        """Return a kernel that copies pages when requests are swapped; None, the default, for a copy by torch.
 
-        Called at set-up, of each backend that serves a layer: the first kernel found is used.
+        Called at set-up for each backend that serves a layer. The first kernel found copies the pages of all groups.
         """
         return None
 
@@ -318,9 +313,9 @@ class AttentionBackend(ABC):
         """Take the group's layers, all with the same spec and query side.
 
         Args:
-            layers: The layers that this instance serves, as the group's wrapper chain leaves them.
+            layers: The layers that this instance serves, as their wrapper chain leaves them.
             device: Where their caches lie.
-            options: An instance of ``options_class``; given only where there is one.
+            options: An instance of ``options_class``; None if the class has none.
         """
         self.layers = tuple(layers)
         self.device = device
@@ -328,9 +323,9 @@ class AttentionBackend(ABC):
         self.parameters: dict[str, Mapping[str, torch.Tensor]] = {}
 
     def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Take the learned tensors that one of the group's layers brings to its attention.
+        """Take the learned tensors of one layer's attention.
 
-        Called once for each layer that has any, when the model is attached, before any step. The default keeps them.
+        Called once for each layer that has any, when the model is attached. The default keeps them in ``parameters``.
 
         Args:
             layer: The layer, as the group's wrapper chain leaves it.
@@ -339,7 +334,7 @@ class AttentionBackend(ABC):
         self.parameters[layer.name] = parameters
 
     def make_builder(self) -> AttentionMetadataBuilder:
-        """Return the group's metadata builder; the default hands the batch metadata on unchanged."""
+        """Return the group's metadata builder; the default passes the batch metadata on unchanged."""
         return _PassThroughBuilder()
 
     def write_kv(
@@ -347,12 +342,13 @@ class AttentionBackend(ABC):
     ) -> None:
         """Store new tokens' keys and values. Called before ``forward``, never for a layer that shares a cache.
 
-        The default lets the layers' format do it.
+        The default calls the ``write`` of the layers' format.
 
         Args:
-            key: ``[num_tokens, num_kv_heads, head_size], device``; of a type that stores something else, the first
-                part of that, as its spec says.
-            value: ``[num_tokens, num_kv_heads, head_size_v], device``; likewise the second part.
+            key: ``[num_tokens, num_kv_heads, head_size], device``; if the type stores something else, the first part of
+                that, as its spec describes.
+            value: ``[num_tokens, num_kv_heads, head_size_v], device``; if the type stores something else, the second
+                part.
             kv_cache: The layer's state tensors; written to.
             slots: Block id and offset of each token, ``[num_tokens], int64, device`` both.
         """
@@ -369,7 +365,7 @@ class AttentionBackend(ABC):
             layer: The layer that runs, as the group's wrapper chain leaves it.
             query: ``[num_tokens, num_heads, head_size], device``.
             kv_cache: The state tensors of the layer, or of the layer whose cache it shares; not written to.
-            metadata: What this backend's builder made of the step.
+            metadata: What this backend's builder made for the step.
             sinks: ``[num_heads], device``: learned sink logits; None unless the layer has them.
 
         Returns:

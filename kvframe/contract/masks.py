@@ -15,22 +15,22 @@ from kvframe.contract.errors import SpecError
 MaskFunction = Callable[[Any, Any], Any]
 """``sees(query, key)`` for the positions of a query and a key: whether the query sees the key.
 
-Positions come as arrays of whole numbers that broadcast against each other, or as numbers, and the result is of the
-same kind, of booleans. So the function is written with operators (``&``, ``|``, ``~``, ``<=``, ``//``, ``%``) and asks
-for no element. A query sees its own position; of a causal type, it sees none behind that.
+The arguments are whole numbers, or arrays of them that broadcast against each other; the result has the same shape, of
+booleans. So the function uses operators (``&``, ``|``, ``~``, ``<=``, ``//``, ``%``) and reads no single element. A
+query always sees its own position. If the type is causal, it sees no later position.
 """
 
 
 @attrs.frozen
 class AttentionMask:
-    """Which past tokens a query attends to, in the terms that kernels understand.
+    """Which tokens a query attends to, in the terms that kernels understand.
 
     Attributes:
         causal: Whether a query sees only its own and earlier positions, or every token of its request.
-        window: Tokens seen, the query's own included; None for all. Of a causal mask only.
-        num_sink_tokens: Tokens at the start that are seen whatever the window.
-        chunk: Tokens of a chunk that its queries stay within: a query at ``n`` sees ``[n - n % chunk, n]``; None for
-            no chunks. Of a causal mask without window only.
+        window: How many tokens a query sees, its own included; None for all. Only for a causal mask.
+        num_sink_tokens: Tokens at the start that every later query sees, whatever the window.
+        chunk: Tokens per chunk; a query sees its own chunk only: at ``n`` it sees ``[n - n % chunk, n]``. None for no
+            chunks. Only for a causal mask without a window.
     """
 
     causal: bool = True
@@ -48,9 +48,9 @@ class AttentionMask:
 
     @property
     def features(self) -> frozenset[str]:
-        """The mask capabilities that a backend needs.
+        """The mask features that a backend needs.
 
-        Of ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, ``chunk``.
+        They are some of ``causal``, ``bidirectional``, ``window``, ``sink_tokens``, ``chunk``.
         """
         names = ["causal" if self.causal else "bidirectional"]
         if self.window is not None:
@@ -65,7 +65,7 @@ class AttentionMask:
         """Return whether queries see keys: this mask as a ``MaskFunction``.
 
         Args:
-            query: Positions of queries; they say nothing under a bidirectional mask.
+            query: Positions of queries; a bidirectional mask does not depend on them.
             key: Positions of keys, at least 0.
         """
         if not self.causal:

@@ -14,24 +14,24 @@ if TYPE_CHECKING:
 
 
 class Axis(StrEnum):
-    """What the first dimension of an extension counts."""
+    """What the first dimension of an extension stands for."""
 
     REQUEST = "request"
     """The requests of the batch, padded ones included."""
     TOKEN = "token"
     """The packed tokens, padded ones included."""
     STEP = "step"
-    """Nothing: the values hold for the whole step."""
+    """Nothing: the values apply to the whole step."""
 
 
 @attrs.frozen(eq=False)
 class Extension:
-    """Optional data of a step: what not every model or backend has.
+    """Optional data of a step, which not every model or backend uses.
 
     Attributes:
         values: ``[num_reqs, …]``, ``[num_tokens, …]`` or any shape, by ``axis``; device.
-        axis: What its first dimension counts.
-        values_cpu: The same on the host, where whoever made it had it there; else None.
+        axis: What its first dimension stands for.
+        values_cpu: The same on the host, if it is known there; otherwise None.
     """
 
     values: torch.Tensor
@@ -42,16 +42,16 @@ class Extension:
 NO_EXTENSIONS: Mapping[str, Extension] = MappingProxyType({})
 
 SEQ_STARTS = "seq_starts"
-"""Extension ``[num_reqs], int32``, with a host copy: tokens of a request before this one are not seen by its queries,
-whatever the mask. It is at most the position of the request's first new token, or the length of another sequence that
-the keys are of. A backend that honours it declares so; one that does not cannot be given it."""
+"""Extension ``[num_reqs], int32``, with a copy on the host: the request's queries do not see tokens before this one,
+whatever the mask. It is at most the position of the request's first new token; if the keys are of another sequence, at
+most the length of that sequence. Only backends that declare this extension are given it."""
 
 NUM_ACCEPTED_TOKENS = "num_accepted_tokens"
 """Extension ``[num_reqs], int32``: draft tokens of the last step that were accepted."""
 
 ENCODER_SEQ_LENS = "encoder_seq_lens"
-"""Extension ``[num_reqs], int32``: tokens of each request's encoder sequence; 0 for none. For backends and wrappers of
-layers over a request's own tokens that want to know them; where keys are the encoder's, ``seq_lens`` says the same."""
+"""Extension ``[num_reqs], int32``: tokens of each request's encoder sequence; 0 for none. It is for layers over a
+request's own tokens. For layers over the encoder's keys, ``seq_lens`` has the same numbers."""
 
 
 def change_extensions(
@@ -59,12 +59,12 @@ def change_extensions(
     change: Mapping[Axis, Callable[[torch.Tensor], torch.Tensor]],
     change_cpu: Mapping[Axis, Callable[[torch.Tensor], torch.Tensor]] | None = None,
 ) -> Mapping[str, Extension]:
-    """Return extensions for other requests or tokens, as whoever changes those of a step needs them.
+    """Return extensions for a changed choice of requests or tokens.
 
     Args:
         extensions: A step's extensions.
-        change: By axis, what to do with values on the device; extensions along another axis stay as they are.
-        change_cpu: The same for host copies; ``change`` unless given.
+        change: By axis, a function of the values on the device; extensions of another axis stay unchanged.
+        change_cpu: The same for copies on the host; ``change`` by default.
     """
     if not extensions:
         return extensions
@@ -81,40 +81,40 @@ def change_extensions(
 
 @attrs.frozen(kw_only=True, eq=False)
 class CommonAttentionMetadata:
-    """One step's batch, as one cache group sees it. Requests are packed: their new tokens lie one after the other.
+    """The batch of one step for one cache group. Requests are packed: their new tokens follow one another.
 
-    Query ``i`` of request ``r`` stands at position ``seq_lens[r] - query_len[r] + i``. A padded batch has further
-    rows with a query length of 0, and further tokens, behind the others, with slot 0, which lies in the null page
-    that no request owns. What a backend returns for padded tokens is never used.
+    Query ``i`` of request ``r`` has the position ``seq_lens[r] - query_len[r] + i``. A padded batch ends with rows of
+    query length 0 and with tokens of slot 0, which is in the null page that no request owns. The output of a backend
+    for padded tokens is never used.
 
-    The keys may be of another sequence than the queries (cross attention). Then the batch or the layers' mask is not
-    causal, ``seq_lens`` and ``block_table`` are those of the keys, all queries have slot 0, and a request may have
-    fewer keys than queries or none at all: queries without a key get zeros.
+    The keys may belong to another sequence than the queries (cross attention). Then the batch or the layers' mask is
+    not causal, ``seq_lens`` and ``block_table`` describe the keys, and all queries have slot 0. A request may have
+    fewer keys than queries, or none; a query without keys gets zeros.
 
     Attributes:
         query_start_loc: ``[num_reqs + 1], int32, device``: where each request's new tokens start.
         query_start_loc_cpu: The same on the host.
-        seq_lens: ``[num_reqs], int32, device``: tokens of each request after this step, or of its other sequence.
+        seq_lens: ``[num_reqs], int32, device``: tokens of each request after this step, or of the keys' sequence.
         seq_lens_cpu: The same on the host.
         num_reqs: Requests in the batch, padded rows included.
         num_actual_tokens: New tokens in the batch, without padding.
         max_query_len: The most new tokens of one request; with ``static_shapes``, of any request in such a batch.
         max_seq_len: The longest request after this step; with ``static_shapes``, of any request in such a batch.
-        block_table: ``[num_reqs, max_blocks], int32, device``: block ids by block index; 0, the null page, where a
-            block is not resident.
+        block_table: ``[num_reqs, max_blocks], int32, device``: block ids by block index; 0, the null page, for a block
+            that is not resident.
         slot_mapping: ``[num_tokens], int64, device``: ``block_id * block_size + offset`` of each new token; its length
             is the number of tokens with padding.
         block_size: Tokens per block of this group.
-        num_generating: Tokens that generate, without padding: the last token of each prompt that this step completes,
-            decodes and draft tokens, and all tokens of a request that wants its prompt's log-probabilities. Those of
-            one request are its last ones.
-        generating_indices: ``[num_generating + padding], int64, device``: which of the packed tokens these are, in
-            order; padding repeats the last. Where no token generates, one padded row, the last token.
+        num_generating: Tokens whose logits are needed, without padding: the last token of each prompt that this step
+            completes, decodes and draft tokens, and all tokens of a request with prompt log-probabilities. In each
+            request they are its last tokens.
+        generating_indices: ``[num_generating + padding], int64, device``: the indices of these tokens among the packed
+            tokens, in order; padding repeats the last. If no token generates, one padded row with the last token.
         generating_indices_cpu: The same on the host.
         causal: Whether queries see only their own and earlier positions.
-        static_shapes: Whether shapes may follow from this value's shapes and ``max_query_len`` only, as for a step
-            that is captured as a graph or replayed from one.
-        extensions: Optional data by name; a wrapper says for each name what it does with it.
+        static_shapes: Whether the step is captured as a graph or replayed from one. Then the shapes of everything that
+            is made from this value follow from its shapes and from ``max_query_len`` only.
+        extensions: Optional data by name; each wrapper declares what it does with each name.
     """
 
     query_start_loc: torch.Tensor
@@ -137,7 +137,7 @@ class CommonAttentionMetadata:
 
     @property
     def all_generate(self) -> bool:
-        """Whether every token generates, so that dropping the others would change nothing, padding included."""
+        """Whether every token generates, padding included: then dropping the others changes nothing."""
         if self.num_generating < self.num_actual_tokens:
             return False
         return not self.static_shapes or self.generating_indices.shape[0] == self.slot_mapping.shape[0]

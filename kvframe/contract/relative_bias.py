@@ -21,7 +21,7 @@ def bias_by_distance(bias: RelativeBias, table: torch.Tensor) -> torch.Tensor:
 
     Returns:
         ``[num_heads, 2 * max_distance + 1], device``, in the table's dtype: column ``max_distance + d`` is what a key
-        ``d`` tokens behind its query gets, negative for one before it. Further away, the first or last column holds.
+        ``d`` tokens after its query gets, negative for one before it. Further away, the first or last column holds.
     """
     buckets = distance_buckets(bias).to(table.device, non_blocking=True)
     return table.index_select(0, buckets).t().contiguous()

@@ -289,7 +289,7 @@ class RelativeBias:
         num_buckets: Buckets, for both directions together; at least two for each.
         max_distance: From this distance on all keys fall into the last bucket. More than the distances with a bucket
             of their own, which are half of a direction's buckets.
-        bidirectional: Whether keys behind the query have buckets of their own.
+        bidirectional: Whether keys after the query have buckets of their own.
     """
 
     num_buckets: int = positive_int

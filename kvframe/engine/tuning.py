@@ -136,7 +136,7 @@ def _form_of(backend_class: type[AttentionBackend]) -> StoredForm | None:
 
 
 def _only(backend: str, layer: LayerSpec, stack: Stack, registry: Registry) -> Stack:
-    """Return a stack that gives a layer this backend, behind what of its chain drops no tokens."""
+    """Return a stack that gives a layer this backend, after the wrappers of its chain that drop no tokens."""
     assert layer.spec is not None
     uses = stack.rule_for(layer.name, layer.spec.kind).wrappers
     uses = tuple(map(Use, layer.spec.default_wrappers)) if uses is None else uses

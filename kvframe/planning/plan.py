@@ -103,7 +103,7 @@ class KVCachePlan:
 
     @property
     def rest_bytes(self) -> int:
-        """Bytes of the pages behind the last slab."""
+        """Bytes of the pages after the last slab."""
         return self.num_rest_pages * self.groups[self.rest_group].page_bytes if self.num_rest_pages else 0
 
     @property

@@ -103,7 +103,7 @@ def plan_ranks(
         whole=whole,
         groupings=groupings,
         plans=tuple(
-            # What is left over behind the slabs differs from rank to rank.
+            # What is left over after the slabs differs from rank to rank.
             attrs.evolve(each, num_slabs=num_slabs, num_rest_pages=0) if each.groups else each
             for each in plans
         ),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class FoundAdapter:
-    """A plugin's model adapter, behind which its failures are errors that name it.
+    """Wraps a plugin's model adapter, so that its failures become errors that name it.
 
     Attributes:
         entry: The claim to its name.

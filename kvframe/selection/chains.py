@@ -21,7 +21,7 @@ def bind_chain(wrappers: Sequence[MetadataWrapper], layer: LayerSpec) -> tuple[W
         layer: The layer.
 
     Returns:
-        The chain with the parameters that the layer decides; the layer as a backend behind the chain sees it; the
+        The chain with the parameters that the layer decides; the layer as a backend after the chain sees it; the
         extensions that such a backend has to honour.
 
     Raises:

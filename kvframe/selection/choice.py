@@ -42,7 +42,7 @@ class Choice:
         layer: The layer's name.
         wrappers: Its wrapper chain, made for the layer.
         wrapper_ids: What each of its wrappers is, with its parameters.
-        wrapped: The layer as the backend behind the chain sees it.
+        wrapped: The layer as the backend after the chain sees it.
         backend: The chosen backend, with its distribution.
         backend_class: Its class.
         backend_options: An instance of the class's ``options_class``; None if it has none.

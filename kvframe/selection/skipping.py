@@ -1,6 +1,6 @@
 """Prefill skipping: finds the last layers of a model that need to compute only the tokens that generate.
 
-A layer that reads another layer's cache produces no state. If none of the layers behind it does either, nothing but a
+A layer that reads another layer's cache produces no state. If none of the layers after it does either, nothing but a
 token's own output depends on what it computes for that token, and the output of a prompt's inner tokens is never used
 (YOCO, arXiv 2405.05254; SwiftKV, arXiv 2410.03960).
 """

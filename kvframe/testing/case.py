@@ -52,7 +52,7 @@ class Case:
         layer: The layer, as the model has it; its spec stores what ``form`` says.
         requests: The batch.
         causal: The batch's ``causal``.
-        num_padding: Padded requests, tokens and generating rows behind the batch, which then has ``static_shapes``.
+        num_padding: Padded requests, tokens and generating rows after the batch, which then has ``static_shapes``.
         wrappers: The layer's wrapper chain, as a stack gives it.
         form: What the layer stores.
     """

@@ -132,7 +132,7 @@ class _Pages:
 
     def read(self, *pages: int, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Return the tokens of pages, ``[num_pages * block_size, num_kv_heads, size]``."""
-        # Not filled: what lies behind them is to stay.
+        # Not filled: what lies after them is to stay.
         whole = {
             name: torch.full((len(pages) + 2, BLOCK_SIZE, *shape), 7, dtype=dtype or self.dtype)
             for name, shape in self.shapes.items()

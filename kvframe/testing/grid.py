@@ -73,14 +73,14 @@ def make_cases(
     Args:
         capabilities: What the backend declares.
         device: Where it runs.
-        chains: Wrapper chains, as a stack gives them, that it has to work behind; it has to work without any too.
+        chains: Wrapper chains, as a stack gives them, that it has to work after; it has to work without any too.
         form: The state that it reads (``form_of``).
         formats: Formats that layers may be stored in: those that it declares it reads, and through copies all others if
             it takes such; the installed ones unless given.
         only: The pattern of the names of the cases wanted (``"full-*"``).
 
     Raises:
-        ConformanceError: It declares a format that is not among them; there is no case at all, none behind one of the
+        ConformanceError: It declares a format that is not among them; there is no case at all, none after one of the
             chains, none in one of the formats given, or none of such a name.
     """
     found: list[Case] = []
@@ -122,14 +122,14 @@ def _require_cases(
     chains: Sequence[WrapperChain],
     formats: Sequence[KVFormat],
 ) -> None:
-    """Check that there are cases: alone, behind each chain and in each format. What has none would pass unseen."""
+    """Check that there are cases: alone, after each chain and in each format. What has none would pass unseen."""
     if all(case.wrappers for case in cases):
         reasons = "; ".join(dict.fromkeys(f"it {refusal.reason}" for refusal in refusals))
         raise ConformanceError(f"no case at all: such a backend serves no layer of the kit on {device}: {reasons}")
     for chain in chains:
         if not any(case.wrappers == chain for case in cases):
             label = "+".join(wrapper.name for wrapper in chain)
-            raise ConformanceError(f"no case behind {label}: the chain or the backend refuses every layer of the kit")
+            raise ConformanceError(f"no case after {label}: the chain or the backend refuses every layer of the kit")
     for kv_format in formats:
         if not any(case.spec.kv_format == kv_format for case in cases):
             raise ConformanceError(f"no case in the format {kv_format.name}: no layer of the kit is stored in it")

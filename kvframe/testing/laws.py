@@ -124,7 +124,7 @@ def _check_stored(spec: KVCacheSpec, max_tokens: int, num_refused: int) -> None:
         for size in sorted(sizes):
             first, stop = n // block_size, -(-(n + size) // block_size)
             most = spec.num_resident_blocks(n, size)
-            # Boundaries within the step, and one before and one behind it.
+            # Boundaries within the step, and one before and one after it.
             for branch in {0, *range(first * block_size, (stop + 1) * block_size + 1, block_size)}:
                 what = f"stored_blocks({n}, {size}, {branch})"
                 ranges = tuple(spec.stored_blocks(n, size, branch))

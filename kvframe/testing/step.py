@@ -14,13 +14,13 @@ import torch
 
 from kvframe.attention.copies import CopyScratch, make_backend
 from kvframe.attention.nested import replace_tensors
+from kvframe.attention.request_order import is_ordered, permute
 from kvframe.attention.staging import HOST, Staging
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.attention.wrapping import apply_chain
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
 from kvframe.contract.metadata import CommonAttentionMetadata
-from kvframe.contract.order import is_ordered, permute
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import DROPS_TOKENS
 from kvframe.selection.chains import WrapperChain, bind_chain
@@ -59,7 +59,7 @@ def run_step(
     device: torch.device,
     poison: float,
 ) -> Output:
-    """Run a backend behind the case's chain, on requests in the order that its builder asks for.
+    """Run a backend after the case's chain, on requests in the order that its builder asks for.
 
     Args:
         backend_class: The backend.

@@ -2,7 +2,7 @@
 
 The algorithm is FlashAttention-2's (arXiv 2307.08691) over pages, as in https://github.com/Dao-AILab/flash-attention:
 keys are read in tiles, from the one that the first query's window begins in to the one that the last seen key is in.
-Scores that no query sees are masked. What their values hold is multiplied by zero, but for values behind the sequence's
+Scores that no query sees are masked. What their values hold is multiplied by zero, but for values after the sequence's
 end, which are never read.
 """
 
@@ -30,7 +30,7 @@ def paged_attention(
     """Return the attention of packed queries over pages, and the logarithm of each softmax's denominator.
 
     Query ``i`` of ``q`` queries over ``k`` keys stands at ``i + k - q``. It sees the keys from ``window[0]`` before its
-    place to ``window[1]`` behind it, -1 for no limit; ``causal`` is a limit of 0 behind it. Queries that see no key get
+    place to ``window[1]`` after it, -1 for no limit; ``causal`` is a limit of 0 after it. Queries that see no key get
     zeros.
 
     Args:
@@ -41,8 +41,8 @@ def paged_attention(
         seq_lens: ``[num_reqs], int32``: keys of each request.
         block_table: ``[num_reqs, max_blocks], int32``.
         scale: Factor on the products.
-        causal: Whether keys behind a query's place are hidden.
-        window: Keys that are seen before and behind a query's place.
+        causal: Whether keys after a query's place are hidden.
+        window: Keys that are seen before and after a query's place.
         soft_cap: ``c`` in ``c * tanh(score / c)``; 0 for none.
 
     Returns:

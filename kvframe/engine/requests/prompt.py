@@ -17,7 +17,7 @@ class Prompt:
     Attributes:
         encoder: What the encoder reads: text, token ids, or features as a tensor or an array, by the model; None for
             nothing, where a model can do without.
-        decoder: The tokens that are to be continued: text, which is put behind the tokens that the model starts with,
+        decoder: The tokens that are to be continued: text, which is put after the tokens that the model starts with,
             or ids, which are taken as they are. The model's start tokens unless given.
     """
 

@@ -172,7 +172,7 @@ def test_a_layer_that_keeps_a_cache_is_refused() -> None:
 @pytest.mark.parametrize("effect", ["drops_tokens", "virtual_requests"])
 def test_it_stands_before_what_drops_tokens_or_makes_rows_of_a_request(effect: str) -> None:
     other = type("Other", (MetadataWrapper,), {"name": "other", "effects": frozenset({effect})})
-    with pytest.raises(WrapperError, match=f"'decode_only' cannot stand behind 'other' .{effect}") as refused:
+    with pytest.raises(WrapperError, match=f"'decode_only' cannot come after 'other' .{effect}") as refused:
         check_order([other, DecodeOnly])
     assert "chain_order" == refused.value.code
 

@@ -129,7 +129,7 @@ def paged_attention(
     ``kvframe_kernels.cpu.reference.paged_attention`` computes the same in plain torch.
 
     Args:
-        query: ``[num_tokens, num_heads, head_size]``, host; those behind the last request's are padding.
+        query: ``[num_tokens, num_heads, head_size]``, host; those after the last request's are padding.
         key: ``[num_block_ids, block_size, num_kv_heads, head_size]``, host, any strides but the last; of ``STORED``. In
             ``uint8`` it is half as long: byte ``j`` has element ``j`` in its low half and ``j + head_size / 2`` above.
         value: ``[num_block_ids, block_size, num_kv_heads, head_size_v]``, likewise, in the dtype of ``key``.

@@ -53,7 +53,7 @@ def paged_attention(
         scale: Factor on the products.
         soft_cap: ``c`` in ``c * tanh(x / c)``; None for none.
         sinks: ``[num_heads]``: learned sink logits; None for none.
-        bias: ``[num_heads, 2 * max_distance + 1], float32``: added to the score of a token ``i - max_distance`` behind
+        bias: ``[num_heads, 2 * max_distance + 1], float32``: added to the score of a token ``i - max_distance`` after
             the query; None for none.
 
     Returns:

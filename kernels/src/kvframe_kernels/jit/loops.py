@@ -42,7 +42,7 @@ HIDDEN = np.float32(-1e30)
 
 
 class Rows(NamedTuple):
-    """The rows of an item: by KV head, then query, then head of the group. Some behind each KV head's are nobody's.
+    """The rows of an item: by KV head, then query, then head of the group. Some after each KV head's are nobody's.
 
     Attributes:
         first_query: The query that the first ones are of.
@@ -50,8 +50,8 @@ class Rows(NamedTuple):
         num_kv_heads: KV heads.
         group: Query heads of a KV head.
         used: Rows of a KV head.
-        per_head: The same, with those behind them: a multiple of ``ROWS``.
-        total: All rows, and more behind them: a multiple of ``LANES``.
+        per_head: The same, with those after them: a multiple of ``ROWS``.
+        total: All rows, and more after them: a multiple of ``LANES``.
     """
 
     first_query: int
@@ -86,7 +86,7 @@ def _read_queries(query: Any, rows: Any) -> Any:
 
 @njit(error_model="numpy")
 def _find_tokens(starts: Any, strides: Any, pages: Any, block_size: int, token: int, stop: int) -> None:
-    """Set where tokens from ``token`` on begin; behind the last one it is read again, with no weight."""
+    """Set where tokens from ``token`` on begin; after the last one it is read again, with no weight."""
     page, offset = token // block_size, token % block_size
     for t in range(len(starts)):
         starts[t] = np.int64(pages[page]) * strides[0] + offset * strides[1]
@@ -141,7 +141,7 @@ def _cap(scores: Any, num_scores: int, soft_cap: Any) -> None:
 
 @njit(fastmath=FAST, error_model="numpy")
 def _weigh(scores: Any, count: int, largest: Any, weights: Any, shares: Any) -> None:
-    """Turn a block's scores into weights, zeros behind them.
+    """Turn a block's scores into weights, zeros after them.
 
     Args:
         scores: ``[TOKENS * num_rows], float32``: token by token.
@@ -247,7 +247,7 @@ def attend(
         bias: ``[num_heads, 2 * max_distance + 1], float32``: added by distance; ``[num_heads, 0]`` for none.
         sinks: ``[num_heads], float32``: learned sink logits; ``[0]`` for none.
         outputs: ``[num_tokens + num_parts, num_heads, value_size], float32``: written: for each query its output, zeros
-            where it sees nothing; behind these, for each part its sum of weighted values.
+            where it sees nothing; after these, for each part its sum of weighted values.
         sums: ``[num_parts, num_heads, 2], float32``: written: each part's largest score, and its sum of weights.
     """
     head_size, value_size = query.shape[2], outputs.shape[2]

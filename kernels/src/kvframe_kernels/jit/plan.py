@@ -43,8 +43,8 @@ class Work:
 
     Attributes:
         items: ``[num_items, 11], int64``: the request; its first query's row in the packed batch, and how many queries;
-            the first token and the one behind the last; likewise of sink tokens before these; the first query's
-            position; the first KV head and the one behind the last; the first row that is written.
+            the first token and the one after the last; likewise of sink tokens before these; the first query's
+            position; the first KV head and the one after the last; the first row that is written.
         first_part: ``[num_tokens + 1], int64``: where each query's parts start among all; none where it is whole.
         num_threads: Threads that are worth waking.
     """

@@ -51,7 +51,7 @@ def multiply_keys(
     """Set the scores of four rows for two keys.
 
     Args:
-        scores: ``[num_scores], float32``: written: four from ``place`` on for key a, and ``step`` behind these for b.
+        scores: ``[num_scores], float32``: written: four from ``place`` on for key a, and ``step`` after these for b.
         place: The first score.
         step: From a token's scores to the next one's.
         queries: ``[num_numbers], float32``: rows of ``padded(head_size, KEY_PART)``.

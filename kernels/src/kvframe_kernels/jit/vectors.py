@@ -201,7 +201,7 @@ def store(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
 def load_stored(typing_context: Any, array: Any, index: Any, count: Any) -> Any:
     """Return the vector of stored numbers from an element on, zeros in its lanes from ``count`` on.
 
-    The array holds float32, bfloat16 as ``uint16``, or float16 as ``int16``. Nothing behind ``count`` is read.
+    The array holds float32, bfloat16 as ``uint16``, or float16 as ``int16``. Nothing after ``count`` is read.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

@@ -16,7 +16,7 @@ import triton.language as tl
 from kvframe_kernels.triton.attention_loop import HEAD_SCALED, NIBBLES, TENSOR_SCALED, attend_run
 
 ITEM_FIELDS = tl.constexpr(8)
-"""Numbers of a work item: row of the block table, first packed query, queries, position of the first, token behind the
+"""Numbers of a work item: row of the block table, first packed query, queries, position of the first, token after the
 last that is seen, first token that is not hidden, which part of a tile it is, blocks of ``BLOCK_N`` tokens of a part (0
 for a whole tile). A part's place among the items is the slot of its outcome."""
 SPLIT_FIELDS = tl.constexpr(4)

@@ -90,7 +90,7 @@ class Batch:
         query_start_loc: ``[num_reqs + 1]``: where each request's new tokens start.
         seq_lens: ``[num_reqs]``: tokens of the sequence that its queries attend to.
         seq_starts: ``[num_reqs]``: tokens before this one are hidden; None for none.
-        num_tokens: Packed tokens, padding behind the requests' included.
+        num_tokens: Packed tokens, padding after the requests' included.
         causal: Whether queries see only their own and earlier positions.
         max_query_len: The most new tokens of one request; with ``static``, of any request in such a batch.
         static: Whether the work's shapes may follow from the other sizes and ``max_query_len`` only.
@@ -200,7 +200,7 @@ def _cut(requests: IntArray, queries_per_tile: int, batch: Batch) -> IntArray:
     ends = np.add.accumulate(counts, dtype=np.int32)
     num_tiles = int(ends[-1]) if len(ends) else 0
     steps = _steps(queries_per_tile, num_tiles.bit_length())
-    # Each tile is so many steps behind its request's first one.
+    # Each tile is so many steps after its request's first one.
     requests -= steps.take(ends - counts, axis=0)
     tiles = requests.repeat(counts, axis=0)
     tiles += steps[:num_tiles]

@@ -33,7 +33,7 @@ class LatentAttention:
     Attributes:
         num_heads: Query heads.
         latent_size: Elements of a latent.
-        rope_size: Elements of the rotated part behind it.
+        rope_size: Elements of the rotated part after it.
         block_size: Tokens per block.
         scale: Factor on the products of queries and keys.
         causal: Whether queries see only their own and earlier positions; a batch may say that they see all.

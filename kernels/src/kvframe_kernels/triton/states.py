@@ -1,7 +1,7 @@
 """One token's step of selective state spaces, on states that lie in pages: Mamba, Mamba-2.
 
 A step reads each row's state from one page and writes it to another, or the same: that is the least there is to move.
-With a gather in front and a scatter behind, as kernels over dense states need them, it is three times as much.
+With a gather in front and a scatter after, as kernels over dense states need them, it is three times as much.
 """
 
 from __future__ import annotations

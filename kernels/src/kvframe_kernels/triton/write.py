@@ -159,7 +159,7 @@ def _fp8(x):  # type: ignore[no-untyped-def]
     bits = x.to(tl.int32, bitcast=True)
     size = tl.minimum(tl.where(x == x, tl.abs(x), 0.0), 448.0)
     size_bits = size.to(tl.int32, bitcast=True)
-    # Three bits behind the point are left of 23, and the exponent's bias is 7 instead of 127.
+    # Three bits after the point are left of 23, and the exponent's bias is 7 instead of 127.
     normal = ((size_bits + 0x7FFFF + ((size_bits >> 20) & 1)) >> 20) - (120 << 3)
     # Below 2**-6 the numbers are multiples of 2**-9, which is the unit of a float32 at 2**14.
     small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000

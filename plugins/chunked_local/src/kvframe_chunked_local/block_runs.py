@@ -32,7 +32,7 @@ class BlockRuns:
         """Return runs; one that reaches past the end of its row goes on with other ids of the table.
 
         Args:
-            starts: ``[num_runs], int32, device``: growing; behind those, any number of zeros.
+            starts: ``[num_runs], int32, device``: growing; after those, any number of zeros.
             starts_cpu: The same on the host.
             num_columns: Blocks of a run, at most ``max_blocks``.
 

@@ -16,7 +16,7 @@ class Pieces:
     Attributes:
         requests: ``[num_pieces]``: the row of the batch.
         chunk_starts: ``[num_pieces]``: the position of the chunk's first token.
-        seq_ends: ``[num_pieces]``: the position behind the piece's last token.
+        seq_ends: ``[num_pieces]``: the position after the piece's last token.
         query_start_loc: ``[num_pieces + 1]``: where each piece's tokens start in the packed batch.
         one_each: Whether the pieces are the batch's requests, uncut.
     """

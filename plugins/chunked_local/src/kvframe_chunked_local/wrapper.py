@@ -161,7 +161,7 @@ def _upload(
 ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
     """Return arrays as tensors on the host and on the device, with one copy for all.
 
-    Padding is added behind the copy: zeros, where ``query_start_loc`` has its last element again.
+    Padding is added after the copy: zeros, where ``query_start_loc`` has its last element again.
     """
     packed = torch.from_numpy(np.concatenate([*arrays.values()]))
     lengths = [len(array) for array in arrays.values()]

@@ -26,7 +26,7 @@ def unusable_reason(least: tuple[int, int]) -> str | None:
 
 
 def sees(layer: LayerSpec, metadata: CommonAttentionMetadata) -> tuple[bool, tuple[int, int]]:
-    """Return whether keys behind a query are hidden, and how many it sees before and behind it; -1 for all."""
+    """Return whether keys after a query are hidden, and how many it sees before and after it; -1 for all."""
     assert layer.spec is not None
     mask = layer.spec.mask
     assert mask is not None
@@ -38,7 +38,7 @@ def sees(layer: LayerSpec, metadata: CommonAttentionMetadata) -> tuple[bool, tup
 def with_sinks(output: torch.Tensor, normaliser: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """Return attention with one more logit per head in the denominator (GPT-OSS, arXiv 2508.10925).
 
-    It scales every weight by the softmax's share against the logit, so it can be added behind the kernel.
+    It scales every weight by the softmax's share against the logit, so it can be added after the kernel.
 
     Args:
         output: ``[num_tokens, num_heads, head_size], device``: attention without it.

@@ -16,7 +16,7 @@ from kvframe_flashinfer.latents_builder import LatentMetadata, LatentMetadataBui
 
 KV_UP = "kv_up"
 """The layer's parameter ``[num_heads, nope_size + head_size_v, latent_size]``: what makes a head's key, then its value,
-of a latent. The query's head size is ``nope_size``, and behind it the rotated part."""
+of a latent. The query's head size is ``nope_size``, and after it the rotated part."""
 
 
 class FlashInferMLABackend(AttentionBackend):
@@ -97,7 +97,7 @@ class FlashInferMLABackend(AttentionBackend):
     def forward(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Run the step's plan, with the up-projection multiplied into queries before and outputs behind."""
+        """Run the step's plan, with the up-projection multiplied into queries before and outputs after."""
         assert isinstance(metadata, LatentMetadata)
         if layer.name not in self.parameters:
             raise BackendError(f"layer {layer.name!r} attends to latents, and its model bound no {KV_UP}")

@@ -83,7 +83,7 @@ class LatentMetadataBuilder(AttentionMetadataBuilder):
     def build(self, metadata: CommonAttentionMetadata) -> LatentMetadata:
         """Return what there is to plan."""
         starts = metadata.query_start_loc_cpu.numpy()
-        # What lies behind the last request with tokens fills a batch up.
+        # What lies after the last request with tokens fills a batch up.
         num_reqs = int(np.searchsorted(starts, starts[-1]))
         return LatentMetadata(
             num_tokens=int(starts[-1]),

@@ -25,7 +25,7 @@ from kvframe_flex.kernel import Kernel, Scores, keep_static
 from kvframe_flex.pages import Sight
 
 MIN_CUDA_SIZE = 16
-"""Elements of a vector that FlexAttention's kernels for GPUs take at least; shorter ones get zeros behind them."""
+"""Elements of a vector that FlexAttention's kernels for GPUs take at least; shorter ones get zeros after them."""
 
 
 @attrs.frozen

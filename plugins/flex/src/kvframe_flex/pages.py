@@ -59,7 +59,7 @@ class Tiles:
         position: The first query's position; it says nothing where the keys are of another sequence.
         num_queries: The tile's queries, at least one.
         start: The first token that is not hidden.
-        stop: The token behind the last one that is seen.
+        stop: The token after the last one that is seen.
     """
 
     request: IntArray

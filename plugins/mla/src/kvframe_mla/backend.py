@@ -147,7 +147,7 @@ class MLABackend(AttentionBackend):
     def _expand(self, tokens: torch.Tensor, kv_up: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return some heads' keys and values, ``[num_tiles, num_heads, num_tokens, size]`` both.
 
-        The shorter of the two gets zeros behind it: torch's fused kernels take one size for both.
+        The shorter of the two gets zeros after it: torch's fused kernels take one size for both.
         """
         latents, rope = tokens.split_with_sizes([self._latent_size, self._rope_size], dim=-1)
         num_tiles, num_tokens, _ = tokens.shape

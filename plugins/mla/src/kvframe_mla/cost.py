@@ -15,7 +15,7 @@ class Cost:
     visible pair of query and token multiply:
 
     * *absorbed* (DeepSeek-V2, arXiv 2405.04434, section 2.1.2: the up-projection of keys moves to the queries, that of
-      values behind the sum): ``num_queries`` projections, and per pair ``(latent_size + rope_size) + latent_size``;
+      values after the sum): ``num_queries`` projections, and per pair ``(latent_size + rope_size) + latent_size``;
     * *expanded*: ``num_tokens`` projections, and per pair ``(nope_size + rope_size) + head_size_v``.
 
     So absorbed attention costs less where what it saves in projections, ``(num_tokens - num_queries) * projection``,

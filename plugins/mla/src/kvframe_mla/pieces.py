@@ -40,7 +40,7 @@ class Tiles:
         position: The first query's position in its request.
         num_queries: How many they are, at least one.
         low: The first token that they see.
-        stop: The token behind the last one that any of them sees.
+        stop: The token after the last one that any of them sees.
         first_page: The block of ``low``.
         num_pages: Blocks from there to ``stop``.
     """

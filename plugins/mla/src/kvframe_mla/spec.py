@@ -27,7 +27,7 @@ def _known_dtype(instance: Any, attribute: attrs.Attribute[str], value: str) -> 
 class MLASpec(KVCacheSpec):
     """The latents of every past token: the live range at ``n`` is ``[0, n)`` (DeepSeek-V2, arXiv 2405.04434, 2.1).
 
-    A head's key is what the layer's up-projection makes of the latent, and behind it the rotated part that all heads
+    A head's key is what the layer's up-projection makes of the latent, and after it the rotated part that all heads
     share; its value is made of the latent alone. Both lie side by side in one tensor: absorbed attention then has one
     key of ``latent_size + rope_size`` elements per token, whose first part is also its value, so that it reads a token
     once. FlashMLA reads exactly this; kernels that want two tensors (FlashInfer's) take two views of it.

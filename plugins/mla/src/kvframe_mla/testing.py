@@ -72,7 +72,7 @@ class Latents(StateForm):
     def expand(
         self, layer: LayerSpec, key: torch.Tensor, value: torch.Tensor, parameters: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each head's key, with the rotated part behind it, and its value."""
+        """Return each head's key, with the rotated part after it, and its value."""
         assert isinstance(layer.spec, MLASpec)
         num_heads, nope_size = len(parameters[KV_UP]), parameters[KV_UP].shape[1] - layer.spec.head_size_v
         nope, values = torch.einsum("til,hdl->thd", key, parameters[KV_UP]).tensor_split([nope_size], dim=-1)

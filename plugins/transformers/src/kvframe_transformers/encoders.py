@@ -65,7 +65,7 @@ class BodyLoader:
 
 
 def num_unused_positions(model: PreTrainedModel) -> int:
-    """Return how many rows of a table of positions stand for no position: RoBERTa's positions begin behind padding."""
+    """Return how many rows of a table of positions stand for no position: RoBERTa's positions begin after padding."""
     length = getattr(model.config, "max_position_embeddings", None)
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     for table in tables:

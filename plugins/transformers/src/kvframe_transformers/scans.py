@@ -72,7 +72,7 @@ class ContinuedScan:
             delta_softplus: bool = False,
             **options: Any,
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            """Scan ``[batch, size, num_tokens]`` from the state; the gate comes last, behind the correction."""
+            """Scan ``[batch, size, num_tokens]`` from the state; the gate comes last, after the correction."""
             assert self._state is not None
             output, last = scan(
                 inputs, dt, A, B, C, z=None, delta_bias=delta_bias, delta_softplus=delta_softplus, **options

@@ -17,7 +17,7 @@ def blocks_from(model: nn.Module, attention: Sequence[str], skipped: Sequence[st
     """Return the blocks of a model from the first skipped attention layer on.
 
     A block is an element of a ``ModuleList``: what comes before the list's first skipped layer computes all rows, what
-    comes behind it computes the kept ones.
+    comes after it computes the kept ones.
 
     Args:
         model: The model.

@@ -197,7 +197,7 @@ class Mixers:
 
     @contextmanager
     def switched(self, forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
-        """Let other functions stand for the forwards inside the block, and what did before behind it."""
+        """Let other functions stand for the forwards inside the block, and what did before after it."""
         before = self._forwards
         self.switch_off()
         self.switch_on(forwards)

@@ -20,7 +20,7 @@ from kvframe_triton.latents_builder import ExpandedMetadata, Forms, LatentMetada
 
 KV_UP = "kv_up"
 """The layer's parameter ``[num_heads, nope_size + head_size_v, latent_size]``: what makes a head's key, then its value,
-of a latent. The query's head size is ``nope_size``, and behind it the rotated part."""
+of a latent. The query's head size is ``nope_size``, and after it the rotated part."""
 
 
 class TritonMLABackend(AttentionBackend):
@@ -122,7 +122,7 @@ class TritonMLABackend(AttentionBackend):
     def _absorbed(
         self, query: torch.Tensor, latent: torch.Tensor, kv_up: torch.Tensor, metadata: LatentMetadata
     ) -> torch.Tensor:
-        """Attend to latents, with the up-projection multiplied into queries before and outputs behind."""
+        """Attend to latents, with the up-projection multiplied into queries before and outputs after."""
         attention, step = self._forms.latents, metadata.absorbed
         key_up, value_up = kv_up.split_with_sizes([self._nope_size, self._head_size_v], dim=1)
         nope, rotated = query.tensor_split([self._nope_size], dim=-1)

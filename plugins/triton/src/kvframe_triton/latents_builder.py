@@ -65,7 +65,7 @@ class ExpandedMetadata:
     """The part of a step whose latents are made into keys and values.
 
     Attributes:
-        pages: ``[num_pages], int32, device``: the pages of its requests, one request's behind the other's.
+        pages: ``[num_pages], int32, device``: the pages of its requests, one request's after the other's.
         attention: Attention over the heads that are computed at a time.
         metadata: Its work; the block table says where in ``pages`` each block is.
     """
@@ -115,7 +115,7 @@ class LatentMetadataBuilder(AttentionMetadataBuilder):
         num_reqs, most = len(batch.seq_lens), self._most
         if most is not None and not batch.static and batch.max_query_len > most:
             is_long = np.diff(batch.query_start_loc) > most
-            # Longer requests are behind the others, and rows of padding behind these.
+            # Longer requests are after the others, and rows of padding after these.
             num_reqs = int(is_long.argmax()) if is_long.any() else num_reqs
         if num_reqs == len(batch.seq_lens):
             return LatentMetadata(batch.num_tokens, self._absorbed(batch, metadata.block_table), None)

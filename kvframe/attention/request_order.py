@@ -1,0 +1,151 @@
+"""Puts a batch's requests into the order that backends ask for: one order for all of them, or a permutation for one.
+
+Everything is computed on the host, from the copies of the metadata there. A permutation is copied to the device at
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvframe.contract.metadata import Axis, CommonAttentionMetadata, change_extensions
+from kvframe.contract.order import BatchOrder
+
+IntArray = npt.NDArray[np.int64]
+
+
+def find_order(orders: Sequence[BatchOrder], num_computed: IntArray, query_lens: IntArray) -> IntArray | None:
+    """Find one order of a batch's requests that is in as many of the given orders as possible.
+
+    An order that contradicts those before it is skipped: the group that asks for it permutes the batch for itself.
+    Requests that no satisfied order distinguishes stay in the order they are in.
+
+    Args:
+        orders: The orders that the attention groups ask for, the most important first.
+        num_computed: ``[num_reqs]``: tokens of each request that were computed before this step.
+        query_lens: ``[num_reqs]``: tokens of each request that this step computes.
+
+    Returns:
+        ``[num_reqs]``: the index of the request at each place; None if all stay where they are.
+    """
+    order: IntArray | None = None
+    satisfied: list[IntArray] = []
+    for wanted in dict.fromkeys(orders):
+        ranks = wanted.ranks(num_computed, query_lens)
+        if not _never_decreases(ranks if order is None else ranks[order]):
+            # Two orders contradict each other if they put some pair of requests in opposite ways. So sorting by all
+            # of them finds an order if there is one. lexsort sorts by its last key first; which of the orders that
+            # agree comes first makes no difference.
+            candidate = np.lexsort([ranks, *satisfied])
+            if not _never_decreases(ranks[candidate]):
+                continue
+            order = candidate
+        satisfied.append(ranks)
+    return order
+
+
+def is_ordered(order: BatchOrder, metadata: CommonAttentionMetadata) -> bool:
+    """Return whether a batch's requests are in ``order``."""
+    return _never_decreases(order.ranks(*_lengths(metadata)))
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Permutation:
+    """The way from the batch's order to the order of one group, and back.
+
+    Attributes:
+        requests: ``[num_reqs], int64, device``: the index in the batch of the request at each place of the group's
+        order. tokens: ``[num_tokens], int64, device``: the same for the packed tokens, padded ones included.
+            The group's layers are given ``query.index_select(0, tokens)``.
+        inverse: ``[num_tokens], int64, device``: the way back:
+            ``output.index_select(0, inverse)`` is in the batch's order.
+    """
+
+    requests: torch.Tensor
+    tokens: torch.Tensor
+    inverse: torch.Tensor
+
+
+def permute(metadata: CommonAttentionMetadata, order: BatchOrder) -> tuple[CommonAttentionMetadata, Permutation]:
+    """Put a batch into the order that one group asks for.
+
+    Args:
+        metadata: The step's metadata after the group's wrapper chain. Never written to.
+        order: What the group asks for.
+
+    Returns:
+        The metadata of the same requests and tokens in that order, padded tokens still last; and the
+        permutation from the batch's order to it.
+    """
+    num_computed, query_lens = _lengths(metadata)
+    starts = metadata.query_start_loc_cpu.numpy()
+    num_tokens, num_actual = metadata.slot_mapping.shape[0], int(starts[-1])
+    requests = np.argsort(order.ranks(num_computed, query_lens), kind="stable")
+    query_lens = query_lens[requests]
+    new_starts = np.zeros_like(starts)
+    np.cumsum(query_lens, out=new_starts[1:])
+    tokens = np.arange(num_tokens)
+    tokens[:num_actual] += np.repeat(starts[:-1][requests] - new_starts[:-1], query_lens)
+    inverse = np.empty_like(tokens)
+    inverse[tokens] = np.arange(num_tokens)
+    generating = metadata.generating_indices_cpu.numpy().copy()
+    if count := metadata.num_generating:
+        generating[:count] = np.sort(inverse[generating[:count]])
+        generating[count:] = generating[count - 1]
+
+    uploaded = _upload([requests, tokens, inverse, generating, new_starts], metadata.query_start_loc.device)
+    requests_there, tokens_there, inverse_there, generating_there, starts_there = uploaded
+    requests_here = torch.from_numpy(requests)
+    permuted = attrs.evolve(
+        metadata,
+        query_start_loc=starts_there,
+        query_start_loc_cpu=torch.from_numpy(new_starts),
+        seq_lens=metadata.seq_lens.index_select(0, requests_there),
+        seq_lens_cpu=metadata.seq_lens_cpu.index_select(0, requests_here),
+        block_table=metadata.block_table.index_select(0, requests_there),
+        slot_mapping=metadata.slot_mapping.index_select(0, tokens_there),
+        generating_indices=generating_there,
+        generating_indices_cpu=torch.from_numpy(generating),
+        extensions=change_extensions(
+            metadata.extensions,
+            _rows_of(requests_there, tokens_there),
+            _rows_of(requests_here, torch.from_numpy(tokens)),
+        ),
+    )
+    return permuted, Permutation(requests=requests_there, tokens=tokens_there, inverse=inverse_there)
+
+
+def _never_decreases(ranks: IntArray) -> bool:
+    return bool((ranks[1:] >= ranks[:-1]).all())
+
+
+def _lengths(metadata: CommonAttentionMetadata) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Return each request's number of tokens before this step, and in it."""
+    query_lens = np.diff(metadata.query_start_loc_cpu.numpy())
+    return metadata.seq_lens_cpu.numpy() - query_lens, query_lens
+
+
+def _upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+    """Copy arrays to the device as one; each result starts where any dtype may start."""
+    ends = np.cumsum([-(-array.nbytes // 8) * 8 for array in arrays]).tolist()
+    buffer = np.empty(ends[-1], dtype=np.uint8)
+    for array, start in zip(arrays, [0, *ends], strict=False):
+        buffer[start : start + array.nbytes].view(array.dtype)[:] = array
+    there = torch.from_numpy(buffer).to(device, non_blocking=True)
+    return [
+        there[start : start + array.nbytes].view(torch.from_numpy(array).dtype)
+        for array, start in zip(arrays, [0, *ends], strict=False)
+    ]
+
+
+def _rows_of(requests: torch.Tensor, tokens: torch.Tensor) -> Mapping[Axis, Callable[[torch.Tensor], torch.Tensor]]:
+    return {
+        Axis.REQUEST: lambda values: values.index_select(0, requests),
+        Axis.TOKEN: lambda values: values.index_select(0, tokens),
+    }
