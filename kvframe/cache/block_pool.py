@@ -20,6 +20,7 @@ from kvframe.cache.eviction import (
 )
 from kvframe.cache.free_list import BlockIds, FreeList, Groups
 from kvframe.cache.slabs import Slabs
+from kvframe.contract.errors import PluginError
 from kvframe.contract.eviction import LRU, EvictionPolicy
 from kvframe.contract.foreign import safe_text
 from kvframe.planning.plan import KVCachePlan
@@ -74,22 +75,21 @@ class BlockPool:
         # Blocks are apart by the smallest block at least, so that a quotient tells them apart.
         self._divisor = min((num_bytes // plan.block_id_bytes for num_bytes in self._page_bytes), default=1)
         num_places = self._num_places(plan)
-        policy = None
+        self._policy = None
         if eviction is not None and eviction != LRU:
-            policy = PolicyPriorities(eviction, self._page_bytes, plan.total_bytes, num_places, self._places)
+            self._policy = PolicyPriorities(eviction, self._page_bytes, plan.total_bytes, num_places)
         is_shared = FreeList.fits(plan)
-        self._queue = EvictionQueue(len(plan.groups), policy, is_shared=is_shared)
+        self._queue = EvictionQueue(len(plan.groups), self._is_current, is_shared=is_shared)
         self.free_list: FreeList | Slabs
         if is_shared:
             self.free_list = FreeList(plan)
         else:
-            self.free_list = slabs = Slabs(plan, reserve_slabs, self._priorities if policy else None)
-            self._queue.on_reorder = slabs.sort_idle
+            self.free_list = Slabs(plan, reserve_slabs, self._priorities if self._policy else None)
         self._on_evicted = on_evicted
         # Of a cached block, the stamp of its release; of a held one, minus the references beyond the first. Zero for a
         # free one too: allocating and freeing need not write it.
         self._state = np.zeros(num_places, dtype=np.int64)
-        self._owner, self._index = np.zeros((2, num_places if on_evicted else 1), dtype=np.int32)
+        self._owner, self._index = np.zeros((2, num_places), dtype=np.int32)
         # Of a cached block, its group; None if there is one group only.
         self._group = np.zeros(num_places, dtype=np.int64) if len(plan.groups) > 1 else None
         self._stamp = self._num_more_references = 0
@@ -113,7 +113,7 @@ class BlockPool:
     @property
     def eviction(self) -> EvictionPolicy:
         """Which cached blocks are evicted first."""
-        return LRU if self._queue.policy is None else self._queue.policy.policy
+        return LRU if self._policy is None else self._policy.policy
 
     def count_cached(self) -> list[int]:
         """Return the cached blocks of each group, in time that grows with the pool."""
@@ -136,8 +136,6 @@ class BlockPool:
 
     def owners_of(self, block_ids: BlockIds) -> npt.NDArray[np.int32]:
         """Return the owner of each block; ``NO_OWNER`` of those that are not published."""
-        if self._on_evicted is None:
-            return np.full(len(block_ids), NO_OWNER, dtype=np.int32)
         return self._owner[self._places(block_ids)]
 
     # --- references ---------------------------------------------------------------------------------------------------
@@ -149,12 +147,9 @@ class BlockPool:
     def allocate_blocks(self, num_blocks: Sequence[int]) -> BlockIds | None:
         """Allocate blocks of each group, evicting cached ones if too few are free.
 
-        Args:
-            num_blocks: Blocks wanted, per group.
-
         Returns:
-            Block ids, one group after the other, each with one reference; None, and nothing changed, if there are not
-            enough.
+            Their ids, one group after the other, each with one reference; None, and nothing changed, if too few are
+            free or cached.
         """
         taken = self.free_list.take_free(num_blocks, self)
         if taken is not None:
@@ -256,10 +251,23 @@ class BlockPool:
         if self._group is not None:
             self._group[places] = groups
         self.num_cached += len(block_ids)
-        self._queue.add_blocks(self._stamp, block_ids, groups)
+        priorities = self._stamp if self._policy is None else self._rank(self._policy, places, groups)
+        self._queue.add_blocks(priorities, self._stamp, block_ids, groups)
         self.free_list.cache_held(block_ids, self._stamp)
         if self._queue.num_entries > 2 * self.num_cached + _MAX_STALE:
-            self._queue.remove_stale(self._is_current)
+            self._queue.remove_stale()
+
+    def _rank(self, policy: PolicyPriorities, places: Places, groups: int | Groups) -> int | Numbers:
+        """Return a policy's priorities; if it fails, set it aside: stamps are the priorities from now on."""
+        try:
+            return policy.rank(places, groups)
+        except PluginError as error:
+            _log.error("%s; it is set aside, and the least recently used blocks are evicted first", error)
+        self._policy = None
+        self._queue.sort_by_stamp()
+        if isinstance(self.free_list, Slabs):
+            self.free_list.sort_idle()
+        return self._stamp
 
     # --- publishing ---------------------------------------------------------------------------------------------------
 
@@ -278,16 +286,15 @@ class BlockPool:
     def unpublish_all(self) -> None:
         """Evict every cached block and unpublish held ones, without telling their owners."""
         self._owner[...] = NO_OWNER
-        block_ids = self.free_list.all_blocks()
-        self.discard_cached(block_ids)
+        self.discard_cached(self.free_list.all_blocks())
         self._queue.remove_all()
-        if self._queue.policy is not None:
-            self._queue.policy.forget_blocks(slice(None))
+        if self._policy is not None:
+            self._policy.forget_blocks(slice(None))
 
     def count_uses(self, block_ids: BlockIds) -> None:
         """Tell the eviction policy that a request found blocks; 0 for none."""
-        if self._queue.policy is not None:
-            self._queue.policy.count_uses(block_ids)
+        if self._policy is not None:
+            self._policy.count_uses(self._places(block_ids[block_ids != 0]))
 
     # --- eviction -----------------------------------------------------------------------------------------------------
 
@@ -316,25 +323,16 @@ class BlockPool:
 
     def first_priority(self, group: int) -> int | None:
         """Return the priority of the block of a group that is evicted first; None if the group has no cached block."""
-        return self._queue.first_priority(group, self._is_current)
+        return self._queue.first_priority(group)
 
     def evict_first(self, group: int, num_blocks: int, whole_run: int = 0) -> None:
-        """Evict cached blocks in the order of their priority, until ``num_blocks`` are evicted or none is left.
+        """Evict cached blocks of a group by their priority, until ``num_blocks`` are evicted or none is left.
 
-        Args:
-            group: Their group; of no meaning if any block serves any group.
-            num_blocks: The blocks wanted.
-            whole_run: Blocks that were released together are evicted together if they are no more than these.
+        Blocks that were released together are evicted together if they are no more than ``whole_run``.
         """
-        while num_blocks > 0 and (first := self._queue.pop_blocks(group, num_blocks, whole_run)) is not None:
-            block_ids, stamps = first
-            block_ids = block_ids[self._is_current(stamps, block_ids)]
-            if len(block_ids):
-                self.evict_blocks(block_ids)
-                num_blocks -= len(block_ids)
-            else:
-                # That removes the stale entries that follow, many at once.
-                self.first_priority(group)
+        while num_blocks > 0 and (block_ids := self._queue.pop_blocks(group, num_blocks, whole_run)) is not None:
+            self.evict_blocks(block_ids)
+            num_blocks -= len(block_ids)
 
     def evict_among(self, block_ids: BlockIds, num_blocks: int) -> None:
         """Evict the cached ones of some blocks in the order of their priority, until ``num_blocks`` are evicted."""
@@ -354,8 +352,8 @@ class BlockPool:
 
     def _end_content(self, block_ids: BlockIds, groups: int | Groups) -> None:
         """Tell the policy and the listener that the content of blocks ended. A listener that raises is removed."""
-        if self._queue.policy is not None:
-            self._queue.policy.forget_blocks(self._places(block_ids))
+        if self._policy is not None:
+            self._policy.forget_blocks(self._places(block_ids))
         if self.on_pages_freed is not None:
             try:
                 for group, where in equal_runs(groups):
@@ -367,11 +365,7 @@ class BlockPool:
     # --- size ---------------------------------------------------------------------------------------------------------
 
     def resize(self, plan: KVCachePlan, reserve_slabs: int) -> bool:
-        """Have more or fewer slabs. Cached blocks of the removed slabs, the last ones, are evicted.
-
-        Args:
-            plan: The cut of the pool, the same but for the number of slabs.
-            reserve_slabs: As for a new pool.
+        """Have more or fewer slabs, and evict the cached blocks of the removed ones, which are the last.
 
         Returns:
             False, and nothing changed, if a block of a slab to be removed is held.
@@ -387,12 +381,11 @@ class BlockPool:
         # Stale entries of removed blocks may be left in the queue: the arrays never shrink.
         num_new = max(0, self._num_places(plan) - len(self._state))
         self._state = np.append(self._state, np.zeros(num_new, dtype=np.int64))
+        self._owner, self._index = (np.append(of, np.zeros(num_new, of.dtype)) for of in (self._owner, self._index))
         if self._group is not None:
             self._group = np.append(self._group, np.zeros(num_new, dtype=np.int64))
-        if self._on_evicted is not None:
-            self._owner, self._index = (np.append(of, np.zeros(num_new, of.dtype)) for of in (self._owner, self._index))
-        if self._queue.policy is not None:
-            self._queue.policy.resize(plan.total_bytes, num_new)
+        if self._policy is not None:
+            self._policy.resize(plan.total_bytes, num_new)
         self.free_list.resize(plan, reserve_slabs, self._stamp)
         return True
 
@@ -418,5 +411,5 @@ class BlockPool:
 
     def _priorities(self, block_ids: BlockIds) -> Numbers:
         """Return the eviction priority of cached blocks; a smaller number than any of theirs for others."""
-        policy = self._queue.policy
-        return self._state[self._places(block_ids)] if policy is None else policy.priorities_of(block_ids)
+        places = self._places(block_ids)
+        return self._state[places] if self._policy is None else self._policy.priorities_of(places)

@@ -173,11 +173,7 @@ class EventLog:
     def _keys_of(
         self, node: RadixNode, ends: Sequence[int]
     ) -> tuple[str, int, npt.NDArray[np.uint32], dict[int, bytes]]:
-        """Return keys of prefixes that end in a node.
-
-        Args:
-            node: The node.
-            ends: The prefixes' numbers of tokens, sorted; none is after the node.
+        """Return keys of prefixes that end in a node, after these sorted numbers of tokens.
 
         Returns:
             The salt; the position of the first token in the array that follows; tokens up to the node's end; the key of

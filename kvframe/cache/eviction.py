@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
@@ -15,14 +14,12 @@ from kvframe.contract.errors import PluginError
 from kvframe.contract.eviction import MOST_USES, EvictionPolicy, LetGo
 from kvframe.contract.foreign import call
 
-_log = logging.getLogger("kvframe")
 Numbers = npt.NDArray[np.int64]
 Places = npt.NDArray[np.intp]
 Where = slice | Places | npt.NDArray[np.bool_]
 Run = tuple[int, BlockIds]
 """The stamp of a release, and blocks in the order of eviction."""
-IsCurrent = Callable[[int, BlockIds], npt.NDArray[np.bool_]]
-"""Says of each block that was released at a stamp whether it has been cached since then."""
+IsCurrent = Callable[[int | Numbers, BlockIds], npt.NDArray[np.bool_]]
 _NOT_RANKED = int(np.iinfo(np.int64).min)
 _LOOK_AHEAD = 512
 """Entries that are checked at once for the first one that is not stale."""
@@ -61,37 +58,37 @@ def equal_runs(keys: int | Groups | BlockIds) -> list[tuple[int, Where]]:
 class EvictionQueue:
     """Cached blocks in the order of eviction: the smallest priority first, of equal ones those released first.
 
-    Without a policy the priority of a block is the stamp of its release (LRU). A policy that raises or answers wrongly
-    is set aside, and all priorities become stamps.
-
     The entry of a block that is referenced again becomes stale. It stays until it is the first one or until too many
     are stale, and is recognised by its stamp: a block is released at most once with one stamp.
 
     Attributes:
         num_entries: Blocks in all queues, stale entries included.
-        policy: What an eviction policy says of blocks; None for LRU.
-        on_reorder: Called when a policy was set aside: priorities before and after it do not compare.
     """
 
-    def __init__(self, num_groups: int, policy: PolicyPriorities | None, *, is_shared: bool) -> None:
-        """Start empty, with one queue for each group, or one for all of them if any block serves any group."""
+    def __init__(self, num_groups: int, is_current: IsCurrent, *, is_shared: bool) -> None:
+        """Start empty.
+
+        Args:
+            num_groups: How many groups there are.
+            is_current: Says of each block that was released at a stamp whether it has been cached since then.
+            is_shared: Whether all groups share one queue: any block serves any group.
+        """
         self.num_entries = self._num_runs = 0
-        self.policy = policy
-        self.on_reorder: Callable[[], None] | None = None
+        self._is_current = is_current
         self._is_shared = is_shared
         # The priority of all blocks of a run, a number that grows from run to run, and the run.
         self._queues: list[list[tuple[int, int, Run]]] = [[] for _ in range(1 if is_shared else num_groups)]
 
-    def add_blocks(self, stamp: int, block_ids: BlockIds, groups: int | Groups) -> None:
+    def add_blocks(self, priorities: int | Numbers, stamp: int, block_ids: BlockIds, groups: int | Groups) -> None:
         """Add blocks that are released together, those first that are evicted first if priorities are equal.
 
         Args:
+            priorities: Their priority, or the priority of each.
             stamp: Larger than any before.
             block_ids: The blocks.
             groups: Their group, or the group of each.
         """
         self.num_entries += len(block_ids)
-        priorities = stamp if self.policy is None else self._rank(self.policy, stamp, block_ids, groups)
         if isinstance(priorities, int):
             self._add_run(priorities, stamp, block_ids, groups)
             return
@@ -106,53 +103,43 @@ class EvictionQueue:
         for group, where in equal_runs(groups):
             heappush(self._queues[group], (priority, self._num_runs, (stamp, block_ids[where])))
 
-    def _rank(self, policy: PolicyPriorities, stamp: int, block_ids: BlockIds, groups: int | Groups) -> int | Numbers:
-        """Return the policy's priorities of blocks; set it aside and return the stamp if it fails."""
-        try:
-            return policy.rank(block_ids, groups)
-        except PluginError as error:
-            _log.error("%s; it is set aside, and the least recently used blocks are evicted first", error)
-        self.policy = None
-        for queue in self._queues:
-            queue[:] = [(run[0], number, run) for _, number, run in queue]
-            heapify(queue)
-        if self.on_reorder is not None:
-            self.on_reorder()
-        return stamp
-
-    def first_priority(self, group: int, is_current: IsCurrent) -> int | None:
+    def first_priority(self, group: int) -> int | None:
         """Remove stale entries before a group's first block, and return its priority; None if there is none."""
         queue = self._queue_of(group)
         while queue:
             priority, _, (stamp, block_ids) = queue[0]
-            is_cached = is_current(stamp, block_ids[:_LOOK_AHEAD])
-            num_stale = int(is_cached.argmax()) if is_cached.any() else len(is_cached)
+            is_current = self._is_current(stamp, block_ids[:_LOOK_AHEAD])
+            num_stale = int(is_current.argmax()) if is_current.any() else len(is_current)
             if not num_stale:
                 return priority
             self._pop_run(queue, num_stale)
         return None
 
-    def pop_blocks(self, group: int, num_blocks: int, whole_run: int) -> tuple[BlockIds, int | Numbers] | None:
-        """Remove the first entries of a group, stale ones included, until there are ``num_blocks`` or none is left.
+    def pop_blocks(self, group: int, num_blocks: int, whole_run: int) -> BlockIds | None:
+        """Remove the first ``num_blocks`` entries of a group, and more while all are stale; return the other blocks.
 
         A run of at most ``whole_run`` entries is removed as a whole.
 
         Returns:
-            The blocks, and the stamp of their release, or of each; None if there are none.
+            At least one block; None if there is none.
         """
         queue = self._queue_of(group)
-        runs: list[Run] = []
-        while num_blocks > 0 and queue:
-            runs.append(self._pop_run(queue, num_blocks, whole_run))
-            num_blocks -= len(runs[-1][1])
-        if not runs:
-            return None
-        if len(runs) == 1:
-            return runs[0][1], runs[0][0]
-        stamps, block_ids = zip(*runs, strict=True)
-        return np.concatenate(block_ids), np.repeat(stamps, [len(each) for each in block_ids])
+        while queue:
+            runs: list[Run] = []
+            num_lacking = num_blocks
+            while num_lacking > 0 and queue:
+                runs.append(self._pop_run(queue, num_lacking, whole_run))
+                num_lacking -= len(runs[-1][1])
+            stamp, block_ids = runs[0] if len(runs) == 1 else _joined(runs)
+            current: BlockIds = block_ids[self._is_current(stamp, block_ids)]
+            if len(current):
+                return current
+            # That removes the stale entries that follow, many at once.
+            self.first_priority(group)
+        return None
 
     def _pop_run(self, queue: list[tuple[int, int, Run]], num_blocks: int, whole_run: int = 0) -> Run:
+        """Remove at most ``num_blocks`` entries of the first run, or all if they are no more than ``whole_run``."""
         priority, number, (stamp, block_ids) = queue[0]
         if len(block_ids) <= max(num_blocks, whole_run):
             heappop(queue)
@@ -170,13 +157,19 @@ class EvictionQueue:
         for queue in self._queues:
             yield from (run for _, _, run in queue)
 
-    def remove_stale(self, is_current: IsCurrent) -> None:
+    def remove_stale(self) -> None:
         """Remove all stale entries."""
         for queue in self._queues:
-            current = [(each, number, (run[0], run[1][is_current(*run)])) for each, number, run in queue]
+            current = [(each, number, (run[0], run[1][self._is_current(*run)])) for each, number, run in queue]
             queue[:] = [entry for entry in current if len(entry[2][1])]
             heapify(queue)
         self.num_entries = sum(len(block_ids) for _, block_ids in self.all_runs())
+
+    def sort_by_stamp(self) -> None:
+        """Let the stamp of its release be the priority of each block."""
+        for queue in self._queues:
+            queue[:] = [(run[0], number, run) for _, number, run in queue]
+            heapify(queue)
 
     def remove_all(self) -> None:
         """Remove all entries."""
@@ -185,29 +178,17 @@ class EvictionQueue:
         self.num_entries = 0
 
 
+def _joined(runs: Sequence[Run]) -> tuple[Numbers, BlockIds]:
+    """Return the stamp of each block of several runs, and the blocks."""
+    stamps, parts = zip(*runs, strict=True)
+    return np.repeat(stamps, [len(part) for part in parts]), np.concatenate(parts)
+
+
 class PolicyPriorities:
-    """Asks an eviction policy for the priority of blocks, and keeps what it is told of them.
+    """Asks an eviction policy for the priority of blocks, and keeps what it is told of them."""
 
-    Attributes:
-        policy: The policy.
-    """
-
-    def __init__(
-        self,
-        policy: EvictionPolicy,
-        page_bytes: Sequence[int],
-        capacity: int,
-        num_places: int,
-        places: Callable[[BlockIds], Places],
-    ) -> None:
-        """Try the policy.
-
-        Args:
-            policy: The policy.
-            page_bytes: Bytes of a block of each group.
-            capacity: Bytes of the pool.
-            num_places: The length of arrays with an entry for each block.
-            places: Returns where the entries of blocks are.
+    def __init__(self, policy: EvictionPolicy, page_bytes: Sequence[int], capacity: int, num_places: int) -> None:
+        """Try the policy, with the bytes of a block of each group and of the pool.
 
         Raises:
             PluginError: The policy raises or answers wrongly.
@@ -215,21 +196,19 @@ class PolicyPriorities:
         self.policy = policy
         self._page_bytes = np.array(page_bytes, dtype=np.int64)
         self._capacity = max(capacity, 1)
-        self._places = places
         self._uses = np.zeros(num_places, dtype=np.int64)
         self._priority = np.full(num_places, _NOT_RANKED)
         self._clock = 0
         self._reuse = Reuse(capacity // max(page_bytes, default=1))
         self._ask(1, np.array([0, 1, 1000]), np.full(3, 16))
 
-    def rank(self, block_ids: BlockIds, groups: int | Groups) -> Numbers:
-        """Return the priority of blocks that are released together.
+    def rank(self, places: Places, groups: int | Groups) -> Numbers:
+        """Return the priority of the blocks at some places, which are released together.
 
         Raises:
             PluginError: The policy raises or answers wrongly.
         """
-        places = self._places(block_ids)
-        num_bytes = np.broadcast_to(self._page_bytes[groups], len(block_ids)).copy()
+        num_bytes = np.broadcast_to(self._page_bytes[groups], len(places)).copy()
         # One more for each release, so that no two clocks are equal.
         passed = 1 + int(num_bytes[self._priority[places] == _NOT_RANKED].sum())
         self._clock += passed
@@ -249,13 +228,12 @@ class PolicyPriorities:
             raise PluginError(f"{whose}: due() has to return int64 of shape ({count},), not {what}")
         return given
 
-    def priorities_of(self, block_ids: BlockIds) -> Numbers:
+    def priorities_of(self, places: Places) -> Numbers:
         """Return the priorities of cached blocks; of free ones, the smallest number."""
-        return self._priority[self._places(block_ids)]
+        return self._priority[places]
 
-    def count_uses(self, block_ids: BlockIds) -> None:
-        """Count one more use of blocks that a request found; 0 for none."""
-        places = self._places(block_ids[block_ids != 0])
+    def count_uses(self, places: Places) -> None:
+        """Count one more use of blocks that a request found."""
         self._reuse.count_found(self._uses[places])
         self._uses[places] += 1
 

@@ -104,13 +104,7 @@ class FreeList:
         self._stack[before : self._num_free] = block_ids
 
     def resize(self, plan: KVCachePlan, reserve: int, stamp: int) -> None:
-        """Put added blocks under all others, or take out the removed ones, which are all free.
-
-        Args:
-            plan: The cut of the pool, the same but for the number of slabs.
-            reserve: Idle slabs that an allocation leaves alone as long as it can.
-            stamp: That of the last release.
-        """
+        """Put added blocks under all others, or take out the removed ones, which are all free."""
         free, before = self.free_blocks(), self._num_blocks
         self._plan = plan
         blocks = self.all_blocks()

@@ -64,29 +64,23 @@ class PrefixHash:
 def prefix_key(
     secret: bytes, token_ids: Sequence[int], *, salt: str = "", inputs: Mapping[str, InputSequence] = NO_INPUTS
 ) -> bytes:
-    """Return the key of a prefix.
+    """Return the key of a prefix, 32 bytes.
 
     Args:
         secret: 32 bytes: the stack's ``[cache] key``.
         token_ids: The tokens of the prefix: those of whole blocks, for the key of a block.
         salt: The request's ``cache_salt``.
         inputs: What the request brings beside its tokens, by the name of the sequence.
-
-    Returns:
-        32 bytes.
     """
     return PrefixHash(secret, salt, inputs_root(inputs)).add_tokens(np.fromiter(token_ids, dtype=np.uint32))
 
 
 def content_key(secret: bytes, content: bytes) -> bytes:
-    """Return the key of an input's content: the ``key`` of its ``InputSequence``.
+    """Return the key of an input's content, 32 bytes: the ``key`` of its ``InputSequence``.
 
     Args:
         secret: 32 bytes: the stack's ``[cache] key``.
         content: The content's hash, as the model adapter makes it (``ModelInput.key``).
-
-    Returns:
-        32 bytes: the keyed BLAKE2b of ``content``.
     """
     return blake2b(content, digest_size=KEY_BYTES, key=secret, person=CONTENT).digest()
 

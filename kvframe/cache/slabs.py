@@ -36,10 +36,9 @@ class Slabs:
 
         Args:
             plan: The cut of the pool.
-            reserve: Idle slabs that an allocation leaves alone as long as evicting its own group's cached blocks serves
-                it too.
-            priorities: Returns the eviction priority of blocks; that of an idle slab is the largest of its blocks. None
-                if the priority is the stamp of the last release.
+            reserve: Idle slabs that an allocation leaves alone if evicting its own group's cached blocks serves it too.
+            priorities: Returns the eviction priority of blocks. That of an idle slab is the largest of its blocks, or
+                the stamp of its last release if this is None.
         """
         num_groups, num_slabs = len(plan.groups), plan.num_slabs
         self._priorities, self._reserve = priorities, reserve
