@@ -283,10 +283,10 @@ def test_a_salt_of_which_nothing_is_cached_leaves_nothing_behind(specs: list[KVC
         assert manager.extend("a", 30)
         manager.commit("a", list(range(30)), 30)
         manager.free("a")
-    assert 5 == len(manager._tree._roots)
+    assert 5 == len(manager._cache.tree._roots)
     manager.start("only looked up", list(range(30)), salt="another")
     evict_all(manager)
-    assert 0 == len(manager._tree._roots)
+    assert 0 == len(manager._cache.tree._roots)
 
 
 def test_a_block_that_ends_in_what_only_this_request_has_is_kept_though_it_begins_before() -> None:

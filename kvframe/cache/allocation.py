@@ -116,13 +116,7 @@ class BlockAllocator:
     # --- asking -------------------------------------------------------------------------------------------------------
 
     def could_allocate(self, row: int, num_tokens: int, max_new_tokens: int) -> bool:
-        """Return whether the pool has all pages that a row takes up to ``num_tokens`` tokens.
-
-        Args:
-            row: The row.
-            num_tokens: How many tokens.
-            max_new_tokens: The most tokens that one step computes.
-        """
+        """Return whether the pool has all pages that a row takes up to ``num_tokens``, ``max_new_tokens`` in a step."""
         lacking = [0] * len(self._kinds.groups)
         start = max(self._numbers.computed_of[row], num_tokens - max_new_tokens)
         for group in self._kinds.of_tokens:
@@ -192,8 +186,8 @@ class BlockAllocator:
         """Give each of several rows pages for its tokens up to ``num_tokens`` and for its inputs, or none of them.
 
         Args:
-            rows: Each lacks some block.
-            num_tokens: For each row, how many tokens.
+            rows: Rows that lack some block.
+            num_tokens: How many tokens of each.
             gaps: Of a single row, per group the indices of blocks that it has and that have no page.
 
         Returns:

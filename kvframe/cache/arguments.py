@@ -44,9 +44,7 @@ def check_name(request_id: object) -> None:
 def check_count(what: str, given: Any, least: int = 0) -> int:
     """Return a whole number as an ``int``; refuse anything else, and a smaller one than ``least`` (``bad_count``)."""
     if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < least:
-        raise RequestError(
-            f"{what} must be a whole number of at least {least}, not {safe_repr(given)}", code="bad_count"
-        )
+        raise RequestError(f"{what} must be a whole number of at least {least}, not {safe_repr(given)}", "bad_count")
     return int(given)
 
 
@@ -57,21 +55,19 @@ def check_tokens(token_ids: Any, most: int, least: int = 1) -> None:
         RequestError: It is no sequence (``bad_token``), it is too short (``empty_prompt``) or too long (``too_long``).
     """
     if type(token_ids) not in _SEQUENCES:
-        _check_sequence(token_ids)
+        is_sequence = hasattr(token_ids, "__len__") and hasattr(token_ids, "__getitem__")
+        if not is_sequence or isinstance(token_ids, str | bytes | Mapping):
+            raise RequestError(
+                f"the tokens must be a sequence of whole numbers, not {safe_repr(token_ids)}", code="bad_token"
+            )
     if len(token_ids) < least:
         raise RequestError("there are no tokens; give at least one", code="empty_prompt")
     if len(token_ids) > most:
         raise too_many_tokens(len(token_ids), most)
 
 
-def _check_sequence(token_ids: Any) -> None:
-    is_sequence = hasattr(token_ids, "__len__") and hasattr(token_ids, "__getitem__")
-    if not is_sequence or isinstance(token_ids, str | bytes | Mapping):
-        raise RequestError(f"the tokens must be a sequence of whole numbers, not {safe_repr(token_ids)}", "bad_token")
-
-
 def check_inputs(inputs: Mapping[str, InputSequence], max_input_lens: Mapping[str, int]) -> None:
-    """Refuse what is not a mapping of ``InputSequence`` (``bad_input``), and inputs longer than the plan's."""
+    """Refuse what is no mapping of ``InputSequence`` (``bad_input``), and longer inputs than the plan's."""
     if not isinstance(inputs, Mapping) or not all(
         isinstance(name, str) and isinstance(given, InputSequence) for name, given in inputs.items()
     ):
@@ -115,8 +111,8 @@ def check_rows(rows: Any, counts: Any, is_taken: npt.NDArray[np.int64]) -> None:
     """Refuse rows that are not those of requests, each once, with one count for each (``bad_rows``).
 
     Args:
-        rows: ``[n], int64, host``: rows of the block tables.
-        counts: ``[n], int64, host``: a number of tokens for each.
+        rows: ``[n], int64, host``.
+        counts: ``[n], int64, host``.
         is_taken: ``[max_num_seqs], int64, host``: 1 for a row of a request, 0 for a free one.
     """
     try:

@@ -17,21 +17,20 @@ ROW_BYTES = 200
 """About what is kept of each row beside its blocks, by all who keep something."""
 
 
+@attrs.frozen(eq=False)
 class BlockTable:
     """One group's block ids, a row for each running request, a column for each of its blocks.
 
-    Invariant: a row's column ``i`` is the block id of the request's block ``i``, or 0, the null page, where that
-    block is not resident.
+    Invariant: a row's column ``i`` is the block id of the request's block ``i``, or 0, the null page, if that block is
+    not resident.
 
     Attributes:
         block_size: Tokens per block.
         ids: ``[max_num_seqs, max_blocks], int32, host``.
     """
 
-    def __init__(self, block_size: int, ids: npt.NDArray[np.int32]) -> None:
-        """Take the array that the table lies in, zeroed."""
-        self.block_size = block_size
-        self.ids = ids
+    block_size: int
+    ids: npt.NDArray[np.int32]
 
 
 @attrs.frozen(eq=False)
@@ -45,8 +44,6 @@ class TableStack:
         ids: ``[num_groups, max_num_seqs, max_blocks], int32, host``; each group's ``BlockTable.ids`` is a view of it.
         flat: ``[num_groups * max_num_seqs * max_blocks], int32, host``: the same array.
         index: ``[num_groups], int64, host``: ``groups`` as an array.
-        group_of_each: ``[max_blocks * num_groups], int64, host``: the group of each block of a row, all groups' first
-            blocks first.
     """
 
     block_size: int
@@ -55,13 +52,11 @@ class TableStack:
     ids: npt.NDArray[np.int32]
     flat: npt.NDArray[np.int32] = attrs.field(init=False, repr=False)
     index: npt.NDArray[np.int64] = attrs.field(init=False, repr=False)
-    group_of_each: npt.NDArray[np.int64] = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        """See the array as one row, and keep the groups as arrays too."""
+        """See the array as one row, and keep the groups as an array too."""
         object.__setattr__(self, "flat", self.ids.reshape(-1))
         object.__setattr__(self, "index", np.array(self.groups, dtype=np.int64))
-        object.__setattr__(self, "group_of_each", np.tile(self.index, self.ids.shape[2]))
 
     def at(
         self, places: npt.NDArray[np.int64] | int, rows: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]

@@ -90,13 +90,7 @@ class KVCacheCoordinator:
         self.allocator.note_capacity(np.array([row]))
 
     def fork_row(self, row: int, new_row: int, token_ids: Sequence[int]) -> None:
-        """Begin a request from what another one has computed, and reference its pages.
-
-        Args:
-            row: The other one's row, of which no token is being computed; its inputs are computed.
-            new_row: A free row.
-            token_ids: The tokens of the request that begins.
-        """
+        """Begin a request in a free row from what another row has computed, its inputs too, and reference its pages."""
         assert self._shared is not None
         state, num_computed = self._numbers.states[row], self._numbers.computed_of[row]
         assert not state.missing
@@ -239,9 +233,8 @@ class KVCacheCoordinator:
                 most = max(most, count)
                 ids = stack.ids[:, row, :count]
                 # The last blocks of all groups come first.
-                pages = ids[:, ::-1].T.reshape(-1)
-                groups = stack.groups[0] if len(stack.groups) == 1 else stack.group_of_each[: len(pages)]
-                release_resident(self._pool, groups, pages)
+                groups = stack.groups[0] if len(stack.groups) == 1 else np.tile(stack.index, count)
+                release_resident(self._pool, groups, ids[:, ::-1].T.reshape(-1))
                 ids.fill(0)
                 for group in stack.groups:
                     numbers.blocks_of[group, row] = 0

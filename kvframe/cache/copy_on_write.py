@@ -77,7 +77,7 @@ class SharedBlocks:
 
         Args:
             blocks: What ``blocks_to_copy`` returned.
-            copies: For each, the page that gets the copy, ``[1], int32, host``.
+            copies: For each, the page that gets the copy, ``[1, 1], int32, host``.
             taken: All pages that were allocated, one group after the other.
             counts: How many of these each group got.
         """

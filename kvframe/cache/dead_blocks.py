@@ -66,9 +66,9 @@ class _Deaths:
         """
         counts = (stop - start).reshape(-1)
         which = np.arange(len(counts)).repeat(counts)
-        # In each list, the first death is where the group and row were; the others follow.
-        first = start.reshape(-1) - counts.cumsum() + counts
-        blocks = self._blocks[first[which] + np.arange(len(which))]
+        # Of each group and row, the last deaths before ``stop``, in their order.
+        offset = stop.reshape(-1) - counts.cumsum()
+        blocks = self._blocks[offset[which] + np.arange(len(which))]
         if len(self.places) == 1:
             return int(self.places[0]), which, blocks
         groups, which = np.divmod(which, start.shape[1])

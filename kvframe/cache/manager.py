@@ -45,7 +45,7 @@ from kvframe.planning.plan import KVCachePlan
 
 @attrs.define
 class Entry:
-    """What the manager knows of a request.
+    """A request.
 
     Attributes:
         row: Its row in the block tables; while it is swapped out, the one that it had.
@@ -70,7 +70,8 @@ class KVCacheManager:
     Invariant: requests in the table and pins reference exactly the held pages of the pool, and swapped requests exactly
     the held pages of the host memory. A request is in the table or swapped, never both.
 
-    A verb for a request that is not in the table raises a ``RequestError`` (``unknown_id``) and changes nothing.
+    A verb for a request that is not in the table raises a ``RequestError`` (``unknown_id``). A verb that returns False,
+    returns None because pages are short, or raises an error has changed nothing, unless it says otherwise.
 
     Attributes:
         plan: The plan that it manages.
@@ -95,8 +96,8 @@ class KVCacheManager:
             plan: What was allocated.
             max_num_seqs: The most requests in the table at a time.
             prefix_caching: Whether computed blocks become findable by later requests.
-            host_pages: The host memory that requests are swapped to; None if there is none.
-            copier: Copies pages within the pool, for ``fork``; None if there are no forks.
+            host_pages: The host memory that requests are swapped to; without it none is swapped.
+            copier: Copies pages within the pool; without it none is forked.
             audited: Whether to ``audit`` after every verb, to find the one that breaks the cache.
             eviction: Says which cached pages are evicted first; the least recently used unless given.
 
@@ -122,9 +123,7 @@ class KVCacheManager:
             is_caching=self.prefix_caching,
             eviction=eviction,
         )
-        self._pool, self._tree, self._lookup = self._cache.pool, self._cache.tree, self._cache.lookup
-        self._publisher = self._cache.publisher
-        self._counts_uses = self._pool.eviction is not LRU
+        self._pool, self._publisher = self._cache.pool, self._cache.publisher
         self._pins = Pins(plan, self._pool)
         self._coordinator = KVCacheCoordinator(
             plan,
@@ -136,14 +135,11 @@ class KVCacheManager:
             copier,
         )
         self._input_groups = tuple(group for group in plan.groups if group.is_of_input)
-        self._swapper = Swapper(
-            plan, self.tables, numbers, self._coordinator, self._publisher, self._tree, self._cache.inputs, host_pages
-        )
+        self._swapper = Swapper(plan, self.tables, numbers, self._coordinator, self._cache, host_pages)
         self._entries: dict[str, Entry] = {}
         self._swapped: dict[str, tuple[Entry, StoredRow]] = {}
         self._fresh: dict[int, Entry] = {}
         self._can_fork = copier is not None
-        self._max_num_seqs = max_num_seqs
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._is_taken = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_resets = 0
@@ -185,23 +181,21 @@ class KVCacheManager:
             RequestError: There is a request of that name (``duplicate_id``), no row is free (``no_row``), there are no
                 tokens (``empty_prompt``) or more than the plan is for (``too_long``), an input is too long
                 (``input_too_long``), the salt is not Unicode text (``bad_salt``), or a token that is read is not a
-                token id (``bad_token``); nothing changed.
-            SpecError: A spec answers wrongly at the end of what is cached; nothing changed.
+                token id (``bad_token``).
+            SpecError: A spec answers wrongly at the end of what is cached.
         """
-        check_name(request_id)
-        if request_id in self._entries or request_id in self._swapped or not self._free_rows:
-            raise self._no_place_for(request_id)
+        self._check_new(request_id)
         self._check_prompt(token_ids, salt, inputs)
         namespace = (salt, inputs_root(inputs) if inputs else b"")
         of_inputs = input_blocks(self._input_groups, inputs, salt) if inputs else ()
         hit, num_asked = NO_HIT, 0
         if self.prefix_caching and use_prefix:
             num_asked = len(token_ids)
-            hit = self._lookup.find_prefix(namespace, token_ids, num_asked, of_inputs)
+            hit = self._cache.lookup.find_prefix(namespace, token_ids, num_asked, of_inputs)
         row = self._free_rows[-1]
         self._coordinator.start_row(row, hit, of_inputs)
-        self._take_row()
-        self._entries[request_id] = entry = Entry(row, token_ids, namespace, hit, num_asked, self._num_resets)
+        entry = Entry(row, token_ids, namespace, hit, num_asked, self._num_resets)
+        self._add_entry(request_id, entry)
         if self.prefix_caching:
             self._publisher.follow(row, namespace, token_ids, hit.num_tokens, hit.match)
             self._fresh[row] = entry
@@ -210,9 +204,9 @@ class KVCacheManager:
     def fork(self, request_id: str, new_id: str, token_ids: Sequence[int]) -> None:
         """Take a request into the table that continues from another one, referencing the same pages.
 
-        A shared page that is not full is copied when one of the two requests is extended to write into it. A fork may
-        be made between steps. It may also be made before a step that the first request is extended for: then the new
-        request must be extended before that step is computed. Blocks without a computed token stay the first one's.
+        A shared page that is not full is copied when one of the two requests is extended to write into it. If the first
+        request is already extended for a step, the new one must be extended before that step is computed. Blocks
+        without a computed token stay the first one's.
 
         Args:
             request_id: A request in the table; its inputs are computed.
@@ -221,26 +215,22 @@ class KVCacheManager:
 
         Raises:
             RequestError: The first one cannot be forked (``no_fork``), there is a request of the new name
-                (``duplicate_id``), or no row is free (``no_row``); nothing changed.
+                (``duplicate_id``), or no row is free (``no_row``).
         """
         check_name(request_id)
-        check_name(new_id)
-        if new_id in self._entries or new_id in self._swapped or not self._free_rows:
-            raise self._no_place_for(new_id)
+        self._check_new(new_id)
         check_tokens(token_ids, self.plan.max_model_len)
+        if request_id in self._swapped:
+            raise cannot_fork(request_id, "it is swapped out; swap it in")
         if request_id not in self._entries:
-            where = (
-                "it is swapped out; swap it in" if request_id in self._swapped else "it is not in the table; start it"
-            )
-            raise cannot_fork(request_id, where)
+            raise cannot_fork(request_id, "it is not in the table; start it")
         if not self._can_fork:
             raise cannot_fork(request_id, "its manager has no copier for shared pages; make the manager with one")
         if self.missing_inputs(request_id):
             raise cannot_fork(request_id, "its inputs are not computed; commit its first tokens before")
         entry, row = self._entries[request_id], self._free_rows[-1]
         self._coordinator.fork_row(entry.row, row, token_ids)
-        self._take_row()
-        self._entries[new_id] = Entry(row, token_ids, entry.namespace, NO_HIT, 0, entry.num_resets)
+        self._add_entry(new_id, Entry(row, token_ids, entry.namespace, NO_HIT, 0, entry.num_resets))
 
     def _check_prompt(
         self, token_ids: Sequence[int], salt: str, inputs: Mapping[str, InputSequence], least: int = 1
@@ -250,17 +240,24 @@ class KVCacheManager:
         if inputs is not NO_INPUTS:
             check_inputs(inputs, self.plan.max_input_lens)
 
-    def _take_row(self) -> None:
-        """Let the free row that is given next be a request's."""
-        self._is_taken[self._free_rows.pop()] = 1
+    def _check_new(self, request_id: str) -> None:
+        """Refuse a request that comes into the table if its name is in use, or if no row is free."""
+        check_name(request_id)
+        if request_id in self._entries or request_id in self._swapped:
+            raise name_in_use(request_id, request_id in self._swapped)
+        self._check_free_row()
 
-    def _no_place_for(self, new_id: str) -> RequestError:
-        if new_id in self._entries or new_id in self._swapped:
-            return name_in_use(new_id, new_id in self._swapped)
-        return no_free_row(self._max_num_seqs)
+    def _check_free_row(self) -> None:
+        if not self._free_rows:
+            raise no_free_row(len(self._is_taken))
+
+    def _add_entry(self, request_id: str, entry: Entry) -> None:
+        """Let a request have the free row that is given next."""
+        self._is_taken[self._free_rows.pop()] = 1
+        self._entries[request_id] = entry
 
     def find(self, token_ids: Sequence[int], *, salt: str = "", inputs: Mapping[str, InputSequence] = NO_INPUTS) -> int:
-        """Return how many tokens ``start`` would find cached; nothing changes.
+        """Return how many tokens ``start`` would find cached.
 
         Raises:
             RequestError: As ``start``, of tokens, salt and inputs.
@@ -269,7 +266,7 @@ class KVCacheManager:
         if not self.prefix_caching:
             return 0
         namespace = (salt, inputs_root(inputs) if inputs else b"")
-        return self._lookup.find_prefix(namespace, token_ids, len(token_ids)).num_tokens
+        return self._cache.lookup.find_prefix(namespace, token_ids, len(token_ids)).num_tokens
 
     def missing_inputs(self, request_id: str) -> frozenset[str]:
         """Return the inputs of a request whose state the next step has to compute; none after its first ``commit``."""
@@ -291,12 +288,12 @@ class KVCacheManager:
         """Allocate blocks for a request's tokens ``[0, num_tokens)`` and, the first time, for all of its inputs.
 
         Returns:
-            False, and nothing changed, if the pool has too few pages now.
+            False if the pool has too few pages now.
 
         Raises:
-            RequestError: The plan is for fewer tokens (``too_long``); nothing changed.
-            SpecError: A spec answers wrongly about these tokens; nothing changed.
-            RuntimeError: A page that it shares with a fork could not be copied; nothing changed.
+            RequestError: The plan is for fewer tokens (``too_long``).
+            SpecError: A spec answers wrongly about these tokens.
+            RuntimeError: A page that it shares with a fork could not be copied.
         """
         row = self._entry(request_id).row
         if type(num_tokens) is not int or num_tokens < 0:
@@ -311,12 +308,10 @@ class KVCacheManager:
             num_tokens: ``[n], int64, host``: of each, the number of its first tokens that get blocks.
 
         Returns:
-            False, and nothing changed, if the pool has too few pages now.
+            False if the pool has too few pages now.
 
         Raises:
-            RequestError: As ``extend``, for any of them; or a row is not a request's, or comes twice (``bad_rows``);
-                nothing changed.
-            RuntimeError: Likewise.
+            RequestError: A row is not a request's, or comes twice (``bad_rows``); other errors are those of ``extend``.
         """
         check_rows(rows, num_tokens, self._is_taken)
         return self._coordinator.extend_rows(rows, num_tokens)
@@ -324,7 +319,7 @@ class KVCacheManager:
     def commit(self, request_id: str, token_ids: Sequence[int], num_computed: int) -> None:
         """Record that a request's tokens ``[0, num_computed)``, and its inputs, are computed.
 
-        Full blocks become findable; blocks that no later token needs are released.
+        Full blocks become findable. Blocks that no later token needs are released.
 
         Args:
             request_id: A request in the table.
@@ -332,7 +327,7 @@ class KVCacheManager:
             num_computed: How many are computed; fewer than it was extended for if draft tokens were rejected.
 
         Raises:
-            RequestError: It was not extended for so many (``no_room_made``); nothing changed.
+            RequestError: It was not extended for so many (``no_room_made``).
             RequestError: A token is not a token id, or is missing (``bad_token``). Tokens are read when they are
                 needed, by this verb or before it. All else is done: only blocks from this token on are not findable.
         """
@@ -361,8 +356,7 @@ class KVCacheManager:
             num_computed: ``[n], int64, host``.
 
         Raises:
-            RequestError: As ``commit``, for any of them; or a row is not a request's, or comes twice (``bad_rows``);
-                nothing changed. A wrong token raises once; all else is done.
+            RequestError: As ``commit``, for any of them; or a row is not a request's, or comes twice (``bad_rows``).
         """
         check_rows(rows, num_computed, self._is_taken)
         self._coordinator.check_commit(rows, num_computed)
@@ -383,8 +377,8 @@ class KVCacheManager:
 
     def _first_commit(self, entry: Entry) -> None:
         """Count a request's lookup, and publish its inputs, when its first tokens are computed."""
-        self._lookup.count_hit(entry.uncounted, entry.asked_tokens, self._lookups)
-        if self._counts_uses:
+        self._cache.lookup.count_hit(entry.uncounted, entry.asked_tokens, self._lookups)
+        if self._pool.eviction is not LRU:
             for pages in entry.uncounted.found_pages(self.plan):
                 self._pool.count_uses(pages)
         entry.uncounted, entry.asked_tokens = NO_HIT, 0
@@ -398,10 +392,10 @@ class KVCacheManager:
         Its findable blocks stay cached until they are evicted.
 
         Returns:
-            False, and nothing changed, if the host memory has too few free pages.
+            False if the host memory has too few free pages.
 
         Raises:
-            RuntimeError: A copy failed; nothing changed.
+            RuntimeError: A copy failed.
         """
         entry = self._entry(request_id)
         stored = self._swapper.swap_out_row(entry.row)
@@ -422,26 +416,24 @@ class KVCacheManager:
             use_prefix: Whether to reference its own published blocks, or equal ones, that are still cached.
 
         Returns:
-            False, and nothing changed, if the pool has too few pages now.
+            False if the pool has too few pages now.
 
         Raises:
             RequestError: It is not swapped out (``not_swapped``), no row is free (``no_row``), or the plan is for fewer
-                tokens (``too_long``); nothing changed.
+                tokens (``too_long``).
             RuntimeError: A copy failed; the request is still swapped out, and has no page of the pool.
         """
         check_name(request_id)
         if request_id not in self._swapped:
             raise not_swapped_out(request_id, request_id in self._entries)
         check_count("num_tokens", num_tokens)
-        if not self._free_rows:
-            raise no_free_row(self._max_num_seqs)
+        self._check_free_row()
         row, (entry, stored) = self._free_rows[-1], self._swapped[request_id]
         prefix = (entry.namespace, entry.token_ids) if self.prefix_caching and use_prefix else None
         if not self._swapper.swap_in_row(row, stored, num_tokens, prefix):
             return False
-        self._take_row()
         del self._swapped[request_id]
-        self._entries[request_id] = entry
+        self._add_entry(request_id, entry)
         entry.row = row
         if self.prefix_caching:
             self._fresh[row] = entry
@@ -451,10 +443,7 @@ class KVCacheManager:
         return True
 
     def free(self, request_id: str) -> None:
-        """Take a request out of the table, or release the copy of a swapped one.
-
-        Findable blocks of a request in the table stay cached until they are evicted.
-        """
+        """Take a request out of the table, or release the copy of a swapped one; its findable blocks stay cached."""
         check_name(request_id)
         if request_id in self._swapped:
             _, stored = self._swapped.pop(request_id)
@@ -471,12 +460,11 @@ class KVCacheManager:
         self._is_taken[row] = 0
 
     def _entry(self, request_id: str) -> Entry:
-        entry = self._entries.get(request_id) if type(request_id) is str else None
-        if entry is None:
+        if type(request_id) is not str:
             check_name(request_id)
-            if request_id not in self._entries:
-                raise not_in_table(request_id, request_id in self._swapped)
-            entry = self._entries[request_id]  # of a subclass of str
+        entry = self._entries.get(request_id)
+        if entry is None:
+            raise not_in_table(request_id, request_id in self._swapped)
         return entry
 
     def reset_prefix_cache(self) -> None:
@@ -500,8 +488,8 @@ class KVCacheManager:
             num_slabs: The number of slabs afterwards; running requests have to fit into them.
 
         Returns:
-            False, and nothing changed, if a page of a slab to be removed is held, or a request of the greatest length
-            would not fit beside pinned pages.
+            False if a page of a slab to be removed is held, or a request of the greatest length would not fit beside
+            pinned pages.
         """
         check_count("num_slabs", num_slabs, least=len(self.plan.groups))
         if num_slabs > self.plan.most_slabs:
@@ -538,8 +526,7 @@ class KVCacheManager:
                 that is released before the next ``extend``.
 
         Raises:
-            RequestError: A lone request of the plan's greatest length would not fit beside all pins (``no_room``);
-                nothing changed.
+            RequestError: A lone request of the plan's greatest length would not fit beside all pins (``no_room``).
         """
         # An input can be pinned without a token.
         self._check_prompt(token_ids, salt, inputs, least=0)
@@ -568,16 +555,15 @@ class KVCacheManager:
             inputs: As for ``start``.
 
         Returns:
-            None, and nothing changed, if the pool has too few pages now.
+            None if the pool has too few pages now.
 
         Raises:
             RequestError: No row is free (``no_row``), or the plan is for fewer tokens (``too_long``) or shorter inputs
                 (``input_too_long``), a token is not a token id (``bad_token``), or the copies are not those that
-                ``pin`` would hold (``bad_copies``); nothing changed.
-            Exception: What ``fetch`` raises; nothing changed.
+                ``pin`` would hold (``bad_copies``).
+            Exception: What ``fetch`` raises.
         """
-        if not self._free_rows:
-            raise no_free_row(self._max_num_seqs)
+        self._check_free_row()
         self._check_prompt(token_ids, salt, inputs, least=0)
         row = self._free_rows[-1]
         if not self._swapper.restore_prefix(row, token_ids, copies, fetch, salt=salt, inputs=inputs):
@@ -585,23 +571,22 @@ class KVCacheManager:
         return self._pins.pin_prefix(self._cache.find_whole_prefix(token_ids, salt, inputs), checks_capacity=False)
 
     def unpin(self, pin: Pin) -> None:
-        """Release a pin; its pages stay cached until they are evicted. A pin that is not held stays as it is."""
+        """Release a pin, if it is held; its pages stay cached until they are evicted."""
         self._pins.unpin_prefix(pin)
 
     # --- events -------------------------------------------------------------------------------------------------------
 
     def record_events(self, secret: bytes) -> EventLog:
-        """Begin to record which blocks become findable and which are removed; those findable now come first.
+        """Return a log of the blocks that become findable and those that are removed; those findable now come first.
+
+        An earlier log gets no more events.
 
         Args:
             secret: 32 bytes, for the keys of blocks (``kvframe.cache.keys``).
-
-        Returns:
-            The log, from which the caller takes events. An earlier log gets no more events.
         """
         if not isinstance(secret, bytes) or len(secret) != KEY_BYTES:
             raise RequestError(f"the secret must be {KEY_BYTES} bytes, not {safe_repr(secret)}", code="bad_secret")
-        self._events = EventLog(self.plan.groups, self._tree, secret)
+        self._events = EventLog(self.plan.groups, self._cache.tree, secret)
         self._cache.log_events_to(self._events)
         return self._events
 

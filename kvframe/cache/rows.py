@@ -29,8 +29,8 @@ class GroupKinds:
         groups: All groups.
         of_tokens: Those that keep state of requests' own tokens; the others keep state of inputs.
         stacks: The block tables of ``of_tokens``.
-        dense: The groups of tokens that store every block that a step computes.
-        sparse: The other groups of tokens: their types say at each step which blocks they store.
+        sparse: The groups of tokens that store few blocks: their types say at each step which ones. The others are
+            dense: they store every block that a step computes.
         live: For each group of tokens, by its index, when its blocks die.
         asked: The answers of the types whose live ranges no mask says: they are checked as far as requests get.
         is_plain: Whether every group is dense.
@@ -39,7 +39,6 @@ class GroupKinds:
     groups: tuple[PlannedGroup, ...]
     of_tokens: tuple[PlannedGroup, ...]
     stacks: tuple[TableStack, ...]
-    dense: tuple[PlannedGroup, ...]
     sparse: tuple[PlannedGroup, ...]
     live: Mapping[int, LiveRange]
     asked: tuple[Answers, ...]
@@ -57,7 +56,6 @@ class GroupKinds:
             groups=plan.groups,
             of_tokens=of_tokens,
             stacks=tuple(stack for stack in tables.stacks if not plan.groups[stack.groups[0]].is_of_input),
-            dense=tuple(group for group in of_tokens if group not in sparse),
             sparse=sparse,
             live={group.index: live[group.spec.group_key] for group in of_tokens},
             asked=tuple(answers for key, answers in of_type.items() if not live[key].is_by_mask),

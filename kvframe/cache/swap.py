@@ -18,9 +18,9 @@ from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.block_table import BlockTables
 from kvframe.cache.coordinator import KVCacheCoordinator
 from kvframe.cache.free_list import BlockIds
-from kvframe.cache.input_index import InputBlocks, InputIndex, InputSequence, input_blocks, inputs_root
-from kvframe.cache.publisher import Publisher
-from kvframe.cache.radix_tree import NO_MATCH, Namespace, RadixTree, as_bytes
+from kvframe.cache.input_index import InputBlocks, InputSequence, input_blocks, inputs_root
+from kvframe.cache.prefix_cache import PrefixCache
+from kvframe.cache.radix_tree import NO_MATCH, Namespace, as_bytes
 from kvframe.cache.rows import RowNumbers, RowState
 from kvframe.planning.plan import KVCachePlan
 
@@ -71,21 +71,13 @@ class Swapper:
         tables: BlockTables,
         numbers: RowNumbers,
         coordinator: KVCacheCoordinator,
-        publisher: Publisher,
-        tree: RadixTree,
-        inputs: InputIndex,
+        cache: PrefixCache,
         host_pages: HostPages | None,
     ) -> None:
         """Start with empty host memory."""
-        self._plan = plan
+        self._plan, self._tables, self._numbers = plan, tables, numbers
+        self._coordinator, self._cache, self._host_pages = coordinator, cache, host_pages
         self._input_groups = tuple(group for group in plan.groups if group.is_of_input)
-        self._tables = tables
-        self._numbers = numbers
-        self._coordinator = coordinator
-        self._publisher = publisher
-        self._tree = tree
-        self._inputs = inputs
-        self._host_pages = host_pages
         self.host_pool: BlockPool | None = None
         if host_pages is not None:
             self.host_pool = BlockPool(attrs.evolve(plan, num_slabs=host_pages.num_slabs, num_rest_pages=0))
@@ -126,17 +118,13 @@ class Swapper:
     ) -> bool:
         """Fill a free row from host memory, allocate blocks for its tokens ``[0, num_tokens)``, and release the copies.
 
-        Args:
-            row: A free row.
-            stored: What ``swap_out_row`` returned.
-            num_tokens: How many tokens.
-            prefix: The request's namespace and tokens, to share cached pages; None to copy every page.
+        If ``prefix``, the request's namespace and tokens, is given, cached pages are shared and not copied.
 
         Returns:
             False if the pool has too few pages.
 
         Raises:
-            RequestError: These are more tokens than the plan is for.
+            RequestError: The plan is for fewer tokens.
             RuntimeError: A copy failed.
         """
         assert self._host_pages is not None
@@ -176,23 +164,9 @@ class Swapper:
         salt: str,
         inputs: Mapping[str, InputSequence],
     ) -> bool:
-        """Publish a prefix whose pages are outside of the pool; the row is free afterwards.
+        """Publish a prefix whose pages are outside of the pool, as ``KVCacheManager.restore`` says.
 
-        Args:
-            row: A free row, used while the prefix is filled and published.
-            token_ids: The prefix's tokens, whole blocks in every group.
-            copies: Per group, by block, the places of its pages, as in ``StoredRow``.
-            fetch: Copies the pages that are not cached.
-            salt: The salt of the requests that may find the prefix.
-            inputs: The inputs that requests must bring to find it.
-
-        Returns:
-            False if the pool has too few pages.
-
-        Raises:
-            RequestError: A token is not a token id, there are more tokens than the plan is for, or a block that a
-                request needs has no copy.
-            Exception: What ``fetch`` raises.
+        The row is free before and after. False is returned if the pool has too few pages.
         """
         as_bytes(token_ids)
         namespace = (salt, inputs_root(inputs))
@@ -202,9 +176,9 @@ class Swapper:
         if not self._fill_row(row, stored, len(token_ids), (namespace, token_ids), fetch):
             return False
         try:
-            self._publisher.follow(row, namespace, token_ids, 0, NO_MATCH)
+            self._cache.publisher.follow(row, namespace, token_ids, 0, NO_MATCH)
             for each in state.inputs:
-                self._inputs.publish_input(each, self._tables[each.group].ids[row, : each.num_blocks])
+                self._cache.inputs.publish_input(each, self._tables[each.group].ids[row, : each.num_blocks])
             self._coordinator.commit_row(row, len(token_ids))
         finally:
             self._coordinator.free_row(row)
@@ -244,12 +218,11 @@ class Swapper:
             # These pages are held first, so that the allocation evicts none of them.
             for group, pages in enumerate(cached):
                 self._coordinator.reference_blocks(row, group, pages)
-            given = self._coordinator.allocator.allocate_for_rows(
-                np.array([row]), np.array([num_tokens]), [blocks.tolist() for blocks in to_fetch]
-            )
+            gaps = [blocks.tolist() for blocks in to_fetch]
+            given = self._coordinator.allocator.allocate_for_rows(np.array([row]), np.array([num_tokens]), gaps)
             if given is not None:
                 for group, (blocks, pages) in enumerate(zip(to_fetch, given, strict=True)):
-                    fetch(group, stored.copies[group][blocks].tolist(), pages[: len(blocks)].tolist())
+                    fetch(group, stored.copies[group][blocks].tolist(), pages.tolist())
                 return True
         except BaseException:
             self._coordinator.release_row(row)
@@ -262,13 +235,14 @@ class Swapper:
         found = [np.zeros(len(copies), dtype=np.int32) for copies in stored.copies]
         if prefix is None:
             return found
-        match = self._tree.match_prefix(*prefix, stored.num_computed)
-        of_stacks = self._tree.pages_of(match, match.length)
-        for group, (s, g) in self._tree.place.items():
+        tree = self._cache.tree
+        match = tree.match_prefix(*prefix, stored.num_computed)
+        of_stacks = tree.pages_of(match, match.length)
+        for group, (s, g) in tree.place.items():
             pages = of_stacks[s][g][: len(found[group])]
             found[group][: len(pages)] = pages
         for each in stored.state.inputs:
-            known = self._inputs.known_input_pages(each)
+            known = self._cache.inputs.known_input_pages(each)
             if known is not None and each.sequence not in stored.state.missing:
                 pages = known[: len(found[each.group])]
                 found[each.group][: len(pages)] = pages
