@@ -108,59 +108,74 @@ class EngineCore(ABC, Generic[RequestT]):
         assembly = assemble(model, layers, stack, registry)
         self.grouping: Grouping = assembly.grouping
         self._check_model()
+        if self.grouping.note is not None:
+            _log.info("%s: %s", model.description.name, self.grouping.note)
         self.plan: KVCachePlan = assembly.plan
         self.choices: tuple[Choice, ...] = assembly.choices
         self._storage = assembly.storage
         self._max_model_len = assembly.max_model_len
-        max_num_seqs, max_num_tokens = stack.engine.max_num_seqs, stack.engine.max_num_batched_tokens
-        whole_prompts = self.grouping.whole_prompts
-        if self.grouping.note is not None:
-            _log.info("%s: %s", model.description.name, self.grouping.note)
-        self._admission = Admission(
-            model,
-            self.plan,
-            self._max_model_len,
-            self._secret,
-            stack.engine,
-            max_prompt_len=max_num_tokens if whole_prompts else None,
-        )
-        self._manager = KVCacheManager(
-            self.plan,
-            max_num_seqs=max_num_seqs,
-            prefix_caching=stack.cache.prefix_caching and not whole_prompts,
-            host_pages=assembly.host,
-            copier=self._storage.copy_pages,
-            audited=stack.cache.audit,
-            eviction=make_policy(stack, registry),
-        )
+        self._admission = self._make_admission()
+        self._manager = self._make_manager(assembly, registry)
         self._cache_events = CacheEventDelivery(self._manager, self._secret, self._turns.let_through)
         if poison_freed:
-            self._storage.poison()
-            assembly.layers.local.is_poisoned = True
-            self._manager.on_pages_freed = lambda group, block_ids: self._storage.fill(group, block_ids, math.nan)
-        self._scheduler: Scheduler[RequestT] = Scheduler(
-            self._manager,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_tokens,
-            shared_block_size=self.plan.alignment if self._manager.prefix_caching else 0,
-            whole_prompts=whole_prompts,
-            reserve_prompts=stack.engine.reserve_prompts,
-        )
+            self._poison_freed(assembly)
+        self._scheduler = self._make_scheduler()
         self._runner = self._make_runner(assembly, skip_policy)
         self._requests: RequestTable[RequestT] = RequestTable()
-        checked = assemble_plain(assembly, layers, registry) if stack.engine.self_check else assembly
-        model.attach(checked.layers)
+        self._attach_model(assembly, layers, registry)
+
+    def _make_admission(self) -> Admission:
+        options = self.stack.engine
+        max_prompt_len = options.max_num_batched_tokens if self.grouping.whole_prompts else None
+        return Admission(
+            self.model, self.plan, self._max_model_len, self._secret, options, max_prompt_len=max_prompt_len
+        )
+
+    def _make_manager(self, assembly: Assembly, registry: Registry) -> KVCacheManager:
+        cache = self.stack.cache
+        return KVCacheManager(
+            self.plan,
+            max_num_seqs=self.stack.engine.max_num_seqs,
+            prefix_caching=cache.prefix_caching and not self.grouping.whole_prompts,
+            host_pages=assembly.host,
+            copier=self._storage.copy_pages,
+            audited=cache.audit,
+            eviction=make_policy(self.stack, registry),
+        )
+
+    def _poison_freed(self, assembly: Assembly) -> None:
+        """Fill all pages with NaN, now and when their content ends."""
+        self._storage.poison()
+        assembly.layers.local.is_poisoned = True
+        self._manager.on_pages_freed = lambda group, block_ids: self._storage.fill(group, block_ids, math.nan)
+
+    def _make_scheduler(self) -> Scheduler[RequestT]:
+        options = self.stack.engine
+        return Scheduler(
+            self._manager,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            shared_block_size=self.plan.alignment if self._manager.prefix_caching else 0,
+            whole_prompts=self.grouping.whole_prompts,
+            reserve_prompts=options.reserve_prompts,
+        )
+
+    def _attach_model(self, assembly: Assembly, layers: Sequence[LayerSpec], registry: Registry) -> None:
+        """Attach the model, compile it, compare it with its own forward, and warm up, as the stack asks."""
+        options = self.stack.engine
+        checked = assemble_plain(assembly, layers, registry) if options.self_check else assembly
+        self.model.attach(checked.layers)
         try:
-            if stack.engine.compile:
-                model.compile()
-            if stack.engine.self_check:
+            if options.compile:
+                self.model.compile()
+            if options.self_check:
                 check_model(checked, layers, registry)
             if checked is not assembly:
-                model.detach()
-                model.attach(assembly.layers)
+                self.model.detach()
+                self.model.attach(assembly.layers)
             self._runner.warm_up()
         except BaseException:
-            model.detach()
+            self.model.detach()
             raise
 
     def _check_model(self) -> None:

@@ -27,7 +27,7 @@ _VERSION = re.compile(r"v(\d{1,9})_(\d{1,9})", re.ASCII)
 
 
 @attrs.frozen(eq=False)
-class Candidate:
+class FoundPlugin:
     """A plugin that was found and not yet imported.
 
     Attributes:
@@ -67,30 +67,30 @@ def is_called(candidate_id: str, asked: str) -> bool:
     return name == asked_name and (not separator or canonical(owner) == canonical(asked_owner))
 
 
-def find_candidates(passed: Sequence[Any] = ()) -> list[Candidate]:
+def find_plugins(passed: Sequence[Any] = ()) -> list[FoundPlugin]:
     """Return the built-in plugin, then every installed one, sorted, then those passed as modules.
 
     Args:
         passed: Modules given by the caller. One that is installed too is taken once, as the installed plugin.
     """
-    installed = [_builtin(), *sorted(_installed(), key=lambda candidate: candidate.id)]
-    modules = {candidate.module for candidate in installed}
-    given = [_as_candidate(plugin) for plugin in {id(plugin): plugin for plugin in passed}.values()]
-    return [*installed, *(candidate for candidate in given if candidate.module not in modules)]
+    installed = [_builtin(), *sorted(_installed(), key=lambda found_plugin: found_plugin.id)]
+    modules = {found_plugin.module for found_plugin in installed}
+    given = [_as_found_plugin(plugin) for plugin in {id(plugin): plugin for plugin in passed}.values()]
+    return [*installed, *(found_plugin for found_plugin in given if found_plugin.module not in modules)]
 
 
-def _builtin() -> Candidate:
+def _builtin() -> FoundPlugin:
     try:
         core = version("kvframe")
     except PackageNotFoundError:
         core = ""
     entry_point = EntryPoint("builtin", "kvframe.builtin.plugin", GROUP)
-    return Candidate(
+    return FoundPlugin(
         "builtin", BUILTIN_OWNER, core or "", hookspecs.API_VERSION, entry_point, module=entry_point.module
     )
 
 
-def _as_candidate(plugin: Any) -> Candidate:
+def _as_found_plugin(plugin: Any) -> FoundPlugin:
     if not issubclass(type(plugin), ModuleType):
         raise PluginError(f"plugins=[...] takes modules with kvframe hooks, not {safe_repr(plugin)}")
     name = call("the __name__ of a module in plugins=[...]", getattr, plugin, "__name__")
@@ -98,10 +98,10 @@ def _as_candidate(plugin: Any) -> Candidate:
     if type(name) is not str:
         raise PluginError(f"the __name__ of a module in plugins=[...] must be a text, not {safe_repr(name)}")
     version = in_one_line(stated) if isinstance(stated, str) else safe_repr(stated)
-    return Candidate(name, name, version, hookspecs.API_VERSION, plugin, module=name)
+    return FoundPlugin(name, name, version, hookspecs.API_VERSION, plugin, module=name)
 
 
-def _installed() -> Iterable[Candidate]:
+def _installed() -> Iterable[FoundPlugin]:
     names: dict[str, Distribution] = {}
     unreadable: list[str] = []
     for dist in _distributions(unreadable):
@@ -114,12 +114,12 @@ def _installed() -> Iterable[Candidate]:
         try:
             # Asked again by name: of two copies on the path only the first is the installed one.
             dist = call(f"finding the distribution {name!r}", distribution, name)
-            candidates = call("reading entry_points.txt", _candidates_of, dist, name)
+            found_plugins = call("reading entry_points.txt", _plugins_of, dist, name)
         except PluginError as error:
-            candidates = [Candidate(name, name, _version_of(found), broken=f"it cannot be read: {error}")]
-        yield from candidates
+            found_plugins = [FoundPlugin(name, name, _version_of(found), broken=f"it cannot be read: {error}")]
+        yield from found_plugins
     for reason in unreadable:
-        yield Candidate("unknown", "unknown", broken=reason)
+        yield FoundPlugin("unknown", "unknown", broken=reason)
 
 
 def _distributions(unreadable: list[str]) -> Iterator[Distribution]:
@@ -158,7 +158,7 @@ def _place_of(dist: Distribution) -> str:
         return f"an unknown place ({error})"
 
 
-def _candidates_of(dist: Distribution, name: str) -> list[Candidate]:
+def _plugins_of(dist: Distribution, name: str) -> list[FoundPlugin]:
     entry_points = [each for each in dist.entry_points if each.group.startswith("kvframe.v")]
     stated = {each.name: each.value for each in entry_points if each.group == f"{GROUP}.api"}
     current = [each for each in entry_points if each.group == GROUP]
@@ -168,7 +168,9 @@ def _candidates_of(dist: Distribution, name: str) -> list[Candidate]:
         twice = sum(other.name == each.name for other in current) > 1
         broken = f"{name} lists {safe_repr(each.name)} twice in its entry points" if twice else _why_malformed(each)
         module = "" if broken else each.module
-        found.append(Candidate(in_one_line(each.name)[:100], name, version, api_version, each, refusal, broken, module))
+        found.append(
+            FoundPlugin(in_one_line(each.name)[:100], name, version, api_version, each, refusal, broken, module)
+        )
     for each in entry_points:
         generation = _GENERATION.fullmatch(each.group)
         if generation and each.group != GROUP and each.name not in {entry.name for entry in current}:
@@ -179,7 +181,7 @@ def _candidates_of(dist: Distribution, name: str) -> list[Candidate]:
                 f"{name} offers it in {each.group}, generation {major} of the contract, "
                 f"and this kvframe reads {GROUP}; {cure} {name}"
             )
-            found.append(Candidate(in_one_line(each.name)[:100], name, version, major, incompatible=reason))
+            found.append(FoundPlugin(in_one_line(each.name)[:100], name, version, major, incompatible=reason))
     return list({(each.name, each.api_version): each for each in found}.values())
 
 

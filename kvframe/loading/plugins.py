@@ -21,7 +21,7 @@ from kvframe.contract.foreign import call, in_one_line, safe_repr
 from kvframe.contract.hookspecs import HookSpecs
 from kvframe.loading.checks import OWNERS, TABLES, TEXTS
 from kvframe.loading.claims import Entry
-from kvframe.loading.discovery import Candidate, find_candidates, is_called
+from kvframe.loading.discovery import FoundPlugin, find_plugins, is_called
 from kvframe.loading.packages import provider_of
 from kvframe.loading.registry import Registry
 
@@ -128,54 +128,52 @@ def load_plugins(policy: PluginPolicy = PluginPolicy(), plugins: Sequence[Module
         StackError: The policy names a plugin that is not there, or has settings for one that takes none.
         PluginError: A plugin that the stack requires, or that was passed, cannot be used.
     """
-    candidates = find_candidates(plugins)
-    _check_policy(policy, candidates)
+    found_plugins = find_plugins(plugins)
+    _check_policy(policy, found_plugins)
     registry = Registry(policy.owners)
-    clashes = _find_clashes(policy, candidates)
-    outcomes = [(candidate, _outcome(candidate, clashes, policy, registry)) for candidate in candidates]
+    clashes = _find_clashes(policy, found_plugins)
+    outcomes = [(found, _outcome(found, clashes, policy, registry)) for found in found_plugins]
     _check_needed(policy, outcomes, plugins)
     return PluginHost(tuple(record for _, record in outcomes), registry)
 
 
-def _outcome(
-    candidate: Candidate, clashes: Mapping[str, str], policy: PluginPolicy, registry: Registry
-) -> PluginRecord:
+def _outcome(found: FoundPlugin, clashes: Mapping[str, str], policy: PluginPolicy, registry: Registry) -> PluginRecord:
     try:
-        if candidate.id in clashes:
-            raise _SetAside("conflict", clashes[candidate.id])
-        _load(candidate, policy, registry)
+        if found.id in clashes:
+            raise _SetAside("conflict", clashes[found.id])
+        _load(found, policy, registry)
         outcome = _SetAside("loaded", "")
     except _SetAside as set_aside:
         outcome = set_aside
-        registry.note_set_aside(f"{candidate.id} ({outcome.status}: {outcome.reason})")
+        registry.note_set_aside(f"{found.id} ({outcome.status}: {outcome.reason})")
     return PluginRecord(
-        name=candidate.name,
-        distribution=candidate.distribution,
-        version=candidate.version,
-        api_version=candidate.api_version,
+        name=found.name,
+        distribution=found.distribution,
+        version=found.version,
+        api_version=found.api_version,
         status=outcome.status,
         reason=outcome.reason,
         cause=outcome.cause,
     )
 
 
-def _check_policy(policy: PluginPolicy, candidates: Sequence[Candidate]) -> None:
+def _check_policy(policy: PluginPolicy, found_plugins: Sequence[FoundPlugin]) -> None:
     """Refuse a policy that names plugins which are not there: a misspelt ``disabled`` must not pass unseen."""
     problems = []
-    known = {candidate.name for candidate in candidates}
+    known = {found.name for found in found_plugins}
     places = [("plugins.disabled", name) for name in policy.disabled]
     places += [(f"plugin.{name}", name) for name in policy.settings]
     for place, name in places:
-        if not any(is_called(candidate.id, name) for candidate in candidates):
+        if not any(is_called(found.id, name) for found in found_plugins):
             problems.append(f"{place}: {UnknownNameError('installed plugin', name, known)}")
-        elif place == "plugins.disabled" and is_called(candidates[0].id, name):
+        elif place == "plugins.disabled" and is_called(found_plugins[0].id, name):
             problems.append(f"{place}: {name!r} is built in and cannot be disabled")
     if problems:
         raise StackError(f"{policy.source}: {'; '.join(problems)}")
 
 
 def _check_needed(
-    policy: PluginPolicy, outcomes: Sequence[tuple[Candidate, PluginRecord]], passed: Sequence[ModuleType]
+    policy: PluginPolicy, outcomes: Sequence[tuple[FoundPlugin, PluginRecord]], passed: Sequence[ModuleType]
 ) -> None:
     """Raise if a plugin that somebody named, or the built-in one, cannot be used."""
     given = {module.__name__ for module in passed}
@@ -188,12 +186,12 @@ def _check_needed(
             hint = "" if provider is None else f"`pip install {provider}` provides it"
             wrong = UnknownNameError("installed plugin", name, known, hint)
             problems.append(f"{policy.source}: plugins.required: {wrong}")
-    for candidate, record in outcomes:
+    for found, record in outcomes:
         if any(is_called(record.id, name) for name in policy.required):
             why = f"{policy.source} requires it"
-        elif candidate.module in given and record.status != "disabled":
+        elif found.module in given and record.status != "disabled":
             why = "it was passed as a module"
-        elif candidate is outcomes[0][0]:
+        elif found is outcomes[0][0]:
             why = "kvframe needs it"
         else:
             continue
@@ -204,22 +202,22 @@ def _check_needed(
         raise PluginError("; ".join(problems)) from cause
 
 
-def _is_disabled(policy: PluginPolicy, candidate: Candidate) -> bool:
-    return any(is_called(candidate.id, name) for name in policy.disabled)
+def _is_disabled(policy: PluginPolicy, found: FoundPlugin) -> bool:
+    return any(is_called(found.id, name) for name in policy.disabled)
 
 
-def _find_clashes(policy: PluginPolicy, candidates: Sequence[Candidate]) -> Mapping[str, str]:
-    """Return why each candidate that shares its name with another cannot be used, by id.
+def _find_clashes(policy: PluginPolicy, found_plugins: Sequence[FoundPlugin]) -> Mapping[str, str]:
+    """Return why each found plugin that shares its name with another cannot be used, by id.
 
     One that is disabled or incompatible is out of the running and clashes with none.
     """
-    running: dict[str, list[Candidate]] = {}
-    for candidate in candidates:
-        if not (candidate.incompatible or candidate.broken or _is_disabled(policy, candidate)):
-            running.setdefault(candidate.name, []).append(candidate)
+    running: dict[str, list[FoundPlugin]] = {}
+    for found in found_plugins:
+        if not (found.incompatible or found.broken or _is_disabled(policy, found)):
+            running.setdefault(found.name, []).append(found)
     clashes: dict[str, str] = {}
     for name, rivals in running.items():
-        if rivals[0] is candidates[0]:
+        if rivals[0] is found_plugins[0]:
             reason = f"{name!r} is the built-in plugin's name; rename the entry point"
             clashes |= {rival.id: reason for rival in rivals[1:]}
         elif len(rivals) > 1:
@@ -233,15 +231,15 @@ def _find_clashes(policy: PluginPolicy, candidates: Sequence[Candidate]) -> Mapp
     return clashes
 
 
-def _load(candidate: Candidate, policy: PluginPolicy, registry: Registry) -> None:
+def _load(found: FoundPlugin, policy: PluginPolicy, registry: Registry) -> None:
     """Take one plugin through its life-cycle; raises ``_SetAside`` where it ends early."""
-    if _is_disabled(policy, candidate):
+    if _is_disabled(policy, found):
         raise _SetAside("disabled", f"{policy.source} disables it")
-    if candidate.broken:
-        raise _SetAside("broken", candidate.broken)
-    if candidate.incompatible:
-        raise _SetAside("incompatible", candidate.incompatible)
-    manager = _attach(candidate, _contain(f"importing {candidate.module}", candidate.load))
+    if found.broken:
+        raise _SetAside("broken", found.broken)
+    if found.incompatible:
+        raise _SetAside("incompatible", found.incompatible)
+    manager = _attach(found, _contain(f"importing {found.module}", found.load))
     reason = _call(manager, "kvframe_unusable_reason")
     if reason is not None:
         if not issubclass(type(reason), str) or not in_one_line(reason):
@@ -249,10 +247,10 @@ def _load(candidate: Candidate, policy: PluginPolicy, registry: Registry) -> Non
                 "broken", f"kvframe_unusable_reason must return a sentence or None, not {safe_repr(reason)}"
             )
         raise _SetAside("unusable", in_one_line(reason))
-    _configure(manager, candidate, policy)
+    _configure(manager, found, policy)
     entries: list[Entry] = []
     for hook, kind in _REGISTERING.items():
-        register = _Registering(hook, kind, candidate, entries)
+        register = _Registering(hook, kind, found, entries)
         answer = _call(manager, hook, register=register)
         register.is_over = True
         if answer is not None:
@@ -265,12 +263,12 @@ def _load(candidate: Candidate, policy: PluginPolicy, registry: Registry) -> Non
         raise _SetAside("broken", str(error), error) from error
 
 
-def _attach(candidate: Candidate, manifest: Any) -> pluggy.PluginManager:
+def _attach(found: FoundPlugin, manifest: Any) -> pluggy.PluginManager:
     """Return a hook manager that holds this plugin alone; raises ``_SetAside`` if its hooks are not as specified."""
     manager = pluggy.PluginManager("kvframe")
     manager.add_hookspecs(HookSpecs)
-    _contain(f"reading the hooks of {candidate.module}", manager.register, manifest, name=candidate.id)
-    callers, unmarked = _contain(f"reading the hooks of {candidate.module}", _read_hooks, manager, manifest)
+    _contain(f"reading the hooks of {found.module}", manager.register, manifest, name=found.id)
+    callers, unmarked = _contain(f"reading the hooks of {found.module}", _read_hooks, manager, manifest)
     marked = {caller.name for caller in callers if not all(hook.optionalhook for hook in caller.get_hookimpls())}
     unknown = sorted((marked | unmarked) - set(_HOOKS))
     if unknown:
@@ -278,7 +276,7 @@ def _attach(candidate: Candidate, manifest: Any) -> pluggy.PluginManager:
     if unmarked:
         raise _SetAside("broken", f"{', '.join(sorted(unmarked))} lacks @hookimpl and would never be called")
     if not callers:
-        raise _SetAside("broken", f"{candidate.module} implements no hook; hooks: {', '.join(_HOOKS)}")
+        raise _SetAside("broken", f"{found.module} implements no hook; hooks: {', '.join(_HOOKS)}")
     return manager
 
 
@@ -317,10 +315,10 @@ def _contain(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any)
         raise _SetAside("broken", str(error), error.__cause__) from error
 
 
-def _configure(manager: pluggy.PluginManager, candidate: Candidate, policy: PluginPolicy) -> None:
-    tables = [table for name, table in policy.settings.items() if is_called(candidate.id, name)]
+def _configure(manager: pluggy.PluginManager, found: FoundPlugin, policy: PluginPolicy) -> None:
+    tables = [table for name, table in policy.settings.items() if is_called(found.id, name)]
     if tables and not manager.hook.kvframe_configure.get_hookimpls():
-        raise StackError(f"{policy.source}: plugin.{candidate.name}: plugin {candidate.id} takes no settings")
+        raise StackError(f"{policy.source}: plugin.{found.name}: plugin {found.id} takes no settings")
     settings = {key: value for table in tables for key, value in table.items()}
     _call(manager, "kvframe_configure", settings=MappingProxyType(settings))
 
@@ -332,14 +330,14 @@ class _Registering:
     Attributes:
         hook: The hook that is given it.
         kind: The kind of the names.
-        candidate: The plugin.
+        found: The plugin.
         entries: Where the claims go.
         is_over: Whether the hook has returned.
     """
 
     hook: str
     kind: str
-    candidate: Candidate
+    found: FoundPlugin
     entries: list[Entry]
     is_over: bool = False
 
@@ -353,10 +351,10 @@ class _Registering:
         needs_versions: str | Sequence[str] | None = None,
     ) -> None:
         """Record a claim; see ``kvframe.contract.hookspecs.Register``."""
-        owner = self.candidate.distribution, self.candidate.id
+        owner = self.found.distribution, self.found.id
         if self.is_over:
             raise PluginError(
-                f"plugin {self.candidate.id} called register({safe_repr(name)}, ...) after its {self.hook} had "
+                f"plugin {self.found.id} called register({safe_repr(name)}, ...) after its {self.hook} had "
                 "returned; nothing was registered"
             )
         self.entries.append(Entry(self.kind, name, target, *owner, needs, install, needs_versions))
