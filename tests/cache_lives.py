@@ -309,9 +309,9 @@ class Lives:
         """Give up a cached page, or all: whichever, as if the room were needed."""
         pages = [page for page in self.manager.published() if self.manager._pool.is_cached(np.array(page[1:]))[0]]
         if pages:
-            for group, page in self.draw.sample(pages, self.draw.choice([1, 1, len(pages)])):
+            for _, page in self.draw.sample(pages, self.draw.choice([1, 1, len(pages)])):
                 if self.manager._pool.is_cached(np.array([page]))[0]:
-                    evict(self.manager, group, page)
+                    evict(self.manager, page)
                     self.did("evict")
 
     def pin(self) -> None:

@@ -132,7 +132,7 @@ def make_plan(
     return attrs.evolve(plan, rest_group=group.index, num_rest_pages=int(rest * group.pages_per_slab))
 
 
-def evict(manager: KVCacheManager, group: int, page: int) -> None:
+def evict(manager: KVCacheManager, page: int) -> None:
     """Give up a cached page."""
     manager._pool.evict_blocks(np.array([page], dtype=np.int32))
 

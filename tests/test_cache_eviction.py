@@ -65,7 +65,7 @@ def test_what_comes_after_a_lost_block_is_found_again_when_the_block_is_computed
     page = manager.block_ids("a")[0][2]
     manager.free("a")
     before = manager._pool.count_cached()
-    evict(manager, 0, page)
+    evict(manager, page)
     assert [before[0] - 1, before[1]] == manager._pool.count_cached()
     assert [8, 8, 8] == [manager.find(tokens) for tokens in prompts]
     assert 8 == serve(manager, shared)
@@ -84,7 +84,7 @@ def test_what_a_running_request_holds_is_found_again_when_the_lost_block_is_comp
         manager.commit(name, tokens if name == "second" else shared, end)
     page = manager.block_ids("first")[0][1]
     manager.free("first")
-    evict(manager, 0, page)
+    evict(manager, page)
     assert 4 == manager.find([*tokens, 1])
     assert 4 == run(manager, "third", [*shared, 1])
     assert 24 == manager.find([*tokens, 1])
@@ -97,7 +97,7 @@ def test_a_window_that_lost_a_block_costs_the_tokens_that_need_it() -> None:
     manager.start("a", [*tokens, 2])
     lost = manager.block_ids("a")[1][-1]
     manager.free("a")
-    evict(manager, 1, lost)
+    evict(manager, lost)
     # The window's earlier blocks were let go of as it moved, and are still there.
     assert 60 == manager.find([*tokens, 2])
     manager.audit()
@@ -167,7 +167,7 @@ def test_a_lost_block_costs_the_continuations_that_need_it() -> None:
     manager.start("a", [*shared, 1])
     lost = manager.block_ids("a")[1][-1]
     manager.free("a")
-    evict(manager, 1, lost)
+    evict(manager, lost)
     assert [36, 60] == [manager.find([*shared, *range(100, 105)]), manager.find([*shared, *range(200, 221)])]
     manager.audit()
 
@@ -188,7 +188,7 @@ def test_an_input_of_which_a_part_is_lost_is_evicted_in_all_groups() -> None:
     page = manager.block_ids("a")[2][3]
     manager.free("a")
     assert [0, 3, 5] == manager._pool.count_cached()
-    evict(manager, 2, page)
+    evict(manager, page)
     assert [0, 0, 0] == manager._pool.count_cached()
     manager.audit()
 

@@ -117,7 +117,7 @@ def test_an_input_that_lost_a_block_in_one_group_is_computed_again() -> None:
     run(manager, "a", inputs=input_of())
     lost = manager.block_ids("a")[2][1]
     manager.free("a")
-    evict(manager, 2, lost)
+    evict(manager, lost)
     assert 8 == manager.start("b", PROMPT, inputs=input_of())
     assert {ENCODER} == manager.missing_inputs("b")
     assert [[], []] == manager.block_ids("b")[1:]

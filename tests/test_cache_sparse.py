@@ -159,7 +159,7 @@ def test_several_groups_can_limit_a_hit_and_none_limits_what_nobody_has() -> Non
     assert [0, 0] == [each.times_limiting for each in manager.stats.lookups]
     page = manager.block_ids("nothing there")[0][7]
     manager.free("nothing there")
-    evict(manager, 0, page)
+    evict(manager, page)
     # The states lie at 8, 16, 24, 32, 36 and 40, and full attention's block from 28 to 32 is lost.
     assert 24 == run(manager, "b", tokens)
     assert [(28, 24, 1), (36, 24, 1)] == [
@@ -196,7 +196,7 @@ def test_inputs_are_counted_in_their_groups() -> None:
     page = manager.block_ids("a")[1][0]
     manager.free("a")
     manager.free("b")
-    evict(manager, 1, page)
+    evict(manager, page)
     manager.start("c", [1, 2], inputs=inputs)
     assert manager.extend("c", 2)
     manager.commit("c", [1, 2], 2)
