@@ -23,6 +23,7 @@ from kvframe.contract.errors import RequestError
 from kvframe.contract.eviction import EvictionPolicy
 from kvframe.contract.specs import ENCODER, KVCacheSpec
 from kvframe.planning.plan import KVCachePlan
+from kvframe.planning.rollback import RollbackSpec
 from tests.cache_mirror import SECRET, Mirror, key_of_input, key_of_tokens
 from tests.cache_model import CacheModel, HostCopies, Life, Page, is_sparse, live_blocks
 from tests.plans import StateSpec, encoder, evict, full, make_plan, masked, ranged, state
@@ -41,6 +42,7 @@ KINDS: tuple[tuple[Callable[..., KVCacheSpec], dict[str, tuple[int, ...]]], ...]
     *((make, options) for make in (ranged, masked) for options in (_WINDOW, _SINKS, _CHUNK)),
     (state, {"block_size": (2, 3, 4), "every": (0, 1, 2, 3), "num_drafts": (0, 1, 2, 3, 4)}),
     (state, {"block_size": _EITHER, "every": (0, 1, 2), "num_drafts": (4,)}),
+    (state, {"block_size": (1, 2, 3, 4), "every": (0, 1, 2), "num_rollback": (1, 2, 3, 4)}),
     (encoder, {"block_size": _EITHER, "num_kv_heads": (1, 2)}),
 )
 """The types that are mixed: how each is made, and what its options may be."""
@@ -117,7 +119,10 @@ class Lives:
         self.manager.on_pages_freed = self.model.pages_freed
         assert self.manager._swapper.host_pool is not None
         self.manager._swapper.host_pool.on_pages_freed = self.host.pages_freed
-        self.most_refused = min((spec.num_drafts for spec in specs if isinstance(spec, StateSpec)), default=4)
+        self.most_refused = min((spec.most_refused for spec in specs if isinstance(spec, StateSpec)), default=4)
+        # Of a longer step, rollback states are not kept.
+        specs = [group.spec for group in self.plan.groups]
+        self.most_with_drafts = min((1 + s.num_states for s in specs if isinstance(s, RollbackSpec)), default=CHUNK)
         self.running: dict[str, Life] = {}
         self.swapped: dict[str, tuple[Life, list[list[bool]]]] = {}
         self.pins: list[Pin] = []
@@ -216,7 +221,8 @@ class Lives:
                 return False
             life.tokens.append(self.draw.randint(0, 1))
         target = min(life.computed + num_tokens, len(life.tokens))
-        end = target + min(num_drafts, self.most_refused, MAX_LEN - target, CHUNK - (target - life.computed))
+        most_drafts = max(0, self.most_with_drafts - (target - life.computed))
+        end = target + min(num_drafts, self.most_refused, MAX_LEN - target, most_drafts)
         before, verb = self.manager.block_ids(name), "lookahead" if end > target else "extend"
         has_room = self.make_room(lambda: self.manager.extend(name, end))
         self.did(verb, not has_room)

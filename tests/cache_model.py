@@ -13,6 +13,7 @@ import attrs
 
 from kvframe.contract.specs import ENCODER, TOKENS
 from kvframe.planning.plan import KVCachePlan, PlannedGroup
+from kvframe.planning.rollback import RollbackSpec
 from tests.plans import StateSpec
 
 Page = tuple[int, int]
@@ -55,7 +56,7 @@ class Life:
 
 def is_sparse(group: PlannedGroup) -> bool:
     """Return whether the group keeps a state that is overwritten from token to token."""
-    return isinstance(group.spec, StateSpec)
+    return isinstance(group.spec, StateSpec | RollbackSpec)
 
 
 def needs_last_token(group: PlannedGroup, max_tokens: int) -> bool:
@@ -66,7 +67,10 @@ def needs_last_token(group: PlannedGroup, max_tokens: int) -> bool:
 
 def num_slots(group: PlannedGroup) -> int:
     """Return how many states a page of the group has room for: of every token, or of the last ones."""
-    return 1 + group.spec.num_drafts if isinstance(group.spec, StateSpec) else group.block_size
+    # States and their rollback states take turns in two pages; here, each has both.
+    if isinstance(group.spec, RollbackSpec):
+        return 1 + group.spec.num_states
+    return 1 + group.spec.most_refused if isinstance(group.spec, StateSpec) else group.block_size
 
 
 class CacheModel:

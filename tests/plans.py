@@ -21,6 +21,7 @@ from kvframe.contract.specs import (
 )
 from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import KVCachePlan, plan_cache
+from kvframe.planning.rollback import RollbackSpec
 
 
 @attrs.frozen(kw_only=True)
@@ -60,16 +61,26 @@ class StateSpec(KVCacheSpec):
 
     every: int = 0
     num_drafts: int = 0
+    num_rollback: int = 0
 
     def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
         return ((n - 1, n),) if n else ()
+
+    @property
+    def num_rollback_states(self) -> int:
+        return self.num_rollback
+
+    @property
+    def most_refused(self) -> int:
+        """The most tokens of a step that may be refused."""
+        return max(self.num_drafts, self.num_rollback)
 
     def state_tensors(self) -> Mapping[str, StateTensor]:
         return {"state": StateTensor((1 + self.num_drafts, 6), "float32")}
 
     def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> tuple[tuple[int, int], ...]:
         first, end, size = n // self.block_size, n + num_new_tokens, self.block_size
-        kept = {token // size for token in range(max(n, end - 1 - self.num_drafts), end)}
+        kept = {token // size for token in range(max(n, end - 1 - self.most_refused), end)}
         kept |= {index for index in range(first, end // size) if self.every and (index + 1) % self.every == 0}
         if n < branch <= end:
             kept.add(branch // size - 1)
@@ -105,6 +116,10 @@ def state(block_size: int = 4, **options: int) -> StateSpec:
 
 def encoder(block_size: int = 4, num_kv_heads: int = 1) -> EncoderSpec:
     return EncoderSpec(block_size=block_size, num_kv_heads=num_kv_heads, head_size=4)
+
+
+def rollback(block_size: int = 4, num_states: int = 1) -> RollbackSpec:
+    return RollbackSpec(block_size=block_size, num_states=num_states)
 
 
 def make_plan(

@@ -199,6 +199,25 @@ def test_states_are_planned_by_request_and_keys_by_token(tmp_path: Path) -> None
     assert "  one more token  1.00 KiB while every group keeps it\n" in shown
 
 
+def test_rollback_states_are_a_group_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "states.json"
+    state = {"name": "s.{}", "count": 3, "kind": "mamba", "recurrent_shapes": [[32, 16]]}
+    path.write_text(json.dumps({**LAYERS, "layers": [state, {"name": "l", **FULL}]}))
+    stack = tmp_path / "stack.toml"
+    stack.write_text('[[rules]]\nkind = "mamba"\nspec = { num_draft_tokens = 3 }\n')
+    plan = run_json("plan", path, "--memory", "8MiB", "--stack", stack)
+    states, rollback, _ = plan["groups"]
+    assert (3 * 2048, 9 * 2048) == (states["page_bytes"], rollback["page_bytes"])
+    assert {"kind": "rollback", "block_size": 16, "num_states": 3} == rollback["spec"]
+    assert states["layers"] == rollback["layers"]
+    assert (4 * 3 + 2 * 9) * 2048 == plan["bytes_per_request"]
+    shown = run("plan", path, "--memory", "8MiB", "--stack", stack).stdout
+    assert re.search(r"1  rollback .* the state after the last token, until its block ends  float32 ", shown)
+    explained = run_json("explain", path, "--stack", stack)["layers"]
+    assert [(0, 1)] * 3 + [(2, None)] == [(each["group"], each["rollback_group"]) for each in explained]
+    assert re.search(r"3: s.* mamba +0 and 1 ", run("explain", path, "--stack", stack).stdout)
+
+
 def test_inputs_are_planned_by_their_own_tokens(tmp_path: Path) -> None:
     path = tmp_path / "encoder.json"
     cross = {"name": "c.{}", "count": 2, "kind": "cross_attention", "num_kv_heads": 2, "head_size": 64}

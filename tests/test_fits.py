@@ -18,7 +18,7 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.errors import RequestError
 from kvframe.contract.specs import ENCODER, KVCacheSpec
 from kvframe.planning.plan import KVCachePlan
-from tests.plans import encoder, full, make_plan, masked, ranged, state
+from tests.plans import encoder, full, make_plan, masked, ranged, rollback, state
 
 MAX_LEN = 40
 
@@ -38,6 +38,7 @@ specs = st.one_of(
     st.builds(state, sizes),
     st.builds(state, sizes, every=st.integers(1, 3)),
     st.builds(state, sizes, num_drafts=st.integers(1, 3)),
+    st.builds(rollback, sizes, num_states=st.integers(1, 3)),
 )
 
 

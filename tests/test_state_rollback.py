@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,3 +73,127 @@ def test_refused_drafts_leave_no_trace(models: Any, family: str, checkpoints: st
         for name in truth:
             engine._manager.free(name)
     assert num_refused > 10
+
+
+Plain = tuple[list[torch.Tensor], float]
+"""The logits of token lists by the plain model, and how far rounding may take others from them."""
+
+
+def plain_logits(model: Any, truth: list[list[int]]) -> Plain:
+    with torch.inference_mode():
+        logits = [model.loaded.model(torch.tensor([tokens])).logits[0] for tokens in truth]
+    return logits, rounding_of(model.loaded.model, truth)
+
+
+class Drafting:
+    """Requests that compute tokens with drafts, some of them wrong; every logit is compared with the plain model's."""
+
+    def __init__(self, engine: Engine, truth: dict[str, list[int]], plain: Plain, seed: int) -> None:
+        self.engine, self.manager, self.choose = engine, engine._manager, random.Random(seed)
+        self.truth, (self.logits, self.rounding) = dict(truth), plain
+        self.plain = dict(zip(truth, self.logits, strict=True))
+        self.done: dict[str, int] = {}
+        self.num_refused = self.num_hit = 0
+
+    def start(self, name: str) -> None:
+        self.done[name] = self.manager.start(name, self.truth[name])
+        self.num_hit += self.done[name]
+
+    def fork(self, name: str, new_name: str) -> None:
+        """Let another request go on with the same tokens and other drafts."""
+        self.manager.fork(name, new_name, self.truth[name])
+        for each in (self.truth, self.done, self.plain):
+            each[new_name] = each[name]  # type: ignore[assignment]
+
+    def swap(self, name: str) -> None:
+        assert self.manager.swap_out(name)
+        assert self.manager.swap_in(name, self.done[name])
+
+    def begin_again(self, name: str) -> None:
+        """Preempt a request by recomputation; what is cached of it is found."""
+        self.manager.free(name)
+        self.start(name)
+
+    def step(self) -> None:
+        fed, accepted = {}, {}
+        for name, start in self.done.items():
+            tokens = self.truth[name]
+            if start == len(tokens):
+                continue
+            if self.choose.random() < 0.2 or not start:
+                accepted[name] = min(len(tokens) - start, self.choose.randint(5, 11))
+                fed[name] = (start, tokens[start : start + accepted[name]])
+                continue
+            num_drafts = min(self.choose.randint(0, NUM_DRAFTS), len(tokens) - start - 1)
+            num_right = self.choose.randint(0, num_drafts)
+            wrong = [(token + 1) % 128 for token in tokens[start + 1 + num_right : start + 1 + num_drafts]]
+            fed[name] = (start, [*tokens[start : start + 1 + num_right], *wrong])
+            accepted[name] = 1 + num_right
+            self.num_refused += len(wrong)
+        logits = compute(self.engine, fed) if fed else {}
+        for name, num_accepted in accepted.items():
+            start = self.done[name]
+            expected = self.plain[name][start : start + num_accepted]
+            torch.testing.assert_close(logits[name][:num_accepted], expected, rtol=0, atol=self.rounding)
+            self.done[name] = start + num_accepted
+            self.manager.commit(name, self.truth[name], self.done[name])
+
+    def end(self) -> None:
+        for name in self.done:
+            self.manager.free(name)
+        assert 0 == self.manager.num_held_pages
+
+
+@pytest.mark.parametrize(("checkpoints", "block_size"), [("aligned", 4), ("all", 4), ("all", 7), ("none", 4)])
+@pytest.mark.parametrize("family", ["falcon_h1", "mamba2", "qwen3_next"])
+def test_requests_with_drafts_are_swapped_forked_preempted_and_found_again(
+    models: Any, family: str, checkpoints: str, block_size: int
+) -> None:
+    states = {"checkpoints": checkpoints, "num_draft_tokens": NUM_DRAFTS}
+    options = {"preemption": "swap", "swap_memory": "4MiB", "audit": True, "max_num_seqs": 8}
+    truth = {f"r{index}": [*ids(3, 23), *ids(index, 37)] for index in range(3)}
+    plain = plain_logits(models(family), [*truth.values()])
+    with models(family).engine(states=states, block_size=block_size, **options) as engine:
+        drafting = Drafting(engine, truth, plain, block_size)
+        for name in truth:
+            drafting.start(name)
+            drafting.step()
+        for index in count():
+            drafting.step()
+            names = sorted(name for name, done in drafting.done.items() if 0 < done < len(drafting.truth[name]))
+            if not names:
+                break
+            if index >= 24:
+                continue
+            name = drafting.choose.choice(names)
+            if index % 4 == 0:
+                drafting.swap(name)
+            elif index % 4 == 1 and len(drafting.truth) < 8:
+                drafting.fork(name, f"f{index}")
+            elif index % 4 == 2:
+                drafting.begin_again(name)
+        assert all(done == len(drafting.truth[name]) for name, done in drafting.done.items())
+        assert drafting.num_refused > 10
+        assert (drafting.num_hit > 0) == (checkpoints != "none")
+        drafting.end()
+
+
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_next"])
+def test_prefixes_that_requests_with_drafts_computed_are_saved_and_loaded(
+    models: Any, family: str, tmp_path: Path
+) -> None:
+    states = {"checkpoints": "all", "num_draft_tokens": NUM_DRAFTS}
+    tokens, path = ids(3, 60), tmp_path / "prefixes"
+    plain = plain_logits(models(family), [tokens])
+    for is_first in (True, False):
+        with models(family).engine(states=states, block_size=4) as engine:
+            if not is_first:
+                engine.load_prefixes(path)
+            drafting = Drafting(engine, {"r": tokens}, plain, 1)
+            drafting.start("r")
+            assert (0 if is_first else 40) == drafting.num_hit
+            while drafting.done["r"] < 60:
+                drafting.step()
+            drafting.end()
+            if is_first:
+                engine.save_prefixes(path, [tokens[:40]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import attrs
@@ -14,7 +15,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvframe.attention.state import StateRun, StateStep
+from kvframe.attention.state import RollbackTable, StateRun, StateStep
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.cli import main
 from kvframe.config.stack import Stack
@@ -22,6 +23,7 @@ from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import BackendError
 from kvframe.contract.specs import KVCacheSpec, LayerSpec, StateTensor, TokenRange
 from kvframe.loading.plugins import load_plugins
+from kvframe.planning.rollback import RollbackSpec
 from kvframe.selection.select import select_backends
 from kvframe.selection.skipping import find_skippable_layers
 from tests.attending import CPU, Bench, full, layer
@@ -35,6 +37,7 @@ class SumSpec(KVCacheSpec):
 
     num_states: int = 1
     every: int = 1
+    num_rollback: int = 0
 
     def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
         return ((n - 1, n),) if n else ()
@@ -42,6 +45,10 @@ class SumSpec(KVCacheSpec):
     @property
     def states_per_block(self) -> int:
         return self.num_states
+
+    @property
+    def num_rollback_states(self) -> int:
+        return self.num_rollback
 
     def state_tensors(self) -> Mapping[str, StateTensor]:
         return {"sum": StateTensor((self.num_states, 2), "float64")}
@@ -53,12 +60,21 @@ class SumSpec(KVCacheSpec):
 
 
 def step_of(
-    requests: Sequence[tuple[int, int]], table: Sequence[Sequence[int]], num_states: int = 1, block_size: int = 4
+    requests: Sequence[tuple[int, int]],
+    table: Sequence[Sequence[int]],
+    num_states: int = 1,
+    block_size: int = 4,
+    rollback: RollbackTable | None = None,
 ) -> StateStep:
     """Return the step of requests (tokens computed before, tokens to compute), one in each row of the table."""
     computed, new = np.array(requests).T
     spec = SumSpec(block_size=block_size, num_states=num_states)
-    return StateStep.of(np.arange(len(requests)), computed, new, np.array(table, dtype=np.int32), spec, CPU)
+    return StateStep.of(np.arange(len(requests)), computed, new, np.array(table, dtype=np.int32), spec, CPU, rollback)
+
+
+def two_more(*rows: Sequence[int]) -> RollbackTable:
+    """Return a table of pages of two rollback states, ten block ids apart."""
+    return RollbackTable(np.array(rows, dtype=np.int32), num_states=2, ids_per_state=10)
 
 
 def rounds_of(step: StateStep) -> list[list[tuple[int, ...]]]:
@@ -132,6 +148,40 @@ def test_few_tokens_across_a_block_without_a_page_are_a_run() -> None:
     assert (StateRun(0, 1, (5, 2), (5, 3)), StateRun(1, 6, (5, 3), (6, 2))) == step.runs
 
 
+def test_states_take_turns_in_both_pages_and_a_blocks_last_one_is_in_its_own() -> None:
+    rollback = two_more([100, 200, 300])
+    # The places of tokens 4 to 7 of block 1, and of token 8 of block 2.
+    places = [(6, 0), (210, 0), (200, 0), (6, 0), (7, 0)]
+    for n, (source, target) in enumerate(pairwise(places), 5):
+        assert [[(0, *source, *target)]] == rounds_of(step_of([(n, 1)], [[5, 6, 7]], rollback=rollback))
+
+
+def test_a_token_and_its_drafts_are_rounds_across_a_blocks_end() -> None:
+    rollback = two_more([0, 50, 60], [0, 0, 70], [80, 0, 0])
+    step = step_of([(6, 3), (9, 1), (0, 3)], [[0, 5, 6], [0, 0, 7], [8, 0, 0]], rollback=rollback)
+    assert [
+        [(0, 60, 0, 50, 0), (3, 7, 0, 80, 0)],
+        [(1, 50, 0, 5, 0)],
+        [(2, 5, 0, 6, 0)],
+    ] == rounds_of(step)
+    assert (StateRun(4, 7, None, (80, 0)),) == step.runs
+
+
+def test_more_tokens_than_there_are_states_are_a_run_to_the_blocks_end_and_one_to_the_steps() -> None:
+    step = step_of([(5, 4), (5, 5)], [[0, 5, 6], [0, 7, 8]], rollback=two_more([0, 50, 60], [0, 70, 80]))
+    assert () == step.rounds
+    assert [
+        StateRun(0, 3, (5, 0), (5, 0)),
+        StateRun(3, 4, (5, 0), (6, 0)),
+        StateRun(4, 7, (7, 0), (7, 0)),
+        StateRun(7, 9, (7, 0), (90, 0)),
+    ] == list(step.runs)
+
+
+def test_without_a_page_of_rollback_states_drafts_are_a_run() -> None:
+    assert () == step_of([(5, 2)], [[0, 5]], rollback=two_more([0, 0])).rounds
+
+
 def run(step: StateStep, pages: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> None:
     """Let each state be half of the one before, plus the token."""
     for each in step.rounds:
@@ -149,6 +199,7 @@ def run(step: StateStep, pages: Mapping[str, torch.Tensor], tokens: torch.Tensor
 @given(
     st.integers(1, 5),
     st.integers(1, 4),
+    st.integers(0, 4),
     st.integers(1, 3),
     st.lists(
         st.lists(st.tuples(st.integers(0, 2), st.integers(1, 12), st.integers(0, 3)), max_size=3),
@@ -157,11 +208,15 @@ def run(step: StateStep, pages: Mapping[str, torch.Tensor], tokens: torch.Tensor
     ),
 )
 def test_any_steps_leave_in_every_page_what_one_token_after_the_other_gives(
-    block_size: int, num_states: int, every: int, steps: list[list[tuple[int, int, int]]]
+    block_size: int, num_states: int, num_rollback: int, every: int, steps: list[list[tuple[int, int, int]]]
 ) -> None:
-    spec = SumSpec(block_size=block_size, num_states=num_states, every=every)
-    pages = {"sum": torch.full((300, num_states, 2), torch.nan, dtype=torch.float64)}
+    num_states = 1 if num_rollback else num_states
+    most_in_rounds = num_states + num_rollback
+    spec = SumSpec(block_size=block_size, num_states=num_states, every=every, num_rollback=num_rollback)
+    pages = {"sum": torch.full((700, num_states, 2), torch.nan, dtype=torch.float64)}
     table = np.zeros((3, 120), dtype=np.int32)
+    rollback = RollbackTable(np.zeros_like(table), num_rollback, ids_per_state=1) if num_rollback else None
+    more = RollbackSpec(block_size=block_size, num_states=num_rollback) if num_rollback else None
     computed, next_page = [0, 0, 0], 1
     values = torch.arange(1, 1201, dtype=torch.float64).reshape(3, 400)
     after = torch.zeros(3, 401, dtype=torch.float64)
@@ -185,7 +240,11 @@ def test_any_steps_leave_in_every_page_what_one_token_after_the_other_gives(
                 for block in range(first, stop):
                     if not table[row, block]:
                         table[row, block], next_page = next_page, next_page + 1
-        step = StateStep.of(rows, starts, new, table, spec, CPU)
+            for first, stop in () if more is None else more.stored_blocks(start, count):
+                for block in range(first, stop):
+                    if rollback is not None and not rollback.ids[row, block]:
+                        rollback.ids[row, block], next_page = next_page, next_page + num_rollback
+        step = StateStep.of(rows, starts, new, table, spec, CPU, rollback)
         packed = [values[row, start : start + count] for row, start, count in zip(rows, starts, new, strict=True)]
         run(step, pages, torch.cat(packed))
         covered = [row for each in step.rounds for row in each.rows.tolist()]
@@ -194,15 +253,19 @@ def test_any_steps_leave_in_every_page_what_one_token_after_the_other_gives(
         for page, before in full_pages.items():
             assert torch.equal(before.nan_to_num(), pages["sum"][page].nan_to_num())
         for row, start, (count, rejected) in zip(rows, starts, requests.values(), strict=True):
-            in_rounds = (
-                0 < start and count <= num_states and table[row, np.arange(start, start + count) // block_size].all()
-            )
+            has_pages = table[row, np.arange(start, start + count) // block_size].all()
+            in_rounds = 0 < start and count <= most_in_rounds and has_pages
             taken_back = min(rejected, count - 1) if in_rounds else 0
             computed[row] = int(start) + count - taken_back
             for block in range(start // block_size, -(-computed[row] // block_size)):
                 last = min((block + 1) * block_size, computed[row])
-                if table[row, block]:
-                    assert after[row, last] == pages["sum"][table[row, block], (last - 1) % num_states, 0]
+                page, place = table[row, block], (last - 1) % num_states
+                turn = ((block + 1) * block_size - last) % (1 + num_rollback)
+                if page and turn and rollback is not None:
+                    assert rollback.ids[row, block]
+                    page, place = rollback.ids[row, block] + turn - 1, 0
+                if page:
+                    assert after[row, last] == pages["sum"][page, place, 0]
 
 
 # --- beside layers that attend ----------------------------------------------------------------------------------------
@@ -241,6 +304,29 @@ def test_every_sub_batch_has_its_own_part_of_the_step() -> None:
     (piece,) = bench.attention.states["s"].step.runs
     page = bench.manager.block_ids("2")[1][0]
     assert StateRun(0, 3, None, (page, 0)) == piece
+
+
+def test_rollback_states_are_parts_of_pages_of_the_group_after_that_of_the_layers() -> None:
+    spec = SumSpec(block_size=4, num_rollback=3)
+    bench = Bench([layer("a", full()), LayerSpec(name="s", spec=spec), LayerSpec(name="t", spec=spec)])
+    manager, attention = bench.manager, bench.attention
+    manager.start("one", [0] * 64)
+    assert manager.extend("one", 6)
+    manager.commit("one", [0] * 64, 6)
+    assert manager.extend("one", 9)
+    batch = StepBatch(
+        rows=np.array([manager.row("one")]),
+        num_computed=np.array([6]),
+        query_lens=np.array([3]),
+        generating_indices=np.arange(3),
+    )
+    metadata = build_metadata(batch, manager.tables, CPU)
+    attention.begin_step(metadata, batch=batch, tables=manager.tables)
+    step, (_, own, others) = attention.states["t"].step, manager.block_ids("one")
+    ids_per_state = manager.plan.groups[1].page_bytes // manager.plan.block_id_bytes
+    # After token 5 of block 1 comes the state two before the last one of that block, after 6 the one before it.
+    places = [(others[1] + ids_per_state, 0), (others[1], 0), (own[1], 0), (others[2] + 2 * ids_per_state, 0)]
+    assert [[(row, *places[row], *places[row + 1])] for row in range(3)] == rounds_of(step)
 
 
 def test_a_model_of_states_alone_has_no_attention_groups() -> None:

@@ -2,7 +2,8 @@
 
 A state layer keeps no keys and values but what a model made of all tokens so far. The model computes it; the cache says
 where states lie. After a step, the page of every block that the step's tokens lie in holds the state after its last
-computed token, so a block's page is final once the block is full.
+computed token, so a block's page is final once the block is full. If a layer has rollback states, a block that is not
+full has a second page, and its states take turns in both (``kvframe.planning.rollback``).
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class StateRound:
 
     Attributes:
         rows: ``[num_rows], int64, device``: the packed tokens, each of another request.
-        source_pages: ``[num_rows], int64, device``: the page with the state before the token; there is one.
+        source_pages: ``[num_rows], int64, device``: the page with the state before the token; there is one. It is the
+            block id at which the layers find the state: of a rollback page, that of one of its parts.
         source_places: ``[num_rows], int64, device``: which of the page's states that is.
         target_pages: ``[num_rows], int64, device``: the page that gets the state after the token; no two are one.
         target_places: ``[num_rows], int64, device``: which of its states.
@@ -97,6 +99,21 @@ class StateRun:
 
 
 @attrs.frozen(eq=False)
+class RollbackTable:
+    """The pages of a group of rollback states.
+
+    Attributes:
+        ids: ``[max_num_seqs, max_blocks], int32, host``: the group's block table.
+        num_states: States of a page.
+        ids_per_state: Block ids from one state of a page to the next.
+    """
+
+    ids: npt.NDArray[np.int32]
+    num_states: int
+    ids_per_state: int
+
+
+@attrs.frozen(eq=False)
 class StateStep:
     """What one step computes, as the state layers of a cache group see it.
 
@@ -120,6 +137,7 @@ class StateStep:
         table: npt.NDArray[np.int32],
         spec: KVCacheSpec,
         device: torch.device,
+        rollback: RollbackTable | None = None,
     ) -> StateStep:
         """Return the step of a packed batch.
 
@@ -130,8 +148,9 @@ class StateStep:
             table: ``[max_num_seqs, max_blocks], int32, host``: the group's block table.
             spec: What the group stores.
             device: Where the model runs.
+            rollback: Where its rollback states lie; None if it has none.
         """
-        places = _Places(rows, num_computed, query_lens, table, spec)
+        places = _Places(rows, num_computed, query_lens, table, spec, rollback)
         in_rounds = places.in_rounds()
         rounds = [_round(places, index, in_rounds, device) for index in range(places.num_rounds(in_rounds))]
         return cls(tuple(rounds), tuple(_runs(places, np.flatnonzero(~in_rounds))))
@@ -146,6 +165,7 @@ class _Places:
     query_lens: IntArray
     table: npt.NDArray[np.int32]
     spec: KVCacheSpec
+    rollback: RollbackTable | None
 
     @cached_property
     def starts(self) -> IntArray:
@@ -155,12 +175,24 @@ class _Places:
 
     def after(self, requests: IntArray, positions: IntArray) -> tuple[IntArray, IntArray]:
         """Return the page with the state after each token, 0 where there is none, and which of its states it is."""
-        pages = self.table[self.rows[requests], positions // self.spec.block_size].astype(np.int64)
-        return pages, positions % self.spec.states_per_block
+        rows, blocks = self.rows[requests], positions // self.spec.block_size
+        pages = self.table[rows, blocks].astype(np.int64)
+        if self.rollback is None:
+            return pages, positions % self.spec.states_per_block
+        # Counted back from the block's last token, whose state has to be in the block's own page.
+        turns = (-1 - positions) % self.spec.block_size % (1 + self.rollback.num_states)
+        others = self.rollback.ids[rows, blocks].astype(np.int64)
+        others = np.where(others > 0, others + (turns - 1) * self.rollback.ids_per_state, 0)
+        return np.where(turns > 0, others, pages), np.zeros_like(positions)
+
+    @property
+    def num_states(self) -> int:
+        """How many tokens that follow each other can have a place for the state after each of them."""
+        return self.spec.states_per_block if self.rollback is None else 1 + self.rollback.num_states
 
     def in_rounds(self) -> npt.NDArray[np.bool_]:
         """Return for each request whether it has a past, and pages a place for the state after each of its tokens."""
-        fits = (self.query_lens <= self.spec.states_per_block) & (self.num_computed > 0)
+        fits = (self.query_lens <= self.num_states) & (self.num_computed > 0)
         for index in range(1, self.num_rounds(fits)):
             # Without a page for it, the state before a later token would be lost.
             requests = np.flatnonzero(fits & (self.query_lens > index))
@@ -255,9 +287,15 @@ class StateLayers(Mapping[str, StateLayer]):
         self._layers = {layer.name: StateLayer(layer, views[layer.name]) for layer in layers}
         # The states of a cache group lie alike for all its layers with as many of them to a page.
         alike: dict[tuple[int, int], list[StateLayer]] = {}
+        self._rollback: dict[int, tuple[int, int, int]] = {}
         for layer in self._layers.values():
-            group = grouping.group_of(layer.spec.name).index
-            alike.setdefault((group, layer.stored.states_per_block), []).append(layer)
+            group, *others = grouping.groups_of(layer.spec.name)
+            alike.setdefault((group.index, layer.stored.states_per_block), []).append(layer)
+            for other in others:
+                # The first dimension of every view is that of block ids.
+                pages = next(iter(layer.pages.values()))
+                ids_per_state = group.page_bytes // (pages.stride(0) * pages.element_size())
+                self._rollback[group.index] = (other.index, other.num_parts, ids_per_state)
         self._alike = [(group, tuple(members)) for (group, _), members in alike.items()]
 
     def steps(self, batch: StepBatch | None, tables: BlockTables | None, requests: slice) -> list[StateStep]:
@@ -273,7 +311,11 @@ class StateLayers(Mapping[str, StateLayer]):
             assert batch is not None
             assert tables is not None
             rows, computed, lens = (each[requests] for each in (batch.rows, batch.num_computed, batch.query_lens))
-            steps.append(StateStep.of(rows, computed, lens, tables[group].ids, first.stored, HOST))
+            rollback = None
+            if group in self._rollback:
+                other, num_states, ids_per_state = self._rollback[group]
+                rollback = RollbackTable(tables[other].ids, num_states, ids_per_state)
+            steps.append(StateStep.of(rows, computed, lens, tables[group].ids, first.stored, HOST, rollback))
         return steps
 
     def select(self, steps: Sequence[StateStep]) -> None:

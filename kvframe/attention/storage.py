@@ -19,8 +19,8 @@ class KVCacheStorage:
     Attributes:
         pool: ``[total_bytes], uint8, device``.
         views: Per layer, its state tensors by name, each ``[num_block_ids, *StateTensor.shape], device``, with the
-            stride of one block id: views of neighbouring ids overlap, and only ids in a block table are pages. A
-            layer that shares another's cache has that layer's views.
+            stride of one block id: views of neighbouring ids overlap, and only ids in a block table are pages, or
+            the first part of a page that has several. A layer that shares another's cache has that layer's views.
     """
 
     def __init__(self, plan: KVCachePlan, grouping: Grouping, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class KVCacheStorage:
                 tensors = {}
                 for name, tensor in spec.state_tensors().items():
                     dtype = getattr(torch, tensor.dtype)
-                    tensors[name] = self._view(tensor.shape, dtype, offset, planned.page_bytes)
+                    tensors[name] = self._view(tensor.shape, dtype, offset, planned.part_bytes)
                     offset += align_up(tensor.num_bytes, STATE_ALIGNMENT_BYTES)
                 self.views[layer] = tensors
         for layer, target in grouping.follows.items():
@@ -53,9 +53,9 @@ class KVCacheStorage:
         with allocating(plan.total_bytes, "to give the cache", "less memory", str(device)):
             return torch.zeros(plan.total_bytes, dtype=torch.uint8, device=device)
 
-    def _view(self, shape: Sequence[int], dtype: torch.dtype, offset: int, page_bytes: int) -> torch.Tensor:
+    def _view(self, shape: Sequence[int], dtype: torch.dtype, offset: int, part_bytes: int) -> torch.Tensor:
         item = dtype.itemsize
-        num_ids = (self.pool.numel() - page_bytes) // self._plan.block_id_bytes + 1
+        num_ids = (self.pool.numel() - part_bytes) // self._plan.block_id_bytes + 1
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         whole = self.pool[: self.pool.numel() // item * item].view(dtype)
         return whole.as_strided(
@@ -95,7 +95,7 @@ class KVCacheStorage:
         self._plan = plan
         self.pool.set_(memory, 0, (plan.total_bytes,), (1,))
         for group in plan.groups:
-            num_ids = (plan.total_bytes - group.page_bytes) // plan.block_id_bytes + 1
+            num_ids = (plan.total_bytes - group.part_bytes) // plan.block_id_bytes + 1
             for layer in group.layers:
                 for view in self.views[layer].values():
                     view.set_(memory, view.storage_offset(), (num_ids, *view.shape[1:]), view.stride())
@@ -108,9 +108,12 @@ class KVCacheStorage:
             block_ids: The pages.
             value: What to write; NaN, in a tensor of whole numbers all bits set, shows that a dead page is read.
         """
-        for layer in self._plan.groups[group].layers:
+        planned = self._plan.groups[group]
+        ids_per_part = planned.part_bytes // self._plan.block_id_bytes
+        parts = [page + part * ids_per_part for page in block_ids for part in range(planned.num_parts)]
+        for layer in planned.layers:
             for tensor in self.views[layer].values():
-                fill_pages(tensor, list(block_ids), value)
+                fill_pages(tensor, parts, value)
 
     def copy_pages(self, group: int, block_ids: Sequence[int], others: Sequence[int]) -> None:
         """Copy pages of a group within the pool, in order and without further memory.

@@ -66,10 +66,12 @@ def explain(model: Path, stack_file: Path | None, device: str | None, dtype: str
 
 def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice | None, backends: Sequence[str]) -> dict[str, Any]:
     assert layer.spec is not None
+    groups = grouping.groups_of(layer.name) if layer.spec.keeps_past else ()
     place = {
         "layer": layer.name,
         "kind": layer.spec.kind,
-        "group": grouping.group_of(layer.name).index if layer.spec.keeps_past else None,
+        "group": groups[0].index if groups else None,
+        "rollback_group": groups[1].index if len(groups) > 1 else None,
         "shares_with": grouping.follows.get(layer.name),
         "format": layer.spec.kv_format.name,
     }
@@ -137,6 +139,7 @@ def _print(model: str, explained: list[dict[str, Any]]) -> None:
         row = (
             each["kind"],
             str("none" if each["group"] is None else each["group"])
+            + ("" if each["rollback_group"] is None else f" and {each['rollback_group']}")
             + (f" (of {each['shares_with']})" if each["shares_with"] else ""),
             " → ".join(each["wrappers"]) or "none",
             _served_by(each),

@@ -20,7 +20,9 @@ def describe_live_range(spec: KVCacheSpec, max_model_len: int) -> str:
         n -= 1  # the first token of a chunk has no past, the last one of the chunk before has most of it
     now, before = spec.live_ranges(n), spec.live_ranges(n - 1) if n else ()
     if now == ((n - 1, n),) and spec.is_per_block:
-        return "the state after the last token"
+        block_end = n - n % spec.block_size
+        until = ", until its block ends" if block_end and not spec.live_ranges(block_end) else ""
+        return f"the state after the last token{until}"
     chunk = _chunk_len(spec, n)
     if chunk is not None:
         return f"its own chunk of {chunk}"

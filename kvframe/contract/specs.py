@@ -134,6 +134,17 @@ class KVCacheSpec(ABC):
         return 1
 
     @property
+    def num_rollback_states(self) -> int:
+        """How many states a running request keeps beside the one in its block's page, so that drafts can be rejected.
+
+        A page of the type holds one state then, so that a checkpoint, the page of a full block, costs one state. The
+        other states lie in pages that only running requests have, and that are released at their block's end. With
+        ``states_per_block`` every page would hold several; a type has one or the other. It is for a type whose live
+        range is the last token.
+        """
+        return 0
+
+    @property
     def kv_format(self) -> KVFormat:
         """How keys and values are stored; the plain format for a type that stores no keys and values."""
         return PLAIN

@@ -20,12 +20,15 @@ from kvframe.contract.errors import (
 from kvframe.contract.foreign import call
 from kvframe.contract.formats import KVFormat
 from kvframe.contract.specs import STATE_ALIGNMENT_BYTES, TOKENS, KVCacheSpec, LayerSpec, QuerySpec
-from kvframe.planning.answers import ask, ask_live_ranges, lacks
+from kvframe.planning.answers import ask, ask_count, ask_live_ranges, lacks
+from kvframe.planning.rollback import RollbackSpec
 
 if TYPE_CHECKING:
     from kvframe.config.stack import Stack
     from kvframe.contract.description import LayerDescription, ModelDescription
     from kvframe.loading.registry import Registry
+
+_MOST_ROLLBACK_STATES = 1 << 16
 
 
 @attrs.frozen(kw_only=True)
@@ -37,12 +40,14 @@ class KVCacheGroup:
         spec: What is stored, and for which past tokens; layers may differ from it in their layout only.
         layers: Names of the layers that keep state in this group, in the model's order.
         stored: What each of these layers stores, in the same order.
+        num_parts: How many times a page holds what the layers store: several in a group of rollback states.
     """
 
     index: int
     spec: KVCacheSpec
     layers: tuple[str, ...]
     stored: tuple[KVCacheSpec, ...]
+    num_parts: int = 1
 
     @property
     def page_bytes(self) -> int:
@@ -50,7 +55,7 @@ class KVCacheGroup:
 
         A page has a place of its own even where the layers of the group are all elsewhere.
         """
-        return max(STATE_ALIGNMENT_BYTES, sum(spec.block_bytes for spec in self.stored))
+        return self.num_parts * max(STATE_ALIGNMENT_BYTES, sum(spec.block_bytes for spec in self.stored))
 
 
 @attrs.frozen(kw_only=True)
@@ -58,7 +63,8 @@ class Grouping:
     """The groups of a model, and the layers that follow another layer's.
 
     Attributes:
-        groups: The groups, in the order of their first layers; empty for a model that keeps nothing.
+        groups: The groups, in the order of their first layers, a group of rollback states after that of its layers;
+            empty for a model that keeps nothing.
         follows: For each layer that shares a cache, the layer whose cache it reads.
         step_local: The layers that attend to a request's own tokens and keep none of them: a step computes all of a
             request or nothing.
@@ -86,8 +92,12 @@ class Grouping:
 
     def group_of(self, layer: str) -> KVCacheGroup:
         """Return the group whose block table ``layer`` reads; it must be one that keeps, or reads, state."""
+        return self.groups_of(layer)[0]
+
+    def groups_of(self, layer: str) -> tuple[KVCacheGroup, ...]:
+        """Return ``group_of`` and, if the layer has rollback states, their group."""
         target = self.follows.get(layer, layer)
-        return next(group for group in self.groups if target in group.layers)
+        return tuple(group for group in self.groups if target in group.layers)
 
 
 def make_layer_specs(
@@ -198,27 +208,37 @@ def group_layers(layers: Sequence[LayerSpec], *, hybrid: bool = True) -> Groupin
         SpecError: Two layers have one name, or a shared cache is not there to be read.
     """
     follows = _find_owners(layers)
-    members: dict[tuple[object, ...], list[tuple[str, KVCacheSpec]]] = {}
+    members: dict[tuple[object, int], list[tuple[str, KVCacheSpec]]] = {}
     for layer in layers:
         if layer.shares_with is None and layer.spec is not None and layer.spec.keeps_past:
             stored = layer.spec if hybrid else ask(layer.spec, "retain_all()", partial(_retained, layer.spec))
             key = ask(stored, "group_key", partial(_hashable_key, stored))
-            members.setdefault(key, []).append((layer.name, stored))
-    groups = tuple(
-        KVCacheGroup(
-            index=index,
-            spec=group[0][1],
-            layers=tuple(name for name, _ in group),
-            stored=tuple(stored for _, stored in group),
+            members.setdefault((key, _num_rollback_states(stored)), []).append((layer.name, stored))
+    groups: list[KVCacheGroup] = []
+    for (_, num_rollback_states), alike in members.items():
+        group = KVCacheGroup(
+            index=len(groups),
+            spec=alike[0][1],
+            layers=tuple(name for name, _ in alike),
+            stored=tuple(stored for _, stored in alike),
         )
-        for index, group in enumerate(members.values())
-    )
-    return Grouping(groups=groups, follows=follows, step_local=tuple(filter(None, map(_step_local, layers))))
+        groups.append(group)
+        if num_rollback_states:
+            spec = RollbackSpec(block_size=group.spec.block_size, num_states=num_rollback_states)
+            groups.append(attrs.evolve(group, index=len(groups), spec=spec, num_parts=num_rollback_states))
+    return Grouping(groups=tuple(groups), follows=follows, step_local=tuple(filter(None, map(_step_local, layers))))
 
 
 def _retained(spec: KVCacheSpec) -> KVCacheSpec:
     """Return the spec that keeps every past token, stored as ``spec`` is."""
     return spec.retain_all().in_format(spec.kv_format)
+
+
+def _num_rollback_states(spec: KVCacheSpec) -> int:
+    num = ask_count(spec, "num_rollback_states", lambda: spec.num_rollback_states, least=0, most=_MOST_ROLLBACK_STATES)
+    if num:  # the others are elsewhere
+        ask_count(spec, "states_per_block", lambda: spec.states_per_block, least=1, most=1)
+    return num
 
 
 def _hashable_key(spec: KVCacheSpec) -> tuple[object, ...]:

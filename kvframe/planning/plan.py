@@ -36,6 +36,7 @@ class PlannedGroup:
         pages_per_slab: Pages that a slab is cut into.
         peak_blocks: The most blocks that one request of the plan's ``max_model_len`` tokens, with the longest inputs,
             ever holds.
+        num_parts: How many times a page holds what the layers store, one part after the other.
         answers: What the spec answers about positions, checked.
     """
 
@@ -46,6 +47,7 @@ class PlannedGroup:
     layer_offsets: tuple[int, ...]
     pages_per_slab: int
     peak_blocks: int
+    num_parts: int = 1
     answers: Answers = attrs.field(
         init=False, eq=False, repr=False, default=attrs.Factory(lambda self: Answers(self.spec), takes_self=True)
     )
@@ -54,6 +56,11 @@ class PlannedGroup:
     def block_size(self) -> int:
         """Tokens per block."""
         return self.spec.block_size
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of a part of a page, in which ``layer_offsets`` count: of the whole page unless it has several."""
+        return self.page_bytes // self.num_parts
 
     @property
     def is_of_input(self) -> bool:
@@ -326,6 +333,7 @@ def plan_cache(
                 layer_offsets=_offsets(group),
                 pages_per_slab=count,
                 peak_blocks=peak,
+                num_parts=group.num_parts,
             )
             for group, count, peak in zip(grouping.groups, pages_per_slab, peaks, strict=True)
         ),

@@ -49,6 +49,11 @@ def check_spec(spec: KVCacheSpec, max_tokens: int = 64, *, num_refused: int = 0)
         )
     if not spec.keeps_past:
         _require(not any(live), spec, f"keeps_past is False, and live_ranges gives {next(filter(None, live), ())}")
+    if spec.num_rollback_states:
+        _require(spec.states_per_block == 1, spec, "it has num_rollback_states, and several states_per_block")
+        for n, ranges in enumerate(live):
+            is_last = ranges == (((n - 1, n),) if n else ())
+            _require(is_last, spec, f"num_rollback_states is for the last token's state, and live at {n} is {ranges}")
     mask = spec.mask
     if mask is not None and mask.causal:
         for n in range(max_tokens + 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -14,7 +15,8 @@ from kvframe_mamba import MambaSpec
 from kvframe_mamba.spec import WHOLE_REQUEST
 
 import kvframe
-from kvframe.contract import KVFrameError, StateTensor
+from kvframe import group_layers
+from kvframe.contract import KVFrameError, LayerSpec, StateTensor
 from kvframe.testing.laws import check_spec
 
 Blocks = tuple[tuple[int, int], ...]
@@ -35,6 +37,10 @@ def test_planning_loads_no_torch() -> None:
     assert 0 == subprocess.run([sys.executable, "-c", code]).returncode
 
 
+def blocks(ranges: Blocks) -> set[int]:
+    return {block for start, stop in ranges for block in range(start, stop)}
+
+
 @pytest.mark.parametrize(("n", "expected"), [(0, ()), (1, ((0, 1),)), (100, ((99, 100),))])
 def test_the_state_after_the_last_token_is_live(n: int, expected: Blocks) -> None:
     assert expected == mamba().live_ranges(n)
@@ -46,11 +52,27 @@ def test_a_page_holds_every_state_once() -> None:
     assert expected == spec.state_tensors()
 
 
-def test_a_page_holds_one_more_state_for_each_draft_token() -> None:
-    spec = mamba(num_draft_tokens=2, conv_shapes=[[6, 4], [8, 2]], recurrent_shapes=[])
+@pytest.mark.parametrize("checkpoints", ["aligned", "all"])
+def test_a_checkpoint_holds_one_state_however_many_tokens_are_drafted(checkpoints: str) -> None:
+    spec = mamba(num_draft_tokens=2, checkpoints=checkpoints)
+    assert mamba(checkpoints=checkpoints).state_tensors() == spec.state_tensors()
+    assert (1, 2) == (spec.states_per_block, spec.num_rollback_states)
+
+
+def test_without_checkpoints_the_only_page_holds_one_more_state_for_each_draft_token() -> None:
+    spec = mamba(num_draft_tokens=2, checkpoints="none", conv_shapes=[[6, 4], [8, 2]], recurrent_shapes=[])
     expected = {"conv_0": StateTensor((3, 6, 4), "float32"), "conv_1": StateTensor((3, 8, 2), "float32")}
     assert expected == spec.state_tensors()
-    assert 3 == spec.states_per_block
+    assert (3, 0) == (spec.states_per_block, spec.num_rollback_states)
+
+
+@pytest.mark.parametrize("checkpoints", ["aligned", "all"])
+def test_wherever_a_running_request_keeps_rollback_states_it_has_a_page_of_its_own(checkpoints: str) -> None:
+    for block_size, num_draft_tokens, n, count in itertools.product((1, 2, 4, 7), (1, 3, 9), range(16), range(1, 20)):
+        spec = mamba(block_size, checkpoints, num_draft_tokens)
+        *_, group = group_layers([LayerSpec(name="layer", spec=spec)]).groups
+        stored = blocks(spec.live_blocks(n)) | blocks(spec.stored_blocks(n, count))
+        assert blocks(group.spec.live_blocks(n)) | blocks(group.spec.stored_blocks(n, count)) <= stored
 
 
 def test_layers_of_other_shapes_share_a_group_and_other_checkpoints_do_not() -> None:

@@ -65,10 +65,10 @@ def _not_negative(instance: Any, attribute: attrs.Attribute[int], value: Any) ->
 class MambaSpec(KVCacheSpec):
     """The state of one recurrent or convolution layer: Mamba, Mamba-2, gated delta, short convolution.
 
-    Live at ``n`` is the state after token ``n - 1``. A page holds the state after the last computed token of its block,
-    and the ``num_draft_tokens`` states before it. A request writes the state into the page of the block that its token
-    lies in, so a full block's page is never written again: it is a checkpoint that any number of requests continue
-    from, each in the page of its own next block.
+    Live at ``n`` is the state after token ``n - 1``. A request writes the state into the page of the block that its
+    token lies in, so a full block's page is never written again: it is a checkpoint that any number of requests
+    continue from, each in the page of its own next block. A page holds one state. With draft tokens, a running request
+    has a second page, of its rollback states; without checkpoints, its only page holds all of its states.
 
     Attributes:
         conv_shapes: Shapes of the convolution states (``((128, 4),)``).
@@ -80,7 +80,8 @@ class MambaSpec(KVCacheSpec):
         checkpoints: Where states are kept for prefix caching: ``"all"`` at every block's end; ``"aligned"`` at the last
             one before a step's last token, and where a request's tokens parted from an earlier request's; ``"none"``
             nowhere, whatever the block size.
-        num_draft_tokens: Speculative tokens of a step that may be rejected; as many states before the last are kept.
+        num_draft_tokens: Speculative tokens of a step that may be rejected; a running request keeps as many states
+            beside its last one.
     """
 
     kind: ClassVar[str] = "mamba"
@@ -121,8 +122,13 @@ class MambaSpec(KVCacheSpec):
 
     @property
     def states_per_block(self) -> int:
-        """One state, and one for each token that may be rejected."""
-        return 1 + self.num_draft_tokens
+        """One state; without checkpoints, one more for each token that may be rejected."""
+        return 1 if self.checkpoints != "none" else 1 + self.num_draft_tokens
+
+    @property
+    def num_rollback_states(self) -> int:
+        """One for each token that may be rejected; without checkpoints, these states are in the request's only page."""
+        return self.num_draft_tokens if self.checkpoints != "none" else 0
 
     def state_tensors(self) -> Mapping[str, StateTensor]:
         """Return ``conv_{i}`` and ``recurrent_{i}``, each ``[states_per_block, *shape]``."""
