@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -22,7 +24,7 @@ from kvframe.contract.specs import LayerSpec
 from kvframe.loading.checks import MAX_SIZE, MAX_WHOLE
 from kvframe.planning import memory
 from kvframe.planning.groups import group_layers
-from kvframe.planning.memory import allocating, check_host_bytes, physical_bytes
+from kvframe.planning.memory import allocating, check_host_bytes, free_bytes, physical_bytes
 from kvframe.planning.plan import KVCachePlan, plan_cache
 from tests.attending import CPU, full, layer
 from tests.serving import TinyModel, make_stack
@@ -38,6 +40,13 @@ def physical() -> int:
     return found
 
 
+def physical_pages() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        pytest.skip("the operating system does not say how much memory there is")
+
+
 def plan_of(num_bytes: int) -> KVCachePlan:
     """Return a plan of the fewest slabs that take more than ``num_bytes``."""
     plan = plan_cache(GROUPING, memory_bytes=20_000, max_model_len=32, max_num_batched_tokens=8)
@@ -46,7 +55,7 @@ def plan_of(num_bytes: int) -> KVCachePlan:
 
 def test_one_byte_more_than_the_machine_has_is_refused() -> None:
     check_host_bytes(physical(), "it is too much")
-    with pytest.raises(PlanError, match=f"^it is too much; this machine has {physical()} bytes of memory$"):
+    with pytest.raises(PlanError, match=f"^it is too much; this process may use {physical()} bytes of memory$"):
         check_host_bytes(physical() + 1, "it is too much")
 
 
@@ -60,13 +69,61 @@ def test_where_the_system_does_not_say_only_a_failed_allocation_is_refused(monke
         raise MemoryError
 
 
+LIMITED = 2**28
+
+
+def in_groups(folder: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str]) -> None:
+    """Let this process be in control groups that have such files."""
+    (folder / "own").write_text(own)
+    for name, text in files.items():
+        path = folder / "groups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(memory, "_OWN_GROUPS", folder / "own")
+    monkeypatch.setattr(memory, "_GROUPS", folder / "groups")
+
+
+@pytest.mark.parametrize("place", ["", "pods/one/"])
+def test_the_limit_of_a_container_counts(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        f"{place}memory.max": f"{LIMITED}\n",
+        f"{place}memory.current": f"{LIMITED // 2}\n",
+        f"{place}memory.stat": f"anon 5\ninactive_file {LIMITED // 4}\n",
+        "pods/one/leaf/memory.max": "max\n",
+        "pods/one/leaf/memory.current": "7\n",
+    }
+    in_groups(tmp_path, monkeypatch, "0::/pods/one/leaf\n", files)
+    assert LIMITED == physical_bytes()
+    assert LIMITED * 3 // 4 == free_bytes()
+    with pytest.raises(PlanError, match=f"this process may use {LIMITED} bytes"):
+        check_host_bytes(LIMITED + 1, "it is too much")
+
+
+def test_the_limit_of_an_older_kind_of_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "memory/memory.limit_in_bytes": f"{LIMITED}\n",
+        "memory/memory.usage_in_bytes": f"{LIMITED // 2}\n",
+        "memory/memory.stat": f"inactive_file 1\ntotal_inactive_file {LIMITED // 4}\n",
+    }
+    in_groups(tmp_path, monkeypatch, "5:cpu,cpuacct:/x\n4:memory:/not/there\n0::/\n", files)
+    assert LIMITED == physical_bytes()
+    assert LIMITED * 3 // 4 == free_bytes()
+
+
+@pytest.mark.parametrize("own", ["", "0::/pods\n", "0::/\n4:memory:/pods\n"])
+def test_without_a_limit_the_machines_memory_counts(own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = physical_pages()
+    in_groups(tmp_path, monkeypatch, own, {"pods/memory.max": "max\n", "pods/memory.current": "7\n"})
+    assert pages == physical_bytes()
+
+
 def test_what_another_device_holds_is_not_compared_with_the_hosts_memory() -> None:
     with allocating(physical() + 1, "for it", "less", "meta"):
         torch.empty(physical() + 1, dtype=torch.uint8, device="meta")
 
 
 def test_a_pool_beyond_the_machine_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"cpu has no \d+ bytes to give the cache; ask for less memory; this machine"):
+    with pytest.raises(PlanError, match=r"cpu has no \d+ bytes to give the cache; ask for less memory; this process"):
         KVCacheStorage(plan_of(physical()), GROUPING, CPU)
     storage = KVCacheStorage(plan_of(10_000), GROUPING, CPU)
     with pytest.raises(PlanError, match="to give the cache"):
@@ -75,7 +132,7 @@ def test_a_pool_beyond_the_machine_is_refused() -> None:
 
 def test_a_host_store_beyond_the_machine_is_refused() -> None:
     plan = plan_of(10_000)
-    with pytest.raises(PlanError, match=r"the host has no \d+ bytes to swap to; ask for less swap_memory; this mach"):
+    with pytest.raises(PlanError, match=r"the host has no \d+ bytes to swap to; ask for less swap_memory; this proc"):
         HostStorage(plan, KVCacheStorage(plan, GROUPING, CPU).pool, physical() // plan.slab_bytes + 1)
 
 
@@ -124,7 +181,7 @@ def test_a_cache_cannot_grow_beyond_the_machine(models: Any) -> None:
     llama: TinyModel = models("llama")
     with llama.engine() as engine:
         before = engine.plan
-        with pytest.raises(PlanError, match="to give the cache; ask for less memory; this machine has"):
+        with pytest.raises(PlanError, match="to give the cache; ask for less memory; this process may use"):
             engine.resize_cache(physical() + 2**20)
         assert before == engine.plan
 

@@ -7,17 +7,67 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from kvframe.contract.errors import PlanError
 
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
+
 
 def physical_bytes() -> int | None:
-    """Return the bytes of memory that the machine has; None if the operating system does not say."""
+    """Return the bytes of memory that this process may use; None if the operating system does not say.
+
+    That is the machine's memory, or less in a container: the least limit of the process's control groups.
+    """
+    limits = [limit for limit, _ in _control_groups()]
+    with suppress(AttributeError, OSError, ValueError):
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min(limits, default=None)
+
+
+def free_bytes() -> int:
+    """Return the bytes of memory that this process can still take: free in the machine and in its control groups.
+
+    Raises:
+        AttributeError: The operating system does not say.
+        ValueError: Likewise.
+    """
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return max(0, min([free, *(limit - used for limit, used in _control_groups())]))
+
+
+def _control_groups() -> Iterator[tuple[int, int]]:
+    """Go through the control groups that limit this process's memory: the limit, and how much of it is used.
+
+    Files that are only cached count as used in ``usage``, and are taken off: the kernel drops them first.
+    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html and .../cgroup-v1/memory.html.
+    """
+    for line in _lines(_OWN_GROUPS):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, limit, used, cached = _GROUPS, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, limit, used = _GROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cached = "total_inactive_file"
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        # In a container, the path may be the host's, and only the root is there.
+        for group in {root, folder, *(each for each in folder.parents if root in each.parents)}:
+            numbers = [int(text) for name in (limit, used) for text in _lines(group / name) if text.isdigit()]
+            if len(numbers) == 2:  # no file, or "max", is no limit
+                stats = dict(line.split(" ", 1) for line in _lines(group / "memory.stat"))
+                yield numbers[0], numbers[1] - int(stats.get(cached, 0))
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the lines of a file; none if it cannot be read."""
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return None
+        return path.read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        return []
 
 
 def check_host_bytes(num_bytes: int, sentence: str) -> None:
@@ -32,7 +82,7 @@ def check_host_bytes(num_bytes: int, sentence: str) -> None:
     """
     physical = physical_bytes()
     if physical is not None and num_bytes > physical:
-        raise PlanError(f"{sentence}; this machine has {physical} bytes of memory")
+        raise PlanError(f"{sentence}; this process may use {physical} bytes of memory")
 
 
 @contextmanager

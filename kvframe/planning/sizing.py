@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 
 from kvframe.config.stack import Stack
@@ -12,6 +11,7 @@ from kvframe.contract.formats import PLAIN, StateTensor
 from kvframe.contract.specs import LayerSpec
 from kvframe.loading.checks import MAX_WHOLE
 from kvframe.planning.groups import Grouping
+from kvframe.planning.memory import free_bytes
 from kvframe.planning.plan import KVCachePlan, plan_cache
 
 SHARE_OF_AVAILABLE_MEMORY = 0.5
@@ -133,7 +133,7 @@ def _available_bytes(device: str) -> int:
             import torch
 
             return int(torch.cuda.mem_get_info(device)[0])
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        return free_bytes()
     except (RuntimeError, AssertionError, AttributeError, ValueError) as error:
         # No such device here, a torch that is built without it, or an operating system that has no such figure.
         raise PlanError(
