@@ -55,6 +55,36 @@ def test_a_prefix_is_given_up_from_its_end() -> None:
     assert 0 == manager.find([*tokens, 1])
 
 
+@pytest.mark.parametrize("specs", [[full()], [full(), masked(window=9)], [full(8), masked(4, 3, window=9)]])
+def test_an_evicted_end_is_filled_in_by_a_request_that_continues(specs: list[KVCacheSpec]) -> None:
+    manager = make_manager(*specs)
+    tokens = list(range(64))
+    manager.start("one", tokens)
+    assert manager.extend("one", 64)
+    blocks = manager.block_ids("one")
+    manager.commit("one", tokens, 64)
+    manager.free("one")
+    for pages in blocks:
+        for page in pages[len(pages) // 2 :]:
+            evict(manager, page)
+    assert 32 == serve(manager, [*tokens, *range(100, 132)])
+    assert [64, 96] == [manager.find([*tokens, 1]), manager.find([*tokens, *range(100, 132), 1])]
+    assert 2 == len(list(manager._cache.tree.walk()))
+
+
+def test_a_branch_in_an_evicted_end_drops_the_tokens_after_it() -> None:
+    manager = make_manager(full())
+    tokens = list(range(64))
+    serve(manager, tokens)
+    manager._pool.evict_first(0, 10)
+    assert 24 == serve(manager, [*tokens[:40], *range(100, 124)])
+    assert [(0, 40), (40, 64)] == [(node.start, node.stop) for node in manager._cache.tree.walk()]
+    assert [64, 40] == [manager.find([*tokens[:40], *range(100, 124), 1]), manager.find([*tokens, 1])]
+    evict_all(manager)
+    assert [] == list(manager._cache.tree.walk())
+    manager.audit()
+
+
 def test_what_comes_after_a_lost_block_is_found_again_when_the_block_is_computed_again() -> None:
     manager = make_manager(full(), masked(window=9))
     shared = list(range(40))

@@ -348,6 +348,33 @@ def test_what_a_row_passed_behind_a_token_that_is_none_is_let_go_of() -> None:
     assert len([*manager.published()]) == manager._pool.num_cached
 
 
+def test_a_row_whose_tokens_are_replaced_by_none_leaves_nothing_behind() -> None:
+    manager = make_manager(full(), audited=False)
+    tokens: list[Any] = [*range(9)]
+    manager.start("one", tokens)
+    run_on(manager, "one", tokens, 4)
+    run_on(manager, "one", [-1, *tokens[1:]], 8)
+    manager.free("one")
+    assert [] == [*manager.published()]
+
+
+def test_a_request_that_follows_another_up_to_its_unreadable_token_continues_alone() -> None:
+    manager = make_manager(full(), masked(window=5), audited=False)
+    tokens: dict[str, list[Any]] = {"one": [*range(24)], "two": [*range(24)]}
+    tokens["one"][9] = -1
+    for name, given in tokens.items():
+        manager.start(name, given, use_prefix=False)
+        run_on(manager, name, given, 4)
+    for end in range(8, 25, 4):
+        run_on(manager, "two", tokens["two"], end)
+        assert end == manager.find([*range(end), 1])
+    with pytest.raises(RequestError, match="-1 is no token id"):
+        run_on(manager, "one", tokens["one"], 12)
+    for name in tokens:
+        manager.free(name)
+    assert 24 == manager.find([*range(25)])
+
+
 def test_tokens_that_are_computed_and_not_given_are_told() -> None:
     manager = make_manager(full())
     manager.start("one", [1, 2, 3, 4, 5])

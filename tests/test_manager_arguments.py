@@ -15,7 +15,7 @@ from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.errors import KVFrameError, RequestError
 from kvframe.contract.specs import ENCODER, KVCacheSpec
 from tests.cache_model import HostCopies
-from tests.plans import encoder, full, make_plan, masked, ranged, state
+from tests.plans import encoder, evict_all, full, make_plan, masked, ranged, state
 
 MAX_LEN, TOKENS = 30, [7] * 20
 PLANS: dict[str, tuple[KVCacheSpec, ...]] = {
@@ -212,18 +212,19 @@ def test_a_listener_that_raises_is_set_aside_and_leaks_nothing(kind: str, caplog
     assert (0, 4) == (manager.num_held_pages, manager.num_free_rows)
 
 
-def test_numbers_of_inputs_are_used_again_within_32_bits() -> None:
+def test_numbers_of_evicted_inputs_are_used_again() -> None:
     manager = make_manager("inputs")
     index = manager._cache.inputs
-    index._next_owner = -(2**31)
-    for number in range(3):
+    for number in range(6):
+        if number == 3:
+            evict_all(manager)
         manager.start(str(number), TOKENS, inputs={ENCODER: InputSequence(5, bytes([number]))})
         assert manager.extend(str(number), 20)
         manager.commit(str(number), TOKENS, 20)
         manager.free(str(number))
         manager.audit()
-    assert [-(2**31), -1, -2] == list(index._entries)
-    for number in range(3):
+    assert [-3, -2, -1] == sorted(index._entries)
+    for number in range(3, 6):
         assert 16 == manager.find([*TOKENS, 1], inputs={ENCODER: InputSequence(5, bytes([number]))}) // 4 * 4 - 4
 
 

@@ -5,12 +5,10 @@ Its files, in the order of the flow; each uses only those before it.
 - When blocks die, and so which blocks a hit needs: ``live_range``.
 - The blocks of each request: ``block_table``.
 - Pages: free ones (``free_list``, ``slabs``), the order of eviction (``eviction``), all of them (``block_pool``).
-- Finding: ``row_pages``, ``radix_tree`` and ``publisher`` for tokens, ``input_index`` for what requests bring beside
-  them.
-- Running requests, as rows: ``rows``.
-- Hits: ``stats``, ``prefix_lookup``, ``pins``.
+- What requests bring beside tokens: ``input_index``. Running requests, as rows: ``rows``.
+- Finding tokens: ``radix_tree``, ``publisher``.
 - What other processes are told: ``keys``, ``events``.
-- The audit of all this: ``audit``; the pool and its indexes as one: ``prefix_cache``.
+- The audit of all this: ``audit``; hits, in the pool and its indexes as one: ``stats``, ``prefix_cache``, ``pins``.
 - Requests that run: what is refused (``arguments``); blocks that forks share (``copy_on_write``); blocks are allocated
   (``allocation``) and released (``dead_blocks``); rows begin, run and end (``coordinator``).
 - Requests in host memory, and saved prefixes that are restored: ``swap``.

@@ -14,7 +14,6 @@ from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.block_table import BlockTables, TableStack
 from kvframe.cache.copy_on_write import SharedBlocks
 from kvframe.cache.free_list import BlockIds
-from kvframe.cache.row_pages import RowPages
 from kvframe.cache.rows import Counts, GroupKinds, RowNumbers, Rows
 from kvframe.planning.answers import Answers
 from kvframe.planning.plan import KVCachePlan
@@ -79,7 +78,7 @@ class BlockAllocator:
         numbers: RowNumbers,
         pool: BlockPool,
         tables: BlockTables,
-        row_pages: RowPages | None,
+        row_pages: Sequence[BlockIds] | None,
         shared: SharedBlocks | None,
     ) -> None:
         """Take pages from a pool; without publishing there are no ``row_pages``, without forks nothing is shared."""
@@ -91,13 +90,13 @@ class BlockAllocator:
         def part_of(stack: TableStack, first: int, last: int) -> _Part:
             pages = None
             if row_pages is not None and stack in kinds.stacks:
-                pages = row_pages.apart(kinds.stacks.index(stack))
+                pages = row_pages[kinds.stacks.index(stack)]
             groups, places = slice(first, last + 1), slice(stack.groups.index(first), stack.groups.index(last) + 1)
             return _Part(
                 groups=groups,
                 block_size=stack.block_size,
                 ids=stack.ids[places],
-                row_pages=None if pages is None else pages[places],
+                row_pages=None if pages is None or pages is stack.ids else pages[places],
                 num_blocks=numbers.num_blocks[groups],
                 answers=sparse.get(first),
             )

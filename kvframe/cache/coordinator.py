@@ -20,7 +20,7 @@ from kvframe.cache.dead_blocks import DeadBlocks, release_resident
 from kvframe.cache.free_list import BlockIds
 from kvframe.cache.input_index import InputBlocks
 from kvframe.cache.live_range import NEVER
-from kvframe.cache.prefix_lookup import PrefixHit
+from kvframe.cache.prefix_cache import PrefixHit
 from kvframe.cache.publisher import Publisher
 from kvframe.cache.rows import PLAIN, Counts, GroupKinds, RowNumbers, Rows, RowState
 from kvframe.planning.plan import KVCachePlan
@@ -106,8 +106,6 @@ class KVCacheCoordinator:
             self.reference_blocks(new_row, index, ids)
             if num_computed % size and count * size > num_computed and not group.is_of_input and ids[-1]:
                 is_shared = True
-                if self._publisher is not None:
-                    self._publisher.row_pages.record_page(index, new_row, count - 1, ids[-1])
         self.allocator.note_capacity(np.array([new_row]))
         if is_shared:
             self._shared.rows |= {row, new_row}
@@ -239,7 +237,7 @@ class KVCacheCoordinator:
                 for group in stack.groups:
                     numbers.blocks_of[group, row] = 0
         if self._publisher is not None:
-            self._publisher.row_pages.clear_row(row, most)
+            self._publisher.forget_pages(row, most)
         numbers.computed_of[row] = numbers.capacity_of[row] = 0
         numbers.death_of[row] = self._dead_blocks.first_death
         numbers.states[row] = PLAIN

@@ -156,10 +156,10 @@ class DeadBlocks:
             start, stop = -(-num_computed // group.block_size), self._numbers.blocks_of[group.index, row]
             if start < stop:
                 ids = self._tables[group.index].ids[row, start:stop]
-                if self._publisher is not None:
-                    self._publisher.row_pages.keep_published(row, group.index, start, ids, self._pool)
                 release_resident(self._pool, group.index, ids)
                 ids[...] = 0
+                if self._publisher is not None:
+                    self._publisher.forget_refused(row, group.index, start, stop)
                 self._numbers.blocks_of[group.index, row] = start
                 has_released = True
         if has_released:

@@ -19,7 +19,6 @@ from kvframe.contract.foreign import safe_repr
 from kvframe.planning.plan import PlannedGroup
 
 Pages = npt.NDArray[np.int32]
-_LEAST_OWNER = int(np.iinfo(np.int32).min)
 
 
 @attrs.frozen
@@ -96,27 +95,24 @@ class InputIndex:
     def __init__(self, groups: Sequence[PlannedGroup]) -> None:
         """Start empty, for the groups of a plan that store inputs."""
         self._groups = tuple(group for group in groups if group.is_of_input)
-        self._owners: list[dict[InputBlocks, int]] = [{} for _ in groups]
+        self._owners: dict[InputBlocks, int] = {}
         self._entries: dict[int, tuple[InputBlocks, Pages]] = {}
-        self._next_owner = NO_OWNER - 1  # the owners of blocks of tokens have positive numbers
+        self._free_owners: list[int] = []
         self.pool: BlockPool
         self.on_stored: Callable[[InputBlocks, npt.NDArray[np.intp], Pages], None] | None = None
 
     def find_input(self, blocks: InputBlocks) -> Pages | None:
-        """Return the pages of an input in a group; None if not all of them are cached."""
-        pages = self.known_input_pages(blocks)
-        return pages if pages is not None and pages.all() else None
-
-    def known_input_pages(self, blocks: InputBlocks) -> Pages | None:
         """Return the pages of an input in a group, 0 for one that is not cached; None if none is."""
-        owner = self._owners[blocks.group].get(blocks)
+        owner = self._owners.get(blocks)
         return None if owner is None else self._entries[owner][1]
 
     def publish_input(self, blocks: InputBlocks, pages: Pages) -> None:
         """Make the pages of an input findable, except for blocks that are findable already."""
-        owner = self._owners[blocks.group].get(blocks)
+        owner = self._owners.get(blocks)
         if owner is None:
-            owner = self._owners[blocks.group][blocks] = self._unused_owner()
+            # The owners of blocks of tokens have positive numbers.
+            owner = self._free_owners.pop() if self._free_owners else NO_OWNER - 1 - len(self._entries)
+            self._owners[blocks] = owner
             self._entries[owner] = (blocks, np.zeros(blocks.num_blocks, dtype=np.int32))
         known = self._entries[owner][1]
         new = np.flatnonzero(known == 0)
@@ -125,41 +121,29 @@ class InputIndex:
         if self.on_stored is not None:
             self.on_stored(blocks, new, pages)
 
-    def _unused_owner(self) -> int:
-        """Return a negative number that no input has, and that fits into the 32 bits of the pool's owners."""
-        owner = self._next_owner
-        while owner in self._entries or owner < _LEAST_OWNER:
-            owner = NO_OWNER - 1 if owner < _LEAST_OWNER else owner - 1
-        self._next_owner = owner - 1
-        return owner
-
     def remove_evicted(self, owner: int, groups: int | Groups, indices: Indices) -> None:
         """Remove evicted pages from an input, and evict the others that no request holds, in all groups."""
         lost, pages = self._entries[owner]
         pages[indices] = 0
         inputs = {lost.sequence: InputSequence(lost.num_tokens, lost.key)}
         for blocks in input_blocks(self._groups, inputs, lost.salt):
-            of_group = self._owners[blocks.group].get(blocks)
+            of_group = self._owners.get(blocks)
             if of_group is not None:
                 _, pages = self._entries[of_group]
                 pages[self.pool.discard_cached(pages)] = 0
                 if not pages.any():
-                    del self._entries[of_group], self._owners[blocks.group][blocks]
+                    del self._entries[of_group], self._owners[blocks]
+                    self._free_owners.append(of_group)
 
     def cached_inputs(self) -> Iterator[tuple[InputBlocks, Pages]]:
-        """Yield the inputs, each with its pages, 0 for one that is not cached."""
+        """Go through the inputs, each with its pages, 0 for one that is not cached."""
         yield from self._entries.values()
 
-    def published_inputs(self) -> Iterator[tuple[int, int]]:
-        """Yield the group and block id of each page in the index."""
-        for blocks, pages in self._entries.values():
-            yield from ((blocks.group, page) for page in pages[pages != 0].tolist())
-
-    def forget_inputs(self) -> None:
-        """Forget every input; the caller frees their pages."""
+    def remove_all(self) -> None:
+        """Forget every input; the pool gives up the pages."""
         self._entries.clear()
-        for owners in self._owners:
-            owners.clear()
+        self._owners.clear()
+        self._free_owners.clear()
 
 
 def inputs_root(inputs: Mapping[str, InputSequence]) -> bytes:

@@ -8,7 +8,9 @@ ranges, a formula gives these numbers. Otherwise the spec is asked for each bloc
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections.abc import Sequence
+from functools import partial
 
 import attrs
 import numpy as np
@@ -173,26 +175,15 @@ def _deaths_by_asking(answers: Answers, num_blocks: int, max_tokens: int) -> Pos
 
     deaths = np.full(num_blocks, NEVER)
     age = 0
-    for block in range(num_blocks):
+    for block in range(max_tokens // size):
         end = (block + 1) * size
-        if end > max_tokens:
-            break
-        if age == NEVER and not is_dead(block, max_tokens):
-            continue
         # Most blocks die as many tokens after their end as the block before them.
-        guess = end + age if age < NEVER else end
-        if guess <= max_tokens and is_dead(block, guess) and (guess == end or not is_dead(block, guess - 1)):
-            deaths[block], age = guess, guess - end
-            continue
-        first, last = end, max_tokens
-        if not is_dead(block, last):
+        guess = end + age
+        if guess <= max_tokens and is_dead(block, guess) and (not age or not is_dead(block, guess - 1)):
+            deaths[block] = guess
+        elif is_dead(block, max_tokens):
+            age = bisect_left(range(end, max_tokens), True, key=partial(is_dead, block))
+            deaths[block] = end + age
+        else:
             age = NEVER
-            continue
-        while first < last:
-            middle = (first + last) // 2
-            if is_dead(block, middle):
-                last = middle
-            else:
-                first = middle + 1
-        deaths[block], age = first, first - end
     return deaths

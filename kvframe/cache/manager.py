@@ -31,8 +31,7 @@ from kvframe.cache.events import EventLog
 from kvframe.cache.input_index import InputSequence, input_blocks, inputs_root
 from kvframe.cache.keys import KEY_BYTES, NO_INPUTS
 from kvframe.cache.pins import Pin, Pins
-from kvframe.cache.prefix_cache import PrefixCache
-from kvframe.cache.prefix_lookup import NO_HIT, PrefixHit
+from kvframe.cache.prefix_cache import NO_HIT, PrefixCache, PrefixHit
 from kvframe.cache.radix_tree import NO_MATCH, Namespace
 from kvframe.cache.rows import GroupKinds, RowNumbers, Rows
 from kvframe.cache.stats import GroupLookups, KVCacheStats
@@ -191,7 +190,7 @@ class KVCacheManager:
         hit, num_asked = NO_HIT, 0
         if self.prefix_caching and use_prefix:
             num_asked = len(token_ids)
-            hit = self._cache.lookup.find_prefix(namespace, token_ids, num_asked, of_inputs)
+            hit = self._cache.find_prefix(namespace, token_ids, num_asked - 1, of_inputs)
         row = self._free_rows[-1]
         self._coordinator.start_row(row, hit, of_inputs)
         entry = Entry(row, token_ids, namespace, hit, num_asked, self._num_resets)
@@ -263,10 +262,8 @@ class KVCacheManager:
             RequestError: As ``start``, of tokens, salt and inputs.
         """
         self._check_prompt(token_ids, salt, inputs)
-        if not self.prefix_caching:
-            return 0
         namespace = (salt, inputs_root(inputs) if inputs else b"")
-        return self._cache.lookup.find_prefix(namespace, token_ids, len(token_ids)).num_tokens
+        return self._cache.find_prefix(namespace, token_ids, len(token_ids) - 1).num_tokens
 
     def missing_inputs(self, request_id: str) -> frozenset[str]:
         """Return the inputs of a request whose state the next step has to compute; none after its first ``commit``."""
@@ -377,7 +374,7 @@ class KVCacheManager:
 
     def _first_commit(self, entry: Entry) -> None:
         """Count a request's lookup, and publish its inputs, when its first tokens are computed."""
-        self._cache.lookup.count_hit(entry.uncounted, entry.asked_tokens, self._lookups)
+        self._cache.count_hit(entry.uncounted, entry.asked_tokens, self._lookups)
         if self._pool.eviction is not LRU:
             for pages in entry.uncounted.found_pages(self.plan):
                 self._pool.count_uses(pages)
@@ -530,8 +527,7 @@ class KVCacheManager:
         """
         # An input can be pinned without a token.
         self._check_prompt(token_ids, salt, inputs, least=0)
-        hit = self._cache.find_whole_prefix(token_ids, salt, inputs)
-        return self._pins.pin_prefix(hit, checks_capacity=checks_room)
+        return self._pins.pin_prefix(self._find_all(token_ids, salt, inputs), checks_capacity=checks_room)
 
     def restore(
         self,
@@ -568,7 +564,12 @@ class KVCacheManager:
         row = self._free_rows[-1]
         if not self._swapper.restore_prefix(row, token_ids, copies, fetch, salt=salt, inputs=inputs):
             return None
-        return self._pins.pin_prefix(self._cache.find_whole_prefix(token_ids, salt, inputs), checks_capacity=False)
+        return self._pins.pin_prefix(self._find_all(token_ids, salt, inputs), checks_capacity=False)
+
+    def _find_all(self, token_ids: Sequence[int], salt: str, inputs: Mapping[str, InputSequence]) -> PrefixHit:
+        """Return what is cached of tokens, the last one included, and of inputs."""
+        of_inputs = input_blocks(self._input_groups, inputs, salt)
+        return self._cache.find_prefix((salt, inputs_root(inputs)), token_ids, len(token_ids), of_inputs)
 
     def unpin(self, pin: Pin) -> None:
         """Release a pin, if it is held; its pages stay cached until they are evicted."""

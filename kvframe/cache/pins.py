@@ -9,7 +9,7 @@ import numpy as np
 
 from kvframe.cache.block_pool import BlockPool
 from kvframe.cache.free_list import BlockIds
-from kvframe.cache.prefix_lookup import PrefixHit
+from kvframe.cache.prefix_cache import PrefixHit
 from kvframe.contract.errors import RequestError
 from kvframe.planning.plan import KVCachePlan
 

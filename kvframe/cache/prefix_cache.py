@@ -1,9 +1,16 @@
-"""The prefix cache: the block pool and the indexes that find published pages in it, as one."""
+"""The prefix cache: finds what is cached of a request, over any number of groups, and which group limits the hit.
+
+It joins the block pool and the indexes that find published pages in it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from types import MappingProxyType
+from typing import Any
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
@@ -11,17 +18,70 @@ from kvframe.cache.audit import audit_pool, audit_tree
 from kvframe.cache.block_pool import NO_OWNER, BlockPool, Indices
 from kvframe.cache.events import EventLog
 from kvframe.cache.free_list import BlockIds, Groups
-from kvframe.cache.input_index import InputIndex, InputSequence, input_blocks, inputs_root
-from kvframe.cache.prefix_lookup import NO_HIT, PrefixHit, PrefixLookup
+from kvframe.cache.input_index import InputBlocks, InputIndex
+from kvframe.cache.live_range import LiveRange, longest_common_prefix
 from kvframe.cache.publisher import Publisher
-from kvframe.cache.radix_tree import RadixTree
+from kvframe.cache.radix_tree import NO_MATCH, Match, Namespace, RadixTree, last_column
 from kvframe.cache.rows import GroupKinds
+from kvframe.cache.stats import GroupLookups
 from kvframe.contract.eviction import EvictionPolicy
 from kvframe.planning.plan import KVCachePlan
 
+Pages = npt.NDArray[np.int32]
+_NONE: Mapping[Any, Any] = MappingProxyType({})
+
+
+@attrs.define(eq=False)
+class PrefixHit:
+    """What is cached of a request: the longest prefix that every group can continue from, and its inputs.
+
+    Attributes:
+        num_tokens: Tokens that need not be computed.
+        stacks: Per table stack ``[num_groups, num_blocks], int32``: the pages of a prefix at least as long, 0 for none;
+            every live block has a page.
+        place: For each group of tokens, its table stack, and which of the stack's groups it is.
+        inputs: For each input that is cached as a whole, the pages of all its blocks, per group.
+        branch: The longest prefix of an earlier request, if it is longer than the hit: a type that stores few blocks
+            kept none there, so that it is computed again; otherwise 0.
+        match: How far the tokens are known.
+        found: Per group of tokens, stack by stack, the tokens that it alone could have continued from; empty if nothing
+            is known.
+        limiting: The groups that had less than others.
+        of_inputs: What was found of each input in each of its groups.
+    """
+
+    num_tokens: int = 0
+    stacks: Sequence[Pages] = ()
+    place: Mapping[int, tuple[int, int]] = _NONE
+    inputs: Mapping[str, Mapping[int, Pages]] = _NONE
+    branch: int = 0
+    match: Match = NO_MATCH
+    found: Sequence[int] = ()
+    limiting: Sequence[int] = ()
+    of_inputs: Sequence[tuple[int, GroupLookups]] = ()
+
+    def pages(self, group: int) -> Pages:
+        """Return ``[num_blocks], int32``: the pages of a group of tokens, 0 for none."""
+        stack, place = self.place[group]
+        pages: Pages = self.stacks[stack][place]
+        return pages
+
+    def found_pages(self, plan: KVCachePlan) -> Iterator[Pages]:
+        """Go through the pages that a request references when it begins with this hit."""
+        for index in self.place if self.num_tokens else ():
+            pages = self.pages(index)
+            for start, stop in plan.groups[index].answers.live_blocks(self.num_tokens):
+                yield pages[start:stop]
+        for of_input in self.inputs.values():
+            yield from of_input.values()
+
+
+NO_HIT = PrefixHit()
+"""Nothing is cached, or nothing was looked up."""
+
 
 class PrefixCache:
-    """The block pool, the radix tree and the index of inputs, which need each other.
+    """The block pool, the radix tree and the index of inputs, which need each other. It asks no spec for its type.
 
     Invariant: a page is found only through its owner in the pool.
 
@@ -30,7 +90,6 @@ class PrefixCache:
         tree: Finds published blocks of tokens.
         publisher: Publishes blocks of tokens as requests compute them.
         inputs: Finds published blocks of inputs.
-        lookup: Finds the longest prefix that all groups have.
     """
 
     def __init__(
@@ -49,7 +108,7 @@ class PrefixCache:
             PluginError: The eviction policy gives a wrong answer.
         """
         self.tree = RadixTree(kinds.live, kinds.stacks, plan.max_model_len)
-        self.publisher = Publisher(self.tree, num_computed, next_publication)
+        self.publisher = Publisher(self.tree, kinds, num_computed, next_publication)
         self.inputs = InputIndex(plan.groups)
         on_evicted = self.tree.remove_evicted
         if any(group.is_of_input for group in plan.groups):
@@ -58,28 +117,127 @@ class PrefixCache:
             plan, reserve_slabs=_reserve(plan), on_evicted=on_evicted if is_caching else None, eviction=eviction
         )
         self.tree.pool = self.inputs.pool = self.pool
-        self.lookup = PrefixLookup(plan, kinds, self.tree, self.inputs)
-        self._input_groups = tuple(group for group in plan.groups if group.is_of_input)
         self._is_caching = is_caching
+        self._groups = [group for groups in self.tree.groups for group in groups]
+        self._live = [[kinds.live[group] for group in groups] for groups in self.tree.groups]
+        self._alignment, self._max_tokens = plan.alignment, plan.max_model_len
+        self._has_sparse = bool(kinds.sparse)
+        self._kinds = tuple(group.spec.kind for group in plan.groups)
+        # If some type always needs the last token, no hit is longer than the tokens that are known.
+        needs_last = [live.needs_last for live in chain.from_iterable(self._live)]
+        self._ends_with_match = any(needs_last)
+        self._ends_with_pages = self._ends_with_match and not all(needs_last)
 
     def _remove_evicted(self, owner: int, groups: int | Groups, indices: Indices) -> None:
         """Remove evicted pages from the index that knows their owner: inputs have negative numbers."""
         index = self.inputs if owner < NO_OWNER else self.tree
         index.remove_evicted(owner, groups, indices)
 
-    def find_whole_prefix(self, token_ids: Sequence[int], salt: str, inputs: Mapping[str, InputSequence]) -> PrefixHit:
-        """Return what is cached of tokens, the last one included, and of inputs."""
+    # --- finding ------------------------------------------------------------------------------------------------------
+
+    def find_prefix(
+        self, namespace: Namespace, tokens: Sequence[int], most: int, inputs: Sequence[InputBlocks] = ()
+    ) -> PrefixHit:
+        """Return what is cached of a request's inputs and of its first ``most`` tokens.
+
+        A hit of ``n`` tokens needs exactly the blocks that are live at ``n``, in every group. An input needs all its
+        blocks, in every group that keeps state of it.
+        """
         if not self._is_caching:
             return NO_HIT
-        of_inputs = input_blocks(self._input_groups, inputs, salt)
-        # A lookup leaves out a request's last token: here that is one more.
-        return self.lookup.find_prefix((salt, inputs_root(inputs)), token_ids, len(token_ids) + 1, of_inputs)
+        match = self.tree.match_prefix(namespace, tokens, most)
+        most = match.length if self._ends_with_match else min(most, self._max_tokens)
+        if not most and not inputs:
+            return NO_HIT
+        of_stack = self.tree.pages_of(match, most)
+        if self._ends_with_pages:
+            most = max(last_column(pages) * size for pages, size in zip(of_stack, self.tree.sizes, strict=True))
+        found: list[int] = []
+        for live_of_stack, pages in zip(self._live, of_stack, strict=True):
+            if np.count_nonzero(pages) == pages.size:
+                found += [pages.shape[1] * live_of_stack[0].block_size] * len(pages)
+            else:
+                found += [live.longest_prefix(row, most) for live, row in zip(live_of_stack, pages, strict=True)]
+        hit, longest = (min(found), max(found)) if found else (0, 0)
+        limiting: Sequence[int] = ()
+        if hit < longest or hit % self._alignment:
+            held = list(zip(chain.from_iterable(self._live), chain.from_iterable(of_stack), strict=True))
+            hit = longest_common_prefix(held, self._alignment, hit)
+            limiting = self._limiting(held, found, hit)
+        branch = 0
+        if self._has_sparse and match.length > hit:
+            known = self.tree.end_of_pages(match)
+            branch = known - known % self._alignment
+        whole_inputs, of_inputs = self._find_inputs(inputs) if inputs else (_NONE, ())
+        return PrefixHit(
+            num_tokens=hit,
+            stacks=of_stack,
+            place=self.tree.place,
+            inputs=whole_inputs,
+            branch=branch if branch > hit else 0,
+            match=match,
+            found=found,
+            limiting=limiting,
+            of_inputs=of_inputs,
+        )
+
+    def _limiting(self, held: Sequence[tuple[LiveRange, Pages]], found: Sequence[int], hit: int) -> list[int]:
+        """Return the groups that could not continue from a longer prefix, though another group could."""
+        longer = {num_tokens for num_tokens in found if num_tokens > hit}
+        return [
+            group
+            for group, (live, row) in zip(self._groups, held, strict=True)
+            if any(self._lacks(live, row, num_tokens) for num_tokens in longer)
+        ]
+
+    def _lacks(self, live: LiveRange, pages: Pages, num_tokens: int) -> bool:
+        """Return whether a group cannot continue from so many tokens."""
+        if num_tokens % self._alignment:
+            # No hit of all groups ends here. A group whose blocks end elsewhere cannot continue from it.
+            return num_tokens % live.block_size > 0
+        return live.longest_prefix(pages, num_tokens) < num_tokens
+
+    def _find_inputs(
+        self, inputs: Sequence[InputBlocks]
+    ) -> tuple[dict[str, dict[int, Pages]], list[tuple[int, GroupLookups]]]:
+        """Return the pages of completely cached inputs, and what was found of each input in each group."""
+        known = {each: self.inputs.find_input(each) for each in inputs}
+        found = {each: pages for each, pages in known.items() if pages is not None and pages.all()}
+        some = {each.sequence for each in found}
+        lacking = {each.sequence for each in inputs if each not in found}
+        whole: dict[str, dict[int, Pages]] = {}
+        lookups = []
+        for each in inputs:
+            is_found, is_hit = each in found, each.sequence not in lacking
+            is_limiting = not is_found and each.sequence in some
+            size = each.num_tokens
+            of_group = GroupLookups(self._kinds[each.group], size, size * is_found, size * is_hit, is_limiting)
+            lookups.append((each.group, of_group))
+            if is_hit:
+                whole.setdefault(each.sequence, {})[each.group] = found[each]
+        return whole, lookups
+
+    def count_hit(self, hit: PrefixHit, num_tokens: int, totals: Sequence[GroupLookups]) -> None:
+        """Add the hit of a lookup of so many tokens to the totals of each group."""
+        for group in self._groups:
+            totals[group].asked_tokens += num_tokens
+        if not hit.found and not hit.of_inputs:
+            return
+        for group, num_tokens in zip(self._groups, hit.found, strict=True):
+            totals[group].found_tokens += num_tokens
+            totals[group].hit_tokens += hit.num_tokens
+        for group in hit.limiting:
+            totals[group].times_limiting += 1
+        for group, lookups in hit.of_inputs:
+            totals[group].add(lookups)
+
+    # --- as a whole ---------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
         """Evict every cached page, and make held ones unfindable."""
         self.pool.unpublish_all()
         self.publisher.unfollow_all()
-        self.inputs.forget_inputs()
+        self.inputs.remove_all()
 
     def resize(self, plan: KVCachePlan) -> bool:
         """Have the slabs of another plan, which differs in their number only; evict cached pages of removed slabs.
@@ -107,7 +265,8 @@ class PrefixCache:
             for pages, groups in zip(node.pages, self.tree.groups, strict=True):
                 for group, row in zip(groups, pages, strict=True):
                     yield from ((group, page) for page in row[row != 0].tolist())
-        yield from self.inputs.published_inputs()
+        for blocks, pages in self.inputs.cached_inputs():
+            yield from ((blocks.group, page) for page in pages[pages != 0].tolist())
 
     def audit(self, plan: KVCachePlan, held: BlockIds) -> None:
         """Check that every page is free, held or cached, and counted right; it takes long.

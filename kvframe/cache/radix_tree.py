@@ -2,7 +2,8 @@
 
 There is one tree over token ids for each salt and set of inputs. Tokens are compared, not hashed, so that two prompts
 that differ never share a block. A node is a run of tokens without a branch, with the pages of the blocks that end in
-it. The leaf of a running request grows with it, and is brought up to date when it is read.
+it. The leaf of a running request grows with it, and is brought up to date when it is read. A node stays until it has
+neither pages nor children.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
@@ -20,58 +22,44 @@ from kvframe.cache.block_table import TableStack
 from kvframe.cache.eviction import equal_runs
 from kvframe.cache.free_list import Groups
 from kvframe.cache.live_range import LiveRange
-from kvframe.cache.row_pages import RowPages
 from kvframe.contract.errors import RequestError
 
 TOKEN_BYTES = 4
 _LONG = 1024
-"""Tokens from which on a view of an array is read faster than a copy of its part."""
 
 Namespace = tuple[str, bytes]
 """A salt and the hash of a request's inputs: requests of different namespaces share nothing."""
 
 
+@attrs.define(eq=False, repr=False, weakref_slot=False)
 class RadixNode:
     """A run of tokens ``[start, stop)`` of a prefix.
 
     Attributes:
-        owner: Its number as the owner of pages; ``NO_OWNER`` for a root.
         parent: The node before it; None for a root.
         start: Its first token; a multiple of the tree's unit.
         stop: The token after its last; likewise.
-        tokens: Its token ids, four bytes each; perhaps of tokens after ``stop`` too.
+        first: The bytes of its first unit, by which its parent knows it.
+        owner: Its number as the owner of pages; ``NO_OWNER`` for a root.
+        namespace: The namespace of a root; None for other nodes.
+        tokens: Its token ids, four bytes each.
         pages: Per table stack ``[num_groups, num_blocks], int32``: the pages of the blocks that end in it, 0 for none.
         num_pages: How many these are.
-        children: The nodes after it, by the bytes of their first unit.
+        children: The nodes after it, by ``first``.
         row: The running request that it grows with; -1 for none.
-        namespace: The namespace of a root; None for other nodes.
     """
 
-    __slots__ = (
-        "children",
-        "namespace",
-        "num_pages",
-        "owner",
-        "pages",
-        "parent",
-        "row",
-        "start",
-        "stop",
-        "tokens",
-    )
-
-    def __init__(
-        self, parent: RadixNode | None, start: int, owner: int = NO_OWNER, namespace: Namespace | None = None
-    ) -> None:
-        self.owner = owner
-        self.parent = parent
-        self.start = self.stop = start
-        self.tokens = bytearray()
-        self.pages: list[npt.NDArray[np.int32]] = []
-        self.num_pages = 0
-        self.children: dict[bytes, RadixNode] = {}
-        self.row = -1
-        self.namespace = namespace
+    parent: RadixNode | None
+    start: int
+    stop: int
+    first: bytes = b""
+    owner: int = NO_OWNER
+    namespace: Namespace | None = None
+    tokens: bytearray = attrs.field(factory=bytearray, init=False)
+    pages: list[npt.NDArray[np.int32]] = attrs.field(factory=list, init=False)
+    num_pages: int = attrs.field(default=0, init=False)
+    children: dict[bytes, RadixNode] = attrs.field(factory=dict, init=False)
+    row: int = attrs.field(default=-1, init=False)
 
     def tokens_between(self, start: int, stop: int) -> bytearray:
         """Return the bytes of its tokens ``[start, stop)``."""
@@ -104,8 +92,8 @@ class RadixTree:
         groups: Per table stack, its groups.
         place: For each group, its table stack, and which of the stack's groups it is.
         is_needed: Per table stack ``[num_groups, max_blocks], bool, host``: which blocks some hit could need.
-        row_pages: The pages that running requests were given.
-        pool: The pages; set after both are made, for each needs the other.
+        pool: The pages; set after both are made, because each needs the other.
+        row_pages: Per table stack, the pages that running rows were given; set by the publisher.
         catch_up: Brings a node that grows with a row up to date; set by the publisher.
         on_stored: Called with a node, whose blocks that end in tokens ``(start, stop]`` became findable; or None.
     """
@@ -117,7 +105,6 @@ class RadixTree:
         self.place = {group: (s, g) for s, stack in enumerate(stacks) for g, group in enumerate(stack.groups)}
         self.groups = tuple(stack.groups for stack in stacks)
         self._no_pages = [np.zeros((len(groups), 0), dtype=np.int32) for groups in self.groups]
-        self.row_pages = RowPages(live, stacks)
         step = math.lcm(*self.sizes)
         self.is_needed = [
             np.stack([live[group].needed(step, max_tokens) for group in stack.groups]) for stack in stacks
@@ -126,48 +113,43 @@ class RadixTree:
         self._nodes: list[RadixNode | None] = [None]  # by owner number; NO_OWNER is no node
         self._free_owners: list[int] = []
         self.pool: BlockPool
+        self.row_pages: Sequence[npt.NDArray[np.int32]]
         self.catch_up: Callable[[RadixNode], None]
         self.on_stored: Callable[[RadixNode, int, int], None] | None = None
 
     # --- finding ------------------------------------------------------------------------------------------------------
 
     def match_prefix(self, namespace: Namespace, tokens: Sequence[int], most: int) -> Match:
-        """Return how far tokens are known, ``most`` of them at the utmost."""
-        root = self._roots.get(namespace)
-        limit = most - most % self.unit
-        if root is None or not root.children or not limit:
+        """Return how far the first ``most`` tokens are known."""
+        node, limit = self._roots.get(namespace), most - most % self.unit
+        if node is None or not limit or as_bytes(tokens, 0, self.unit) not in node.children:
             return NO_MATCH
-        if as_bytes(tokens, 0, self.unit) not in root.children:
-            return NO_MATCH
-        data = as_bytes(tokens, 0, limit)
+        data, step = as_bytes(tokens, 0, limit), TOKEN_BYTES * self.unit
         nodes: list[RadixNode] = []
-        node, offset, step = root, 0, TOKEN_BYTES * self.unit
-        while offset < limit:
+        offset = 0
+        while offset == node.stop and offset < limit:
             child = node.children.get(data[TOKEN_BYTES * offset : TOKEN_BYTES * offset + step])
             if child is None:
                 break
-            offset = self.end_of_common(child, offset, data, 0, limit)
-            nodes.append(child)
-            if offset < child.stop:
-                break
             node = child
+            nodes.append(node)
+            if node.row >= 0:
+                self.catch_up(node)
+            offset = self.end_of_common(node, offset, data, 0)
         return Match(tuple(nodes), offset)
 
-    def end_of_common(self, node: RadixNode, start: int, data: bytes, base: int, limit: int) -> int:
+    def end_of_common(self, node: RadixNode, start: int, data: bytes, base: int) -> int:
         """Return up to which token a node has the tokens of ``data``, in units.
 
         Args:
-            node: The node, which is brought up to date.
+            node: The node, up to date.
             start: The token from which on they are compared, within the node.
             data: Tokens as bytes.
             base: The token that ``data`` begins with.
-            limit: The token after the last one to compare.
         """
-        if node.row >= 0:
-            self.catch_up(node)
-        stop = min(node.stop, limit)
-        size, at = TOKEN_BYTES * (stop - start), TOKEN_BYTES * (start - base)
-        mine = node.tokens if start == node.start and len(node.tokens) == size else node.tokens_between(start, stop)
+        stop, at = min(node.stop, base + len(data) // TOKEN_BYTES), TOKEN_BYTES * (start - base)
+        is_whole = start == node.start and stop == node.stop
+        mine = node.tokens if is_whole else node.tokens_between(start, stop)
         if data.startswith(mine, at):
             return stop
         differ = np.frombuffer(mine, dtype=np.uint32) != np.frombuffer(data, np.uint32, stop - start, at)
@@ -179,13 +161,23 @@ class RadixTree:
         found = []
         for s, size in enumerate(self.sizes):
             parts = [node.pages[s] for node in match.nodes]
-            if num_tokens > match.length:
-                num_known = match.length // size
-                unknown = np.zeros((len(self.groups[s]), num_tokens // size - num_known), dtype=np.int32)
-                parts = [np.concatenate(parts, axis=1)[:, :num_known], unknown] if parts else [unknown]
-            pages = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1) if parts else self._no_pages[s]
-            found.append(pages[:, : num_tokens // size])
+            pages = parts[0] if len(parts) == 1 else np.concatenate([self._no_pages[s], *parts], axis=1)
+            pages = pages[:, : min(num_tokens, match.length) // size]
+            num_unknown = num_tokens // size - pages.shape[1]
+            if num_unknown:
+                pages = np.concatenate([pages, np.zeros((len(pages), num_unknown), dtype=np.int32)], axis=1)
+            found.append(pages)
         return found
+
+    def end_of_pages(self, match: Match) -> int:
+        """Return how many tokens of a match come before the end of a page."""
+        node = match.nodes[-1]
+        if node.children or node.row >= 0:
+            return match.length
+        ends = [
+            (node.start // size + last_column(pages)) * size for size, pages in zip(self.sizes, node.pages, strict=True)
+        ]
+        return min(max(ends), match.length)
 
     def walk(self) -> Iterator[RadixNode]:
         """Go through all nodes but the roots, each up to date, parents first."""
@@ -201,44 +193,29 @@ class RadixTree:
     # --- inserting ----------------------------------------------------------------------------------------------------
 
     def root(self, namespace: Namespace) -> RadixNode:
-        """Return the root of a namespace, which stays as long as it has a child."""
-        root = self._roots.get(namespace)
-        if root is None:
-            root = self._roots[namespace] = RadixNode(None, 0, namespace=namespace)
-        return root
-
-    def remove_root_if_empty(self, namespace: Namespace) -> None:
-        """Forget a namespace whose root has no child."""
-        root = self._roots.get(namespace)
-        if root is not None and not root.children:
-            del self._roots[namespace]
+        """Return the root of a namespace. The tree keeps it as long as it has a child."""
+        return self._roots.get(namespace) or RadixNode(None, 0, 0, namespace=namespace)
 
     def add_leaf(self, parent: RadixNode, first: bytes) -> RadixNode:
-        """Return a new node without a token, a child of a parent.
+        """Return a new node without a token; ``first`` is the bytes of the first unit that it will have."""
+        if parent.namespace is not None:
+            self._roots[parent.namespace] = parent
+        return self._new_child(parent, parent.stop, first)
 
-        Args:
-            parent: The parent.
-            first: The bytes of the first unit that the leaf will have.
-        """
-        leaf = parent.children[first] = self._new_node(parent, parent.stop)
-        return leaf
-
-    def _new_node(self, parent: RadixNode, start: int) -> RadixNode:
-        owner = self._free_owners.pop() if self._free_owners else len(self._nodes)
-        node = RadixNode(parent, start, owner)
+    def _new_child(self, parent: RadixNode, start: int, first: bytes) -> RadixNode:
+        if not self._free_owners:
+            self._free_owners.append(len(self._nodes))
+            self._nodes.append(None)
+        owner = self._free_owners.pop()
+        node = parent.children[first] = self._nodes[owner] = RadixNode(parent, start, start, first, owner)
         node.pages = list(self._no_pages)
-        if owner == len(self._nodes):
-            self._nodes.append(node)
-        else:
-            self._nodes[owner] = node
         return node
 
     def split_node(self, node: RadixNode, at: int) -> RadixNode:
-        """Cut a node in two and return the upper part, a new node; the lower one keeps growing."""
+        """Split a node and return the upper part, a new node. The lower one keeps growing, and goes if it is empty."""
         assert node.parent is not None
-        upper = self._new_node(node.parent, node.start)
+        upper = self._new_child(node.parent, node.start, node.first)
         upper.stop, upper.tokens = at, node.tokens_between(node.start, at)
-        node.parent.children[self._first_unit(node)] = upper
         for s, size in enumerate(self.sizes):
             num_blocks = at // size - node.start // size
             upper.pages[s], node.pages[s] = node.pages[s][:, :num_blocks].copy(), node.pages[s][:, num_blocks:].copy()
@@ -247,12 +224,10 @@ class RadixTree:
             self.pool.publish_blocks(upper.owner, upper.pages[s][groups, blocks], upper.start // size + blocks)
         node.num_pages -= upper.num_pages
         del node.tokens[: TOKEN_BYTES * (at - node.start)]
-        node.start, node.parent = at, upper
-        upper.children[self._first_unit(node)] = node
+        node.start, node.parent, node.first = at, upper, bytes(node.tokens[: TOKEN_BYTES * self.unit])
+        upper.children[node.first] = node
+        self.remove_if_empty(node)
         return upper
-
-    def _first_unit(self, node: RadixNode) -> bytes:
-        return bytes(node.tokens[: TOKEN_BYTES * self.unit])
 
     # --- evicting -----------------------------------------------------------------------------------------------------
 
@@ -266,7 +241,7 @@ class RadixTree:
         Args:
             owner: The node's number.
             groups: Their group, or the group of each.
-            indices: ``[n], host``: which blocks of the prefix they hold.
+            indices: ``[n], host``: which blocks of the prefix they were.
         """
         node = self._nodes[owner]
         assert node is not None
@@ -275,56 +250,26 @@ class RadixTree:
         else:
             for group, of_group in equal_runs(groups):
                 self._remove_pages(node, group, indices[of_group])
-        self.trim_node(node)
+        self.remove_if_empty(node)
 
     def _remove_pages(self, node: RadixNode, group: int, indices: Indices) -> None:
         s, g = self.place[group]
         places = indices - node.start // self.sizes[s]
         if node.row >= 0:
-            if not self.row_pages.is_table[s]:
-                self.row_pages.pages[s][g, node.row, indices] = 0
+            self.row_pages[s][g, node.row, indices] = 0
             places = places[places < node.pages[s].shape[1]]
         node.pages[s][g, places] = 0
         node.num_pages -= len(places)
 
-    def trim_node(self, node: RadixNode) -> None:
-        """Forget a node's tokens after its last page, and remove nodes that have neither pages nor children.
-
-        A node that has children, or that grows with a running request, keeps its tokens. The time is in proportion to
-        what is forgotten.
-        """
-        while node.parent is not None and not node.children and node.row < 0:
-            if node.num_pages:
-                self._cut_off(node)
-                return
-            self._remove_node(node)
+    def remove_if_empty(self, node: RadixNode) -> None:
+        """Remove a node that has neither pages nor children and does not grow, and then its parents likewise."""
+        while node.parent is not None and not node.num_pages and not node.children and node.row < 0:
+            del node.parent.children[node.first]
+            self._nodes[node.owner] = None
+            self._free_owners.append(node.owner)
             node = node.parent
-
-    def _cut_off(self, node: RadixNode) -> None:
-        """Forget the tokens after the last page of a node that has pages."""
-        stop, width = node.start, self.unit
-        while stop == node.start:
-            base = max(node.start, node.stop - width)
-            for size, pages in zip(self.sizes, node.pages, strict=True):
-                first = base // size
-                held = np.flatnonzero(pages[:, first - node.start // size :].any(axis=0))
-                if len(held):
-                    stop = max(stop, (first + int(held[-1]) + 1) * size)
-            assert stop > node.start or base > node.start, "a node's pages are miscounted"
-            width *= 4
-        if stop < node.stop:
-            node.stop = stop
-            for s, size in enumerate(self.sizes):
-                node.pages[s] = node.pages[s][:, : stop // size - node.start // size]
-
-    def _remove_node(self, node: RadixNode) -> None:
-        assert node.parent is not None
-        del node.parent.children[self._first_unit(node)]
-        self._nodes[node.owner] = None
-        self._free_owners.append(node.owner)
-        namespace = node.parent.namespace
-        if namespace is not None and not node.parent.children:
-            del self._roots[namespace]
+        if node.namespace is not None and not node.children:
+            del self._roots[node.namespace]
 
     def remove_all(self) -> None:
         """Forget every prefix; the pool gives up the pages."""
@@ -333,25 +278,28 @@ class RadixTree:
         self._free_owners.clear()
 
 
-def as_bytes(tokens: Sequence[int], start: int = 0, stop: int | None = None) -> bytes:
-    """Return token ids, those of ``[start, stop)``, as four bytes each.
+def last_column(pages: npt.NDArray[np.int32]) -> int:
+    """Return the number of the last column with a page, counted from 1; 0 if there is no page."""
+    held = np.flatnonzero(pages.any(axis=0))
+    return int(held[-1]) + 1 if len(held) else 0
+
+
+def as_bytes(tokens: Sequence[int], start: int, stop: int) -> bytes:
+    """Return token ids ``[start, stop)`` as four bytes each.
 
     Raises:
         RequestError: One of them is no token id, or is missing (``bad_token``).
     """
     if isinstance(tokens, array) and tokens.typecode == "I":
-        if stop is None:
-            data = tokens.tobytes()
-        else:
-            # A part of an array is a copy, which takes less time than a view of it if it is short. No view is kept,
-            # not even by an error: the caller could add no token to the array while a view lives.
-            data = (tokens[start:stop] if stop - start < _LONG else memoryview(tokens)[start:stop]).tobytes()
+        # A short part is read faster as a copy, a long one as a view. No view is kept, not even by an error: the caller
+        # could add no token to the array while a view lives.
+        data = (tokens[start:stop] if stop - start < _LONG else memoryview(tokens)[start:stop]).tobytes()
     else:
         try:
-            data = array("I", tokens if stop is None else tokens[start:stop]).tobytes()
+            data = array("I", tokens[start:stop]).tobytes()
         except (OverflowError, TypeError):
             raise _unreadable(tokens, num_readable(tokens)) from None
-    if stop is not None and len(data) != TOKEN_BYTES * (stop - start):
+    if len(data) != TOKEN_BYTES * (stop - start):
         raise _unreadable(tokens, len(tokens))
     return data
 

@@ -168,7 +168,7 @@ class Swapper:
 
         The row is free before and after. False is returned if the pool has too few pages.
         """
-        as_bytes(token_ids)
+        as_bytes(token_ids, 0, len(token_ids))
         namespace = (salt, inputs_root(inputs))
         state = RowState(input_blocks(self._input_groups, inputs, salt))
         places = check_copies(copies, self._needed_blocks(len(token_ids), state.inputs))
@@ -242,7 +242,7 @@ class Swapper:
             pages = of_stacks[s][g][: len(found[group])]
             found[group][: len(pages)] = pages
         for each in stored.state.inputs:
-            known = self._cache.inputs.known_input_pages(each)
+            known = self._cache.inputs.find_input(each)
             if known is not None and each.sequence not in stored.state.missing:
                 pages = known[: len(found[each.group])]
                 found[each.group][: len(pages)] = pages
