@@ -67,14 +67,11 @@ ALSO_TORCH_FREE = (
 
 # What plugins, and their tests, may import: the names of ``kvframe``, the contract, and the test kit.
 PUBLIC = re.compile(r"kvframe|kvframe\.(contract|testing)(\.\w+)?")
-# To go: the contract names no run-time class instead.
-STILL_PUBLIC = {"kvframe.attention.layer", "kvframe.attention.state", "kvframe.builtin.full_attention"}
-
 PLUGIN_FILES = sorted((ROOT / "plugins").glob("*/src/**/*.py"))
 
 
 def is_public(module: str) -> bool:
-    return PUBLIC.fullmatch(module) is not None or module in STILL_PUBLIC
+    return PUBLIC.fullmatch(module) is not None
 
 
 def module_name(path: Path) -> str:
@@ -153,8 +150,7 @@ def test_a_stage_imports_no_later_one() -> None:
 
 
 def test_types_come_from_earlier_stages_too() -> None:
-    # To go: the contract describes the attached layers by a protocol instead.
-    assert later_imports(at_type_checking=True) == {"contract.model": {"attention.layer"}}
+    assert later_imports(at_type_checking=True) == {}
 
 
 def test_no_two_modules_import_each_other() -> None:

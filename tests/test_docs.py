@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 import shlex
 import sys
@@ -51,8 +52,9 @@ def blocks(document: str, language: str) -> list[Block]:
 def table(document: str, heading: str) -> list[list[str]]:
     """Return the rows of the first table after a heading, without its header; a cell's code is unquoted."""
     text = read(document).split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
-    return rows[2:]
+    lines = itertools.dropwhile(lambda line: not line.startswith("|"), text.splitlines())
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines)
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows][2:]
 
 
 def quoted(cell: str) -> list[str]:

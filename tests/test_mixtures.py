@@ -12,9 +12,9 @@ import torch
 from click.testing import CliRunner
 
 from kvframe.attention.layer import AttentionLayer
-from kvframe.attention.state import StateRound
 from kvframe.cli import main
 from kvframe.contract.errors import ModelError
+from kvframe.contract.state import StateRound
 from kvframe.engine.requests.request import SamplingParams
 from tests.encoder_decoder import decoder_of, plain_logits
 from tests.encoder_decoder import prompts as encoder_prompts

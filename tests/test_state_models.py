@@ -11,8 +11,8 @@ import torch
 from kvframe_transformers.testing import MORE_STATE_FAMILIES, STATE_FAMILIES
 
 from kvframe import Engine, SamplingParams, Stack
-from kvframe.attention.state import StateRound, StateRun
 from kvframe.contract.errors import ModelError
+from kvframe.contract.state import StateRound, StateRun
 from tests.serving import GREEDY, PROMPTS, TinyModel, ids, served
 
 ALL = pytest.mark.parametrize("family", STATE_FAMILIES)

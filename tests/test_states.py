@@ -15,13 +15,14 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvframe.attention.state import RollbackTable, StateRun, StateStep
+from kvframe.attention.state import RollbackTable, state_step
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.cli import main
 from kvframe.config.stack import Stack
 from kvframe.contract.capture import GraphCapture
 from kvframe.contract.errors import BackendError
 from kvframe.contract.specs import KVCacheSpec, LayerSpec, StateTensor, TokenRange
+from kvframe.contract.state import StateRun, StateStep
 from kvframe.loading.plugins import load_plugins
 from kvframe.planning.rollback import RollbackSpec
 from kvframe.selection.select import select_backends
@@ -69,7 +70,7 @@ def step_of(
     """Return the step of requests (tokens computed before, tokens to compute), one in each row of the table."""
     computed, new = np.array(requests).T
     spec = SumSpec(block_size=block_size, num_states=num_states)
-    return StateStep.of(np.arange(len(requests)), computed, new, np.array(table, dtype=np.int32), spec, CPU, rollback)
+    return state_step(np.arange(len(requests)), computed, new, np.array(table, dtype=np.int32), spec, CPU, rollback)
 
 
 def two_more(*rows: Sequence[int]) -> RollbackTable:
@@ -244,7 +245,7 @@ def test_any_steps_leave_in_every_page_what_one_token_after_the_other_gives(
                 for block in range(first, stop):
                     if rollback is not None and not rollback.ids[row, block]:
                         rollback.ids[row, block], next_page = next_page, next_page + num_rollback
-        step = StateStep.of(rows, starts, new, table, spec, CPU, rollback)
+        step = state_step(rows, starts, new, table, spec, CPU, rollback)
         packed = [values[row, start : start + count] for row, start, count in zip(rows, starts, new, strict=True)]
         run(step, pages, torch.cat(packed))
         covered = [row for each in step.rounds for row in each.rows.tolist()]

@@ -8,13 +8,13 @@ from typing import Any, ClassVar, Self
 import pytest
 import torch
 
-from kvframe.attention.state import StateRound, StateRun
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.config.stack import Stack
 from kvframe.contract.backend import AttentionMetadataBuilder, KVCache
 from kvframe.contract.errors import BackendError, ModelError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.specs import LayerSpec
+from kvframe.contract.state import StateRound, StateRun
 from tests.attending import MIXED, Bench, layer, local, plugin
 from tests.scripted_model import ScriptedModel
 

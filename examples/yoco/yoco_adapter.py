@@ -17,8 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from yoco_model import Attend, Yoco, YocoConfig
 
-from kvframe import AttentionLayers
-from kvframe.contract import LayerDescription, LoadedModel, ModelAdapter, ModelDescription, ModelError
+from kvframe.contract import AttachedLayers, LayerDescription, LoadedModel, ModelAdapter, ModelDescription, ModelError
 
 ARCHITECTURE = "yoco"
 _SELF_CHECK_LENS = (5, 9, 40)
@@ -85,19 +84,19 @@ class YocoModel(LoadedModel):
         """
         self.model = model
         self.description = describe(model.config, name)
-        self._layers: AttentionLayers | None = None
+        self._layers: AttachedLayers | None = None
         self._own: dict[str, Attend] = {}
 
     def can_skip(self, layers: Sequence[str]) -> bool:
         """Return whether ``layers`` are those of the cross-decoder: rows are left out at its start, nowhere else."""
         return layers[0] == _cross_layer(0)
 
-    def attach(self, layers: AttentionLayers) -> None:
+    def attach(self, layers: AttachedLayers) -> None:
         """Put the engine's layers in place of the dense attention."""
         if self._layers is not None:
             raise ModelError(f"{self.description.name} serves another engine already; close that engine first")
         self._own = self._attention()
-        self._set_attention(layers)
+        self._set_attention({layer.name: layers[layer.name] for layer in self.description.layers})
         self._layers = layers
 
     def detach(self) -> None:

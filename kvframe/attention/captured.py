@@ -13,9 +13,9 @@ from kvframe.attention.build import BuiltMetadata, MetadataPlan, PreparedMetadat
 from kvframe.attention.nested import field_names, replace_tensors
 from kvframe.attention.slots import PackedSlots, Slots, unpack_slots
 from kvframe.attention.staging import StagedMemory, Staging
-from kvframe.attention.state import StateStep
 from kvframe.contract.capture import NotReplayableError
 from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.state import StateStep
 
 T = TypeVar("T")
 

@@ -20,82 +20,11 @@ from kvframe.attention.staging import HOST
 from kvframe.attention.step import StepBatch
 from kvframe.cache.block_table import BlockTables
 from kvframe.contract.backend import KVCache
-from kvframe.contract.errors import ModelError
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
+from kvframe.contract.state import StateRound, StateRun, StateStep
 from kvframe.planning.groups import Grouping
 
 IntArray = npt.NDArray[np.int64]
-States = dict[str, torch.Tensor]
-
-
-@attrs.frozen(eq=False)
-class StateRound:
-    """One token of each of several requests, to be computed together.
-
-    Attributes:
-        rows: ``[num_rows], int64, device``: the packed tokens, each of another request.
-        source_pages: ``[num_rows], int64, device``: the page with the state before the token; there is one. It is the
-            block id at which the layers find the state: of a rollback page, that of one of its parts.
-        source_places: ``[num_rows], int64, device``: which of the page's states that is.
-        target_pages: ``[num_rows], int64, device``: the page that gets the state after the token; no two are one.
-        target_places: ``[num_rows], int64, device``: which of its states.
-    """
-
-    rows: torch.Tensor
-    source_pages: torch.Tensor
-    source_places: torch.Tensor
-    target_pages: torch.Tensor
-    target_places: torch.Tensor
-
-    def read(self, pages: KVCache) -> States:
-        """Return the states before the tokens: copies ``[num_rows, *shape]`` by name."""
-        return {name: tensor[self.source_pages, self.source_places] for name, tensor in pages.items()}
-
-    def write(self, pages: KVCache, states: Mapping[str, torch.Tensor]) -> None:
-        """Write the states after the tokens, ``[num_rows, *shape]`` by name, into their pages."""
-        for name, tensor in pages.items():
-            _check_state(name, states[name], (len(self.rows), *tensor.shape[2:]))
-            tensor.index_put_((self.target_pages, self.target_places), states[name].to(tensor.dtype))
-
-
-def _check_state(name: str, state: torch.Tensor, shape: tuple[int, ...]) -> None:
-    # One of another shape might be spread over all requests.
-    if state.shape != shape:
-        raise ModelError(
-            f"the model gives a state {name!r} of the shape {list(state.shape)}, and its page takes {list(shape)}: "
-            "this is a mistake in the model adapter"
-        )
-
-
-@attrs.frozen
-class StateRun:
-    """Tokens of one request that follow each other, up to where a state is kept.
-
-    Attributes:
-        start: The first packed row.
-        stop: The row after the last one.
-        source: Page, and which of its states, before the first token; None where nothing is before it.
-        target: Page, and which of its states, that gets the state after the last token.
-    """
-
-    start: int
-    stop: int
-    source: tuple[int, int] | None
-    target: tuple[int, int]
-
-    def read(self, pages: KVCache) -> States | None:
-        """Return the state before the first token, copies ``[1, *shape]`` by name; None if there is none."""
-        if self.source is None:
-            return None
-        page, place = self.source
-        return {name: tensor[page, place].unsqueeze(0).clone() for name, tensor in pages.items()}
-
-    def write(self, pages: KVCache, states: Mapping[str, torch.Tensor]) -> None:
-        """Write the state after the last token, ``[1, *shape]`` by name, into its page."""
-        page, place = self.target
-        for name, tensor in pages.items():
-            _check_state(name, states[name], (1, *tensor.shape[2:]))
-            tensor[page, place].copy_(states[name][0])
 
 
 @attrs.frozen(eq=False)
@@ -113,47 +42,30 @@ class RollbackTable:
     ids_per_state: int
 
 
-@attrs.frozen(eq=False)
-class StateStep:
-    """What one step computes, as the state layers of a cache group see it.
+def state_step(
+    rows: IntArray,
+    num_computed: IntArray,
+    query_lens: IntArray,
+    table: npt.NDArray[np.int32],
+    spec: KVCacheSpec,
+    device: torch.device,
+    rollback: RollbackTable | None = None,
+) -> StateStep:
+    """Return the step of a packed batch.
 
-    Every packed token is in exactly one round or run; padded rows are in none. Rounds and runs read what earlier ones
-    of the step wrote, so they are taken in order: all rounds, then all runs.
-
-    Attributes:
-        rounds: Tokens of requests that go on by few: the first of each, the second of those that have one, and so on.
-        runs: The tokens of the other requests, cut where a state is kept; those of a request without a past among them.
+    Args:
+        rows: ``[num_reqs]``: each request's row in the block table.
+        num_computed: ``[num_reqs]``: tokens that were computed before.
+        query_lens: ``[num_reqs]``: tokens that the step computes, at least one each.
+        table: ``[max_num_seqs, max_blocks], int32, host``: the group's block table.
+        spec: What the group stores.
+        device: Where the model runs.
+        rollback: Where its rollback states lie; None if it has none.
     """
-
-    rounds: tuple[StateRound, ...]
-    runs: tuple[StateRun, ...]
-
-    @classmethod
-    def of(
-        cls,
-        rows: IntArray,
-        num_computed: IntArray,
-        query_lens: IntArray,
-        table: npt.NDArray[np.int32],
-        spec: KVCacheSpec,
-        device: torch.device,
-        rollback: RollbackTable | None = None,
-    ) -> StateStep:
-        """Return the step of a packed batch.
-
-        Args:
-            rows: ``[num_reqs]``: each request's row in the block table.
-            num_computed: ``[num_reqs]``: tokens that were computed before.
-            query_lens: ``[num_reqs]``: tokens that the step computes, at least one each.
-            table: ``[max_num_seqs, max_blocks], int32, host``: the group's block table.
-            spec: What the group stores.
-            device: Where the model runs.
-            rollback: Where its rollback states lie; None if it has none.
-        """
-        places = _Places(rows, num_computed, query_lens, table, spec, rollback)
-        in_rounds = places.in_rounds()
-        rounds = [_round(places, index, in_rounds, device) for index in range(places.num_rounds(in_rounds))]
-        return cls(tuple(rounds), tuple(_runs(places, np.flatnonzero(~in_rounds))))
+    places = _Places(rows, num_computed, query_lens, table, spec, rollback)
+    in_rounds = places.in_rounds()
+    rounds = [_round(places, index, in_rounds, device) for index in range(places.num_rounds(in_rounds))]
+    return StateStep(tuple(rounds), tuple(_runs(places, np.flatnonzero(~in_rounds))))
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -315,7 +227,7 @@ class StateLayers(Mapping[str, StateLayer]):
             if group in self._rollback:
                 other, num_states, ids_per_state = self._rollback[group]
                 rollback = RollbackTable(tables[other].ids, num_states, ids_per_state)
-            steps.append(StateStep.of(rows, computed, lens, tables[group].ids, first.stored, HOST, rollback))
+            steps.append(state_step(rows, computed, lens, tables[group].ids, first.stored, HOST, rollback))
         return steps
 
     def select(self, steps: Sequence[StateStep]) -> None:

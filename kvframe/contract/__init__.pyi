@@ -49,11 +49,14 @@ from .metadata import SEQ_STARTS as SEQ_STARTS
 from .metadata import Axis as Axis
 from .metadata import CommonAttentionMetadata as CommonAttentionMetadata
 from .metadata import Extension as Extension
+from .model import AttachedLayer as AttachedLayer
+from .model import AttachedLayers as AttachedLayers
+from .model import AttachedState as AttachedState
+from .model import Attend as Attend
 from .model import LoadedModel as LoadedModel
 from .model import ModelAdapter as ModelAdapter
 from .model import ModelIdentity as ModelIdentity
 from .model import ModelInput as ModelInput
-from .operator import Attend as Attend
 from .operator import OpaqueAttention as OpaqueAttention
 from .order import BatchOrder as BatchOrder
 from .order import BatchSplit as BatchSplit
@@ -70,6 +73,9 @@ from .specs import QuerySpec as QuerySpec
 from .specs import RelativeBias as RelativeBias
 from .specs import TokenRange as TokenRange
 from .specs import positive_int as positive_int
+from .state import StateRound as StateRound
+from .state import StateRun as StateRun
+from .state import StateStep as StateStep
 from .wrapper import CHANGES_MASK as CHANGES_MASK
 from .wrapper import DROPS_TOKENS as DROPS_TOKENS
 from .wrapper import VIRTUAL_REQUESTS as VIRTUAL_REQUESTS

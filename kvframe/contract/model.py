@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 
@@ -15,7 +15,7 @@ from kvframe.contract.errors import ModelError, RequestError
 if TYPE_CHECKING:
     import torch
 
-    from kvframe.attention.layer import AttentionLayers
+    from kvframe.contract.state import StateStep
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -45,6 +45,61 @@ class ModelIdentity:
 
     config: str
     weights: Mapping[str, torch.Tensor]
+
+
+class Attend(Protocol):
+    """Computes the attention of one layer: what a model calls instead of its own attention."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend: ``[num_rows, num_heads, head_size]`` to ``[num_rows, num_heads, head_size_v]``, device."""
+
+
+class AttachedLayer(Attend, Protocol):
+    """One attention layer of the host that serves a model."""
+
+    def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Take the learned tensors of the layer's attention, once, before the first step."""
+
+
+class AttachedState(Protocol):
+    """One state layer of the host: the model computes it on the pages that it is given."""
+
+    @property
+    def pages(self) -> Mapping[str, torch.Tensor]:
+        """Its state tensors by name, each ``[num_block_ids, states_per_block, *shape], device``."""
+
+    @property
+    def step(self) -> StateStep:
+        """What the current step computes."""
+
+
+class AttachedLayers(Protocol):
+    """All layers that the host gives a model, by the names of its description."""
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """The attention layers that compute only some rows of a step, in the order they run."""
+
+    @property
+    def states(self) -> Mapping[str, AttachedState]:
+        """The layers that keep a state and do not attend."""
+
+    @property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """The dtypes of the stored state of all layers."""
+
+    @property
+    def kept_rows(self) -> torch.Tensor | None:
+        """``[num_kept], int64, device``: the rows that the skipped layers compute in this step; None for all."""
+
+    def __getitem__(self, name: str, /) -> AttachedLayer:
+        """Return an attention layer."""
 
 
 class LoadedModel(ABC):
@@ -94,12 +149,12 @@ class LoadedModel(ABC):
         return False
 
     @abstractmethod
-    def attach(self, layers: AttentionLayers) -> None:
+    def attach(self, layers: AttachedLayers) -> None:
         """Route the model's attention through ``layers``; raises ``ModelError`` if a layer was not reached.
 
         Args:
-            layers: The run-time layers, by the names of the description; those that keep a state and do not attend are
-                its ``states``, and the model computes them on their pages. Called once, at set-up.
+            layers: The host's layers. The model calls its attention layers, and computes its ``states`` on their pages.
+                Called once, at set-up.
         """
 
     @abstractmethod
@@ -136,7 +191,7 @@ class LoadedModel(ABC):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
         """Run one packed step; the attention layers already hold the step's metadata.
 
-        In a step whose ``AttentionLayers.kept_rows`` is not None, the layers in ``AttentionLayers.skipped`` are called
+        In a step whose ``AttachedLayers.kept_rows`` is not None, the layers in ``AttachedLayers.skipped`` are called
         with the queries of these rows alone, in their order, and what the model computes before the first of them it
         computes for all rows. A model whose ``can_skip`` returned False never sees such a step.
 

@@ -7,23 +7,11 @@ compiled model calls ``kvframe::attend`` in place of the layer, of which the com
 from __future__ import annotations
 
 import itertools
-from typing import Protocol
 from weakref import WeakValueDictionary
 
 import torch
 
-
-class Attend(Protocol):
-    """What is called, as ``AttentionLayer`` is."""
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attend: ``[num_rows, num_heads, head_size]`` to ``[num_rows, num_heads, head_size_v]``, device."""
+from kvframe.contract.model import Attend
 
 
 class OpaqueAttention:
@@ -52,7 +40,7 @@ class OpaqueAttention:
         value: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend; arguments and result are those of ``AttentionLayer.__call__``."""
+        """Attend; arguments and result are those of ``Attend``."""
         output: torch.Tensor = torch.ops.kvframe.attend(query, key, value, sinks, self._name, self._head_size_v)
         return output
 

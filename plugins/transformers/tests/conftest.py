@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvframe.attention.state import StateStep
-from kvframe.contract import KVCacheSpec, LayerDescription, LoadedModel, StateTensor, TokenRange
+from kvframe.attention.state import state_step
+from kvframe.contract import KVCacheSpec, LayerDescription, LoadedModel, StateStep, StateTensor, TokenRange
 
 
 class OneState(KVCacheSpec):
@@ -135,7 +135,7 @@ class DenseLayers(Mapping[str, DenseLayer]):
         positions = torch.cat(
             [torch.arange(starts[request], starts[request] + len(new_tokens[request])) for request in new_tokens]
         )
-        step = StateStep.of(
+        step = state_step(
             np.array(list(new_tokens)),
             np.array(list(starts.values())),
             np.array([len(tokens) for tokens in new_tokens.values()]),

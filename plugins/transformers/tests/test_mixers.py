@@ -17,8 +17,7 @@ from kvframe_transformers.self_check import relative_difference
 from kvframe_transformers.states import StateView, is_mixer
 from kvframe_transformers.testing import save_tiny, tiny_model
 
-from kvframe.attention.state import StateRound, StateRun, StateStep
-from kvframe.contract import ModelError
+from kvframe.contract import ModelError, StateRound, StateRun, StateStep
 
 
 def attached(path: Path, family: str, dense_layers: Any) -> tuple[TransformersModel, Any]:

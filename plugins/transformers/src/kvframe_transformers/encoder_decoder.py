@@ -10,13 +10,20 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from kvframe.contract import ENCODER, LoadedModel, ModelDescription, ModelError, ModelInput, RequestError
+from kvframe.contract import (
+    ENCODER,
+    AttachedLayers,
+    LoadedModel,
+    ModelDescription,
+    ModelError,
+    ModelInput,
+    RequestError,
+)
 from kvframe_transformers.decoder_hooks import DecoderHooks
 from kvframe_transformers.model import TransformersModel
 from kvframe_transformers.model_inputs import EncoderStates, features_input, ids_input
 from kvframe_transformers.recording import width_of_encoder
 from kvframe_transformers.relative_bias import PARAMETER, tables_of
-from kvframe_transformers.routing import RunLayers
 from kvframe_transformers.self_check import RunPacked, compare_runs
 
 _DECODER_POSITIONS = "decoder_position_ids"
@@ -161,7 +168,7 @@ class EncoderDecoderModel(TransformersModel):
 
     # --- serving ------------------------------------------------------------------------------------------------------
 
-    def attach(self, layers: RunLayers) -> None:
+    def attach(self, layers: AttachedLayers) -> None:
         """Route the decoder's attention through ``layers``, and give them their tables of biases.
 
         Args:

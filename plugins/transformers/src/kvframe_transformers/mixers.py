@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvframe.attention.state import StateRound, StateRun
-from kvframe.contract import ModelError
+from kvframe.contract import AttachedState, ModelError, StateRound, StateRun
 from kvframe_transformers.paged_steps import PagedStep, kernels_run_on
-from kvframe_transformers.routing import RunState, running_step
+from kvframe_transformers.routing import running_step
 from kvframe_transformers.scans import ContinuedScan
 from kvframe_transformers.self_check import relative_difference, tolerance_of
 from kvframe_transformers.states import Forward, Inputs, MixerCall, Numbers, Output, StateView
@@ -33,7 +32,7 @@ class MixerDriver:
     states in their pages, single tokens are computed by them.
     """
 
-    def __init__(self, name: str, module: nn.Module, forward: Forward, layer: RunState) -> None:
+    def __init__(self, name: str, module: nn.Module, forward: Forward, layer: AttachedState) -> None:
         """Take a mixer and the layer that has its pages.
 
         Args:

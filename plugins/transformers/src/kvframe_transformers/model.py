@@ -15,12 +15,21 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvframe.contract import Attend, LayerDescription, LoadedModel, ModelDescription, ModelError, ModelIdentity, Pooling
+from kvframe.contract import (
+    AttachedLayers,
+    Attend,
+    LayerDescription,
+    LoadedModel,
+    ModelDescription,
+    ModelError,
+    ModelIdentity,
+    Pooling,
+)
 from kvframe_transformers.checkpoint import one_sentence, quiet
 from kvframe_transformers.compiled import CompiledBody
 from kvframe_transformers.latents import Latents
 from kvframe_transformers.mixers import MixerDriver
-from kvframe_transformers.routing import RUN_TIME, Route, Routes, RunLayers, RunningStep, running, running_step
+from kvframe_transformers.routing import RUN_TIME, Route, Routes, RunningStep, running, running_step
 from kvframe_transformers.self_check import RunPacked, compare_runs
 from kvframe_transformers.sentence_transformers import read_pooling
 from kvframe_transformers.skipping import RowCutter, blocks_from
@@ -69,7 +78,7 @@ class TransformersModel(LoadedModel):
         parameters = inspect.signature(self._body.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
-        self._layers: RunLayers | None = None
+        self._layers: AttachedLayers | None = None
         self._routes: Routes = {}
         self._original: list[tuple[Any, str | None]] = []
         self._temperatures = _NO_TEMPERATURES
@@ -106,7 +115,7 @@ class TransformersModel(LoadedModel):
         """
         return self._blocks_from(layers) is not None
 
-    def attach(self, layers: RunLayers) -> None:
+    def attach(self, layers: AttachedLayers) -> None:
         """Route the model's attention through ``layers``.
 
         Args:

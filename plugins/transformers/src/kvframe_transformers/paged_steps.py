@@ -17,8 +17,7 @@ import attrs
 import torch
 from torch import nn
 
-from kvframe.attention.state import StateRound
-from kvframe.contract import KVCache
+from kvframe.contract import KVCache, StateRound
 from kvframe_transformers.scans import parameters_of, with_globals
 from kvframe_transformers.states import Inputs, Numbers, Output, StateView
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from kvframe.attention.state import StateStep
 from kvframe.contract import Attend, LayerDescription, ModelError, OpaqueAttention
 from kvframe_transformers.discovery import scale_of
 from kvframe_transformers.temperature import Temperature
@@ -22,48 +21,6 @@ OPAQUE = "kvframe_attend"
 
 RUN_TIME = "kvframe"
 """The attention implementation of an attached model. It has no mask implementation, so that no mask is built."""
-
-
-class RunState(Protocol):
-    """One state layer of an engine, as ``AttentionLayers.states`` holds it."""
-
-    @property
-    def pages(self) -> Mapping[str, torch.Tensor]:
-        """Its state tensors by name, each ``[num_block_ids, states_per_block, *shape], device``."""
-
-    @property
-    def step(self) -> StateStep:
-        """What the running step computes."""
-
-
-class RunLayer(Attend, Protocol):
-    """One attention layer of an engine, as ``AttentionLayers`` holds it."""
-
-    def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Take the learned tensors that the layer brings to its attention, once, before the first step."""
-
-
-class RunLayers(Protocol):
-    """All attention layers of an engine: ``AttentionLayers``, as far as a model looks at it."""
-
-    @property
-    def skipped(self) -> tuple[str, ...]:
-        """The layers that compute only some rows of a step, in the order they run."""
-
-    @property
-    def states(self) -> Mapping[str, RunState]:
-        """The layers that keep a state and do not attend, by the names of the description."""
-
-    @property
-    def dtypes(self) -> frozenset[torch.dtype]:
-        """The dtypes of what all of them keep."""
-
-    @property
-    def kept_rows(self) -> torch.Tensor | None:
-        """``[num_kept], int64, device``: the rows that they compute in this step; None for all."""
-
-    def __getitem__(self, name: str, /) -> RunLayer:
-        """Return the layer with a name of the description."""
 
 
 @attrs.frozen(eq=False)

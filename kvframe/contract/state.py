@@ -1,0 +1,105 @@
+"""Steps of state layers: which tokens a model computes together, from which states, and where the new states go.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import attrs
+
+from kvframe.contract.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+    States = dict[str, torch.Tensor]
+    Pages = Mapping[str, torch.Tensor]
+
+
+@attrs.frozen(eq=False)
+class StateRound:
+    """One token of each of several requests, to be computed together.
+
+    Attributes:
+        rows: ``[num_rows], int64, device``: the packed tokens, each of another request.
+        source_pages: ``[num_rows], int64, device``: the page with the state before the token; there is one. It is the
+            block id at which the layers find the state: of a rollback page, that of one of its parts.
+        source_places: ``[num_rows], int64, device``: which of the page's states that is.
+        target_pages: ``[num_rows], int64, device``: the page that gets the state after the token; no two are one.
+        target_places: ``[num_rows], int64, device``: which of its states.
+    """
+
+    rows: torch.Tensor
+    source_pages: torch.Tensor
+    source_places: torch.Tensor
+    target_pages: torch.Tensor
+    target_places: torch.Tensor
+
+    def read(self, pages: Pages) -> States:
+        """Return the states before the tokens: copies ``[num_rows, *shape]`` by name."""
+        return {name: tensor[self.source_pages, self.source_places] for name, tensor in pages.items()}
+
+    def write(self, pages: Pages, states: Mapping[str, torch.Tensor]) -> None:
+        """Write the states after the tokens, ``[num_rows, *shape]`` by name, into their pages."""
+        for name, tensor in pages.items():
+            _check_state(name, states[name], (len(self.rows), *tensor.shape[2:]))
+            tensor.index_put_((self.target_pages, self.target_places), states[name].to(tensor.dtype))
+
+
+@attrs.frozen
+class StateRun:
+    """Tokens of one request that follow each other, up to where a state is kept.
+
+    Attributes:
+        start: The first packed row.
+        stop: The row after the last one.
+        source: Page, and which of its states, before the first token; None where nothing is before it.
+        target: Page, and which of its states, that gets the state after the last token.
+    """
+
+    start: int
+    stop: int
+    source: tuple[int, int] | None
+    target: tuple[int, int]
+
+    def read(self, pages: Pages) -> States | None:
+        """Return the state before the first token, copies ``[1, *shape]`` by name; None if there is none."""
+        if self.source is None:
+            return None
+        page, place = self.source
+        return {name: tensor[page, place].unsqueeze(0).clone() for name, tensor in pages.items()}
+
+    def write(self, pages: Pages, states: Mapping[str, torch.Tensor]) -> None:
+        """Write the state after the last token, ``[1, *shape]`` by name, into its page."""
+        page, place = self.target
+        for name, tensor in pages.items():
+            _check_state(name, states[name], (1, *tensor.shape[2:]))
+            tensor[page, place].copy_(states[name][0])
+
+
+@attrs.frozen(eq=False)
+class StateStep:
+    """What one step computes, as the state layers of a cache group see it.
+
+    Every packed token is in exactly one round or run; padded rows are in none. Rounds and runs read what earlier ones
+    of the step wrote, so they are taken in order: all rounds, then all runs.
+
+    Attributes:
+        rounds: Tokens of requests that go on by few: the first of each, the second of those that have one, and so on.
+        runs: The tokens of the other requests, cut where a state is kept; those of a request without a past among them.
+    """
+
+    rounds: tuple[StateRound, ...]
+    runs: tuple[StateRun, ...]
+
+
+def _check_state(name: str, state: torch.Tensor, shape: tuple[int, ...]) -> None:
+    # One of another shape might be spread over all requests.
+    if state.shape != shape:
+        raise ModelError(
+            f"the model gives a state {name!r} of the shape {list(state.shape)}, and its page takes {list(shape)}: "
+            "this is a mistake in the model adapter"
+        )
