@@ -270,7 +270,7 @@ def test_name_listed_twice_by_one_distribution_is_broken(site: FakeSite) -> None
 @pytest.mark.parametrize(
     ("api", "stated", "cure"),
     [
-        ("v1_3", "1.3", "upgrade kvframe, or install an older kvframe-new"),
+        ("v1_1", "1.1", "upgrade kvframe, or install an older kvframe-new"),
         ("v2_0", "2.0", "upgrade kvframe, or install an older kvframe-new"),
         ("v0_9", "0.9", "install a newer kvframe-new"),
     ],
@@ -282,7 +282,7 @@ def test_newer_minor_or_other_major_is_refused_before_import(site: FakeSite, api
     record = host.record("new")
     assert (record.status, record.api_version) == ("incompatible", stated)
     assert record.reason == (
-        f"kvframe-new was written for contract version {stated} and this kvframe speaks 1.2; {cure}"
+        f"kvframe-new was written for contract version {stated} and this kvframe speaks 1.0; {cure}"
     )
     assert module not in sys.modules
     assert "kvframe_new" not in sys.modules
@@ -290,17 +290,17 @@ def test_newer_minor_or_other_major_is_refused_before_import(site: FakeSite, api
 
 
 def test_older_minor_loads(site: FakeSite, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hookspecs, "API_VERSION", "1.3")
-    site.add("kvframe-old", "old", GOOD, api="v1_2")
+    monkeypatch.setattr(hookspecs, "API_VERSION", "1.7")
+    site.add("kvframe-old", "old", GOOD, api="v1_3")
     record = load_plugins().record("old")
-    assert (record.status, record.api_version) == ("loaded", "1.2")
+    assert (record.status, record.api_version) == ("loaded", "1.3")
 
 
 def test_plugin_that_states_no_version_is_told_what_to_add(site: FakeSite) -> None:
     module = site.add("kvframe-mute", "mute", GOOD, api=None)
     record = load_plugins().record("mute")
     assert record.status == "incompatible"
-    assert 'its entry-point group "kvframe.v1.api" must hold mute = "v1_2"' in record.reason
+    assert 'its entry-point group "kvframe.v1.api" must hold mute = "v1_0"' in record.reason
     assert module not in sys.modules
 
 
@@ -546,8 +546,8 @@ def test_every_hook_is_documented(hook: str) -> None:
     assert "Args:" in documentation or "Returns:" in documentation
 
 
-def test_the_hooks_of_version_1_2_are_there() -> None:
-    assert hookspecs.API_VERSION == "1.2"
+def test_the_hooks_of_version_1_0_are_there() -> None:
+    assert hookspecs.API_VERSION == "1.0"
     assert HOOKS == [
         "kvframe_configure",
         "kvframe_register_backends",

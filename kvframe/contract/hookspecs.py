@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import pluggy
 
-API_VERSION = "1.2"
+API_VERSION = "1.0"
 """The version of the contract, ``major.minor``: not the package's. A new minor adds, a new major may take away."""
 
 hookspec = pluggy.HookspecMarker("kvframe")
@@ -54,7 +54,6 @@ class Register(Protocol):
             needs: Modules that the target imports and that may be missing (``"flash_attn"``): checked before import.
             install: What to type when something is missing (``"pip install 'my-package[cuda]'"``).
             needs_versions: The least versions of distributions (``"flash-attn>=2.8"``): checked before import too.
-                Since version 1.2.
 
         Raises:
             PluginError: The name, the target or a version is not of that form, or the hook has returned.
@@ -117,8 +116,6 @@ class HookSpecs:
     def kvframe_register_formats(self, register: Register) -> None:
         """Register formats of stored keys and values: subclasses of ``KVFormat`` with that ``name``.
 
-        Since version 1.1.
-
         Args:
             register: ``register("int8_token_head", "my_package.formats:Int8TokenHead")``.
         """
@@ -126,8 +123,6 @@ class HookSpecs:
     @hookspec
     def kvframe_register_eviction_policies(self, register: Register) -> None:
         """Register eviction policies: subclasses of ``kvframe.contract.eviction.EvictionPolicy`` with that ``name``.
-
-        Since version 1.2.
 
         Args:
             register: ``register("scan_resistant", "my_package.policy:ScanResistant")``.
