@@ -244,12 +244,26 @@ def test_the_public_modules_are_documented() -> None:
     assert [] == [name for name in public if not importlib.import_module(name).__doc__]
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/embedding_the_manager.md"])
-def test_the_documents_show_public_modules_only(document: str) -> None:
-    text = (ROOT / document).read_text(encoding="utf-8")
-    shown = set(re.findall(r"^from (kvframe(?:\.\w+)*) import ", text, flags=re.MULTILINE))
-    assert shown
-    assert {name for name in shown if not is_public(name)} == set()
+def shown_modules(document: Path) -> set[str]:
+    """Return the modules of the core that a document's code imports from."""
+    found = re.findall(
+        r"^(?:from|import) (kvframe(?:\.\w+)*)", document.read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    return set(found)
+
+
+DOCUMENTS = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if shown_modules(path)]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_the_documents_show_public_modules_only(document: Path) -> None:
+    assert {name for name in shown_modules(document) if not is_public(name)} == set()
+
+
+def test_the_documents_show_imports() -> None:
+    assert {"README.md", "serving.md", "embedding_the_manager.md", "write_a_spec.md"} <= {
+        each.name for each in DOCUMENTS
+    }
 
 
 # --- what a test must not do ------------------------------------------------------------------------------------------

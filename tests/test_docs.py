@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import pkgutil
 import re
 import shlex
 import sys
@@ -11,6 +12,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
+from types import ModuleType
 
 import attrs
 import pytest
@@ -23,6 +25,7 @@ from kvframe.loading.plugins import load_plugins
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name != "README.md")
 HOOKS = [name for name in vars(HookSpecs) if name.startswith("kvframe_")]
 PLUGINS = sorted(path.parent for path in (ROOT / "plugins").glob("*/pyproject.toml"))
 
@@ -80,9 +83,11 @@ def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def workplace(tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     """Give a function that puts a document's files where its reader would have them, and stay there."""
-    before = set(sys.modules)
 
     def set_up(document: str) -> None:
+        # A page may use the files of an earlier one, and says so.
+        for page in re.findall(r"goes on from \[[^]]+\]\((\w+\.md)\)", read(document)):
+            set_up(f"docs/{page}")
         for block in blocks(document, "python") + blocks(document, "toml"):
             if block.file:
                 path = tmp_path / block.file
@@ -98,9 +103,11 @@ def workplace(tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path / "src"))
     yield set_up
-    for name in set(sys.modules) - before:
-        if name.split(".")[0] in ("own_chunk", "kvframe_own_chunk"):
-            del sys.modules[name]
+    for name, module in list(sys.modules.items()):
+        if type(module) is ModuleType:  # others may make up any attribute
+            places = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
+            if any(place.startswith(f"{tmp_path}/") for place in places):
+                del sys.modules[name]
 
 
 def install(folder: Path) -> None:
@@ -117,14 +124,22 @@ def install(folder: Path) -> None:
     (info / "entry_points.txt").write_text("\n".join(groups), encoding="utf-8")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+def code(document: str) -> list[str]:
+    """Return the blocks of Python that are no files."""
+    return [block.text for block in blocks(document, "python") if not block.file]
+
+
+@pytest.mark.parametrize("document", [document for document in DOCUMENTS if code(document)])
 def test_python_blocks_run_in_order(document: str, workplace: Callable[[str], None]) -> None:
     workplace(document)
     namespace: dict[str, object] = {"__name__": "__main__"}
-    code = [block.text for block in blocks(document, "python") if not block.file]
-    assert code
-    for text in code:
+    for text in code(document):
         exec(compile(text, document, "exec"), namespace)
+
+
+@pytest.mark.parametrize("document", ["README.md", *(f"docs/{page}" for page in PAGES if page.startswith("write_"))])
+def test_the_readme_and_every_page_for_authors_show_code_that_runs(document: str) -> None:
+    assert code(document)
 
 
 def commands(document: str) -> list[tuple[str, str]]:
@@ -155,25 +170,51 @@ def test_commands_run_and_print_what_is_shown(
 
 
 def test_the_packaged_plugin_loads(workplace: Callable[[str], None]) -> None:
-    workplace("CONTRIBUTING.md")
+    workplace("docs/package_a_plugin.md")
     host = load_plugins()
     assert "loaded" == host.record("kvframe-own-chunk:own_chunk").status
     assert "OwnChunkSpec" == host.registry.specs.load("own_chunk").__name__
 
 
-@pytest.mark.parametrize("block", [block for block in blocks("README.md", "toml") if not block.file])
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(block, id=f"{document}-{index}")
+        for document in DOCUMENTS
+        for index, block in enumerate(blocks(document, "toml"))
+        if not block.file
+    ],
+)
 def test_the_stack_shown_is_valid(block: Block) -> None:
     stack = Stack.from_mapping(tomllib.loads(block.text))
     stack.check_names(load_plugins(stack.plugins).registry)
 
 
+def make_targets(document: str) -> set[str]:
+    """Return the targets of make that a document names."""
+    shown = set(re.findall(r"^make (\w+)", "".join(block.text for block in blocks(document, "sh")), re.MULTILINE))
+    return shown | set(re.findall(r"`make (\w+)`", read(document)))
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_make_targets_exist(document: str) -> None:
-    targets = set(re.findall(r"^([a-z]+):", read("Makefile"), flags=re.MULTILINE))
-    shown = set(re.findall(r"^make (\w+)", "".join(block.text for block in blocks(document, "sh")), re.MULTILINE))
-    named = set(re.findall(r"`make (\w+)`", read(document)))
-    assert shown | named
-    assert shown | named <= targets
+    assert make_targets(document) <= set(re.findall(r"^([a-z]+):", read("Makefile"), flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_a_newcomer_is_told_what_to_type(document: str) -> None:
+    assert make_targets(document)
+
+
+NOT_IMPORTED = re.compile(r"kvframe\.(v1(\.api)?|(prefix|inputs|content)\.?1)")
+"""Entry-point groups, and what keys are hashed with."""
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_the_modules_and_names_that_are_named_exist(document: str) -> None:
+    for name in set(re.findall(r"`(kvframe(?:\.\w+)+)`", read(document))):
+        if not NOT_IMPORTED.fullmatch(name):
+            assert pkgutil.resolve_name(name) is not None, name
 
 
 # --- tables and links -------------------------------------------------------------------------------------------------
@@ -186,12 +227,12 @@ def is_made(name: str) -> bool:
 
 
 def test_the_folder_map_names_every_top_level_entry() -> None:
-    mapped = {name.rstrip("/") for row in table("README.md", "Folders") for name in quoted(row[0])}
+    mapped = {name.rstrip("/") for row in table("CONTRIBUTING.md", "Folders") for name in quoted(row[0])}
     assert {path.name for path in ROOT.iterdir() if not is_made(path.name)} == mapped
 
 
 def test_the_map_of_the_core_names_every_package() -> None:
-    text = read("README.md").partition("Inside `kvframe/`")[2].partition("\n## ")[0]
+    text = read("CONTRIBUTING.md").partition("Inside `kvframe/`")[2].partition("\n## ")[0]
     mapped = re.findall(r"^\| `(\w+)/` \|", text, re.MULTILINE)
     assert sorted(mapped) == sorted(path.parent.name for path in (ROOT / "kvframe").glob("*/__init__.py"))
 
@@ -203,20 +244,20 @@ def test_the_list_of_examples_is_complete() -> None:
 
 
 def test_the_plugin_table_lists_every_plugin_with_its_distribution() -> None:
-    listed = {quoted(row[0])[0]: quoted(row[1])[0] for row in table("README.md", "Plugins")}
+    listed = {quoted(row[0])[0]: quoted(row[1])[0] for row in table("docs/plugins.md", "The plugins here")}
     projects = {path: tomllib.loads((path / "pyproject.toml").read_text(encoding="utf-8")) for path in PLUGINS}
     assert {f"plugins/{path.name}": project["project"]["name"] for path, project in projects.items()} == listed
 
 
 def test_the_plugin_table_names_everything_that_is_registered() -> None:
-    listed = {quoted(row[1])[0]: set(quoted(row[2])) for row in table("README.md", "Plugins")}
+    listed = {quoted(row[1])[0]: set(quoted(row[2])) for row in table("docs/plugins.md", "The plugins here")}
     registered: dict[str, set[str]] = {}
     for catalogue in load_plugins().registry.catalogues.values():
         for entry in catalogue.claims():
             registered.setdefault(entry.owner, set()).add(entry.name)
     built_in = registered.pop("kvframe")
     assert {owner: names for owner, names in registered.items() if owner in listed} == listed
-    assert built_in == set(quoted(re.findall(r"^Built in, .*$", read("README.md"), re.MULTILINE)[0]))
+    assert built_in == set(quoted(re.findall(r"^Built in, .*$", read("docs/plugins.md"), re.MULTILINE)[0]))
 
 
 @pytest.mark.parametrize("plugin", PLUGINS, ids=lambda path: path.name)
@@ -227,7 +268,35 @@ def test_every_plugin_is_installed_and_type_checked_in_the_workspace(plugin: Pat
 
 
 def test_the_hook_table_lists_every_hook_in_order() -> None:
-    assert HOOKS == [quoted(row[0])[0] for row in table("CONTRIBUTING.md", "Hooks")]
+    assert HOOKS == [quoted(row[0])[0] for row in table("docs/package_a_plugin.md", "Hooks")]
+
+
+def test_the_tables_of_keys_are_those_of_the_options() -> None:
+    spec = importlib.util.spec_from_file_location("stack_tables", ROOT / "docs" / "stack_tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = read("docs/stack_file.md")
+    assert module.with_tables(page) == page, "run python docs/stack_tables.py"
+    assert "| `max_num_seqs` | `64` | The most requests that run at once. |" in page
+
+
+def test_the_list_of_pages_is_complete_and_numbered() -> None:
+    listed = re.findall(r"^(\d+)\. \[[^]]+\]\((\w+\.md)\)", read("docs/README.md"), re.MULTILINE)
+    assert PAGES == sorted(page for _, page in listed)
+    assert list(range(1, len(PAGES) + 1)) == [int(number) for number, _ in listed]
+
+
+@pytest.mark.parametrize("name", ["KVCacheSpec", "KVCacheCoordinator", "AttentionMetadataBuilder"])
+def test_each_of_the_three_names_has_a_page_that_the_readme_leads_to(name: str) -> None:
+    (page,) = re.findall(rf"\[`{name}`\]\(([^)]+)\)", read("README.md"))
+    assert read(page).startswith(f"# `{name}`: ")
+
+
+@pytest.mark.parametrize(("document", "most"), [("README.md", 200), ("CONTRIBUTING.md", 100), ("CHANGELOG.md", 45)])
+def test_what_is_read_first_is_short(document: str, most: int) -> None:
+    assert len(read(document).splitlines()) <= most
 
 
 @pytest.mark.parametrize("hook", HOOKS)

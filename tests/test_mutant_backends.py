@@ -27,7 +27,7 @@ def one_thread() -> None:
 
 
 def loop(backend: type[AttentionBackend] = PlainBackend) -> dict[str, Check]:
-    """Everything that CONTRIBUTING.md says to run for a backend, by name."""
+    """Everything that docs/write_a_backend.md says to run for a backend, by name."""
     cases: dict[str, Check] = {
         case.name: partial(check_backend, case=case) for case in make_cases(backend.capabilities)
     }

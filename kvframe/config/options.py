@@ -100,25 +100,25 @@ class CacheOptions:
     """The ``[cache]`` table.
 
     Attributes:
-        memory: Bytes for the cache; may be given like ``"2GiB"``. ``"auto"`` leaves it to the engine.
+        memory: Bytes of the cache, such as ``"2GiB"``. ``"auto"``: the bytes that ``max_num_seqs`` requests of
+            ``max_model_len`` tokens need; together with copies of pages, at most half of the free memory.
         block_size: Tokens per block.
-        hybrid: Whether each type keeps only what it needs; if not, every layer keeps every token.
-        dtype: Element type of keys and values; ``"auto"`` is the model's.
-        format: How pages store them: a registered format, such as one of fewer bits; None, as ``"plain"``, for as they
-            are.
+        hybrid: Whether each layer keeps only the tokens that its type needs; if not, every layer keeps every token.
+        dtype: Element type of keys and values; ``"auto"``: the model's.
+        format: The registered format in which pages store keys and values, such as one of fewer bits. Without it, or
+            with ``"plain"``, they are stored unchanged.
         prefix_caching: Whether requests reuse the blocks of a common prefix.
-        eviction: Which cached pages are given up first when somebody needs room: a registered policy, or ``"lru"``,
-            the longest unused.
-        preemption: What becomes of a request that has to give its blocks back before it ends: ``"recompute"`` computes
-            its tokens again, ``"swap"`` keeps its blocks in host memory, as long as there is room.
-        swap_memory: Bytes of host memory for them; may be given like ``"2GiB"``. Must be given for ``"swap"``, and is
-            not used otherwise.
+        eviction: The registered policy that says which cached pages are given up first; ``"lru"``: the least recently
+            used.
+        preemption: What happens to a request that has to give its blocks back before it ends: ``"recompute"`` computes
+            its tokens again, ``"swap"`` moves its blocks to host memory while that has free pages.
+        swap_memory: Bytes of host memory for swapped blocks, such as ``"2GiB"``. ``"swap"`` requires it; otherwise it
+            has no effect. If this memory is full, requests are computed again.
         audit: Whether to check after every operation that each page is free, held or cached and counted right, and in
-            every step that wrappers name no blocks but the step's, for operators who suspect the cache or a wrapper.
-            It takes time in proportion to the pool, and each step waits for the device.
-        key: What keys that leave the process are made with, those of cached blocks for who listens to the cache and
-            those of inputs in files of prefixes: 64 hexadecimal digits, or a file that holds them. None for a secret of
-            each engine's own.
+            every step that wrappers name no blocks but the step's: for operators who suspect the cache or a wrapper.
+            The check takes time in proportion to the pool, and each step waits for the device.
+        key: The secret of keys that leave the process, in cache events and in files of saved prefixes: 64 hexadecimal
+            digits, or a file that holds them. Without it, each engine draws a secret of its own.
     """
 
     memory: int | Literal["auto"] = attrs.field(default="auto", converter=_as_bytes, validator=MEMORY)
@@ -146,23 +146,25 @@ class EngineOptions:
     Attributes:
         max_num_seqs: The most requests that run at once.
         max_num_batched_tokens: The most tokens that one step computes.
-        reserve_prompts: Whether a prompt that is computed in parts begins when the cache has room for all of it; else
-            it begins with room for its first part, and is the first to give its blocks back where there is no more.
-        max_model_len: The most tokens of a request, prompt and output; None for the model's own limit.
+        reserve_prompts: Whether a prompt that is computed in parts begins only if the cache has pages for all of it. If
+            not, it begins with pages for its first part, and is the first to give its blocks back if pages run out.
+        max_model_len: The most tokens of a request, prompt and output. Without it, the model's own limit.
         max_samples: The most samples that a request may ask for (``n``).
         max_stop_chars: The most characters of a request's stop strings, all of them together.
         device: Where the model runs (``"cpu"``, ``"cuda:0"``).
         dtype: The model's element type.
-        self_check: Whether a model's packed run is compared with its plain one before it serves.
+        self_check: Whether a model's packed run is compared with its own forward before it serves; an error names the
+            part that is wrong.
         prefill_skipping: The wrapper that keeps only a step's generating tokens, for the layers at the model's end that
-            keep no cache of their own: they do not compute the rest of a prompt. None computes everything.
-        measured_times: Whether ``backend = "auto"`` goes by the times that ``kvframe tune`` measured, where there are
-            any; a file names another table than the user's own.
+            keep no cache of their own: they do not compute the rest of a prompt. Without it, every layer computes every
+            token.
+        measured_times: Whether ``backend = "auto"`` uses the times that ``kvframe tune`` measured, if there are any; a
+            file names a table to use instead of the user's own.
         compile: Whether the model around the attention is compiled by ``torch.compile``, when it is attached.
-        graphs: For how many requests whole steps are captured as graphs, when the engine starts, and replayed: steps of
-            fewer requests are padded to the next number, steps of more run as without graphs. A
-            number beyond ``max_num_seqs`` stands for that one. ``"auto"`` chooses
-            numbers up to ``max_num_seqs``, and runs without where the model, a wrapper or a backend cannot be captured.
+        graphs: The numbers of requests for which whole steps are captured as graphs, when the engine starts, and
+            replayed. A step of fewer requests is padded to the next number; a step of more runs without a graph. A
+            number above ``max_num_seqs`` stands for that one. ``"auto"`` chooses numbers up to ``max_num_seqs``, and
+            runs without graphs if the model, a wrapper or a backend cannot be captured.
         graph_query_lens: How many tokens each request computes in the steps that are captured: one in a decode.
     """
 
@@ -189,12 +191,12 @@ class Rule:
     """One ``[[rules]]`` table: which layers, and what holds for them.
 
     Attributes:
-        kind: Layers whose cache spec has this registered name; None for any.
-        layers: Layers whose name matches this pattern (``"model.layers.*"``); None for any.
+        kind: The rule is for layers whose cache spec has this registered name. Without it, for any.
+        layers: The rule is for layers whose name matches this pattern (``"model.layers.*"``). Without it, for any.
         spec: Options that override those of the layers' cache specs.
-        wrappers: Their wrapper chain; None leaves it to other rules, and to the layers' cache spec.
-        backend: Their backend, ``"auto"`` to choose; None leaves it to other rules.
-        optional: Whether a model may have no layers that the rule is for, as in a stack for several models; if not,
+        wrappers: The layers' wrapper chain. Without it, other rules and the layers' cache spec decide.
+        backend: The layers' backend; ``"auto"``: kvframe chooses. Without it, other rules decide.
+        optional: Whether a model may have no layers that the rule is for, as in a stack for several models. If not,
             such a model is refused.
     """
 
