@@ -167,16 +167,22 @@ class BlockAllocator:
             return self.allocate_for_rows(np.array([row]), np.array([num_tokens])) is not None
         for answers in self._kinds.asked:
             answers.check(num_tokens)
-        num_groups, have, need = len(part.ids), self._numbers.blocks_of[0, row], -(-num_tokens // part.block_size)
-        taken = self._pool.allocate_blocks([need - have] * num_groups)
-        if taken is None:
+        numbers, num_groups = self._numbers, len(part.ids)
+        have, need = numbers.blocks_of[0, row], -(-num_tokens // part.block_size)
+        pages = self._pool.allocate_blocks([need - have] * num_groups)
+        if pages is None:
             return False
-        part.ids[:, row, have:need] = pages = taken.reshape(num_groups, need - have)
+        if num_groups > 1:
+            pages = pages.reshape(num_groups, need - have)
+        part.ids[:, row, have:need] = pages
         if part.row_pages is not None:
             part.row_pages[:, row, have:need] = pages
-        part.num_blocks[:, row] = need
+        if num_groups > 1:
+            part.num_blocks[:, row] = need
+        else:
+            numbers.blocks_of[0, row] = need
         capacity = min(need * part.block_size, self._max_tokens)
-        self._numbers.capacity_of[row] = self._num_right(capacity) if self._kinds.asked else capacity
+        numbers.capacity_of[row] = self._num_right(capacity) if self._kinds.asked else capacity
         return True
 
     def allocate_for_rows(
