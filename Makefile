@@ -20,7 +20,7 @@ help: ## list these commands
 
 setup: $(READY) ## make .venv with every package of the workspace and the test tools
 
-$(READY): requirements-dev.txt constraints.txt pyproject.toml kernels/pyproject.toml $(wildcard plugins/*/pyproject.toml)
+$(READY): requirements.txt requirements-dev.txt constraints.txt pyproject.toml kernels/pyproject.toml $(wildcard plugins/*/pyproject.toml)
 	@test -n "$(PYTHON)" || { echo "kvframe needs Python 3.11 or newer; none was found on PATH" >&2; exit 1; }
 	@echo "Setting up $(VENV): torch is the large part, allow a few minutes on the first run"
 	@$(PYTHON) -m venv $(VENV)

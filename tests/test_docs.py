@@ -262,9 +262,20 @@ def test_the_plugin_table_names_everything_that_is_registered() -> None:
 
 @pytest.mark.parametrize("plugin", PLUGINS, ids=lambda path: path.name)
 def test_every_plugin_is_installed_and_type_checked_in_the_workspace(plugin: Path) -> None:
-    assert f"-e plugins/{plugin.name}" in read("requirements-dev.txt").splitlines()
+    assert f"-e plugins/{plugin.name}" in read("requirements.txt").splitlines()
+    assert "-r requirements.txt" in read("requirements-dev.txt").splitlines()
     mypy = tomllib.loads(read("pyproject.toml"))["tool"]["mypy"]
     assert f"$MYPY_CONFIG_FILE_DIR/plugins/{plugin.name}/src" in mypy["mypy_path"]
+
+
+@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda path: path.name)
+def test_an_extra_of_the_core_installs_each_plugin(plugin: Path) -> None:
+    project = tomllib.loads((plugin / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
+    (wanted,) = extras[project["name"].removeprefix("kvframe-")]
+    name, version = re.fullmatch(r"([\w-]+)(?:\[[\w,-]+\])?(>=.*)", wanted).groups()  # type: ignore[union-attr]
+    assert project["name"] == name
+    assert f"{name}{version}" in extras["all"]
 
 
 def test_the_hook_table_lists_every_hook_in_order() -> None:

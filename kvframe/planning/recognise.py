@@ -102,7 +102,7 @@ def find_adapter(path: Path, registry: Registry) -> FoundAdapter:
     if not names:
         raise ModelError(
             f"no plugin that reads models is in use, so {path} cannot be read; `kvframe plugins` shows what is "
-            "installed, `pip install kvframe-transformers` adds one for Hugging Face models"
+            "installed, `pip install kvframe[transformers]` adds one for Hugging Face models"
         )
     config = path / "config.json"
     if config.is_file():
