@@ -134,7 +134,7 @@ class AttentionLayer:
         expected = [query.shape[0], *self._head_shape]
         is_tensor = isinstance(output, torch.Tensor)
         if is_tensor and self._head_shape[1] is None and output.ndim == 3:
-            # Of a state that is no keys and values, nobody but the backend and the model knows the size of a value.
+            # If the state is not keys and values, only the backend and the model know the size of a value.
             expected[2] = output.shape[2]
         if (
             is_tensor

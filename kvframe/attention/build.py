@@ -78,7 +78,7 @@ class MetadataPlan:
             num_cache_groups: All cache groups.
             pages: By cache group, a state tensor of its layers, as long as there are pages that block ids may name;
                 without it, ids are not checked for being too high.
-            audited: Whether what wrappers hand on is checked on the device too, for which each step waits.
+            audited: Whether the results of wrappers are checked on the device too; then each step waits for it.
         """
         # Of each wrapper call: the metadata that it takes, by its place in the step's list, which starts with one per
         # cache group.

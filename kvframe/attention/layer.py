@@ -76,7 +76,7 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
             skipped: The layers that were chosen to be skipped.
             local: The scratch pages of the layers that keep nothing; None where every layer keeps something.
             max_static_copies: The most bytes of the copies of pages that a graph reads; None for any.
-            audited: Whether what wrappers hand on is checked on the device too, for which each step waits.
+            audited: Whether the results of wrappers are checked on the device too; then each step waits for it.
 
         Raises:
             BackendError: A backend could not be set up.

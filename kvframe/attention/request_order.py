@@ -60,8 +60,8 @@ class Permutation:
     """The way from the batch's order to the order of one group, and back.
 
     Attributes:
-        requests: ``[num_reqs], int64, device``: the index in the batch of the request at each place of the group's
-        order. tokens: ``[num_tokens], int64, device``: the same for the packed tokens, padded ones included.
+        requests: ``[num_reqs], int64, device``: the index in the batch of the request at each place of the order.
+        tokens: ``[num_tokens], int64, device``: the same for the packed tokens, padded ones included.
             The group's layers are given ``query.index_select(0, tokens)``.
         inverse: ``[num_tokens], int64, device``: the way back:
             ``output.index_select(0, inverse)`` is in the batch's order.

@@ -17,7 +17,7 @@ _SWITCHES = ("causal", "static_shapes")
 def find_misfit(metadata: CommonAttentionMetadata, given: CommonAttentionMetadata | None = None) -> str | None:
     """Return which part of a step's metadata does not fit the rest of it; None if all fit.
 
-    Only types, shapes, dtypes and devices are looked at, so that nobody waits for a device.
+    Only types, shapes, dtypes and devices are checked, so the check does not wait for the device.
 
     Args:
         metadata: The metadata, on any device.

@@ -204,7 +204,7 @@ class HostStorage:
         Args:
             group: The pages' group.
             block_ids: The pages in the pool.
-            host_ids: As many pages of the host store; ids count as in the pool, of which it is a copy in shape.
+            host_ids: As many pages of the host store, which has the pool's shape and ids.
         """
         if self._is_staged(group, len(block_ids)):
             for ids, host_bytes, staged in self._staged(group, block_ids, host_ids):

@@ -87,7 +87,7 @@ def wrapper_mistake(wrapper: MetadataWrapper, layers: Sequence[str], problem: st
 
     Args:
         wrapper: The wrapper.
-        layers: The names of the layers that read what it hands on; empty if that is not known.
+        layers: The names of the layers that read its result; empty if that is not known.
         problem: What it does: a verb and what follows.
         code: One of ``MISTAKES``.
     """

@@ -154,7 +154,7 @@ class BlockAllocator:
     # --- giving -------------------------------------------------------------------------------------------------------
 
     def allocate_for_row(self, row: int, num_tokens: int) -> bool:
-        """Give a row pages for its tokens ``[0, num_tokens)``, of which it lacks some, and for its inputs.
+        """Give a row the pages that it lacks for its tokens ``[0, num_tokens)`` and for its inputs; it lacks some.
 
         Returns:
             False, and nothing changed, if the pool has too few pages.

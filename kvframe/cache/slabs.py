@@ -278,7 +278,7 @@ class Slabs:
             self._cached_held[group][slab] = None
 
     def _free_slab(self, slab: int) -> None:
-        """Let an idle slab of which all blocks are free belong to no group."""
+        """Let an idle slab whose blocks are all free belong to no group."""
         del self._idle[slab]
         del self._open_idle[self._group[slab]][slab]
         self._group[slab] = _NO_GROUP

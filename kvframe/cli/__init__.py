@@ -69,7 +69,7 @@ class LazyGroup(click.Group):
         sys.exit(run_guarded(lambda: main(args, prog_name, complete_var, standalone_mode=False, **extra)))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, with streams that can print any text, and no escape codes if nobody wants them."""
+        """Run the command, with streams that can print any text, and no escape codes if they are unwanted."""
         keep_output_apart()
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):

@@ -114,7 +114,7 @@ def _sentence_of(error: BaseException) -> str | None:
 
 
 def _say(sentence: str) -> None:
-    with suppress(OSError):  # then nobody can be told
+    with suppress(OSError):  # then there is no place to report to
         click.echo(f"kvframe: {in_one_line(sentence)}", err=True)
 
 

@@ -20,7 +20,7 @@ _FORM = 'a format is given by its name, or as a table of a name and options: { n
 
 
 def default_format(stack: Stack, registry: Registry) -> KVFormat:
-    """Return the format of layers of which no rule says another.
+    """Return the format of the layers for which no rule chooses another.
 
     Args:
         stack: Its ``[cache] format``.
@@ -102,7 +102,7 @@ def follow_owners(layers: Sequence[LayerSpec], chosen: Collection[str]) -> tuple
 
     Args:
         layers: The model's layers. What is wrong with how they share is left for ``group_layers`` to say.
-        chosen: Names of the layers of which a format was said; they keep it.
+        chosen: Names of the layers whose format was chosen before; they keep it.
     """
     by_name = {layer.name: layer for layer in layers}
     followed = []

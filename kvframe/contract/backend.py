@@ -80,11 +80,13 @@ class Capabilities:
             pool. So it serves keys and values of any format: the format converts them into the copies.
         reads_dead_tokens: Whether it also reads tokens before the window, with a weight of zero, if their page holds
             live tokens. They are the request's own, so they are finite if the model's keys and values are.
-        soft_cap: Whether it supports a soft cap on the scores. sinks: Whether it supports learned sink logits.
-        relative_bias: Whether it supports a learned bias by distance. head_sizes: The head sizes that it supports; None
-        for all. separate_value_size: Whether value vectors may differ in size from key vectors. block_size_multiple:
-        The block size must be a multiple of this. spec_sizes: For fields of the layers' specs, the values that it
-        supports (``{"latent_size": frozenset({512})}``).
+        soft_cap: Whether it supports a soft cap on the scores.
+        sinks: Whether it supports learned sink logits.
+        relative_bias: Whether it supports a learned bias by distance.
+        head_sizes: The head sizes that it supports; None for all.
+        separate_value_size: Whether value vectors may differ in size from key vectors.
+        block_size_multiple: The block size must be a multiple of this.
+        spec_sizes: For fields of specs, the values that it supports (``{"latent_size": frozenset({512})}``).
             Another value is refused with the field's name as the code. A field that is not listed may have any value.
         preference: If several backends can serve a layer, ``backend = "auto"`` takes the one with the highest.
     """

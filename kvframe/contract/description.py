@@ -39,7 +39,7 @@ class Pooling:
     """How hidden states become an embedding.
 
     Attributes:
-        mode: Of which tokens.
+        mode: The tokens that it is made of.
         normalize: Whether the embedding is divided by its length.
     """
 

@@ -30,7 +30,7 @@ def shown(value: Any, limit: int = MAX_TEXT) -> str:
     """Return how a value is written in Python, without its middle if that is long."""
     try:
         return shorten(repr(value), limit)
-    except Exception:  # a number of too many digits, a value nested too deeply, a repr of somebody else's that raises
+    except Exception:  # a number of too many digits, a value nested too deeply, a foreign repr that raises
         return f"a {type(value).__name__} that cannot be shown"
 
 

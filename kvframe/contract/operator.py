@@ -1,7 +1,7 @@
 """Attention as one torch operator, which a compiled model calls without tracing into it.
 
 A compiler cannot follow a layer to the step that runs: which metadata it reads, which pages, which kernel. So a
-compiled model calls ``kvframe::attend`` in place of the layer, of which the compiler knows the shape of the output.
+compiled model calls ``kvframe::attend`` instead of the layer. The compiler knows only the shape of its output.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ CacheListener = Callable[[Sequence[CacheEvent]], None]
 
 
 class CacheEventDelivery:
-    """Hands a cache's events to a listener. One that raises is told nothing any more, and harms nobody else."""
+    """Hands a cache's events to a listener. A listener that raises gets no further events, and harms nothing else."""
 
     def __init__(
         self, manager: KVCacheManager, secret: bytes, let_through: Callable[[], AbstractContextManager[None]]
@@ -37,7 +37,7 @@ class CacheEventDelivery:
 
     @property
     def listener(self) -> CacheListener | None:
-        """Who listens; None for nobody."""
+        """The listener; None if there is none."""
         return self._listener
 
     @listener.setter
@@ -51,7 +51,7 @@ class CacheEventDelivery:
             self.deliver()
 
     def deliver(self) -> None:
-        """Tell the listener what it was not told yet; all that is cached, if nobody knows what it was told.
+        """Deliver the events that the listener did not get yet; if that is unknown, everything that is cached.
 
         That is so when it was interrupted, by Ctrl-C for one: it may have taken some of the events.
         """

@@ -247,11 +247,11 @@ class EngineCore(ABC, Generic[RequestT]):
 
     @property
     def on_cache_events(self) -> CacheListener | None:
-        """Who is told which blocks requests find and which no more, in order; None for nobody, which costs nothing.
+        """The listener that gets the cache's events in order; None, which costs nothing, if there is none.
 
         Called after each step in which something changed, and when the cache is reset or resized, with a list of
-        ``kvframe.BlocksStored``, ``BlocksRemoved`` and ``CacheCleared``. Whoever is set is first told of all that is
-        cached, after a ``CacheCleared``: replaying what it is told always gives what the cache holds. Keys of blocks
+        ``kvframe.BlocksStored``, ``BlocksRemoved`` and ``CacheCleared``. A new listener first gets events for all that
+        is cached, after a ``CacheCleared``: replaying what it is told always gives what the cache holds. Keys of blocks
         are those of ``kvframe.prefix_key`` under the secret of the stack's ``[cache] key``; without one, under a secret
         of the engine's own. A listener that raises is logged, and told nothing any more; one that Ctrl-C interrupts is
         told all that is cached the next time. Of the engine it may call ``stats``, and no verb.

@@ -185,7 +185,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
 
         Raises:
             RequestError: An argument is none for a batch (``bad_prompts``, ``bad_params``, ``bad_salt``).
-            ModelError: None can be embedded, and one is text, of which a model without tokenizer makes nothing.
+            ModelError: None can be embedded, and one is text, but the model has no tokenizer.
         """
         with self._turns.let_through():
             texts = prompts_of(texts)

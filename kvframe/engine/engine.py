@@ -144,7 +144,7 @@ class Engine(EngineCore[Request]):
 
         Raises:
             RequestError: An argument is none for a batch (``bad_prompts``, ``bad_params``, ``bad_salt``).
-            ModelError: No prompt can be served, and one is text, of which a model without tokenizer makes nothing.
+            ModelError: No prompt can be served, and one is text, but the model has no tokenizer.
         """
         with self._turns.let_through():
             prompts = prompts_of(prompts)
@@ -234,9 +234,9 @@ class Engine(EngineCore[Request]):
     def load_prefixes(self, path: str | Path, *, cache_salt: str | None = None) -> list[SavedPrefix]:
         """Put the prefixes of a file into the cache: requests find them as if they had been computed here.
 
-        They are loaded in the file's order, and what nobody uses now makes way for them. One for which the pool has no
-        room beside those before it is left out, and those after it are tried. Then they are cached as all others are;
-        ``pin_prefix`` keeps them.
+        They are loaded in the file's order, and cached blocks that no request uses are evicted for them. One for which
+        the pool has no room beside those before it is left out, and those after it are tried. Then they are cached as
+        all others are; ``pin_prefix`` keeps them.
 
         The file's checksums tell of damage, not of malice: what it says is the state of a prefix is believed, as the
         model's weights are. Only load files from where you would load weights.

@@ -15,9 +15,9 @@ _SIGINT = int(signal.SIGINT)
 
 
 class HeldInterrupts:
-    """While it is entered, Ctrl-C waits; whoever handles it is called at the end.
+    """While it is entered, Ctrl-C waits; its handler is called at the end.
 
-    Only the main thread handles signals: in another one, and where nobody in Python handles them, nothing is done.
+    Only the main thread handles signals. In another thread, or if no Python handler is set, nothing is done.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class HeldInterrupts:
             self._handler = handler
 
     def let_go(self) -> None:
-        """Hold them no more, and hand on what came."""
+        """Stop delaying interrupts, and deliver those that came."""
         handler, self._handler = self._handler, None
         if handler is not None:
             _signal.signal(_SIGINT, handler)
@@ -56,7 +56,7 @@ class HeldInterrupts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Hold them no more, and hand on what came."""
+        """Stop delaying interrupts, and deliver those that came."""
         self.let_go()
 
     def _note(self, number: int, frame: FrameType | None) -> None:

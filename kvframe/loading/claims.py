@@ -19,7 +19,7 @@ from kvframe.loading.declarations import find_misdeclared
 from kvframe.loading.targets import find_problem
 
 BUILTIN_OWNER = "kvframe"
-"""The owner of the built-in names, which nobody else can claim."""
+"""The owner of the built-in names, which no plugin can claim."""
 
 _SNAKE_CASE = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 _IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
@@ -33,7 +33,7 @@ class Kind:
         label: Its name for people.
         base: Import string of the class that every target must subclass.
         name_attribute: The class attribute that must equal the registered name; None if there is none.
-        reserved: Names that nobody can register.
+        reserved: Names that no plugin can register.
     """
 
     label: str
@@ -159,7 +159,7 @@ class Entry:
 
     @property
     def id(self) -> str:
-        """``owner:name``: names this claim whoever else claims the name."""
+        """``owner:name``: names this claim even if other plugins claim the name."""
         return f"{self.owner}:{self.name}"
 
     def missing(self) -> tuple[str, ...]:
@@ -167,7 +167,7 @@ class Entry:
         return tuple(name for name in self.needs if not _find_module(name))
 
     def outdated(self) -> tuple[str, ...]:
-        """Return the needed distributions of which an older version is installed, with both; imports nothing.
+        """Return the needed distributions that are installed in an older version, with both versions; imports nothing.
 
         One that is not installed under its name is passed over: builds from source and nightly ones have others.
         """

@@ -19,8 +19,8 @@ def find_misdeclared(base: type, made: Any) -> str:
 
     Args:
         base: A base class of the contract.
-        made: A subclass, of which the ``ClassVar`` annotations are checked, or an instance, of which all are. Reading
-            its attributes may raise anything.
+        made: A subclass, whose ``ClassVar`` annotations are checked, or an instance, whose annotations are all checked.
+            Reading its attributes may raise anything.
     """
     for name, hint in _declared(base, of_class=issubclass(type(made), type)):
         try:

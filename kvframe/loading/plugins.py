@@ -175,7 +175,7 @@ def _check_policy(policy: PluginPolicy, found_plugins: Sequence[FoundPlugin]) ->
 def _check_needed(
     policy: PluginPolicy, outcomes: Sequence[tuple[FoundPlugin, PluginRecord]], passed: Sequence[ModuleType]
 ) -> None:
-    """Raise if a plugin that somebody named, or the built-in one, cannot be used."""
+    """Raise if a plugin that the stack or the caller names, or the built-in one, cannot be used."""
     given = {module.__name__ for module in passed}
     problems: list[str] = []
     cause = None

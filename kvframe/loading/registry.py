@@ -41,11 +41,11 @@ class Catalogue:
         return True
 
     def names(self) -> tuple[str, ...]:
-        """Return the names that belong to somebody, sorted; contested names are not among them."""
+        """Return the names that have one owner, sorted; contested names are not among them."""
         return tuple(name for name in sorted(self._claims) if name in self)
 
     def contested(self) -> Mapping[str, tuple[str, ...]]:
-        """Return who claims each name that belongs to nobody."""
+        """Return the plugins that claim each contested name."""
         return {
             name: tuple(entry.owner for entry in claims)
             for name, claims in sorted(self._claims.items())
@@ -84,7 +84,7 @@ class Catalogue:
             name: A registered name, or ``distribution:name`` for one distribution's claim.
 
         Raises:
-            UnknownNameError: Nobody claims it.
+            UnknownNameError: No plugin claims it.
             ContestedNameError: Several do and the stack names no owner, or one who has no claim.
         """
         owner, separator, bare = name.rpartition(":")
@@ -124,7 +124,7 @@ class Catalogue:
             name: A registered name, or ``distribution:name``.
 
         Raises:
-            UnknownNameError: Nobody claims it.
+            UnknownNameError: No plugin claims it.
             ContestedNameError: Several do and the stack names no owner.
             PluginError: The class cannot be imported or is unfit; names owner, name and cause.
         """
@@ -163,5 +163,5 @@ class Registry:
             raise
 
     def note_set_aside(self, sentence: str) -> None:
-        """Remember why a plugin is not in use, for the error of whoever asks for a name it would have given."""
+        """Record why a plugin is not in use, for errors about the names that it would have registered."""
         self._set_aside.append(sentence)

@@ -72,7 +72,7 @@ class PlannedGroup:
 class KVCachePlan:
     """What is allocated, to the byte, and how it is cut.
 
-    The pool is ``total_bytes`` long: first the null page (``null_bytes``, owned by nobody: where padding points),
+    The pool is ``total_bytes`` long: first the null page (``null_bytes``), which no request owns and padding points to,
     then ``num_slabs`` slabs, then the rest of the memory, too short for a slab, as pages of one group for ever. A
     *block id* is a page's byte offset divided by ``block_id_bytes``, so block ids of every group address one pool with
     one stride, and 0 is the null page.

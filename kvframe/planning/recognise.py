@@ -106,7 +106,7 @@ def find_adapter(path: Path, registry: Registry) -> FoundAdapter:
         )
     config = path / "config.json"
     if config.is_file():
-        parse_file(config)  # one that is no JSON says so: that is why nobody recognised the folder
+        parse_file(config)  # one that is no JSON raises: that is why no adapter recognised the folder
     asked = f"no model that a plugin recognises (asked: {', '.join(names)})"
     raise ModelError(
         "; ".join([f"{path} is {asked}", *unusable, "a Hugging Face model is a folder with a config.json"])

@@ -56,7 +56,7 @@ def plan_for_stack(
         copied: The layers whose backends are given copies of their pages.
 
     Raises:
-        PlanError: The memory is too small, or ``"auto"`` and nobody says how much is free, or a group keeps state of a
+        PlanError: The memory is too small, or ``"auto"`` and the free memory is unknown, or a group keeps state of a
             sequence whose length is not given.
     """
 

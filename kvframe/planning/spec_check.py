@@ -154,7 +154,7 @@ def _sees(function: MaskFunction, query: int, key: int) -> bool:
 
 
 def _check_blocks(spec: KVCacheSpec, answers: Answers, n: int, num_new_tokens: int) -> tuple[int, str]:
-    """Check that the blocks that a step needs are no more than the spec says; return the most, and of which step."""
+    """Check that no step needs more blocks than the spec says; return the most blocks, and the step that needs them."""
     size, found = spec.block_size, (0, "")
     for count, branch in ((1, 0), (num_new_tokens, 0), (num_new_tokens, (n + num_new_tokens) // size * size)):
         stored = answers.stored_blocks(n, count, branch)

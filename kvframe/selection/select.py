@@ -138,7 +138,7 @@ def _choose(
         ]
     able = [candidate for candidate in candidates if not candidate.refusals]
     if not able:
-        raise BackendError(_nobody(layer, rule.backend, candidates))
+        raise BackendError(_none_serves(layer, rule.backend, candidates))
     best, by_time = _best(able)
     rest = [candidate for candidate in candidates if candidate is not best]
     usable = made_of[best.name]
@@ -235,7 +235,7 @@ def _compare(
     )
 
 
-def _nobody(layer: LayerSpec, asked: Use, candidates: Sequence[Candidate]) -> str:
+def _none_serves(layer: LayerSpec, asked: Use, candidates: Sequence[Candidate]) -> str:
     reasons = "; ".join(
         f"{candidate.name}: {', '.join(refusal.reason for refusal in candidate.refusals)}" for candidate in candidates
     )

@@ -88,8 +88,7 @@ layer that shares another's cache has a row of its own where it fares differentl
 
 - equal: mixed batches, decodes with draft tokens and unfinished prefills, also padded to the sizes of a graph, gave
   what dense attention under the layer's own mask gives, within the error of the dtype;
-- a `code`: refused, by a wrapper or by what the backend declares. Whoever asks for it reads the sentence that goes
-  with the code.
+- a `code`: refused, by a wrapper or by what the backend declares. The refusal comes with a sentence that says why.
 
 It was made from what is installed, with `python -m kvframe.testing.composition plugins/COMPOSITION.md`.
 """

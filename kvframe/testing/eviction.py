@@ -22,7 +22,7 @@ _RISING = np.linspace(0.0, 1.0, MOST_USES + 1)
 REUSE = (np.ones(MOST_USES + 1), np.zeros(MOST_USES + 1), _RISING, _RISING[::-1], np.array([0.5, 0.1, 0.9, 0.2] * 4))
 """Shares of pages that are found again, by their uses."""
 _LONG = 10**4
-"""So many times the pool is filled anew before nothing may be left of what nobody uses."""
+"""How often the pool is filled anew before no unused page may be left."""
 
 
 def check_policy(policy: EvictionPolicy) -> None:

@@ -248,7 +248,7 @@ def applicable(formats: Sequence[KVFormat], names: frozenset[str], takes_copies:
         takes_copies: Whether it takes copies of other pages.
 
     Raises:
-        ConformanceError: It declares a format that is not among them, so that nobody could say whether it reads it.
+        ConformanceError: It declares a format that is not among them, so that it is unknown whether it reads it.
     """
     missing = sorted(names - {PLAIN.name} - {kv_format.name for kv_format in formats})
     if missing:

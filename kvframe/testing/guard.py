@@ -62,7 +62,7 @@ class DeviceTensor(torch.Tensor):
 
 
 class ReadOnlyTensor(DeviceTensor):
-    """A device tensor that nobody may write to, through a view of it neither."""
+    """A device tensor that must not be written to, not even through a view."""
 
 
 class ScalarGuard(TorchDispatchMode):

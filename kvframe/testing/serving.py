@@ -143,7 +143,7 @@ class _Served:
             poison: What lies where no live state is.
 
         Raises:
-            ConformanceError: It is wrong, or somebody wrote where nobody may.
+            ConformanceError: It is wrong, or memory was written that must not be.
         """
         self._poison = poison
         step = self._packed(self._run.steps[number])

@@ -79,7 +79,7 @@ class CopyCounter(TorchDispatchMode):
 
 
 def check_staging(backend_class: type[AttentionBackend], formats: Sequence[KVFormat] | None = None) -> None:
-    """Check that a step on a backend is one copy to its device, for which nobody waits, whatever the step holds.
+    """Check that a step on a backend copies once to its device, and never waits for it, whatever the step holds.
 
     Layers of each mask and feature that it serves compute decodes, those of a graph too where it can be captured, and
     a mixed batch; a few do so in every format that it reads, and in one of which it gets copies. What a backend calls

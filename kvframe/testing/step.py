@@ -71,7 +71,7 @@ def run_step(
 
     Raises:
         ConformanceError: The chain keeps other tokens than those that generate, the output is not what the contract
-            says, or somebody wrote where nobody may.
+            says, or memory was written that must not be.
         WrapperError: The chain refuses the layer or the step.
     """
     chain, seen, _ = bind_chain(case.wrappers, case.layer)
@@ -195,20 +195,20 @@ def _kept_rows(
 
 
 class WriteGuard:
-    """Tensors that nobody may write to, with a copy of each."""
+    """Tensors that must not be written to, with a copy of each."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
         self._copies = [tensor.clone() for tensor in tensors]
 
     def holds(self) -> bool:
-        """Return whether nobody wrote to them."""
+        """Return whether they are unchanged."""
         # As bytes: NaN is then the same as itself.
         pairs = zip(self._tensors, self._copies, strict=True)
         return all(torch.equal(tensor.view(torch.uint8), copy.view(torch.uint8)) for tensor, copy in pairs)
 
     def check(self, message: str) -> None:
-        """Raise a ``ConformanceError`` with the message if somebody wrote to them."""
+        """Raise a ``ConformanceError`` with the message if one of them was written to."""
         if not self.holds():
             raise ConformanceError(message)
 

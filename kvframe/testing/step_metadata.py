@@ -53,7 +53,7 @@ def make_step_metadata(
 def _over_other_keys(
     metadata: CommonAttentionMetadata, case: Case, tables: npt.NDArray[np.int32]
 ) -> CommonAttentionMetadata:
-    """Return the metadata of the same queries over sequences of which nothing is computed in the step."""
+    """Return the metadata of the same queries over sequences that the step does not compute."""
     seq_lens = torch.tensor([request.seq_len for request in case.requests], dtype=torch.int32)
     longest = int(seq_lens.max())
     device = metadata.seq_lens.device

@@ -125,7 +125,7 @@ class Contents:
         return cls(origin, sizes, checksums)
 
     def to_json(self) -> str:
-        """Return the text of which the header has a checksum."""
+        """Return the text that the header's checksum covers."""
         return dump({"origin": self.origin, "sizes": self.sizes, "checksums": self.checksums})
 
     def header(self) -> bytes:

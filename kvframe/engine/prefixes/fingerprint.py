@@ -19,7 +19,7 @@ _STEP, _FACTORS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 def fingerprint_of(model: LoadedModel) -> dict[str, str]:
     """Return hexadecimal digests of a model's ``config`` and ``weights``.
 
-    They tell models apart that differ by chance, however little; they do not keep out somebody who makes weights for a
+    They tell models apart that differ by chance, however little; they do not stop an attacker who makes weights for a
     given digest.
 
     Raises:

@@ -211,7 +211,7 @@ def _whole_numbers(prompt: Any) -> list[int]:
     try:
         # Those that can be gone through too, but are no sequence of ids: bytes are text, and the rest has no order.
         given = None if isinstance(prompt, bytes | bytearray | Set | Mapping | str) else list(prompt)
-    except Exception:  # whatever a sequence of somebody else's raises
+    except Exception:  # whatever a foreign sequence raises
         given = None
     if given is None or any(isinstance(token, bool) or not isinstance(token, int | np.integer) for token in given):
         raise RequestError("a prompt is text, or a sequence of whole numbers", code="bad_token")

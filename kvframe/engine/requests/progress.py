@@ -49,7 +49,7 @@ class RequestProgress:
         num_computed: Tokens whose state is in the cache (as far as layers still need it).
         row: Its row in the block tables while it runs; -1 otherwise.
         is_swapped: Whether its state waits in host memory for it to run again.
-        runs_alone: Whether it starts from nothing and shares the pool with nobody until it ends: set when it found
+        runs_alone: Whether it starts from nothing and has the pool for itself until it ends: set when it found
             no room though it was the only one, so that it surely comes to its end.
         is_on_cache: Whether it runs on something that the cache had when it started.
         trusts_cache: Whether it may; not after what it ran on gave no numbers.
@@ -102,7 +102,7 @@ class RequestProgress:
 
     @property
     def uses_prefix(self) -> bool:
-        """Whether it may start on a cached prefix, of whose tokens nobody has what the model gives."""
+        """Whether it may start on a cached prefix, whose tokens then have no logits."""
         return self.trusts_cache and not self.runs_alone and not self.wants_prompt_rows
 
     @property

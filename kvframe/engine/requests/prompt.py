@@ -30,7 +30,7 @@ AnyPrompt = str | Sequence[int] | Prompt
 
 
 def prompts_of(prompts: Any) -> list[Any]:
-    """Return the prompts of a batch, each of which may still be anything.
+    """Return the prompts of a batch; they are not checked yet.
 
     Raises:
         RequestError: There is no batch: a single prompt, say, or what has no order (``bad_prompts``).

@@ -173,7 +173,7 @@ class Request(RequestProgress):
                 self.finish_reason = "stop"
 
     def read_text(self) -> bool:
-        """Turn new tokens into text; False, with an ``error``, where whoever does that raises."""
+        """Turn new tokens into text; False, with an ``error``, if the tokenizer raises."""
         if self.text_stream is not None and not self.is_unreadable:
             try:
                 self.text_stream.feed(self.token_ids, final=self.finish_reason is not None)

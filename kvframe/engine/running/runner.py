@@ -124,7 +124,7 @@ class ModelRunner:
         """Run the model over one packed batch whose rows were set.
 
         Where the layers skip tokens, they compute those whose logits are wanted. They compute all if the policy says
-        so, and also if the wanted tokens of a request are not its last ones: only what nobody asks for later is
+        so, and also if the wanted tokens of a request are not its last ones: only what is not needed later is
         skipped.
 
         Args:

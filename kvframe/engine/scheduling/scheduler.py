@@ -27,7 +27,7 @@ from kvframe.engine.scheduling.stats import SchedulerStats
 from kvframe.engine.scheduling.step import ScheduledStep
 
 _log = logging.getLogger("kvframe")
-NOBODY: IntArray = np.zeros(0, dtype=np.int64)
+NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)
 
 
 class Scheduler(Generic[RequestT]):
@@ -107,7 +107,7 @@ class Scheduler(Generic[RequestT]):
 
     def _schedule(self) -> ScheduledStep[RequestT] | None:
         preempted = self.stats.preemptions
-        going_on = self._continue_running() if self.running else NOBODY
+        going_on = self._continue_running() if self.running else NO_ROWS
         budget = self._max_num_batched_tokens - int(going_on.sum())
         admitted: list[RequestT] = []
         counts: list[int] = []
@@ -160,7 +160,7 @@ class Scheduler(Generic[RequestT]):
         num_computed = step.num_computed + step.num_scheduled
         generating = step.generating
         if outcomes and min(outcomes) < 0:
-            # The state of a request without an outcome is not published: whoever found it would fail too.
+            # The state of a request without an outcome is not published: a request that found it would fail too.
             is_sound = np.ones(len(step.requests), dtype=np.bool_)
             is_sound[generating] = np.array(outcomes) >= 0
             self._cache.commit_rows(step.rows[is_sound], num_computed[is_sound])
@@ -227,7 +227,7 @@ class Scheduler(Generic[RequestT]):
         self._failed.append(request)
 
     def _end_all(self, requests: Sequence[RequestT]) -> None:
-        """End requests of a step of which nobody can say whose fault it is; whoever called is told what was raised."""
+        """End all requests of a failed step, because the faulty one is unknown; the caller gets the exception."""
         for request in requests:
             if request.finish_reason is None:
                 request.error = "the step that was to compute it failed"
@@ -295,7 +295,7 @@ class Scheduler(Generic[RequestT]):
                 self._holdings.give_back(request)
                 self._let_wait(request)
                 return False
-            except AssertionError:  # the cache is broken, whoever asks
+            except AssertionError:  # the cache itself is broken
                 raise
             except Exception as error:
                 self._end_at_fault(request, error)
