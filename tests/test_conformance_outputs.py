@@ -100,7 +100,7 @@ def test_a_name_that_no_case_has_is_an_error() -> None:
 
 def test_a_chain_that_nothing_goes_behind_is_an_error() -> None:
     chunked = load_plugins().registry.wrappers.load("chunked_local")()
-    with pytest.raises(ConformanceError, match=r"no case behind chunked_local[+]chunked_local"):
+    with pytest.raises(ConformanceError, match=r"no case after chunked_local[+]chunked_local"):
         make_cases(CAPABILITIES, chains=[(chunked, chunked)], formats=())
 
 

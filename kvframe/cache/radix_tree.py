@@ -91,7 +91,8 @@ class RadixTree:
         sizes: Per table stack, tokens per block.
         groups: Per table stack, its groups.
         place: For each group, its table stack, and which of the stack's groups it is.
-        is_needed: Per table stack ``[num_groups, max_blocks], bool, host``: which blocks some hit could need.
+        is_needed: Per table stack ``[num_groups, max_blocks], bool, host``: which blocks become findable: those that
+            some hit could need, and all of a group in which no block dies.
         pool: The pages; set after both are made, because each needs the other.
         row_pages: Per table stack, the pages that running rows were given; set by the publisher.
         catch_up: Brings a node that grows with a row up to date; set by the publisher.
@@ -106,8 +107,10 @@ class RadixTree:
         self.groups = tuple(stack.groups for stack in stacks)
         self._no_pages = [np.zeros((len(groups), 0), dtype=np.int32) for groups in self.groups]
         step = math.lcm(*self.sizes)
+        # If another group prevents every hit, the statistics still say what the groups that keep all blocks have.
         self.is_needed = [
-            np.stack([live[group].needed(step, max_tokens) for group in stack.groups]) for stack in stacks
+            np.stack([live[group].needed(step, max_tokens) | live[group].never_dies for group in stack.groups])
+            for stack in stacks
         ]
         self._roots: dict[Namespace, RadixNode] = {}
         self._nodes: list[RadixNode | None] = [None]  # by owner number; NO_OWNER is no node
