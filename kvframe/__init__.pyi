@@ -1,7 +1,6 @@
 """The names of ``kvframe``, each under the module that defines it."""
 
 from .attention.group import AttentionGroup as AttentionGroup
-from .attention.layer import AttentionLayers as AttentionLayers
 from .attention.step import StepBatch as StepBatch
 from .attention.storage import KVCacheStorage as KVCacheStorage
 from .builtin.full_attention import FullAttentionSpec as FullAttentionSpec

@@ -42,7 +42,7 @@ HIDDEN = np.float32(-1e30)
 
 
 class Rows(NamedTuple):
-    """The rows of an item: by KV head, then query, then head of the group. Some after each KV head's are nobody's.
+    """The rows of an item: by KV head, then query, then head of the group. Each KV head's rows end with unused ones.
 
     Attributes:
         first_query: The query that the first ones are of.
