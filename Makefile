@@ -24,7 +24,7 @@ $(READY): requirements.txt requirements-dev.txt constraints.txt pyproject.toml k
 	@test -n "$(PYTHON)" || { echo "kvframe needs Python 3.11 or newer; none was found on PATH" >&2; exit 1; }
 	@echo "Setting up $(VENV): torch is the large part, allow a few minutes on the first run"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
 lint: $(READY) ## ruff and mypy --strict
@@ -59,7 +59,7 @@ $(VLLM)/.ready: benchmarks/requirements-vllm.txt
 	@test -n "$(PYTHON)" || { echo "vLLM needs Python 3.11 or newer; none was found on PATH" >&2; exit 1; }
 	@echo "Setting up $(VLLM): 2 GB, allow a few minutes"
 	@$(PYTHON) -m venv --clear $(VLLM)
-	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r $<
 	@$(VLLM)/bin/python -c 'import vllm.v1.core.kv_cache_manager'
 	@touch $@
 

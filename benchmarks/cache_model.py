@@ -23,7 +23,7 @@ from report import table
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # The model is the tests': it is in no package that is installed.
-from tests.cache_lives import Tally, draw_lives  # noqa: E402
+from tests.cache.lives import Tally, draw_lives  # noqa: E402
 
 NUM_EVENTS = 400
 MOST_FAILURES = 20

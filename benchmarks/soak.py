@@ -38,7 +38,7 @@ from kvframe.contract.errors import BackendError, WrapperError
 from kvframe.engine.core import STEP_FAILED
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # The mirror is the tests': no package has it.
-from tests.cache_mirror import Mirror
+from tests.cache.mirror import Mirror
 
 STEP_SECONDS, TOKEN_SECONDS = 0.03, 0.003
 FAULTS = 1 / 40

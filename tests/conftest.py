@@ -12,10 +12,10 @@ import torch
 
 from kvframe.contract.errors import KVFrameError
 from kvframe.loading.plugins import load_plugins
-from tests.fake_distributions import FakeSite
+from tests.loading.fake_distributions import FakeSite
 
 if TYPE_CHECKING:  # the tests of a backend's kernels run without transformers too
-    from tests.serving import TinyModel, Tokens
+    from tests.models.serving import TinyModel, Tokens
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,7 +37,7 @@ def _kernels_are_compiled(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
     """Make a tiny model of a family, once for all tests."""
-    from tests.serving import TinyModel
+    from tests.models.serving import TinyModel
 
     folder = tmp_path_factory.mktemp("models")
     return cache(lambda family: TinyModel.save(folder / family, family))
@@ -46,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyMode
 @pytest.fixture(scope="session")
 def references(models: Callable[[str], TinyModel]) -> Callable[[str], Tokens]:
     """Return what transformers generates after each prompt with the tiny model of a family."""
-    from tests.serving import PROMPTS
+    from tests.models.serving import PROMPTS
 
     return cache(lambda family: [models(family).reference(prompt) for prompt in PROMPTS])
 

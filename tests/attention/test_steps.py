@@ -1,0 +1,322 @@
+"""A step of attention groups: what it pays for, in which order each sees it, and that no device is waited for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvframe_chunked_local import ChunkedLocalSpec
+
+from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.padding import pad_metadata
+from kvframe.builtin.torch_reference import TorchReferenceBackend
+from kvframe.config.stack import Stack
+from kvframe.contract.backend import AttentionMetadataBuilder
+from kvframe.contract.capture import GraphCapture
+from kvframe.contract.errors import BackendError
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.order import BatchOrder, split_batch
+from kvframe.contract.specs import LayerSpec
+from kvframe.planning.groups import group_layers, share_caches
+from kvframe.testing.guard import ScalarGuard, guard
+from tests.attention.attending import MIXED, SKIPPING, Bench, close, eight_layers, full, layer, local, plugin
+
+SINGLE_TOKENS = [(0, 1), (0, 1), (0, 1)]
+
+# --- what a step may be ----------------------------------------------------------------------------------------------
+
+
+class CausalOnly(TorchReferenceBackend):
+    """The reference, as far as it serves causal masks."""
+
+    capabilities = attrs.evolve(TorchReferenceBackend.capabilities, masks=frozenset({"causal", "window"}))
+
+
+def test_a_batch_that_is_not_causal_is_refused_where_a_backend_has_no_such_mask() -> None:
+    layers = [layer("full", full()), layer("window", local())]
+    stack = Stack.from_mapping({"rules": [{"layers": "window", "backend": "causal_only"}]})
+    bench = Bench(layers, stack, [plugin("mine", backends={"causal_only": CausalOnly})])
+    metadata = bench.metadata(SINGLE_TOKENS)
+    with pytest.raises(BackendError, match=r"causal_only', of layer 'window', .* it has no mask bidirec") as refused:
+        bench.attention.begin_step([attrs.evolve(each, causal=False) for each in metadata])
+    assert "mask_bidirectional" == refused.value.code
+    bench.attention.begin_step([attrs.evolve(metadata[0], causal=False), metadata[1]])
+
+
+# --- what a step pays for ---------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class Counted:
+    common: CommonAttentionMetadata
+    table: torch.Tensor
+    is_finished: bool = True
+
+
+class Counting(TorchReferenceBackend):
+    """The reference, with metadata that can be refreshed and notes of what was asked for."""
+
+    log: list[str] = []  # noqa: RUF012 - the test's
+
+    class Builder(AttentionMetadataBuilder):
+        table_fields = frozenset({"common", "table"})
+
+        def __init__(self, log: list[str], key: Hashable) -> None:
+            self._log = log
+            self._key = key
+
+        @property
+        def reuse_key(self) -> Hashable:
+            return self._key
+
+        def build(self, metadata: CommonAttentionMetadata) -> Counted:
+            self._log.append("build")
+            return Counted(metadata, metadata.block_table)
+
+        def refreshed_fields(self, built: Counted, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
+            self._log.append("refresh")
+            return {"common": metadata, "table": metadata.block_table}
+
+        @classmethod
+        def build_together(cls, builds: Any) -> list[Any]:
+            builds[0][0]._log.append(f"{len(builds)} together")
+            return super().build_together(builds)
+
+    def make_builder(self) -> AttentionMetadataBuilder:
+        return self.Builder(self.log, None)
+
+    def forward(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> torch.Tensor:
+        assert metadata.is_finished
+        assert metadata.table is metadata.common.block_table
+        return super().forward(layer, query, kv_cache, metadata.common, sinks)
+
+
+def counted(
+    layers: list[LayerSpec],
+    requests: list[tuple[int, int]],
+    stack: Any = None,
+    backend: type[Counting] = Counting,
+    **options: Any,
+) -> list[str]:
+    """Return what one step of fresh requests asked of the builders, having compared its outputs."""
+
+    class Fresh(backend):  # type: ignore[valid-type, misc]
+        log: list[str] = []  # noqa: RUF012 - the test's
+
+    tables = {"rules": [{"layers": "*", "backend": "counting"}], **(stack or {})}
+    bench = Bench(layers, Stack.from_mapping(tables), [plugin("mine", backends={"counting": Fresh})], **options)
+    outputs = bench.run(requests)
+    if not bench.attention.skipped:
+        assert all(close(bench.dense(spec, requests), outputs[spec.name]) for spec in layers)
+    return Fresh.log
+
+
+def test_a_group_of_many_layers_is_built_once_a_step() -> None:
+    assert ["1 together", "build"] == counted([layer(name, full()) for name in "abcdef"], SINGLE_TOKENS)
+
+
+def test_groups_with_another_mask_are_built_each_and_together() -> None:
+    assert ["2 together", "build", "build"] == counted([layer("a", full()), layer("b", local())], SINGLE_TOKENS)
+
+
+def apart(layers: Any, *, hybrid: bool = True) -> Any:
+    """Group each layer by itself, as where the layers of several models are served together."""
+    whole = group_layers(layers, hybrid=hybrid)
+    groups = tuple(
+        attrs.evolve(whole.groups[0], index=index, layers=(each.name,), stored=(each.spec,))
+        for index, each in enumerate(layers)
+    )
+    return attrs.evolve(whole, groups=groups)
+
+
+def test_another_cache_groups_metadata_is_refreshed_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [layer(name, full()) for name in "abc"]
+    monkeypatch.setattr("tests.attention.attending.group_layers", apart)
+    assert ["1 together", "build", "refresh", "refresh"] == counted(layers, SINGLE_TOKENS)
+
+
+class Finishing(Counting):
+    """With the last bit of its metadata made where the layers read it."""
+
+    class Builder(Counting.Builder):
+        on_host = True
+
+        def build(self, metadata: CommonAttentionMetadata) -> Counted:
+            return attrs.evolve(super().build(metadata), is_finished=False)
+
+        def finish(self, built: Counted) -> Counted:
+            self._log.append("finish")
+            return attrs.evolve(built, is_finished=True)
+
+
+def test_what_is_built_is_finished_once_and_then_taken_over_with_other_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.attention.attending.group_layers", apart)
+    layers = [layer("full", full()), layer("window", local()), layer("another", full())]
+    expected = ["2 together", "build", "build", "refresh", "finish", "finish"]
+    assert expected == counted(layers, SINGLE_TOKENS, backend=Finishing)
+
+
+def test_a_chain_that_changes_nothing_costs_no_metadata() -> None:
+    layers = list(share_caches([layer(name, full()) for name in "abc"], {"b": "a", "c": "a"}))
+    skipping = {"engine": {"prefill_skipping": "decode_only"}}
+    assert ["1 together", "build"] == counted(layers, SINGLE_TOKENS, skipping)
+    assert ["2 together", "build", "build"] == counted(layers, [(0, 1), (0, 3)], skipping)
+
+
+# --- order, capture, sub-batches --------------------------------------------------------------------------------------
+
+
+class Decodes(TorchReferenceBackend):
+    """Asks for decodes first, and relies on it."""
+
+    order = BatchOrder(decode_threshold=1, extends_first=True)
+
+    def make_builder(self) -> AttentionMetadataBuilder:
+        order = self.order
+
+        class Builder(AttentionMetadataBuilder):
+            capture = GraphCapture.UNIFORM
+            batch_order = order
+
+            def build(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
+                split = split_batch(metadata, order)
+                assert metadata.num_actual_tokens == (
+                    split.num_decode_tokens + split.num_extend_tokens + split.num_prefill_tokens
+                )
+                return metadata
+
+        return Builder()
+
+
+class ShortOnes(Decodes):
+    order = BatchOrder(decode_threshold=4)
+
+
+ORDERED = plugin("mine", backends={"decodes": Decodes, "short_ones": ShortOnes})
+
+
+def ordered(**backends: str) -> Bench:
+    rules = [{"layers": name, "backend": backend} for name, backend in backends.items()]
+    return Bench([layer(name, full()) for name in backends], Stack.from_mapping({"rules": rules}), [ORDERED])
+
+
+def test_backends_with_conflicting_orders_each_see_their_own() -> None:
+    # An extend of 6 tokens comes before the fresh prefill of 2 for one, behind it for the other.
+    bench = ordered(a="decodes", b="short_ones", c="torch", d="decodes")
+    outputs = bench.run(MIXED)
+    assert all(close(bench.dense(spec, MIXED), outputs[spec.name]) for spec in bench.layers)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), min_size=1, max_size=6))
+def test_any_batch_comes_out_in_the_batchs_own_order(requests: list[tuple[int, int]]) -> None:
+    bench = ordered(a="decodes", b="short_ones")
+    outputs = bench.run(requests)
+    assert all(close(bench.dense(spec, requests), outputs[spec.name]) for spec in bench.layers)
+
+
+def test_a_batch_packed_in_the_wished_order_is_permuted_for_nobody() -> None:
+    bench = ordered(a="decodes", b="torch")
+    computed, new = (torch.tensor(column).numpy() for column in zip(*MIXED, strict=True))
+    order = bench.attention.order_for(computed, new)
+    assert order is not None
+    bench.run([MIXED[index] for index in order])
+    assert all(step.built.permutation is None for step in bench.attention._steps)
+    assert ordered(a="torch").attention.order_for(computed, new) is None
+
+
+def test_cache_groups_that_are_permuted_alike_keep_their_own_tables() -> None:
+    rules = [{"layers": "*", "backend": "short_ones"}]
+    layers = [layer("a", full()), layer("b", local(3)), layer("c", local(7))]
+    bench = Bench(layers, Stack.from_mapping({"rules": rules}), [ORDERED])
+    outputs = bench.run(MIXED)
+    assert 3 == len(bench.grouping.groups)
+    (permutation,) = {step.built.permutation for step in bench.attention._steps}
+    assert permutation is not None
+    assert all(close(bench.dense(spec, MIXED), outputs[spec.name]) for spec in layers)
+
+
+def test_the_capture_level_is_the_least_of_all_parts() -> None:
+    backends = {"mine": "decodes", "short": "short_ones", "torch": "torch"}
+    levels = {name: ordered(a=backend).attention.capture for name, backend in backends.items()}
+    assert {"mine": GraphCapture.DECODE, "short": GraphCapture.UNIFORM, "torch": GraphCapture.NEVER} == levels
+
+
+@pytest.mark.parametrize("stack", [Stack(), SKIPPING], ids=["all", "skipping"])
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), min_size=2, max_size=6),
+    st.integers(1, 5),
+    st.integers(1, 5),
+)
+def test_sub_batches_together_equal_the_whole(
+    stack: Stack, requests: list[tuple[int, int]], first: int, second: int
+) -> None:
+    cuts = sorted({0, min(first, len(requests)), min(second, len(requests)), len(requests)})
+    layers = eight_layers()
+    whole = Bench(layers, stack).run(requests)
+    parts = Bench(layers, stack).run(requests, sub_batches=list(itertools.pairwise(cuts)))
+    assert all(close(whole[spec.name], parts[spec.name]) for spec in layers)
+
+
+def chunk_layers(chunk: int) -> tuple[LayerSpec, ...]:
+    """Return a chunked layer, a full one, and two that read them and end the model."""
+    chunks = ChunkedLocalSpec(block_size=4, num_kv_heads=1, head_size=4, chunk=chunk)
+    layers = [layer("a", chunks), layer("b", full()), layer("c", chunks), layer("d", full())]
+    return share_caches(layers, {"c": "a", "d": "b"})
+
+
+def skipping(backend: str) -> Stack:
+    """Return a stack with prefill skipping, and one backend for all layers."""
+    rules = [{"layers": "*", "backend": backend}]
+    return Stack.from_mapping({"engine": {"prefill_skipping": "decode_only"}, "rules": rules})
+
+
+@pytest.mark.parametrize("backend", ["torch", "torch_reference", "decodes"])
+@pytest.mark.parametrize("chunk", [8, 6])
+def test_a_step_asks_the_device_for_nothing_and_writes_to_no_metadata(backend: str, chunk: int) -> None:
+    bench = Bench(chunk_layers(chunk), skipping(backend), [ORDERED])
+    assert [["chunked_local"], [], ["decode_only", "chunked_local"], ["decode_only"]] == [
+        [wrapper.name for wrapper in group.wrappers] for group in bench.attention.groups
+    ]
+    for requests in (MIXED, [(5, 1), (9, 1)]):
+        with ScalarGuard():
+            bench.attention.begin_step([guard(common) for common in bench.metadata(requests)])
+
+
+SIZES: dict[str, int] = {"num_reqs": 6, "num_tokens": 30, "num_generating": 8, "max_query_len": 8, "max_seq_len": 40}
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5)), min_size=1, max_size=6), st.sampled_from([8, 6]))
+def test_every_batch_of_a_graphs_sizes_has_metadata_of_the_same_shapes(
+    requests: list[tuple[int, int]], chunk: int
+) -> None:
+    bench = Bench(chunk_layers(chunk), skipping("torch_reference"))
+
+    def shapes(requests: list[tuple[int, int]]) -> list[Any]:
+        bench.attention.begin_step([pad_metadata(common, **SIZES) for common in bench.metadata(requests)])
+        kept = bench.attention.kept_rows
+        assert kept is not None
+        found: list[Any] = [kept.shape]
+        for step in bench.attention._steps:
+            common = step.built.metadata
+            tensors = {
+                name: value for name, value in attrs.asdict(common, recurse=False).items() if name[-4:] != "_cpu"
+            }
+            found.append({name: v.shape for name, v in tensors.items() if isinstance(v, torch.Tensor)})
+            found.append((common.num_reqs, common.max_query_len, common.max_seq_len, step.built.num_rows))
+        return found
+
+    assert shapes([(0, 1)]) == shapes(requests)
+
+
+def test_layers_are_listed_in_the_models_order() -> None:
+    attention: AttentionLayers = Bench(eight_layers(), hybrid=False).attention
+    assert [f"L{index}" for index in range(8)] == list(attention)

@@ -1,0 +1,99 @@
+"""What only a GPU shows of a step: that nobody waits for it, that it is one copy, and that a graph gives the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvframe import Engine, load_plugins
+from kvframe.engine.requests.request import SamplingParams
+from kvframe.planning.groups import make_layer_specs
+from kvframe.planning.recognise import find_adapter
+from tests.attention.attending import plugin
+from tests.attention.capturable import CapturableReference
+
+pytest.importorskip("transformers", reason="tiny models are made by transformers")
+from kvframe_transformers.testing import save_tiny
+
+from tests.models.serving import PROMPTS, TinyModel, make_stack
+
+pytestmark = pytest.mark.gpu
+FAMILIES = ("llama", "gemma3_text", "llama4_text", "gemma3n_text")
+
+
+def on_gpu(folder: Path, family: str, **options: Any) -> Engine:
+    save_tiny(folder, family)
+    registry = load_plugins(plugins=[plugin("mine", backends={"capturable": CapturableReference})]).registry
+    loaded = find_adapter(folder, registry).load(folder, device="cuda", dtype="float32")
+    stack = make_stack(device="cuda", **options)
+    layers = make_layer_specs(loaded.description, registry, stack, "float32")
+    return Engine(loaded, layers, registry=registry, stack=stack)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replayed_steps_give_the_tokens_of_steps_without_graphs(tmp_path: Path, family: str) -> None:
+    pytest.importorskip("kvframe_triton")
+    options: dict[str, Any] = {"prefill_skipping": "decode_only"} if family == "gemma3n_text" else {}
+    params = SamplingParams(max_new_tokens=40)
+    outputs = []
+    for sizes in ("off", "auto"):
+        with on_gpu(tmp_path / sizes, family, backend="triton", graphs=sizes, **options) as engine:
+            outputs.append([output.token_ids for output in engine.generate(PROMPTS, params)])
+            runner: Any = engine._runner
+            assert sizes == "off" or runner.graphs.num_replays >= 30
+    assert outputs[0] == outputs[1]
+
+
+def test_what_cannot_be_captured_runs_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # It declares that it can be, and asks the device for values.
+    params = SamplingParams(max_new_tokens=4)
+    with on_gpu(tmp_path / "off", "llama", backend="capturable") as engine:
+        expected = [output.token_ids for output in engine.generate(PROMPTS[:3], params)]
+    with on_gpu(tmp_path / "graphs", "llama", backend="capturable", graphs=[4]) as engine:
+        assert expected == [output.token_ids for output in engine.generate(PROMPTS[:3], params)]
+    assert 1 == len([record for record in caplog.records if "without a graph" in record.message])
+
+
+DECODES = (1, 1, 1, 1)
+STEPS = {"decodes": (DECODES, "off"), "mixed": ((1, 1, 20, 1), "off"), "replayed": (DECODES, [4])}
+"""By name: how many tokens the requests compute, and for how many requests there are graphs."""
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_waits_for_nothing_and_is_copied_at_once(tmp_path: Path, family: str, name: str) -> None:
+    pytest.importorskip("kvframe_triton")
+    num_new, graphs = STEPS[name]
+    with on_gpu(tmp_path, family, backend="triton", graphs=graphs) as engine:
+        runner: Any = engine._runner
+        for index, count in enumerate(num_new):
+            engine._manager.start(str(index), [0] * 64)
+            assert engine._manager.extend(str(index), 29 + index + count)
+            runner.set_row(engine._manager.row(str(index)), [1] * 64)
+        rows = np.array([engine._manager.row(str(index)) for index in range(4)])
+        query_lens = np.array(num_new, dtype=np.int64)
+        step = rows, np.arange(29, 33), query_lens, np.cumsum(query_lens) - 1
+        runner.forward(*step)  # kernels are compiled, memory is pinned, graphs captured
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            runner.forward(*step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            runner.forward(*step)
+            torch.cuda.synchronize()
+        assert 1 == len([event for event in profile.events() if "HtoD" in event.name])
+        assert graphs == "off" or runner.graphs.num_replays >= 2
+
+
+def test_tiny_models_run_on_the_gpu_as_on_the_host(tmp_path: Path) -> None:
+    params = SamplingParams(max_new_tokens=8)
+    with TinyModel.save(tmp_path / "host", "gemma3_text").engine() as engine:
+        expected = [output.token_ids for output in engine.generate(PROMPTS, params)]
+    with on_gpu(tmp_path / "gpu", "gemma3_text") as engine:
+        assert expected == [output.token_ids for output in engine.generate(PROMPTS, params)]

@@ -1,0 +1,189 @@
+"""The benchmark of the cache core checks what a core holds and finds, runs, and its page shows every figure."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SLOW = {"tiny-build"}
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> Iterator[Any]:
+    """Return the modules of the benchmark."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        # Nothing is timed here, and there is much to go through where torch is loaded.
+        patch.setattr("gc.collect", lambda: 0)
+        names = ("cache_cases", "cache_core", "cache_report", "cache_work", "cache_worker", "cache_worst_cases")
+        yield SimpleNamespace(**{name: import_module(name) for name in names})
+
+
+@pytest.fixture(scope="module")
+def answers(benchmark: Any) -> Any:
+    return benchmark.cache_worker.Answers(lambda: benchmark.cache_worker.make_core("kvframe"))
+
+
+def names(cases: Any) -> dict[str, Any]:
+    return {case.name: case for case in cases}
+
+
+def do(answers: Any, case: Any, side: Any, changes: Mapping[str, Any] | None = None) -> tuple[list[float], Any]:
+    """Set up, do one turn and check, with every question as it is after its way through JSON."""
+    setting = {**case.to_dict()["sides"][case.sides.index(side)]["setting"], **(changes or {})}
+    question = {"side": side.name, "work": case.work, "sizes": case.sizes, "setting": setting}
+    asked = [json.loads(json.dumps({"do": what, **question})) for what in ("set up", "turn", "check")]
+    answers(asked[0])
+    return answers(asked[1]), answers(asked[2])
+
+
+def own(case: Any) -> list[Any]:
+    return [side for side in case.sides if side.engine == "kvframe"]
+
+
+MEMORY = """
+from pathlib import Path
+from cache_worker import touch_memory
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1])
+
+before = resident()
+kept = touch_memory(64 << 20)
+print((resident() - before) * 4096 >> 20, sum(map(len, kept)) >> 20)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="whether memory is given back is the C library's choice")
+def test_a_worker_keeps_the_memory_that_it_has_touched_and_uses_next_to_nothing_of_it(benchmark: Any) -> None:
+    run = subprocess.run([sys.executable, "-c", MEMORY], cwd=BENCHMARKS, capture_output=True, text=True, check=True)
+    resident, used = map(int, run.stdout.split())
+    assert resident > 100
+    assert 0 == used
+
+
+def test_every_piece_of_work_is_done_and_checked(benchmark: Any, answers: Any) -> None:
+    cases = (*benchmark.cache_cases.tiny_cases(), *benchmark.cache_worst_cases.tiny_worst_cases())
+    assert set(benchmark.cache_worker.ALL_WORKS) == {case.work for case in cases}
+    for case in cases:
+        seconds, _ = do(answers, case, own(case)[0])
+        assert seconds
+        assert all(each > 0 for each in seconds), case.name
+
+
+def test_as_many_groups_as_layers_can_be_forced(benchmark: Any, answers: Any) -> None:
+    case = names(benchmark.cache_cases.tiny_cases())["tiny-decode"]
+    found = {side.name: do(answers, case, side)[1]["num_groups"] for side in own(case)}
+    few, many = "kvframe", "kvframe, as many groups"
+    assert {few: 2, many: 3, f"{few}, one by one": 2, f"{many}, one by one": 3} == found
+    assert (None, 1024, 1040, 1056) == benchmark.cache_cases.apart((None, 1024, 1024, 1024))
+
+
+def test_a_window_without_a_mask_and_a_state_are_in_the_plan_of_a_case(benchmark: Any) -> None:
+    from cache_kvframe import plan_of
+
+    cases = names(benchmark.cache_cases.tiny_cases())
+    kinds = {
+        name: [group.spec.kind for group in plan_of(cases[name].sides[0].setting).groups]
+        for name in ("tiny-state", "tiny-no-mask")
+    }
+    assert {"tiny-state": ["full_attention", "mamba"], "tiny-no-mask": ["live_range"]} == kinds
+
+
+def test_every_side_of_a_case_has_the_same_memory_and_requests(benchmark: Any) -> None:
+    for case in (*benchmark.cache_cases.standard_cases(), *benchmark.cache_worst_cases.worst_cases()):
+        assert ["vllm", *["kvframe"] * (len(case.sides) - 1)] == [side.engine for side in case.sides]
+        assert 1 == len({(each.setting.num_blocks, each.setting.max_num_seqs) for each in case.sides}), case.name
+
+
+def _computed(self: Any, prompt: Any, chunk: int) -> int:
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("case", "work", "broken"),
+    [
+        ("tiny-decode", "blocks held", {"held": lambda self, prompt: [(None, [1])]}),
+        ("tiny-decode", "tokens found", {"look_up": lambda self, prompt: 0}),
+        ("tiny-pass", "prompts found", {"look_up": lambda self, prompt: 0}),
+        ("tiny-hit", "tokens found", {"look_up": lambda self, prompt: 16}),
+        ("tiny-turns", "tokens found of the conversation", {"begin": lambda self, prompt: 0, "compute": _computed}),
+        ("tiny-chain", "tokens found of the chain", {"compute": lambda self, prompt, chunk: 0}),
+        ("tiny-lockstep", "tokens found of a prompt that is new", {"begin": lambda self, prompt: 16}),
+        ("tiny-far-state", "early and late states", {"cached_states": lambda self: []}),
+        ("tiny-far-state", "nearest state", {"lose": lambda self, blocks: None}),
+    ],
+)
+def test_a_core_that_does_not_do_the_work_is_noticed(
+    benchmark: Any, case: str, work: str, broken: Mapping[str, Any]
+) -> None:
+    core = type(benchmark.cache_worker.make_core("kvframe"))
+    broken = {"let_go": lambda self, prompt: None, **broken} if "look_up" in broken else broken
+    answers = benchmark.cache_worker.Answers(type("Broken", (core,), broken))
+    tiny = (*benchmark.cache_cases.tiny_cases(), *benchmark.cache_worst_cases.tiny_worst_cases())
+    chosen = names(tiny)[case]
+    with pytest.raises(benchmark.cache_core.Mistake, match=work):
+        do(answers, chosen, own(chosen)[0])
+
+
+def test_the_page_says_the_work_in_words_and_compares_what_was_done_in_one_round(benchmark: Any) -> None:
+    case = names(benchmark.cache_cases.tiny_cases())["tiny-pass"]
+    found = {
+        "vLLM": {"seconds": [3e-6, 2e-6, 1e-6], "times_as_fast": []},
+        "kvframe": {"seconds": [1e-6, 1e-6, 1e-6], "times_as_fast": [3.0, 2.0, 1.0]},
+    }
+    places = ("date", "command", "processor", "cores", "threads", "system", "commit")
+    machine = dict.fromkeys((*places, "python", "torch", "transformers", "kvframe"), "?")
+    cases = {case.name: {**case.to_dict(), "sides": found}}
+    record = {"machine": machine, "repeats": 3, "versions": {}, "cases": cases}
+    page = benchmark.cache_report.write_report(record)
+    assert "| Pass | kvframe | 2 (1 to 3) | 1 |" in page
+    assert f"Pass. {case.words}" in page
+    assert "for each request" not in page
+    assert "| vLLM | 2.0 (1.0 to 3.0) |  |" in page
+
+
+def test_the_page_says_what_a_step_costs_for_each_request(benchmark: Any) -> None:
+    case = names(benchmark.cache_cases.tiny_cases())["tiny-decode"]
+    values = {
+        "seconds": [9e-6, 8e-6, 7e-6],
+        "times_as_fast": [],
+        "num_groups": 3,
+        "calls_per_request": 4.0,
+        "num_held": 5,
+    }
+    lines = benchmark.cache_report._sides({**case.to_dict(), "sides": {"vLLM": values}})
+    assert "|  | µs | times as fast | µs for each request | groups |" in lines[0]
+    assert "| vLLM | 8.0 (7.0 to 9.0) |  | 2.00 | 3 | 4.0 | 5 |" == lines[2]
+
+
+def test_the_readme_says_the_recorded_ratios() -> None:
+    recorded = json.loads((BENCHMARKS / "results" / "cache.json").read_text(encoding="utf-8"))["cases"]
+    shown = ("decode-256x1", "decode-256x6", "decode-256-state", "pass-cached", "hit-1", "chain-4000")
+    ratios = [statistics.median(recorded[name]["sides"]["kvframe"]["times_as_fast"]) for name in shown]
+    readme = (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")
+    paragraph = readme.split("The cache manager alone, in the", 1)[1].split("\n\n", 1)[0]
+    assert [f"{ratio:#.3g}" for ratio in ratios] == re.findall(r"\d+\.\d+", paragraph)
+
+
+def test_without_the_peer_it_says_so_and_measures_the_rest(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "cache.py"), "--rounds", "2", "--case", "tiny-decode"]
+    options = ["--peer", str(tmp_path), "--results", str(tmp_path)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False, timeout=240)
+    assert 0 == done.returncode, done.stderr
+    assert f"vLLM is not in {tmp_path}: measured without it" in done.stderr
+    sides = json.loads((tmp_path / "cache.json").read_text(encoding="utf-8"))["cases"]["tiny-decode"]["sides"]
+    assert "vLLM" not in sides
+    assert 2 == len(sides["kvframe"]["seconds"])

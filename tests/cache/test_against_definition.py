@@ -1,0 +1,43 @@
+"""The cache manager against the cache by its definition: random mixtures of types, random lives of requests."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvframe.contract.specs import KVCacheSpec
+from tests.cache.lives import KINDS, LEAST_SLABS, MOST_GROUPS, MOST_SLABS, Lives, Tally, draw_lives
+
+LEAST_OPERATIONS, NUM_EVENTS = 100_000, 400
+SPECS = st.one_of(
+    *(st.builds(make, **{name: st.sampled_from(values) for name, values in options.items()}) for make, options in KINDS)
+)
+
+
+def test_whatever_happens_the_cache_is_as_defined() -> None:
+    tally = Tally()
+
+    @settings(max_examples=40, deadline=None)
+    @given(
+        specs=st.lists(SPECS, max_size=MOST_GROUPS),
+        num_slabs=st.integers(LEAST_SLABS, MOST_SLABS),
+        prefix_caching=st.integers(0, 9),
+        seed=st.integers(0, 2**32),
+        num_events=st.integers(1, 600),
+    )
+    def live(specs: list[KVCacheSpec], num_slabs: int, prefix_caching: int, seed: int, num_events: int) -> None:
+        lives = Lives(specs, num_slabs, bool(prefix_caching), seed, tally)
+        for _ in range(num_events):
+            lives.happen()
+        lives.end()
+
+    live()
+    for seed in count():
+        if tally.num_operations >= LEAST_OPERATIONS:
+            break
+        lives = draw_lives(seed, tally, check_every=10)
+        for _ in range(NUM_EVENTS):
+            lives.happen()
+        lives.end()

@@ -1,0 +1,392 @@
+"""Cache events: who listens learns what can be found, in order, and no more than that; who does not pays nothing."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvframe
+from kvframe.cache import events as events_module
+from kvframe.cache import keys as keys_module
+from kvframe.cache.events import BlocksRemoved, BlocksStored, CacheCleared, CacheEvent
+from kvframe.cache.input_index import InputSequence
+from kvframe.cache.keys import PrefixHash
+from kvframe.cache.manager import KVCacheManager
+from kvframe.config.stack import Stack
+from kvframe.contract.specs import ENCODER, KVCacheSpec
+from kvframe.engine.engine import Engine
+from kvframe.engine.requests.request import SamplingParams
+from tests.cache.definition import HostCopies
+from tests.cache.mirror import SECRET, Mirror, key_of_input, key_of_tokens
+from tests.cache.plans import encoder, full, make_plan, ranged, state
+from tests.engine.scripted_model import ScriptedModel
+from tests.engine.test_embedding import Echo
+
+PROMPT = "the quick brown"
+SHORT = SamplingParams(max_new_tokens=3)
+
+
+def make_manager(*specs: KVCacheSpec, num_slabs: int = 40) -> KVCacheManager:
+    plan = make_plan(*specs, num_slabs=num_slabs, max_model_len=64, max_num_batched_tokens=64, max_encoder_len=12)
+    return KVCacheManager(plan, max_num_seqs=4)
+
+
+def run(manager: KVCacheManager, name: str, tokens: Sequence[int], **options: Any) -> None:
+    """Let a request compute all of its tokens, and go on running."""
+    manager.start(name, tokens, **options)
+    assert manager.extend(name, len(tokens))
+    manager.commit(name, tokens, len(tokens))
+
+
+def stored(tokens: Sequence[int], start: int, stop: int, size: int, salt: str = "", group: int = 0) -> BlocksStored:
+    return BlocksStored(
+        group=group,
+        parent=key_of_tokens(tokens[:start], salt),
+        keys=tuple(key_of_tokens(tokens[:end], salt) for end in range(start + size, stop + 1, size)),
+        tokens=tuple(tokens[start:stop]),
+        start=start,
+        block_size=size,
+        salt=salt,
+    )
+
+
+def cached(engine: Engine) -> dict[tuple[int, bytes], BlocksStored]:
+    """Return what a new listener to an engine is told; the one before it listens no more."""
+    mirror = Mirror()
+    engine.on_cache_events = mirror.replay
+    return mirror.blocks
+
+
+# --- what is told -----------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_told_of_as_they_become_full() -> None:
+    manager, tokens = make_manager(full(4)), [*range(20)]
+    log = manager.record_events(SECRET)
+    assert [CacheCleared()] == log.take()
+    manager.start("a", tokens)
+    assert manager.extend("a", 20)
+    for computed, expected in [(3, []), (10, [stored(tokens, 0, 8, 4)]), (11, []), (20, [stored(tokens, 8, 20, 4)])]:
+        manager.commit("a", tokens, computed)
+        assert expected == log.take(), computed
+    manager.free("a")
+    assert [] == log.take()
+
+
+def test_a_block_that_many_compute_is_told_of_once() -> None:
+    manager, tokens = make_manager(full(4)), [*range(12)]
+    log = manager.record_events(SECRET)
+    for name in "abc":
+        run(manager, name, tokens)
+    assert [CacheCleared(), stored(tokens, 0, 12, 4)] == log.take()
+    run(manager, "d", [*range(8), 99, 98, 97, 96])
+    assert [stored([*range(8), 99, 98, 97, 96], 8, 12, 4)] == log.take()
+
+
+def test_each_group_has_its_own_blocks() -> None:
+    manager, tokens = make_manager(full(2), ranged(4, window=4)), [*range(8)]
+    log = manager.record_events(SECRET)
+    run(manager, "a", tokens)
+    assert [CacheCleared(), stored(tokens, 0, 8, 2), stored(tokens, 0, 8, 4, group=1)] == log.take()
+
+
+def test_a_group_that_stores_few_blocks_says_which() -> None:
+    manager, tokens = make_manager(full(4), state(4)), [*range(13)]
+    log = manager.record_events(SECRET)
+    run(manager, "a", tokens)
+    assert [CacheCleared(), stored(tokens, 0, 12, 4), stored(tokens, 8, 12, 4, group=1)] == log.take()
+
+
+def test_salts_have_keys_of_their_own() -> None:
+    manager, tokens = make_manager(full(4)), [*range(8)]
+    log = manager.record_events(SECRET)
+    for salt in ("", "anna", "ben"):
+        run(manager, f"of {salt}", tokens, salt=salt)
+    assert [CacheCleared(), *(stored(tokens, 0, 8, 4, salt) for salt in ("", "anna", "ben"))] == log.take()
+
+
+def test_tokens_after_an_input_have_keys_of_their_own_and_so_have_its_blocks() -> None:
+    manager, tokens, given = make_manager(full(4), encoder(4)), [*range(4)], {ENCODER: InputSequence(9, b"sound")}
+    log = manager.record_events(SECRET)
+    run(manager, "a", tokens, inputs=given, salt="anna")
+    cleared, of_input, of_tokens = log.take()
+    ends = [key_of_input(num_tokens, (9, b"sound"), "anna") for num_tokens in (0, 4, 8, 9)]
+    assert of_input == BlocksStored(
+        group=1,
+        parent=ends[0],
+        keys=tuple(ends[1:]),
+        tokens=(),
+        start=0,
+        block_size=4,
+        sequence=ENCODER,
+        salt="anna",
+    )
+    assert isinstance(of_tokens, BlocksStored)
+    assert (key_of_tokens(tokens, "anna", (9, b"sound")),) == of_tokens.keys
+    assert isinstance(cleared, CacheCleared)
+
+
+def test_what_is_evicted_is_removed_with_what_hangs_on_it() -> None:
+    manager, tokens = make_manager(full(4), num_slabs=6), [*range(16)]
+    log, mirror = manager.record_events(SECRET), Mirror()
+    run(manager, "a", tokens)
+    manager.free("a")
+    mirror.replay(log.take())
+    run(manager, "b", [50, 51, 52, 53] * 3)
+    *removed, last = events = log.take()
+    assert all(isinstance(event, BlocksRemoved) for event in removed)
+    assert isinstance(last, BlocksStored)
+    mirror.replay(events)
+    # The end of what was cached goes first.
+    left = {(0, key_of_tokens(tokens[:end])) for end in (4, 8, 12)}
+    assert left == {block for block in mirror.blocks if block[1] not in last.keys}
+    assert 12 == manager.find(tokens)
+
+
+def test_a_reset_clears_all_of_it_held_blocks_included() -> None:
+    manager, tokens = make_manager(full(4)), [*range(8)]
+    log = manager.record_events(SECRET)
+    run(manager, "a", tokens)
+    run(manager, "b", [9] * 8)
+    manager.free("b")
+    log.take()
+    manager.reset_prefix_cache()
+    manager.commit("a", tokens, 8)
+    manager.free("a")
+    assert [CacheCleared()] == log.take()
+
+
+def test_a_swap_is_no_event_as_what_was_published_stays_findable() -> None:
+    plan = make_plan(full(4), num_slabs=20, max_model_len=64, max_num_batched_tokens=64)
+    manager, tokens = KVCacheManager(plan, max_num_seqs=4, host_pages=HostCopies(20, {})), [*range(14)]
+    log = manager.record_events(SECRET)
+    run(manager, "a", tokens)
+    assert [CacheCleared(), stored(tokens, 0, 12, 4)] == log.take()
+    assert manager.swap_out("a")
+    assert [] == log.take()
+    assert manager.swap_in("a", 14)
+    tokens += [14, 15]
+    assert manager.extend("a", 16)
+    manager.commit("a", tokens, 16)
+    assert [stored(tokens, 12, 16, 4)] == log.take()
+
+
+def test_who_comes_late_is_told_of_all_that_is_there() -> None:
+    manager, tokens = make_manager(full(4), ranged(2, window=4), encoder(4)), [*range(12)]
+    first = manager.record_events(SECRET)
+    run(manager, "a", tokens, inputs={ENCODER: InputSequence(5, b"x")})
+    run(manager, "b", [*range(6), *[7] * 6])
+    manager.free("b")
+    early, late = Mirror(), Mirror()
+    early.replay(first.take())
+    late.replay(manager.record_events(SECRET).take())
+    assert early.blocks.keys() == late.blocks.keys() != set()
+    run(manager, "c", [3] * 8)
+    assert [] == first.take()
+
+
+# --- what it costs ----------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_recorded_and_nothing_hashed_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*arguments: object, **options: object) -> None:
+        raise AssertionError("nobody listens")
+
+    log = (manager := make_manager(full(4))).record_events(SECRET)
+    manager.stop_events()
+    for name in ("record_stored", "record_stored_input", "record_removed", "record_cleared"):
+        monkeypatch.setattr(events_module.EventLog, name, never)
+    monkeypatch.setattr(keys_module, "blake2b", never)
+    monkeypatch.setattr(manager._publisher, "refresh_leaf", never)
+    tokens = [*range(16)]
+    run(manager, "a", tokens)
+    manager.commit_rows(np.array([manager.row("a")]), np.array([16]))
+    manager.free("a")
+    manager.reset_prefix_cache()
+    assert [CacheCleared()] == log.take()
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 4), (4, 6)])
+def test_a_token_is_hashed_as_often_however_long_its_prefix_is(
+    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[int] = []
+    add = PrefixHash.add_tokens
+    monkeypatch.setattr(
+        PrefixHash, "add_tokens", lambda self, tokens: (hashed.append(len(tokens)), add(self, tokens))[1]
+    )
+    manager, tokens = make_manager(*map(full, sizes)), [*range(60)]
+    manager.record_events(SECRET)
+    manager.start("a", tokens)
+    assert manager.extend("a", 60)
+    of_first_half = 0
+    for computed in range(1, 61):
+        manager.commit("a", tokens, computed)
+        of_first_half = sum(hashed) if computed == 36 else of_first_half
+    assert sum(hashed) - of_first_half <= of_first_half
+    assert sum(hashed) <= 60 * (1 if len(sizes) == 1 else 4)
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_tells_after_each_step_and_at_a_reset() -> None:
+    batches: list[list[CacheEvent]] = []
+    with ScriptedModel(PROMPT).engine() as engine:
+        engine.on_cache_events = lambda events: batches.append(list(events))
+        engine.generate([PROMPT], SHORT, cache_salt="anna")
+        engine.reset_prefix_cache()
+    cleared, of_prompt, *of_answer, last = batches
+    assert ([CacheCleared()], [CacheCleared()]) == (cleared, last)
+    (event,) = of_prompt
+    assert isinstance(event, BlocksStored)
+    assert ("anna", tuple(PROMPT.encode()[:12]), 4) == (event.salt, event.tokens, event.block_size)
+    assert [] == of_answer
+
+
+def test_an_embedder_tells_too() -> None:
+    mirror = Mirror()
+    with Echo("full_attention").embedder() as embedder:
+        embedder.on_cache_events = mirror.replay
+        embedder.embed([[*range(12), 50]])
+    assert 3 == len(mirror.blocks)
+
+
+def test_the_stacks_key_makes_the_keys(tmp_path: Any) -> None:
+    secret = bytes(range(7, 39))
+    (tmp_path / "key").write_text(secret.hex() + "\n")
+    found: list[tuple[bytes, ...]] = []
+    for key in (secret.hex(), str(tmp_path / "key"), None, None):
+        model = ScriptedModel(PROMPT)
+        with model.engine(cache_key=key) as engine:
+            mirror = Mirror()
+            engine.on_cache_events = mirror.replay
+            engine.generate([PROMPT], SHORT)
+            found.append(tuple(key for _, key in mirror.blocks))
+    expected = tuple(kvframe.prefix_key(secret, PROMPT.encode()[:end]) for end in (4, 8, 12))
+    assert expected == found[0] == found[1]
+    assert expected[0] == key_of_tokens(PROMPT.encode()[:4], secret=secret)
+    assert 3 == len(set(found))
+
+
+def test_a_listener_that_raises_is_told_nothing_more_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[int] = []
+
+    def listen(events: Sequence[CacheEvent]) -> None:
+        calls.append(len(events))
+        if len(calls) == 2:
+            raise RuntimeError("the router is gone")
+
+    with ScriptedModel(PROMPT).engine() as engine:
+        expected = [output.token_ids for output in engine.generate([PROMPT, "quick"], SHORT)]
+        engine.reset_prefix_cache()
+        engine.on_cache_events = listen
+        with caplog.at_level(logging.ERROR, "kvframe"):
+            for _ in range(3):
+                assert expected == [output.token_ids for output in engine.generate([PROMPT, "quick"], SHORT)]
+                engine.reset_prefix_cache()
+        assert None is engine.on_cache_events
+        assert 0 == sum(engine.stats().blocks_held)
+    (record,) = caplog.records
+    assert "the listener to cache events raised" in record.message
+    assert 2 == len(calls)
+
+
+@pytest.mark.parametrize("when", ["before it takes them", "after it took one", "after it took all"])
+def test_a_listener_that_is_interrupted_is_told_all_anew(when: str) -> None:
+    mirror, calls = Mirror(), []
+
+    def listen(events: Sequence[CacheEvent]) -> None:
+        calls.append(len(events))
+        if len(calls) == 2:
+            mirror.replay(events[: {"before it takes them": 0, "after it took one": 1}.get(when)])
+            raise KeyboardInterrupt
+        mirror.replay(events)
+
+    with ScriptedModel(PROMPT).engine() as engine:
+        engine.on_cache_events = listen
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([PROMPT, "quick brown"], SHORT)
+        engine.generate(["a" * 20], SHORT)
+        assert mirror.blocks.keys() == cached(engine).keys() != set()
+
+
+def test_a_cache_that_shrinks_tells_what_it_gave_up() -> None:
+    mirror = Mirror()
+    with ScriptedModel(PROMPT).engine() as engine:
+        engine.on_cache_events = mirror.replay
+        for letter in "abcdefgh":
+            engine.generate([letter * 50], SHORT)
+        before = len(mirror.blocks)
+        engine.resize_cache(engine.plan.total_bytes // 2)
+        assert mirror.blocks.keys() == cached(engine).keys() != set()
+        assert 0 < len(mirror.blocks) < before
+
+
+def test_events_of_a_step_that_fails_come_with_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    model, mirror = ScriptedModel(PROMPT), Mirror()
+
+    def spoil(last: Any, logits: Any) -> None:
+        raise ValueError("out of luck")
+
+    with model.engine(memory=2048) as engine:
+        engine.on_cache_events = mirror.replay
+        engine.generate(["a" * 12], SHORT)
+        model.spoil = spoil
+        with pytest.raises(ValueError, match="out of luck"):
+            engine.generate(["b" * 30], SHORT)
+        model.spoil = None
+        engine.generate(["c" * 30], SHORT)
+        assert len(list(engine._manager.published())) == len(mirror.blocks)
+
+
+def test_another_process_makes_the_same_keys_from_the_secret_alone() -> None:
+    script = (
+        "import sys, hashlib; secret, salt, *ids = sys.argv[1:]; salt = salt.encode();"
+        "own = len(salt).to_bytes(8, 'little') + salt + bytes(8);"
+        "tokens = b''.join(int(each).to_bytes(4, 'little') for each in ids);"
+        "print(hashlib.blake2b(own + tokens, digest_size=32, key=bytes.fromhex(secret),"
+        " person=b'kvframe.prefix.1').hexdigest())"
+    )
+    manager, tokens = make_manager(full(4)), [5, 70_000, 0, 2**32 - 1]
+    log = manager.record_events(SECRET)
+    run(manager, "a", tokens, salt="Änne")
+    _, event = log.take()
+    assert isinstance(event, BlocksStored)
+    for key, ids in [(event.parent, []), (event.keys[0], tokens)]:
+        arguments = [sys.executable, "-I", "-c", script, SECRET.hex(), "Änne", *map(str, ids)]
+        done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+        assert key.hex() == done.stdout.strip()
+
+
+# --- wrong keys -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [2, 62, 63, 65])
+def test_a_key_of_another_length_is_refused_and_not_repeated(length: int, tmp_path: Any) -> None:
+    digits = "a" * length
+    (tmp_path / "key").write_text(digits)
+    for key, says in [(digits, "stack: cache.key has "), (str(tmp_path / "key"), "key' has ")]:
+        with pytest.raises(kvframe.KVFrameError, match=f"{says}{length} hexadecimal digits; a key has 64") as error:
+            ScriptedModel(PROMPT).engine(cache_key=key)
+        assert digits not in str(error.value) or length == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"not a key"])
+def test_a_file_without_a_key_is_refused(content: bytes, tmp_path: Any) -> None:
+    (tmp_path / "key").write_bytes(content)
+    with pytest.raises(kvframe.KVFrameError, match="has 0 hexadecimal digits"):
+        ScriptedModel(PROMPT).engine(cache_key=str(tmp_path / "key"))
+    with pytest.raises(kvframe.KVFrameError, match="nowhere' cannot be read"):
+        ScriptedModel(PROMPT).engine(cache_key=str(tmp_path / "nowhere"))
+
+
+def test_a_key_is_not_shown() -> None:
+    stack = Stack.from_mapping({"cache": {"key": "ab" * 32}})
+    assert "abab" not in repr(stack)

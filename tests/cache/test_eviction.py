@@ -1,0 +1,339 @@
+"""What is given up, in which order, and what is left of a hit: loss in part costs a part."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+
+from kvframe.cache.input_index import InputSequence
+from kvframe.cache.manager import KVCacheManager
+from kvframe.contract.specs import ENCODER, KVCacheSpec
+from tests.cache.plans import encoder, evict, evict_all, full, make_plan, masked, ranged, state
+
+
+def make_manager(*specs: KVCacheSpec, num_slabs: int = 600, max_num_seqs: int = 4) -> KVCacheManager:
+    return KVCacheManager(make_plan(*specs, num_slabs=num_slabs, max_model_len=2048), max_num_seqs=max_num_seqs)
+
+
+def run(manager: KVCacheManager, name: str, tokens: list[int]) -> int:
+    hit = manager.start(name, tokens)
+    assert manager.extend(name, len(tokens))
+    manager.commit(name, tokens, len(tokens))
+    manager.audit()
+    return hit
+
+
+def serve(manager: KVCacheManager, tokens: list[int]) -> int:
+    hit = run(manager, "served", tokens)
+    manager.free("served")
+    return hit
+
+
+@pytest.mark.parametrize("specs", [[full()], [full(), masked(window=32)], [full(), masked(4, 3, window=32)]])
+def test_of_five_requests_with_a_common_prefix_all_but_the_first_find_it(specs: list[KVCacheSpec]) -> None:
+    manager = make_manager(*specs)
+    shared = list(range(1000, 1512))
+    hits = [serve(manager, [*shared, *range(sibling * 100, sibling * 100 + 90)]) for sibling in range(5)]
+    assert [0, 512, 512, 512, 512] == hits
+
+
+def test_a_prefix_is_given_up_from_its_end() -> None:
+    manager = make_manager(full())
+    tokens = list(range(64))
+    serve(manager, tokens)
+    found = []
+    for _ in range(16):
+        found.append(manager.find([*tokens, 1]))
+        manager._pool.evict_first(0, 1)
+    assert list(range(64, 0, -4)) == found
+    assert 0 == manager.find([*tokens, 1])
+
+
+@pytest.mark.parametrize("specs", [[full()], [full(), masked(window=9)], [full(8), masked(4, 3, window=9)]])
+def test_an_evicted_end_is_filled_in_by_a_request_that_continues(specs: list[KVCacheSpec]) -> None:
+    manager = make_manager(*specs)
+    tokens = list(range(64))
+    manager.start("one", tokens)
+    assert manager.extend("one", 64)
+    blocks = manager.block_ids("one")
+    manager.commit("one", tokens, 64)
+    manager.free("one")
+    for pages in blocks:
+        for page in pages[len(pages) // 2 :]:
+            evict(manager, page)
+    assert 32 == serve(manager, [*tokens, *range(100, 132)])
+    assert [64, 96] == [manager.find([*tokens, 1]), manager.find([*tokens, *range(100, 132), 1])]
+    assert 2 == len(list(manager._cache.tree.walk()))
+
+
+def test_a_branch_in_an_evicted_end_drops_the_tokens_after_it() -> None:
+    manager = make_manager(full())
+    tokens = list(range(64))
+    serve(manager, tokens)
+    manager._pool.evict_first(0, 10)
+    assert 24 == serve(manager, [*tokens[:40], *range(100, 124)])
+    assert [(0, 40), (40, 64)] == [(node.start, node.stop) for node in manager._cache.tree.walk()]
+    assert [64, 40] == [manager.find([*tokens[:40], *range(100, 124), 1]), manager.find([*tokens, 1])]
+    evict_all(manager)
+    assert [] == list(manager._cache.tree.walk())
+    manager.audit()
+
+
+def test_what_comes_after_a_lost_block_is_found_again_when_the_block_is_computed_again() -> None:
+    manager = make_manager(full(), masked(window=9))
+    shared = list(range(40))
+    prompts = [[*shared, *range(start, start + 20), 1] for start in (100, 200, 300)]
+    for tokens in prompts:
+        serve(manager, tokens)
+    assert 40 == manager.start("a", [*shared, 1])
+    page = manager.block_ids("a")[0][2]
+    manager.free("a")
+    before = manager._pool.count_cached()
+    evict(manager, page)
+    assert [before[0] - 1, before[1]] == manager._pool.count_cached()
+    assert [8, 8, 8] == [manager.find(tokens) for tokens in prompts]
+    assert 8 == serve(manager, shared)
+    assert [60, 60, 60] == [manager.find(tokens) for tokens in prompts]
+
+
+def test_what_a_running_request_holds_is_found_again_when_the_lost_block_is_computed_again() -> None:
+    manager = make_manager(full(), max_num_seqs=3)
+    shared = list(range(12))
+    tokens = [*shared, *range(50, 62)]
+    # Both compute the prefix: only the first one's blocks are found, and the second goes on from them in the tree.
+    assert 0 == manager.start("first", shared)
+    assert 0 == manager.start("second", tokens)
+    for name, end in (("first", 12), ("second", 24)):
+        assert manager.extend(name, end)
+        manager.commit(name, tokens if name == "second" else shared, end)
+    page = manager.block_ids("first")[0][1]
+    manager.free("first")
+    evict(manager, page)
+    assert 4 == manager.find([*tokens, 1])
+    assert 4 == run(manager, "third", [*shared, 1])
+    assert 24 == manager.find([*tokens, 1])
+
+
+def test_a_window_that_lost_a_block_costs_the_tokens_that_need_it() -> None:
+    manager = make_manager(full(), masked(window=9))
+    tokens = list(range(64))
+    serve(manager, [*tokens, 1])
+    manager.start("a", [*tokens, 2])
+    lost = manager.block_ids("a")[1][-1]
+    manager.free("a")
+    evict(manager, lost)
+    # The window's earlier blocks were let go of as it moved, and are still there.
+    assert 60 == manager.find([*tokens, 2])
+    manager.audit()
+
+
+def num_calls(work: Callable[[], None]) -> int:
+    """Return how many Python functions something calls."""
+    calls = Counter[str]()
+    sys.setprofile(lambda frame, event, argument: calls.update([event]))
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls["call"]
+
+
+def cost_of_eviction(manager: KVCacheManager) -> float:
+    """Return the most Python functions that evicting a page calls, until none is cached, for each page."""
+    most, pool = 0.0, manager._pool
+    while pool.num_cached:
+        before = pool.num_cached
+        # Of blocks that were released together, those of the last group first.
+        first = [(pool.first_priority(group), -group) for group in range(len(manager.plan.groups))]
+        _, group = min((priority, group) for priority, group in first if priority is not None)
+        calls = num_calls(partial(pool.evict_first, -group, 1))
+        most = max(most, calls / max(1, before - pool.num_cached))
+    manager.audit()
+    return most
+
+
+SPECS = ([full()], [full(), masked(window=9), ranged(window=13)], [full(), state(every=3)])
+
+
+@pytest.mark.parametrize("specs", SPECS, ids=["full", "windows", "states"])
+def test_evicting_a_page_costs_the_same_in_wide_trees(specs: list[KVCacheSpec]) -> None:
+    costs = []
+    for num_continuations in (8, 64):
+        manager = make_manager(*specs, num_slabs=4000)
+        shared = list(range(40))
+        for each in range(num_continuations):
+            serve(manager, [*shared, *range(100 + 20 * each, 120 + 20 * each)])
+        costs.append(cost_of_eviction(manager))
+    assert costs[0] >= costs[1]
+
+
+@pytest.mark.parametrize("specs", SPECS, ids=["full", "windows", "states"])
+def test_evicting_a_page_costs_the_same_in_deep_trees(specs: list[KVCacheSpec]) -> None:
+    costs = []
+    for num_turns in (8, 64):
+        manager = make_manager(*specs, num_slabs=4000)
+        history: list[int] = []
+        for turn in range(num_turns):
+            history += [3 * turn] * 12
+            # What was reasoned is no part of the next turn's prompt, so the tree branches at each turn.
+            serve(manager, [*history, *[3 * turn + 1] * 16])
+            history += [3 * turn + 2] * 8
+        costs.append(cost_of_eviction(manager))
+    # With some pages their node is removed, which is a call or two; the trees differ in depth by a factor of eight.
+    assert 1.1 * costs[0] >= costs[1]
+
+
+def test_a_lost_block_costs_the_continuations_that_need_it() -> None:
+    manager = make_manager(full(), masked(window=9))
+    shared = list(range(40))
+    for tokens in ([100, 101, 102, 103], list(range(200, 220))):
+        serve(manager, [*shared, *tokens])
+    manager.start("a", [*shared, 1])
+    lost = manager.block_ids("a")[1][-1]
+    manager.free("a")
+    evict(manager, lost)
+    assert [36, 60] == [manager.find([*shared, *range(100, 105)]), manager.find([*shared, *range(200, 221)])]
+    manager.audit()
+
+
+@pytest.mark.parametrize("spec", [masked(window=1), masked(chunk=8)], ids=["window", "chunk"])
+def test_a_block_that_no_hit_can_need_is_not_kept(spec: KVCacheSpec) -> None:
+    manager = make_manager(full(), spec)
+    serve(manager, list(range(32)))
+    assert [8, 4 if spec.mask is not None and spec.mask.chunk else 0] == manager._pool.count_cached()
+    assert 32 == manager.find([*range(32), 1])
+
+
+def test_an_input_of_which_a_part_is_lost_is_evicted_in_all_groups() -> None:
+    manager = make_manager(full(), encoder(4), encoder(2))
+    manager.start("a", [1, 2], inputs={ENCODER: InputSequence(10, b"x")})
+    assert manager.extend("a", 2)
+    manager.commit("a", [1, 2], 2)
+    page = manager.block_ids("a")[2][3]
+    manager.free("a")
+    assert [0, 3, 5] == manager._pool.count_cached()
+    evict(manager, page)
+    assert [0, 0, 0] == manager._pool.count_cached()
+    manager.audit()
+
+
+def test_blocks_that_end_together_nowhere_are_not_kept() -> None:
+    # Without a prefix cache, a state's block may be as long as any request, and blocks of others of any size.
+    manager = make_manager(masked(5, window=8), state(2**30), masked(3, window=8))
+    serve(manager, list(range(40)))
+    assert 0 == manager.find([*range(40), 1])
+    assert [0, 0, 0] == manager._pool.count_cached()
+
+
+def test_a_longer_unused_prefix_is_given_up_before_a_shorter_unused_one() -> None:
+    manager = make_manager(full(), num_slabs=40)
+    prompts = [list(range(start, start + 40)) for start in (0, 100, 200)]
+    for tokens in prompts:
+        serve(manager, tokens)
+    serve(manager, prompts[0])
+    serve(manager, list(range(300, 400)))
+    assert [36, 0] == [manager.find(prompts[0]), manager.find(prompts[1])]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("spec", [masked(window=4), ranged(window=4), state(every=1)], ids=["mask", "asked", "state"])
+def test_what_a_request_passes_is_given_up_before_what_others_left(spec: KVCacheSpec, num_rows: int) -> None:
+    manager = make_manager(spec, num_slabs=64)
+    earlier = list(range(9))
+    serve(manager, earlier)
+    names = [f"row {row}" for row in range(num_rows)]
+    for row, name in enumerate(names):
+        manager.start(name, list(range(1000 * row + 1000, 1000 * row + 1400)))
+    rows = np.array([manager.row(name) for name in names], dtype=np.int64)
+    # Each passes 100 blocks, of 64 that there are.
+    for count in range(1, 401):
+        assert manager.extend_rows(rows, np.full(num_rows, count))
+        manager.commit_rows(rows, np.full(num_rows, count))
+    manager.audit()
+    assert 8 == manager.find(earlier)
+
+
+def test_after_a_reset_nothing_is_found_and_what_ran_publishes_nothing() -> None:
+    manager = make_manager(full(), encoder())
+    tokens = list(range(30))
+    manager.start("a", tokens)
+    assert manager.extend("a", 10)
+    manager.commit("a", tokens, 10)
+    manager.reset_prefix_cache()
+    assert manager.extend("a", 30)
+    manager.commit("a", tokens, 30)
+    manager.free("a")
+    assert 0 == manager.find([*tokens, 1])
+    assert [0, 0] == manager._pool.count_cached()
+    assert 0 == serve(manager, tokens)
+    assert 28 == manager.find([*tokens, 1])
+
+
+def test_looking_for_a_prefix_takes_nothing() -> None:
+    manager = make_manager(full())
+    serve(manager, list(range(30)))
+    assert 28 == manager.find(list(range(30)))
+    assert 28 == manager.find(array("I", range(30)))
+    assert 0 == manager.find(list(range(30)), salt="other")
+    assert (0, 30) == (manager.num_held_pages, manager.stats.queried_tokens)
+
+
+def test_tokens_may_be_arrays_that_grow() -> None:
+    manager = make_manager(full())
+    tokens = array("I", range(10))
+    manager.start("a", tokens)
+    for _ in range(20):
+        assert manager.extend("a", len(tokens))
+        manager.commit("a", tokens, len(tokens))
+        tokens.append(len(tokens))
+    assert 28 == manager.find(list(range(40)))
+
+
+def test_stale_entries_of_the_queues_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvframe.cache.block_pool._MAX_STALE", 8)
+    manager = make_manager(full(), state())
+    for _ in range(40):
+        serve(manager, list(range(30)))
+        assert manager._pool._queue.num_entries <= 2 * sum(manager._pool.count_cached()) + 8 + 16
+    evict_all(manager)
+    assert [0, 0] == manager._pool.count_cached()
+
+
+@pytest.mark.parametrize("specs", [[full()], [full(), masked(window=9)]])
+def test_a_salt_of_which_nothing_is_cached_leaves_nothing_behind(specs: list[KVCacheSpec]) -> None:
+    manager = make_manager(*specs)
+    for salt in map(str, range(5)):
+        manager.start("a", list(range(30)), salt=salt)
+        assert manager.extend("a", 30)
+        manager.commit("a", list(range(30)), 30)
+        manager.free("a")
+    assert 5 == len(manager._cache.tree._roots)
+    manager.start("only looked up", list(range(30)), salt="another")
+    evict_all(manager)
+    assert 0 == len(manager._cache.tree._roots)
+
+
+def test_a_block_that_ends_in_what_only_this_request_has_is_kept_though_it_begins_before() -> None:
+    # Blocks of four tokens and of three: after five common tokens, the second block of three ends in each one's own.
+    manager = make_manager(full(), masked(3, window=9))
+    shared = list(range(5))
+    prompts = {name: [*shared, *range(start, start + 20)] for name, start in (("first", 100), ("second", 200))}
+    for name, tokens in prompts.items():
+        assert 0 == manager.start(name, tokens)
+        assert manager.extend(name, 7)
+        manager.commit(name, tokens, 7)
+    rows = np.array([manager.row(name) for name in prompts])
+    for num_computed in range(8, 21):
+        assert manager.extend_rows(rows, np.full(2, num_computed))
+        manager.commit_rows(rows, np.full(2, num_computed))
+    manager.audit()
+    for name, tokens in prompts.items():
+        assert 0 == manager.block_ids(name)[1][1]
+        # Nine tokens from the fifth on are needed for the next one: its block is found, or nothing is.
+        assert 12 == manager.find([*tokens[:12], 1])

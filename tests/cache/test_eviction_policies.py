@@ -1,0 +1,423 @@
+"""Eviction policies: the order in which a pool gives pages up, whoever says it, and what becomes of a bad policy."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvframe.cache.block_pool import BlockPool
+from kvframe.cache.free_list import FreeList
+from kvframe.cache.manager import KVCacheManager
+from kvframe.contract.errors import PluginError
+from kvframe.contract.eviction import LRU, MOST_USES, EvictionPolicy, LetGo
+from kvframe.contract.specs import KVCacheSpec
+from kvframe.testing.eviction import check_policy
+from kvframe.testing.laws import ConformanceError
+from tests.cache.lives import Lives, Tally
+from tests.cache.plans import full, make_plan, masked
+from tests.cache.test_against_definition import SPECS
+
+BOUND = np.iinfo(np.int64)
+
+
+@attrs.frozen(kw_only=True)
+class OldestFirst(EvictionPolicy):
+    """LRU as a plugin would say it: not the built-in policy, which has a way of its own through the pool."""
+
+    name = "oldest_first"
+
+    def due(self, pages: LetGo) -> npt.NDArray[np.int64]:
+        return LRU.due(pages)
+
+
+@attrs.frozen(kw_only=True)
+class OftenUsedLast(EvictionPolicy):
+    """By the number of uses alone."""
+
+    name = "often_used_last"
+
+    def due(self, pages: LetGo) -> npt.NDArray[np.int64]:
+        return pages.uses
+
+
+@attrs.frozen(kw_only=True)
+class Arbitrary(EvictionPolicy):
+    """Any numbers; with few different ones many pages are due at once."""
+
+    name = "arbitrary"
+    low: int = BOUND.min
+    high: int = BOUND.max
+
+    def due(self, pages: LetGo) -> npt.NDArray[np.int64]:
+        draw = np.random.default_rng(pages.clock)
+        return draw.integers(self.low, self.high, size=len(pages.uses), endpoint=True)
+
+
+@attrs.frozen
+class Failing(EvictionPolicy):
+    """Answers as another policy, so many times; then gives what it is told to give."""
+
+    name = "failing"
+    answer: Any
+    num_good: int = 0
+    good: EvictionPolicy = OftenUsedLast()
+    calls: Iterator[int] = attrs.field(factory=itertools.count)
+
+    def due(self, pages: LetGo) -> npt.NDArray[np.int64]:
+        if next(self.calls) < self.num_good:
+            return self.good.due(pages)
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer  # type: ignore[no-any-return]
+
+
+@attrs.frozen
+class Overheard(EvictionPolicy):
+    """Another policy, and what it said."""
+
+    name = "overheard"
+    policy: EvictionPolicy
+    answers: list[list[int]] = attrs.field(factory=list)
+
+    def due(self, pages: LetGo) -> npt.NDArray[np.int64]:
+        dues = self.policy.due(pages)
+        self.answers.append(dues.tolist())
+        return dues
+
+
+class Order:
+    """A pool and, beside it, a list of what is cached, sorted anew whenever a page is given up."""
+
+    def __init__(self, specs: Sequence[KVCacheSpec], policy: EvictionPolicy, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.is_lru = policy is LRU
+        self.policy = policy if self.is_lru else Overheard(policy)
+        self.plan = make_plan(*specs, num_slabs=200)
+        self.evicted: list[int] = []
+        self.pool = BlockPool(
+            self.plan, on_evicted=lambda owner, group, pages: self.evicted.extend(pages.tolist()), eviction=self.policy
+        )
+        self.held: dict[int, int] = {}
+        self.cached: dict[int, tuple[int, int, int, int]] = {}
+        self.num_releases = 0
+
+    def take(self) -> None:
+        """Take pages, of which there are so many that none has to be given up."""
+        if len(self.held) + len(self.cached) > 40:
+            return
+        counts = [self.draw.randint(0, 3) for _ in self.plan.groups]
+        taken = self.pool.allocate_blocks(counts)
+        assert taken is not None
+        assert not self.evicted
+        self.pool.publish_blocks(1, taken, taken)
+        groups = [group for group, count in enumerate(counts) for _ in range(count)]
+        self.held.update(zip(taken.tolist(), groups, strict=True))
+
+    def let_go(self) -> None:
+        """Let go of pages of one group."""
+        group = self.draw.randrange(len(self.plan.groups))
+        pages = [page for page, its in self.held.items() if its == group]
+        self.draw.shuffle(pages)
+        pages = pages[: self.draw.randint(0, 5)]
+        if not pages:
+            return
+        self.pool.release_blocks(np.array(pages, dtype=np.int32), group)
+        dues = [0] * len(pages) if self.is_lru else self.policy.answers[-1]
+        self.num_releases += 1
+        for place, (page, due) in enumerate(zip(pages, dues, strict=True)):
+            del self.held[page]
+            self.cached[page] = (due, self.num_releases, place, group)
+
+    def find(self) -> None:
+        """Hold cached pages again, and perhaps count that somebody uses them."""
+        group = self.draw.randrange(len(self.plan.groups))
+        pages = [page for page, key in self.cached.items() if key[3] == group]
+        pages = self.draw.sample(pages, min(len(pages), self.draw.randint(0, 3)))
+        if not pages:
+            return
+        found = np.array(pages, dtype=np.int32)
+        self.pool.add_references(group, found)
+        if self.draw.random() < 0.7:
+            self.pool.count_uses(np.append(found, np.int32(0)))
+        for page in pages:
+            del self.cached[page]
+            self.held[page] = group
+
+    def give_up(self) -> None:
+        """Give up pages of one group, or of any, and compare with the list."""
+        count, group = self.draw.randint(1, 4), self.draw.randrange(len(self.plan.groups))
+        # Where any page serves any group there is one order for all of them.
+        is_any = FreeList.fits(self.plan)
+        due = sorted((key, page) for page, key in self.cached.items() if is_any or key[3] == group)
+        expected = [page for _, page in due[:count]]
+        if is_any:
+            self.pool.evict_first(0, count)
+        else:
+            # The built-in way counts time in releases.
+            assert self.pool.first_priority(group) == (due[0][0][self.is_lru] if due else None)
+            self.pool.evict_first(group, count)
+        assert expected == self.evicted
+        self.evicted.clear()
+        for page in expected:
+            del self.cached[page]
+
+
+POLICIES: list[EvictionPolicy] = [LRU, OldestFirst(), OftenUsedLast(), Arbitrary(), Arbitrary(low=0, high=2)]
+
+
+SPECS_OF_POOLS = [[full()], [full(), masked(window=8)], [full(), full(num_kv_heads=2), masked(window=9)]]
+
+
+@pytest.mark.parametrize("specs", SPECS_OF_POOLS, ids=["one group", "equal pages", "slabs"])
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_pages_are_given_up_in_the_order_that_the_policy_says(policy: EvictionPolicy, specs: list[KVCacheSpec]) -> None:
+    num_given_up = 0
+    for seed in range(4):
+        order = Order(specs, policy, seed)
+        for _ in range(300):
+            order.draw.choice([order.take, order.let_go, order.let_go, order.find, order.give_up])()
+            assert len(order.cached) == order.pool.num_cached
+        num_given_up += order.pool.num_evictions
+    assert num_given_up > 100
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    specs=st.lists(SPECS, min_size=1, max_size=4),
+    num_slabs=st.integers(8, 40),
+    policy=st.sampled_from([OftenUsedLast(), Arbitrary(), Arbitrary(low=-1, high=1)]),
+    num_good=st.integers(0, 400),
+    seed=st.integers(0, 2**32),
+    num_events=st.integers(1, 120),
+)
+def test_whatever_a_policy_says_the_cache_is_as_defined(
+    specs: list[KVCacheSpec], num_slabs: int, policy: EvictionPolicy, num_good: int, seed: int, num_events: int
+) -> None:
+    failing = Failing("no array", num_good=1 + num_good, good=policy)
+    lives = Lives(specs, num_slabs, True, seed, Tally(), eviction=failing)
+    for _ in range(num_events):
+        lives.happen()
+    lives.end()
+
+
+def serve(manager: KVCacheManager, tokens: list[int]) -> int:
+    hit = manager.start("served", tokens)
+    assert manager.extend("served", len(tokens))
+    manager.commit("served", tokens, len(tokens))
+    manager.free("served")
+    return hit
+
+
+@pytest.mark.parametrize("specs", SPECS_OF_POOLS, ids=["one group", "equal pages", "slabs"])
+def test_lru_in_a_policys_way_through_the_pool_is_lru(specs: list[KVCacheSpec]) -> None:
+    plan = make_plan(*specs, num_slabs=40)
+    managers = [KVCacheManager(plan, max_num_seqs=2, eviction=policy) for policy in (None, OldestFirst())]
+    draw = random.Random(0)
+    prompts = [[draw.randint(0, 1) for _ in range(draw.randint(5, 60))] for _ in range(12)]
+    hits = [[serve(manager, prompt) for manager in managers] for prompt in draw.choices(prompts, k=300)]
+    built_in, by_policy = np.array(hits).sum(axis=0).tolist()
+    assert managers[0].stats.num_evictions > 100
+    if FreeList.fits(plan):
+        assert managers[0].stats == managers[1].stats
+    else:
+        # A slab is due when its last cached page is. The built-in way goes by its last page, be it cached or not.
+        assert by_policy == pytest.approx(built_in, rel=0.15)
+
+
+# --- what a policy is told --------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Listening(EvictionPolicy):
+    """LRU, and takes down what it is told."""
+
+    name = "listening"
+    told: list[tuple[int, list[int], list[int], int]] = attrs.field(factory=list)
+
+    def due(self, pages: LetGo) -> npt.NDArray[np.int64]:
+        self.told.append((pages.clock, pages.uses.tolist(), pages.num_bytes.tolist(), pages.capacity))
+        return LRU.due(pages)
+
+
+def listening_manager(num_slabs: int = 40) -> tuple[KVCacheManager, Listening, int]:
+    policy, plan = Listening(), make_plan(full(), num_slabs=num_slabs)
+    manager = KVCacheManager(plan, max_num_seqs=4, eviction=policy)
+    policy.told.clear()
+    return manager, policy, plan.groups[0].page_bytes
+
+
+def test_a_policy_is_told_how_often_pages_were_found_and_how_much_is_new() -> None:
+    manager, policy, size = listening_manager()
+    serve(manager, [1] * 8)
+    serve(manager, [1] * 13)
+    serve(manager, [1] * 13)
+    capacity = manager.plan.total_bytes
+    # The end of a request is let go of first. Its last block is not full, so nobody can find it.
+    assert policy.told == [
+        (1 + 2 * size, [0, 0], [size] * 2, capacity),
+        (2 + 3 * size, [0, 1, 1], [size] * 3, capacity),
+        (3 + 3 * size, [1, 2, 2], [size] * 3, capacity),
+    ]
+
+
+def test_a_policy_is_told_which_share_is_found_again_by_the_number_of_uses() -> None:
+    policy, plan = Told(), make_plan(full(), num_slabs=40)
+    manager = KVCacheManager(plan, max_num_seqs=1, eviction=policy)
+    for index in range(200):
+        serve(manager, [7] * 9)
+        serve(manager, [100 + index] * 9)
+    first, *_, last = policy.reuse
+    assert first == [1.0] * (MOST_USES + 1)
+    # Nobody asks for what was asked for the first time, but for one prompt. What was found once is found again.
+    assert last[0] < 0.3
+    assert last[MOST_USES] > 0.9
+
+
+@attrs.frozen
+class Told(EvictionPolicy):
+    """LRU, and takes down the shares of reuse."""
+
+    name = "told"
+    reuse: list[list[float]] = attrs.field(factory=list)
+
+    def due(self, pages: LetGo) -> npt.NDArray[np.int64]:
+        self.reuse.append(pages.reuse.tolist())
+        return LRU.due(pages)
+
+
+def test_a_request_that_waits_for_room_uses_nothing() -> None:
+    manager, policy, _ = listening_manager(num_slabs=6)
+    serve(manager, [1] * 8)
+    assert manager.extend("runs", 12) if manager.start("runs", [2] * 12) == 0 else False
+    for _ in range(5):
+        assert 8 == manager.start("waits", [*[1] * 8, *[3] * 20])
+        assert not manager.extend("waits", 28)
+        manager.free("waits")
+    assert [uses for _, uses, _, _ in policy.told] == [[0, 0]] * 6
+
+
+def test_the_uses_of_a_page_end_with_its_content() -> None:
+    manager, policy, _ = listening_manager(num_slabs=3)
+    for _ in range(3):
+        serve(manager, [1] * 9)
+    serve(manager, [2] * 12)
+    serve(manager, [3] * 12)
+    assert [uses for _, uses, _, _ in policy.told] == [[0, 0], [1, 1], [2, 2], [0] * 3, [0] * 3]
+    serve(manager, [3] * 12)
+    manager.reset_prefix_cache()
+    serve(manager, [3] * 12)
+    assert [0] * 3 == policy.told[-1][1]
+
+
+# --- a policy that breaks its word ------------------------------------------------------------------------------------
+
+WRONG = [
+    (ValueError("no\nidea"), "failed: ValueError: no idea"),
+    (SystemExit(3), "failed: SystemExit: 3"),
+    (None, "has to return int64 of shape (3,), not NoneType"),
+    ([1, 2, 3], "has to return int64 of shape (3,), not list"),
+    (np.zeros(2, dtype=np.int64), "has to return int64 of shape (3,), not int64 of shape (2,)"),
+    (np.zeros((3, 1), dtype=np.int64), "has to return int64 of shape (3,), not int64 of shape (3, 1)"),
+    (np.zeros(3), "has to return int64 of shape (3,), not float64 of shape (3,)"),
+]
+
+
+@pytest.mark.parametrize(("answer", "reason"), WRONG, ids=[reason for _, reason in WRONG])
+def test_a_policy_that_cannot_answer_is_refused_before_anything_runs(answer: Any, reason: str) -> None:
+    with pytest.raises(PluginError) as caught:
+        KVCacheManager(make_plan(full()), max_num_seqs=1, eviction=Failing(answer))
+    assert f"eviction policy 'failing': due() {reason}" == str(caught.value)
+
+
+@pytest.mark.parametrize("specs", SPECS_OF_POOLS, ids=["one group", "equal pages", "slabs"])
+def test_a_policy_that_fails_later_is_set_aside_and_the_cache_goes_on_by_lru(
+    specs: list[KVCacheSpec], caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = make_plan(*specs, num_slabs=60)
+    # It says the contrary of LRU of all that was let go of before it fails.
+    policy = Failing(ZeroDivisionError("late"), num_good=11, good=NewestFirst())
+    failed = KVCacheManager(plan, max_num_seqs=1, eviction=policy)
+    lru = KVCacheManager(plan, max_num_seqs=1)
+    assert failed.eviction is policy
+    for index in range(60):
+        for manager in (failed, lru):
+            serve(manager, [index, *range(8)])
+            manager.audit()
+    assert failed.eviction is LRU
+    assert lru.stats.num_evictions > 0
+    assert set(lru.published()) == set(failed.published())
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "eviction policy 'failing': due() failed: ZeroDivisionError: late; it is set aside, and the least "
+        "recently used blocks are evicted first"
+    )
+
+
+@attrs.frozen(kw_only=True)
+class NewestFirst(EvictionPolicy):
+    """The contrary of LRU."""
+
+    name = "newest_first"
+
+    def due(self, pages: LetGo) -> npt.NDArray[np.int64]:
+        return -LRU.due(pages)
+
+
+def test_many_pages_that_are_taken_again_and_again_leave_few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvframe.cache.block_pool._MAX_STALE", 8)
+    monkeypatch.setattr("kvframe.cache.slabs._MAX_STALE", 8)
+    plan = make_plan(*SPECS_OF_POOLS[2], num_slabs=60)
+    manager = KVCacheManager(plan, max_num_seqs=1, eviction=OftenUsedLast())
+    for _ in range(60):
+        serve(manager, list(range(30)))
+    pool: Any = manager._pool
+    assert pool._queue.num_entries <= 2 * manager._pool.num_cached + 8 + 16
+    assert len(pool.free_list._idle_order) <= 2 * manager.plan.num_slabs + 8
+
+
+# --- the kit ----------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Formula(EvictionPolicy):
+    """Whatever a function says."""
+
+    name = "formula"
+    says: Callable[[LetGo], Any]
+
+    def due(self, pages: LetGo) -> npt.NDArray[np.int64]:
+        return self.says(pages)  # type: ignore[no-any-return]
+
+
+def test_the_kit_passes_policies_that_keep_the_laws() -> None:
+    check_policy(LRU)
+    check_policy(Formula(lambda pages: pages.clock + np.minimum(pages.uses, 9) * pages.capacity))
+
+
+@pytest.mark.parametrize(
+    ("says", "law"),
+    [
+        (lambda pages: pages.clock, "form"),
+        (lambda pages: pages.uses + 0.5, "form"),
+        (lambda pages: pages.clock // len(pages.uses) + pages.uses * 0, "alone"),
+        (lambda pages: pages.clock + pages.uses * 2**62, "uses"),
+        (lambda pages: pages.uses[0] + pages.uses if len(pages.uses) else pages.uses, "alone"),
+        (lambda pages: pages.clock + np.arange(len(pages.uses)), "alone"),
+        (lambda pages: pages.clock - np.minimum(pages.uses, 9), "uses"),
+        (lambda pages: pages.uses - pages.clock, "age"),
+        (lambda pages: pages.uses * 1, "forgetting"),
+        (lambda pages: pages.clock + pages.uses * 2**30, "forgetting"),
+    ],
+)
+def test_the_kit_says_which_law_is_broken(says: Callable[[LetGo], Any], law: str) -> None:
+    with pytest.raises(ConformanceError, match=f": {law}: "):
+        check_policy(Formula(says))

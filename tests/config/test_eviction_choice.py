@@ -1,0 +1,120 @@
+"""From an eviction policy's name in a stack to the cache that uses it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from kvframe_scan_resistant.policy import ScanResistant
+
+from kvframe import Engine, SamplingParams
+from kvframe.cli import main
+from kvframe.config.eviction_choice import make_policy
+from kvframe.config.stack import Stack
+from kvframe.contract.errors import StackError
+from kvframe.contract.eviction import LRU, EvictionPolicy
+from kvframe.loading.plugins import load_plugins
+from kvframe.planning.groups import make_layer_specs
+from tests.engine.scripted_model import ScriptedModel
+
+LAYERS = """
+max_model_len = 64
+[[layers]]
+name = "layers.{}"
+count = 2
+kind = "full_attention"
+num_kv_heads = 2
+head_size = 8
+query = { num_heads = 2 }
+"""
+
+
+def chosen(cache: dict[str, Any], **tables: Any) -> EvictionPolicy:
+    stack = Stack.from_mapping({"cache": cache, **tables}, "my.toml")
+    registry = load_plugins(stack.plugins).registry
+    stack.check(registry)
+    return make_policy(stack, registry)
+
+
+def refusal(cache: dict[str, Any], **tables: Any) -> str:
+    with pytest.raises(StackError) as caught:
+        chosen(cache, **tables)
+    return str(caught.value)
+
+
+def test_least_recently_used_is_what_holds_where_nothing_is_said_and_needs_no_plugin() -> None:
+    without = {"plugins": {"disabled": ["scan_resistant"]}}
+    assert LRU == chosen({}) == chosen({"eviction": "lru"}, **without)
+
+
+def test_a_name_or_a_table_chooses_a_policy() -> None:
+    assert ScanResistant() == chosen({"eviction": "scan_resistant"})
+    assert ScanResistant(patience=2) == chosen({"eviction": {"name": "scan_resistant", "patience": 2}})
+
+
+def test_an_unknown_policy_is_refused_with_the_nearest() -> None:
+    assert "my.toml: cache.eviction: there is no eviction policy named 'scan_resistent'" in refusal(
+        {"eviction": "scan_resistent"}
+    )
+    assert "did you mean 'scan_resistant'?" in refusal({"eviction": "scan_resistent"})
+    disabled = refusal({"eviction": "scan_resistant"}, plugins={"disabled": ["scan_resistant"]})
+    assert "kvframe-scan-resistant:scan_resistant (disabled: my.toml disables it)" in disabled
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"patiense": 2}, "there is no option 'patiense'; its options: patience; did you mean 'patience'?"),
+        ({"patience": -1}, "patience must be a number from 0 to 1000, not -1; its options: patience"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], reason: str) -> None:
+    told = refusal({"eviction": {"name": "scan_resistant", **options}})
+    assert told == f"my.toml: cache.eviction: eviction policy 'scan_resistant': {reason}"
+
+
+def test_least_recently_used_has_no_options() -> None:
+    told = refusal({"eviction": {"name": "lru", "patience": 1}})
+    assert told.endswith("eviction policy 'lru': there is no option 'patience'; its options: none")
+
+
+def invoke(*arguments: str) -> str:
+    done = CliRunner().invoke(main, [*arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_the_command_line_shows_the_policies_and_the_one_in_use(tmp_path: Path) -> None:
+    layers, stack = tmp_path / "layers.toml", tmp_path / "stack.toml"
+    layers.write_text(LAYERS)
+    stack.write_text('[cache]\neviction = { name = "scan_resistant", patience = 2 }\n')
+    names = json.loads(invoke("plugins", "--json"))["names"]
+    (listed,) = [each for each in names if each["name"] == "scan_resistant"]
+    assert ("eviction", "kvframe-scan-resistant", []) == (listed["kind"], listed["owner"], listed["missing"])
+    policy = "scan_resistant (patience = 2)"
+    assert f"eviction policy {policy}" in invoke("explain", str(layers), "--stack", str(stack))
+    assert policy == json.loads(invoke("explain", str(layers), "--stack", str(stack), "--json"))["eviction"]
+    assert "eviction policy" not in invoke("explain", str(layers))
+    assert "lru" == json.loads(invoke("explain", str(layers), "--json"))["eviction"]
+
+
+def serve_many(eviction: str) -> tuple[Engine, list[str | None]]:
+    """Return an engine that has served more than its cache has room for, and what it said."""
+    stack = Stack.from_mapping({"cache": {"block_size": 4, "memory": 8 * 1024, "eviction": eviction}})
+    registry, model = load_plugins().registry, ScriptedModel("x" * 30 + "a script")
+    engine = Engine(
+        model, make_layer_specs(model.description, registry, stack, "float32"), registry=registry, stack=stack
+    )
+    prompts = [[1, index, *range(100, 128)] for index in range(30)]
+    return engine, [output.text for output in engine.generate(prompts, SamplingParams(max_new_tokens=6))]
+
+
+def test_an_engine_gives_pages_up_as_its_stack_says() -> None:
+    lru, expected = serve_many("lru")
+    engine, said = serve_many("scan_resistant")
+    assert (LRU, ScanResistant()) == (lru._manager.eviction, engine._manager.eviction)
+    assert engine.stats().evictions > 0
+    assert expected == said

@@ -1,0 +1,492 @@
+"""The stack file: what it may say, what it means, and the one error for what is wrong in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvframe.config.stack import CacheOptions, EngineOptions, ResolvedRule, Rule, Stack, Use, parse_bytes
+from kvframe.contract.errors import StackError
+from kvframe.loading.plugins import PluginPolicy, load_plugins
+from tests.loading.fake_distributions import FakeSite, registers
+
+EVERYTHING = """
+[plugins]
+disabled = ["slow"]
+required = ["kvframe-fast:fast"]
+[plugins.owners.backend]
+fast = "kvframe-fast"
+
+[plugin.fast]
+tile = 64
+deep = { autotune = false }
+
+[cache]
+memory = "2GiB"
+block_size = 32
+hybrid = false
+dtype = "bfloat16"
+prefix_caching = false
+preemption = "swap"
+swap_memory = "4GiB"
+audit = true
+
+[engine]
+max_num_seqs = 8
+max_num_batched_tokens = 512
+max_model_len = 4096
+device = "cuda:0"
+dtype = "bfloat16"
+self_check = false
+prefill_skipping = "decode_only"
+
+[[rules]]
+kind = "sliding_window"
+spec = { window = 128 }
+wrappers = ["decode_only", { name = "chunked_local", chunk = 64 }]
+backend = "kvframe-fast:fast"
+
+[[rules]]
+layers = "model.layers.0.*"
+backend = { name = "torch", tile = 32 }
+"""
+
+
+def message(data: dict[str, Any]) -> str:
+    with pytest.raises(StackError) as caught:
+        Stack.from_mapping(data, "my.toml")
+    return str(caught.value)
+
+
+def rules(*tables: dict[str, Any]) -> Stack:
+    return Stack.from_mapping({"rules": list(tables)})
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def test_file_is_read_in_full(tmp_path: Path) -> None:
+    path = tmp_path / "my.toml"
+    path.write_text(EVERYTHING)
+    assert Stack.from_file(path) == Stack(
+        plugins=PluginPolicy(
+            disabled=("slow",),
+            required=("kvframe-fast:fast",),
+            owners={
+                "spec": {},
+                "wrapper": {},
+                "backend": {"fast": "kvframe-fast"},
+                "format": {},
+                "eviction": {},
+                "model_adapter": {},
+            },
+            settings={"fast": {"tile": 64, "deep": {"autotune": False}}},
+            source=str(path),
+        ),
+        cache=CacheOptions(
+            memory=2147483648,
+            block_size=32,
+            hybrid=False,
+            dtype="bfloat16",
+            prefix_caching=False,
+            preemption="swap",
+            swap_memory=4294967296,
+            audit=True,
+        ),
+        engine=EngineOptions(
+            max_num_seqs=8,
+            max_num_batched_tokens=512,
+            max_model_len=4096,
+            device="cuda:0",
+            dtype="bfloat16",
+            self_check=False,
+            prefill_skipping=Use("decode_only"),
+        ),
+        rules=(
+            Rule(
+                kind="sliding_window",
+                spec={"window": 128},
+                wrappers=(Use("decode_only"), Use("chunked_local", {"chunk": 64})),
+                backend=Use("kvframe-fast:fast"),
+            ),
+            Rule(layers="model.layers.0.*", backend=Use("torch", {"tile": 32})),
+        ),
+        source=str(path),
+    )
+
+
+def test_empty_file_is_the_default_stack() -> None:
+    stack = Stack.from_mapping({})
+    assert stack.cache == CacheOptions() == Stack().cache
+    assert stack.engine == EngineOptions()
+    assert stack.rules == ()
+    assert (stack.cache.memory, stack.cache.block_size, stack.engine.max_num_batched_tokens) == ("auto", 16, 2048)
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StackError, match=r"gone\.toml: the stack file cannot be read: No such file or directory"):
+        Stack.from_file(tmp_path / "gone.toml")
+
+
+def test_folder_is_no_stack_file(tmp_path: Path) -> None:
+    with pytest.raises(StackError, match="the stack file cannot be read: Is a directory"):
+        Stack.from_file(tmp_path)
+
+
+@pytest.mark.parametrize(("content", "reason"), [(b"[cache\n", "line 1"), (b"\xff\xfe", "start byte at byte 0")])
+def test_file_that_is_no_toml_says_where(tmp_path: Path, content: bytes, reason: str) -> None:
+    path = tmp_path / "torn.toml"
+    path.write_bytes(content)
+    with pytest.raises(StackError, match=rf"torn\.toml: the stack file is no .*{reason}"):
+        Stack.from_file(path)
+
+
+# --- what is wrong in it ---------------------------------------------------------------------------------------------
+
+
+def test_unknown_key_names_file_path_keys_and_nearest() -> None:
+    assert message({"cache": {"block_sise": 8}}) == (
+        "my.toml: cache.block_sise: there is no key named 'block_sise'; known: audit, block_size, dtype, eviction, "
+        "format, hybrid, key, memory, preemption, prefix_caching, swap_memory; did you mean 'block_size'?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "path"),
+    [
+        ({"cashe": {}}, "cashe"),
+        ({"engine": {"devise": "cpu"}}, "engine.devise"),
+        ({"plugins": {"disable": []}}, "plugins.disable"),
+        ({"plugins": {"owners": {"backends": {}}}}, "plugins.owners.backends"),
+        ({"rules": [{"kind": "a"}, {"kind": "a", "wrapper": []}]}, "rules[1].wrapper"),
+    ],
+)
+def test_unknown_key_anywhere_has_its_path_and_nearest(data: dict[str, Any], path: str) -> None:
+    text = message(data)
+    assert text.startswith(f"my.toml: {path}: there is no key named")
+    assert "did you mean" in text
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (
+            {"cache": {"block_size": "16"}},
+            "cache.block_size must be a whole number from 1 to 2147483647, not '16'",
+        ),
+        (
+            {"cache": {"block_size": 0}},
+            "cache.block_size must be a whole number from 1 to 2147483647, not 0",
+        ),
+        (
+            {"cache": {"block_size": True}},
+            "cache.block_size must be a whole number from 1 to 2147483647, not True",
+        ),
+        (
+            {"cache": {"block_size": 1.5}},
+            "cache.block_size must be a whole number from 1 to 2147483647, not 1.5",
+        ),
+        ({"cache": {"hybrid": 1}}, "cache.hybrid must be true or false, not 1 (a whole number)"),
+        (
+            {"cache": {"memory": "two"}},
+            "cache.memory must be 'auto', a number of bytes, or a size like '2GiB', not 'two'",
+        ),
+        ({"cache": 3}, "cache must be a table, not 3 (a whole number)"),
+        ({"engine": {"device": "the GPU"}}, "engine.device must be a device like 'cpu' or 'cuda:0', not 'the GPU'"),
+        ({"engine": {"max_model_len": -1}}, "engine.max_model_len must be a whole number from 1 to 2147483647, not -1"),
+        ({"plugins": {"disabled": "slow"}}, "plugins.disabled must be an array of strings, not 'slow' (a string)"),
+        ({"plugins": {"owners": {"backend": []}}}, "plugins.owners.backend must be a table of strings, not []"),
+        ({"plugin": {"fast": 1}}, "plugin must be a table of tables, not {'fast': 1} (a table)"),
+        (
+            {"rules": {"kind": "a"}},
+            "rules must be an array, not {'kind': 'a'} (a table); each table of an array starts",
+        ),
+        ({"rules": [3]}, "rules[0] must be a table, not 3 (a whole number)"),
+        ({"rules": [{"kind": 3}]}, "rules[0].kind must be a string that is not empty, not 3 (a whole number)"),
+        ({"rules": [{"backend": "torch"}]}, "rules[0] needs kind or layers, to say which layers it is for"),
+        ({"rules": [{"kind": "a", "wrappers": "b"}]}, "rules[0].wrappers must be an array, not 'b' (a string)"),
+        (
+            {"rules": [{"kind": "a", "wrappers": ["b", 3]}]},
+            "rules[0].wrappers[1] must be a name, or a table of a name",
+        ),
+        (
+            {"rules": [{"kind": "a", "wrappers": [{"k": 1}]}]},
+            "rules[0].wrappers[0] needs a name beside its options: name =",
+        ),
+    ],
+)
+def test_wrong_value_says_what_was_expected(data: dict[str, Any], sentence: str) -> None:
+    assert message(data).startswith(f"my.toml: {sentence}")
+
+
+def test_wrong_choice_names_the_nearest() -> None:
+    assert message({"cache": {"dtype": "bfloat"}}).endswith("not 'bfloat' (a string); did you mean 'bfloat16'?")
+
+
+def test_all_problems_are_in_one_error() -> None:
+    assert message({"cache": {"block_sise": 8, "hybrid": "no"}, "engin": {}}).splitlines() == [
+        "my.toml: 3 problems",
+        "  cache.hybrid must be true or false, not 'no' (a string)",
+        "  cache.block_sise: there is no key named 'block_sise'; known: audit, block_size, dtype, eviction, format, "
+        "hybrid, key, memory, preemption, prefix_caching, swap_memory; did you mean 'block_size'?",
+        "  engin: there is no key named 'engin'; known: cache, engine, plugin, plugins, rules; did you mean 'engine'?",
+    ]
+
+
+def test_swapping_needs_memory_to_swap_to() -> None:
+    assert message({"cache": {"preemption": "swap"}}) == (
+        'my.toml: cache needs swap_memory where preemption is "swap": bytes of host memory, like "4GiB"'
+    )
+    assert message({"cache": {"swap_memory": "auto"}}) == (
+        "my.toml: cache.swap_memory must be a number of bytes, or a size like '2GiB', not 'auto' (a string)"
+    )
+
+
+def test_options_given_in_python_are_checked_alike() -> None:
+    with pytest.raises(
+        StackError, match=r"CacheOptions\.block_size must be a whole number from 1 to 2147483647, not 0"
+    ):
+        CacheOptions(block_size=0)
+    with pytest.raises(StackError, match=r"CacheOptions\.memory must be 'auto', a number of bytes"):
+        CacheOptions(memory="plenty")
+    with pytest.raises(StackError, match=r"PluginPolicy\.disabled must be an array of strings, not 'slow'"):
+        PluginPolicy(disabled="slow")  # type: ignore[arg-type]
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "size"),
+    [
+        (1, 1),
+        (512, "512"),
+        (512, "512B"),
+        (2_000, "2KB"),
+        (2_048, "2KiB"),
+        (5_000_000, "5 MB"),
+        (1_610_612_736, "1.5GiB"),
+        (1_099_511_627_776, " 1TiB "),
+    ],
+)
+def test_sizes(num_bytes: int, size: str | int) -> None:
+    assert num_bytes == parse_bytes(size)
+
+
+@pytest.mark.parametrize("size", ["", "GiB", "2 gigs", "-1GiB", "0", "0.1B", 0, -5, True, 1.5, "1e9", "2gib"])
+def test_what_is_no_size_is_refused(size: Any) -> None:
+    with pytest.raises(StackError, match="size"):
+        parse_bytes(size)
+
+
+# --- rules -----------------------------------------------------------------------------------------------------------
+
+
+def test_layer_that_no_rule_names_gets_the_defaults() -> None:
+    assert Stack().rule_for("model.layers.0", "full_attention") == ResolvedRule({}, None, Use("auto"))
+
+
+def test_rule_by_kind_holds_for_that_kind_only() -> None:
+    stack = rules({"kind": "sliding_window", "backend": "torch"})
+    assert stack.rule_for("any", "sliding_window").backend == Use("torch")
+    assert stack.rule_for("any", "full_attention").backend == Use("auto")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layer", "matches"),
+    [
+        ("*", "model.layers.3.self_attn", True),
+        ("model.layers.?.self_attn", "model.layers.3.self_attn", True),
+        ("model.layers.?.self_attn", "model.layers.13.self_attn", False),
+        ("model.layers.[0-2].*", "model.layers.3.self_attn", False),
+        ("MODEL.*", "model.layers.3", False),
+    ],
+)
+def test_rule_by_name_is_a_pattern(pattern: str, layer: str, matches: bool) -> None:
+    assert matches == (rules({"layers": pattern, "backend": "torch"}).rule_for(layer, "a").backend == Use("torch"))
+
+
+def test_kind_and_name_must_both_match() -> None:
+    stack = rules({"kind": "a", "layers": "x.*", "backend": "torch"})
+    assert [stack.rule_for(*layer).backend.name for layer in (("x.1", "a"), ("x.1", "b"), ("y.1", "a"))] == [
+        "torch",
+        "auto",
+        "auto",
+    ]
+
+
+def test_later_rule_wins_key_by_key() -> None:
+    stack = rules(
+        {"layers": "*", "spec": {"window": 8, "sinks": 4}, "wrappers": ["a"], "backend": "torch"},
+        {"kind": "k", "spec": {"window": 16}},
+        {"kind": "k", "wrappers": []},
+    )
+    assert stack.rule_for("x", "k") == ResolvedRule({"window": 16, "sinks": 4}, (), Use("torch"))
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_names_that_exist_pass(site: FakeSite) -> None:
+    site.add("kvframe-fast", "fast", registers("wrappers", ("local", "a:B")))
+    stack = rules(
+        {"kind": "full_attention", "wrappers": ["local"], "backend": "torch"},
+        {"layers": "*", "backend": "auto"},
+        {"layers": "*", "backend": "kvframe:torch"},
+    )
+    stack.check_names(load_plugins().registry)
+
+
+def test_unknown_names_are_one_error_with_path_and_nearest(site: FakeSite) -> None:
+    stack = Stack.from_mapping(
+        {
+            "plugins": {"owners": {"backend": {"tortch": "kvframe", "torch": "kvfrane"}}},
+            "rules": [{"kind": "ful_attention", "wrappers": ["local"], "backend": "torhc"}],
+        },
+        "my.toml",
+    )
+    with pytest.raises(StackError) as caught:
+        stack.check_names(load_plugins().registry)
+    assert str(caught.value).splitlines() == [
+        "my.toml: 5 problems",
+        "  plugins.owners.backend.tortch: there is no backend named 'tortch'; known: torch, torch_reference, "
+        "torch_varlen; did you mean 'torch'?",
+        "  plugins.owners.backend.torch: there is no owner named 'kvfrane'; known: kvframe; did you mean 'kvframe'?",
+        "  rules[0].kind: there is no cache spec named 'ful_attention'; known: full_attention; "
+        "did you mean 'full_attention'?",
+        "  rules[0].backend: there is no backend named 'torhc'; known: torch, torch_reference, torch_varlen; "
+        "did you mean 'torch'?",
+        "  rules[0].wrappers[0]: there is no wrapper named 'local'; none is known",
+    ]
+
+
+def test_an_unknown_wrapper_for_prefill_skipping_is_named(site: FakeSite) -> None:
+    stack = Stack.from_mapping({"engine": {"prefill_skipping": "decode_only"}}, "my.toml")
+    with pytest.raises(StackError, match=r"my.toml: engine.prefill_skipping: there is no wrapper named 'decode_only'"):
+        stack.check(load_plugins().registry)
+
+
+WRAPPERS = """
+import attrs
+from kvframe.contract import MetadataWrapper
+
+@attrs.frozen(kw_only=True)
+class Cut(MetadataWrapper):
+    name = "cut"
+    fields = {}
+    effects = frozenset({"pieces"})
+    def __call__(self, metadata):
+        return metadata
+
+@attrs.frozen(kw_only=True)
+class Pick(MetadataWrapper):
+    name = "pick"
+    fields = {}
+    not_after = frozenset({"pieces"})
+    not_before = frozenset({"pick"})
+    def __call__(self, metadata):
+        return metadata
+"""
+
+
+def chain(site: FakeSite, *names: str) -> Stack:
+    site.add(
+        "kvframe-cut",
+        "cut",
+        registers("wrappers", ("cut", "kvframe_cut.wrappers:Cut"), ("pick", "kvframe_cut.wrappers:Pick")),
+        files={"wrappers": WRAPPERS},
+    )
+    return Stack.from_mapping({"rules": [{"layers": "*", "wrappers": list(names)}]}, "my.toml")
+
+
+def test_an_illegal_order_of_wrappers_is_refused_with_the_legal_one(site: FakeSite) -> None:
+    stack = chain(site, "cut", "pick")
+    with pytest.raises(StackError) as caught:
+        stack.check(load_plugins(stack.plugins).registry)
+    assert str(caught.value) == (
+        "my.toml: rules[0].wrappers: wrapper 'pick' cannot come after 'cut' (pieces); "
+        "the legal order is ['pick', 'cut']"
+    )
+
+
+def test_wrappers_that_fit_in_no_order_are_refused(site: FakeSite) -> None:
+    stack = chain(site, "pick", "pick")
+    with pytest.raises(StackError, match="'pick' cannot come before 'pick'; these wrappers cannot be combined in any"):
+        stack.check(load_plugins(stack.plugins).registry)
+
+
+def test_a_legal_order_of_wrappers_passes(site: FakeSite) -> None:
+    stack = chain(site, "pick", "cut")
+    stack.check(load_plugins(stack.plugins).registry)
+
+
+def test_contested_name_in_a_rule_is_refused(site: FakeSite) -> None:
+    site.add("kvframe-a", "a", registers("backends", ("fast", "a:A")))
+    site.add("kvframe-b", "b", registers("backends", ("fast", "b:B")))
+    with pytest.raises(StackError, match=r"rules\[0\]\.backend: backend 'fast' is claimed by kvframe-a and kvframe-b"):
+        rules({"layers": "*", "backend": "fast"}).check_names(load_plugins().registry)
+
+
+def test_policy_of_a_file_reaches_the_plugins(site: FakeSite) -> None:
+    site.add("kvframe-slow", "slow", "import no_such_library")
+    stack = Stack.from_mapping({"plugins": {"disabled": ["slow"]}}, "my.toml")
+    assert load_plugins(stack.plugins).record("slow").reason == "my.toml disables it"
+
+
+# --- rules and layers -------------------------------------------------------------------------------------------------
+
+
+KINDS = {"model.layers.0.attn": "sliding_window", "model.layers.1.attn": "full_attention"}
+
+
+def unmatched(*tables: dict[str, Any]) -> str:
+    with pytest.raises(StackError) as caught:
+        Stack.from_mapping({"rules": list(tables)}, "my.toml").check_layers("tiny", KINDS)
+    return str(caught.value)
+
+
+def test_a_rule_that_is_for_no_layer_is_refused_with_the_nearest() -> None:
+    end = "; if the stack is for other models too, give the rule optional = true"
+    assert unmatched({"layers": "*", "backend": "torch"}, {"kind": "mla", "backend": "torch"}) == (
+        'my.toml: rules[1] (kind = "mla") is for no layer of tiny, whose layers are of the kind '
+        f"'full_attention', 'sliding_window'{end}"
+    )
+    assert unmatched({"layers": "model.layer.0.*", "backend": "torch"}) == (
+        'my.toml: rules[0] (layers = "model.layer.0.*") is for no layer of tiny; the nearest names are '
+        f"'model.layers.0.attn', 'model.layers.1.attn'{end}"
+    )
+    assert "the nearest names are 'model.layers.1.attn';" in unmatched(
+        {"kind": "full_attention", "layers": "*.0.*", "backend": "torch"}
+    )
+    assert unmatched({"kind": "a"}, {"layers": "b"}).startswith("my.toml: 2 problems\n")
+
+
+def test_an_optional_rule_may_be_for_no_layer() -> None:
+    stack = rules({"kind": "mla", "backend": "torch", "optional": True}, {"layers": "*.1.*", "backend": "torch"})
+    stack.check_layers("tiny", KINDS)
+    assert message({"rules": [{"kind": "mla", "optional": 1}]}).startswith("my.toml: rules[0].optional must be true or")
+
+
+def test_a_name_knows_the_key_that_it_was_given_by() -> None:
+    stack = Stack.from_mapping(
+        {
+            "cache": {"format": "fp8_tensor", "eviction": {"name": "scan_resistant"}},
+            "engine": {"prefill_skipping": "decode_only"},
+            "rules": [{"layers": "*", "backend": "torch", "wrappers": ["a", "b"]}],
+        },
+        "my.toml",
+    )
+    rule, skipping = stack.rules[0], stack.engine.prefill_skipping
+    assert rule.backend is not None
+    assert rule.wrappers is not None
+    assert skipping is not None
+    assert stack.cache.format is not None
+    assert "my.toml: rules[0].backend" == rule.backend.place
+    assert ["my.toml: rules[0].wrappers[0]", "my.toml: rules[0].wrappers[1]"] == [use.place for use in rule.wrappers]
+    assert "my.toml: engine.prefill_skipping" == skipping.place
+    assert ["my.toml: cache.format", "my.toml: cache.eviction"] == [
+        stack.cache.format.place,
+        stack.cache.eviction.place,
+    ]

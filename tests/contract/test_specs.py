@@ -1,0 +1,319 @@
+"""The laws of cache specs, and the faster derivations against the general ones."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvframe.builtin.full_attention import FullAttentionSpec
+from kvframe.contract.errors import SpecError, UnknownNameError
+from kvframe.contract.specs import AttentionMask, KVCacheSpec, MaskFunction, StateTensor, TokenRange
+from kvframe.testing.laws import ConformanceError, check_spec
+from kvframe.testing.state import GridSpec
+from tests.cache.plans import RangeSpec, StateSpec, ranged, state
+
+
+def full(block_size: int = 4) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=8)
+
+
+def test_full_attention_keeps_the_whole_past() -> None:
+    assert () == full().live_ranges(0)
+    assert ((0, 7),) == full().live_ranges(7)
+
+
+def test_full_attention_holds_a_block_for_every_started_one() -> None:
+    assert 3 == full(4).peak_blocks(9, 2)
+    assert 0 == full(4).peak_blocks(0, 2)
+
+
+@given(block_size=st.integers(1, 20), num_tokens=st.integers(0, 100), max_new=st.integers(1, 40))
+def test_full_attention_peak_equals_the_general_one(block_size: int, num_tokens: int, max_new: int) -> None:
+    spec = full(block_size)
+    assert KVCacheSpec.peak_blocks(spec, num_tokens, max_new) == spec.peak_blocks(num_tokens, max_new)
+
+
+@given(block_size=st.integers(1, 20), n=st.integers(0, 100), num_new=st.integers(1, 40))
+def test_full_attention_residency_equals_the_general_one(block_size: int, n: int, num_new: int) -> None:
+    spec = full(block_size)
+    assert KVCacheSpec.num_resident_blocks(spec, n, num_new) == spec.num_resident_blocks(n, num_new)
+
+
+def test_full_attention_is_plain_causal() -> None:
+    assert AttentionMask() == full().mask
+    assert full() == full().retain_all()
+
+
+def test_a_block_is_one_key_and_one_value_per_token_and_head() -> None:
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, head_size_v=4, dtype="bfloat16")
+    assert {"k": StateTensor((16, 2, 8), "bfloat16"), "v": StateTensor((16, 2, 4), "bfloat16")} == spec.state_tensors()
+    assert 16 * 2 * (8 + 4) * 2 == spec.block_bytes
+
+
+def test_value_vectors_are_as_long_as_keys_unless_said() -> None:
+    assert 8 == full().head_size_v
+
+
+def test_each_tensor_of_a_block_is_aligned_to_16_bytes() -> None:
+    spec = FullAttentionSpec(block_size=1, num_kv_heads=1, head_size=3)
+    assert 16 + 16 == spec.block_bytes
+
+
+def test_layers_that_differ_in_layout_only_share_a_group() -> None:
+    wide = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=16, dtype="float16")
+    assert wide.group_key == full(4).group_key
+    assert full(8).group_key != full(4).group_key
+
+
+@pytest.mark.parametrize("field", ["block_size", "num_kv_heads", "head_size"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "4"])
+def test_sizes_are_whole_numbers_of_at_least_one(field: str, value: Any) -> None:
+    with pytest.raises(SpecError, match=rf"FullAttentionSpec\.{field} must be a whole number"):
+        attrs.evolve(full(), **{field: value})
+
+
+def test_an_unknown_dtype_names_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'float16'"):
+        FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="floot16")
+
+
+def test_mask_features_say_what_a_backend_needs() -> None:
+    assert frozenset({"causal"}) == AttentionMask().features
+    assert frozenset({"bidirectional"}) == AttentionMask(causal=False).features
+    assert frozenset({"causal", "window", "sink_tokens"}) == AttentionMask(window=3, num_sink_tokens=1).features
+
+
+@pytest.mark.parametrize(
+    ("mask", "seen"),
+    [
+        (AttentionMask(), [0, 1, 2, 3, 4, 5, 6]),
+        (AttentionMask(window=3), [4, 5, 6]),
+        (AttentionMask(window=2, num_sink_tokens=1), [0, 5, 6]),
+        (AttentionMask(chunk=4), [4, 5, 6]),
+        (AttentionMask(causal=False), [0, 1, 2, 3, 4, 5, 6, 7, 8]),
+    ],
+)
+def test_a_mask_is_a_function_of_positions_too(mask: AttentionMask, seen: list[int]) -> None:
+    positions = np.arange(9)
+    assert seen == np.flatnonzero(mask.sees(positions[:, None], positions)[6]).tolist()
+    assert seen == [key for key in range(9) if mask.sees(6, key)]
+
+
+def test_a_type_that_has_a_mask_has_its_function_and_others_may_give_one() -> None:
+    function = full().mask_function
+    assert function is not None
+    assert [True, False] == [function(3, 3), function(3, 4)]
+    assert None is ranged(block_size=4, window=5).mask_function
+
+
+class Alternating(FullAttentionSpec):
+    """Every second token stays live: many separate ranges, for the derivations of the base class."""
+
+    def live_ranges(self, n: int) -> tuple[tuple[int, int], ...]:
+        return tuple((i, i + 1) for i in range(0, n, 2))
+
+
+def test_live_blocks_merge_ranges_that_touch_the_same_block() -> None:
+    spec = Alternating(block_size=4, num_kv_heads=1, head_size=8)
+    assert ((0, 3),) == spec.live_blocks(10)
+
+
+def test_live_blocks_stay_apart_where_a_block_is_dead() -> None:
+    spec = Alternating(block_size=1, num_kv_heads=1, head_size=8)
+    assert ((0, 1), (2, 3), (4, 5)) == spec.live_blocks(5)
+
+
+def test_residency_counts_live_blocks_and_new_ones_once() -> None:
+    spec = Alternating(block_size=1, num_kv_heads=1, head_size=8)
+    assert 3 + 2 == KVCacheSpec.num_resident_blocks(spec, 5, 2)
+
+
+# --- the laws, and the kit that checks them ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 5, 16])
+def test_full_attention_keeps_the_laws(block_size: int) -> None:
+    check_spec(full(block_size), max_tokens=40)
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_a_pattern_with_a_function_keeps_the_laws(block_size: int) -> None:
+    check_spec(GridSpec(block_size=block_size, num_kv_heads=1, head_size=8, stride=6, has_function=True))
+
+
+@pytest.mark.parametrize("options", [{"window": 5}, {"window": 1}, {"window": 6, "num_sink_tokens": 3}, {"chunk": 7}])
+def test_specs_that_are_nothing_but_live_ranges_keep_the_laws(options: dict[str, int]) -> None:
+    check_spec(ranged(block_size=4, **options))
+
+
+class SeesTheFuture(FullAttentionSpec):
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
+        return ((0, n + 1),)
+
+
+class OutOfOrder(FullAttentionSpec):
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
+        return ((3, n), (0, 3)) if n > 3 else ()
+
+
+class EmptyRange(FullAttentionSpec):
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
+        return ((0, n),)
+
+
+class Remembers(FullAttentionSpec):
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
+        return ((0, n),) if n % 5 else ()
+
+
+class OtherMask(FullAttentionSpec):
+    @property
+    def mask(self) -> AttentionMask:
+        return AttentionMask(window=9)
+
+
+class OtherFunction(FullAttentionSpec):
+    @property
+    def mask_function(self) -> MaskFunction:
+        return lambda query, key: (key <= query) & (key > query - 4)
+
+
+class SeesTheNextToken(FullAttentionSpec):
+    @property
+    def mask_function(self) -> MaskFunction:
+        return lambda query, key: key <= query + 1
+
+
+class AsksForAnElement(FullAttentionSpec):
+    @property
+    def mask_function(self) -> MaskFunction:
+        return lambda query, key: key <= (query if query > 3 else 3)
+
+
+class LosesAnAxis(FullAttentionSpec):
+    @property
+    def mask_function(self) -> MaskFunction:
+        return lambda query, key: key >= 0
+
+
+class SaysThatItKeepsNothing(FullAttentionSpec):
+    keeps_past = False
+
+
+class TooFewResident(FullAttentionSpec):
+    def num_resident_blocks(self, n: int, num_new_tokens: int) -> int:
+        return (n + num_new_tokens) // self.block_size
+
+
+class TooLowPeak(FullAttentionSpec):
+    def peak_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
+        return num_tokens // self.block_size
+
+
+class OtherLiveBlocks(FullAttentionSpec):
+    def live_blocks(self, n: int) -> tuple[TokenRange, ...]:
+        return ((0, 1),)
+
+
+class RetainsOtherState(FullAttentionSpec):
+    def retain_all(self) -> KVCacheSpec:
+        return full(self.block_size + 1)
+
+
+class RetainsLess(FullAttentionSpec):
+    def retain_all(self) -> KVCacheSpec:
+        return RangeSpec(block_size=self.block_size, num_kv_heads=1, head_size=8, window=3)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (
+            SeesTheFuture,
+            r"law of the past: live_ranges\(0\) is \(\(0, 1\),\), not sorted, disjoint and within \[0, 0\)",
+        ),
+        (OutOfOrder, r"law of the past: live_ranges\(4\)"),
+        (EmptyRange, r"law of the past: live_ranges\(0\) is \(\(0, 0\),\)"),
+        (Remembers, r"law of forgetting: tokens \[0, 1, 2, 3, 4\] are live at 6 and were not at 5"),
+        (OtherMask, r"at 9 the mask shows \[1, 2, 3, 4, 5, 6, 7, 8\], live are \[0, 1, 2, 3, 4, 5, 6, 7, 8\]"),
+        (OtherFunction, r"at 4 mask_function shows \[1, 2, 3, 4\], live and its own are \[0, 1, 2, 3, 4\]"),
+        (SeesTheNextToken, r"at 0 mask_function shows \[0, 1\], live and its own are \[0\]"),
+        (AsksForAnElement, r"mask_function does not take arrays of positions: The truth value of an array"),
+        (LosesAnAxis, r"mask_function returns \(1, 65\), bool for all positions, not \(65, 65\), bool"),
+        (SaysThatItKeepsNothing, r"keeps_past is False, and live_ranges gives \(\(0, 1\),\)"),
+        (TooFewResident, r"num_resident_blocks\(0, 1\) is 0, and 1 by the live ranges"),
+        (TooLowPeak, r"peak_blocks\(1, 1\) is 0, and 1 by the live ranges"),
+        (OtherLiveBlocks, r"live_blocks\(0\) is \(\(0, 1\),\), and \(\) by the live ranges"),
+        (RetainsOtherState, r"retain_all\(\) stores other state tensors"),
+        (RetainsLess, r"retain_all\(\) loses tokens \[0\] at 3"),
+    ],
+)
+def test_the_kit_says_which_law_a_spec_breaks(broken: type[FullAttentionSpec], message: str) -> None:
+    with pytest.raises(ConformanceError, match=f"{broken.__name__}.*: {message}"):
+        check_spec(broken(block_size=4, num_kv_heads=1, head_size=8))
+
+
+class StoresOutside(StateSpec):
+    def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> tuple[TokenRange, ...]:
+        return ((0, 40),)
+
+
+class StoresNothing(StateSpec):
+    def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> tuple[TokenRange, ...]:
+        return ()
+
+
+class StoresMoreForLaterBranches(StateSpec):
+    def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> tuple[TokenRange, ...]:
+        found = super().stored_blocks(n, num_new_tokens, branch)
+        return ((0, 1), *found) if n == 0 and branch == 8 and found[0] != (0, 1) else found
+
+
+class LosesTheStateAtItsBranch(StateSpec):
+    def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> tuple[TokenRange, ...]:
+        return (
+            ((branch // 4 - 1, branch // 4),)
+            if n < branch <= n + num_new_tokens
+            else super().stored_blocks(n, num_new_tokens)
+        )
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (StoresOutside, r"stored_blocks\(0, 1, 0\) is \(\(0, 40\),\), not sorted, disjoint and within \[0, 1\)"),
+        (StoresNothing, r"stored_blocks\(0, 1, 0\) has no page for the blocks \[0\], live at 1"),
+        (StoresMoreForLaterBranches, r"stored_blocks\(0, 9, 8\) .* are 3 blocks, more than num_resident_blocks: 2"),
+        (LosesTheStateAtItsBranch, r"stored_blocks\(0, 9, 4\) has no page for the blocks \[2\], live at 9"),
+    ],
+)
+def test_the_kit_says_what_is_stored_wrongly(broken: type[StateSpec], message: str) -> None:
+    with pytest.raises(ConformanceError, match=f"{broken.__name__}.*: {message}"):
+        check_spec(broken(block_size=4))
+
+
+@pytest.mark.parametrize("every", [0, 1, 3])
+@pytest.mark.parametrize("num_drafts", [0, 1, 5])
+def test_a_state_keeps_what_refused_tokens_leave_if_it_says_so(every: int, num_drafts: int) -> None:
+    check_spec(state(every=every, num_drafts=num_drafts), num_refused=num_drafts)
+
+
+def test_the_kit_says_that_refused_tokens_leave_no_state() -> None:
+    with pytest.raises(ConformanceError, match=r"stored_blocks\(2, 9, 0\) has no page for the blocks \[1\], live at 8"):
+        check_spec(state(num_drafts=2), num_refused=3)
+
+
+def test_checking_a_spec_needs_no_torch_and_the_kit_no_test_framework() -> None:
+    code = (
+        "import sys, kvframe.testing.laws; print('torch' in sys.modules);"
+        "import kvframe.testing.conformance; print('pytest' in sys.modules or 'hypothesis' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ["False", "False"] == done.stdout.split()

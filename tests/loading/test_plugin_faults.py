@@ -1,0 +1,602 @@
+"""Every hook and every method that kvframe calls at set-up, failing in every way: it fails alone, and by its name.
+
+The hooks and methods are found by introspection. One that a later version of the contract adds has to be listed here,
+among those that are called at set-up, with the call that reaches it, or among those of a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import attrs
+import pytest
+import torch
+
+from kvframe import Stack, load_plugins
+from kvframe.attention.attending import AttentionLayer, GroupStep
+from kvframe.attention.group import form_groups
+from kvframe.builtin.full_attention import FullAttentionSpec
+from kvframe.builtin.torch_reference import TorchReferenceBackend
+from kvframe.config.eviction_choice import make_policy
+from kvframe.contract import hookimpl
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
+from kvframe.contract.description import LayerDescription, ModelDescription
+from kvframe.contract.errors import KVFrameError
+from kvframe.contract.eviction import EvictionPolicy
+from kvframe.contract.formats import KVFormat, PlainFormat
+from kvframe.contract.hookspecs import HookSpecs
+from kvframe.contract.model import ModelAdapter
+from kvframe.contract.specs import KVCacheSpec, LayerSpec
+from kvframe.contract.wrapper import FieldUse, MetadataWrapper
+from kvframe.engine.assembly import find_page_copier
+from kvframe.loading.registry import Registry
+from kvframe.planning.groups import group_layers, make_layer_specs
+from kvframe.planning.recognise import find_adapter
+from kvframe.selection.choice import Choice
+from kvframe.selection.select import select_backends
+from tests.loading.fake_distributions import MANIFEST, FakeSite, registers
+
+HOOKS = [name for name in vars(HookSpecs) if name.startswith("kvframe_")]
+
+FAILURES = {
+    "an exception": "ValueError('boom')",
+    "an exit": "SystemExit('boom')",
+    "a cancellation": "asyncio.CancelledError('boom')",
+    "a generator's exit": "GeneratorExit('boom')",
+    "an error of its own": "Own('boom')",
+    "an error without a text": "Mute('boom')",
+    "a recursion": "RecursionError('boom')",
+    "no memory": "MemoryError('boom')",
+}
+ERRORS = """
+import asyncio
+class Own(BaseException): pass
+class Mute(Exception):
+    def __str__(self): raise SystemExit(3)
+    __repr__ = __str__
+"""
+
+
+def make_error(failure: str) -> BaseException:
+    names: dict[str, Any] = {}
+    exec(ERRORS, names)
+    error = eval(FAILURES[failure], names)
+    assert isinstance(error, BaseException)
+    return error
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------------
+
+
+def statuses(site: FakeSite, body: str) -> dict[str, tuple[str, str]]:
+    """Return status and reason of each plugin beside a healthy one, if one has this hook."""
+    site.add("kvframe-bad", "bad", MANIFEST + ERRORS + body)
+    site.add("kvframe-good", "good", registers("backends", ("good", "kvframe_good.backend:Good")))
+    host = load_plugins()
+    assert "good" in host.registry.backends
+    return {record.name: (record.status, record.reason) for record in host.records}
+
+
+def arguments_of(hook: str) -> str:
+    return ", ".join(name for name in inspect.signature(getattr(HookSpecs, hook)).parameters if name != "self")
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_that_raises_sets_its_own_plugin_aside(site: FakeSite, hook: str, failure: str) -> None:
+    body = f"@hookimpl\ndef {hook}({arguments_of(hook)}): raise {FAILURES[failure]}\n"
+    found = statuses(site, body)
+    assert ("loaded", "") == found["good"]
+    status, reason = found["bad"]
+    assert "broken" == status
+    assert reason.startswith(f"{hook} failed: {type(make_error(failure)).__name__}: ")
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_with_other_arguments_sets_its_own_plugin_aside(site: FakeSite, hook: str) -> None:
+    found = statuses(site, f"@hookimpl\ndef {hook}(nobody_knows): pass\n")
+    assert ("loaded", "") == found["good"]
+    status, reason = found["bad"]
+    assert "broken" == status
+    assert hook in reason
+
+
+@pytest.mark.parametrize("answer", ["5", "object()", "Mute()", "[]", "''", "b'no'"])
+@pytest.mark.parametrize("hook", [name for name in HOOKS if name != "kvframe_configure"])
+def test_a_hook_that_returns_something_else_sets_its_own_plugin_aside(site: FakeSite, hook: str, answer: str) -> None:
+    found = statuses(site, f"@hookimpl\ndef {hook}({arguments_of(hook)}): return {answer}\n")
+    assert ("loaded", "") == found["good"]
+    status, reason = found["bad"]
+    assert ("broken", True) == (status, hook in reason)
+
+
+def test_an_interrupt_in_a_hook_is_the_users(site: FakeSite) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        statuses(site, "@hookimpl\ndef kvframe_unusable_reason(): raise KeyboardInterrupt\n")
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_manifest_that_raises_at_import_is_set_aside(site: FakeSite, failure: str) -> None:
+    found = statuses(site, f"raise {FAILURES[failure]}\n")
+    assert ("loaded", "") == found["good"]
+    assert "broken" == found["bad"][0]
+    assert found["bad"][1].startswith("importing kvframe_bad.manifest_bad failed: ")
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("method", ["__dir__", "__getattr__", "__eq__", "__hash__"])
+def test_a_manifest_object_whose_own_methods_raise_is_set_aside(site: FakeSite, method: str, failure: str) -> None:
+    body = f"class Manifest:\n    def {method}(self, *arguments): raise {FAILURES[failure]}\nmanifest = Manifest()\n"
+    site.add("kvframe-bad", "bad", MANIFEST + ERRORS + body)
+    entry_points = "[kvframe.v1]\nbad = kvframe_bad.manifest_bad:manifest\n[kvframe.v1.api]\nbad = v1_0"
+    (site.root / "kvframe_bad-0.1.dist-info/entry_points.txt").write_text(entry_points)
+    site.add("kvframe-good", "good")
+    host = load_plugins()
+    assert ("loaded", "broken") == (host.record("good").status, host.record("bad").status)
+
+
+@pytest.mark.parametrize("value", ["", "no such module", "a b", "a:", ":b", "1a", "a.b:c d", "a..b", "../a", "a" * 501])
+def test_an_entry_point_whose_value_names_nothing_is_set_aside(site: FakeSite, value: str) -> None:
+    site.write_metadata("kvframe-bad", f"[kvframe.v1]\nbad = {value}\n[kvframe.v1.api]\nbad = v1_0")
+    site.add("kvframe-good", "good")
+    host = load_plugins()
+    assert ("loaded", "broken") == (host.record("good").status, host.record("bad").status)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "two words", "a/b", "-", "\u00e9t\u00e9", "\x1b[31m", "kvframe-other", "x" * 1000]
+)
+def test_a_distribution_with_a_bad_name_is_set_aside(site: FakeSite, name: str) -> None:
+    site.add("kvframe-bad", "bad")
+    site.add("kvframe-good", "good")
+    (site.root / "kvframe_bad-0.1.dist-info/METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    records = {record.id: record for record in load_plugins().records}
+    assert "loaded" == records.pop("kvframe-good:good").status
+    assert "loaded" == records.pop("kvframe:builtin").status
+    ((_, record),) = records.items()
+    assert "broken" == record.status
+    assert record.reason.isprintable()
+
+
+@pytest.mark.parametrize("metadata", [b"", b"\xff\xfe", b"Name: kvframe-bad\n"])
+def test_a_distribution_with_broken_metadata_breaks_no_other(site: FakeSite, metadata: bytes) -> None:
+    site.add("kvframe-bad", "bad")
+    site.add("kvframe-good", "good")
+    (site.root / "kvframe_bad-0.1.dist-info/METADATA").write_bytes(metadata)
+    assert "loaded" == load_plugins().record("good").status
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe kvframe.v1", b"[kvframe.v1]\nno equals sign", b"[kvframe.v1\na = b"])
+def test_entry_points_that_cannot_be_read_break_no_other(site: FakeSite, content: bytes) -> None:
+    site.add("kvframe-bad", "bad")
+    site.add("kvframe-good", "good")
+    (site.root / "kvframe_bad-0.1.dist-info/entry_points.txt").write_bytes(content)
+    host = load_plugins()
+    assert "loaded" == host.record("good").status
+    assert "bad" not in {record.name for record in host.records if record.status == "loaded"}
+
+
+def test_a_name_cannot_be_registered_after_the_hook_returned(site: FakeSite) -> None:
+    keeps = "kept = []\n@hookimpl\ndef kvframe_register_backends(register): kept.append(register)\n"
+    site.add("kvframe-late", "late", MANIFEST + keeps)
+    host = load_plugins()
+    with pytest.raises(KVFrameError, match=r"kvframe-late:late called register.* after its kvframe_register_backends"):
+        import_module("kvframe_late.manifest_late").kept[0]("too_late", "a.b:C")
+    assert "too_late" not in host.registry.backends
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        "5, 'a:B'",
+        "Mute(), 'a:B'",
+        "'x' * 101, 'a:B'",
+        "'x', 'a:' + 'B' * 500",
+        "'x', Mute()",
+        "'x', 'a:B', needs=5",
+        "'x', 'a:B', needs=[5]",
+        "'x', 'a:B', needs=''",
+        "'x', 'a:B', install=[5]",
+        "'x', 'a:B', needs_versions='y>=' + '1' * 5000",
+        "'x'",
+        "'x', 'a:B', other=1",
+    ],
+)
+def test_a_claim_of_another_form_sets_its_own_plugin_aside(site: FakeSite, claim: str) -> None:
+    found = statuses(site, f"@hookimpl\ndef kvframe_register_backends(register): register({claim})\n")
+    assert ("loaded", "") == found["good"]
+    assert ("broken", True) == (found["bad"][0], found["bad"][1].startswith("kvframe_register_backends failed: "))
+
+
+# --- methods ----------------------------------------------------------------------------------------------------------
+
+MODEL = ModelDescription(
+    name="model",
+    layers=(
+        LayerDescription(
+            name="layers.0",
+            kind="full_attention",
+            options={"num_kv_heads": 1, "head_size": 8},
+            query={"num_heads": 1, "head_size": 8, "scale": 1.0},
+        ),
+    ),
+    max_model_len=64,
+)
+
+
+class GoodBackend(TorchReferenceBackend):
+    """A backend that ``auto`` prefers."""
+
+    capabilities = attrs.evolve(TorchReferenceBackend.capabilities, preference=1000)
+
+
+@attrs.frozen(kw_only=True)
+class GoodWrapper(MetadataWrapper):
+    """A wrapper that changes nothing."""
+
+    name: ClassVar[str] = "bad"
+    fields: ClassVar[dict[str, FieldUse]] = {}
+
+    def __call__(self, metadata: Any) -> Any:
+        return metadata
+
+
+@attrs.frozen(kw_only=True)
+class GoodFormat(PlainFormat):
+    """A format that is plain but for its name."""
+
+    name: ClassVar[str] = "bad"
+
+
+@attrs.frozen(kw_only=True)
+class GoodPolicy(EvictionPolicy):
+    """The longest unused first."""
+
+    name: ClassVar[str] = "bad"
+
+    def due(self, pages: Any) -> Any:
+        return pages.uses * 0 + pages.clock
+
+
+class GoodAdapter(ModelAdapter):
+    """An adapter that recognises everything."""
+
+    def recognises(self, path: Path) -> bool:
+        return True
+
+    def describe(self, path: Path) -> ModelDescription:
+        return MODEL
+
+    def load(self, path: Path, *, device: str, dtype: str) -> Any:
+        raise NotImplementedError
+
+
+@attrs.frozen(kw_only=True)
+class GoodSpec(FullAttentionSpec):
+    """Full attention by another name."""
+
+    kind: ClassVar[str] = "bad"
+
+
+def make_registry(kind: str, made: type) -> Registry:
+    """Return a registry with a class of a plugin that is named ``bad``, beside the built-in ones."""
+    module = ModuleType("bad_plugin")
+
+    def register_it(register: Any) -> None:
+        register("bad", made)
+
+    hook = {"eviction": "eviction_policies"}.get(kind, f"{kind}s")
+    setattr(module, f"kvframe_register_{hook}", hookimpl(register_it, specname=f"kvframe_register_{hook}"))
+    return load_plugins(plugins=[module]).registry
+
+
+def layers_of(stack: Stack, registry: Registry, description: ModelDescription = MODEL) -> tuple[LayerSpec, ...]:
+    return make_layer_specs(description, registry, stack, "float32")
+
+
+def choose(registry: Registry, **rule: Any) -> tuple[tuple[LayerSpec, ...], tuple[Choice, ...]]:
+    stack = Stack.from_mapping({"rules": [{"layers": "*", **rule}]})
+    layers = layers_of(stack, registry)
+    return layers, select_backends(layers, stack, registry, "cpu")
+
+
+def set_up(registry: Registry) -> Any:
+    layers, choices = choose(registry, backend="bad")
+    find_page_copier(choices)
+    groups = form_groups(layers, choices, group_layers(layers), torch.device("cpu"))
+    return groups, layers
+
+
+def bind(registry: Registry) -> None:
+    (group,), layers = set_up(registry)
+    AttentionLayer(layers[0], {}, GroupStep(group)).bind({})
+
+
+def use_format(registry: Registry) -> None:
+    layers_of(Stack.from_mapping({"cache": {"format": "bad"}}), registry)
+
+
+def use_policy(registry: Registry) -> None:
+    from kvframe import KVCacheManager, plan_cache
+
+    stack = Stack.from_mapping({"cache": {"eviction": "bad"}})
+    plan = plan_cache(
+        group_layers(layers_of(stack, registry)), memory_bytes=1 << 20, max_model_len=64, max_num_batched_tokens=64
+    )
+    KVCacheManager(plan, max_num_seqs=1, eviction=make_policy(stack, registry))
+
+
+def use_spec(registry: Registry) -> None:
+    (layer,) = MODEL.layers
+    layers_of(Stack(), registry, attrs.evolve(MODEL, layers=(attrs.evolve(layer, kind="bad"),)))
+
+
+def describe(registry: Registry) -> None:
+    find_adapter(Path(__file__), registry).describe(Path(__file__))
+
+
+def load(registry: Registry) -> None:
+    find_adapter(Path(__file__), registry).load(Path(__file__), device="cpu", dtype="float32")
+
+
+@attrs.frozen
+class Interface:
+    """What plugins implement, and what is called of it when.
+
+    Attributes:
+        kind: The registered kind; empty for a builder, which a backend makes.
+        base: The class of the contract.
+        good: An implementation.
+        set_up: For each method that is called at set-up what calls it.
+        step: What is called in steps, or of what only the contract's own code calls.
+    """
+
+    kind: str
+    base: type
+    good: type
+    set_up: dict[str, Callable[[Registry], object]]
+    step: frozenset[str] = frozenset()
+
+
+INTERFACES = (
+    Interface(
+        "backend",
+        AttentionBackend,
+        GoodBackend,
+        {"__init__": set_up, "unusable_reason": set_up, "page_copier": set_up, "make_builder": set_up, "bind": bind},
+        frozenset({"write_kv", "forward"}),
+    ),
+    Interface(
+        "",
+        AttentionMetadataBuilder,
+        AttentionMetadataBuilder,
+        {"reuse_key": set_up},
+        frozenset({"build", "build_together", "finish", "refreshed_fields"}),
+    ),
+    Interface(
+        "wrapper",
+        MetadataWrapper,
+        GoodWrapper,
+        {
+            "__init__": lambda registry: choose(registry, wrappers=["bad"]),
+            "for_layer": lambda registry: choose(registry, wrappers=["bad"]),
+            "wrapped_layer": lambda registry: choose(registry, wrappers=["bad"]),
+            "added_extensions": lambda registry: choose(registry, wrappers=["bad"]),
+        },
+        frozenset({"__call__", "pass_extensions"}),
+    ),
+    Interface(
+        "format",
+        KVFormat,
+        GoodFormat,
+        {"__init__": use_format, "state_tensors": use_format},
+        frozenset({"write", "read"}),
+    ),
+    Interface("eviction", EvictionPolicy, GoodPolicy, {"__init__": use_policy, "due": use_policy}),
+    Interface(
+        "model_adapter",
+        ModelAdapter,
+        GoodAdapter,
+        {"__init__": describe, "recognises": describe, "describe": describe, "load": load},
+    ),
+    Interface(
+        "spec",
+        KVCacheSpec,
+        GoodSpec,
+        {"__init__": use_spec},
+        # What a spec answers is checked where it is asked, at set-up and after it: tests/engine/test_wrong_specs.py.
+        frozenset(name for name in vars(KVCacheSpec) if not name.startswith("_")),
+    ),
+)
+METHODS = [(interface, method) for interface in INTERFACES if interface.kind for method in interface.set_up]
+IDS = [f"{interface.base.__name__}.{method}" for interface, method in METHODS]
+
+
+def is_called(member: object) -> bool:
+    return inspect.isfunction(member) or isinstance(member, classmethod | staticmethod | property)
+
+
+@pytest.mark.parametrize("interface", INTERFACES, ids=lambda interface: interface.base.__name__)
+def test_each_method_of_an_interface_is_listed_here(interface: Interface) -> None:
+    methods = {name for name, member in vars(interface.base).items() if is_called(member) and not name.startswith("_")}
+    if "__call__" in interface.step:
+        methods.add("__call__")
+    assert methods == (set(interface.set_up) | interface.step if interface.kind != "spec" else methods) - {"__init__"}
+
+
+def broken(interface: Interface, method: str, fails: Callable[..., Any]) -> type:
+    """Return the good class with one method that fails."""
+    is_of_class = isinstance(inspect.getattr_static(interface.base, method, None), classmethod)
+    return type("Bad", (interface.good,), {method: classmethod(fails) if is_of_class else fails})
+
+
+def raising(failure: str) -> Callable[..., Any]:
+    def fails(*arguments: Any, **options: Any) -> Any:
+        raise make_error(failure)
+
+    return fails
+
+
+@contextlib.contextmanager
+def one_sentence(*parts: str) -> Iterator[None]:
+    with pytest.raises(KVFrameError) as caught:
+        yield
+    sentence = str(caught.value)
+    assert sentence.isprintable(), sentence
+    assert [] == [part for part in parts if part not in sentence], sentence
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize(("interface", "method"), METHODS, ids=IDS)
+def test_a_method_that_raises_is_one_sentence_that_names_it(interface: Interface, method: str, failure: str) -> None:
+    registry = make_registry(interface.kind, broken(interface, method, raising(failure)))
+    # What a constructor says of options is the stack's mistake, said without the error's type.
+    parts = ["boom"] if method == "__init__" else [method, type(make_error(failure)).__name__]
+    with one_sentence("bad", *(part for part in parts if failure != "an error without a text")):
+        interface.set_up[method](registry)
+
+
+WRONG = {"nothing": None, "a number": 5, "a text": "text", "an object": object()}
+RIGHT = {
+    ("__init__", "nothing"),
+    ("bind", "nothing"),
+    ("bind", "a number"),
+    ("bind", "a text"),
+    ("bind", "an object"),
+    ("unusable_reason", "nothing"),
+    ("page_copier", "nothing"),
+    ("unusable_reason", "a text"),
+}
+"""What the contract allows, or what is not looked at."""
+
+
+@pytest.mark.parametrize("answer", WRONG)
+@pytest.mark.parametrize(("interface", "method"), METHODS, ids=IDS)
+def test_a_method_that_returns_something_else_is_named(interface: Interface, method: str, answer: str) -> None:
+    if (method, answer) in RIGHT:
+        return
+    registry = make_registry(interface.kind, broken(interface, method, lambda *_, **__: WRONG[answer]))
+    with one_sentence("bad", "" if method == "__init__" else method):
+        interface.set_up[method](registry)
+
+
+@pytest.mark.parametrize(("interface", "method"), METHODS, ids=IDS)
+def test_an_interrupt_in_a_method_is_the_users(interface: Interface, method: str) -> None:
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    registry = make_registry(interface.kind, broken(interface, method, interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        interface.set_up[method](registry)
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_backend_that_fails_when_asked_is_passed_over_by_auto(failure: str) -> None:
+    registry = make_registry("backend", type("Bad", (GoodBackend,), {"unusable_reason": classmethod(raising(failure))}))
+    _, (choice,) = choose(registry)
+    assert "bad_plugin:bad" != choice.backend
+    (reason,) = (choice.why_not(each) for each in choice.candidates if each.name == "bad_plugin:bad")
+    assert reason.startswith("backend 'bad_plugin:bad': unusable_reason() failed: ")
+
+
+class Raises:
+    """An attribute that raises when it is read."""
+
+    def __init__(self, failure: str) -> None:
+        self.failure = failure
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        raise make_error(self.failure)
+
+
+MISDECLARED = [
+    (GoodBackend, "capabilities", None),
+    (GoodBackend, "capabilities", {"devices": ["cpu"]}),
+    (GoodBackend, "options_class", 5),
+    (GoodBackend, "options_class", int),
+    (GoodBackend, "conformance_form", 5),
+    (GoodWrapper, "fields", None),
+    (GoodWrapper, "fields", {"causal": "carry"}),
+    (GoodWrapper, "extensions", {"seq_starts"}),
+    (GoodWrapper, "effects", "drops_tokens"),
+    (GoodWrapper, "not_after", ["pick"]),
+    (GoodWrapper, "capture", True),
+    (GoodSpec, "layout_fields", ["dtype"]),
+    (GoodSpec, "default_wrappers", "pick"),
+    (GoodSpec, "sequence", None),
+    (GoodSpec, "keeps_past", "no"),
+    (GoodFormat, "rounding", "coarse"),
+]
+BY_CLASS = {interface.good: interface for interface in INTERFACES}
+
+
+def use(made: type, good: type) -> None:
+    interface = BY_CLASS[good]
+    next(iter(interface.set_up.values()))(make_registry(interface.kind, made))
+
+
+@pytest.mark.parametrize(("good", "name", "value"), MISDECLARED)
+def test_what_a_class_declares_wrongly_is_named(good: type, name: str, value: Any) -> None:
+    with one_sentence("'bad'", "bad_plugin", name):
+        use(type("Bad", (good,), {name: value}), good)
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize(("good", "name"), sorted({(good, name) for good, name, _ in MISDECLARED}, key=str))
+def test_what_a_class_declares_and_cannot_be_read_is_named(good: type, name: str, failure: str) -> None:
+    with one_sentence("'bad'", "bad_plugin", type(make_error(failure)).__name__):
+        use(type("Bad", (good,), {name: Raises(failure)}), good)
+
+
+@pytest.mark.parametrize("value", [None, 5, {"devices": ["cpu"]}])
+def test_a_backend_with_capabilities_of_another_type_is_passed_over_by_auto(value: Any) -> None:
+    _, (choice,) = choose(make_registry("backend", type("Bad", (GoodBackend,), {"capabilities": value})))
+    assert "bad_plugin:bad" != choice.backend
+    (reason,) = (choice.why_not(each) for each in choice.candidates if each.name == "bad_plugin:bad")
+    assert "declares capabilities = " in reason
+
+
+def test_a_backend_without_capabilities_is_passed_over_by_auto() -> None:
+    class Bare(AttentionBackend):
+        def forward(self, *arguments: Any) -> Any:
+            raise NotImplementedError
+
+    _, (choice,) = choose(make_registry("backend", Bare))
+    assert "bad_plugin:bad" != choice.backend
+    with one_sentence("bad_plugin", "declares no capabilities"):
+        choose(make_registry("backend", Bare), backend="bad")
+
+
+def test_a_backend_whose_options_lack_defaults_is_passed_over_by_auto() -> None:
+    @attrs.frozen
+    class Options:
+        size: int
+
+    made = type("Bad", (GoodBackend,), {"options_class": Options})
+    _, (choice,) = choose(make_registry("backend", made))
+    assert "bad_plugin:bad" != choice.backend
+    with one_sentence("backend 'bad'", "size"):
+        choose(make_registry("backend", made), backend="bad")
+
+
+def test_an_adapter_that_fails_is_passed_over(tmp_path: Path) -> None:
+    module = ModuleType("two_adapters")
+
+    def register_both(register: Any) -> None:
+        register("raises", type("Bad", (GoodAdapter,), {"recognises": raising("an exit")}))
+        register("works", GoodAdapter)
+
+    module.kvframe_register_model_adapters = hookimpl(  # type: ignore[attr-defined]
+        register_both, specname="kvframe_register_model_adapters"
+    )
+    registry = load_plugins(plugins=[module]).registry
+    for name in registry.model_adapters.names():
+        if name not in {"raises", "works"}:
+            registry.model_adapters._claims.pop(name)
+    assert MODEL == find_adapter(tmp_path, registry).describe(tmp_path)

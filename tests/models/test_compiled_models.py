@@ -1,0 +1,125 @@
+"""Models compiled around their attention: the same tokens, in one graph, and the attention is never looked into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvframe import Engine, SamplingParams
+from kvframe.contract.errors import ModelError
+from kvframe.contract.operator import OpaqueAttention
+from tests.engine.scripted_model import ScriptedModel
+from tests.models.serving import TinyModel, served
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    folder = tmp_path_factory.mktemp("models")
+    return cache(lambda family: TinyModel.save(folder / family, family))
+
+
+def compiled(engine: Engine, backend: Any) -> Engine:
+    """Return the engine with its model compiled by something cheap."""
+    engine.model.compile(backend)
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        ("gemma3_text", {}),
+        ("llama4_text", {}),
+        ("gemma3n_text", {"prefill_skipping": "decode_only"}),
+    ],
+)
+def test_a_compiled_model_gives_the_same_tokens_from_one_graph(
+    models: Callable[[str], TinyModel], family: str, options: dict[str, Any]
+) -> None:
+    with models(family).engine(**options) as engine:
+        expected = served(engine)
+    with compiled(models(family).engine(**options), "eager") as engine:
+        body: Any = engine.model.compiled  # type: ignore[attr-defined]
+        assert 0 == body.num_graph_breaks
+        assert expected == served(engine)
+        # Any number of tokens, a single one, and likewise of rows of logits: nothing is compiled for a batch.
+        assert body.num_graphs <= 4
+    assert not [module for module in engine.model.model.modules() if hasattr(module, "kvframe_attend")]  # type: ignore[attr-defined]
+
+
+def test_the_first_step_finds_its_model_compiled(models: Callable[[str], TinyModel]) -> None:
+    with compiled(models("llama").engine(), "eager") as engine:
+        body: Any = engine.model.compiled  # type: ignore[attr-defined]
+        assert 1 == body.num_graphs
+        engine.generate([[3] * 20, [4] * 7], SamplingParams(max_new_tokens=3, ignore_eos=True))
+        assert 1 == body.num_graphs
+
+
+# torch itself warns where its compiler is first used.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+def test_inductor_compiles_a_model_that_passes_its_self_check(tmp_path: Path) -> None:
+    model = TinyModel.save(tmp_path, "llama", num_hidden_layers=1)
+    with model.engine() as engine:
+        expected = served(engine)
+    with model.engine(compile=True, self_check=True) as engine:
+        assert expected == served(engine)
+
+
+def test_what_a_compiler_sees_of_attention_is_one_operator(models: Callable[[str], TinyModel]) -> None:
+    seen: list[list[str]] = []
+
+    def noting(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        seen.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    with compiled(models("llama").engine(), noting):
+        pass
+    (targets,) = seen
+    assert 3 == targets.count("kvframe.attend")
+    assert not [target for target in targets if "scaled_dot_product" in target or "index_put" in target]
+
+
+def test_a_model_that_keeps_a_state_is_refused(models: Callable[[str], TinyModel]) -> None:
+    with pytest.raises(ModelError, match="keeps a state, and cannot be compiled"):
+        models("mamba").engine(compile=True)
+    # It is given back, so that another engine can have it.
+    models("mamba").engine().close()
+
+
+def test_what_a_compiler_cannot_do_is_one_clear_error(models: Callable[[str], TinyModel]) -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler was found")
+
+    with models("llama").engine() as engine, pytest.raises(ModelError, match=r"cannot be compiled here.*no compiler"):
+        engine.model.compile(broken)
+
+
+def test_an_adapter_that_cannot_compile_says_so() -> None:
+    with pytest.raises(ModelError, match="scripted cannot be compiled by its model adapter; leave compile out"):
+        ScriptedModel().engine(compile=True)
+
+
+def test_the_operator_promises_the_shape_that_it_gives() -> None:
+    def attend(query: Any, key: Any, value: Any, sinks: Any = None) -> torch.Tensor:
+        return value.expand(3, 2, 5).transpose(0, 1).contiguous().transpose(0, 1)
+
+    opaque = OpaqueAttention(attend, 5)
+    query, key, value = torch.randn(3, 2, 4), torch.randn(3, 1, 4), torch.randn(3, 1, 5)
+    output = opaque(query, key, value)
+    assert output.is_contiguous()
+    assert torch.equal(value.expand(3, 2, 5), output)
+    torch.library.opcheck(
+        torch.ops.kvframe.attend.default,
+        (query, key, value, None, opaque._name, 5),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+    # A layer that shares another's cache is given no keys, and a backend may return what it was given.
+    same = OpaqueAttention(lambda query, key, value, sinks=None: query, 4)
+    assert same(query, None, None).data_ptr() != query.data_ptr()
+    last = OpaqueAttention(lambda query, key, value, sinks=None: value[1:], 5)
+    assert last(query, key, value).data_ptr() != value[1:].data_ptr()

@@ -1,0 +1,174 @@
+"""Greedy tokens through the paged cache equal those of ``transformers.generate()``, whatever the settings."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from kvframe_transformers.testing import FAMILIES, MORE_FAMILIES
+
+from kvframe.builtin.torch_reference import TorchReferenceBackend
+from kvframe.cli import main
+from kvframe.engine.requests.request import SamplingParams
+from tests.models.serving import PROMPTS, ids, served
+
+# --- equal to generate() ----------------------------------------------------------------------------------------------
+
+
+BLOCK_SIZES, CHUNKS, BATCHES = (1, 16, 17), (7, 24, 2048), (1, 3, 8)
+# Every block size with every chunk size; a Latin square adds the batch sizes, so that each pair of values meets.
+SETTINGS = [
+    (block_size, chunk, BATCHES[(row + column) % 3])
+    for row, block_size in enumerate(BLOCK_SIZES)
+    for column, chunk in enumerate(CHUNKS)
+]
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix", "no-prefix"])
+@pytest.mark.parametrize(("block_size", "max_num_batched_tokens", "max_num_seqs"), SETTINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_equal_those_of_generate(
+    models: Any,
+    references: Any,
+    family: str,
+    block_size: int,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    prefix_caching: bool,
+) -> None:
+    expected = references(family)
+    with models(family).engine(
+        block_size=block_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        prefix_caching=prefix_caching,
+    ) as engine:
+        assert expected == served(engine)
+        assert prefix_caching == (engine.stats().cached_prompt_tokens > 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_the_same_where_every_layer_keeps_every_token(models: Any, references: Any, family: str) -> None:
+    expected = references(family)
+    with models(family).engine(hybrid=False, max_num_batched_tokens=24, max_num_seqs=4) as engine:
+        assert expected == served(engine)
+        assert 1 == len(engine.plan.groups)
+
+
+@pytest.mark.parametrize("block_size", [4, 5])
+@pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix", "no-prefix"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_preempted_requests_give_the_same_tokens(
+    models: Any, references: Any, family: str, prefix_caching: bool, block_size: int
+) -> None:
+    expected = references(family)
+    options = {"max_model_len": 96, "max_num_batched_tokens": 12, "block_size": block_size}
+    memory = models(family).tight_memory(75, **options)
+    with models(family).engine(memory=memory, prefix_caching=prefix_caching, max_num_seqs=8, **options) as engine:
+        assert expected == served(engine)
+        assert engine.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_that_wait_for_room_for_all_of_them_give_the_same_tokens(
+    models: Any, references: Any, family: str
+) -> None:
+    expected = references(family)
+    options = {"max_model_len": 96, "max_num_batched_tokens": 12, "block_size": 5}
+    memory = models(family).tight_memory(75, **options)
+    num_preemptions = []
+    for reserve_prompts in (True, False):
+        with models(family).engine(
+            memory=memory, prefix_caching=False, max_num_seqs=8, reserve_prompts=reserve_prompts, **options
+        ) as engine:
+            assert expected == served(engine)
+            num_preemptions.append(engine.stats().preemptions)
+    assert num_preemptions[0] <= num_preemptions[1] > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_second_round_finds_the_prompts_of_the_first(models: Any, references: Any, family: str) -> None:
+    expected = references(family)
+    with models(family).engine(block_size=4) as engine:
+        served(engine)
+        before = engine.stats()
+        assert expected == served(engine)
+        # Of each prompt all full blocks but the one with the last token.
+        hits = sum((len(prompt) - 1) // 4 * 4 for prompt in PROMPTS)
+        assert hits == engine.stats().cached_prompt_tokens - before.cached_prompt_tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_reference_backend_gives_the_same_tokens(models: Any, references: Any, family: str) -> None:
+    expected = references(family)
+    with models(family).engine(block_size=5, max_num_batched_tokens=24, backend="torch_reference") as engine:
+        assert expected == served(engine)
+
+
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_families_that_no_code_names_give_the_tokens_of_generate(models: Any, references: Any, family: str) -> None:
+    expected = references(family)
+    with models(family).engine(block_size=5, max_num_batched_tokens=24, max_num_seqs=4, self_check=True) as engine:
+        assert expected == served(engine)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_slightly_wrong_attention_would_show(
+    models: Any, references: Any, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = references(family)
+    forward = TorchReferenceBackend.forward
+    monkeypatch.setattr(
+        TorchReferenceBackend, "forward", lambda self, layer, query, *rest: forward(self, layer, query * 1.05, *rest)
+    )
+    with models(family).engine(backend="torch_reference") as engine:
+        assert expected != served(engine)
+
+
+# --- what plan says is what a run allocates ---------------------------------------------------------------------------
+
+OPTIONS = (
+    ({}, []),
+    ({"block_size": 1}, ["--block-size", "1"]),
+    ({"block_size": 17}, ["--block-size", "17"]),
+    ({"hybrid": False}, ["--no-hybrid"]),
+    ({"max_model_len": 100}, ["--max-model-len", "100"]),
+    ({"memory": 1_234_567}, ["--memory", "1234567"]),
+)
+
+
+CASES = [
+    *((family, *option) for family in FAMILIES for option in OPTIONS),
+    *((family, *OPTIONS[0]) for family in MORE_FAMILIES),
+]
+
+
+@pytest.mark.parametrize(("family", "options", "arguments"), CASES)
+def test_plan_says_to_the_byte_what_a_run_allocates(
+    models: Any, family: str, options: dict[str, Any], arguments: list[str]
+) -> None:
+    model = models(family)
+    command = ["plan", str(model.path), "--dtype", "float32", "--memory", "4MiB", *arguments, "--json"]
+    result = CliRunner().invoke(main, command)
+    assert 0 == result.exit_code, result.output
+    planned = json.loads(result.stdout)
+    with model.engine(**options) as engine:
+        assert planned["total_bytes"] == engine.stats().cache_bytes
+        assert planned["total_bytes"] == engine._storage.pool.untyped_storage().nbytes()
+        for group, entry in zip(engine.plan.groups, planned["groups"], strict=True):
+            tensors = [tensor for layer in group.layers for tensor in engine._storage.views[layer].values()]
+            assert entry["page_bytes"] == sum(tensor[0].numel() * tensor.itemsize for tensor in tensors)
+            assert {engine._storage.pool.data_ptr()} == {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def test_a_request_longer_than_half_the_model_is_served(models: Any) -> None:
+    model, prompt = models("gemma3_text"), ids(9, 300)
+    expected = model.reference(prompt, 40)
+    with model.engine(block_size=16, max_num_batched_tokens=64) as engine:
+        (output,) = engine.generate([prompt], SamplingParams(max_new_tokens=40))
+        assert expected == output.token_ids
+        # The window of 8 holds 2 blocks at a time, or those of a chunk of 64; every token's would be 22.
+        windowed = next(group for group in engine.plan.groups if group.spec.kind != "full_attention")
+        assert engine.stats().peak_blocks_held[windowed.index] <= 6

@@ -1,0 +1,241 @@
+"""Models with recurrent and convolution state: whatever schedule and cache do, the tokens are those of generate()."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kvframe_transformers.testing import MORE_STATE_FAMILIES, STATE_FAMILIES
+
+from kvframe import Engine, SamplingParams, Stack
+from kvframe.contract.errors import ModelError
+from kvframe.contract.state import StateRound, StateRun
+from tests.models.serving import GREEDY, PROMPTS, TinyModel, ids, served
+
+ALL = pytest.mark.parametrize("family", STATE_FAMILIES)
+HYBRIDS = pytest.mark.parametrize("family", [family for family in STATE_FAMILIES if family not in ("mamba", "mamba2")])
+
+
+@pytest.mark.parametrize(
+    ("max_num_batched_tokens", "block_size", "checkpoints"),
+    [
+        (1, 3, "aligned"),
+        (7, 4, "all"),
+        (7, 5, "aligned"),
+        (16, 5, "none"),
+        (64, 4, "aligned"),
+        (64, 16, "all"),
+        (512, 1, "all"),
+    ],
+)
+@ALL
+def test_any_chunk_and_block_size_gives_the_tokens_of_generate(
+    models: Any, references: Any, family: str, max_num_batched_tokens: int, block_size: int, checkpoints: str
+) -> None:
+    expected = references(family)
+    options = {"max_num_batched_tokens": max_num_batched_tokens, "block_size": block_size}
+    with models(family).engine(states={"checkpoints": checkpoints}, **options) as engine:
+        assert expected == served(engine)
+        assert expected == served(engine)  # what the first round left behind is used, and is right
+
+
+@pytest.mark.parametrize("family", MORE_STATE_FAMILIES)
+def test_families_that_no_code_names_give_the_tokens_of_generate(models: Any, references: Any, family: str) -> None:
+    expected = references(family)
+    with models(family).engine(block_size=5, max_num_batched_tokens=24, max_num_seqs=4, self_check=True) as engine:
+        assert expected == served(engine)
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize(("checkpoints", "prefix_caching"), [("none", False), ("aligned", True), ("all", True)])
+@HYBRIDS
+def test_preempted_requests_give_the_same_tokens(
+    models: Any, references: Any, family: str, checkpoints: str, prefix_caching: bool, preemption: str
+) -> None:
+    expected = references(family)
+    options: dict[str, Any] = {"max_model_len": 96, "max_num_batched_tokens": 12, "block_size": 4}
+    options["states"] = {"checkpoints": checkpoints}
+    memory = models(family).tight_memory(75, **options)
+    if checkpoints == "none":
+        memory = memory * 5 // 4  # the least memory has states for one request only, which nothing preempts
+    options |= {"preemption": preemption, "prefix_caching": prefix_caching, "max_num_seqs": 8, "memory": memory}
+    if preemption == "swap":
+        options["swap_memory"] = "4MiB"
+    with models(family).engine(**options) as engine:
+        assert expected == served(engine)
+        stats = engine.stats()
+        assert stats.preemptions > 0
+        assert (stats.preemptions if preemption == "swap" else 0) == stats.swaps
+
+
+@ALL
+def test_the_self_check_accepts_it_and_the_model_comes_back_as_it_was(
+    models: Any, references: Any, family: str
+) -> None:
+    model = models(family)
+    expected = references(family)
+
+    def logits() -> torch.Tensor:
+        with torch.inference_mode():
+            return model.loaded.model(torch.tensor([PROMPTS[3]])).logits
+
+    before, forwards = logits(), {each: each.__dict__.get("forward") for each in model.loaded.model.modules()}
+    with model.engine(self_check=True) as engine:
+        assert expected == served(engine)
+    assert torch.equal(before, logits())
+    assert forwards == {each: each.__dict__.get("forward") for each in model.loaded.model.modules()}
+
+
+@ALL
+def test_a_state_that_is_not_read_would_show(
+    models: Any, references: Any, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = references(family)
+    monkeypatch.setattr(StateRun, "read", lambda self, pages: None)
+    with models(family).engine(max_num_batched_tokens=16) as engine:
+        assert expected != served(engine)
+    monkeypatch.undo()
+    read = StateRound.read
+    monkeypatch.setattr(
+        StateRound, "read", lambda self, pages: {name: state * 0 for name, state in read(self, pages).items()}
+    )
+    with models(family).engine() as engine:
+        assert expected != served(engine)
+
+
+@ALL
+def test_a_bfloat16_model_passes_the_self_check_and_keeps_the_scans_state_in_float32(models: Any, family: str) -> None:
+    stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "engine": {"dtype": "bfloat16"}})
+    with Engine.from_pretrained(models(family).path, stack=stack) as engine:
+        (output,) = engine.generate([PROMPTS[3]], GREEDY)
+        assert "length" == output.finish_reason
+        kept = {
+            (name, tensor.dtype)
+            for group in engine.plan.groups
+            if group.spec.kind == "mamba"
+            for layer in group.layers
+            for name, tensor in engine._storage.views[layer].items()
+        }
+    assert {("conv_0", torch.bfloat16)} | ({("recurrent_0", torch.float32)} if family != "lfm2" else set()) == kept
+
+
+def test_a_model_without_positions_is_served_at_its_length_of_a_million_tokens(tmp_path: Path) -> None:
+    model = TinyModel.save(tmp_path, "mamba2", max_position_embeddings=None)
+    expected = [model.reference(prompt) for prompt in PROMPTS]
+    with model.engine(self_check=True) as engine:
+        assert 1_048_576 == engine.plan.max_model_len
+        assert expected == served(engine)
+
+
+@pytest.mark.parametrize(
+    "states", [{"conv_shapes": [[5, 4]]}, {"conv_dtypes": ["float16"]}, {"model_dtype": "bfloat16"}]
+)
+def test_a_rule_that_gives_a_state_another_form_is_named(models: Any, states: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=r"'model.layers.0.mamba' .* keeps conv_0 .* or a rule of the stack"):
+        models("bamba").engine(states=states)
+
+
+def test_a_mixer_that_is_called_outside_of_its_engine_says_so(models: Any) -> None:
+    model = models("mamba2")
+    with model.engine(), pytest.raises(ModelError, match="Mamba2Mixer ran outside of the engine"):
+        model.loaded.model(torch.tensor([[1, 2]]))
+
+
+# --- prefixes ---------------------------------------------------------------------------------------------------------
+
+SHARED = ids(3, 1000)
+LONG = [[*SHARED, *ids(10 + index, 40)] for index in range(4)]
+
+
+@pytest.fixture(scope="module")
+def long_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function from a family to a model for long prompts and what it generates after each of ``LONG``."""
+    folder = tmp_path_factory.mktemp("long")
+
+    def make(family: str) -> tuple[TinyModel, list[tuple[int, ...]]]:
+        model = TinyModel.save(folder / family, family, max_position_embeddings=2048)
+        return model, [model.reference(prompt) for prompt in LONG]
+
+    return cache(make)
+
+
+def computed_each(engine: Engine, expected: list[tuple[int, ...]]) -> list[int]:
+    """Serve the long prompts one after the other; return the tokens that each took."""
+    computed = []
+    for prompt, tokens in zip(LONG, expected, strict=True):
+        before = engine.stats().computed_tokens
+        (output,) = engine.generate([prompt], GREEDY)
+        assert tokens == output.token_ids
+        computed.append(engine.stats().computed_tokens - before)
+    return computed
+
+
+# 1,040 tokens of a prompt and 9 of the 10 generated ones; the common prefix of 1,000 has 15 blocks of 64, 960 tokens.
+WHOLE, REST = 1040 + 9, 1040 + 9 - 960
+
+
+@HYBRIDS
+def test_with_a_state_at_every_block_the_second_request_finds_the_prefix(long_models: Any, family: str) -> None:
+    model, expected = long_models(family)
+    with model.engine(block_size=64, memory="16MiB", states={"checkpoints": "all"}) as engine:
+        assert [WHOLE, REST, REST, REST] == computed_each(engine, expected)
+
+
+@HYBRIDS
+def test_with_few_states_the_third_request_finds_the_one_kept_where_the_second_parted(
+    long_models: Any, family: str
+) -> None:
+    model, expected = long_models(family)
+    with model.engine(block_size=64, memory="16MiB", states={"checkpoints": "aligned"}) as engine:
+        assert [WHOLE, WHOLE, REST, REST] == computed_each(engine, expected)
+
+
+def test_with_few_states_a_request_goes_on_where_one_ended(long_models: Any) -> None:
+    model, expected = long_models("bamba")
+    with model.engine(block_size=64, memory="16MiB", states={"checkpoints": "aligned"}) as engine:
+        assert expected[0] == engine.generate([LONG[0]], GREEDY)[0].token_ids
+        before = engine.stats().computed_tokens
+        engine.generate([[*LONG[0], *expected[0], 5, 6, 7]], SamplingParams(max_new_tokens=1))
+        # The last block that the prompt of 1,040 tokens filled ends at 1,024.
+        assert 1040 + 10 + 3 - 1024 == engine.stats().computed_tokens - before
+
+
+def test_without_states_nothing_is_found_and_the_stats_say_which_group_lacks_it(long_models: Any) -> None:
+    model, expected = long_models("bamba")
+    with model.engine(block_size=64, memory="16MiB", states={"checkpoints": "none"}) as engine:
+        assert [WHOLE] * 4 == computed_each(engine, expected)
+        lookups = {each.kind: each for each in engine.stats().lookups}
+        assert 0 == lookups["mamba"].found_tokens < lookups["full_attention"].found_tokens
+        assert 3 == lookups["mamba"].times_limiting
+
+
+@HYBRIDS
+def test_a_shared_state_is_continued_in_pages_of_ones_own(models: Any, family: str) -> None:
+    prompts = [[*PROMPTS[7], *ids(20 + index, 9)] for index in range(3)]
+    expected = [models(family).reference(prompt) for prompt in prompts]
+    with models(family).engine(block_size=4, states={"checkpoints": "all"}) as engine:
+        engine.generate([PROMPTS[7]], GREEDY)
+
+        def shared_bytes() -> list[torch.Tensor]:
+            """Return the bytes of every page that a request with this prefix references."""
+            assert 36 == engine._manager.start("looks", [*PROMPTS[7], 127])
+            pages = engine._manager.block_ids("looks")
+            engine._manager.free("looks")
+            groups = [group for group in engine.plan.groups if group.spec.kind == "mamba"]
+            assert all(any(pages[group.index]) for group in groups)
+            return [
+                tensor[page].clone()
+                for group in groups
+                for page in filter(None, pages[group.index])
+                for layer in group.layers
+                for tensor in engine._storage.views[layer].values()
+            ]
+
+        before = shared_bytes()
+        assert all(tensor.isfinite().all() for tensor in before)
+        # All of them at once, each from the same state.
+        assert expected == [output.token_ids for output in engine.generate(prompts, GREEDY)]
+        assert all(map(torch.equal, before, shared_bytes()))

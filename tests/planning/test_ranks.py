@@ -1,0 +1,115 @@
+"""Plans of a model whose layers are spread over ranks: each its own memory, all the same decisions."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvframe.cache.manager import KVCacheManager
+from kvframe.contract.errors import PlanError, SpecError
+from kvframe.contract.specs import KVCacheSpec, LayerSpec
+from kvframe.planning.groups import group_layers
+from kvframe.planning.plan import plan_cache
+from kvframe.planning.ranks import RankPlans, plan_ranks
+from tests.cache.plans import full, ranged, state
+
+
+def layer(name: str, spec: KVCacheSpec | None, shares_with: str | None = None) -> LayerSpec:
+    return LayerSpec(name=name, spec=spec, shares_with=shares_with)
+
+
+def plan(*ranks: list[LayerSpec], memory: tuple[int, ...] = (), **options: bool) -> RankPlans:
+    return plan_ranks(
+        ranks,
+        memory_bytes=memory or (2**16,) * len(ranks),
+        max_model_len=64,
+        max_num_batched_tokens=16,
+        **options,
+    )
+
+
+HYBRID = (
+    [layer("0", full()), layer("1", ranged(window=6))],
+    [layer("2", full()), layer("3", full())],
+    [layer("4", None)],
+)
+
+
+def test_a_group_has_one_number_on_all_ranks_whether_they_have_layers_of_it_or_not() -> None:
+    found = plan(*HYBRID)
+    assert [[("0",), ("1",)], [("2", "3"), ()], []] == [[g.layers for g in each.groups] for each in found.groupings]
+    first, second, last = found.plans
+    assert [group.spec for group in first.groups] == [group.spec for group in second.groups]
+    assert [g.pages_per_slab for g in first.groups] == [g.pages_per_slab for g in second.groups]
+    assert first.num_slabs == second.num_slabs > 0
+    assert 2 * first.groups[0].page_bytes == second.groups[0].page_bytes
+    assert ((), 0, 0) == (last.groups, last.num_slabs, last.total_bytes)
+    assert all(each.total_bytes <= 2**16 for each in found.plans)
+
+
+def test_the_rank_with_the_least_room_decides_for_all() -> None:
+    roomy, tight = plan(*HYBRID), plan(*HYBRID, memory=(2**16, 2**15, 0))
+    assert roomy.plans[1].num_slabs > tight.plans[1].num_slabs
+    assert {tight.plans[1].num_slabs} == {each.num_slabs for each in tight.plans[:2]}
+    with pytest.raises(PlanError, match=r"rank 1: .* give at least"):
+        plan(*HYBRID, memory=(2**16, 100, 0))
+
+
+def test_one_rank_is_planned_as_a_model_that_is_not_spread() -> None:
+    layers = [layer("0", full()), layer("1", ranged(window=6)), layer("2", state())]
+    expected = plan_cache(group_layers(layers), memory_bytes=2**16, max_model_len=64, max_num_batched_tokens=16)
+    assert (expected,) == plan(layers).plans
+
+
+def test_a_rank_that_keeps_nothing_does_not_keep_the_others_from_caching() -> None:
+    found = plan(*HYBRID)
+    assert (True, False, None) == (found.prefix_caching, found.whole_prompts, found.note)
+    assert not plan(*HYBRID, prefix_caching=False).prefix_caching
+
+
+def test_where_no_rank_keeps_anything_it_is_said_once_for_all() -> None:
+    found = plan([layer("0", None)], [layer("1", None)], memory=(0, 0))
+    assert [0, 0] == [each.total_bytes for each in found.plans]
+    assert (False, True) == (found.prefix_caching, found.whole_prompts)
+    assert (
+        "no layer keeps anything of the past: each prompt is computed in one step, and no prefix is cached"
+        == found.note
+    )
+
+
+def test_a_layer_reads_no_cache_of_another_rank() -> None:
+    with pytest.raises(SpecError, match="'1' of rank 1 shares the cache of '0', which is on rank 0"):
+        plan([layer("0", full())], [layer("1", full(), "0")])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20), st.booleans()), min_size=1, max_size=12),
+    memory=st.integers(2**12, 2**14),
+)
+def test_managers_that_are_told_the_same_decide_the_same(requests: list[tuple[int, int, bool]], memory: int) -> None:
+    ranks = (
+        [layer("0", full()), layer("1", full(num_kv_heads=3))],
+        [layer("2", ranged(window=6)), layer("3", state())],
+    )
+    plans = plan(*ranks, memory=(memory, memory)).plans
+    managers = [KVCacheManager(each, max_num_seqs=len(requests)) for each in plans]
+    for name, (shared, rest, is_freed) in enumerate(requests):
+        tokens = [*range(shared), *range(100 * name, 100 * name + rest)]
+        (done,) = {manager.start(str(name), tokens) for manager in managers}
+        for end in range(done + 10, len(tokens) + 10, 10):
+            (is_there,) = {manager.extend(str(name), min(end, len(tokens))) for manager in managers}
+            if not is_there:
+                break
+            for manager in managers:
+                manager.commit(str(name), tokens, min(end, len(tokens)))
+        resident = [
+            [[block_id != 0 for block_id in ids] for ids in manager.block_ids(str(name))] for manager in managers
+        ]
+        assert resident[0] == resident[1]
+        if is_freed or not is_there:
+            for manager in managers:
+                manager.free(str(name))
+    assert 1 == len({str(manager.stats.lookups) for manager in managers})
+    assert 1 == len({manager.stats.num_evictions for manager in managers})

@@ -1,0 +1,462 @@
+"""The folder tree is the architecture: who may import whom, what stays free of torch, what the core must not know."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import importlib
+import inspect
+import itertools
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import kvframe
+import kvframe.cache
+import kvframe.contract
+from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
+from kvframe.contract.hookspecs import API_VERSION
+from kvframe.contract.model import LoadedModel, ModelAdapter
+from kvframe.contract.specs import KVCacheSpec
+from kvframe.contract.wrapper import MetadataWrapper
+from kvframe.loading.claims import BUILTIN_OWNER
+from kvframe.loading.plugins import load_plugins
+
+ROOT = Path(__file__).resolve().parents[2]
+CORE = ROOT / "kvframe"
+
+# The flow of the design, one stage a line. A name stands for a module, or for a package and all that is in it.
+FLOW = (
+    ("contract",),
+    ("loading",),
+    ("config",),
+    ("planning",),
+    ("cache",),
+    ("selection",),
+    ("attention",),
+    ("engine.requests",),
+    ("engine.scheduling",),
+    ("engine.graphs",),
+    ("engine.running",),
+    ("engine.prefixes",),
+    ("engine",),
+    ("cli", "__main__"),
+)
+# What lies beside the flow: built-in types are a plugin like any other, and the test kit may use everything.
+BESIDE = ("builtin", "testing")
+
+# Modules of the contract that are written in torch's types, and modules of other packages that load no torch.
+NEED_TORCH = {"backend", "declared_words", "operator", "order", "relative_bias"}
+ALSO_TORCH_FREE = (
+    "kvframe.selection.identity",
+    "kvframe.attention.shapes",
+    "kvframe.attention.values",
+    "kvframe.cache.stats",
+    "kvframe.builtin.full_attention",
+    "kvframe.builtin.plugin",
+    "kvframe.cli",
+    "kvframe.cli.plan",
+    "kvframe.cli.plugins",
+)
+
+# What plugins, and their tests, may import: the names of ``kvframe``, the contract, and the test kit.
+PUBLIC = re.compile(r"kvframe|kvframe\.(contract|testing)(\.\w+)?")
+PLUGIN_FILES = sorted((ROOT / "plugins").glob("*/src/**/*.py"))
+
+
+def is_public(module: str) -> bool:
+    return PUBLIC.fullmatch(module) is not None
+
+
+def module_name(path: Path) -> str:
+    """Return a core file's module without ``kvframe.``; empty for the package itself."""
+    parts = path.relative_to(CORE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def core_files() -> dict[str, Path]:
+    return {module_name(path): path for path in sorted(CORE.rglob("*.py"))}
+
+
+def imported_modules(path: Path, *, at_type_checking: bool) -> set[str]:
+    """Return the modules that a file imports anywhere, functions included, at run time or for type checking only."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if (id(node) in for_types) is not at_type_checking:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+            are_modules = {name for name in submodules if name.removeprefix("kvframe.") in core_files()}
+            found |= are_modules or {str(node.module)}
+    return found
+
+
+def all_imports(path: Path) -> set[str]:
+    return imported_modules(path, at_type_checking=False) | imported_modules(path, at_type_checking=True)
+
+
+def core_imports(path: Path, *, at_type_checking: bool = False) -> set[str]:
+    found = imported_modules(path, at_type_checking=at_type_checking)
+    return {name.removeprefix("kvframe").removeprefix(".") for name in found if name.split(".")[0] == "kvframe"}
+
+
+def private_imports(path: Path) -> set[str]:
+    """Return the modules of the core that a file imports, and that plugins may not."""
+    return {name for name in all_imports(path) if name.split(".")[0] == "kvframe" and not is_public(name)}
+
+
+def stage_of(module: str) -> int:
+    """Return a module's place in the flow: that of the longest name that it is, or lies in."""
+    places = {name: index for index, stage in enumerate(FLOW) for name in stage}
+    names = [name for name in places if module == name or module.startswith(f"{name}.")]
+    assert names, f"kvframe.{module} has no place in the flow; add it to FLOW where it belongs"
+    return places[max(names, key=len)]
+
+
+def in_flow(module: str) -> bool:
+    return module != "" and module.split(".")[0] not in BESIDE
+
+
+FLOW_FILES = {name: path for name, path in core_files().items() if in_flow(name)}
+
+
+def later_imports(*, at_type_checking: bool) -> dict[str, set[str]]:
+    """Return, for each module that imports one of a later stage, which."""
+    found = {}
+    for module, path in FLOW_FILES.items():
+        imported = {name for name in core_imports(path, at_type_checking=at_type_checking) if in_flow(name)}
+        found[module] = {name for name in imported if stage_of(name) > stage_of(module)}
+    return {module: later for module, later in found.items() if later}
+
+
+def test_a_stage_imports_no_later_one() -> None:
+    assert later_imports(at_type_checking=False) == {}
+
+
+def test_types_come_from_earlier_stages_too() -> None:
+    assert later_imports(at_type_checking=True) == {}
+
+
+def test_no_two_modules_import_each_other() -> None:
+    graph = {name: core_imports(path) - {name} for name, path in core_files().items()}
+    assert sorted(graph) == sorted(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_the_cache_names_its_files_in_the_order_of_the_flow() -> None:
+    graph = {name: core_imports(path) for name, path in core_files().items() if name.startswith("cache.")}
+    named = [f"cache.{name}" for name in re.findall(r"``(\w+)``", kvframe.cache.__doc__ or "")]
+    assert sorted(graph) == sorted(named)
+    later = {name: [other for other in graph[name] if other in named[place:]] for place, name in enumerate(named)}
+    assert {} == {name: others for name, others in later.items() if others}
+
+
+def test_the_flow_imports_no_built_in_type_and_no_test_kit() -> None:
+    imported = {module: all_imports(path) for module, path in FLOW_FILES.items()}
+    beside = tuple(f"kvframe.{name}" for name in BESIDE)
+    assert {module for module, names in imported.items() if any(name.startswith(beside) for name in names)} == set()
+
+
+def test_built_ins_use_only_what_a_plugin_may() -> None:
+    for module, path in core_files().items():
+        if module.startswith("builtin"):
+            assert {name for name in private_imports(path) if not name.startswith("kvframe.builtin")} == set(), module
+
+
+# --- the core and its plugins -----------------------------------------------------------------------------------------
+
+
+def test_the_core_imports_no_plugin() -> None:
+    imported = {module: all_imports(path) for module, path in core_files().items()}
+    plugins = ("kvframe_", "transformers", "plugins")
+    assert {module for module, names in imported.items() if any(name.startswith(plugins) for name in names)} == set()
+
+
+@pytest.mark.parametrize("path", PLUGIN_FILES, ids=lambda path: path.relative_to(ROOT / "plugins").as_posix())
+def test_a_plugin_imports_only_public_modules_of_the_core(path: Path) -> None:
+    assert private_imports(path) == set()
+
+
+@pytest.mark.parametrize("path", PLUGIN_FILES, ids=lambda path: path.relative_to(ROOT / "plugins").as_posix())
+def test_a_plugin_imports_no_other_plugin(path: Path) -> None:
+    package = path.relative_to(ROOT / "plugins").parts[2]
+    assert {name.split(".")[0] for name in all_imports(path) if name.startswith("kvframe_")} <= {
+        package,
+        "kvframe_kernels",
+    }
+
+
+def test_every_plugin_here_states_a_version_of_the_contract_that_there_is() -> None:
+    major, minor = API_VERSION.split(".")
+    for path in sorted((ROOT / "plugins").glob("*/pyproject.toml")):
+        entry_points = tomllib.loads(path.read_text(encoding="utf-8"))["project"]["entry-points"]
+        stated = entry_points["kvframe.v1.api"]
+        assert stated.keys() == entry_points["kvframe.v1"].keys(), path
+        assert set(stated.values()) <= {f"v{major}_{each}" for each in range(int(minor) + 1)}, path
+
+
+def manifests() -> dict[str, str]:
+    """Return each plugin folder's manifest module, as its pyproject.toml states it."""
+    found = {}
+    for path in sorted((ROOT / "plugins").glob("*/pyproject.toml")):
+        entry_points = tomllib.loads(path.read_text(encoding="utf-8"))["project"]["entry-points"]["kvframe.v1"]
+        (found[path.parent.name],) = entry_points.values()
+    return found
+
+
+@pytest.mark.parametrize("plugin", manifests())
+def test_a_manifest_imports_nothing_but_kvframe_and_the_standard_library(plugin: str) -> None:
+    module = manifests()[plugin]
+    path = ROOT / "plugins" / plugin / "src" / Path(*module.split(".")).with_suffix(".py")
+    imported = imported_modules(path, at_type_checking=False)
+    assert {name.split(".")[0] for name in imported} <= {"kvframe", *sys.stdlib_module_names}
+
+
+def test_the_contract_imports_nothing_else_of_the_core() -> None:
+    imported = {module: core_imports(path) for module, path in core_files().items() if module.startswith("contract")}
+    assert {} == {
+        module: others
+        for module, names in imported.items()
+        if (others := {name for name in names if not name.startswith("contract")})
+    }
+
+
+def test_the_public_modules_are_documented() -> None:
+    names = [f"kvframe.{module}".removesuffix(".") for module in core_files()]
+    public = [name for name in names if is_public(name)]
+    assert len(public) > 30
+    assert [] == [name for name in public if not importlib.import_module(name).__doc__]
+
+
+def shown_modules(document: Path) -> set[str]:
+    """Return the modules of the core that a document's code imports from."""
+    found = re.findall(
+        r"^(?:from|import) (kvframe(?:\.\w+)*)", document.read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    return set(found)
+
+
+DOCUMENTS = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if shown_modules(path)]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_the_documents_show_public_modules_only(document: Path) -> None:
+    assert {name for name in shown_modules(document) if not is_public(name)} == set()
+
+
+def test_the_documents_show_imports() -> None:
+    assert {"README.md", "serving.md", "embedding_the_manager.md", "write_a_spec.md"} <= {
+        each.name for each in DOCUMENTS
+    }
+
+
+# --- what a test must not do ------------------------------------------------------------------------------------------
+
+
+TEST_FILES = sorted(
+    path
+    for path in (*ROOT.glob("*/**/*.py"), ROOT / "conftest.py")
+    if {"tests", "conftest.py"} & {*path.relative_to(ROOT).parts} and path.relative_to(ROOT).parts[0][0] != "."
+)
+CLOCK_MODULES = {"time", "timeit", "datetime"}
+CLOCKS = re.compile(
+    r"(perf_counter|monotonic|process_time|thread_time|clock_gettime|time)(_ns)?|default_timer|getrusage|elapsed_time"
+)
+
+
+def clocks_read(source: str) -> list[str]:
+    """Return what a test reads of time, or leaves to a clock to decide."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.split(".")[0] in CLOCK_MODULES]
+        elif isinstance(node, ast.ImportFrom):
+            found += [f"{node.module}.{each.name}" for each in node.names if node.module in CLOCK_MODULES]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and CLOCKS.fullmatch(node.func.attr):
+            found.append(ast.unparse(node.func))
+        elif isinstance(node, ast.keyword) and node.arg == "deadline" and ast.unparse(node.value) != "None":
+            found.append(f"deadline={ast.unparse(node.value)}")
+    return found
+
+
+def test_a_clock_is_seen_however_it_is_read() -> None:
+    assert ["time"] == clocks_read("import time")
+    assert ["time.perf_counter"] == clocks_read("from time import perf_counter")
+    assert ["torch.Event.elapsed_time"] == clocks_read("torch.Event.elapsed_time(start, end)")
+    assert ["deadline=200"] == clocks_read("settings(deadline=200)")
+    assert [] == clocks_read("settings(deadline=None); times.time_key(device); subprocess.run([], timeout=60)")
+
+
+def test_no_test_reads_a_clock() -> None:
+    # A test that reads one fails on a busy machine; what makes a thing slow can be counted.
+    assert len(TEST_FILES) > 100
+    assert {} == {
+        str(path.relative_to(ROOT)): clocks
+        for path in TEST_FILES
+        if (clocks := clocks_read(path.read_text(encoding="utf-8")))
+    }
+
+
+# --- what the core must not know --------------------------------------------------------------------------------------
+
+
+CONTRACT = (KVCacheSpec, AttentionBackend, AttentionMetadataBuilder, MetadataWrapper, ModelAdapter, LoadedModel)
+REGISTERED = {
+    entry.name: str(entry.target).rpartition(":")[2]
+    for catalogue in load_plugins().registry.catalogues.values()
+    for entry in catalogue.claims()
+}
+
+
+def nodes(module: str) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(FLOW_FILES[module].read_text(encoding="utf-8")))
+
+
+def types_asked_for(module: str) -> Iterator[str]:
+    """Yield the name of every class that the code tests a value's type against."""
+    for node in nodes(module):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            yield from (name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name))
+        elif isinstance(node, ast.MatchClass):
+            yield ast.unparse(node.cls)
+        elif isinstance(node, ast.Compare) and "type(" in ast.unparse(node.left):
+            yield from (ast.unparse(right) for right in node.comparators)
+
+
+def test_the_core_never_asks_for_the_type_of_what_a_plugin_gives() -> None:
+    types = {base.__name__ for base in CONTRACT} | set(REGISTERED.values())
+    assert {module for module in FLOW_FILES if types & set(types_asked_for(module))} == set()
+
+
+# A backend for CPUs has the name that torch gives them.
+@pytest.mark.parametrize("name", [name for name in REGISTERED if name != "cpu"])
+def test_the_core_holds_no_registered_name(name: str) -> None:
+    strings = {
+        module: {node.value for node in nodes(module) if isinstance(node, ast.Constant)} for module in FLOW_FILES
+    }
+    assert {module for module, values in strings.items() if name in values} == set()
+
+
+@pytest.mark.parametrize("type_name", sorted(set(REGISTERED.values())))
+def test_the_core_names_no_registered_type(type_name: str) -> None:
+    names = {module: {node.id for node in nodes(module) if isinstance(node, ast.Name)} for module in FLOW_FILES}
+    assert {module for module, used in names.items() if type_name in used} == set()
+
+
+def test_built_in_names_have_the_core_as_their_owner() -> None:
+    claims = load_plugins().registry.specs.claims("full_attention")
+    assert [BUILTIN_OWNER] == [entry.owner for entry in claims]
+
+
+# --- import is free ---------------------------------------------------------------------------------------------------
+
+_IMPORT_EACH = """
+import importlib, json, sys
+first = {}
+for module in json.loads(sys.argv[1]):
+    importlib.import_module(module)
+    for heavy in ("torch", "transformers", "numpy"):
+        if heavy in sys.modules:
+            first.setdefault(heavy, module)
+print(json.dumps(first))
+"""
+
+
+def first_to_import(modules: list[str]) -> dict[str, str]:
+    """Import ``modules`` in order in a fresh interpreter; return for each heavy package who brought it in."""
+    command = [sys.executable, "-W", "error", "-c", _IMPORT_EACH, json.dumps(modules)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    loaded: dict[str, str] = json.loads(done.stdout)
+    return loaded
+
+
+def modules_of(*packages: str) -> list[str]:
+    return [f"kvframe.{module}" for module in core_files() if module.split(".")[0] in packages]
+
+
+def test_planning_and_the_command_line_load_no_torch() -> None:
+    free = [name for name in modules_of("contract") if name.rpartition(".")[2] not in NEED_TORCH]
+    free += ["kvframe", *modules_of("loading", "config", "planning"), *ALSO_TORCH_FREE]
+    assert len(free) > 40
+    assert first_to_import(free) == {}
+
+
+def test_the_cache_logic_loads_numpy_and_no_torch() -> None:
+    files = ("file_format", "file_reader", "file_writer")
+    logic = [*modules_of("cache"), *(f"kvframe.engine.prefixes.{name}" for name in files)]
+    assert first_to_import(logic).keys() == {"numpy"}
+
+
+def test_manifests_load_nothing_heavy() -> None:
+    assert first_to_import(list(manifests().values())) == {}
+
+
+def test_loading_the_installed_plugins_loads_nothing_heavy() -> None:
+    code = "import sys; from kvframe import load_plugins; load_plugins(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "False"
+
+
+# --- public names -----------------------------------------------------------------------------------------------------
+
+
+def public_names() -> list[tuple[str, str, str]]:
+    """Return each name that the stubs list: the package, the module that defines it, and the name."""
+    found = []
+    for package in ("kvframe", "kvframe.contract"):
+        stub = ROOT.joinpath(*package.split("."), "__init__.pyi").read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(stub)):
+            if isinstance(node, ast.ImportFrom):
+                found += [(package, f"{package}.{node.module}", alias.name) for alias in node.names]
+    return found
+
+
+def test_the_stubs_list_each_public_name_once() -> None:
+    for package in (kvframe, kvframe.contract):
+        names = [name for home, _, name in public_names() if home == package.__name__]
+        assert sorted(package.__all__) == sorted(names) == sorted(set(names))
+
+
+@pytest.mark.parametrize(("package", "module", "name"), public_names())
+def test_every_public_name_can_be_imported(package: str, module: str, name: str) -> None:
+    assert getattr(importlib.import_module(package), name) is getattr(importlib.import_module(module), name)
+
+
+def is_documented(module: str, name: str) -> bool:
+    value = getattr(importlib.import_module(module), name)
+    if inspect.isclass(value) or inspect.isfunction(value):
+        return bool(value.__doc__)
+    # A constant or an alias: a string literal follows its assignment.
+    body = ast.parse(ROOT.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8")).body
+    for statement, following in itertools.pairwise(body):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            return isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+    return False
+
+
+@pytest.mark.parametrize(("package", "module", "name"), public_names())
+def test_every_public_name_is_documented(package: str, module: str, name: str) -> None:
+    assert is_documented(module, name)
+
+
+def test_every_core_package_is_importable_by_name() -> None:
+    packages = {module.name for module in pkgutil.iter_modules([str(CORE)]) if module.ispkg}
+    assert packages == {path.parent.name for path in CORE.glob("*/__init__.py")}

@@ -1,0 +1,349 @@
+"""What the documents say is so: their code runs, their commands print what they show, their tables are complete."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import pkgutil
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from types import ModuleType
+
+import attrs
+import pytest
+from click.testing import CliRunner
+
+from kvframe.cli import main
+from kvframe.config.stack import Stack
+from kvframe.contract.hookspecs import HookSpecs
+from kvframe.loading.plugins import load_plugins
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name != "README.md")
+HOOKS = [name for name in vars(HookSpecs) if name.startswith("kvframe_")]
+PLUGINS = sorted(path.parent for path in (ROOT / "plugins").glob("*/pyproject.toml"))
+
+
+@attrs.frozen
+class Block:
+    """One fenced block: its language, its text, and the file that its first line says it is."""
+
+    language: str
+    text: str
+
+    @property
+    def file(self) -> str:
+        match = re.match(r"# file: (\S+)\n", self.text)
+        return match[1] if match else ""
+
+
+def read(document: str) -> str:
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+def blocks(document: str, language: str) -> list[Block]:
+    found = re.findall(r"^```(\w+)\n(.*?)^```$", read(document), flags=re.MULTILINE | re.DOTALL)
+    return [Block(*each) for each in found if each[0] == language]
+
+
+def table(document: str, heading: str) -> list[list[str]]:
+    """Return the rows of the first table after a heading, without its header; a cell's code is unquoted."""
+    text = read(document).split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    lines = itertools.dropwhile(lambda line: not line.startswith("|"), text.splitlines())
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines)
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows][2:]
+
+
+def quoted(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+# --- code and commands ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make the demo's model with a single step of training: enough to try the commands on."""
+    spec = importlib.util.spec_from_file_location("make_model", ROOT / "examples" / "demo" / "make_model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    path = tmp_path_factory.mktemp("demo") / "demo-model"
+    module.make_model(path, steps=1)
+    return path
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Give a function that puts a document's files where its reader would have them, and stay there."""
+
+    def set_up(document: str) -> None:
+        # A page may use the files of an earlier one, and says so.
+        for page in re.findall(r"goes on from \[[^]]+\]\((\w+\.md)\)", read(document)):
+            set_up(f"docs/{page}")
+        for block in blocks(document, "python") + blocks(document, "toml"):
+            if block.file:
+                path = tmp_path / block.file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(block.text, encoding="utf-8")
+        if (tmp_path / "pyproject.toml").exists():
+            install(tmp_path)
+
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "demo-model").symlink_to(demo_model)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path / "src"))
+    yield set_up
+    for name, module in list(sys.modules.items()):
+        if type(module) is ModuleType:  # others may make up any attribute
+            places = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
+            if any(place.startswith(f"{tmp_path}/") for place in places):
+                del sys.modules[name]
+
+
+def install(folder: Path) -> None:
+    """Write what an editable install writes of a project's metadata."""
+    project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    info = folder / "src" / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    (info / "METADATA").write_text(metadata, encoding="utf-8")
+    groups = [
+        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in entries.items())
+        for group, entries in project["entry-points"].items()
+    ]
+    (info / "entry_points.txt").write_text("\n".join(groups), encoding="utf-8")
+
+
+def code(document: str) -> list[str]:
+    """Return the blocks of Python that are no files."""
+    return [block.text for block in blocks(document, "python") if not block.file]
+
+
+@pytest.mark.parametrize("document", [document for document in DOCUMENTS if code(document)])
+def test_python_blocks_run_in_order(document: str, workplace: Callable[[str], None]) -> None:
+    workplace(document)
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for text in code(document):
+        exec(compile(text, document, "exec"), namespace)
+
+
+@pytest.mark.parametrize("document", ["README.md", *(f"docs/{page}" for page in PAGES if page.startswith("write_"))])
+def test_the_readme_and_every_page_for_authors_show_code_that_runs(document: str) -> None:
+    assert code(document)
+
+
+def commands(document: str) -> list[tuple[str, str]]:
+    """Return each command of the console blocks, with the output that is shown below it."""
+    found = []
+    for block in blocks(document, "console"):
+        for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+            command, _, shown = part.partition("\n")
+            found.append((command, shown))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("document", "command", "shown"), [(document, *each) for document in DOCUMENTS for each in commands(document)]
+)
+def test_commands_run_and_print_what_is_shown(
+    document: str, command: str, shown: str, workplace: Callable[[str], None]
+) -> None:
+    workplace(document)
+    program, *arguments = shlex.split(command)
+    assert program == "kvframe"
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    if shown:
+        # "…" stands for anything: what else is installed, say.
+        expected = ".*".join(re.escape(part) for part in shown.rstrip().split("…"))
+        assert re.fullmatch(expected, result.output.rstrip(), re.DOTALL), result.output
+
+
+def test_the_packaged_plugin_loads(workplace: Callable[[str], None]) -> None:
+    workplace("docs/package_a_plugin.md")
+    host = load_plugins()
+    assert "loaded" == host.record("kvframe-own-chunk:own_chunk").status
+    assert "OwnChunkSpec" == host.registry.specs.load("own_chunk").__name__
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(block, id=f"{document}-{index}")
+        for document in DOCUMENTS
+        for index, block in enumerate(blocks(document, "toml"))
+        if not block.file
+    ],
+)
+def test_the_stack_shown_is_valid(block: Block) -> None:
+    stack = Stack.from_mapping(tomllib.loads(block.text))
+    stack.check_names(load_plugins(stack.plugins).registry)
+
+
+def make_targets(document: str) -> set[str]:
+    """Return the targets of make that a document names."""
+    shown = set(re.findall(r"^make (\w+)", "".join(block.text for block in blocks(document, "sh")), re.MULTILINE))
+    return shown | set(re.findall(r"`make (\w+)`", read(document)))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_make_targets_exist(document: str) -> None:
+    assert make_targets(document) <= set(re.findall(r"^([a-z]+):", read("Makefile"), flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_a_newcomer_is_told_what_to_type(document: str) -> None:
+    assert make_targets(document)
+
+
+NOT_IMPORTED = re.compile(r"kvframe\.(v1(\.api)?|(prefix|inputs|content)\.?1)")
+"""Entry-point groups, and what keys are hashed with."""
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_the_modules_and_names_that_are_named_exist(document: str) -> None:
+    for name in set(re.findall(r"`(kvframe(?:\.\w+)+)`", read(document))):
+        if not NOT_IMPORTED.fullmatch(name):
+            assert pkgutil.resolve_name(name) is not None, name
+
+
+# --- tables and links -------------------------------------------------------------------------------------------------
+
+
+def is_made(name: str) -> bool:
+    """Return whether a top-level name is one that .gitignore keeps out, or git's own."""
+    patterns = [line.strip().rstrip("/") for line in read(".gitignore").splitlines() if line.strip()]
+    return name == ".git" or any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def test_the_folder_map_names_every_top_level_entry() -> None:
+    mapped = {name.rstrip("/") for row in table("CONTRIBUTING.md", "Folders") for name in quoted(row[0])}
+    assert {path.name for path in ROOT.iterdir() if not is_made(path.name)} == mapped
+
+
+def test_the_map_of_the_core_names_every_package() -> None:
+    text = read("CONTRIBUTING.md").partition("Inside `kvframe/`")[2].partition("\n## ")[0]
+    mapped = re.findall(r"^\| `(\w+)/` \|", text, re.MULTILINE)
+    assert sorted(mapped) == sorted(path.parent.name for path in (ROOT / "kvframe").glob("*/__init__.py"))
+
+
+def test_the_list_of_examples_is_complete() -> None:
+    listed = set(re.findall(r"^\| `([^`]+)`", read("examples/README.md"), re.MULTILINE))
+    entries = {path.name + "/" * path.is_dir() for path in (ROOT / "examples").iterdir() if path.name != "README.md"}
+    assert {name for name in entries if name != "__pycache__/"} == listed
+
+
+def test_the_plugin_table_lists_every_plugin_with_its_distribution() -> None:
+    listed = {quoted(row[0])[0]: quoted(row[1])[0] for row in table("docs/plugins.md", "The plugins here")}
+    projects = {path: tomllib.loads((path / "pyproject.toml").read_text(encoding="utf-8")) for path in PLUGINS}
+    assert {f"plugins/{path.name}": project["project"]["name"] for path, project in projects.items()} == listed
+
+
+def test_the_plugin_table_names_everything_that_is_registered() -> None:
+    listed = {quoted(row[1])[0]: set(quoted(row[2])) for row in table("docs/plugins.md", "The plugins here")}
+    registered: dict[str, set[str]] = {}
+    for catalogue in load_plugins().registry.catalogues.values():
+        for entry in catalogue.claims():
+            registered.setdefault(entry.owner, set()).add(entry.name)
+    built_in = registered.pop("kvframe")
+    assert {owner: names for owner, names in registered.items() if owner in listed} == listed
+    assert built_in == set(quoted(re.findall(r"^Built in, .*$", read("docs/plugins.md"), re.MULTILINE)[0]))
+
+
+@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda path: path.name)
+def test_every_plugin_is_installed_and_type_checked_in_the_workspace(plugin: Path) -> None:
+    assert f"-e plugins/{plugin.name}" in read("requirements.txt").splitlines()
+    assert "-r requirements.txt" in read("requirements-dev.txt").splitlines()
+    mypy = tomllib.loads(read("pyproject.toml"))["tool"]["mypy"]
+    assert f"$MYPY_CONFIG_FILE_DIR/plugins/{plugin.name}/src" in mypy["mypy_path"]
+
+
+@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda path: path.name)
+def test_an_extra_of_the_core_installs_each_plugin(plugin: Path) -> None:
+    project = tomllib.loads((plugin / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
+    (wanted,) = extras[project["name"].removeprefix("kvframe-")]
+    name, version = re.fullmatch(r"([\w-]+)(?:\[[\w,-]+\])?(>=.*)", wanted).groups()  # type: ignore[union-attr]
+    assert project["name"] == name
+    assert f"{name}{version}" in extras["all"]
+
+
+def test_the_hook_table_lists_every_hook_in_order() -> None:
+    assert HOOKS == [quoted(row[0])[0] for row in table("docs/package_a_plugin.md", "Hooks")]
+
+
+def test_the_tables_of_keys_are_those_of_the_options() -> None:
+    spec = importlib.util.spec_from_file_location("stack_tables", ROOT / "docs" / "stack_tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = read("docs/stack_file.md")
+    assert module.with_tables(page) == page, "run python docs/stack_tables.py"
+    assert "| `max_num_seqs` | `64` | The most requests that run at once. |" in page
+
+
+def test_the_list_of_pages_is_complete_and_numbered() -> None:
+    listed = re.findall(r"^(\d+)\. \[[^]]+\]\((\w+\.md)\)", read("docs/README.md"), re.MULTILINE)
+    assert PAGES == sorted(page for _, page in listed)
+    assert list(range(1, len(PAGES) + 1)) == [int(number) for number, _ in listed]
+
+
+@pytest.mark.parametrize("name", ["KVCacheSpec", "KVCacheCoordinator", "AttentionMetadataBuilder"])
+def test_each_of_the_three_names_has_a_page_that_the_readme_leads_to(name: str) -> None:
+    (page,) = re.findall(rf"\[`{name}`\]\(([^)]+)\)", read("README.md"))
+    assert read(page).startswith(f"# `{name}`: ")
+
+
+@pytest.mark.parametrize(("document", "most"), [("README.md", 200), ("CONTRIBUTING.md", 100), ("CHANGELOG.md", 45)])
+def test_what_is_read_first_is_short(document: str, most: int) -> None:
+    assert len(read(document).splitlines()) <= most
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_every_hook_is_documented(hook: str) -> None:
+    assert getattr(HookSpecs, hook).__doc__
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_every_hook_is_implemented_in_a_test(hook: str) -> None:
+    others = [path for path in ROOT.glob("tests/**/*.py") if path != Path(__file__)]
+    assert [path.name for path in others if f"def {hook}(" in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        path.relative_to(ROOT).as_posix()
+        for place in ("", "benchmarks/", "docs/", "examples/", "plugins/*/")
+        for path in ROOT.glob(f"{place}*.md")
+    ],
+)
+def test_links_lead_somewhere(document: str) -> None:
+    targets = re.findall(r"\]\(([^)]+)\)", read(document))
+    missing = [target for target in targets if "://" not in target and not leads_somewhere(document, target)]
+    assert missing == []
+
+
+def leads_somewhere(document: str, target: str) -> bool:
+    path, _, anchor = target.partition("#")
+    file = (ROOT / document).parent / path if path else ROOT / document
+    if not anchor:
+        return file.exists()
+    headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return anchor in {re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_changelog_starts_with_what_is_not_released() -> None:
+    version = tomllib.loads(read("pyproject.toml"))["project"]["version"]
+    assert f"[Unreleased]: {version}" == re.findall(r"^## (.+)$", read("CHANGELOG.md"), flags=re.MULTILINE)[0]

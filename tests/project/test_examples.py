@@ -1,0 +1,102 @@
+"""The examples run as their readers would run them, and the files they come with are valid."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvframe.config.stack import Stack
+from kvframe.loading.plugins import load_plugins
+from kvframe.planning.groups import group_layers, make_layer_specs
+from kvframe.planning.layer_file import read_layer_file
+from kvframe.testing.laws import check_spec
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def run(name: str, *arguments: str) -> str:
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_model_runs_without_arguments() -> None:
+    output = run("run_a_model.py").splitlines()
+    assert [24, 24, 24] == [line.count(",") + 1 for line in output[:3]]
+    assert "96 tokens in" in output[-2]
+    # Two of the first prompt's three blocks lie before its last token: for the second prompt, and for itself again.
+    assert "64 of 140 prompt tokens came from the prefix cache" == output[-1]
+
+
+def test_a_system_prompt_is_saved_in_one_process_and_loaded_in_another() -> None:
+    lines = run("save_a_system_prompt.py").splitlines()
+    assert "saved 2000 of 2000 tokens in" in lines[0]
+    assert lines[1].startswith("loaded 2000 tokens in ")
+    assert lines[1].endswith("; the question found 2000 of them")
+    assert "the same token: True" == lines[3]
+
+
+def test_the_cache_manager_serves_a_batch_without_the_engine() -> None:
+    lines = run("manage_a_cache.py").splitlines()
+    # 443 tokens with those generated: 28 blocks, and of the window of 64 tokens the last five.
+    assert "pages held at the end: {'a0': [28, 5], 'a1': [28, 5], 'a2': [28, 5]}" == lines[0]
+    assert "tokens found: {'b0': 400, 'b1': 400, 'b2': 400}" == lines[3]
+    assert "400 tokens are pinned, in 29 pages" == lines[4]
+    assert "1200 of 2418 tokens were found" == lines[5]
+    assert len((EXAMPLES / "manage_a_cache.py").read_text(encoding="utf-8").splitlines()) <= 60
+
+
+def test_texts_are_embedded_as_transformers_does() -> None:
+    output = run("embed_texts.py").splitlines()
+    assert output[5].endswith("tokens of 4 texts in 1 steps, 0 cache bytes")
+    assert output[6].startswith("equal to transformers' embeddings to ")
+
+
+def test_a_missing_model_is_one_sentence() -> None:
+    command = [sys.executable, str(EXAMPLES / "run_a_model.py"), "nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert (1, "error: there is no file or folder nowhere\n") == (done.returncode, done.stderr)
+
+
+def test_a_new_attention_type_equals_its_dense_reference() -> None:
+    output = run("new_attention_type.py")
+    assert "torch_reference: tokens equal to the dense reference: 3 of 3 requests" in output
+    assert "flex: tokens equal to the dense reference: 3 of 3 requests" in output
+
+
+def test_the_new_attention_type_keeps_the_laws() -> None:
+    spec = runpy.run_path(str(EXAMPLES / "new_attention_type.py"))["FixedPatternSpec"]
+    check_spec(spec(block_size=4, num_kv_heads=1, head_size=8, stride=10, num_summary=3))
+
+
+def test_a_hybrid_plan_holds_twice_the_requests_of_a_full_one() -> None:
+    lines = run("plan_a_hybrid_model.py").splitlines()
+    assert ["8,192", "34", "16"] == lines[-3].split()
+    assert ["131,072", "5", "1"] == lines[-1].split()
+
+
+@pytest.mark.parametrize("path", sorted((EXAMPLES / "layers").iterdir()), ids=lambda path: path.name)
+def test_a_layer_file_makes_layers_of_registered_kinds(path: Path) -> None:
+    description = read_layer_file(path)
+    layers = make_layer_specs(description, load_plugins().registry, Stack(), "bfloat16")
+    assert len(group_layers(layers).groups) in (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers", "num_sharing"),
+    [("gemma_3_27b.json", 62, 0), ("gpt_oss_20b.toml", 24, 0), ("shared_caches.toml", 16, 8)],
+)
+def test_a_layer_file_has_the_layers_of_its_model(name: str, num_layers: int, num_sharing: int) -> None:
+    layers = read_layer_file(EXAMPLES / "layers" / name).layers
+    assert (num_layers, num_sharing) == (len(layers), sum(layer.shares_with is not None for layer in layers))
+
+
+@pytest.mark.parametrize("path", sorted((EXAMPLES / "stacks").iterdir()), ids=lambda path: path.name)
+def test_a_stack_is_valid_and_names_what_is_there(path: Path) -> None:
+    stack = Stack.from_file(path)
+    stack.check_names(load_plugins(stack.plugins).registry)
