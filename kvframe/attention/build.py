@@ -60,7 +60,7 @@ class MetadataPlan:
 
     Chains of one cache group that begin alike share their beginning. Groups that end with the very same wrapped
     metadata and can read the same built metadata share it; those of another cache group take it over with their own
-    block table. Nothing is kept from one step, or one sub-batch, to the next.
+    block table. Nothing is kept from one step to the next.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class MetadataPlan:
         """Apply every chain, put requests into the order that a builder asks for, and build what is built on the host.
 
         Args:
-            metadata: A step or a sub-batch of one, one value per cache group; on the host, if the tensors of what
+            metadata: A step, one value per cache group; on the host, if the tensors of what
                 comes out are to go to the device together.
 
         Raises:
@@ -208,7 +208,7 @@ class _Need:
 
 @attrs.frozen(eq=False)
 class PreparedMetadata:
-    """A step, or a sub-batch of one: wrapped, ordered, and built as far as that is done on the host.
+    """A step: wrapped, ordered, and built as far as that is done on the host.
 
     Attributes:
         keys: For each attention group, what it needs.
@@ -228,7 +228,7 @@ class PreparedMetadata:
 
 
 class _Step:
-    """What one step, or sub-batch, needs.
+    """What one step needs.
 
     Attributes:
         needs: By key.

@@ -21,22 +21,22 @@ T = TypeVar("T")
 
 
 @attrs.frozen(eq=False)
-class PreparedSubBatch:
-    """What was worked out on the host of one sub-batch: all that goes to the device."""
+class PreparedStep:
+    """What was worked out on the host of a step: all that goes to the device."""
 
     metadata: PreparedMetadata
     slots: tuple[PackedSlots, ...]
     states: list[StateStep]
     kept_rows: torch.Tensor | None
 
-    def build(self, plan: MetadataPlan) -> SubBatch:
+    def build(self, plan: MetadataPlan) -> BuiltStep:
         """Return what the layers read."""
-        return SubBatch(plan.build(self.metadata), unpack_slots(self.slots), self.states, self.kept_rows)
+        return BuiltStep(plan.build(self.metadata), unpack_slots(self.slots), self.states, self.kept_rows)
 
 
 @attrs.frozen(eq=False)
-class SubBatch:
-    """What all groups hold for one sub-batch; slots by cache group, where something is stored."""
+class BuiltStep:
+    """What the layers of all groups read in a step; slots by cache group, if the group stores something."""
 
     built: list[BuiltMetadata]
     slots: dict[int, Slots]
@@ -57,12 +57,12 @@ class CapturedStep:
     """
 
     memory: StagedMemory
-    step: SubBatch
+    step: BuiltStep
     inputs: tuple[torch.Tensor, ...]
 
     @classmethod
     def of(
-        cls, prepared: PreparedSubBatch, inputs: tuple[torch.Tensor, ...], plan: MetadataPlan, staging: Staging
+        cls, prepared: PreparedStep, inputs: tuple[torch.Tensor, ...], plan: MetadataPlan, staging: Staging
     ) -> CapturedStep:
         """Lay a step out in memory of its own.
 
@@ -78,7 +78,7 @@ class CapturedStep:
         return cls(memory, replace_tensors(step, lambda tensor: _keep(tensor, memory)), inputs)
 
     def refresh(
-        self, prepared: PreparedSubBatch, inputs: tuple[torch.Tensor, ...], plan: MetadataPlan, staging: Staging
+        self, prepared: PreparedStep, inputs: tuple[torch.Tensor, ...], plan: MetadataPlan, staging: Staging
     ) -> None:
         """Write another step's values into the tensors of this one; the arguments are those of ``of``.
 

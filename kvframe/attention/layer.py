@@ -11,7 +11,7 @@ import torch
 from kvframe.attention.attending import AttentionLayer as AttentionLayer
 from kvframe.attention.attending import GroupStep
 from kvframe.attention.build import MetadataPlan
-from kvframe.attention.captured import CapturedStep, PreparedSubBatch, SubBatch
+from kvframe.attention.captured import BuiltStep, CapturedStep, PreparedStep
 from kvframe.attention.copies import CopyScratch
 from kvframe.attention.group import form_groups
 from kvframe.attention.local import LocalCaches
@@ -20,7 +20,6 @@ from kvframe.attention.slots import pack_slots
 from kvframe.attention.staging import Staging
 from kvframe.attention.state import StateLayers
 from kvframe.attention.step import StepBatch, input_slots
-from kvframe.attention.sub_batch import split_requests
 from kvframe.cache.block_table import BlockTables
 from kvframe.contract.backend import KVCache
 from kvframe.contract.capture import GraphCapture
@@ -37,8 +36,7 @@ IntArray = npt.NDArray[np.int64]
 class AttentionLayers(Mapping[str, AttentionLayer]):
     """All attention layers of a model, by name, and beside them those that keep state and do not attend.
 
-    Invariant: between ``begin_step`` and the next, every layer of a group reads the same metadata, that of the
-    sub-batch that was selected last.
+    Invariant: between ``begin_step`` and the next, every layer of a group reads the same metadata.
 
     Attributes:
         groups: The attention groups, in the order of their first layers.
@@ -113,7 +111,6 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         by_size = sorted(self.groups, key=lambda group: -len(group.layers))
         orders = [group.builder.batch_order for group in by_size]
         self._orders = tuple(dict.fromkeys(order for order in orders if order is not None))
-        self._sub_batches: list[SubBatch] = []
 
     @property
     def capture(self) -> GraphCapture:
@@ -149,7 +146,6 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
     def begin_step(
         self,
         metadata: Sequence[CommonAttentionMetadata],
-        sub_batches: Sequence[tuple[int, int]] | None = None,
         *,
         batch: StepBatch | None = None,
         tables: BlockTables | None = None,
@@ -163,8 +159,6 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         Args:
             metadata: The batch, one value per cache group, and after them what ``local.metadata`` returns of it; on
                 the host, or on the device.
-            sub_batches: Ranges ``[start, stop)`` of requests that the model runs on one after the other, each after
-                ``select_sub_batch``; None for the whole batch at once.
             batch: What the metadata was made of. Read only where there are state layers, or groups that keep state of
                 an input sequence.
             tables: The block tables that it was made with. Likewise.
@@ -177,21 +171,11 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
             BackendError: A layer declares a learned tensor and was bound none, or its backend takes causal batches
                 only.
             WrapperError: A wrapper cannot take the step.
-            BatchError: ``sub_batches`` do not cut the step into ranges of requests with tokens.
         """
         if self._unchecked:
             self._check_bound()
-        if sub_batches is None:
-            prepared = [self._prepare(metadata, batch, tables, slice(None))]
-        else:
-            parts = [split_requests(common, sub_batches) for common in metadata]
-            prepared = [
-                self._prepare([part[index] for part in parts], batch, tables, slice(start, stop))
-                for index, (start, stop) in enumerate(sub_batches)
-            ]
-        prepared, inputs = self._staging.to_device((prepared, inputs))
-        self._sub_batches = [part.build(self._plan) for part in prepared]
-        self.select_sub_batch(0)
+        prepared, inputs = self._staging.to_device((self._prepare(metadata, batch, tables), inputs))
+        self._select(prepared.build(self._plan))
         return inputs
 
     def capture_step(
@@ -207,9 +191,8 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         Raises:
             WrapperError: A wrapper cannot take the step.
         """
-        captured = CapturedStep.of(self._prepare(metadata, None, None, slice(None)), inputs, self._plan, self._staging)
-        self._sub_batches = [captured.step]
-        self.select_sub_batch(0)
+        captured = CapturedStep.of(self._prepare(metadata, None, None), inputs, self._plan, self._staging)
+        self._select(captured.step)
         return captured
 
     def replay_step(
@@ -226,22 +209,16 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
             NotReplayableError: Something other than the values of tensors differs from what was captured.
             WrapperError: A wrapper cannot take the step.
         """
-        captured.refresh(self._prepare(metadata, None, None, slice(None)), inputs, self._plan, self._staging)
-        self._sub_batches = [captured.step]
-        self.select_sub_batch(0)
+        captured.refresh(self._prepare(metadata, None, None), inputs, self._plan, self._staging)
+        self._select(captured.step)
 
-    def select_sub_batch(self, index: int) -> None:
-        """Let the layers read the metadata of one sub-batch of the step.
-
-        Args:
-            index: Its place in the ``sub_batches`` of ``begin_step``.
-        """
-        part = self._sub_batches[index]
-        for step, built in zip(self._steps, part.built, strict=True):
-            step.built = built
-            step.slots = part.slots.get(step.group.cache_group)
-        self.states.select(part.states)
-        self.kept_rows = part.kept_rows
+    def _select(self, step: BuiltStep) -> None:
+        """Let the layers read a step."""
+        for group_step, built in zip(self._steps, step.built, strict=True):
+            group_step.built = built
+            group_step.slots = step.slots.get(group_step.group.cache_group)
+        self.states.select(step.states)
+        self.kept_rows = step.kept_rows
 
     def _check_bound(self) -> None:
         lacking = [layer.spec.name for layer in self._unchecked if layer.lacks_parameters]
@@ -257,20 +234,19 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
         metadata: Sequence[CommonAttentionMetadata],
         batch: StepBatch | None,
         tables: BlockTables | None,
-        requests: slice,
-    ) -> PreparedSubBatch:
+    ) -> PreparedStep:
         of_tokens = {index: metadata[index].slot_mapping for index in self._written - self._of_inputs}
         of_inputs: Mapping[int, torch.Tensor] = {}
         if self._of_inputs:
             assert batch is not None
             assert tables is not None
-            of_inputs = input_slots(batch, tables, metadata[0].slot_mapping.device, requests)
+            of_inputs = input_slots(batch, tables, metadata[0].slot_mapping.device)
         slots = pack_slots(metadata, {**of_tokens, **of_inputs})
         kept_rows = None
         if self.skipped and not metadata[0].all_generate:
             kept_rows = metadata[0].generating_indices
-        states = self.states.steps(batch, tables, requests)
-        return PreparedSubBatch(self._plan.prepare(metadata), slots, states, kept_rows)
+        states = self.states.steps(batch, tables)
+        return PreparedStep(self._plan.prepare(metadata), slots, states, kept_rows)
 
     def __getitem__(self, name: str) -> AttentionLayer:
         return self._layers[name]

@@ -210,24 +210,26 @@ class StateLayers(Mapping[str, StateLayer]):
                 self._rollback[group.index] = (other.index, other.num_parts, ids_per_state)
         self._alike = [(group, tuple(members)) for (group, _), members in alike.items()]
 
-    def steps(self, batch: StepBatch | None, tables: BlockTables | None, requests: slice) -> list[StateStep]:
-        """Return a step, or some requests of it, as the layers see it; on the host.
+    def steps(self, batch: StepBatch | None, tables: BlockTables | None) -> list[StateStep]:
+        """Return a step as the layers see it; on the host.
 
         Args:
             batch: The step; None if there are no layers.
             tables: The block tables of all cache groups; likewise.
-            requests: Which of the step's requests.
         """
         steps = []
         for group, (first, *_) in self._alike:
             assert batch is not None
             assert tables is not None
-            rows, computed, lens = (each[requests] for each in (batch.rows, batch.num_computed, batch.query_lens))
             rollback = None
             if group in self._rollback:
                 other, num_states, ids_per_state = self._rollback[group]
                 rollback = RollbackTable(tables[other].ids, num_states, ids_per_state)
-            steps.append(state_step(rows, computed, lens, tables[group].ids, first.stored, HOST, rollback))
+            steps.append(
+                state_step(
+                    batch.rows, batch.num_computed, batch.query_lens, tables[group].ids, first.stored, HOST, rollback
+                )
+            )
         return steps
 
     def select(self, steps: Sequence[StateStep]) -> None:

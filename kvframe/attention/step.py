@@ -132,9 +132,7 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
     return tuple(found[group] for group in range(len(tables)))
 
 
-def input_slots(
-    batch: StepBatch, tables: BlockTables, device: torch.device, requests: slice = slice(None)
-) -> dict[int, torch.Tensor]:
+def input_slots(batch: StepBatch, tables: BlockTables, device: torch.device) -> dict[int, torch.Tensor]:
     """Return where a step stores the state of new inputs: slots ``[num_input_tokens], int64, device`` by group.
 
     They are no part of the batch metadata: what is stored has nothing to do with which queries a backend sees, so no
@@ -144,7 +142,6 @@ def input_slots(
         batch: The step.
         tables: The groups' block tables, with room for its inputs.
         device: Where the backends run.
-        requests: Whose inputs.
 
     Returns:
         The slots; no entry for a group that stores nothing.
@@ -152,13 +149,13 @@ def input_slots(
     found: dict[int, torch.Tensor] = {}
     for stack in tables.stacks:
         inputs = batch.inputs.get(stack.sequence)
-        if inputs is None or not inputs.is_new[requests].any():
+        if inputs is None or not inputs.is_new.any():
             continue
-        lens = np.where(inputs.is_new, inputs.lens, 0)[requests]
+        lens = np.where(inputs.is_new, inputs.lens, 0)
         of_request = np.repeat(np.arange(len(lens)), lens)
         starts = np.cumsum(lens) - lens
         positions = np.arange(len(of_request)) - starts[of_request]
-        slots = _slots(stack, batch.rows[requests], of_request, positions)
+        slots = _slots(stack, batch.rows, of_request, positions)
         found.update(zip(stack.groups, torch.from_numpy(slots).to(device, non_blocking=True).unbind(), strict=True))
     return found
 

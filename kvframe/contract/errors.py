@@ -130,7 +130,7 @@ class WrapperError(KVFrameError):
 
 
 class BatchError(KVFrameError):
-    """A step's batch cannot be cut or padded as asked."""
+    """A step's batch cannot be padded as asked."""
 
 
 class ModelError(KVFrameError):

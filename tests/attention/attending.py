@@ -132,25 +132,23 @@ class Bench:
         self,
         requests: Sequence[tuple[int, int]],
         generating: Sequence[int] | None = None,
-        sub_batches: Sequence[tuple[int, int]] | None = None,
     ) -> Outputs:
         """Compute each request's first tokens in one step and its next ones in another; return the latter's outputs.
 
         Args:
             requests: For each request, the tokens of the first step (may be 0) and of the second one.
             generating: The packed tokens of the second step that generate; each request's last one unless given.
-            sub_batches: Ranges of requests that the second step is run on, one after the other.
         """
         fresh = [index for index, (num_computed, _) in enumerate(requests) if num_computed]
         for index in range(len(requests)):
             self.manager.start(str(index), [0] * 64)
         try:
             if fresh:
-                self._step(fresh, [0] * len(fresh), [requests[index][0] for index in fresh], None, None)
+                self._step(fresh, [0] * len(fresh), [requests[index][0] for index in fresh], None)
             for index in fresh:
                 self.manager.commit(str(index), [0] * 64, requests[index][0])
             computed, new = zip(*requests, strict=True)
-            return self._step(range(len(requests)), computed, new, generating, sub_batches)
+            return self._step(range(len(requests)), computed, new, generating)
         finally:
             self._free(requests)
 
@@ -174,17 +172,11 @@ class Bench:
         num_computed: Sequence[int],
         num_new: Sequence[int],
         generating: Sequence[int] | None,
-        sub_batches: Sequence[tuple[int, int]] | None,
     ) -> Outputs:
         for request, computed, new in zip(requests, num_computed, num_new, strict=True):
             assert self.manager.extend(str(request), computed + new)
-        self.attention.begin_step(self._build(requests, num_computed, num_new, generating), sub_batches)
-        bounds = np.concatenate([[0], np.cumsum(num_new)])
-        parts = []
-        for index, (start, stop) in enumerate(sub_batches or [(0, len(requests))]):
-            self.attention.select_sub_batch(index)
-            parts.append(self._run_layers(requests, num_computed, num_new, slice(bounds[start], bounds[stop])))
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        self.attention.begin_step(self._build(requests, num_computed, num_new, generating))
+        return self._run_layers(requests, num_computed, num_new)
 
     def _build(
         self,
@@ -201,9 +193,7 @@ class Bench:
         )
         return (*build_metadata(batch, self.manager.tables, CPU), *self.attention.local.metadata(batch))
 
-    def _run_layers(
-        self, requests: Sequence[int], num_computed: Sequence[int], num_new: Sequence[int], tokens: slice
-    ) -> Outputs:
+    def _run_layers(self, requests: Sequence[int], num_computed: Sequence[int], num_new: Sequence[int]) -> Outputs:
         outputs = {}
         for spec in self.layers:
             query, key, value = (
@@ -212,7 +202,7 @@ class Bench:
                         draw(spec.name if part == "q" else self.owner(spec), part, request)[start : start + count]
                         for request, start, count in zip(requests, num_computed, num_new, strict=True)
                     ]
-                )[tokens]
+                )
                 for part in "qkv"
             )
             if spec.name in self.attention.skipped and self.attention.kept_rows is not None:

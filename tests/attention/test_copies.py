@@ -100,20 +100,6 @@ def test_layers_compute_on_copies_what_they_compute_on_plain_pages(
         assert close(whole, values)
 
 
-@settings(max_examples=20, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), min_size=2, max_size=6),
-    st.integers(1, 5),
-    st.integers(1, 5),
-)
-def test_sub_batches_together_equal_the_whole(requests: list[tuple[int, int]], first: int, second: int) -> None:
-    cuts = sorted({0, min(first, len(requests)), min(second, len(requests)), len(requests)})
-    layers = stored(eight_layers())
-    whole = Bench(layers, TORCH).run(requests)
-    parts = Bench(layers, TORCH).run(requests, sub_batches=list(itertools.pairwise(cuts)))
-    assert all(close(whole[name], parts[name]) for name in whole)
-
-
 def test_plain_layers_are_computed_on_their_pages() -> None:
     bench = Bench([layer("plain", full()), *stored([layer("int8", full())])], TORCH)
     bench.attention.begin_step(bench.metadata(MIXED))

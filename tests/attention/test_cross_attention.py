@@ -86,38 +86,27 @@ class Bench:
             },
         )
 
-    def step(
-        self,
-        names: Sequence[str],
-        num_computed: Sequence[int],
-        num_new: Sequence[int],
-        sub_batches: Sequence[tuple[int, int]] | None = None,
-    ) -> torch.Tensor:
+    def step(self, names: Sequence[str], num_computed: Sequence[int], num_new: Sequence[int]) -> torch.Tensor:
         """Run the cross-attention layer over one step; return its output."""
         batch = self.batch(names, num_computed, num_new)
         metadata = build_metadata(batch, self.manager.tables, CPU)
-        self.attention.begin_step(metadata, sub_batches, batch=batch, tables=self.manager.tables)
-        starts, outputs = np.concatenate([[0], np.cumsum(num_new)]), []
+        self.attention.begin_step(metadata, batch=batch, tables=self.manager.tables)
         query = torch.cat(
             [
                 draw(name, "q", computed + new)[computed:]
                 for name, computed, new in zip(names, num_computed, num_new, strict=True)
             ]
         )
-        for index, (first, last) in enumerate(sub_batches or [(0, len(names))]):
-            self.attention.select_sub_batch(index)
-            new = [name for name in names[first:last] if self.manager.missing_inputs(name)]
-            # In a step that stores nothing a model may give whatever it has.
-            key, value = (
-                torch.cat([draw(name, part, self.lens[name]) for name in new])
-                if new
-                else torch.full((1, 2, 8), torch.nan)
-                for part in "kv"
-            )
-            outputs.append(self.attention["cross"](query[starts[first] : starts[last]], key, value))
+        new = [name for name in names if self.manager.missing_inputs(name)]
+        # In a step that stores nothing a model may give whatever it has.
+        key, value = (
+            torch.cat([draw(name, part, self.lens[name]) for name in new]) if new else torch.full((1, 2, 8), torch.nan)
+            for part in "kv"
+        )
+        output = self.attention["cross"](query, key, value)
         for name, computed, new_tokens in zip(names, num_computed, num_new, strict=True):
             self.manager.commit(name, [0] * 64, computed + new_tokens)
-        return torch.cat(outputs)
+        return output
 
     def dense(self, names: Sequence[str], num_computed: Sequence[int], num_new: Sequence[int]) -> torch.Tensor:
         """Return the same by definition."""
@@ -136,16 +125,13 @@ def draw(name: str, part: str, count: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("backend", ["torch", "torch_reference"])
-@pytest.mark.parametrize("sub_batches", [None, [(0, 1), (1, 3), (3, 4)], [(0, 2), (2, 4)]])
-def test_requests_with_and_without_an_input_attend_in_one_batch(
-    backend: str, sub_batches: list[tuple[int, int]] | None
-) -> None:
+def test_requests_with_and_without_an_input_attend_in_one_batch(backend: str) -> None:
     bench = Bench(backend)
     for name, length in LENS.items():
         bench.start(name, length)
     first, second = ((*LENS,), (0, 0, 0, 0), (3, 9, 2, 1)), ((*LENS,), (3, 9, 2, 1), (1, 4, 1, 8))
     for step in (first, second):
-        found = bench.step(*step, sub_batches)
+        found = bench.step(*step)
         torch.testing.assert_close(found, bench.dense(*step), rtol=1e-5, atol=1e-5)
 
 
@@ -218,9 +204,9 @@ def test_slots_are_those_of_new_inputs_alone_in_the_order_of_their_requests() ->
         int(tables[bench.manager.row(name), token // 4]) * 4 + token % 4 for name in "dc" for token in range(LENS[name])
     ]
     assert expected == slots.tolist()
-    (last,) = input_slots(batch, bench.manager.tables, CPU, slice(1, 4)).values()
-    assert expected[1:] == last.tolist()
-    assert {} == input_slots(batch, bench.manager.tables, CPU, slice(1, 3))
+    bench.step("dbac", [0, 2, 0, 0], [1, 1, 1, 1])
+    later = bench.batch("dbac", [1, 3, 1, 1], [1, 1, 1, 1])
+    assert {} == input_slots(later, bench.manager.tables, CPU)
 
 
 def count_instructions(call: Callable[[], Any]) -> int:

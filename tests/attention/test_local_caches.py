@@ -118,22 +118,6 @@ def test_layers_with_caches_run_beside_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "torch_reference"])
-def test_sub_batches_give_the_same(name: str) -> None:
-    bench = Bench([layer("E0", encoder()), layer("E1", encoder(block_size=3))], backend(name))
-    outputs = bench.run(MIXED, sub_batches=[(0, 2), (2, 3), (3, 5)])
-    for spec in bench.layers:
-        assert close(bench.dense(spec, MIXED), outputs[spec.name])
-
-
-def test_a_step_of_a_model_without_layers_is_cut_too() -> None:
-    attention = Bench([]).attention
-    attention.begin_step([], [(0, 2), (2, 5)])
-    for index in (0, 1):
-        attention.select_sub_batch(index)
-        assert attention.kept_rows is None
-
-
-@pytest.mark.parametrize("name", ["torch", "torch_reference"])
 def test_a_padded_step_gives_the_same(name: str) -> None:
     bench = Bench([layer("E0", encoder())], backend(name))
     whole = step(LENS)

@@ -285,7 +285,7 @@ def test_state_layers_have_pages_and_no_backend() -> None:
     assert GraphCapture.NEVER == bench.attention.capture
 
 
-def test_every_sub_batch_has_its_own_part_of_the_step() -> None:
+def test_layers_of_one_group_hold_the_same_step() -> None:
     bench = Bench([layer("a", full()), states("s"), states("t")])
     for name, length in (("0", 6), ("1", 1), ("2", 3)):
         bench.manager.start(name, [0] * 64)
@@ -297,14 +297,12 @@ def test_every_sub_batch_has_its_own_part_of_the_step() -> None:
         generating_indices=np.array([5, 6, 9]),
     )
     metadata = build_metadata(batch, bench.manager.tables, CPU)
-    bench.attention.begin_step(metadata, [(0, 2), (2, 3)], batch=batch, tables=bench.manager.tables)
-    first = bench.attention.states["s"].step
-    assert first is bench.attention.states["t"].step
-    assert [(0, 4), (4, 6), (6, 7)] == [(piece.start, piece.stop) for piece in first.runs]
-    bench.attention.select_sub_batch(1)
-    (piece,) = bench.attention.states["s"].step.runs
+    bench.attention.begin_step(metadata, batch=batch, tables=bench.manager.tables)
+    step = bench.attention.states["s"].step
+    assert step is bench.attention.states["t"].step
+    assert [(0, 4), (4, 6), (6, 7), (7, 10)] == [(run.start, run.stop) for run in step.runs]
     page = bench.manager.block_ids("2")[1][0]
-    assert StateRun(0, 3, None, (page, 0)) == piece
+    assert StateRun(7, 10, None, (page, 0)) == step.runs[-1]
 
 
 def test_rollback_states_are_parts_of_pages_of_the_group_after_that_of_the_layers() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -25,7 +24,7 @@ from kvframe.contract.order import BatchOrder, split_batch
 from kvframe.contract.specs import LayerSpec
 from kvframe.planning.groups import group_layers, share_caches
 from kvframe.testing.guard import ScalarGuard, guard
-from tests.attention.attending import MIXED, SKIPPING, Bench, close, eight_layers, full, layer, local, plugin
+from tests.attention.attending import MIXED, Bench, close, eight_layers, full, layer, local, plugin
 
 SINGLE_TOKENS = [(0, 1), (0, 1), (0, 1)]
 
@@ -169,7 +168,7 @@ def test_a_chain_that_changes_nothing_costs_no_metadata() -> None:
     assert ["2 together", "build", "build"] == counted(layers, [(0, 1), (0, 3)], skipping)
 
 
-# --- order, capture, sub-batches --------------------------------------------------------------------------------------
+# --- order, capture ---------------------------------------------------------------------------------------------------
 
 
 class Decodes(TorchReferenceBackend):
@@ -246,23 +245,6 @@ def test_the_capture_level_is_the_least_of_all_parts() -> None:
     backends = {"mine": "decodes", "short": "short_ones", "torch": "torch"}
     levels = {name: ordered(a=backend).attention.capture for name, backend in backends.items()}
     assert {"mine": GraphCapture.DECODE, "short": GraphCapture.UNIFORM, "torch": GraphCapture.NEVER} == levels
-
-
-@pytest.mark.parametrize("stack", [Stack(), SKIPPING], ids=["all", "skipping"])
-@settings(max_examples=20, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), min_size=2, max_size=6),
-    st.integers(1, 5),
-    st.integers(1, 5),
-)
-def test_sub_batches_together_equal_the_whole(
-    stack: Stack, requests: list[tuple[int, int]], first: int, second: int
-) -> None:
-    cuts = sorted({0, min(first, len(requests)), min(second, len(requests)), len(requests)})
-    layers = eight_layers()
-    whole = Bench(layers, stack).run(requests)
-    parts = Bench(layers, stack).run(requests, sub_batches=list(itertools.pairwise(cuts)))
-    assert all(close(whole[spec.name], parts[spec.name]) for spec in layers)
 
 
 def chunk_layers(chunk: int) -> tuple[LayerSpec, ...]:
