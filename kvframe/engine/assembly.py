@@ -32,24 +32,24 @@ from kvframe.selection.select import select_backends
 from kvframe.selection.skipping import find_skippable_layers
 
 PLAIN_TOKENS = 1024
-"""The longest request of a set-up that a model is compared with itself in."""
+"""Tokens of the longest request in the set-up for the self-check."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Assembly:
-    """What set-up made of a model and a stack. While requests come and go, nothing in it changes but bytes of pages.
+    """The result of set-up for a model and a stack. While the engine runs, only the bytes of pages change.
 
     Attributes:
         model: The model.
-        stack: What was asked for.
-        device: Where it runs.
+        stack: The stack that was asked for.
+        device: The device of the model and the cache.
         max_model_len: The most tokens of a request.
         grouping: The cache groups.
-        plan: What is allocated.
-        choices: For each layer, its wrapper chain, the backend that was chosen, and why the others were not.
+        plan: The cache plan.
+        choices: For each layer, its wrapper chain, the chosen backend, and why the other backends were not chosen.
         storage: The pool.
-        host: Host memory for the pages of preempted requests; None where they are computed again.
-        layers: The attention layers over the pool, for the model to be attached to.
+        host: Host memory for the pages of preempted requests; None if these are recomputed.
+        layers: The attention layers over the pool, to which the model is attached.
     """
 
     model: LoadedModel
@@ -65,7 +65,7 @@ class Assembly:
 
 
 def assemble(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, registry: Registry) -> Assembly:
-    """Plan and allocate the cache, and choose a wrapper chain and a backend for every layer. The model is not touched.
+    """Plan and allocate the cache, and choose a wrapper chain and a backend for every layer. The model is unchanged.
 
     Args:
         model: A loaded model.
@@ -74,13 +74,13 @@ def assemble(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, regi
         registry: Where backends and wrappers are looked up.
 
     Raises:
-        StackError: The stack asks for longer requests than the model takes, for prefill skipping of a model that
-            cannot leave rows out, or gives a wrapper or backend options that it does not have.
+        StackError: The stack asks for longer requests than the model takes, asks for prefill skipping of a model that
+            cannot leave rows out, or gives a wrapper or a backend options that it does not have.
         PlanError: The memory is too small.
-        WrapperError: A wrapper cannot serve a layer, or may not stand where it does in its chain.
+        WrapperError: A wrapper cannot serve a layer, or is at a wrong place in its chain.
         UnknownNameError: A cache spec's default chain names a wrapper that no plugin registers.
         PluginError: A wrapper cannot be imported.
-        BackendError: No backend serves a layer, the one that was named cannot, or one could not be set up.
+        BackendError: No backend serves a layer, the named backend cannot serve it, or a backend could not be set up.
     """
     max_model_len = choose_max_model_len(model.description, stack)
     grouping = group_layers(layers, hybrid=stack.cache.hybrid)
@@ -91,9 +91,10 @@ def assemble(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stack, regi
 
 
 def assemble_plain(assembly: Assembly, layers: Sequence[LayerSpec], registry: Registry) -> Assembly:
-    """Return a set-up in which every layer is stored as it is, for comparing the model with itself; small.
+    """Return a small set-up in the plain format, in which a model can be compared with its own forward.
 
-    What a format rounds off says nothing of whether the model attends as its masks say, and would hide it.
+    The comparison finds a model that attends otherwise than its masks say. The rounding of another cache format would
+    hide such an error.
 
     Args:
         assembly: The set-up that is to serve.
@@ -101,10 +102,10 @@ def assemble_plain(assembly: Assembly, layers: Sequence[LayerSpec], registry: Re
         registry: Where backends and wrappers are looked up.
 
     Returns:
-        A set-up of its own with room for a few short requests; ``assembly`` itself if its layers are plain.
+        A separate set-up for a few short requests; ``assembly`` itself if its layers are plain already.
 
     Raises:
-        BackendError: No backend serves a layer in the plain format, or the one that was named does not.
+        BackendError: No backend serves a layer in the plain format, or the named backend does not.
     """
     plain = plain_layers(layers)
     if plain == tuple(layers):
@@ -117,7 +118,7 @@ def assemble_plain(assembly: Assembly, layers: Sequence[LayerSpec], registry: Re
         "max_input_lens": model.description.max_input_lens,
         "pages_per_slab": [1] * len(grouping.groups),
     }
-    # A first plan says how many slabs one request takes, the second has them.
+    # The first plan says how many slabs one request takes; the second plan has that many.
     slab_bytes = max((group.page_bytes for group in grouping.groups), default=0)
     enough = (len(grouping.groups) + 1) * slab_bytes
     peaks = plan_cache(grouping, memory_bytes=enough, **limits).peak_blocks(limits["max_model_len"])
@@ -127,7 +128,7 @@ def assemble_plain(assembly: Assembly, layers: Sequence[LayerSpec], registry: Re
 
 
 def plain_layers(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-    """Return the layers, each stored as it is."""
+    """Return the layers in the plain format."""
     return tuple(
         layer if layer.spec is None else attrs.evolve(layer, spec=layer.spec.in_format(PLAIN)) for layer in layers
     )
@@ -181,7 +182,7 @@ def _assemble(
 
 
 def _check_memory(plan: KVCachePlan, stack: Stack, device: torch.device, host_slabs: int) -> None:
-    """Refuse what the host's memory cannot hold together, though it may hold each part."""
+    """Raise if the host's memory is too small for the sum of the cache, the swap memory and the tokens."""
     pool = plan.total_bytes if device.type == "cpu" else 0
     swapped, tokens = host_slabs * plan.slab_bytes, 8 * stack.engine.max_num_seqs * plan.max_model_len
     check_host_bytes(
@@ -196,7 +197,7 @@ def find_page_copier(choices: Sequence[Choice]) -> PageCopier | None:
     """Return the copy kernel of the first chosen backend that provides one; None if none does.
 
     Raises:
-        PluginError: A chosen backend fails when it is asked, or returns what cannot be called.
+        PluginError: A backend's ``page_copier`` raises, or returns a value that is not callable.
     """
     for choice in choices:
         whose = f"backend {choice.backend!r}, of layer {choice.layer!r}: page_copier()"
@@ -222,7 +223,7 @@ def _skipped_layers(model: LoadedModel, layers: Sequence[LayerSpec], stack: Stac
 def load_model(
     path: Path, stack: Stack, plugins: Sequence[ModuleType]
 ) -> tuple[LoadedModel, tuple[LayerSpec, ...], Registry]:
-    """Return the model at ``path``, its layer specs, and the registry that they were looked up in.
+    """Return the model at ``path``, its layer specs, and the registry of the plugins.
 
     Args:
         path: A model's folder.
@@ -230,7 +231,7 @@ def load_model(
         plugins: Manifest modules to use beside the installed plugins.
 
     Raises:
-        KVFrameError: What is wrong with the stack, a plugin it names, or the model.
+        KVFrameError: The stack, a plugin that it names, or the model is wrong.
     """
     registry = load_plugins(stack.plugins, plugins).registry
     stack.check(registry)
@@ -240,7 +241,7 @@ def load_model(
 
 
 def _check_device(stack: Stack) -> None:
-    """Refuse a device that is not there before a model is loaded for it."""
+    """Raise for a device that cannot be used, before a model is loaded."""
     try:
         torch.empty(0, device=stack.engine.device)
     except (RuntimeError, AssertionError) as error:  # a build of torch without the device asserts

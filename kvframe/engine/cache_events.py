@@ -12,11 +12,11 @@ from kvframe.cache.manager import KVCacheManager
 _log = logging.getLogger("kvframe")
 
 CacheListener = Callable[[Sequence[CacheEvent]], None]
-"""Takes the events since it was called last, in order."""
+"""Takes the events since its last call, in order."""
 
 
 class CacheEventDelivery:
-    """Hands a cache's events to a listener. A listener that raises gets no further events, and harms nothing else."""
+    """Delivers a cache's events to a listener. A listener that raises is removed; the engine continues."""
 
     def __init__(
         self, manager: KVCacheManager, secret: bytes, let_through: Callable[[], AbstractContextManager[None]]
@@ -26,14 +26,14 @@ class CacheEventDelivery:
         Args:
             manager: The cache.
             secret: 32 bytes, for the keys of blocks.
-            let_through: Returns what lets interrupts through while the listener is called.
+            let_through: Returns a context manager that lets interrupts through while the listener is called.
         """
         self._let_through = let_through
         self._manager = manager
         self._secret = secret
         self._events: EventLog | None = None
         self._listener: CacheListener | None = None
-        self._is_in_doubt = False
+        self._must_resend = False
 
     @property
     def listener(self) -> CacheListener | None:
@@ -47,24 +47,24 @@ class CacheEventDelivery:
             self._events = None
             self._manager.stop_events()
         else:
-            self._is_in_doubt = True
+            self._must_resend = True
             self.deliver()
 
     def deliver(self) -> None:
-        """Deliver the events that the listener did not get yet; if that is unknown, everything that is cached.
+        """Deliver the events since the last delivery, or all that is cached if the last delivery was interrupted.
 
-        That is so when it was interrupted, by Ctrl-C for one: it may have taken some of the events.
+        A listener that was interrupted, for example by Ctrl-C, may have taken some of the events.
         """
         if self._listener is None:
             return
-        if self._is_in_doubt or self._events is None:
+        if self._must_resend or self._events is None:
             self._events = self._manager.record_events(self._secret)
-        self._is_in_doubt = True
+        self._must_resend = True
         if events := self._events.take():
             try:
                 with self._let_through():
                     self._listener(events)
             except Exception:
-                _log.exception("the listener to cache events raised; it is told nothing any more")
+                _log.exception("the listener to cache events raised; it was removed")
                 self.listener = None
-        self._is_in_doubt = False
+        self._must_resend = False

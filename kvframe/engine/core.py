@@ -41,32 +41,32 @@ MAX_ID_CHARS = 1024
 """Characters of a request's id."""
 
 STEP_FAILED = "the step that computed this request failed; the exception that the engine raised says why"
-"""The error of every request of a failed step: the exception itself may hold data of one that others must not see."""
+"""The error of every request of a failed step. It leaves the exception out, which may hold another request's data."""
 
 
 class Runner(Protocol[RequestT]):
-    """Runs steps; what comes of a request's last known token is one number, as the scheduler takes it."""
+    """Runs steps. For a request's last known token it returns one number, which the scheduler takes."""
 
     @property
     def has_graphs(self) -> bool:
         """Whether steps may be replayed from graphs."""
 
     def warm_up(self) -> None:
-        """Do once, before the first request, what would make it wait."""
+        """Do the slow work of a first step, before the first request has to wait for it."""
 
     def run(self, step: ScheduledStep[RequestT]) -> list[int]:
-        """Compute a step and return an outcome for each request whose last known token it computes."""
+        """Compute a step. Return one number for each request whose last known token the step computes."""
 
 
 class EngineCore(ABC, Generic[RequestT]):
-    """Set-up and life of an engine. What is asked of the model, and what comes back, a subclass says.
+    """Sets an engine up, runs its steps and closes it. Subclasses say what is asked of the model and what is returned.
 
     Attributes:
         model: The model.
         stack: The stack that was asked for.
         grouping: The cache groups.
-        plan: What is allocated.
-        choices: For each layer, its wrapper chain, the backend that was chosen, and why the others were not.
+        plan: The cache plan.
+        choices: For each layer, its wrapper chain, the chosen backend, and why the other backends were not chosen.
     """
 
     def __init__(
@@ -86,20 +86,21 @@ class EngineCore(ABC, Generic[RequestT]):
             layers: Its layer specs, as ``make_layer_specs`` returns them.
             registry: Where backends and wrappers are looked up.
             stack: Memory, limits and rules; the defaults unless given.
-            poison_freed: Fill pages with NaN at first and when their content ends, so that a read of state that is
-                not there shows. For tests.
-            skip_policy: Whether layers that can skip tokens of a step do so; always unless given.
+            poison_freed: Fill pages with NaN when they are allocated and when they are freed, so that a read of missing
+                state shows. For tests.
+            skip_policy: Decides in each step whether layers that can skip tokens do so; they always do unless given.
 
         Raises:
-            StackError: The stack asks for longer requests than the model takes, for prefill skipping of a model that
-                cannot leave rows out, or gives a wrapper or backend options that it does not have.
+            StackError: The stack asks for longer requests than the model takes, asks for prefill skipping of a model
+                that cannot leave rows out, or gives a wrapper or a backend options that it does not have.
             PlanError: The memory is too small.
-            WrapperError: A wrapper cannot serve a layer, or may not stand where it does in its chain.
+            WrapperError: A wrapper cannot serve a layer, or is at a wrong place in its chain.
             UnknownNameError: A cache spec's default chain names a wrapper that no plugin registers.
             PluginError: A wrapper cannot be imported.
-            BackendError: No backend serves a layer, the one that was named cannot, one could not be set up, or one
-                computes a layer wrongly.
-            ModelError: The model cannot be attached or compiled, or computes something else than it does by itself.
+            BackendError: No backend serves a layer, the named backend cannot serve it, a backend could not be set up,
+                or a backend computes a layer wrongly.
+            ModelError: The model cannot be attached or compiled, or attached it computes something else than
+                unattached.
         """
         self.model = model
         self.stack = stack = Stack() if stack is None else stack
@@ -144,7 +145,7 @@ class EngineCore(ABC, Generic[RequestT]):
         )
 
     def _poison_freed(self, assembly: Assembly) -> None:
-        """Fill all pages with NaN, now and when their content ends."""
+        """Fill all pages with NaN, now and when they are freed."""
         self._storage.poison()
         assembly.layers.local.is_poisoned = True
         self._manager.on_pages_freed = lambda group, block_ids: self._storage.fill(group, block_ids, math.nan)
@@ -179,11 +180,11 @@ class EngineCore(ABC, Generic[RequestT]):
             raise
 
     def _check_model(self) -> None:
-        """Refuse a model that is not for this kind of engine, with a ``ModelError``."""
+        """Raise a ``ModelError`` for a model that this kind of engine cannot serve."""
 
     @abstractmethod
     def _make_runner(self, assembly: Assembly, skip_policy: SkipPolicy | None) -> Runner[RequestT]:
-        """Return what computes the engine's steps."""
+        """Return the runner, which computes the engine's steps."""
 
     @classmethod
     def from_pretrained(
@@ -205,7 +206,7 @@ class EngineCore(ABC, Generic[RequestT]):
             skip_policy: As for the constructor.
 
         Raises:
-            KVFrameError: What is wrong with the stack, a plugin it names, the model or the memory.
+            KVFrameError: The stack, a plugin that it names, the model or the memory is wrong.
         """
         stack = Stack() if stack is None else stack
         model, layers, registry = load_model(Path(path), stack, plugins)
@@ -215,13 +216,13 @@ class EngineCore(ABC, Generic[RequestT]):
 
     @verb
     def abort(self, request_id: str) -> None:
-        """End a request now, all samples of it, and give its blocks back; its last output comes with the next ``step``.
+        """End all samples of a request now and free their blocks; the next ``step`` returns their last outputs.
 
         Args:
-            request_id: The request; one that has ended, or is not known, is passed over.
+            request_id: The request. An id that is unknown, or whose request has ended, is ignored.
 
         Raises:
-            RequestError: That is no id (``bad_id``).
+            RequestError: ``request_id`` is not an id (``bad_id``).
         """
         for each in self._requests.samples_of(_checked_id(request_id)):
             request = self._requests[each]
@@ -231,30 +232,31 @@ class EngineCore(ABC, Generic[RequestT]):
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether ``step`` has something to do or to report; not once the engine is closed."""
+        """Whether ``step`` has something to compute or to report; False after ``close``."""
         return self._scheduler.has_work or bool(self._requests.with_news)
 
     def stats(self) -> EngineStats:
-        """Return what the engine did so far. A closed engine answers too, and one that a verb of runs."""
+        """Return the engine's counters. It can be called at any time: during a verb, and after ``close``."""
         return EngineStats.of(self._scheduler.stats, self._manager.stats, self._storage.pool.numel())
 
     @verb
     def reset_prefix_cache(self) -> None:
-        """Give up every cached prefix, pinned ones too; running requests are not touched."""
+        """Remove every cached prefix, pinned ones too; running requests keep their blocks."""
         self._weights_may_have_changed()
         self._manager.reset_prefix_cache()
         self._cache_events.deliver()
 
     @property
     def on_cache_events(self) -> CacheListener | None:
-        """The listener that gets the cache's events in order; None, which costs nothing, if there is none.
+        """The listener to cache events, which gets them in order. None, the default, costs nothing.
 
-        Called after each step in which something changed, and when the cache is reset or resized, with a list of
-        ``kvframe.BlocksStored``, ``BlocksRemoved`` and ``CacheCleared``. A new listener first gets events for all that
-        is cached, after a ``CacheCleared``: replaying what it is told always gives what the cache holds. Keys of blocks
-        are those of ``kvframe.prefix_key`` under the secret of the stack's ``[cache] key``; without one, under a secret
-        of the engine's own. A listener that raises is logged, and told nothing any more; one that Ctrl-C interrupts is
-        told all that is cached the next time. Of the engine it may call ``stats``, and no verb.
+        It is called after each step that changed the cache, and when the cache is reset or resized, with a list of
+        ``kvframe.BlocksStored``, ``BlocksRemoved`` and ``CacheCleared``. A new listener first gets a ``CacheCleared``
+        and events for all that is cached, so a replay of its events always gives the content of the cache. The keys of
+        blocks are those of ``kvframe.prefix_key`` under the secret of the stack's ``[cache] key``, or under a secret of
+        the engine if the stack has none. If a listener raises, the exception is logged and the listener is removed. If
+        Ctrl-C interrupts a listener, its next call reports all that is cached. A listener may call ``stats``, and no
+        verb of the engine.
         """
         return self._cache_events.listener
 
@@ -264,18 +266,19 @@ class EngineCore(ABC, Generic[RequestT]):
 
     @verb
     def resize_cache(self, memory: int | str) -> None:
-        """Give the cache more memory, or less, between steps; requests go on.
+        """Give the cache more memory, or less, between steps; requests continue.
 
-        Cached prefixes stay, but for those at the end of a cache that shrinks. Requests that run there are preempted,
-        the last ones first. While it moves, the device holds the cache twice.
+        Cached prefixes stay, except those at the end of a cache that shrinks. Running requests with blocks there are
+        preempted, the one admitted last first. During the move, the device holds both the old and the new cache.
 
         Args:
-            memory: The most bytes for it; may be given like ``"2GiB"``.
+            memory: The most bytes that the cache may take; may be given like ``"2GiB"``.
 
         Raises:
-            PlanError: It would be too small for a request that goes on or for what is pinned, the device has no such
-                memory, or the engine replays graphs, which know where the cache lies. The cache is as it was.
-            StackError: That is no size.
+            PlanError: The new cache would be too small for an unfinished request or for the pinned prefixes, the device
+                has not enough memory, or the engine replays graphs, which hold the cache's addresses. The cache is
+                unchanged.
+            StackError: ``memory`` is not a size.
         """
         if self._runner.has_graphs:
             raise PlanError(
@@ -292,9 +295,9 @@ class EngineCore(ABC, Generic[RequestT]):
 
     @verb_when_closed
     def close(self) -> None:
-        """End every request and leave the model as it was. Safe to call twice.
+        """End every request and detach the model, which then computes as before. Safe to call twice.
 
-        Every verb but this one and ``stats`` then raises ``EngineError`` (``closed``).
+        After it, every verb but ``close`` raises ``EngineError`` (``closed``); ``stats`` still answers.
         """
         self._turns.is_closed = True
         self._forget(list(self._requests.values()))
@@ -312,7 +315,7 @@ class EngineCore(ABC, Generic[RequestT]):
     # --- for subclasses -----------------------------------------------------------------------------------------------
 
     def _weights_may_have_changed(self) -> None:
-        """Forget what is known of the weights; called when the prefix cache is reset."""
+        """Drop what was derived from the weights; called when the prefix cache is reset."""
 
     @verb
     def _set_listener(self, listener: CacheListener | None) -> None:
@@ -321,7 +324,7 @@ class EngineCore(ABC, Generic[RequestT]):
         self._cache_events.listener = listener
 
     def _new_id(self, request_id: str | None) -> str:
-        """Return a fresh id, or the one that was asked for; raises ``RequestError`` if that is taken, or none."""
+        """Return ``request_id``, or a fresh id for None; raise ``RequestError`` if it is in use or not an id."""
         if request_id is None:
             return self._requests.fresh_id()
         if self._requests.samples_of(_checked_id(request_id)):
@@ -342,17 +345,17 @@ class EngineCore(ABC, Generic[RequestT]):
         """Serve a batch of requests to their ends.
 
         Args:
-            num_requests: How many.
-            add: Adds a request by its place in the batch and returns all samples of it, or raises a ``RequestError``,
-                or a ``ModelError`` for what the model cannot do.
-            on_progress: Called after each step with the number of requests that are done, refused ones included.
+            num_requests: The number of requests.
+            add: Adds the request at an index of the batch and returns all its samples. It raises ``RequestError`` for a
+                refused request, or ``ModelError`` if the model cannot serve it.
+            on_progress: Called after each step with the number of finished requests, refused ones included.
 
         Returns:
-            For each place, its request, all samples of it, or why it was refused.
+            For each index, the samples of its request, or the error that refused it.
 
         Raises:
-            RequestError: ``on_progress`` cannot be called (``bad_params``).
-            ModelError: None can be served, and this is why one cannot.
+            RequestError: ``on_progress`` is not callable (``bad_params``).
+            ModelError: No request can be served; the error is that of one of them.
         """
         if on_progress is not None and not callable(on_progress):
             raise RequestError(f"on_progress must be a callable or None, not {shown(on_progress)}", code="bad_params")
@@ -380,7 +383,7 @@ class EngineCore(ABC, Generic[RequestT]):
         return [added[index] if index in added else refused[index] for index in range(num_requests)]
 
     def _advance(self) -> None:
-        """Compute one batch and note who has something new."""
+        """Compute one batch and record the requests that have something to report."""
         try:
             step = self._scheduler.schedule()
         finally:
@@ -401,7 +404,7 @@ class EngineCore(ABC, Generic[RequestT]):
         self._cache_events.deliver()
 
     def _forget(self, requests: Iterable[RequestT]) -> None:
-        """End requests that their owner gave up, without a report."""
+        """End requests without a report to their owner."""
         for request in requests:
             if self._requests.holds(request):
                 self._requests.remove(request.request_id)

@@ -21,11 +21,11 @@ from kvframe.selection.identity import Identity
 
 
 def check_model(assembly: Assembly, layers: Sequence[LayerSpec], registry: Registry) -> None:
-    """Let a model compare packed runs with its own plain forward, and say which part is wrong if they differ.
+    """Let a model compare packed runs with its own plain forward, and find the wrong part if they differ.
 
-    Then the check is run again with the reference backend for every layer that it can serve. If the model passes, a
-    backend is wrong: that of the first layer with which the model fails. If it fails, but passes without its wrappers,
-    a wrapper is wrong. If it fails without them too, the model is.
+    If the check fails, it runs again with the reference backend for every layer that this backend can serve. If the
+    model then passes, a backend is wrong: that of the first layer with which the model fails. If it still fails, but
+    passes without its wrappers, a wrapper is wrong. If it fails without them too, the model is wrong.
 
     Args:
         assembly: The set-up; its model is attached to its layers, and to others after a failure.
@@ -33,7 +33,7 @@ def check_model(assembly: Assembly, layers: Sequence[LayerSpec], registry: Regis
         registry: Where the reference backend is looked up.
 
     Raises:
-        ModelError: The model attends in another way than its layers say, or could not be compared.
+        ModelError: The model attends in another way than its layers describe, or the comparison could not be made.
         BackendError: A backend computes a layer wrongly (``wrong_output``).
         WrapperError: A wrapper changes what a layer computes (``wrong_output``).
     """
@@ -49,7 +49,7 @@ def check_model(assembly: Assembly, layers: Sequence[LayerSpec], registry: Regis
 def _explain(
     error: ModelError, assembly: Assembly, layers: Sequence[LayerSpec], registry: Registry
 ) -> ModelError | BackendError | WrapperError | None:
-    """Return the error that says which part is wrong; None if ``error`` says all that can be said."""
+    """Return the error that names the wrong part; None if ``error`` already says all that is known."""
     trials, chosen, device = _Trials(assembly, layers), assembly.choices, assembly.device.type
     entry = _find_reference(registry)
     name = assembly.model.description.name
@@ -98,7 +98,7 @@ class _Trials:
         return True
 
     def first_wrong(self, right: Sequence[Choice], wrong: Sequence[Choice]) -> int:
-        """Return the place of a layer that passes as in ``right`` and fails as in ``wrong``, by bisection.
+        """Return the index of a layer that passes as in ``right`` and fails as in ``wrong``, found by bisection.
 
         Args:
             right: Choices that pass.
@@ -115,7 +115,7 @@ class _Trials:
 
 
 def _find_reference(registry: Registry) -> Entry:
-    """Return the reference: slow on purpose, it is the built-in backend with the lowest preference."""
+    """Return the reference backend: the built-in one with the lowest preference, as it is slow on purpose."""
     built_in = [entry for entry in registry.backends.claims() if entry.owner == BUILTIN_OWNER]
     return min(built_in, key=lambda entry: int(entry.load().capabilities.preference))
 
@@ -123,9 +123,9 @@ def _find_reference(registry: Registry) -> Entry:
 def _on_reference(
     choices: Sequence[Choice], layers: Sequence[LayerSpec], entry: Entry, device: str, *, keep_wrappers: bool
 ) -> tuple[tuple[Choice, ...], list[tuple[Choice, str]]]:
-    """Return the choices with the reference backend where it can serve, and the others with why it cannot.
+    """Return the choices with the reference backend for each layer that it serves, and why it cannot serve the others.
 
-    Wrappers that drop tokens stay in any case: the layers after them are given no others.
+    Wrappers that drop tokens always stay, because the layers after them get no other tokens.
     """
     backend_class = entry.load()
     specs = {layer.name: layer for layer in layers}

@@ -25,19 +25,19 @@ from kvframe.loading.registry import Registry
 class Embedder(EngineCore[EmbeddingRequest]):
     """Makes embeddings of texts with one model, an encoder or a decoder.
 
-    Texts are added at any time; each ``step`` computes one batch of them, of mixed lengths. A decoder's keys and values
-    are cached as when it generates: a long text is computed in chunks, and a beginning that texts have in common once,
-    where only the last token makes the embedding. An exception of the model ends the requests of that step, gives their
-    blocks back, and goes on to the caller; the embedder can go on with the others. It serves one call at a time, and
-    none once it is closed, as ``Engine`` does.
+    Texts can be added at any time; each ``step`` computes one batch of them, of mixed lengths. If only the last token
+    makes the embedding, a decoder's keys and values are cached as in an ``Engine``: a long text is computed in chunks,
+    and a prefix that texts share is computed once. If the model raises, the requests of that step end, their blocks are
+    freed, and the exception is raised to the caller; the embedder can continue with the other requests. Like
+    ``Engine``, it serves one call at a time, and none after ``close``.
 
     Attributes:
         model: The model, without head.
         pooling: How its hidden states become an embedding.
         stack: The stack that was asked for.
         grouping: The cache groups; none for an encoder.
-        plan: What is allocated.
-        choices: For each layer, its wrapper chain, the backend that was chosen, and why the others were not.
+        plan: The cache plan.
+        choices: For each layer, its wrapper chain, the chosen backend, and why the other backends were not chosen.
     """
 
     def __init__(
@@ -59,16 +59,17 @@ class Embedder(EngineCore[EmbeddingRequest]):
             layers: Its layer specs, as ``make_layer_specs`` returns them.
             registry: Where backends and wrappers are looked up.
             stack: Memory, limits and rules; the defaults unless given.
-            pooling: Which tokens make an embedding; what the checkpoint says unless given, else the last one of a
-                decoder, and all of an encoder.
-            normalize: Whether an embedding is divided by its length; what the checkpoint says unless given, else not.
+            pooling: Which tokens make an embedding. Unless given, the checkpoint decides; if it does not say, the last
+                token of a decoder and all tokens of an encoder.
+            normalize: Whether an embedding is divided by its length. Unless given, the checkpoint decides; if it does
+                not say, no.
             poison_freed: As for ``Engine``.
             skip_policy: As for ``Engine``.
 
         Raises:
             ModelError: The model gives no hidden states, its checkpoint pools them in a way that kvframe does not know,
                 or as for ``Engine``.
-            RequestError: There is no such ``pooling`` (``bad_params``).
+            RequestError: ``pooling`` is not a pooling mode (``bad_params``).
             KVFrameError: As for ``Engine``.
         """
         if pooling is not None and pooling not in get_args(PoolingMode):
@@ -114,7 +115,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
             skip_policy: As for the constructor.
 
         Raises:
-            KVFrameError: What is wrong with the stack, a plugin it names, the model or the memory.
+            KVFrameError: The stack, a plugin that it names, the model or the memory is wrong.
         """
         stack = Stack() if stack is None else stack
         model, layers, registry = load_model(Path(path), stack, plugins)
@@ -134,15 +135,15 @@ class Embedder(EngineCore[EmbeddingRequest]):
         """Queue a text and return the id of its request.
 
         Args:
-            text: Text, or token ids. Nothing is cut off, and nothing put before it but the tokenizer's special tokens.
+            text: Text, or token ids. Nothing is cut off; only the tokenizer's special tokens are added.
             request_id: Its id; a fresh one unless given.
-            cache_salt: It shares cached beginnings with texts of the same salt, and with no others.
+            cache_salt: The request shares cached prefixes with texts of the same salt only.
 
         Raises:
             RequestError: The text can never be embedded; ``code`` is one of ``empty_prompt``, ``prompt_too_long``,
                 ``exceeds_step``, ``bad_token``, ``bad_text``, ``bad_salt``, ``bad_id``, ``too_large``,
-                ``duplicate_id``. Others are not touched.
-            ModelError: It is text, and the model has no tokenizer.
+                ``duplicate_id``. Other requests are unchanged.
+            ModelError: ``text`` is a string, and the model has no tokenizer.
         """
         requests = self._add_text(text, request_id, cache_salt)
         self._turns.if_lost(lambda: self._forget(requests))
@@ -153,8 +154,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
         """Compute one batch.
 
         Returns:
-            The requests that have come to an end; empty if a step only computed parts of texts, or if there is nothing
-            to do.
+            The requests that ended; empty if the step only computed parts of texts, or if there was nothing to do.
         """
         reported: list[EmbeddingRequest] = []
         self._turns.if_lost(lambda: self._take_back(reported))
@@ -176,16 +176,16 @@ class Embedder(EngineCore[EmbeddingRequest]):
 
         Args:
             texts: Texts or token ids.
-            cache_salt: As for ``add_request``: for all, or one for each.
-            on_progress: Called after each step with the number of texts that are done, refused ones included. Of the
-                embedder it may call ``stats``, and no verb; what it raises ends the batch.
+            cache_salt: As for ``add_request``: one for all texts, or one for each.
+            on_progress: Called after each step with the number of finished texts, refused ones included. It may call
+                ``stats``, and no verb of the embedder; an exception that it raises ends the batch.
 
         Returns:
             One output for each text, in order; a refused one has ``finish_reason="refused"`` and an ``error``.
 
         Raises:
-            RequestError: An argument is none for a batch (``bad_prompts``, ``bad_params``, ``bad_salt``).
-            ModelError: None can be embedded, and one is text, but the model has no tokenizer.
+            RequestError: An argument is not valid for a batch (``bad_prompts``, ``bad_params``, ``bad_salt``).
+            ModelError: No text can be embedded, and one is a string, but the model has no tokenizer.
         """
         with self._turns.let_through():
             texts = prompts_of(texts)
@@ -205,7 +205,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
         request_id = self._new_id(request_id)
         if isinstance(text, str) and not text.strip():
             raise RequestError("the text is empty", code="empty_prompt")
-        # Reading a text may take long, and leaves no trace.
+        # Reading a text may take long, and changes no state.
         with self._turns.let_through():
             token_ids = self._admission.token_ids(text, None)
         requests = [EmbeddingRequest.create(request_id, token_ids, self.pooling, cache_salt)]
@@ -213,9 +213,9 @@ class Embedder(EngineCore[EmbeddingRequest]):
         return requests
 
     def _take_back(self, reported: Sequence[EmbeddingRequest]) -> None:
-        """Let outputs be reported once more that did not reach the requests' owners."""
+        """Mark outputs as unreported that did not reach the requests' owners."""
         for request in reported:
-            self._requests.give_back(request)
+            self._requests.mark_unreported(request)
 
     def _make_runner(self, assembly: Assembly, skip_policy: SkipPolicy | None) -> PoolingRunner:
         return PoolingRunner(
@@ -230,7 +230,7 @@ class Embedder(EngineCore[EmbeddingRequest]):
         )
 
     def _refused_output(self, index: int, text: str | Sequence[int], error: KVFrameError) -> EmbeddingOutput:
-        """Return what stands for a refused text among a batch's outputs."""
+        """Return the output for a refused text in a batch."""
         return EmbeddingOutput(
             request_id=f"refused-{index}",
             token_ids=self._admission.ids_of(text),

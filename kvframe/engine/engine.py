@@ -31,20 +31,22 @@ from kvframe.engine.turns import verb
 class Engine(EngineCore[Request]):
     """Continues prompts with one model.
 
-    Requests are added at any time; each ``step`` computes one batch of them. An exception of the model, of a plugin or
-    of Ctrl-C ends the requests of that step (``finish_reason="error"``), gives their blocks back, and goes on to the
-    caller; the engine can go on with the other requests. One whose output is not numbers, or whose tokens cannot be
-    turned into text, ends alone; if it started on a cached prefix, it is computed again without before.
+    Requests can be added at any time; each ``step`` computes one batch of them. If the model or a plugin raises, or
+    Ctrl-C interrupts a step, the requests of that step end (``finish_reason="error"``), their blocks are freed, and the
+    exception is raised to the caller; the engine can continue with the other requests. If the output for one request is
+    not numbers, or its tokens cannot be turned into text, only that request ends. If it started on a cached prefix, it
+    is first computed again without the prefix.
 
     An engine serves one call at a time. A verb that is called while another one runs, by another thread or by a
-    callback, raises ``EngineError`` (``busy``) and changes nothing; after ``close``, every verb but ``close`` does
-    (``closed``). ``stats`` always answers. Ctrl-C is raised while a step computes, a prompt is read, or a callback
-    runs; at any other time it waits until the engine's books are written, and what the interrupted verb would have
-    returned is taken back: a request that was to be added is not there, and an output comes with the next ``step``.
+    callback, raises ``EngineError`` (``busy``) and changes nothing. After ``close``, every verb but ``close`` raises
+    ``EngineError`` (``closed``). ``stats`` always answers. Ctrl-C is raised while a step computes, a prompt is read, or
+    a callback runs. At any other time it waits until the engine's state is consistent, and the result of the
+    interrupted verb is undone: a request that was being added is not in the engine, and an output comes with the next
+    ``step``.
 
-    Where the stack's ``prefill_skipping`` is on, a ``skip_policy`` is asked in each step in which tokens could be
-    skipped, and says of it (a ``StepBatch``) whether they are. Its exceptions end the step as the model's do. To skip
-    in long steps only::
+    If the stack's ``prefill_skipping`` is on, the ``skip_policy`` is called with a ``StepBatch`` in each step in which
+    tokens could be skipped, and returns whether they are. Its exceptions end the step as the model's do. To skip in
+    long steps only::
 
         Engine.from_pretrained(path, stack=stack, skip_policy=lambda batch: batch.query_lens.sum() >= 256)
 
@@ -52,8 +54,8 @@ class Engine(EngineCore[Request]):
         model: The model.
         stack: The stack that was asked for.
         grouping: The cache groups.
-        plan: What is allocated.
-        choices: For each layer, its wrapper chain, the backend that was chosen, and why the others were not.
+        plan: The cache plan.
+        choices: For each layer, its wrapper chain, the chosen backend, and why the other backends were not chosen.
     """
 
     @verb
@@ -68,17 +70,17 @@ class Engine(EngineCore[Request]):
         """Queue a request and return its id.
 
         Args:
-            prompt: Text, or token ids; of a model with an encoder, what that reads, or a ``Prompt`` of two parts.
+            prompt: Text, or token ids. For a model with an encoder: the encoder's input, or a ``Prompt`` of two parts.
             params: How to sample and when to stop; greedy, 64 tokens unless given.
             request_id: Its id; a fresh one unless given.
-            cache_salt: It shares cached prefixes and inputs with requests of the same salt, and with no others: the
-                name of a tenant, say, or of a session.
+            cache_salt: The request shares cached prefixes and inputs with requests of the same salt only. The salt is,
+                for example, the name of a tenant or of a session.
 
         Raises:
             RequestError: The request can never be served; ``code`` is one of ``empty_prompt``, ``prompt_too_long``,
                 ``bad_token``, ``bad_text``, ``bad_params``, ``bad_salt``, ``bad_id``, ``too_large``, ``no_tokenizer``,
-                ``duplicate_id``, and for what goes to an encoder ``missing_input``, ``extra_input``, ``bad_input``,
-                ``input_too_long``. Others are not touched.
+                ``duplicate_id``, and for the input of an encoder ``missing_input``, ``extra_input``, ``bad_input``,
+                ``input_too_long``. Other requests are unchanged.
             ModelError: The prompt is text, and the model has no tokenizer.
         """
         requests = self._add_samples(prompt, params, request_id, cache_salt)
@@ -90,8 +92,8 @@ class Engine(EngineCore[Request]):
         """Compute one batch.
 
         Returns:
-            The requests with new tokens or an end, each with what is new; empty if a step only computed parts of
-            prompts, or if there is nothing to do.
+            The requests that have new tokens or ended, each with its new output; empty if the step only computed parts
+            of prompts, or if there was nothing to do.
         """
         reported: list[tuple[Request, RequestOutput]] = []
         self._turns.if_lost(lambda: self._take_back(reported))
@@ -104,9 +106,9 @@ class Engine(EngineCore[Request]):
     def stream(self, prompt: AnyPrompt, params: SamplingParams | None = None, *, cache_salt: str = "") -> RequestStream:
         """Serve one request and yield its outputs as they come; the last one of each sample has a ``finish_reason``.
 
-        Other requests go on meanwhile, and what they produce is kept for ``step``; a ``step`` while the stream is
-        open reports what the stream has not yielded yet. The request is added at once, and ends with the stream: when
-        the stream is closed, or when it is dropped, be it before its first output.
+        Other requests continue meanwhile, and their outputs are kept for ``step``. A ``step`` while the stream is open
+        also reports outputs that the stream has not yielded yet. The request is added at once. It ends when the stream
+        is closed or deleted, even before its first output.
 
         Args:
             prompt: As for ``add_request``.
@@ -114,7 +116,7 @@ class Engine(EngineCore[Request]):
             cache_salt: As for ``add_request``.
 
         Raises:
-            RequestError: At once, as ``add_request``.
+            RequestError: As for ``add_request``, when ``stream`` is called.
         """
         requests = self._add_samples(prompt, params, None, cache_salt)
         self._turns.if_lost(lambda: self._forget(requests))
@@ -133,17 +135,17 @@ class Engine(EngineCore[Request]):
 
         Args:
             prompts: As for ``add_request``.
-            params: For all, or one for each.
-            cache_salt: As for ``add_request``: for all, or one for each.
-            on_progress: Called after each step with the number of prompts that are done, refused ones included. Of the
-                engine it may call ``stats``, and no verb; what it raises ends the batch.
+            params: One for all prompts, or one for each.
+            cache_salt: As for ``add_request``: one for all prompts, or one for each.
+            on_progress: Called after each step with the number of finished prompts, refused ones included. It may call
+                ``stats``, and no verb of the engine; an exception that it raises ends the batch.
 
         Returns:
-            One output for each prompt, in order; a refused one has ``finish_reason="refused"`` and an ``error``. Where
-            the params ask for ``n`` samples, ``n`` outputs in its place, but one for a prompt whose ``n`` is refused.
+            One output for each prompt, in order; a refused one has ``finish_reason="refused"`` and an ``error``. If the
+            params ask for ``n`` samples, a prompt has ``n`` outputs; a prompt whose ``n`` is refused has one.
 
         Raises:
-            RequestError: An argument is none for a batch (``bad_prompts``, ``bad_params``, ``bad_salt``).
+            RequestError: An argument is not valid for a batch (``bad_prompts``, ``bad_params``, ``bad_salt``).
             ModelError: No prompt can be served, and one is text, but the model has no tokenizer.
         """
         with self._turns.let_through():
@@ -164,27 +166,28 @@ class Engine(EngineCore[Request]):
                 outputs += [self._report(request) for request in samples]
         return outputs
 
-    # --- prefixes that stay -------------------------------------------------------------------------------------------
+    # --- pinned and saved prefixes ------------------------------------------------------------------------------------
 
     @verb
     def pin_prefix(self, prompt: AnyPrompt, *, cache_salt: str = "") -> Pin:
-        """Keep a prompt's prefix, such as a system prompt, in the cache until ``unpin``; computes what is missing.
+        """Keep a prompt's prefix, such as a system prompt, cached until ``unpin``; compute it if it is not cached.
 
-        Kept is the longest part of whole blocks, and what the prompt brings for an encoder. Other requests go on while
-        it is computed, and what they produce is kept for ``step``. A reset of the prefix cache ends pins.
+        The pin keeps the longest prefix of whole blocks, and the prompt's inputs for an encoder. Other requests
+        continue while it is computed, and their outputs are kept for ``step``. A reset of the prefix cache ends all
+        pins.
 
         Args:
             prompt: As for ``add_request``.
-            cache_salt: As for ``add_request``: requests of the same salt find it.
+            cache_salt: As for ``add_request``: requests with the same salt find the prefix.
 
         Returns:
             The pin; its ``num_tokens`` says how many of the prompt's tokens are kept.
 
         Raises:
-            RequestError: As ``add_request``, or the prompt has no whole block (``prompt_too_short``), there is no
-                prefix cache (``no_prefix_caching``), or a request of the greatest length would not have room beside all
-                pins any more (``no_room``).
-            ModelError: As ``add_request``.
+            RequestError: As for ``add_request``; or the prompt has no whole block (``prompt_too_short``), the engine
+                has no prefix cache (``no_prefix_caching``), or beside all pins there would be too few blocks for a
+                request of the greatest length (``no_room``).
+            ModelError: As for ``add_request``.
         """
         pin = self._prefixes.pin(prompt, cache_salt)
         self._turns.if_lost(lambda: self._prefixes.unpin(pin))
@@ -192,10 +195,10 @@ class Engine(EngineCore[Request]):
 
     @verb
     def unpin(self, pin: Pin) -> None:
-        """Let go of a pin; its prefix stays cached until it is evicted. Nothing if it is not held any more.
+        """Release a pin; its prefix stays cached until it is evicted. A pin that has ended already is ignored.
 
         Raises:
-            RequestError: That is no pin (``bad_pin``).
+            RequestError: ``pin`` is not a pin (``bad_pin``).
         """
         if not isinstance(pin, Pin):
             raise RequestError(f"unpin takes what pin_prefix returned, not {shown(pin)}", code="bad_pin")
@@ -205,26 +208,26 @@ class Engine(EngineCore[Request]):
     def save_prefixes(
         self, path: str | Path, prompts: Sequence[AnyPrompt], *, cache_salt: str | Sequence[str] = ""
     ) -> list[SavedPrefix]:
-        """Write prompts' prefixes to a file, for ``load_prefixes`` in another process; computes what is missing.
+        """Write prompts' prefixes to a file, for ``load_prefixes`` in another process; compute those not cached.
 
-        Saved are their longest parts of whole blocks, and what they bring for an encoder: the bytes of the pages that a
-        request needs to go on, each once, their token ids and salt as they are, and for an encoder's input its key
-        (``kvframe.content_key``), for which the stack's ``[cache]`` has to have a ``key``. The file is written beside
-        its place and put there when it is whole.
+        The file holds the longest prefix of whole blocks of each prompt, and its inputs for an encoder. It stores the
+        bytes of the pages that a request needs to continue, each page once; the token ids and the salt, in plain; and
+        for an encoder's input its key (``kvframe.content_key``). To save such an input, the stack's ``[cache]`` needs a
+        ``key``. The engine writes a temporary file in the same folder, and renames it when it is complete.
 
         Args:
-            path: The file; one that is there is replaced.
+            path: The file; an existing one is replaced.
             prompts: As for ``add_request``, each with a whole block of tokens at least.
-            cache_salt: As for ``add_request``: for all, or one for each.
+            cache_salt: As for ``add_request``: one for all prompts, or one for each.
 
         Returns:
-            For each prompt, what of it was saved.
+            For each prompt, its saved prefix.
 
         Raises:
-            RequestError: As ``pin_prefix``, but for want of room. Nothing is written.
-            PrefixFileError: It cannot be written (``unwritable``), or the stack has no key for what a prompt brings for
-                an encoder (``no_key``). What was there is as it was.
-            ModelError: As ``add_request``, or the model cannot be told from others.
+            RequestError: As for ``pin_prefix``, except ``no_room``. Nothing is written.
+            PrefixFileError: The file cannot be written (``unwritable``), or the stack has no key for a prompt's input
+                for an encoder (``no_key``). An existing file is unchanged.
+            ModelError: As for ``add_request``, or the model's adapter does not identify the model.
         """
         with self._turns.let_through():
             prompts = prompts_of(prompts)
@@ -232,14 +235,14 @@ class Engine(EngineCore[Request]):
 
     @verb
     def load_prefixes(self, path: str | Path, *, cache_salt: str | None = None) -> list[SavedPrefix]:
-        """Put the prefixes of a file into the cache: requests find them as if they had been computed here.
+        """Put the prefixes of a file into the cache: requests find them as if this engine had computed them.
 
-        They are loaded in the file's order, and cached blocks that no request uses are evicted for them. One for which
-        the pool has no room beside those before it is left out, and those after it are tried. Then they are cached as
-        all others are; ``pin_prefix`` keeps them.
+        Prefixes are loaded in the file's order, and unused cached blocks are evicted for them. A prefix that does not
+        fit beside the earlier ones is left out, and the next one is tried. Loaded prefixes are cached like all others,
+        and can be evicted; ``pin_prefix`` keeps them.
 
-        The file's checksums tell of damage, not of malice: what it says is the state of a prefix is believed, as the
-        model's weights are. Only load files from where you would load weights.
+        The checksums of the file find damage, not an attack: the engine trusts the states in the file as it trusts the
+        model's weights. Only load files from sources from which you would load weights.
 
         Args:
             path: A file of ``save_prefixes``, of the same model, weights and cache pages.
@@ -249,11 +252,11 @@ class Engine(EngineCore[Request]):
             For each prefix of the file, its tokens, and whether it is in the cache now.
 
         Raises:
-            PrefixFileError: The file is damaged, or of another version, model or kind of pages, or it has inputs and
-                was saved with another key than this stack's, or this one has none. Nothing was changed.
-            RequestError: There is no prefix cache (``no_prefix_caching``), no request could be added besides those
-                that run (``busy``), or the salt is none (``bad_salt``). Nothing was changed.
-            ModelError: The model cannot be told from others.
+            PrefixFileError: The file is damaged; or it is of another version, model or kind of pages; or it has inputs,
+                and this stack has no key or another one. Nothing was changed.
+            RequestError: The engine has no prefix cache (``no_prefix_caching``), ``max_num_seqs`` requests run already
+                (``busy``), or the salt is not a salt (``bad_salt``). Nothing was changed.
+            ModelError: The model's adapter does not identify the model.
         """
         loaded = self._saved_prefixes.load(checked_path(path, "unreadable"), cache_salt)
         self._cache_events.deliver()
@@ -298,7 +301,7 @@ class Engine(EngineCore[Request]):
         params = checked_params(params)
         check_salt(cache_salt)
         request_id = self._new_id(request_id)
-        # Reading a prompt may take long, and leaves no trace.
+        # Reading a prompt may take long, and changes no state.
         with self._turns.let_through():
             token_ids, inputs = self._admission.admit(prompt, params)
             stops = StopStrings(params.stop)
@@ -319,7 +322,7 @@ class Engine(EngineCore[Request]):
             for sample, (each_id, each) in enumerate(zip(ids, params_of_each(params), strict=True))
         ]
         if len(requests) > 1 and self.plan.groups:
-            # The last token of the prompt is computed by each: what the model gives for it is what they sample from.
+            # Each sample computes the prompt's last token itself, because it samples from the logits of that token.
             requests[0].pause_at = len(token_ids) - 1
             for request in requests[1:]:
                 request.forks_from = requests[0]
@@ -327,7 +330,7 @@ class Engine(EngineCore[Request]):
         return requests
 
     def _next_of(self, requests: Sequence[Request]) -> RequestOutput | None:
-        """Serve the engine until some requests have news, and report them; None once all have ended."""
+        """Run steps until one of ``requests`` has something to report, and report it; None once all have ended."""
         reported: list[tuple[Request, RequestOutput]] = []
         self._turns.if_lost(lambda: self._take_back(reported))
         while any(map(self._requests.holds, requests)):
@@ -339,18 +342,18 @@ class Engine(EngineCore[Request]):
         return None
 
     def _report_to(self, reported: list[tuple[Request, RequestOutput]], request: Request) -> None:
-        """Report a request, noting what is to be taken back if its owner does not get the report."""
+        """Report a request, and record the report so that it can be undone if it does not reach the owner."""
         reported.append((request, self._report(request)))
         self._requests.take(request.request_id)
 
     def _take_back(self, reported: Sequence[tuple[Request, RequestOutput]]) -> None:
-        """Let outputs be reported once more that did not reach the requests' owners."""
+        """Mark outputs as unreported that did not reach the requests' owners."""
         for request, output in reported:
             request.take_back(output)
-            self._requests.give_back(request)
+            self._requests.mark_unreported(request)
 
     def _report(self, request: Request) -> RequestOutput:
-        """Return what a request has to report; one whose tokens cannot be turned into text ends here."""
+        """Return a request's new output; a request whose tokens cannot be turned into text ends here."""
         if not request.read_text():
             self._scheduler.end(request, "error")
             request.finish_reason = "error"
@@ -360,7 +363,7 @@ class Engine(EngineCore[Request]):
         self.__dict__.pop("_fingerprint", None)
 
     def _num_samples(self, params: SamplingParams | None) -> int:
-        """Return how many outputs stand for a request that was refused."""
+        """Return the number of outputs for a refused request."""
         count = params.n if isinstance(params, SamplingParams) else 1
         return count if count <= self.stack.engine.max_samples else 1
 
@@ -399,7 +402,7 @@ class Engine(EngineCore[Request]):
             self._forget(requests)
 
     def _refused_output(self, index: int, prompt: AnyPrompt, error: KVFrameError) -> RequestOutput:
-        """Return what stands for a refused prompt among a batch's outputs."""
+        """Return the output for a refused prompt in a batch."""
         return RequestOutput(
             request_id=f"refused-{index}",
             prompt_token_ids=self._admission.ids_of(prompt),

@@ -19,20 +19,20 @@ def resize(
     requests: Iterable[RequestProgress],
     memory_bytes: int,
 ) -> KVCachePlan:
-    """Give a cache other memory, between steps; return its plan.
+    """Move the cache to a pool of another size, between steps; return its plan.
 
-    Where it shrinks under requests that run, those that were admitted last are preempted.
+    If the cache shrinks below the blocks of running requests, the requests that were admitted last are preempted.
 
     Args:
-        manager: Who has the pages.
-        storage: Their bytes.
-        scheduler: Who has the requests.
-        requests: All of them that go on.
+        manager: The cache manager.
+        storage: The bytes of its pages.
+        scheduler: The scheduler.
+        requests: All unfinished requests.
         memory_bytes: The most bytes that the cache may take.
 
     Raises:
-        PlanError: It would be too small for the groups, for a request or for what is pinned, or there is no such
-            memory; the cache is as it was.
+        PlanError: The cache would be too small for the groups, for a request or for the pinned prefixes, or the device
+            has not enough memory; the cache is unchanged.
     """
     plan = manager.plan.resized(memory_bytes)
     for request in requests:

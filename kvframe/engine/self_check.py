@@ -22,18 +22,18 @@ def run_packed(
     last_only: bool = False,
     inputs: Sequence[Mapping[str, ModelInput]] = (),
 ) -> list[torch.Tensor]:
-    """Return the logits ``[len(prompt), vocab_size]`` of each prompt, as many in one batch as the pool holds.
+    """Return the logits ``[len(prompt), vocab_size]`` of each prompt, with as many prompts per batch as the pool holds.
 
-    Uses a request table of its own, so that it leaves no trace in an engine's.
+    It has its own request table, so the engine's is not changed.
 
     Args:
-        assembly: The set-up; its model is attached to its layers, and nothing is running.
-        prompts: Token ids; what exceeds the longest request is cut off.
+        assembly: The set-up; its model is attached to its layers, and no request is running.
+        prompts: Token ids; tokens beyond the length of the longest request are cut off.
         last_only: Let only the last token of each prompt generate, and return its logits ``[1, vocab_size]``.
-        inputs: For each prompt, what it brings beside its tokens, by sequence; nothing unless given.
+        inputs: For each prompt, its inputs beside the tokens, by sequence; none unless given.
 
     Raises:
-        PlanError: The pool does not even hold one of them.
+        PlanError: A prompt does not fit the pool, even alone.
     """
     num_prompts, max_len, local = len(prompts), assembly.max_model_len, assembly.layers.local
     if local.places:

@@ -9,10 +9,10 @@ from kvframe.engine.turns import Turns, verb
 
 
 class RequestStream(Iterator[RequestOutput]):
-    """The outputs of one request, all samples of it, as they come.
+    """The outputs of one request, all samples of it, as they are produced.
 
-    Reading it serves the engine; an exception of a step is raised here too, and the stream can be read on after it. The
-    request ends with the stream: when the stream is closed, or when nothing refers to it.
+    Reading the stream runs steps of the engine. The exception of a step is raised here too, and the stream can be read
+    on after it. The request ends when the stream is closed, or when nothing refers to it.
     """
 
     def __init__(
@@ -22,7 +22,7 @@ class RequestStream(Iterator[RequestOutput]):
 
         Args:
             turns: The engine's.
-            next_output: Serves the engine until the request has news, and returns them; None if it has ended.
+            next_output: Runs steps until the request has something to report, and returns it; None if it has ended.
             forget: Ends the request without a report.
         """
         self._turns = turns
@@ -37,7 +37,7 @@ class RequestStream(Iterator[RequestOutput]):
         return output
 
     def close(self) -> None:
-        """End the request, if it has not ended. Safe to call twice, and once the engine is closed."""
+        """End the request, if it has not ended. Safe to call twice, and after the engine is closed."""
         self._turns.when_free(self._forget)
 
     def __del__(self) -> None:

@@ -38,29 +38,29 @@ Draw = Callable[..., torch.Tensor]
 
 
 class StoredForm(Protocol):
-    """What has to be known of state other than keys and values, as ``kvframe.testing.state.StateForm`` has it."""
+    """How to draw state other than keys and values, with the interface of ``kvframe.testing.state.StateForm``."""
 
     def draw(self, spec: KVCacheSpec, num_tokens: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what ``write_kv`` is given for so many tokens: its ``key`` and its ``value``."""
+        """Return the ``key`` and the ``value`` that ``write_kv`` takes for ``num_tokens`` tokens."""
 
     def draw_parameters(self, layer: LayerSpec, draw: Draw) -> dict[str, torch.Tensor]:
-        """Return the learned tensors that a layer brings."""
+        """Return a layer's learned tensors."""
 
 
 NUM_REPEATS = 7
-"""Timed steps of each kind of batch; their median counts."""
+"""The number of timed steps for each kind of batch; their median is the result."""
 
 MAX_SECONDS = 3.0
-"""Once the timed steps of a kind took this long, there is no further one."""
+"""No further step of a kind is timed once the steps so far took this long."""
 
 CHUNK = 512
-"""Tokens that a request's past grows by, so that pages that are dead go back in between."""
+"""Tokens by which a request grows at a time, so that dead pages are freed in between."""
 
 HOST = torch.device("cpu")
 
 
 def make_batches(context: int) -> dict[str, tuple[tuple[int, int], ...]]:
-    """Return the batches to measure, by kind: of each request, the tokens computed before, and those to compute.
+    """Return the batches to measure, by kind. A batch has a pair for each request: computed tokens and new tokens.
 
     Args:
         context: Tokens of the longest request, at least 8.
@@ -74,7 +74,7 @@ def make_batches(context: int) -> dict[str, tuple[tuple[int, int], ...]]:
 
 
 def is_measured(choice: Choice) -> bool:
-    """Return whether there is something to measure: several backends for a layer over a request's own past tokens."""
+    """Return whether there is a choice: several backends can serve the layer, and it attends to its own past tokens."""
     spec = choice.wrapped.spec
     assert spec is not None
     return len(able(choice)) > 1 and spec.keeps_past and spec.sequence == TOKENS
@@ -95,16 +95,16 @@ def measure(
     clock: Clock,
     num_layers: int = 1,
 ) -> MeasuredTime:
-    """Measure a backend on a layer, which keeps a cache of its own while it is measured.
+    """Measure a backend on a layer, in a cache of its own.
 
     Args:
         layer: The layer, as the model has it.
         backend: The backend's registered name, with its distribution.
         stack: The stack, for the layer's wrapper chain.
         registry: Where names are looked up.
-        device: Where.
+        device: The device to measure on.
         context: Tokens of the longest request.
-        clock: Tells the time.
+        clock: Returns the time in seconds.
         num_layers: How many such layers share a step's metadata.
 
     Returns:
@@ -127,7 +127,7 @@ def measure(
 
 
 def _form_of(backend_class: type[AttentionBackend]) -> StoredForm | None:
-    """Return what a backend says of the state that it reads; None of one that reads keys and values."""
+    """Return how a backend describes the state that it reads; None for a backend that reads keys and values."""
     if backend_class.conformance_form is None:
         return None
     module, _, name = backend_class.conformance_form.partition(":")
@@ -136,7 +136,7 @@ def _form_of(backend_class: type[AttentionBackend]) -> StoredForm | None:
 
 
 def _only(backend: str, layer: LayerSpec, stack: Stack, registry: Registry) -> Stack:
-    """Return a stack that gives a layer this backend, after the wrappers of its chain that drop no tokens."""
+    """Return a stack that gives a layer this backend, and those wrappers of its chain that drop no tokens."""
     assert layer.spec is not None
     uses = stack.rule_for(layer.name, layer.spec.kind).wrappers
     uses = tuple(map(Use, layer.spec.default_wrappers)) if uses is None else uses
@@ -196,7 +196,7 @@ def _plan(grouping: Grouping, requests: Sequence[tuple[int, int]]) -> KVCachePla
 
 
 def _give_pages(manager: KVCacheManager, requests: Sequence[tuple[int, int]]) -> StepBatch:
-    """Give requests their pages by turns, as an engine would, so that they lie scattered."""
+    """Give requests their pages alternately, as an engine does, so that each request's pages are scattered."""
     longest = max(computed + new for computed, new in requests)
     for name in range(len(requests)):
         manager.start(str(name), [0] * longest)
@@ -220,14 +220,14 @@ def _give_pages(manager: KVCacheManager, requests: Sequence[tuple[int, int]]) ->
 
 @attrs.frozen(eq=False)
 class _Tensors:
-    """What a layer is called with: numbers of ordinary size.
+    """The arguments of a layer's call: random numbers of ordinary size.
 
     Attributes:
         query: ``[num_tokens, num_heads, head_size], device``.
-        key: ``[num_tokens, num_kv_heads, head_size], device``; of another form, what it says.
+        key: ``[num_tokens, num_kv_heads, head_size], device``; for another form of state, as the form draws it.
         value: ``[num_tokens, num_kv_heads, head_size_v], device``; likewise.
         sinks: ``[num_heads], device``; None unless the layer has them.
-        parameters: The layer's learned tensors, as far as the core or the form knows of any.
+        parameters: The layer's learned tensors, if the core or the form knows them.
     """
 
     query: torch.Tensor
@@ -238,7 +238,7 @@ class _Tensors:
 
     @classmethod
     def draw(cls, layer: LayerSpec, num_tokens: int, device: torch.device, form: StoredForm | None) -> _Tensors:
-        """Draw them; raises ``BackendError`` without a form for a layer that keeps no keys and values."""
+        """Draw the tensors; raise ``BackendError`` for a layer that keeps other state, if there is no form."""
         spec, query = layer.spec, layer.query
         assert spec is not None
         assert query is not None

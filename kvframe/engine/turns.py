@@ -15,9 +15,9 @@ from kvframe.engine.interrupts import HeldInterrupts
 
 
 class Turns:
-    """Gives an engine's verbs their turns.
+    """Lets an engine's verbs run one at a time.
 
-    Invariant: at most one turn runs, whichever thread asks, and interrupts are held while it does, except inside
+    Invariant: at most one turn runs at a time, in all threads, and interrupts are delayed while it runs, except inside
     ``let_through``.
 
     Attributes:
@@ -32,7 +32,7 @@ class Turns:
         self._deferred: deque[Callable[[], None]] = deque()
 
     def begin(self, turn: Turn) -> None:
-        """Let a turn run.
+        """Start a turn.
 
         Raises:
             EngineError: The engine is closed (``closed``), or another turn runs (``busy``).
@@ -52,7 +52,7 @@ class Turns:
         self._turn = turn
 
     def end(self) -> None:
-        """Let the running turn end."""
+        """End the running turn."""
         try:
             self._run_deferred()
         finally:
@@ -60,9 +60,9 @@ class Turns:
             self._lock.release()
 
     def when_free(self, action: Callable[[], None]) -> None:
-        """Do something with the engine now if no verb runs, and otherwise when the running one ends.
+        """Run an action on the engine now if no verb runs, or otherwise when the running verb ends.
 
-        For finalizers, which Python may call in the middle of a verb. Ctrl-C waits until the action is done.
+        It is for finalizers, which Python may call in the middle of a verb. Ctrl-C waits until the action has run.
         """
         self._deferred.append(action)
         with HeldInterrupts():
@@ -73,12 +73,12 @@ class Turns:
                     self._lock.release()
 
     def let_through(self) -> AbstractContextManager[None]:
-        """Return what lets interrupts through while it is entered, for calls that may take long and leave no trace."""
+        """Return a context manager that lets interrupts through, for calls that may take long and change no state."""
         assert self._turn is not None
         return self._turn.held.let_through()
 
     def hold(self) -> None:
-        """Hold interrupts again, if one came while ``let_through`` was left."""
+        """Delay interrupts again, if one came while ``let_through`` was left."""
         assert self._turn is not None
         self._turn.held.hold()
 
@@ -98,12 +98,12 @@ class Turn:
     Attributes:
         verb: The verb's name.
         runs_when_closed: Whether a closed engine accepts it.
-        held: The interrupts that wait.
+        held: The delayed interrupts.
         undo: What to undo if the result does not reach the caller; None for nothing.
     """
 
     def __init__(self, turns: Turns, verb: str, *, runs_when_closed: bool = False) -> None:
-        """Run nothing yet."""
+        """Prepare a call; ``__enter__`` starts it."""
         self.verb = verb
         self.runs_when_closed = runs_when_closed
         self.held = HeldInterrupts()
@@ -111,24 +111,24 @@ class Turn:
         self._turns = turns
 
     def __enter__(self) -> Self:
-        """Hold interrupts, and begin."""
+        """Delay interrupts, and start the turn."""
         self.held.hold()
         try:
             self._turns.begin(self)
         except BaseException:
-            self.held.let_go()
+            self.held.release()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End, and pass an interrupt on that came meanwhile."""
+        """End the turn, and deliver an interrupt that came meanwhile."""
         self._turns.end()
-        self.held.let_go()
+        self.held.release()
 
     def take_back(self) -> None:
-        """Undo what the caller will not learn of."""
+        """Undo a result that the caller did not get."""
         undo, self.undo = self.undo, None
         if undo is not None:
             self._turns.when_free(undo)
@@ -148,14 +148,14 @@ Result = TypeVar("Result")
 def verb(
     method: Callable[Concatenate[EngineT, Parameters], Result],
 ) -> Callable[Concatenate[EngineT, Parameters], Result]:
-    """Give a method of an engine a turn of its own."""
+    """Make a method of an engine a verb, which runs in a turn of its own."""
     return _in_turn(method, runs_when_closed=False)
 
 
 def verb_when_closed(
     method: Callable[Concatenate[EngineT, Parameters], Result],
 ) -> Callable[Concatenate[EngineT, Parameters], Result]:
-    """Give a method of an engine a turn of its own, on a closed engine too."""
+    """Make a method of an engine a verb that a closed engine accepts too."""
     return _in_turn(method, runs_when_closed=True)
 
 
@@ -165,7 +165,7 @@ def _in_turn(
     @wraps(method)
     def in_turn(self: EngineT, /, *arguments: Parameters.args, **named: Parameters.kwargs) -> Result:
         turn = Turn(self._turns, method.__name__.strip("_"), runs_when_closed=runs_when_closed)
-        # An interrupt that waited is raised as the turn ends, when the result is there and the caller has none of it.
+        # A delayed interrupt is raised when the turn ends. The result then exists, but does not reach the caller.
         try:
             with turn:
                 return method(self, *arguments, **named)

@@ -18,20 +18,20 @@ class CaptureError(KVFrameError):
 
 
 class StepGraph(ABC):
-    """One step's work on the device. It reads the tensors that it was captured with, and writes to one output."""
+    """One step's work on the device. Its input tensors are those of the capture, and it writes to one output tensor."""
 
     @abstractmethod
     def capture(self, run: Run) -> torch.Tensor:
         """Run the step, and record it.
 
         Args:
-            run: Computes the step; called several times, so what it writes to the cache it may write again.
+            run: Computes the step. It is called several times, so it may write to the cache several times.
 
         Returns:
-            Its output, which every replay writes to.
+            The output tensor, to which every replay writes.
 
         Raises:
-            CaptureError: It does something that cannot be recorded.
+            CaptureError: The step contains an operation that cannot be recorded.
         """
 
     @abstractmethod
@@ -40,20 +40,20 @@ class StepGraph(ABC):
 
 
 class CalledGraph(StepGraph):
-    """Stands for a graph where there are none: a replay calls what was recorded, on the same tensors."""
+    """Stands in for a graph on devices without graphs: a replay calls the recorded function, on the same tensors."""
 
     def __init__(self) -> None:
         self._run: Run | None = None
         self._output = torch.empty(0)
 
     def capture(self, run: Run) -> torch.Tensor:
-        """Run the step, and keep the call."""
+        """Run the step, and keep the function."""
         self._run = run
         self._output = run().clone()
         return self._output
 
     def replay(self) -> None:
-        """Call it again."""
+        """Call the function again."""
         assert self._run is not None
         self._output.copy_(self._run())
 
@@ -79,7 +79,7 @@ class CudaGraph(StepGraph):
                 output = run()
         except RuntimeError as error:
             raise CaptureError(f"the step cannot be captured: {str(error).strip().splitlines()[0]}") from error
-        # Capturing computes nothing.
+        # The capture itself computes nothing.
         self._graph.replay()
         return output
 
@@ -89,7 +89,7 @@ class CudaGraph(StepGraph):
 
 
 def graph_factory(device: torch.device) -> Callable[[], StepGraph]:
-    """Return what makes a device's graphs."""
+    """Return a function that creates a device's graphs."""
     if device.type != "cuda":
         return CalledGraph
     pool = torch.cuda.graph_pool_handle()

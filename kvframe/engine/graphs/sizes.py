@@ -12,20 +12,20 @@ from kvframe.config.options import EngineOptions
 from kvframe.contract.capture import GraphCapture
 
 SHORTEST_CONTEXT = 1024
-"""Tokens of the longest request, for the graphs of short ones; the next ones have four times as many, and so on."""
+"""The smallest request length that graphs are captured for; each next one is four times as long."""
 
 
 @attrs.frozen(kw_only=True)
 class GraphSizes:
-    """What a graph is captured for.
+    """The sizes of a step that a graph is captured for.
 
     Attributes:
-        num_reqs: Requests, padded ones included.
-        query_len: The most tokens that one of them computes.
-        num_generating: Generating rows, padding included.
-        num_wanted: Rows of logits, padding included.
+        num_reqs: Requests, including padding.
+        query_len: The most tokens that one request computes.
+        num_generating: Generating rows, including padding.
+        num_wanted: Rows of logits, including padding.
         max_seq_len: The most tokens of a request after the step.
-        all_generate: Whether every token does, so that no layer skips any.
+        all_generate: Whether every token generates, so that no layer skips any.
     """
 
     num_reqs: int
@@ -43,14 +43,14 @@ class GraphSizes:
 
 @attrs.frozen(kw_only=True)
 class SizeChoice:
-    """Which sizes there are graphs for.
+    """The sizes that graphs are captured for.
 
     Attributes:
         num_reqs: The numbers of requests that steps are padded to, ascending.
         query_lens: The numbers of tokens of each request that steps are captured for, ascending.
         max_seq_lens: The lengths of the longest request that steps are padded to, ascending.
-        level: For which batches steps can be captured.
-        skips: Whether layers compute generating tokens only.
+        level: The kinds of batches that can be captured.
+        skips: Whether layers can compute generating tokens only.
     """
 
     num_reqs: tuple[int, ...]
@@ -60,11 +60,11 @@ class SizeChoice:
     skips: bool
 
     def of(self, batch: StepBatch, num_wanted: int) -> GraphSizes | None:
-        """Return the sizes of the graph that a step can be replayed from; None if there is none for such steps.
+        """Return the sizes of the graph that can replay a step; None if no graph fits it.
 
         Args:
             batch: The step.
-            num_wanted: Rows of logits that are wanted.
+            num_wanted: The number of wanted rows of logits.
         """
         longest, shortest = int(batch.query_lens.max()), int(batch.query_lens.min())
         needed = GraphCapture.DECODE if longest == 1 else GraphCapture.UNIFORM
@@ -74,7 +74,7 @@ class SizeChoice:
         if num_generating < int(batch.query_lens.sum()):
             all_generate = False
             if self.skips:
-                needed = GraphCapture.ALWAYS  # what is left has requests with and without tokens
+                needed = GraphCapture.ALWAYS  # the remaining batches mix requests with and without tokens
         if self.level is GraphCapture.ALWAYS:
             query_len = _next(self.query_lens, longest)
         elif needed > self.level or shortest < longest:
@@ -96,13 +96,13 @@ class SizeChoice:
         )
 
     def usual(self, max_num_tokens: int) -> list[GraphSizes]:
-        """Return the sizes of steps in which each request computes as many tokens and wants the last one's logits.
+        """Return the sizes of steps in which all requests compute equally many tokens and want the last one's logits.
 
         Args:
-            max_num_tokens: Tokens of a step at most, padding included; larger ones are left out.
+            max_num_tokens: The most tokens of a step, including padding; larger sizes are left out.
 
         Returns:
-            The largest first.
+            The sizes, the largest first.
         """
         found: set[GraphSizes] = set()
         for num_reqs in self.num_reqs:
@@ -122,7 +122,7 @@ class SizeChoice:
 
 
 def auto_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Return numbers of requests up to the most that run at once: powers of two, and halfway to the next."""
+    """Return numbers of requests up to ``max_num_seqs``: powers of two, and the midpoints between them."""
     sizes, size = {max_num_seqs}, 1
     while size < max_num_seqs:
         sizes |= {size, min(max_num_seqs, size + size // 2)}
@@ -131,12 +131,12 @@ def auto_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def asked_sizes(options: EngineOptions, max_model_len: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the numbers of requests and of tokens of each, ascending, as far as a step may have so many.
+    """Return the stack's numbers of requests and of tokens per request, ascending, limited to what a step can have.
 
-    What is padded to costs time and memory, so a number of requests beyond ``max_num_seqs`` stands for that one.
+    A number of requests above ``max_num_seqs`` is replaced by ``max_num_seqs``, because padding costs time and memory.
 
     Args:
-        options: The stack's; they ask for graphs.
+        options: The stack's engine options, with graphs on.
         max_model_len: The most tokens of a request.
     """
     most = options.max_num_seqs
@@ -146,7 +146,7 @@ def asked_sizes(options: EngineOptions, max_model_len: int) -> tuple[tuple[int, 
 
 
 def context_sizes(max_model_len: int) -> tuple[int, ...]:
-    """Return the lengths of requests that graphs are captured for: four times as many tokens each, up to the most."""
+    """Return the request lengths that graphs are captured for: each four times the one before, up to the most."""
     sizes = []
     size = SHORTEST_CONTEXT
     while size < max_model_len:
@@ -156,5 +156,5 @@ def context_sizes(max_model_len: int) -> tuple[int, ...]:
 
 
 def _next(sizes: Sequence[int], least: int) -> int | None:
-    """Return the first of ascending sizes that is enough; None if none is."""
+    """Return the first of the ascending sizes that is at least ``least``; None if all are smaller."""
     return next((size for size in sizes if size >= least), None)

@@ -1,8 +1,8 @@
 """Captures and replays steps as graphs, and runs a step without a graph if it cannot be captured.
 
-A graph holds one step's work at fixed sizes, so a step is padded to the next ones that there are graphs for: requests
-without tokens, tokens in the null page. The usual sizes are captured before the first request, others when a step first
-has them.
+A graph holds one step's work at fixed sizes. A step is padded to the next captured size, with requests without tokens
+and with tokens in the null page. The usual sizes are captured before the first request; a graph of another size is
+captured in the first step that needs it.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class _Held:
 
 
 class StepGraphs:
-    """Owns an engine's graphs.
+    """An engine's graphs.
 
-    Invariant: a size has one graph at most, and its tensors are written to only to replay it.
+    Invariant: each size has at most one graph, and the graph's input tensors are written to only for a replay.
 
     Attributes:
         num_replays: Steps that were replayed.
@@ -61,17 +61,17 @@ class StepGraphs:
         max_model_len: int,
         max_num_batched_tokens: int,
     ) -> None:
-        """Take what steps are captured of.
+        """Keep what a capture needs.
 
         Args:
             layers: The model's attention layers.
-            forward: The model's forward, of token ids, positions and the rows whose logits are wanted.
-            device: Where it runs.
+            forward: The model's forward. It takes token ids, positions and the rows whose logits are wanted.
+            device: The device of the model.
             num_reqs: The numbers of requests that steps are padded to, ascending.
             query_lens: The numbers of tokens of each request that steps are captured for, ascending.
             max_model_len: The most tokens of a request.
-            max_num_batched_tokens: The most tokens of a step; sizes of more, padding included, are captured only when a
-                step first has them.
+            max_num_batched_tokens: The most tokens of a step. Sizes with more tokens, including padding, are captured
+                only when a step first needs them.
         """
         self._layers = layers
         self._forward = forward
@@ -101,19 +101,19 @@ class StepGraphs:
         has_inputs: bool,
         source: str,
     ) -> StepGraphs | None:
-        """Return the graphs that a stack asks for; None where steps run without.
+        """Return the graphs that a stack asks for; None if its steps run without graphs.
 
         Args:
-            options: The stack's.
+            options: The stack's engine options.
             layers: The model's attention layers.
             forward: The model's forward.
-            device: Where it runs.
+            device: The device of the model.
             max_model_len: The most tokens of a request.
-            has_inputs: Whether requests bring more than tokens.
+            has_inputs: Whether requests bring inputs beside their tokens.
             source: Where the stack was read, for errors.
 
         Raises:
-            StackError: It names sizes, and the model, a wrapper or a backend cannot be captured.
+            StackError: The stack names sizes, and the model, a wrapper or a backend cannot be captured.
         """
         if options.graphs == "off":
             return None
@@ -145,24 +145,24 @@ class StepGraphs:
 
     @property
     def num_graphs(self) -> int:
-        """How many there are."""
+        """The number of captured graphs."""
         return len(self._held)
 
     def sizes_for(self, batch: StepBatch, num_wanted: int) -> GraphSizes | None:
-        """Return the sizes of the graph that a step can be replayed from; None if there is none for such steps.
+        """Return the sizes of the graph that can replay a step; None if no graph fits it.
 
         Args:
             batch: The step.
-            num_wanted: Rows of logits that are wanted.
+            num_wanted: The number of wanted rows of logits.
         """
         sizes = self._choice.of(batch, num_wanted)
         return None if sizes in self._given_up else sizes
 
     def capture_usual(self, tables: BlockTables) -> None:
-        """Capture the steps that are sure to come, so that no request waits for it; say how many, and how long it took.
+        """Capture the usual steps, so that no request waits for it; log how many, and how long it took.
 
-        What is captured is a step of a few tokens in the null page, so nothing that anybody reads is written to. The
-        largest is first: the others then find their memory.
+        The captured step has a few tokens in the null page, so it changes no state of a request. The largest graph is
+        captured first, so that the others reuse its memory.
 
         Args:
             tables: Block tables whose first row is empty.
@@ -191,19 +191,19 @@ class StepGraphs:
         positions: IntArray,
         wanted: IntArray,
     ) -> torch.Tensor | None:
-        """Run a step from its graph, which is captured if there is none yet.
+        """Run a step from its graph, after capturing the graph if there is none yet.
 
         Args:
-            sizes: What ``sizes_for`` returned of the step.
+            sizes: What ``sizes_for`` returned for the step.
             metadata: The step, one value per cache group; on the host.
             token_ids: ``[num_tokens]``.
             positions: ``[num_tokens]``.
             wanted: ``[num_wanted]``: the packed tokens whose logits are wanted.
 
         Returns:
-            Logits of the wanted rows, then padding, good until the next step; None if it could not be run this way,
-            and then no step of these sizes is; each reason is said once. That holds for any exception of a capture:
-            whatever it wrote to pages, the step without a graph writes again.
+            Logits of the wanted rows, then of padding; they are overwritten by the next step. None if the capture
+            raised any exception. Steps of these sizes then run without a graph, and each reason is logged once. The
+            pages stay correct: the step without a graph writes again what the capture wrote.
         """
         padded = pad_step(
             metadata,

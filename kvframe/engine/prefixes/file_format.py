@@ -43,7 +43,7 @@ TENSORS: Mapping[str, tuple[str, int]] = {
     "tokens": ("U32", 4),
     "prefixes": ("U8", 1),
 }
-"""The tensors, in their order: the safetensors name of their numbers' type, and the bytes of one number."""
+"""The tensors, in their order: the safetensors name of the element type, and the bytes of one element."""
 _MAX_SIZE = 2**63 - 1
 
 Places = npt.NDArray[np.uint64]
@@ -52,13 +52,13 @@ Places = npt.NDArray[np.uint64]
 
 @attrs.frozen(kw_only=True)
 class FilePrefix:
-    """What a file says of one prefix.
+    """A file's description of one prefix.
 
     Attributes:
-        num_tokens: Its tokens.
+        num_tokens: Its number of tokens.
         salt: The salt of the requests that share it.
         inputs: The inputs of these requests, by name.
-        num_pages: Per group, the number of pages that a request needs to continue after it.
+        num_pages: Per group, the number of pages that a request needs to continue after the prefix.
     """
 
     num_tokens: int
@@ -68,7 +68,7 @@ class FilePrefix:
 
     @classmethod
     def of(cls, value: Any) -> FilePrefix | None:
-        """Return the prefix of an entry in a file's list, a parsed JSON value; None if it is no such entry."""
+        """Return the prefix of an entry in a file's list, a parsed JSON value; None if the entry is invalid."""
         if not (isinstance(value, dict) and value.keys() == {"num_tokens", "salt", "inputs", "num_pages"}):
             return None
         num_tokens, salt, given, num_pages = value["num_tokens"], value["salt"], value["inputs"], value["num_pages"]
@@ -98,7 +98,7 @@ class Contents:
     """The contents of a header.
 
     Attributes:
-        origin: What has to be equal of the model, its cache and the secret, as JSON values.
+        origin: What must be equal in the model, its cache and the secret, as JSON values.
         sizes: Bytes of each tensor.
         checksums: Of each tensor, in hexadecimal.
     """
@@ -109,7 +109,7 @@ class Contents:
 
     @classmethod
     def of(cls, value: Any) -> Contents | None:
-        """Return the contents in a parsed JSON value; None if there are none."""
+        """Return the contents in a parsed JSON value; None if it is invalid."""
         if not (isinstance(value, dict) and value.keys() == {"origin", "sizes", "checksums"}):
             return None
         origin, sizes, checksums = value["origin"], value["sizes"], value["checksums"]
@@ -129,7 +129,7 @@ class Contents:
         return dump({"origin": self.origin, "sizes": self.sizes, "checksums": self.checksums})
 
     def header(self) -> bytes:
-        """Return the header, padded to the longest that it could be with any sizes and checksums."""
+        """Return the header, padded to its longest possible size for any tensor sizes and checksums."""
         as_if = attrs.evolve(self, sizes=dict.fromkeys(TENSORS, _MAX_SIZE), checksums=dict.fromkeys(TENSORS, "0" * 64))
         longest = len(as_if._header())
         return self._header().ljust(-(-longest // _ALIGNMENT) * _ALIGNMENT)
@@ -162,7 +162,7 @@ def is_prefix_file(path: Path) -> bool:
 
 
 def dump(value: Any) -> str:
-    """Return a JSON value as the one text that files have for it."""
+    """Return the canonical JSON text of a value."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 

@@ -27,7 +27,7 @@ from kvframe.engine.prefixes.file_format import (
 )
 
 _PIECE_BYTES = 1 << 20
-"""The bytes of a tensor that are read at once."""
+"""The bytes of a tensor that one read takes."""
 
 
 class PrefixFileReader:
@@ -35,7 +35,7 @@ class PrefixFileReader:
 
     Attributes:
         path: The file.
-        origin: What has to be equal in the cache that loads it.
+        origin: What must be equal in the cache that loads the file.
         prefixes: Its prefixes.
     """
 
@@ -59,7 +59,7 @@ class PrefixFileReader:
             self._start, self._contents = self._read_header()
             self.origin = self._contents.origin
             self.prefixes = self._read_list()
-            # Where the tokens and places of each prefix begin.
+            # The first token and the first place of each prefix.
             self._first_tokens = [0, *accumulate(each.num_tokens for each in self.prefixes)]
             self._first_places = [0, *accumulate(sum(each.num_pages) for each in self.prefixes)]
         except BaseException:

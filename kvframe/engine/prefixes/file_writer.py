@@ -31,7 +31,7 @@ from kvframe.engine.prefixes.file_format import (
 
 
 def check_prefix_place(path: Path) -> None:
-    """Refuse a path to which prefixes cannot be saved (``PrefixFileError``): only a file of prefixes is replaced."""
+    """Raise ``PrefixFileError`` if prefixes cannot be saved to a path: only a file of prefixes may be replaced."""
     try:
         check_place(path, is_prefix_file)
     except FileError as error:
@@ -51,7 +51,7 @@ class PrefixFileWriter:
 
         Args:
             path: The file to write.
-            origin: What has to be equal in the cache that loads it, as JSON values.
+            origin: What must be equal in the cache that loads the file, as JSON values.
 
         Raises:
             PrefixFileError: The file cannot be written, another kind of file is there, or the origin is too long.

@@ -19,11 +19,11 @@ _STEP, _FACTORS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 def fingerprint_of(model: LoadedModel) -> dict[str, str]:
     """Return hexadecimal digests of a model's ``config`` and ``weights``.
 
-    They tell models apart that differ by chance, however little; they do not stop an attacker who makes weights for a
-    given digest.
+    Digests of models that differ by accident are different, however small the difference. They give no protection
+    against an attacker who makes weights for a given digest.
 
     Raises:
-        ModelError: Its adapter does not say what the model is.
+        ModelError: The adapter does not identify the model.
     """
     identity = model.identity()
     if identity is None:
@@ -46,7 +46,7 @@ def _digest(weights: Mapping[str, torch.Tensor]) -> str:
 
 
 def _sums(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return a number for each piece of a tensor that depends on all of its bits, computed where it lies."""
+    """Return one number per part of a tensor, which depends on all bits of the part; computed on its device."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = data.numel() // 8 * 8
     words = data[:whole].view(torch.int64) if data.storage_offset() % 8 == 0 else data[:whole].clone().view(torch.int64)
@@ -57,7 +57,7 @@ def _sums(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _sum(words: torch.Tensor) -> torch.Tensor:
-    """Return the sum of what SplitMix64 makes of each word and its place, modulo 2 ** 64."""
+    """Return the sum, modulo 2 ** 64, of SplitMix64 of each word and its index."""
     mixed = torch.arange(len(words), device=words.device).mul_(_signed(_STEP)).add_(words)
     for shift, factor in zip((30, 27), _FACTORS, strict=True):
         mixed.bitwise_xor_(mixed >> shift).mul_(_signed(factor))

@@ -19,7 +19,7 @@ from kvframe.engine.requests.prompt import AnyPrompt, Prompt
 from kvframe.engine.requests.salts import check_salt
 
 JUST_COMPUTE = SamplingParams(max_new_tokens=1, ignore_eos=True)
-"""One token is generated, so that all of the prompt is computed."""
+"""Generates one token: all of the prompt is then computed."""
 
 
 @attrs.frozen
@@ -40,10 +40,10 @@ class Prefix:
 
 
 class Compute(Protocol):
-    """Serves a request to its end while the others go on."""
+    """Serves a request to its end while other requests continue."""
 
     def __call__(self, prompt: AnyPrompt, params: SamplingParams, *, cache_salt: str) -> None:
-        """Serve it; raises ``RequestError`` if it does not come to its end."""
+        """Serve the request; raise ``RequestError`` if it fails."""
 
 
 class Prefixes:
@@ -63,7 +63,7 @@ class Prefixes:
             manager: The cache.
             admission: Makes tokens of prompts, or refuses them.
             compute: Serves a request.
-            note_pin: Called when the cache keeps more than before.
+            note_pin: Called when a prefix was pinned.
             let_through: Returns a context manager that lets interrupts through while a prompt is read.
         """
         self._manager = manager
@@ -73,7 +73,7 @@ class Prefixes:
         self._let_through = let_through
 
     def pin(self, prompt: AnyPrompt, salt: str) -> Pin:
-        """Compute what is not cached of a prompt's prefix, and keep it."""
+        """Compute a prompt's prefix if it is not cached, and pin it."""
         self.check_caching()
         prefix = self.of(prompt, salt)
         self.compute(prefix)
@@ -86,11 +86,11 @@ class Prefixes:
         self._manager.unpin(pin)
 
     def compute(self, prefix: Prefix) -> None:
-        """Compute a prefix, which is cached until the next step; raise ``RequestError`` if that failed."""
+        """Compute a prefix; it stays cached until the next step at least. Raise ``RequestError`` if that failed."""
         self._compute(prefix.prompt, JUST_COMPUTE, cache_salt=prefix.salt)
 
     def check_caching(self) -> None:
-        """Refuse what needs a prefix cache if there is none, with a ``RequestError``."""
+        """Raise ``RequestError`` if the engine has no prefix cache."""
         if not self._manager.prefix_caching:
             raise RequestError(
                 "this engine keeps no prefixes: prefix_caching is off in the stack's [cache], or the model keeps "

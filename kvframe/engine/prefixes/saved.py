@@ -32,19 +32,19 @@ from kvframe.planning.plan import KVCachePlan, spec_to_dict
 
 _A_KEY = "64 hexadecimal digits or a file of them"
 STAGING_BYTES = 16 << 20
-"""Of pages, on their way between the pool and a file: at least one."""
+"""The bytes of pages that one copy between pool and file takes; one page at least."""
 
 
 @attrs.frozen(kw_only=True)
 class SavedPrefix:
-    """What became of a prefix that was saved or loaded.
+    """A prefix after saving or loading.
 
     Attributes:
-        num_tokens: Its tokens: the whole blocks of its prompt.
-        token_ids: These; ``[num_tokens]``.
+        num_tokens: Its number of tokens: those of the whole blocks of its prompt.
+        token_ids: Its tokens; ``[num_tokens]``.
         cache_salt: The salt of the requests that find it.
         is_cached: Whether it is in the cache now.
-        reason: Why it is not, in one sentence; None if it is.
+        reason: One sentence that says why it is not cached; None if it is.
     """
 
     num_tokens: int
@@ -55,11 +55,11 @@ class SavedPrefix:
 
 
 def checked_path(path: Any, code: str) -> Path:
-    """Return the path of a file; raises ``PrefixFileError`` if it is none.
+    """Return the path of a file; raise ``PrefixFileError`` if it is not a path.
 
     Args:
-        path: What was given.
-        code: The error's.
+        path: The value that the user gave.
+        code: The error's code.
     """
     if not isinstance(path, str | os.PathLike) or "\0" in os.fspath(path):
         raise PrefixFileError(f"a file of prefixes is named by a path, not by {shown(path)}", code=code)
@@ -83,14 +83,15 @@ class SavedPrefixes:
         """Work on an engine's cache.
 
         Args:
-            manager: The cache.
-            prefixes: Computes those that are saved.
-            grouping: What its pages hold.
-            storage: Its bytes.
-            fingerprint: Returns what tells the model from others.
+            manager: The cache manager.
+            prefixes: Computes the prefixes that are saved.
+            grouping: The cache groups.
+            storage: The bytes of the pages.
+            fingerprint: Returns the digests that identify the model.
             vocab_size: Token ids are below it; None if unknown.
-            shared_secret: What inputs are known by is made with; None if no other process has it.
-            let_through: Returns what lets interrupts through while weights, pages and files are read or written.
+            shared_secret: The secret of the keys of inputs; None if no other process knows it.
+            let_through: Returns a context manager that lets interrupts through while weights, pages and files are read
+                or written.
         """
         self._let_through = let_through
         self._manager = manager
@@ -112,7 +113,7 @@ class SavedPrefixes:
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def save(self, path: Path, prompts: Sequence[AnyPrompt], cache_salt: str | Sequence[str]) -> list[SavedPrefix]:
-        """Compute what is not cached of prompts' prefixes, and write them to a file."""
+        """Compute prompts' prefixes if they are not cached, and write them to a file."""
         self._prefixes.check_caching()
         salts = salt_of_each(cache_salt, len(prompts))
         prefixes = [self._prefixes.of(prompt, salt) for prompt, salt in zip(prompts, salts, strict=True)]
@@ -129,7 +130,7 @@ class SavedPrefixes:
         with PrefixFileWriter(path, origin) as file:
             for prefix in prefixes:
                 self._prefixes.compute(prefix)
-                # Nothing runs until it is written.
+                # No request runs until the file is written.
                 pin = self._manager.pin(prefix.token_ids, salt=prefix.salt, inputs=prefix.inputs, checks_room=False)
                 try:
                     pages = [self._read_pages(group, ids[ids != 0]) for group, ids in enumerate(pin.blocks)]
@@ -159,7 +160,7 @@ class SavedPrefixes:
     # --- loading ------------------------------------------------------------------------------------------------------
 
     def load(self, path: Path, salt: str | None) -> list[SavedPrefix]:
-        """Put the prefixes of a file into the cache, as far as there is room."""
+        """Load the prefixes of a file into the cache, as many as fit."""
         self._prefixes.check_caching()
         if salt is not None:
             check_salt(salt)
@@ -198,7 +199,7 @@ class SavedPrefixes:
                     )
                 )
         finally:
-            # Nothing of a prefix is given up for one that follows it; from now on the first is given up last.
+            # No block of a prefix may be evicted for a later prefix. After this, the first prefix is evicted last.
             for pin in reversed(pins):
                 self._manager.unpin(pin)
         return loaded
@@ -206,7 +207,7 @@ class SavedPrefixes:
     def _load_one(
         self, file: PrefixFileReader, index: int, token_ids: Sequence[int], salt: str, pins: list[Pin]
     ) -> str | None:
-        """Put a prefix into the cache and keep it; return why not, or None."""
+        """Load and pin a prefix; return the reason if it cannot be loaded, or None."""
         prefix = file.prefixes[index]
         pin = self._manager.restore(
             token_ids,
@@ -221,7 +222,7 @@ class SavedPrefixes:
         return None
 
     def _copies(self, group: int, prefix: FilePrefix, places: Places) -> list[int]:
-        """Return by block index the place of a page in the file, from 1 on; 0 for a page that is not needed."""
+        """Return for each block index the place of its page in the file plus 1; 0 for a page that is not needed."""
         planned, blocks = self._plan.groups[group], self._blocks(group, prefix)
         num_blocks = len(blocks) if planned.is_of_input else prefix.num_tokens // planned.block_size
         copies = [0] * num_blocks
@@ -252,10 +253,10 @@ class SavedPrefixes:
             ids = torch.tensor(block_ids[start : start + at_once]).to(self._pool.device)
             pages.index_copy_(0, ids, staged.to(self._pool.device))
 
-    # --- what is refused ----------------------------------------------------------------------------------------------
+    # --- checks of a file ---------------------------------------------------------------------------------------------
 
     def _origin(self) -> dict[str, Any]:
-        """Return what has to be equal in the cache that loads the prefixes."""
+        """Return what must be equal in the cache that loads the prefixes."""
         stored = [
             {
                 "layers": group.layers,
@@ -287,7 +288,7 @@ class SavedPrefixes:
             )
 
     def _check_prefixes(self, file: PrefixFileReader) -> None:
-        """Refuse a file with prefixes that this model and cache cannot have, before anything is loaded."""
+        """Raise for a file with prefixes that this model and cache cannot have, before anything is loaded."""
         groups = self._plan.groups
         for index, prefix in enumerate(file.prefixes):
             if prefix.num_tokens % self._plan.alignment or not (prefix.num_tokens or prefix.inputs):
@@ -295,7 +296,7 @@ class SavedPrefixes:
             if not prefix.inputs.keys() <= self._plan.max_input_lens.keys() or len(prefix.num_pages) != len(groups):
                 raise self._damaged(file, "a prefix has an input or a group that the model has not")
             if self._is_too_long(prefix):
-                # It is not loaded, nor read: that could be any amount.
+                # It is neither read nor loaded, because its size has no limit.
                 continue
             if tuple(len(self._blocks(group.index, prefix)) for group in groups) != prefix.num_pages:
                 raise self._damaged(file, "a prefix has other pages than it needs")
@@ -307,7 +308,7 @@ class SavedPrefixes:
                     raise self._damaged(file, "a page is after the end of its pages")
 
     def _check_key(self, file: PrefixFileReader) -> None:
-        """Refuse a file whose inputs have keys of another secret: no request would find them."""
+        """Raise for a file whose inputs have keys of another secret: no request would find them."""
         if not any(prefix.inputs for prefix in file.prefixes):
             return
         if self._key is None:
@@ -348,7 +349,7 @@ def _summary(planned: Any) -> dict[str, Any]:
 
 
 def _differing(there: Any, here: Mapping[str, Any]) -> str:
-    """Return the first difference between the groups of a file and those of a cache, in words."""
+    """Return a text that names the first difference between the groups of a file and those of a cache."""
     if not isinstance(there, list) or len(there) != len(here["groups"]):
         return "it has other groups"
     for index, (one, other) in enumerate(zip(there, here["groups"], strict=True)):

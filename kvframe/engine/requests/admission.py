@@ -22,15 +22,15 @@ from kvframe.planning.plan import KVCachePlan
 T = TypeVar("T")
 
 MAX_VOCAB_SIZE = 1 << 32
-"""Token ids are kept as four bytes each."""
+"""Token ids are stored in four bytes each."""
 
 
 class Admission:
-    """Checks prompts against what the model and its cache can take.
+    """Checks prompts against the limits of the model and its cache.
 
     Attributes:
         has_text: Whether the model has a tokenizer.
-        plan: What the cache holds.
+        plan: The cache plan.
     """
 
     def __init__(
@@ -42,18 +42,18 @@ class Admission:
         options: EngineOptions,
         max_prompt_len: int | None = None,
     ) -> None:
-        """Take the limits.
+        """Keep the limits.
 
         Args:
             model: For its tokenizer and vocabulary.
-            plan: What the cache holds.
+            plan: The cache plan.
             max_model_len: The most tokens of a request.
             secret: 32 bytes, for the keys of inputs.
             options: For the most samples and characters of stop strings.
-            max_prompt_len: The most tokens of a prompt that is computed in one step; None where it need not be.
+            max_prompt_len: The most tokens of a prompt, if a prompt must be computed in one step; otherwise None.
 
         Raises:
-            ModelError: The tokenizer raises when it is asked for the text of no tokens.
+            ModelError: The tokenizer raises when it decodes an empty list of tokens.
         """
         try:
             self.has_text = model.decode([]) is not None
@@ -69,11 +69,11 @@ class Admission:
         self._max_prompt_len = max_prompt_len
 
     def admit(self, prompt: AnyPrompt, params: SamplingParams) -> tuple[list[int], Mapping[str, ModelInput]]:
-        """Return a request's first tokens and what it brings beside them.
+        """Return a request's first tokens and its inputs beside them.
 
         Args:
-            prompt: Text or token ids, which are the encoder's where the model has one, or a prompt of two parts.
-            params: How far the request may go, and what ends it.
+            prompt: Text or token ids, which go to the encoder if the model has one, or a prompt of two parts.
+            params: The limits of the request, and what ends it.
 
         Raises:
             RequestError: The request can never be served.
@@ -87,7 +87,7 @@ class Admission:
             own = prompt.decoder if isinstance(prompt, Prompt) else prompt
             return self.token_ids(() if own is None else own, params), NO_INPUTS
         given = prompt if isinstance(prompt, Prompt) else Prompt(encoder=prompt)
-        # Of what sequences there may be, a prompt has a place for one.
+        # A model may read several sequences, but a prompt brings one input at most.
         prepared = {each: self._prepare(each, given.encoder if each == ENCODER else None) for each in sequences}
         inputs = {each: value for each, value in prepared.items() if value is not None}
         own = given.decoder
@@ -117,8 +117,8 @@ class Admission:
 
         Args:
             prompt: Text, or token ids.
-            params: How far the request may go, and what ends it; None where nothing is generated.
-            input_lens: The tokens of what it brings beside its own; nothing unless given.
+            params: The limits of the request, and what ends it; None if nothing is generated.
+            input_lens: The tokens of its inputs; no inputs unless given.
         """
         vocab_size, max_len = self._model.description.vocab_size or MAX_VOCAB_SIZE, self._max_model_len
         if isinstance(prompt, str):
@@ -143,7 +143,7 @@ class Admission:
         return token_ids
 
     def _check_params(self, params: SamplingParams) -> None:
-        """Refuse what no request may ask for, or none of this model."""
+        """Raise for params that no request may have, or none of this model."""
         description, options = self._model.description, self._options
         if params.n > options.max_samples:
             raise bad_params(
@@ -167,11 +167,11 @@ class Admission:
             raise bad_params(f"stop_token_ids holds {shown(wrong)}; the model has the tokens [0, {vocab_size})")
 
     def _check_length(self, num_tokens: int, params: SamplingParams | None) -> None:
-        """Refuse a prompt that is too long.
+        """Raise for a prompt that is too long.
 
         Args:
             num_tokens: Its tokens.
-            params: None where nothing is generated.
+            params: None if nothing is generated.
         """
         max_len = self._max_model_len
         if num_tokens > max_len - (params is not None):
@@ -188,7 +188,7 @@ class Admission:
             )
 
     def ids_of(self, prompt: Any) -> tuple[int, ...]:
-        """Return a request's own token ids, as far as whatever was given has any before it is tokenised."""
+        """Return the request's own token ids, if the prompt has any before text is tokenised."""
         if isinstance(prompt, Prompt):
             prompt = prompt.decoder
         elif self._model.description.max_input_lens:
@@ -209,9 +209,9 @@ def _unicode(text: str) -> str:
 
 def _whole_numbers(prompt: Any) -> list[int]:
     try:
-        # Those that can be gone through too, but are no sequence of ids: bytes are text, and the rest has no order.
+        # Some iterables are not sequences of ids: strings and bytes are text, and sets and mappings have no order.
         given = None if isinstance(prompt, bytes | bytearray | Set | Mapping | str) else list(prompt)
-    except Exception:  # whatever a foreign sequence raises
+    except Exception:  # a foreign sequence may raise anything
         given = None
     if given is None or any(isinstance(token, bool) or not isinstance(token, int | np.integer) for token in given):
         raise RequestError("a prompt is text, or a sequence of whole numbers", code="bad_token")
@@ -219,15 +219,15 @@ def _whole_numbers(prompt: Any) -> list[int]:
 
 
 def _num_items(prompt: Any) -> int:
-    """Return how many items a sequence has, before it is gone through; 0 for what does not know."""
+    """Return the number of items of a sequence without iterating over it; 0 if it has no length."""
     try:
         return len(prompt) if isinstance(prompt, Sized) else 0
-    except Exception:  # an array without dimensions, say
+    except Exception:  # for example, an array without dimensions
         return 0
 
 
 def _tokens_of(what: str, ask: Callable[[], Any]) -> list[int]:
-    """Return the tokens that the model makes of a text; it may raise anything, or return anything."""
+    """Return the tokens that the model makes of a text; the model may raise or return anything."""
     made = _ask(what, ask)
     try:
         return _whole_numbers(made)
@@ -236,7 +236,7 @@ def _tokens_of(what: str, ask: Callable[[], Any]) -> list[int]:
 
 
 def _ask(what: str, function: Callable[..., T], *arguments: Any) -> T:
-    """Return what a function of the model answers; what it raises refuses the request."""
+    """Return the result of a function of the model; if it raises, the request is refused."""
     try:
         return function(*arguments)
     except (KVFrameError, KeyboardInterrupt):

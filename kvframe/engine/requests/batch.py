@@ -18,7 +18,7 @@ def checked_params(params: Any) -> SamplingParams:
     """Return a request's parameters: the default for None.
 
     Raises:
-        RequestError: They are something else (``bad_params``).
+        RequestError: ``params`` is neither ``SamplingParams`` nor None (``bad_params``).
     """
     if params is None:
         return DEFAULT_PARAMS
@@ -28,14 +28,14 @@ def checked_params(params: Any) -> SamplingParams:
 
 
 def params_for_each(params: Any, num_requests: int) -> Sequence[Any]:
-    """Return the parameters of each request of a batch, not checked one by one.
+    """Return the parameters of each request of a batch; they are not checked yet.
 
     Args:
-        params: Those of all requests, or a sequence of those of each; None for the default.
-        num_requests: How many there are.
+        params: One value for all requests, or a sequence with one for each; None for the default.
+        num_requests: The number of requests.
 
     Raises:
-        RequestError: They are neither, or there are more or fewer (``bad_params``).
+        RequestError: ``params`` is neither, or the sequence has another length (``bad_params``).
     """
     if params is None or isinstance(params, SamplingParams):
         return [params] * num_requests
@@ -47,7 +47,7 @@ def params_for_each(params: Any, num_requests: int) -> Sequence[Any]:
 
 
 def sample_ids(request_id: str, count: int) -> list[str]:
-    """Return the ids by which the samples of a request are kept in the engine: its own, and others made of it."""
+    """Return the ids of a request's samples in the engine: the request's id, then ids derived from it."""
     return [request_id, *(f"{request_id}/{index}" for index in range(1, count))]
 
 

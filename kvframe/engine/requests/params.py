@@ -12,12 +12,12 @@ from kvframe.contract.errors import RequestError, shown
 
 
 def bad_params(message: str) -> RequestError:
-    """Return the refusal of a parameter."""
+    """Return the error for a wrong parameter."""
     return RequestError(message, code="bad_params")
 
 
 def _as_int(value: Any) -> Any:
-    # A wrong value goes on to the validator, which names it.
+    # A wrong value is returned as it is: the validator names it in its error.
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
@@ -95,16 +95,16 @@ class SamplingParams:
         max_new_tokens: The most tokens to generate.
         temperature: Divides the logits before sampling; 0 takes the most likely token.
         top_k: Sample among the ``k`` most likely tokens; 0 for all.
-        top_p: Sample among the fewest most likely tokens whose probabilities (after ``top_k``) reach this.
-        seed: Makes sampling repeatable, whatever else is in the batch; None for a fresh draw each time.
+        top_p: Sample among the fewest most likely tokens whose probabilities (after ``top_k``) add up to this.
+        seed: Makes sampling repeatable, in any batch; None for a fresh draw each time.
         stop: Strings that end the request; the text is cut before the first of them. The stack's ``max_stop_chars``
-            says how long they may be altogether.
+            limits their total length.
         stop_token_ids: Token ids that end the request, beside the model's own; the token is part of the output.
-        ignore_eos: Whether to go on after the model's own end tokens.
-        n: How many samples to draw of one prompt, which is computed once. Sample ``i`` is what a request by itself with
-            the seed ``seed + i`` gives. The stack's ``max_samples`` says how many there may be.
-        prompt_logprobs: Whether to report how likely the model finds each token of the prompt. The whole prompt is
-            then computed, without a cached prefix, and a step holds logits for each of its tokens.
+        ignore_eos: Whether to continue after the model's own end tokens.
+        n: The number of samples of one prompt, which is computed once. Sample ``i`` equals the output of a single
+            request with the seed ``seed + i``. The stack's ``max_samples`` limits it.
+        prompt_logprobs: Whether to report the log-probability of each token of the prompt. The whole prompt is then
+            computed, without a cached prefix, and a step holds logits for each of its tokens.
     """
 
     max_new_tokens: int = attrs.field(default=64, converter=_as_int, validator=_int_at_least(1))

@@ -14,8 +14,8 @@ from kvframe.cache.input_index import InputSequence
 from kvframe.contract.model import ModelInput
 
 FinishReason = Literal["stop", "length", "computed", "aborted", "refused", "error"]
-"""Why a request ended: a stop token or string; a limit; its prompt is computed, and nothing is generated; its owner;
-never admitted; its step failed, or what the model gave is not numbers."""
+"""Why a request ended: a stop token or string; a limit; its prompt is computed, and nothing is generated; its owner
+aborted it; it was not admitted; its step failed, or the model's output for it is not numbers."""
 
 
 NO_INPUTS: Mapping[str, ModelInput] = MappingProxyType({})
@@ -23,7 +23,7 @@ NO_SEQUENCES: Mapping[str, InputSequence] = MappingProxyType({})
 
 
 def input_sequences(inputs: Mapping[str, ModelInput]) -> Mapping[str, InputSequence]:
-    """Return a request's inputs as the cache sees them."""
+    """Return a request's inputs in the form that the cache takes."""
     if not inputs:
         return NO_SEQUENCES
     return {name: InputSequence(each.num_tokens, each.key) for name, each in inputs.items()}
@@ -31,33 +31,34 @@ def input_sequences(inputs: Mapping[str, ModelInput]) -> Mapping[str, InputSeque
 
 @attrs.define(eq=False, kw_only=True)
 class RequestProgress:
-    """A request in an engine: the one owner of its tokens and its progress. What it is for, a subclass says.
+    """A request in an engine. It owns the request's tokens and progress; subclasses add what is done with the tokens.
 
-    Invariant: ``num_computed < len(token_ids)`` until it ends, so that there is always a token to compute.
+    Invariant: ``num_computed < len(token_ids)`` until the request ends, so that there is always a token to compute.
 
     Attributes:
         request_id: Unique among the requests in the engine.
-        asked_id: What its owner calls it: the same for all samples of a request.
-        sample: Which of these it is, from 0.
+        asked_id: The id that its owner uses: the same for all samples of a request.
+        sample: The index of the sample, from 0.
         token_ids: Prompt and generated tokens, as four bytes each; the cache reads them where they are.
         num_prompt_tokens: How many of them are the prompt.
-        cache_salt: It shares cached prefixes and inputs with requests of the same one, and no others.
-        inputs: What it brings beside its tokens, by sequence, kept so that it can be computed again.
-        input_sequences: The same as the cache sees it.
+        cache_salt: The request shares cached prefixes and inputs with requests of the same salt only.
+        inputs: Its inputs beside the tokens, by sequence, kept so that they can be computed again.
+        input_sequences: The same in the form that the cache takes.
         new_inputs: The inputs whose state the running step computes.
-        wants_prompt_rows: Whether what the model gives for tokens before the last known one is wanted too.
+        wants_prompt_rows: Whether the model's output for tokens before the last known one is wanted too.
         num_computed: Tokens whose state is in the cache (as far as layers still need it).
         row: Its row in the block tables while it runs; -1 otherwise.
-        is_swapped: Whether its state waits in host memory for it to run again.
-        runs_alone: Whether it starts from nothing and has the pool for itself until it ends: set when it found
-            no room though it was the only one, so that it surely comes to its end.
-        is_on_cache: Whether it runs on something that the cache had when it started.
-        trusts_cache: Whether it may; not after what it ran on gave no numbers.
+        is_swapped: Whether its state is swapped out to host memory.
+        runs_alone: Whether it starts from nothing and has the pool for itself until it ends. It is set when there were
+            too few blocks although no other request ran, so that the request surely ends.
+        is_on_cache: Whether it started on cached state.
+        trusts_cache: Whether it may start on cached state; False after its output on cached state was not numbers.
         was_started: Whether it was ever admitted.
-        pause_at: Computed tokens at which a step ends, so that others can go on from there; 0 for nowhere.
-        forks_from: The request with the same tokens that it goes on from where that pauses, rather than compute them;
-            None for none, and as soon as it was tried.
-        finish_reason: Why it ended; None while it goes on.
+        pause_at: Computed tokens at which a step ends, so that other requests can fork from there; 0 for none.
+        forks_from: The request with the same tokens from which it forks at ``pause_at``, to save computing them; None
+            for none, and after the first try.
+        finish_reason: Why it ended; None until then.
+        error: One sentence if the reason is ``error``.
         error: One sentence where the reason is ``error``.
     """
 
@@ -92,7 +93,7 @@ class RequestProgress:
 
     @property
     def next_stop(self) -> int:
-        """The tokens that are computed when it pauses, or all that are known."""
+        """The number of computed tokens at which it pauses, or of all known tokens."""
         return self.pause_at if self.num_computed < self.pause_at else len(self.token_ids)
 
     @property
@@ -102,24 +103,24 @@ class RequestProgress:
 
     @property
     def uses_prefix(self) -> bool:
-        """Whether it may start on a cached prefix, whose tokens then have no logits."""
+        """Whether it may start on a cached prefix. The tokens of the prefix get no logits."""
         return self.trusts_cache and not self.runs_alone and not self.wants_prompt_rows
 
     @property
     def first_prompt_row(self) -> int:
-        """The first token for which it wants what the model gives, where it ``wants_prompt_rows``."""
+        """The first token for which it wants the model's output, if it ``wants_prompt_rows``."""
         return len(self.token_ids) - 1
 
     def fork(self, other: RequestProgress) -> None:
-        """Take over what became of the tokens of another one, from which it goes on."""
+        """Take over the progress of another request, from which this one forks."""
         self.num_computed = other.num_computed
 
     @abstractmethod
     def take(self, outcome: int) -> None:
-        """Take what came of its last known token; sets ``finish_reason`` if it needs nothing more.
+        """Take the outcome for its last known token; set ``finish_reason`` if the request is complete.
 
         Args:
-            outcome: The next token; of a request that generates nothing, any number that is not negative.
+            outcome: The next token; for a request that generates nothing, any number that is not negative.
         """
 
 

@@ -12,13 +12,13 @@ from kvframe.contract.errors import RequestError, shown
 
 @attrs.frozen(kw_only=True, eq=False)
 class Prompt:
-    """A prompt of two parts, for a model with an encoder. Text or ids alone are taken to be the encoder's.
+    """A prompt of two parts, for a model with an encoder. A prompt that is only text or ids goes to the encoder.
 
     Attributes:
-        encoder: What the encoder reads: text, token ids, or features as a tensor or an array, by the model; None for
-            nothing, where a model can do without.
-        decoder: The tokens that are to be continued: text, which is put after the tokens that the model starts with,
-            or ids, which are taken as they are. The model's start tokens unless given.
+        encoder: The encoder's input: text, token ids, or features as a tensor or an array, depending on the model; None
+            for no input, if the model allows that.
+        decoder: The tokens that are to be continued: text, which is put after the model's start tokens, or ids, which
+            are used unchanged. The model's start tokens unless given.
     """
 
     encoder: Any = None
@@ -33,7 +33,7 @@ def prompts_of(prompts: Any) -> list[Any]:
     """Return the prompts of a batch; they are not checked yet.
 
     Raises:
-        RequestError: There is no batch: a single prompt, say, or what has no order (``bad_prompts``).
+        RequestError: ``prompts`` is not a batch, but for example a single prompt or a set (``bad_prompts``).
     """
     if not isinstance(prompts, Iterable) or isinstance(prompts, str | bytes | bytearray | Set | Mapping):
         raise RequestError(f"prompts must be a list of prompts, not {shown(prompts)}", code="bad_prompts")

@@ -17,22 +17,22 @@ from kvframe.engine.requests.text import TextStream
 
 @attrs.frozen(kw_only=True)
 class RequestOutput:
-    """What a request has produced, and what of it is new since it was last reported.
+    """What a request has produced, and which part of it is new since the last report.
 
     Attributes:
         request_id: The request.
-        sample: Which of its samples, from 0, where the params ask for several; each has outputs of its own.
+        sample: The index of the sample, from 0, if the params ask for several; each has its own outputs.
         prompt_token_ids: Its prompt.
         token_ids: Every token generated so far, an end token included.
-        new_token_ids: Those since the last report.
+        new_token_ids: The tokens since the last report.
         text: The text of ``token_ids``, cut before a stop string; empty if the model has no tokenizer.
-        new_text: The text since the last report. Never ends within a character or a possible stop string, so
-            the pieces of a request add up to its text.
-        finish_reason: Why it ended; None while it goes on.
-        error: One sentence where the reason is ``refused`` or ``error``.
-        prompt_logprobs: For each prompt token, the logarithm of its probability after those before it, by the model's
-            logits as they are, without temperature; None for the first, NaN where the logits are not numbers. None
-            altogether unless the params ask for it, and until the whole prompt is computed.
+        new_text: The text since the last report. It never ends within a character or within a possible stop string, so
+            the parts of a request add up to its text.
+        finish_reason: Why it ended; None until then.
+        error: One sentence if the reason is ``refused`` or ``error``.
+        prompt_logprobs: For each prompt token, the logarithm of its probability after the tokens before it, from the
+            model's logits without temperature; None for the first token, NaN if the logits are not numbers. The whole
+            field is None unless the params ask for it, and until the whole prompt is computed.
     """
 
     request_id: str
@@ -51,21 +51,21 @@ class RequestOutput:
 class Request(RequestProgress):
     """A request for tokens that continue a prompt.
 
-    Invariant: ``known_logprobs`` holds those of the first tokens of the prompt, none twice, however often they are
-    computed.
+    Invariant: ``known_logprobs`` holds the log-probabilities of the first tokens of the prompt, each once, however
+    often they are computed.
 
     Attributes:
         params: How to sample and when to stop.
-        eos_token_ids: The model's ids that end it beside the params'; none if they are ignored.
+        eos_token_ids: The model's ids that end it, beside those of the params; none if they are ignored.
         max_tokens: The most tokens it may have, prompt included.
         text_stream: Turns its tokens into text; None if the model has no tokenizer.
         random: Its own source of uniform numbers, one per sampled token.
-        prompt_token_ids: The prompt, as every output has it: copied once, however many steps report.
-        generated: What came after it, as Python has it, for the outputs.
+        prompt_token_ids: The prompt for the outputs, copied once for all of them.
+        generated: The generated tokens as Python numbers, for the outputs.
         wants_prompt_rows: Whether log-probabilities of its prompt are still to be computed.
         known_logprobs: The prompt's log-probabilities so far; empty unless the params ask for them.
-        prompt_logprobs: The same, as every output has them, once all are known.
-        is_unreadable: Whether turning its tokens into text failed.
+        prompt_logprobs: The same for the outputs, once all are known.
+        is_unreadable: Whether its tokens could not be turned into text.
         num_reported: Generated tokens that its owner has seen.
         num_reported_chars: Characters of text that its owner has seen.
     """
@@ -107,10 +107,10 @@ class Request(RequestProgress):
             eos_token_ids: The model's end tokens.
             max_model_len: The most tokens of any request.
             text_stream: Turns its tokens into text; None if the model has no tokenizer.
-            inputs: What it brings beside its tokens, by sequence, checked.
-            cache_salt: It shares cached prefixes with requests of the same one.
-            asked_id: What its owner calls it; the same unless given.
-            sample: Which of the samples it is that its owner calls so.
+            inputs: Its inputs beside the tokens, by sequence, checked.
+            cache_salt: The request shares cached prefixes with requests of the same salt.
+            asked_id: The id that its owner uses; ``request_id`` unless given.
+            sample: The index of the sample.
         """
         return cls(
             request_id=request_id,
@@ -141,25 +141,25 @@ class Request(RequestProgress):
 
     @property
     def first_prompt_row(self) -> int:
-        """The last prompt token whose log-probability is known: its logits tell that of the next one."""
+        """The last prompt token whose log-probability is known: its logits give that of the next token."""
         return len(self.known_logprobs) - 1
 
     def add_prompt_logprobs(self, values: Sequence[float | None]) -> None:
-        """Take the log-probabilities of the prompt tokens after those that are known."""
+        """Add the log-probabilities of the prompt tokens after the known ones."""
         self.known_logprobs.extend(values)
         if len(self.known_logprobs) == self.num_prompt_tokens:
             self.prompt_logprobs = tuple(self.known_logprobs)
             self.wants_prompt_rows = False
 
     def fork(self, other: RequestProgress) -> None:
-        """Take over another one's computed tokens, and what it knows of the same prompt."""
+        """Take over another request's computed tokens and its log-probabilities of the same prompt."""
         super().fork(other)
         if isinstance(other, Request) and other.prompt_logprobs is not None:
             self.known_logprobs, self.prompt_logprobs = other.known_logprobs, other.prompt_logprobs
             self.wants_prompt_rows = False
 
     def take(self, outcome: int) -> None:
-        """Take the next generated token; sets ``finish_reason`` if it is the last."""
+        """Take the next generated token; set ``finish_reason`` if it is the last."""
         self.token_ids.append(outcome)
         self.generated.append(outcome)
         if outcome in self.eos_token_ids or outcome in self.params.stop_token_ids:
@@ -173,18 +173,18 @@ class Request(RequestProgress):
                 self.finish_reason = "stop"
 
     def read_text(self) -> bool:
-        """Turn new tokens into text; False, with an ``error``, if the tokenizer raises."""
+        """Turn new tokens into text; return False, with an ``error``, if the tokenizer raises."""
         if self.text_stream is not None and not self.is_unreadable:
             try:
                 self.text_stream.feed(self.token_ids, final=self.finish_reason is not None)
-            except BaseException as error:  # while interrupts are held: whatever comes is the tokenizer's
+            except BaseException as error:  # interrupts are delayed here, so the tokenizer raised it
                 self.is_unreadable = True
                 self.error = f"its tokens could not be turned into text: {safe_text(error)}"
                 return False
         return True
 
     def report(self) -> RequestOutput:
-        """Return what it has produced, its text as far as it was read, and note that its owner has seen it."""
+        """Return what it has produced, with the text read so far, and mark it as reported."""
         text = "" if self.text_stream is None else self.text_stream.text
         generated = tuple(self.generated)
         output = RequestOutput(
@@ -203,6 +203,6 @@ class Request(RequestProgress):
         return output
 
     def take_back(self, output: RequestOutput) -> None:
-        """Note that its owner has not seen the last report."""
+        """Mark the last report as not seen by the owner."""
         self.num_reported -= len(output.new_token_ids)
         self.num_reported_chars -= len(output.new_text)

@@ -13,10 +13,10 @@ def salt_of_each(cache_salt: str | Sequence[str], num_requests: int) -> Sequence
 
     Args:
         cache_salt: One for all, or one for each.
-        num_requests: How many there are.
+        num_requests: The number of requests.
 
     Raises:
-        RequestError: There are more or fewer (``bad_salt``).
+        RequestError: There are more or fewer salts than requests (``bad_salt``).
     """
     if isinstance(cache_salt, str) or not isinstance(cache_salt, Sequence):
         return [cache_salt] * num_requests

@@ -11,19 +11,19 @@ import attrs
 class StopStrings:
     """An automaton that reads a text character by character (A. Aho and M. Corasick, 1975).
 
-    A reader keeps the number of its state, from 0 on. The time for a character does not depend on how many strings
-    there are or how long they are, but for the steps back, which are fewer than the characters read.
+    The caller keeps the number of the current state, which is 0 at first. The time for a text depends on its length
+    only: the automaton falls back to a shorter match at most as often as it reads a character.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
-        """Build the states: one for each beginning of a string.
+        """Build the states: one for each prefix of a string.
 
         Args:
-            strings: What to find; none is empty.
+            strings: The strings to find; none is empty.
         """
         self._following: list[dict[str, int]] = [{}]
         self._depth = [0]
-        # The longest string that ends in the state.
+        # For each state, the length of the longest string that ends in it.
         self._found = [0]
         for string in strings:
             state = 0
@@ -35,7 +35,7 @@ class StopStrings:
                     self._found.append(0)
                 state = self._following[state][character]
             self._found[state] = len(string)
-        # Of each state, that of its longest end which is a beginning too.
+        # For each state, the state of its longest proper suffix that is a prefix of a string.
         self._shorter = [0] * len(self._following)
         waiting = deque(self._following[0].values())
         while waiting:
@@ -46,11 +46,11 @@ class StopStrings:
                 waiting.append(following)
 
     def read(self, state: int, text: str) -> Reading:
-        """Return what a piece of text leads to.
+        """Read a part of the text.
 
         Args:
-            state: That of the text before.
-            text: The piece.
+            state: The state after the text before.
+            text: The part.
         """
         first: int | None = None
         if not self._following[0]:
@@ -70,12 +70,13 @@ class StopStrings:
 
 @attrs.frozen
 class Reading:
-    """What became of a piece of text.
+    """The result of reading a part of the text.
 
     Attributes:
         state: The state after it.
-        num_held: Characters at its end, and before it, with which a string begins.
-        found_at: Where in the piece the first string begins that ends in it, negative for before it; None for none.
+        num_held: Characters at the end of the text so far that may begin a string.
+        found_at: The index in the part where the first string that ends in it begins, negative if it begins before
+            the part; None if none is found.
     """
 
     state: int

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from kvframe.engine.requests.stops import NO_STOPS, StopStrings
 
 NUM_CONTEXT_TOKENS = 5
-"""Prompt tokens decoded along with the first generated ones: a space that begins the output is then not lost."""
+"""Prompt tokens that are decoded with the first generated ones, so that a space at the start of the output is kept."""
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
@@ -26,7 +26,7 @@ class TextStream:
         Args:
             decode: Turns token ids into text.
             prompt_token_ids: The prompt; its last tokens are the context of the first generated ones.
-            stop: What ends the text; the text is cut before the first of these strings.
+            stop: Strings that end the text; the text is cut before the first of them.
         """
         self.text = ""
         self.stopped = False
@@ -38,11 +38,11 @@ class TextStream:
         self._context = max(0, self._read - NUM_CONTEXT_TOKENS)
 
     def feed(self, token_ids: Sequence[int], *, final: bool) -> None:
-        """Take in the tokens that were not seen yet. Safe to call again with the same tokens.
+        """Read the new tokens. Safe to call again with the same tokens.
 
         Args:
             token_ids: Prompt and generated tokens, those of the earlier calls first.
-            final: Whether these are all: incomplete characters and held-back text then come out as they are.
+            final: Whether these are all tokens: incomplete characters and held-back text are then put out as they are.
         """
         if self.stopped:
             return
@@ -63,7 +63,7 @@ class TextStream:
         """Return the text of the unread tokens; empty while it ends within a character."""
         if self._read == len(token_ids):
             return ""
-        # Decoded with the tokens before them, since a token's text may depend on its neighbours.
+        # The tokens before them are decoded too, because a token's text may depend on its neighbours.
         before = self._decode(token_ids[self._context : self._read]).rstrip(_INCOMPLETE)
         after = self._decode(token_ids[self._context :])
         if after.endswith(_INCOMPLETE) and not final:

@@ -20,20 +20,20 @@ FindOrder = Callable[[IntArray, IntArray], IntArray | None]
 class PackedStep(Generic[RequestT]):
     """A step's requests in the order in which their tokens are packed.
 
-    The rows of logits (or of hidden states) that are wanted of a request are those of its last tokens: of its last
-    known token, which the next one is sampled from, and of prompt tokens, for requests that want those.
+    For each request, the step needs the logits (or hidden states) of its last tokens: of its last known token, from
+    which the next one is sampled, and of prompt tokens if the request wants those.
 
     Attributes:
         requests: The requests.
         rows: ``[num_reqs]``: each request's row in the block tables.
         num_computed: ``[num_reqs]``: tokens that were computed before.
         query_lens: ``[num_reqs]``: tokens to compute.
-        num_wanted: ``[num_reqs]``: how many rows of logits are wanted of each request.
+        num_wanted: ``[num_reqs]``: the number of wanted rows of logits of each request.
         logits_indices: ``[num_rows]``: the packed tokens whose logits are wanted, in order.
-        is_sampled: ``[num_reqs], bool``: whether a request gets a token: its last known one is among those computed.
+        is_sampled: ``[num_reqs], bool``: whether a token is sampled: the request's last known token is computed.
         sampled: ``[num_sampled]``: the rows of the logits that tokens are sampled from, in the order of requests.
-        places: ``[num_sampled]``: for the requests that get a token, as they were given, where it is among these; None
-            if that is the same.
+        places: ``[num_sampled]``: for the requests that get a token, in the order of the step, their index in
+            ``sampled``; None if the two orders are equal.
         prompt_rows: ``[num_prompt_rows]``: the other rows of the logits.
         prompt_positions: ``[num_prompt_rows]``: the positions of their tokens.
         prompt_requests: ``[num_prompt_rows]``: the indices of their requests, in order.
@@ -58,7 +58,7 @@ class PackedStep(Generic[RequestT]):
 
         Args:
             step: The step.
-            order_for: Gives the order to pack them in, for ``num_computed`` and ``query_lens``; None for this one.
+            order_for: Returns the order to pack them in, for ``num_computed`` and ``query_lens``; None for this order.
         """
         requests, rows = step.requests, step.rows
         num_computed, query_lens, num_known = step.num_computed, step.num_scheduled, step.num_known

@@ -22,42 +22,42 @@ class RequestCache(Protocol):
         use_prefix: bool = True,
         inputs: Mapping[str, InputSequence] = NO_SEQUENCES,
     ) -> int:
-        """Take a request in; returns the tokens that a cached prefix covers, fewer than there are."""
+        """Add a request; return the number of tokens that a cached prefix covers, fewer than ``token_ids``."""
 
     def fork(self, request_id: str, new_id: str, token_ids: Sequence[int]) -> None:
-        """Take a request in that goes on from another one's computed tokens."""
+        """Add a request that continues from another request's computed tokens."""
 
     def missing_inputs(self, request_id: str) -> frozenset[str]:
         """Return the inputs whose state the next step has to compute."""
 
     def has_room(self, request_id: str, num_tokens: int) -> bool:
-        """Return whether there is room for all that a request takes up to so many tokens; nothing is changed."""
+        """Return whether there are enough free blocks for a request's first ``num_tokens`` tokens; change nothing."""
 
     def extend(self, request_id: str, num_tokens: int) -> bool:
-        """Make room for tokens ``[0, num_tokens)``; False, and nothing changed, if there is none.
+        """Allocate blocks for tokens ``[0, num_tokens)``; return False, and change nothing, if there are too few.
 
         Raises:
-            RuntimeError: A page that others hold too could not be copied for it; nothing changed.
+            RuntimeError: A shared page could not be copied for the request; nothing changed.
         """
 
     def extend_rows(self, rows: IntArray, num_tokens: IntArray) -> bool:
-        """Make room for the first tokens of several requests, given their rows; False, and nothing changed, if none."""
+        """Allocate blocks for the first tokens of several requests, by row; return False, unchanged, if too few."""
 
     def commit_rows(self, rows: IntArray, num_computed: IntArray) -> None:
-        """Take note of how many tokens are computed of several requests, given their rows."""
+        """Record the numbers of computed tokens of several requests, by row."""
 
     def swap_out(self, request_id: str) -> bool:
-        """Move what a request holds to host memory; False, and nothing changed, if that has no room; may raise."""
+        """Move a request's state to host memory; False, and no change, if it does not fit there; may raise."""
 
     def swap_in(self, request_id: str, num_tokens: int, *, use_prefix: bool = True) -> bool:
-        """Take it back, with room for tokens ``[0, num_tokens)``; False, and nothing changed, if there is none.
+        """Move it back, with blocks for tokens ``[0, num_tokens)``; return False, and change nothing, if too few.
 
         Raises:
             RuntimeError: It cannot be copied; it is still in host memory.
         """
 
     def free(self, request_id: str) -> None:
-        """Give back everything that a request holds, in host memory too."""
+        """Free all blocks of a request, and its state in host memory."""
 
     def row(self, request_id: str) -> int:
         """Return a started request's row."""

@@ -14,16 +14,16 @@ IntArray = npt.NDArray[np.int64]
 
 
 class RunningRequests(Sequence[RequestT]):
-    """The running requests, each with a column of numbers that a step reads, whole arrays at a time.
+    """The running requests, each with a column of numbers, so that a step can read whole arrays.
 
-    Invariant: a request's column says what the request itself says: its row, its computed and its known tokens.
+    Invariant: a request's column holds the request's row, computed tokens and known tokens.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
         """Start with none.
 
         Args:
-            max_num_seqs: The most at a time.
+            max_num_seqs: The most requests at a time.
         """
         self._requests: list[RequestT] = []
         self._columns: IntArray = np.zeros((3, max_num_seqs), dtype=np.int64)
@@ -34,18 +34,18 @@ class RunningRequests(Sequence[RequestT]):
         return rows, num_computed, num_known
 
     def append(self, request: RequestT) -> None:
-        """Let a request run that has a row."""
+        """Add a request that has a row."""
         self._columns[:, len(self._requests)] = request.row, request.num_computed, len(request.token_ids)
         self._requests.append(request)
 
     def remove(self, request: RequestT) -> None:
-        """Let a request run no more."""
+        """Remove a request."""
         index = self._requests.index(request)
         del self._requests[index]
         self._columns[:, index : len(self._requests)] = self._columns[:, index + 1 : len(self._requests) + 1]
 
     def advance(self, num_computed: IntArray, num_known: IntArray) -> None:
-        """Take note of how far the first requests are.
+        """Set the computed and the known tokens of the first ``n`` requests.
 
         Args:
             num_computed: ``[n]``: their computed tokens.
@@ -55,7 +55,7 @@ class RunningRequests(Sequence[RequestT]):
         self._columns[2, : len(num_known)] = num_known
 
     def drop_ended(self) -> None:
-        """Let those run no more that have come to an end."""
+        """Remove the requests that have ended."""
         going_on = [index for index, request in enumerate(self._requests) if request.finish_reason is None]
         self._requests = [self._requests[index] for index in going_on]
         self._columns[:, : len(going_on)] = self._columns[:, going_on]

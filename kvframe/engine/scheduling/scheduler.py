@@ -1,11 +1,11 @@
 """Continuous batching: chooses which tokens of which requests the next step computes.
 
-Each step has a token budget. Running requests come first, in the order of their admission, then waiting ones, first
-come, first served; a prompt that exceeds the budget is computed in chunks over several steps, the first one when the
-cache has room for all of them. When it has no room for a running request, the request admitted last gives its blocks
-back and waits at the head of the queue (preemption). Its state is kept in host memory until it runs again, if the cache
-has room for it there; else its tokens are computed again. Where nothing of a request outlives a step, its prompt is
-computed in one.
+Each step has a token budget. Running requests come first, in the order of their admission, then waiting requests, first
+come, first served. A prompt that exceeds the budget is computed in chunks over several steps; its first chunk is
+scheduled when the cache has enough free blocks for all chunks. If there are too few blocks for a running request, the
+request that was admitted last is preempted: it frees its blocks and waits at the head of the queue. Its state is
+swapped out to host memory if it fits there; otherwise its tokens are recomputed. If the cache keeps no state between
+steps, a prompt is computed in one step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from kvframe.contract.errors import KVFrameError
 from kvframe.contract.foreign import safe_text
 from kvframe.engine.requests.progress import FinishReason, RequestT
-from kvframe.engine.scheduling.holdings import Holdings
+from kvframe.engine.scheduling.request_blocks import RequestBlocks
 from kvframe.engine.scheduling.request_cache import RequestCache
 from kvframe.engine.scheduling.running_requests import IntArray, RunningRequests
 from kvframe.engine.scheduling.stats import SchedulerStats
@@ -33,8 +33,8 @@ NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)
 class Scheduler(Generic[RequestT]):
     """Owns the queue of waiting requests and the list of running ones.
 
-    Invariant: a request is either waiting (no row, no blocks but perhaps swapped ones), running (a row, blocks), or not
-    here.
+    Invariant: a request of the scheduler either waits (no row, and no blocks except swapped ones), or runs (with a row
+    and blocks).
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class Scheduler(Generic[RequestT]):
         Args:
             cache: Where requests get their blocks.
             max_num_seqs: The most requests that run at a time.
-            max_num_batched_tokens: The most tokens that one step computes. Of inputs it computes as many besides, or a
-                single longer one.
+            max_num_batched_tokens: The most tokens that one step computes. It also limits the input tokens that a step
+                computes, except that a single longer input is computed alone.
             shared_block_size: Tokens per block that requests with a common prefix can share; 0 if they cannot.
-            reserve_prompts: Whether a prompt that is computed in parts begins when the cache has room for all of it;
-                else when it has room for its first part.
-            whole_prompts: Whether a request starts only where one step has room for all of its tokens; it must have no
+            reserve_prompts: Whether a prompt that is computed in chunks begins only when the cache has enough free
+                blocks for all of it. If False, it begins when they are enough for its first chunk.
+            whole_prompts: Whether a request starts only if one step can compute all of its tokens; it must have no
                 more than ``max_num_batched_tokens``.
         """
         self.waiting: deque[RequestT] = deque()
@@ -68,7 +68,7 @@ class Scheduler(Generic[RequestT]):
         self._max_num_batched_tokens = max_num_batched_tokens
         self._shared_block_size = shared_block_size
         self._whole_prompts = whole_prompts
-        self._holdings: Holdings[RequestT] = Holdings(
+        self._blocks: RequestBlocks[RequestT] = RequestBlocks(
             cache, self.stats, max_num_batched_tokens=max_num_batched_tokens, reserve_prompts=reserve_prompts
         )
         self._pausing: list[RequestT] = []
@@ -80,19 +80,19 @@ class Scheduler(Generic[RequestT]):
         return bool(self.running or self.waiting)
 
     def add(self, request: RequestT) -> None:
-        """Put a request at the end of the queue. The cache must be able to hold it alone, at its full length."""
+        """Append a request to the queue. The cache must be able to hold it alone, at its full length."""
         self.waiting.append(request)
 
     def schedule(self) -> ScheduledStep[RequestT] | None:
-        """Choose the next step and get room for its tokens; None if there is nothing to do.
+        """Choose the next step and allocate blocks for its tokens; return None if there is nothing to do.
 
-        Either ``complete`` or ``fail`` must follow before the next call. A request that the cache cannot serve, because
-        a plugin's cache spec raises or breaks its laws at the request's tokens, ends with an error, and the others go
-        on; ``take_failed`` returns it.
+        Either ``complete`` or ``fail`` must follow before the next call. If a plugin's cache spec raises or breaks its
+        laws at a request's tokens, that request ends with an error, and the others continue; ``take_failed`` returns
+        it.
 
         Raises:
             Exception: The step could not be scheduled, and no single request is the cause. Every running request ended
-                with an error, or the first one that waits if none ran.
+                with an error, or the first waiting one if none ran.
         """
         try:
             return self._schedule()
@@ -101,51 +101,51 @@ class Scheduler(Generic[RequestT]):
             raise
 
     def take_failed(self) -> list[RequestT]:
-        """Return the requests that ended with an error in ``schedule`` or in ``complete`` when that raised, once."""
+        """Return the requests that ended with an error in ``schedule``, or in a ``complete`` that raised, each once."""
         failed, self._failed = self._failed, []
         return failed
 
     def _schedule(self) -> ScheduledStep[RequestT] | None:
         preempted = self.stats.preemptions
-        going_on = self._continue_running() if self.running else NO_ROWS
-        budget = self._max_num_batched_tokens - int(going_on.sum())
+        continuing = self._continue_running() if self.running else NO_ROWS
+        budget = self._max_num_batched_tokens - int(continuing.sum())
         admitted: list[RequestT] = []
         counts: list[int] = []
-        # What was just preempted would only be preempted again; but with nothing running, something must start.
+        # A request that was just preempted would be preempted again. But if none runs, one has to start.
         if self.waiting and budget and (preempted == self.stats.preemptions or not self.running):
             try:
                 budget = self._admit_waiting(budget, admitted, counts)
             except BaseException:
-                # There is no step that would compute what they bring: they wait as before.
+                # No step will compute their tokens, so they wait again.
                 for request in reversed(admitted):
-                    self._holdings.give_back(request)
+                    self._blocks.release(request)
                     self.running.remove(request)
                     self.waiting.appendleft(request)
                 raise
-        num_reqs = len(going_on) + len(admitted)
+        num_reqs = len(continuing) + len(admitted)
         if not num_reqs:
             return None
         return ScheduledStep(
             self.running[:num_reqs],
             admitted,
             *self.running.columns(num_reqs),
-            np.concatenate([going_on, np.array(counts)]) if counts else going_on,
+            np.concatenate([continuing, np.array(counts)]) if counts else continuing,
             self._max_num_batched_tokens - budget,
         )
 
     def complete(self, step: ScheduledStep[RequestT], outcomes: Sequence[int]) -> list[RequestT]:
-        """Take the outcome of a step: what was computed, and what came of it.
+        """Record the outcome of a step.
 
         Args:
             step: What ``schedule`` returned.
-            outcomes: For each request whose last known token was computed, in the step's order, what it takes: its
-                next token; negative where what the model gave is not numbers.
+            outcomes: One number for each request whose last known token was computed, in the step's order: its next
+                token, or a negative number if the model's output is not numbers.
 
         Returns:
             The requests with a new token or an end, in the step's order.
 
         Raises:
-            Exception: The cache could not take note of it. The requests of the step ended with an error;
+            Exception: The cache could not record the step. The requests of the step ended with an error;
                 ``take_failed`` returns them.
         """
         try:
@@ -160,7 +160,7 @@ class Scheduler(Generic[RequestT]):
         num_computed = step.num_computed + step.num_scheduled
         generating = step.generating
         if outcomes and min(outcomes) < 0:
-            # The state of a request without an outcome is not published: a request that found it would fail too.
+            # The state of a request without an outcome is not published: a request that hits it would fail too.
             is_sound = np.ones(len(step.requests), dtype=np.bool_)
             is_sound[generating] = np.array(outcomes) >= 0
             self._cache.commit_rows(step.rows[is_sound], num_computed[is_sound])
@@ -190,7 +190,7 @@ class Scheduler(Generic[RequestT]):
         num_known[generating] = [len(request.token_ids) for request in generated]
         self.running.advance(num_computed, num_known)
         for request in ended:
-            self._holdings.give_back(request)
+            self._blocks.release(request)
         if ended:
             self.running.drop_ended()
         for request in reversed(again):
@@ -217,7 +217,7 @@ class Scheduler(Generic[RequestT]):
         else:
             self.waiting.remove(request)
         if request.row >= 0 or request.is_swapped:
-            self._holdings.give_back(request)
+            self._blocks.release(request)
 
     def _end_at_fault(self, request: RequestT, error: Exception) -> None:
         """End one request that the cache cannot serve."""
@@ -227,35 +227,36 @@ class Scheduler(Generic[RequestT]):
         self._failed.append(request)
 
     def _end_all(self, requests: Sequence[RequestT]) -> None:
-        """End all requests of a failed step, because the faulty one is unknown; the caller gets the exception."""
+        """End all requests of a failed step, because the faulty one is unknown. The caller raises the exception."""
         for request in requests:
             if request.finish_reason is None:
                 request.error = "the step that was to compute it failed"
                 try:
                     self.end(request, "error")
                 except Exception as error:
-                    _log.error("what request %r held is lost: %s", request.request_id, safe_text(error))
+                    _log.error("the blocks of request %r could not be freed: %s", request.request_id, safe_text(error))
                 self._failed.append(request)
 
     def note_pin(self) -> None:
-        """Take note that the cache keeps more than before.
+        """Record that a prefix was pinned.
 
-        A request that runs alone had room by the plan wherever its blocks lay; now it may have to start anew for it.
+        The plan guarantees enough blocks for a lone request only if nothing is pinned, so such a request may have to be
+        recomputed.
         """
         for request in self.running:
             request.runs_alone = False
 
     def preempt_last(self) -> None:
-        """Take its blocks from the request that was admitted last, between steps; it goes on when there is room."""
+        """Preempt the request that was admitted last, between steps; it continues when there are enough free blocks."""
         self._preempt(self.running[-1])
 
-    # --- room ---------------------------------------------------------------------------------------------------------
+    # --- blocks -------------------------------------------------------------------------------------------------------
 
     def _continue_running(self) -> IntArray:
-        """Get room for the next tokens of running requests, preempting some if need be.
+        """Allocate blocks for the next tokens of running requests; preempt some requests if necessary.
 
         Returns:
-            ``[n], int64, host``: of the first running requests, how many tokens each computes.
+            ``[n], int64, host``: how many tokens each of the first ``n`` running requests computes.
         """
         budget = self._max_num_batched_tokens
         rows, num_computed, num_known = self.running.columns(len(self.running))
@@ -273,8 +274,8 @@ class Scheduler(Generic[RequestT]):
         except AssertionError:
             raise
         except Exception:
-            pass  # a copy failed, or a spec answered wrongly; one by one shows whose
-        # There is no room for all. Those that came first get theirs at the cost of those that came last.
+            pass  # a copy failed, or a spec is wrong; allocating one by one finds the request
+        # There are too few blocks for all: requests that were admitted early take blocks from those admitted late.
         granted: list[int] = []
         while len(granted) < len(self.running) and budget:
             request = self.running[len(granted)]
@@ -285,14 +286,14 @@ class Scheduler(Generic[RequestT]):
         return np.array(granted, dtype=np.int64)
 
     def _make_room(self, request: RequestT, num_tokens: int) -> bool:
-        """Get room for a running request's first tokens; False if it had to be preempted itself, or ended."""
+        """Allocate blocks for a running request's first tokens; return False if it was preempted itself, or ended."""
         while True:
             try:
                 if self._cache.extend(request.request_id, num_tokens):
                     return True
             except (RuntimeError, MemoryError):
-                # What it shares with others could not be copied for it: it is computed again.
-                self._holdings.give_back(request)
+                # A shared page could not be copied for it, so the request is recomputed.
+                self._blocks.release(request)
                 self._let_wait(request)
                 return False
             except AssertionError:  # the cache itself is broken
@@ -302,7 +303,7 @@ class Scheduler(Generic[RequestT]):
                 return False
             victim = self.running[-1]
             if len(self.running) == 1:
-                # It fits by the plan, unless its blocks lie scattered over slabs among those of others.
+                # By the plan a lone request fits, unless its blocks are scattered over slabs of other groups.
                 assert not victim.runs_alone, "the plan promised room for a lone request"
                 victim.runs_alone = True
             self._preempt(victim)
@@ -310,16 +311,16 @@ class Scheduler(Generic[RequestT]):
                 return False
 
     def _compute_anew(self, request: RequestT) -> None:
-        """Let a request wait for its turn to be computed from nothing: what others cached may be why it failed."""
+        """Queue a request to be recomputed without cached state, because that state may be why it failed."""
         request.trusts_cache = False
-        self._holdings.give_back(request)
+        self._blocks.release(request)
         self.running.remove(request)
         self.waiting.appendleft(request)
         self.stats.retries += 1
 
     def _preempt(self, request: RequestT) -> None:
-        if not self._holdings.swap_out(request):
-            self._holdings.give_back(request)
+        if not self._blocks.swap_out(request):
+            self._blocks.release(request)
         self._let_wait(request)
 
     def _let_wait(self, request: RequestT) -> None:
@@ -328,15 +329,15 @@ class Scheduler(Generic[RequestT]):
         self.stats.preemptions += 1
 
     def _admit_waiting(self, budget: int, admitted: list[RequestT], counts: list[int]) -> int:
-        """Let waiting requests run, in their order, as long as there is room.
+        """Admit waiting requests, in their order, as long as there are enough free blocks.
 
         Args:
             budget: Tokens that the step has left.
-            admitted: Those that run now are put here.
-            counts: Of each, how many tokens the step computes.
+            admitted: The admitted requests are appended to it.
+            counts: For each of them, the number of tokens that the step computes is appended.
 
         Returns:
-            The tokens that are left.
+            The tokens that the step still has left.
         """
         while self.waiting and budget and len(self.running) < self._max_num_seqs:
             request = self.waiting[0]
@@ -351,7 +352,7 @@ class Scheduler(Generic[RequestT]):
                 break
             input_tokens = sum(each.num_new_input_tokens for each in admitted)
             try:
-                count = self._holdings.let_run(request, budget, input_tokens, others_run=bool(self.running))
+                count = self._blocks.let_run(request, budget, input_tokens, others_run=bool(self.running))
             except AssertionError:
                 raise
             except Exception as error:
@@ -369,15 +370,15 @@ class Scheduler(Generic[RequestT]):
         return budget
 
     def _is_being_computed(self, request: RequestT, admitted: Sequence[RequestT], counts: Sequence[int]) -> bool:
-        """Return whether a request admitted in this step computes what ``request`` can take in the next one.
+        """Return whether a request admitted in this step computes state that ``request`` can share in the next step.
 
-        That is an input of equal content, or a block of equal tokens after equal inputs, of the same salt: to others it
-        must not even show.
+        That is the state of an equal input, or of a block of equal tokens after equal inputs. Only requests with the
+        same salt count: the timing of others must not reveal them.
 
         Args:
             request: A request that waits.
             admitted: The requests that are admitted in this step so far.
-            counts: How many tokens each of them computes.
+            counts: The number of tokens that each of them computes.
         """
         size = self._shared_block_size
         if not size or not request.uses_prefix or request.is_swapped:
@@ -392,7 +393,7 @@ class Scheduler(Generic[RequestT]):
                 continue
             first = other.num_computed // size * size
             last = min(other.num_computed + count, most) // size * size
-            # One slice comparison decides: the first block that the other adds, with all before it.
+            # One comparison is enough: of the tokens up to the end of the first block that the other request computes.
             stop = first + size
             if stop <= last and other.token_ids[:stop] == request.token_ids[:stop]:
                 return True

@@ -11,20 +11,19 @@ from kvframe.cache.stats import GroupLookups, KVCacheStats
 
 @attrs.define
 class SchedulerStats:
-    """What the scheduler did so far.
+    """The scheduler's counters.
 
     Attributes:
         prompt_tokens: Prompt tokens of the requests that were admitted, each request counted once.
-        cached_prompt_tokens: Of these, the tokens that a cached prefix covered, or another sample of the same prompt.
-        computed_tokens: Tokens computed, again after a preemption included.
-        computed_input_tokens: Likewise, tokens of what requests bring beside their own, such as an encoder's.
+        cached_prompt_tokens: Those of them that a cached prefix, or another sample of the same prompt, covered.
+        computed_tokens: Tokens computed, including those recomputed after a preemption.
+        computed_input_tokens: Likewise, tokens of the inputs that requests bring, such as an encoder's.
         generated_tokens: Tokens generated.
-        preemptions: Times that a running request gave its blocks back.
-        swaps: Of these, the times that host memory kept its state.
-        failed_swaps: Times that copying to host memory, or back, failed, so that a request is computed again.
-        retries: Times that what the model gave for a request on a cached prefix was not numbers, so that it is computed
-            again without.
-        steps: Steps completed.
+        preemptions: Times that a running request was preempted.
+        swaps: Preemptions whose state was kept in host memory.
+        failed_swaps: Times that a copy to or from host memory failed, so that a request is recomputed.
+        retries: Times that the model's output for a request on a cached prefix was not numbers, so that the request is
+            recomputed without the prefix.
     """
 
     prompt_tokens: int = 0
@@ -41,28 +40,28 @@ class SchedulerStats:
 
 @attrs.frozen(kw_only=True)
 class EngineStats:
-    """What an engine did so far, and what its cache holds.
+    """An engine's counters, and the content of its cache.
 
     Attributes:
         prompt_tokens: Prompt tokens of the requests that were admitted.
-        cached_prompt_tokens: Of these, the tokens that a cached prefix covered, or another sample of the same prompt.
+        cached_prompt_tokens: Those of them that a cached prefix, or another sample of the same prompt, covered.
         prefix_hit_rate: Their share; 0 before the first request.
-        lookups: Per cache group, what prefix lookups found in it, and how often it could not continue from where
-            another group could: the group to look at where the hit rate is low.
-        computed_tokens: Tokens computed, again after a preemption included.
-        computed_input_tokens: Likewise, tokens of what requests bring beside their own, such as an encoder's.
+        lookups: Per cache group, the results of prefix lookups, and how often the group could not continue where
+            another group could. If the hit rate is low, this shows which group limits it.
+        computed_tokens: Tokens computed, including those recomputed after a preemption.
+        computed_input_tokens: Likewise, tokens of the inputs that requests bring, such as an encoder's.
         generated_tokens: Tokens generated.
-        preemptions: Times that a running request gave its blocks back.
-        swaps: Of these, the times that host memory kept its state.
-        failed_swaps: Times that copying to host memory, or back, failed, so that a request is computed again.
-        retries: Times that what the model gave for a request on a cached prefix was not numbers, so that it is computed
-            again without.
+        preemptions: Times that a running request was preempted.
+        swaps: Preemptions whose state was kept in host memory.
+        failed_swaps: Times that a copy to or from host memory failed, so that a request is recomputed.
+        retries: Times that the model's output for a request on a cached prefix was not numbers, so that the request is
+            recomputed without the prefix.
         steps: Steps completed.
         blocks_held: Per group, the blocks that requests and pins hold now.
         peak_blocks_held: Per group, the most blocks held at once.
         peak_bytes_held: The most bytes of blocks of all groups held at once.
-        evictions: Cached blocks whose content was given up.
-        peak_host_bytes: The most bytes of host memory that kept requests' state at once.
+        evictions: Cached blocks that were evicted.
+        peak_host_bytes: The most bytes of host memory that swapped requests took at once.
         cache_bytes: Bytes allocated for the cache.
     """
 
@@ -90,8 +89,8 @@ class EngineStats:
         """Return an engine's numbers as they are now.
 
         Args:
-            scheduled: What its scheduler counts.
-            cached: What its cache manager counts.
+            scheduled: The scheduler's counters.
+            cached: The cache manager's counters.
             cache_bytes: Bytes allocated for the cache.
         """
         return cls(

@@ -13,11 +13,11 @@ from kvframe.engine.scheduling.running_requests import IntArray
 
 @attrs.frozen(eq=False)
 class ScheduledStep(Generic[RequestT]):
-    """What one step computes. Each request's scheduled tokens follow its computed ones.
+    """The work of one step. Each request's scheduled tokens follow its computed ones.
 
     Attributes:
         requests: The requests of the step, each once, in the order in which they are packed.
-        admitted: Those that got a row in this step.
+        admitted: The requests that were admitted in this step.
         rows: ``[num_reqs], int64, host``: the row of each request.
         num_computed: Likewise, its tokens that were computed before.
         num_known: Likewise, all its tokens that are known.
@@ -35,5 +35,5 @@ class ScheduledStep(Generic[RequestT]):
 
     @property
     def generating(self) -> IntArray:
-        """``[num_generating], int64, host``: the places of the requests whose last known token is computed."""
+        """``[num_generating], int64, host``: the indices of the requests whose last known token is computed."""
         return np.flatnonzero(self.num_computed + self.num_scheduled == self.num_known)

@@ -9,20 +9,20 @@ from kvframe.engine.scheduling.request_cache import RequestCache
 from kvframe.engine.scheduling.stats import SchedulerStats
 
 
-class Holdings(Generic[RequestT]):
-    """Begins requests in the cache and takes them out of it, and keeps what each says of itself true.
+class RequestBlocks(Generic[RequestT]):
+    """Starts, swaps and ends requests in the cache, and updates the requests' own fields.
 
-    Invariant: a request has a row, or is swapped, exactly if the cache knows it so. Who runs, and when, others decide.
+    Invariant: a request's ``row`` and ``is_swapped`` agree with the cache. The scheduler decides which requests run.
     """
 
     def __init__(
         self, cache: RequestCache, stats: SchedulerStats, *, max_num_batched_tokens: int, reserve_prompts: bool
     ) -> None:
-        """Hold nothing.
+        """Begin without requests.
 
         Args:
             cache: Where requests get their blocks.
-            stats: Where it is counted what becomes of them.
+            stats: The counters to update.
             max_num_batched_tokens: As of ``Scheduler``.
             reserve_prompts: Likewise.
         """
@@ -32,30 +32,30 @@ class Holdings(Generic[RequestT]):
         self._reserve_prompts = reserve_prompts
 
     def let_run(self, request: RequestT, budget: int, input_tokens: int, *, others_run: bool) -> int:
-        """Let a waiting request run: where it was swapped out, from another one that pauses, or from what is cached.
+        """Let a waiting request run: resume a swapped one, fork one, or start one on its cached prefix.
 
         Args:
             request: The request.
             budget: Tokens that the step has left.
-            input_tokens: Tokens of inputs that the step computes for others.
+            input_tokens: Tokens of inputs that the step computes for other requests.
             others_run: Whether any other request runs.
 
         Returns:
-            The tokens that the step computes of it; 0, and nothing changed, if there is no room.
+            The number of its tokens that the step computes; 0, and nothing changed, if there are too few free blocks.
         """
         if request.is_swapped:
             try:
                 return self._resume(request, budget, others_run)
             except (RuntimeError, MemoryError):
                 self._stats.failed_swaps += 1
-                self.give_back(request)
+                self.release(request)
         other, request.forks_from = request.forks_from, None
         if other is not None and other.row >= 0 and other.num_computed == other.pause_at and not other.new_inputs:
             return self._fork(request, other)
         return self._start(request, budget, input_tokens, others_run)
 
     def swap_out(self, request: RequestT) -> bool:
-        """Keep what a request holds in host memory; False, and nothing changed, if it cannot be."""
+        """Swap a request out to host memory; return False, and change nothing, if that is not possible."""
         try:
             if not self._cache.swap_out(request.request_id):
                 return False
@@ -67,22 +67,22 @@ class Holdings(Generic[RequestT]):
         request.row = -1
         return True
 
-    def give_back(self, request: RequestT) -> None:
-        """Give back all that a request holds; nothing of it is computed then."""
+    def release(self, request: RequestT) -> None:
+        """Free all blocks of a request; none of its tokens are computed then."""
         self._cache.free(request.request_id)
         request.row = -1
         request.is_swapped = False
         request.num_computed = 0
         request.new_inputs = frozenset()
 
-    # --- the three ways to begin --------------------------------------------------------------------------------------
+    # --- the three ways to start --------------------------------------------------------------------------------------
 
     def _fork(self, request: RequestT, other: RequestProgress) -> int:
-        """Let a request go on from where another one pauses; what is known of its tokens is computed in one step."""
+        """Start a request from the computed tokens of another one that pauses; one step computes the known rest."""
         self._cache.fork(other.request_id, request.request_id, request.token_ids)
         try:
             if not self._extend_first(request, len(request.token_ids)):
-                self.give_back(request)
+                self.release(request)
                 return 0
         except (RuntimeError, MemoryError):
             return 0
@@ -94,11 +94,11 @@ class Holdings(Generic[RequestT]):
         return len(request.token_ids) - request.num_computed
 
     def _resume(self, request: RequestT, budget: int, others_run: bool) -> int:
-        """Let a request go on where it was swapped out."""
+        """Resume a request that was swapped out."""
         num_scheduled = min(request.next_stop - request.num_computed, budget)
         num_tokens = request.num_computed + num_scheduled
         if not self._cache.swap_in(request.request_id, num_tokens, use_prefix=not request.runs_alone):
-            # Blocks that it found may lie scattered over slabs; taken anew, all of them fit where nothing else runs.
+            # The cached blocks that it hit may be scattered over slabs. New blocks always fit if no other request runs.
             if others_run:
                 return 0
             fits = self._cache.swap_in(request.request_id, num_tokens, use_prefix=False)
@@ -108,7 +108,7 @@ class Holdings(Generic[RequestT]):
         return num_scheduled
 
     def _start(self, request: RequestT, budget: int, input_tokens: int, others_run: bool) -> int:
-        """Let a request begin with what is cached of it."""
+        """Start a request on its cached prefix."""
         while True:
             hit = self._cache.start(
                 request.request_id,
@@ -119,17 +119,17 @@ class Holdings(Generic[RequestT]):
             )
             if request.inputs:
                 request.new_inputs = self._cache.missing_inputs(request.request_id)
-            # One input always goes, however long: it cannot be computed in parts.
+            # A single input is admitted at any length, because it cannot be computed in parts.
             new_tokens = request.num_new_input_tokens
             fits = not input_tokens or input_tokens + new_tokens <= self._max_num_batched_tokens
             stop = request.pause_at if hit < request.pause_at else len(request.token_ids)
             num_scheduled = min(stop - hit, budget)
             if self._reserve_prompts and hit + num_scheduled < len(request.token_ids) and others_run:
-                # With room for a part of it only, it would take from others until it is preempted itself.
+                # Without blocks for the rest, it would take blocks from others until it is preempted itself.
                 fits = fits and self._has_room_for_all(request)
             if fits and self._extend_first(request, hit + num_scheduled):
                 break
-            self.give_back(request)
+            self.release(request)
             if others_run:
                 return 0
             assert not request.runs_alone, "the plan promised room for a lone request"
@@ -145,17 +145,17 @@ class Holdings(Generic[RequestT]):
         return num_scheduled
 
     def _has_room_for_all(self, request: RequestT) -> bool:
-        """Return whether there is room for all tokens of one that the cache has just taken in; as ``_extend_first``."""
+        """Return whether there are enough free blocks for all tokens of a new request; free the request on an error."""
         try:
             return self._cache.has_room(request.request_id, len(request.token_ids))
         except BaseException:
-            self.give_back(request)
+            self.release(request)
             raise
 
     def _extend_first(self, request: RequestT, num_tokens: int) -> bool:
-        """Get room for one that the cache has just taken in; if that raises, it is there no more."""
+        """Allocate blocks for a new request's first tokens; free the request on an error."""
         try:
             return self._cache.extend(request.request_id, num_tokens)
         except BaseException:
-            self.give_back(request)
+            self.release(request)
             raise
