@@ -39,19 +39,19 @@ demo: $(READY) ## train a small hybrid model (once) and serve 32 prompts that sh
 	$(BIN)/python examples/demo/demo.py
 
 bench: $(READY) $(VLLM)/.ready ## measure against transformers and vLLM, and parts by themselves; record the results
-	$(BIN)/python benchmarks/generate.py
-	$(BIN)/python benchmarks/skipping.py
-	$(BIN)/python benchmarks/metadata.py
-	$(BIN)/python benchmarks/formats.py
-	$(BIN)/python benchmarks/profile_step.py
-	$(BIN)/python benchmarks/memory.py
-	$(BIN)/python benchmarks/memory_traffic.py
-	$(BIN)/python benchmarks/eviction.py
-	$(BIN)/python benchmarks/cpu_attention.py
-	$(BIN)/python benchmarks/cache.py
-	$(BIN)/python benchmarks/cache_growth.py
-	$(BIN)/python benchmarks/soak.py
-	$(BIN)/python benchmarks/cache_salts.py
+	$(BIN)/python -m benchmarks.engine.generate
+	$(BIN)/python -m benchmarks.engine.skipping
+	$(BIN)/python -m benchmarks.attention.metadata
+	$(BIN)/python -m benchmarks.attention.formats
+	$(BIN)/python -m benchmarks.engine.profile_step
+	$(BIN)/python -m benchmarks.memory.plans
+	$(BIN)/python -m benchmarks.memory.traffic
+	$(BIN)/python -m benchmarks.cache.eviction
+	$(BIN)/python -m benchmarks.attention.cpu
+	$(BIN)/python -m benchmarks.cache.core
+	$(BIN)/python -m benchmarks.cache.growth
+	$(BIN)/python -m benchmarks.engine.soak
+	$(BIN)/python -m benchmarks.cache.salts
 
 peer: $(VLLM)/.ready ## make .cache/peers/vllm, vLLM's CPU build in an environment of its own, to measure against
 

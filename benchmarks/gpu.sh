@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can show, in one call of under ten minutes: what the machine is, the tests marked `gpu`, and
-# the measurements of benchmarks/gpu.py.
+# the measurements of benchmarks/gpu/suite.py.
 #
 #     benchmarks/gpu.sh [--wheels FOLDER] [--out FOLDER]
 #
@@ -36,7 +36,7 @@ if [ -n "$wheels" ]; then
     "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$wheels"/*.whl || exit 2
     [ -d "$wheels/aot" ] && mkdir -p "$site/flashinfer/data" && cp -r "$wheels/aot" "$site/flashinfer/data/"
 fi
-sources=$("$python" benchmarks/gpu_environment.py "$site") || exit 2
+sources=$("$python" -m benchmarks.gpu.environment "$site") || exit 2
 export PYTHONPATH="$site:$sources${PYTHONPATH:+:$PYTHONPATH}"
 
 {
@@ -55,7 +55,7 @@ tests=${PIPESTATUS[0]}
 
 echo "== measurements"
 left=$((LIMIT - SECONDS))
-timeout -k 5 "$left" "$python" benchmarks/gpu.py --budget $((left - LAST)) --results "$out"
+timeout -k 5 "$left" "$python" -m benchmarks.gpu.suite --budget $((left - LAST)) --results "$out"
 measured=$?
 echo "== tests: $tests (5: there are none, 124: out of time), measurements: $measured; results in $out"
 [ "$tests" -eq 0 ] && [ "$measured" -eq 0 ]

@@ -9,31 +9,23 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from benchmarks.cache import core_cases, core_report, interface, kvframe_core, worker, worst_cases
+from tests.benchmarks.calling import ROOT, call, record_of
+
 SLOW = {"tiny-build"}
 
 
 @pytest.fixture(scope="module")
-def benchmark() -> Iterator[Any]:
-    """Return the modules of the benchmark."""
+def answers() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
         # Nothing is timed here, and there is much to go through where torch is loaded.
         patch.setattr("gc.collect", lambda: 0)
-        names = ("cache_cases", "cache_core", "cache_report", "cache_work", "cache_worker", "cache_worst_cases")
-        yield SimpleNamespace(**{name: import_module(name) for name in names})
-
-
-@pytest.fixture(scope="module")
-def answers(benchmark: Any) -> Any:
-    return benchmark.cache_worker.Answers(lambda: benchmark.cache_worker.make_core("kvframe"))
+        yield worker.Answers(lambda: worker.make_core("kvframe"))
 
 
 def names(cases: Any) -> dict[str, Any]:
@@ -55,7 +47,7 @@ def own(case: Any) -> list[Any]:
 
 MEMORY = """
 from pathlib import Path
-from cache_worker import touch_memory
+from benchmarks.cache.worker import touch_memory
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1])
@@ -67,43 +59,41 @@ print((resident() - before) * 4096 >> 20, sum(map(len, kept)) >> 20)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="whether memory is given back is the C library's choice")
-def test_a_worker_keeps_the_memory_that_it_has_touched_and_uses_next_to_nothing_of_it(benchmark: Any) -> None:
-    run = subprocess.run([sys.executable, "-c", MEMORY], cwd=BENCHMARKS, capture_output=True, text=True, check=True)
+def test_a_worker_keeps_the_memory_that_it_has_touched_and_uses_next_to_nothing_of_it() -> None:
+    run = subprocess.run([sys.executable, "-c", MEMORY], cwd=ROOT, capture_output=True, text=True, check=True)
     resident, used = map(int, run.stdout.split())
     assert resident > 100
     assert 0 == used
 
 
-def test_every_piece_of_work_is_done_and_checked(benchmark: Any, answers: Any) -> None:
-    cases = (*benchmark.cache_cases.tiny_cases(), *benchmark.cache_worst_cases.tiny_worst_cases())
-    assert set(benchmark.cache_worker.ALL_WORKS) == {case.work for case in cases}
+def test_every_piece_of_work_is_done_and_checked(answers: Any) -> None:
+    cases = (*core_cases.tiny_cases(), *worst_cases.tiny_worst_cases())
+    assert set(worker.ALL_WORKS) == {case.work for case in cases}
     for case in cases:
         seconds, _ = do(answers, case, own(case)[0])
         assert seconds
         assert all(each > 0 for each in seconds), case.name
 
 
-def test_as_many_groups_as_layers_can_be_forced(benchmark: Any, answers: Any) -> None:
-    case = names(benchmark.cache_cases.tiny_cases())["tiny-decode"]
+def test_as_many_groups_as_layers_can_be_forced(answers: Any) -> None:
+    case = names(core_cases.tiny_cases())["tiny-decode"]
     found = {side.name: do(answers, case, side)[1]["num_groups"] for side in own(case)}
     few, many = "kvframe", "kvframe, as many groups"
     assert {few: 2, many: 3, f"{few}, one by one": 2, f"{many}, one by one": 3} == found
-    assert (None, 1024, 1040, 1056) == benchmark.cache_cases.apart((None, 1024, 1024, 1024))
+    assert (None, 1024, 1040, 1056) == core_cases.apart((None, 1024, 1024, 1024))
 
 
-def test_a_window_without_a_mask_and_a_state_are_in_the_plan_of_a_case(benchmark: Any) -> None:
-    from cache_kvframe import plan_of
-
-    cases = names(benchmark.cache_cases.tiny_cases())
+def test_a_window_without_a_mask_and_a_state_are_in_the_plan_of_a_case() -> None:
+    cases = names(core_cases.tiny_cases())
     kinds = {
-        name: [group.spec.kind for group in plan_of(cases[name].sides[0].setting).groups]
+        name: [group.spec.kind for group in kvframe_core.plan_of(cases[name].sides[0].setting).groups]
         for name in ("tiny-state", "tiny-no-mask")
     }
     assert {"tiny-state": ["full_attention", "mamba"], "tiny-no-mask": ["live_range"]} == kinds
 
 
-def test_every_side_of_a_case_has_the_same_memory_and_requests(benchmark: Any) -> None:
-    for case in (*benchmark.cache_cases.standard_cases(), *benchmark.cache_worst_cases.worst_cases()):
+def test_every_side_of_a_case_has_the_same_memory_and_requests() -> None:
+    for case in (*core_cases.standard_cases(), *worst_cases.worst_cases()):
         assert ["vllm", *["kvframe"] * (len(case.sides) - 1)] == [side.engine for side in case.sides]
         assert 1 == len({(each.setting.num_blocks, each.setting.max_num_seqs) for each in case.sides}), case.name
 
@@ -126,20 +116,18 @@ def _computed(self: Any, prompt: Any, chunk: int) -> int:
         ("tiny-far-state", "nearest state", {"lose": lambda self, blocks: None}),
     ],
 )
-def test_a_core_that_does_not_do_the_work_is_noticed(
-    benchmark: Any, case: str, work: str, broken: Mapping[str, Any]
-) -> None:
-    core = type(benchmark.cache_worker.make_core("kvframe"))
+def test_a_core_that_does_not_do_the_work_is_noticed(case: str, work: str, broken: Mapping[str, Any]) -> None:
+    core = type(worker.make_core("kvframe"))
     broken = {"let_go": lambda self, prompt: None, **broken} if "look_up" in broken else broken
-    answers = benchmark.cache_worker.Answers(type("Broken", (core,), broken))
-    tiny = (*benchmark.cache_cases.tiny_cases(), *benchmark.cache_worst_cases.tiny_worst_cases())
+    answers = worker.Answers(type("Broken", (core,), broken))
+    tiny = (*core_cases.tiny_cases(), *worst_cases.tiny_worst_cases())
     chosen = names(tiny)[case]
-    with pytest.raises(benchmark.cache_core.Mistake, match=work):
+    with pytest.raises(interface.Mistake, match=work):
         do(answers, chosen, own(chosen)[0])
 
 
-def test_the_page_says_the_work_in_words_and_compares_what_was_done_in_one_round(benchmark: Any) -> None:
-    case = names(benchmark.cache_cases.tiny_cases())["tiny-pass"]
+def test_the_page_says_the_work_in_words_and_compares_what_was_done_in_one_round() -> None:
+    case = names(core_cases.tiny_cases())["tiny-pass"]
     found = {
         "vLLM": {"seconds": [3e-6, 2e-6, 1e-6], "times_as_fast": []},
         "kvframe": {"seconds": [1e-6, 1e-6, 1e-6], "times_as_fast": [3.0, 2.0, 1.0]},
@@ -148,15 +136,15 @@ def test_the_page_says_the_work_in_words_and_compares_what_was_done_in_one_round
     machine = dict.fromkeys((*places, "python", "torch", "transformers", "kvframe"), "?")
     cases = {case.name: {**case.to_dict(), "sides": found}}
     record = {"machine": machine, "repeats": 3, "versions": {}, "cases": cases}
-    page = benchmark.cache_report.write_report(record)
+    page = core_report.write_report(record)
     assert "| Pass | kvframe | 2 (1 to 3) | 1 |" in page
     assert f"Pass. {case.words}" in page
     assert "for each request" not in page
     assert "| vLLM | 2.0 (1.0 to 3.0) |  |" in page
 
 
-def test_the_page_says_what_a_step_costs_for_each_request(benchmark: Any) -> None:
-    case = names(benchmark.cache_cases.tiny_cases())["tiny-decode"]
+def test_the_page_says_what_a_step_costs_for_each_request() -> None:
+    case = names(core_cases.tiny_cases())["tiny-decode"]
     values = {
         "seconds": [9e-6, 8e-6, 7e-6],
         "times_as_fast": [],
@@ -164,26 +152,25 @@ def test_the_page_says_what_a_step_costs_for_each_request(benchmark: Any) -> Non
         "calls_per_request": 4.0,
         "num_held": 5,
     }
-    lines = benchmark.cache_report._sides({**case.to_dict(), "sides": {"vLLM": values}})
+    lines = core_report._sides({**case.to_dict(), "sides": {"vLLM": values}})
     assert "|  | µs | times as fast | µs for each request | groups |" in lines[0]
     assert "| vLLM | 8.0 (7.0 to 9.0) |  | 2.00 | 3 | 4.0 | 5 |" == lines[2]
 
 
 def test_the_readme_says_the_recorded_ratios() -> None:
-    recorded = json.loads((BENCHMARKS / "results" / "cache.json").read_text(encoding="utf-8"))["cases"]
+    recorded = record_of("cache")["cases"]
     shown = ("decode-256x1", "decode-256x6", "decode-256-state", "pass-cached", "hit-1", "chain-4000")
     ratios = [statistics.median(recorded[name]["sides"]["kvframe"]["times_as_fast"]) for name in shown]
-    readme = (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     paragraph = readme.split("The cache manager alone, in the", 1)[1].split("\n\n", 1)[0]
     assert [f"{ratio:#.3g}" for ratio in ratios] == re.findall(r"\d+\.\d+", paragraph)
 
 
 def test_without_the_peer_it_says_so_and_measures_the_rest(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "cache.py"), "--rounds", "2", "--case", "tiny-decode"]
-    options = ["--peer", str(tmp_path), "--results", str(tmp_path)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False, timeout=240)
+    options = ["--rounds", "2", "--case", "tiny-decode", "--peer", str(tmp_path), "--results", str(tmp_path)]
+    done = call("cache.core", *options)
     assert 0 == done.returncode, done.stderr
     assert f"vLLM is not in {tmp_path}: measured without it" in done.stderr
-    sides = json.loads((tmp_path / "cache.json").read_text(encoding="utf-8"))["cases"]["tiny-decode"]["sides"]
+    sides = record_of("cache", tmp_path)["cases"]["tiny-decode"]["sides"]
     assert "vLLM" not in sides
     assert 2 == len(sides["kvframe"]["seconds"])

@@ -5,34 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-NAMES = (
-    "cache",
-    "cache_growth",
-    "cache_growth_cases",
-    "cache_growth_report",
-    "cache_loss",
-    "cache_plots",
-    "cache_worker",
-)
-
-
-@pytest.fixture(scope="module")
-def benchmark() -> Iterator[Any]:
-    """Return the modules of the benchmark."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        # Nothing is timed here, and there is much to go through where torch is loaded.
-        patch.setattr("gc.collect", lambda: 0)
-        yield SimpleNamespace(**{name: import_module(name) for name in NAMES})
+from benchmarks.cache import core, growth, growth_cases, growth_plots, growth_report, loss, worker
 
 
 class Here:
@@ -46,18 +25,20 @@ class Here:
 
 
 @pytest.fixture(scope="module")
-def engines(benchmark: Any) -> dict[str, Here]:
+def engines() -> Iterator[dict[str, Here]]:
     """Return kvframe twice, once under the peer's name."""
-    worker = benchmark.cache_worker
-    return {name: Here(worker.Answers(lambda: worker.make_core("kvframe"))) for name in ("vllm", "kvframe")}
+    with pytest.MonkeyPatch.context() as patch:
+        # Nothing is timed here, and there is much to go through where torch is loaded.
+        patch.setattr("gc.collect", lambda: 0)
+        yield {name: Here(worker.Answers(lambda: worker.make_core("kvframe"))) for name in ("vllm", "kvframe")}
 
 
 @pytest.fixture(scope="module")
-def record(benchmark: Any, engines: dict[str, Here]) -> dict[str, Any]:
-    growth, cases = benchmark.cache_growth, benchmark.cache_growth_cases
-    (axis,), (population,) = cases.tiny_axes(), cases.tiny_populations()
-    points = {value: benchmark.cache.measure(case, engines, 2, lambda _: None) for value, case in axis.cases.items()}
-    shared = dataclasses.replace(cases.siblings(), sizes={**cases.siblings().sizes, "shared": 256, "own": 48})
+def record(engines: dict[str, Here]) -> dict[str, Any]:
+    (axis,), (population,) = growth_cases.tiny_axes(), growth_cases.tiny_populations()
+    points = {value: core.measure(case, engines, 2, lambda _: None) for value, case in axis.cases.items()}
+    shared = growth_cases.siblings()
+    shared = dataclasses.replace(shared, sizes={**shared.sizes, "shared": 256, "own": 48})
     places = ("date", "command", "processor", "cores", "threads", "system", "commit")
     machine = dict.fromkeys((*places, "python", "torch", "transformers", "kvframe"), "?")
     found = growth.study("eviction", population, engines, lambda make: growth.hits_left(population, make))
@@ -87,7 +68,7 @@ def test_hits_fall_from_all_tokens_to_none_as_blocks_are_evicted(record: dict[st
     assert 2 * 128 // 16 * 2 == found["num_cached"]
 
 
-def test_random_losses_evict_the_chosen_blocks_alone(benchmark: Any, record: dict[str, Any]) -> None:
+def test_random_losses_evict_the_chosen_blocks_alone(record: dict[str, Any]) -> None:
     of_kvframe = record["losses"]["tiny"]["sides"]["kvframe"]
     assert [100, 0] == [of_kvframe["found"][0], of_kvframe["found"][-1]]
     assert 0 < of_kvframe["found"][1] < 90
@@ -95,8 +76,8 @@ def test_random_losses_evict_the_chosen_blocks_alone(benchmark: Any, record: dic
     assert [100, 96.875, 0] == of_kvframe["kept"]
 
 
-def test_the_longest_prefix_whose_live_blocks_are_left(benchmark: Any) -> None:
-    longest = benchmark.cache_loss._longest
+def test_the_longest_prefix_whose_live_blocks_are_left() -> None:
+    longest = loss._longest
     whole = np.zeros((2, 6), dtype=bool)
     assert 6 == longest((None, 32), whole)
     for group, block, expected in [(0, 4, 4), (1, 5, 5), (1, 4, 4), (1, 3, 6), (0, 0, 0)]:
@@ -104,24 +85,23 @@ def test_the_longest_prefix_whose_live_blocks_are_left(benchmark: Any) -> None:
         lost[group, block] = True
         assert expected == longest((None, 32), lost), (group, block)
     sizes = {"length": 128, "num_prompts": 2}
-    found = benchmark.cache_loss.loss_by_definition((None, 32), sizes, (0, 20, 100))["found"]
+    found = loss.loss_by_definition((None, 32), sizes, (0, 20, 100))["found"]
     assert [100, 0] == [found[0], found[-1]]
     assert 0 < found[1] < 80
 
 
-def test_pools_have_room_for_as_many_rounds_as_may_be_asked_for(benchmark: Any) -> None:
-    cases = benchmark.cache_growth_cases
-    for axis in cases.standard_axes():
+def test_pools_have_room_for_as_many_rounds_as_may_be_asked_for() -> None:
+    for axis in growth_cases.standard_axes():
         for case in (each for each in axis.cases.values() if each.work == "Decode"):
             setting, sizes = case.sides[0].setting, case.sizes
             # One block of each request is filled before the rounds, two in each, one when calls are counted.
-            most = -(-(sizes["length"] + 15) // 16) + sizes["num_cycles"] * cases.MAX_ROUNDS + 2
+            most = -(-(sizes["length"] + 15) // 16) + sizes["num_cycles"] * growth_cases.MAX_ROUNDS + 2
             assert sizes["num_requests"] * most * len(setting.windows) < setting.num_blocks, case.name
             assert 16 * most <= setting.max_model_len
 
 
-def test_the_tree_grows_in_depth_turns_and_width(benchmark: Any) -> None:
-    axes = {axis.name: axis for axis in benchmark.cache_growth_cases.standard_axes()}
+def test_the_tree_grows_in_depth_turns_and_width() -> None:
+    axes = {axis.name: axis for axis in growth_cases.standard_axes()}
     widths = [case.sizes["num_branches"] for case in axes["branches"].cases.values()]
     depths = [case.sizes["depth"] for case in axes["depth"].cases.values()]
     turns = [case.sizes["num_turns"] for case in axes["turns"].cases.values()]
@@ -137,8 +117,8 @@ def test_each_value_of_a_size_is_measured_in_each_round(record: dict[str, Any]) 
         assert value == point["sides"]["kvframe"]["num_groups"]
 
 
-def test_where_many_prompts_go_on_from_one_each_step_gives_up_pages(benchmark: Any, engines: dict[str, Here]) -> None:
-    (axis,) = (each for each in benchmark.cache_growth_cases.standard_axes() if each.name == "branches")
+def test_where_many_prompts_go_on_from_one_each_step_gives_up_pages(engines: dict[str, Here]) -> None:
+    (axis,) = (each for each in growth_cases.standard_axes() if each.name == "branches")
     case, answers = axis.cases[10], engines["kvframe"].answers
     question = {"side": "branches", "work": case.work, "sizes": case.sizes}
     answers({**question, "do": "set up", "setting": dataclasses.asdict(case.sides[1].setting)})
@@ -149,14 +129,14 @@ def test_where_many_prompts_go_on_from_one_each_step_gives_up_pages(benchmark: A
     answers({**question, "do": "check"})
 
 
-def test_the_slope_is_the_power_of_the_size(benchmark: Any) -> None:
+def test_the_slope_is_the_power_of_the_size() -> None:
     for power in (0, 0.5, 1):
         points = {str(size): {"sides": {"one": {"seconds": [3 * size**power] * 3}}} for size in (1, 16, 1024)}
-        assert power == pytest.approx(benchmark.cache_growth_report.slope(points, "one"))
+        assert power == pytest.approx(growth_report.slope(points, "one"))
 
 
-def test_the_page_has_every_size_and_side(benchmark: Any, record: dict[str, Any]) -> None:
-    page = benchmark.cache_growth_report.write_report(record)
+def test_the_page_has_every_size_and_side(record: dict[str, Any]) -> None:
+    page = growth_report.write_report(record)
     assert "### Against groups" in page
     assert "| groups | vLLM, µs | kvframe, µs | times as fast |" in page
     assert "The time grows with this power of the groups (0: not at all; 1: in proportion): " in page
@@ -164,13 +144,11 @@ def test_the_page_has_every_size_and_side(benchmark: Any, record: dict[str, Any]
     assert "| kvframe | 32 | 0: 100, 50: 50, 100: 0 |" in page
 
 
-def test_plots_show_every_side_and_depend_on_the_record_alone(
-    benchmark: Any, record: dict[str, Any], tmp_path: Path
-) -> None:
+def test_plots_show_every_side_and_depend_on_the_record_alone(record: dict[str, Any], tmp_path: Path) -> None:
     for draw, part, label in (
-        (benchmark.cache_plots.plot_growth, "axes", "groups"),
-        (benchmark.cache_plots.plot_hits, "populations", "% of the cached blocks evicted"),
-        (benchmark.cache_plots.plot_hits, "losses", "% of the tokens found"),
+        (growth_plots.plot_growth, "axes", "groups"),
+        (growth_plots.plot_hits, "populations", "% of the cached blocks evicted"),
+        (growth_plots.plot_hits, "losses", "% of the tokens found"),
     ):
         draw(record[part], tmp_path / "first.svg")
         draw(json.loads(json.dumps(record[part])), tmp_path / "second.svg")
@@ -180,8 +158,8 @@ def test_plots_show_every_side_and_depend_on_the_record_alone(
             assert f">{text}</text>" in drawn
 
 
-def test_cached_blocks_are_there_before_the_steps(benchmark: Any, engines: dict[str, Here]) -> None:
-    case = benchmark.cache_growth_cases.tiny_axes()[0].cases[1]
+def test_cached_blocks_are_there_before_the_steps(engines: dict[str, Here]) -> None:
+    case = growth_cases.tiny_axes()[0].cases[1]
     # Prompts of 16 blocks each leave 240 of 256: then the requests' 2 times 5 blocks fit, and these grow into 16 that
     # are free; with 256 they evict some.
     for num_cached, evicts in ((240, False), (256, True)):

@@ -2,59 +2,46 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.cache import salts, salts_statistics
 from kvframe.cache.manager import KVCacheManager
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def benchmark() -> Iterator[Any]:
-    """Return the modules of the benchmark."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        yield SimpleNamespace(**{name: import_module(name) for name in ("cache_salts", "salts_statistics")})
+from tests.benchmarks.calling import page_of, record_of
 
 
-def test_right_is_the_share_of_pairs_told_apart(benchmark: Any) -> None:
+def test_right_is_the_share_of_pairs_told_apart() -> None:
     chance = random.Random(3)
     first = [chance.choice(range(9)) for _ in range(50)]
     second = [chance.choice(range(7)) for _ in range(40)]
     pairs = [(a > b) + 0.5 * (a == b) for a in first for b in second]
-    told = benchmark.salts_statistics.tell_apart(first, second)
+    told = salts_statistics.tell_apart(first, second)
     assert pytest.approx(sum(pairs) / len(pairs)) == told.right
     assert told.low < told.right < told.high
 
 
-def test_times_of_one_distribution_are_a_guess_and_others_are_not(benchmark: Any) -> None:
+def test_times_of_one_distribution_are_a_guess_and_others_are_not() -> None:
     chance = random.Random(3)
     draws = [[chance.gauss(mean, 1) for _ in range(3000)] for mean in (0, 0, 0.2, 3)]
-    same, slightly, clearly = (benchmark.salts_statistics.tell_apart(other, draws[0]) for other in draws[1:])
+    same, slightly, clearly = (salts_statistics.tell_apart(other, draws[0]) for other in draws[1:])
     assert (True, False, False) == (same.is_guessing, slightly.is_guessing, clearly.is_guessing)
     assert (False, False, True) == (same.is_telling, slightly.is_telling, clearly.is_telling)
     assert same.p_value > 0.05 > 1e-6 > slightly.p_value
-    swapped = benchmark.salts_statistics.tell_apart(draws[0], draws[3])
+    swapped = salts_statistics.tell_apart(draws[0], draws[3])
     assert swapped.is_telling
-    assert benchmark.salts_statistics.tell_apart([1.0] * 9, [1.0] * 9).p_value == 1
+    assert salts_statistics.tell_apart([1.0] * 9, [1.0] * 9).p_value == 1
 
 
-def test_few_times_are_no_proof(benchmark: Any) -> None:
-    assert not benchmark.salts_statistics.tell_apart([*range(20)], [*range(20)]).is_guessing
+def test_few_times_are_no_proof() -> None:
+    assert not salts_statistics.tell_apart([*range(20)], [*range(20)]).is_guessing
 
 
-def test_each_kind_of_trial_comes_as_often_and_shares_no_object(benchmark: Any) -> None:
-    chosen = benchmark.cache_salts.trials(10, 32, random.Random(1))
-    for kind in benchmark.cache_salts.KINDS:
+def test_each_kind_of_trial_comes_as_often_and_shares_no_object() -> None:
+    chosen = salts.trials(10, 32, random.Random(1))
+    for kind in salts.KINDS:
         of_kind = [trial for trial in chosen if trial.kind == kind]
         assert (3 if "my salt" in kind else 10) == len(of_kind)
         for trial in of_kind:
@@ -64,35 +51,30 @@ def test_each_kind_of_trial_comes_as_often_and_shares_no_object(benchmark: Any) 
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_the_benchmark_notices_salts_that_share(
-    benchmark: Any, is_shared: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_benchmark_notices_salts_that_share(is_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_shared:
         start = KVCacheManager.start
         monkeypatch.setattr(KVCacheManager, "start", lambda *args, salt, **options: start(*args, **options))
-    salts = benchmark.cache_salts
     found = salts.judged("", salts.lookups(salts.trials(60, salts.LOOKUP_TOKENS, random.Random(1)), lambda _: None))
     assert found["within"]["high"] < 0.3
     assert is_shared == (found["across"]["high"] < 0.3)
     assert not (is_shared and found["as_expected"])
 
 
-def test_the_command_writes_what_it_found(benchmark: Any, tmp_path: Path) -> None:
+def test_the_command_writes_what_it_found(tmp_path: Path) -> None:
     arguments = ["--lookups", "3", "--requests", "2", "--results", str(tmp_path)]
-    result = CliRunner().invoke(benchmark.cache_salts.main, arguments)
+    result = CliRunner().invoke(salts.main, arguments)
     # So few times prove nothing.
     assert 1 == result.exit_code, result.output
-    record = json.loads((tmp_path / "cache_salts.json").read_text())
+    record = record_of("cache_salts", tmp_path)
     assert ["lookup", "after", "beside"] == list(record["measured"])
-    assert [3, 2, 2] == [
-        len(each["nanoseconds"][benchmark.cache_salts.KINDS[0]]) for each in record["measured"].values()
-    ]
-    page = (tmp_path / "cache_salts.md").read_text()
+    assert [3, 2, 2] == [len(each["nanoseconds"][salts.KINDS[0]]) for each in record["measured"].values()]
+    page = page_of("cache_salts", tmp_path)
     assert 3 == page.count("| the same prompt, my salt |") == page.count("| of two salts |")
     assert "**Not as it must be.**" in page
 
 
 def test_of_the_recorded_times_those_across_salts_tell_nothing() -> None:
-    record = json.loads((BENCHMARKS / "results" / "cache_salts.json").read_text())
+    record = record_of("cache_salts")
     assert ["lookup", "after", "beside"] == list(record["measured"])
     assert all(each["as_expected"] for each in record["measured"].values())

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
+from benchmarks.cache import compare_hits
+from benchmarks.memory import traffic
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
-
-def test_a_record_is_made_in_parts_of_the_same_two_commits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import compare_hits
-
+def test_a_record_is_made_in_parts_of_the_same_two_commits() -> None:
     def record(after: str, *rows: tuple[str, int, str]) -> dict[str, Any]:
         made = [{"title": title, "trace": "constant", "size": size, "found": found} for title, size, found in rows]
         return {"before": "1111111", "after": after, "sizes": [size for _, size, _ in rows], "rows": made}
@@ -30,12 +25,8 @@ def test_a_record_is_made_in_parts_of_the_same_two_commits(monkeypatch: pytest.M
     assert 1 == len(of_another_commit["rows"])
 
 
-def test_a_run_says_what_was_found_and_the_page_shows_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import compare_hits
-    from memory_traffic import Job
-
-    row = compare_hits.measure(Job("whisper_large_v3.toml", "constant", 1))
+def test_a_run_says_what_was_found_and_the_page_shows_both() -> None:
+    row = compare_hits.measure(traffic.Job("whisper_large_v3.toml", "constant", 1))
     assert {"title", "trace", "size", "hit_rate", "preemptions", "steps", "seconds"} == set(row)
     before, after = {**row, "hit_rate": 0.25, "seconds": 8.0}, {**row, "hit_rate": 0.5, "seconds": 2.0}
     record = {

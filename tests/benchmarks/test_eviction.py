@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
-import json
 from array import array
-from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from benchmarks.cache import eviction, eviction_bound, eviction_report, eviction_traces
+from tests.benchmarks.calling import page_of, record_of
+
 SCANS = ("shared prompts, one-off documents between", "shared prompts, one-off documents in bursts")
 CONVERSATIONS = ("conversations", "conversations on shared prompts")
 WORSE_AT_MOST = 1.0
@@ -21,23 +18,15 @@ WORSE_AT_MOST = 1.0
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[Any]:
-    modules = ("eviction", "eviction_bound", "eviction_report", "eviction_traces")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in modules})
-
-
-@pytest.fixture(scope="module")
 def record() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((BENCHMARKS / "results" / "eviction.json").read_text(encoding="utf-8"))
+    found: dict[str, Any] = record_of("eviction")
     return found
 
 
-def ask(bench: Any, *texts: str) -> list[Any]:
+def ask(*texts: str) -> list[Any]:
     """Return requests of blocks: each letter stands for one, and the last block is never found."""
     tokens = [array("I", [token for letter in text for token in [ord(letter)] * 16]) for text in texts]
-    return [bench.eviction_traces.Asked(each, len(each)) for each in tokens]
+    return [eviction_traces.Asked(each, len(each)) for each in tokens]
 
 
 @pytest.mark.parametrize(
@@ -54,44 +43,44 @@ def ask(bench: Any, *texts: str) -> list[Any]:
         (["abc", "xyz", "uvw", "abc"], 5, 2),
     ],
 )
-def test_the_bound_knows_the_future(bench: Any, texts: list[str], room: int, found: int) -> None:
-    asked = ask(bench, *texts)
-    blocks = bench.eviction_bound.block_ids(asked)
-    assert 16 * found == bench.eviction_bound.most_found(asked, blocks, 16 * room)
+def test_the_bound_knows_the_future(texts: list[str], room: int, found: int) -> None:
+    asked = ask(*texts)
+    blocks = eviction_bound.block_ids(asked)
+    assert 16 * found == eviction_bound.most_found(asked, blocks, 16 * room)
 
 
-def test_no_policy_finds_more_than_the_bound(bench: Any) -> None:
-    for name in bench.eviction_traces.TRACES:
-        trace = bench.eviction.run(name, 20)
+def test_no_policy_finds_more_than_the_bound() -> None:
+    for name in eviction_traces.TRACES:
+        trace = eviction.run(name, 20)
         for pool in trace["pools"].values():
             best = pool["at best"]["found"]
-            assert all(pool[policy]["found"] <= best for policy in bench.eviction.POLICIES)
+            assert all(pool[policy]["found"] <= best for policy in eviction.POLICIES)
 
 
-def test_a_trace_is_the_same_each_time(bench: Any) -> None:
-    for trace in bench.eviction_traces.TRACES.values():
+def test_a_trace_is_the_same_each_time() -> None:
+    for trace in eviction_traces.TRACES.values():
         assert trace.draw(20) == trace.draw(20)
 
 
 # --- what is recorded -------------------------------------------------------------------------------------------------
 
 
-def gains(bench: Any, record: dict[str, Any], name: str) -> list[float]:
-    trace, share = record["traces"][name], bench.eviction_report.share
+def gains(record: dict[str, Any], name: str) -> list[float]:
+    trace, share = record["traces"][name], eviction_report.share
     return [share(trace, pool, "scan_resistant") - share(trace, pool, "lru") for pool in trace["pools"]]
 
 
-def test_one_off_prompts_do_not_flush_shared_ones(bench: Any, record: dict[str, Any]) -> None:
-    assert min(gains(bench, record, SCANS[0])) > 1
-    assert max(gains(bench, record, SCANS[0])) > 5
-    assert max(gains(bench, record, SCANS[1])) > 3
+def test_one_off_prompts_do_not_flush_shared_ones(record: dict[str, Any]) -> None:
+    assert min(gains(record, SCANS[0])) > 1
+    assert max(gains(record, SCANS[0])) > 5
+    assert max(gains(record, SCANS[1])) > 3
     for name in SCANS:
         for pool in record["traces"][name]["pools"].values():
             assert pool["scan_resistant"]["shared_found"] >= pool["lru"]["shared_found"]
 
 
-def test_conversations_find_about_what_they_find_by_lru(bench: Any, record: dict[str, Any]) -> None:
-    found = itertools.chain(*(gains(bench, record, name) for name in CONVERSATIONS))
+def test_conversations_find_about_what_they_find_by_lru(record: dict[str, Any]) -> None:
+    found = itertools.chain(*(gains(record, name) for name in CONVERSATIONS))
     assert min(found) > -WORSE_AT_MOST
 
 
@@ -101,6 +90,6 @@ def test_every_pool_of_every_trace_is_within_the_bound(record: dict[str, Any]) -
             assert max(pool["lru"]["found"], pool["scan_resistant"]["found"]) <= pool["at best"]["found"]
 
 
-def test_the_page_is_that_of_the_record(bench: Any, record: dict[str, Any]) -> None:
-    page = (BENCHMARKS / "results" / "eviction.md").read_text(encoding="utf-8")
-    assert page == bench.eviction_report.write_report(record)
+def test_the_page_is_that_of_the_record(record: dict[str, Any]) -> None:
+    page = page_of("eviction")
+    assert page == eviction_report.write_report(record)

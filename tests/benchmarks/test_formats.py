@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -17,8 +13,9 @@ from tokenizers import Tokenizer, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-RECORDED = BENCHMARKS / "results" / "formats.json"
+from benchmarks.attention import formats
+from tests.benchmarks.calling import ROOT, measured, page_of, record_of
+
 FORMATS = ("fp8_tensor", "fp8_token_head", "int4_token_head", "int8_token_head")
 PLAIN = ("float32", "float16", "bfloat16")
 
@@ -32,19 +29,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(model)
     sizes = ["--texts", "2", "--context", "32", "--repeats", "1", "--threads", "1"]
-    command = [sys.executable, str(BENCHMARKS / "formats.py"), *sizes, "--model", str(model), "--results", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
-def record_of(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    return measured(folder, "attention.formats", *sizes, "--model", str(model))
 
 
 def test_every_format_is_measured_in_every_way(results: Path) -> None:
-    record = record_of(results / "formats.json")
+    record = record_of("formats", results)
     for part in (record["model"]["ways"], record["random"], record["memory"]):
         assert (*PLAIN, *FORMATS) == tuple(part)
     rows = record["speed"]["rows"]
@@ -60,43 +49,37 @@ def test_every_format_is_measured_in_every_way(results: Path) -> None:
 
 
 def test_the_page_has_a_row_for_each(results: Path) -> None:
-    page = (results / "formats.md").read_text(encoding="utf-8")
+    page = page_of("formats", results)
     rows = re.findall(r"^\| `([a-z0-9_]+)` \|", page, re.M)
     assert 3 * [*PLAIN, *FORMATS] == rows[:21]
     assert "torch" in rows[21:]
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("formats")
-
-
-def test_the_other_texts_are_not_what_the_model_was_trained_on(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS.parent / "examples" / "demo"))
+def test_the_other_texts_are_not_what_the_model_was_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "demo"))
     trained_on = set(importlib.import_module("make_model").MODULES)
-    assert set(script.LEARNED) <= trained_on
-    assert not set(script.OTHER) & trained_on
+    assert set(formats.LEARNED) <= trained_on
+    assert not set(formats.OTHER) & trained_on
 
 
-def test_a_copy_task_asks_for_the_segment_between_its_last_marks(script: Any) -> None:
-    for prompt, answer in script.make_copy_tasks(3):
+def test_a_copy_task_asks_for_the_segment_between_its_last_marks() -> None:
+    for prompt, answer in formats.make_copy_tasks(3):
         assert (2, 0) == (prompt[-1], answer[-1])
         assert [1, *answer[:-1], 2] == prompt[-42:]
         assert (4, 4, 3) == (prompt.count(1), prompt.count(2), prompt.count(0))
 
 
-def test_copied_tokens_count_one_by_one(script: Any) -> None:
+def test_copied_tokens_count_one_by_one() -> None:
     tasks = [([9], [3, 4, 5, 0]), ([9], [6, 7, 8, 0])]
-    assert 6 / 8 == script.share_right([[3, 4, 5, 0, 17], [6, 3, 8, 8, 17]], tasks)
-    assert script.share_right([], []) is None
+    assert 6 / 8 == formats.share_right([[3, 4, 5, 0, 17], [6, 3, 8, 8, 17]], tasks)
+    assert formats.share_right([], []) is None
 
 
-def test_a_model_that_does_not_copy_is_not_measured_by_copies(script: Any) -> None:
-    script.check_copying(0.96)
-    script.check_copying(None)
+def test_a_model_that_does_not_copy_is_not_measured_by_copies() -> None:
+    formats.check_copying(0.96)
+    formats.check_copying(None)
     with pytest.raises(click.ClickException, match=r"90\.0% of the copied tokens right, and has to 95%"):
-        script.check_copying(0.9)
+        formats.check_copying(0.9)
 
 
 # --- the recorded run -------------------------------------------------------------------------------------------------
@@ -112,14 +95,14 @@ def test_a_token_takes_what_its_format_says() -> None:
         "int8_token_head": 132,
         "int4_token_head": 68,
     }
-    measured = record_of(RECORDED)["memory"]
+    measured = record_of("formats")["memory"]
     assert {name: vectors * size for name, size in expected.items()} == {
         name: measured[name]["bytes_per_token"] for name in expected
     }
 
 
 def test_fewer_bits_cost_little_on_the_trained_model() -> None:
-    ways = record_of(RECORDED)["model"]["ways"]
+    ways = record_of("formats")["model"]["ways"]
     exact = ways["float32"]["perplexity"]
     assert ways["int8_token_head"]["perplexity"] / exact < 1.002
     for name in ("fp8_tensor", "fp8_token_head"):

@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-import json
-from importlib import import_module
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from benchmarks.cli import broken_plugins, fuzz_plugins
+from tests.benchmarks.calling import page_of, record_of
 
 
-@pytest.fixture
-def fuzz_plugins(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return import_module("fuzz_plugins")
-
-
-def test_plugins_that_are_broken_at_random_are_refused_by_name(fuzz_plugins: Any) -> None:
+def test_plugins_that_are_broken_at_random_are_refused_by_name() -> None:
     record = fuzz_plugins.fuzz(30, 3, 30, with_commands=False)
     assert {} == record["wrong"]
     refused = sum(ways.get("refused", 0) for ways in record["ended"].values())
     assert 20 <= refused <= 30
 
 
-def test_a_seed_draws_the_same_plugins_again(fuzz_plugins: Any) -> None:
+def test_a_seed_draws_the_same_plugins_again() -> None:
     first, again = (list(fuzz_plugins.in_groups(20, 3, 5)) for _ in range(2))
     assert first == again
 
 
-def test_a_plugin_that_raises_past_everything_is_found_wrong(
-    fuzz_plugins: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plugin_that_raises_past_everything_is_found_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvframe.loading import plugins
 
     def not_contained(what: str, function: Any, *arguments: Any, **options: Any) -> Any:
         return function(*arguments, **options)
 
     monkeypatch.setattr(plugins, "call", not_contained)
-    raises = import_module("broken_plugins")._at_import("escaping", Random(1))
+    raises = broken_plugins._at_import("escaping", Random(1))
     fuzz_plugins.install(tmp_path, raises)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(fuzz_plugins.Wrong, match="named by a stack it raises"):
@@ -48,10 +39,10 @@ def test_a_plugin_that_raises_past_everything_is_found_wrong(
 
 
 def test_what_is_recorded_broke_at_least_200_plugins_and_nothing_else() -> None:
-    record = json.loads((BENCHMARKS / "results" / "fuzz_plugins.json").read_text(encoding="utf-8"))
+    record = record_of("fuzz_plugins")
     assert {} == record["wrong"]
     assert record["count"] >= 200
     assert record["count"] == sum(sum(ways.values()) for ways in record["ended"].values())
     assert len(record["ended"]) >= 40
-    page = (BENCHMARKS / "results" / "fuzz_plugins.md").read_text(encoding="utf-8")
+    page = page_of("fuzz_plugins")
     assert f"{record['count']} plugins, broken at random (seed {record['seed']}): 0 ended in a" in page

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from benchmarks.engine import generate
+from tests.benchmarks.calling import ROOT, measured, page_of, record_of
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("results")
-    command = [sys.executable, str(BENCHMARKS / "generate.py"), "--workload", "tiny", "--repeats", "1"]
-    done = subprocess.run(
-        [*command, "--results", str(folder)], capture_output=True, text=True, check=False, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    return folder
+    return measured(folder, "engine.generate", "--workload", "tiny", "--repeats", "1")
 
 
 def test_all_systems_are_measured_on_one_batch(results: Path) -> None:
-    record = json.loads((results / "generate.json").read_text(encoding="utf-8"))
+    record = record_of("generate", results)
     speeds = record["workloads"]["tiny"]["tokens_per_second"]
     assert ["kvframe", "transformers generate()", "transformers continuous batching"] == list(speeds)
     assert [1, 1, 1] == [len(times) for times in speeds.values()]
@@ -33,21 +26,20 @@ def test_all_systems_are_measured_on_one_batch(results: Path) -> None:
 
 
 def test_the_record_says_where_and_how(results: Path) -> None:
-    machine = json.loads((results / "generate.json").read_text(encoding="utf-8"))["machine"]
+    machine = record_of("generate", results)["machine"]
     assert {"processor", "cores", "threads", "python", "torch", "transformers", "kvframe", "command"} <= set(machine)
 
 
 def test_the_page_shows_every_figure(results: Path) -> None:
-    page = (results / "generate.md").read_text(encoding="utf-8")
+    page = page_of("generate", results)
     assert 4 == len(re.findall(r"^\| (kvframe|transformers|every layer full)[^|]*\|[^|]*\|[^|]*\|[^|]*\|$", page, re.M))
     assert 3 == len(re.findall(r"^\| (kvframe|transformers)[^|]*\|[^|]*\|$", page, re.M))
 
 
 def test_the_method_lists_every_batch() -> None:
-    script = (BENCHMARKS / "generate.py").read_text(encoding="utf-8")
-    method = (BENCHMARKS / "README.md").read_text(encoding="utf-8").split("## The batches")[1]
+    method = page_of("README", ROOT / "benchmarks").split("## The batches")[1]
     method = method.split("\n## ")[0]
-    assert re.findall(r'^ +(?:name|)="?([a-z-]+)",', script, re.M) == re.findall(r"^\| `([a-z-]+)`", method, re.M)
+    assert [each.name for each in generate.WORKLOADS] == re.findall(r"^\| `([a-z-]+)`", method, re.M)
 
 
 @pytest.mark.parametrize(
@@ -61,14 +53,14 @@ def test_the_method_lists_every_batch() -> None:
     ],
 )
 def test_the_figures_in_the_readme_are_the_recorded_ones(peer: str, sentence: str) -> None:
-    record = json.loads((BENCHMARKS / "results" / "generate.json").read_text(encoding="utf-8"))
+    record = record_of("generate")
     ratios = [workload["times_as_fast"][peer] for workload in record["workloads"].values()]
-    said = re.findall(sentence, (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8"))
+    said = re.findall(sentence, (ROOT / "README.md").read_text(encoding="utf-8"))
     assert [(f"{min(ratios):.1f}", f"{max(ratios):.1f}")] == said
 
 
 def test_every_recorded_batch_ran_at_least_1_3_times_as_fast_as_continuous_batching() -> None:
-    record = json.loads((BENCHMARKS / "results" / "generate.json").read_text(encoding="utf-8"))
+    record = record_of("generate")
     assert len(record["workloads"]) == 4
     assert (
         min(each["times_as_fast"]["transformers continuous batching"] for each in record["workloads"].values()) >= 1.3

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import attrs
@@ -20,42 +19,21 @@ from kvframe_triton.backend import TritonBackend
 from kvframe_triton.latents import TritonMLABackend
 from triton import knobs
 
+from benchmarks.gpu import cases, engine, measure, report, steps, suite, timing
 from kvframe import load_plugins
 from kvframe.attention.nested import host_tensors
 from kvframe.attention.staging import Staging
 from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.contract.backend import AttentionBackend
-
-ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = ROOT / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module("gpu")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-
-
-@pytest.fixture(scope="module")
-def measuring(script: ModuleType) -> ModuleType:
-    return sys.modules["gpu_measure"]
+from tests.benchmarks.calling import RESULTS, ROOT, measured, page_of, record_of
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("results")
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--tiny", "--results", str(folder)]
-    command += ["--backend", "torch", "--backend", "mla"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
-def record_of(path: Path) -> Any:
-    return json.loads((path / "gpu.json").read_text(encoding="utf-8"))
+    return measured(
+        folder, "gpu.suite", "--device", "cpu", "--tiny", "--backend", "torch", "--backend", "mla", timeout=600
+    )
 
 
 # --- floors -----------------------------------------------------------------------------------------------------------
@@ -75,23 +53,20 @@ def record_of(path: Path) -> Any:
         ("Mamba-2 update: 128 requests", 156),
     ],
 )
-def test_floors_are_bytes_over_bandwidth_or_operations_over_rate(
-    name: str, microseconds: int, script: ModuleType
-) -> None:
-    (case,) = (case for case in script.cases() if f"{case.group}: {case.name}" == name)
+def test_floors_are_bytes_over_bandwidth_or_operations_over_rate(name: str, microseconds: int) -> None:
+    (case,) = (case for case in cases.cases() if f"{case.group}: {case.name}" == name)
     # At 4.3 TB/s and 790 TFLOP/s, an H200's.
-    ceilings = sys.modules["gpu_cases"].ISSUED
+    ceilings = cases.ISSUED
     assert microseconds == round(case.floor(ceilings) * 1e6)
 
 
-def test_names_of_cases_are_their_own(script: ModuleType) -> None:
-    names = [f"{case.group}: {case.name}" for case in script.cases()]
+def test_names_of_cases_are_their_own() -> None:
+    names = [f"{case.group}: {case.name}" for case in cases.cases()]
     assert len(set(names)) == len(names)
 
 
-def test_calls_take_turns_over_more_than_a_cache_holds(script: ModuleType) -> None:
-    steps = sys.modules["gpu_steps"]
-    for case in script.cases():
+def test_calls_take_turns_over_more_than_a_cache_holds() -> None:
+    for case in cases.cases():
         read = steps.rotation(case) * case.kv_bytes()
         assert read >= 256 << 20
 
@@ -100,7 +75,7 @@ def test_calls_take_turns_over_more_than_a_cache_holds(script: ModuleType) -> No
 
 
 def test_every_case_is_measured_and_right(results: Path) -> None:
-    found = record_of(results)["cases"]
+    found = record_of("gpu", results)["cases"]
     expected = {
         "tiny: 3 x 40": {"torch", "SDPA, dense"},
         "tiny: prompt of 70": {"torch", "SDPA, dense"},
@@ -116,57 +91,52 @@ def test_every_case_is_measured_and_right(results: Path) -> None:
 
 
 def test_the_page_shows_every_time(results: Path) -> None:
-    page = (results / "gpu.md").read_text(encoding="utf-8")
-    for case in record_of(results)["cases"].values():
+    page = page_of("gpu", results)
+    for case in record_of("gpu", results)["cases"].values():
         for each in case["measured"].values():
             assert f"{each['seconds'] * 1e6:,.1f} (" in page
 
 
-def test_a_time_stands_beside_that_of_the_fastest_other(results: Path, script: ModuleType) -> None:
-    record = record_of(results)
+def test_a_time_stands_beside_that_of_the_fastest_other(results: Path) -> None:
+    record = record_of("gpu", results)
     measured = record["cases"]["tiny: 3 x 40"]["measured"]
     for name, seconds in (("torch", 2e-6), ("SDPA, dense", 1.5e-6)):
         measured[name]["seconds"] = seconds
-    page = script.write_report(record, sys.modules["gpu_cases"].TINY)
+    page = report.write_report(record, cases.TINY)
     assert re.search(r"\| 2\.0 \(\d+ %, x 0\.75\) \| \*\*1\.5 \(\d+ %, x 1\.33\)\*\* \|", page)
 
 
 @pytest.mark.parametrize(("commit", "kept"), [("1234567", True), ("7654321", False), ("unknown", False)])
-def test_a_run_of_one_backend_keeps_what_others_did_at_the_same_commit(
-    commit: str, kept: bool, results: Path, script: ModuleType
-) -> None:
-    before, record = record_of(results), record_of(results)
+def test_a_run_of_one_backend_keeps_what_others_did_at_the_same_commit(commit: str, kept: bool, results: Path) -> None:
+    before, record = record_of("gpu", results), record_of("gpu", results)
     before["machine"]["commit"] = "unknown" if commit == "unknown" else "1234567"
     record["machine"]["commit"] = commit
     (name, case), *_ = record["cases"].items()
     record["cases"] = {name: {**case, "measured": {"other": case["measured"]["torch"]}}}
-    found = script.merged(before, record)
+    found = suite.merged(before, record)
     assert (["torch", "SDPA, dense", "other"] if kept else ["other"]) == [*found["cases"][name]["measured"]]
     assert (before["cases"].keys() if kept else {name}) == found["cases"].keys()
-    assert record == script.merged({}, record)
+    assert record == suite.merged({}, record)
 
 
 # --- steps of an engine -----------------------------------------------------------------------------------------------
 
 
-def test_steps_are_measured_without_graphs_and_with_one(script: ModuleType) -> None:
-    engine = sys.modules["gpu_engine"]
+def test_steps_are_measured_without_graphs_and_with_one() -> None:
     found = engine.measure_steps(engine.TINY_WORKLOAD, torch.device("cpu"), "cpu")
     assert {"off": "", "decode": ""} == {name: each.reason for name, each in found.items()}
     assert all(each.seconds > 0 and each.busy_seconds > 0 for each in found.values())
     record = {"name": "some", "graphs": {name: attrs.asdict(each) for name, each in found.items()}}
-    assert 2 == "\n".join(sys.modules["gpu_report"]._steps(record)).count("| `kvframe-cpu:cpu` |")
+    assert 2 == "\n".join(report._steps(record)).count("| `kvframe-cpu:cpu` |")
 
 
-def test_steps_that_cannot_be_measured_say_why(script: ModuleType) -> None:
-    engine = sys.modules["gpu_engine"]
+def test_steps_that_cannot_be_measured_say_why() -> None:
     found = engine.measure_steps(engine.TINY_WORKLOAD, torch.device("cpu"), "nothing")
     record = {"name": "some", "graphs": {name: attrs.asdict(each) for name, each in found.items()}}
-    assert 8 == "\n".join(sys.modules["gpu_report"]._steps(record)).count("'nothing'")
+    assert 8 == "\n".join(report._steps(record)).count("'nothing'")
 
 
-def test_time_that_kernels_share_is_counted_once(script: ModuleType) -> None:
-    engine = sys.modules["gpu_engine"]
+def test_time_that_kernels_share_is_counted_once() -> None:
     assert pytest.approx(9e-6) == engine.covered([(10, 14), (0, 4), (2, 5), (3, 4)])
     assert 0.0 == engine.covered([])
 
@@ -182,31 +152,29 @@ class Raising(TorchBackend):
 
 
 @pytest.mark.parametrize(("backend", "reason"), [(Wrong, "wrong"), (Raising, "RuntimeError: no kernel")])
-def test_what_computes_something_else_or_fails_is_not_timed(
-    backend: type[TorchBackend], reason: str, measuring: ModuleType
-) -> None:
-    case = sys.modules["gpu_cases"].TINY[0]
-    measured = measuring.measure(case, backend, load_plugins().registry, torch.device("cpu"))
-    assert (None, reason) == (measured.seconds, measured.reason)
+def test_what_computes_something_else_or_fails_is_not_timed(backend: type[TorchBackend], reason: str) -> None:
+    case = cases.TINY[0]
+    found = measure.measure(case, backend, load_plugins().registry, torch.device("cpu"))
+    assert (None, reason) == (found.seconds, found.reason)
 
 
-def test_a_backend_that_took_its_share_of_the_time_leaves_the_rest_to_the_others(measuring: ModuleType) -> None:
-    case, spent = sys.modules["gpu_cases"].TINY[2], {"slow": 61.0, "torch": 0.0}
+def test_a_backend_that_took_its_share_of_the_time_leaves_the_rest_to_the_others() -> None:
+    case, spent = cases.TINY[2], {"slow": 61.0, "torch": 0.0}
     backends = {"slow": TorchBackend, "torch": TorchBackend}
-    found = measuring.measure_case(case, backends, load_plugins().registry, torch.device("cpu"), spent)
+    found = measure.measure_case(case, backends, load_plugins().registry, torch.device("cpu"), spent)
     assert (None, "out of time") == (found["slow"].seconds, found["slow"].reason)
     assert found["torch"].seconds > 0
     assert spent["torch"] > 0
 
 
-def test_a_layer_that_a_backend_refuses_is_left_out(measuring: ModuleType) -> None:
-    latents = sys.modules["gpu_cases"].TINY[-1]
-    assert measuring.measure(latents, TorchBackend, load_plugins().registry, torch.device("cpu")) is None
+def test_a_layer_that_a_backend_refuses_is_left_out() -> None:
+    latents = cases.TINY[-1]
+    assert measure.measure(latents, TorchBackend, load_plugins().registry, torch.device("cpu")) is None
 
 
-def test_what_a_backend_would_read_from_copies_is_left_out(measuring: ModuleType) -> None:
-    stored = attrs.evolve(sys.modules["gpu_cases"].TINY[0], format="fp8_tensor")
-    assert "format" == measuring.why_refused(stored, TorchBackend, load_plugins().registry, "cpu")
+def test_what_a_backend_would_read_from_copies_is_left_out() -> None:
+    stored = attrs.evolve(cases.TINY[0], format="fp8_tensor")
+    assert "format" == measure.why_refused(stored, TorchBackend, load_plugins().registry, "cpu")
 
 
 # --- what only a GPU times, on a CPU ----------------------------------------------------------------------------------
@@ -226,39 +194,36 @@ interpreted = pytest.mark.skipif(
 
 
 @pytest.fixture
-def _untimed(measuring: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    timing = sys.modules["gpu_timing"].Timing(seconds=1.0, host_seconds=1.0, how="clock")
-    monkeypatch.setattr(measuring, "time_calls", lambda calls, device: timing)
-    monkeypatch.setattr(sys.modules["gpu_steps"], "MAX_ROTATION", 3)  # sets of pages, which an interpreter fills
+def _untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_time = timing.Timing(seconds=1.0, host_seconds=1.0, how="clock")
+    monkeypatch.setattr(measure, "time_calls", lambda calls, device: no_time)
+    monkeypatch.setattr(steps, "MAX_ROTATION", 3)  # sets of pages, which an interpreter fills
 
 
 @interpreted
 @pytest.mark.usefixtures("_untimed")
-def test_tritons_kernels_compute_every_kind_of_case(measuring: ModuleType) -> None:
-    *tiny, latents = sys.modules["gpu_cases"].TINY
+def test_tritons_kernels_compute_every_kind_of_case() -> None:
+    *tiny, latents = cases.TINY
     stored = [attrs.evolve(tiny[0], format=name) for name in ("fp8_tensor", "int8_token_head")]
     served = [*((Triton, case) for case in (*tiny, *stored)), (TritonMLA, latents)]
     for backend, case in served:
-        found = measuring.measure(case, backend, load_plugins().registry, torch.device("cpu"))
+        found = measure.measure(case, backend, load_plugins().registry, torch.device("cpu"))
         assert ("", 1.0) == (found.reason, found.seconds)
 
 
 @interpreted
 @pytest.mark.usefixtures("_untimed")
-def test_the_kernel_of_states_is_measured_beside_plain_torch(measuring: ModuleType) -> None:
-    cases = sys.modules["gpu_cases"]
+def test_the_kernel_of_states_is_measured_beside_plain_torch() -> None:
     case = cases.StateCase(
         name="tiny", group="tiny", requests=cases.decodes(2, 1), num_heads=2, head_size=16, state_size=16
     )
-    found = measuring.measure_states(case, torch.device("cpu"))
+    found = measure.measure_states(case, torch.device("cpu"))
     assert {"kernel": "", "plain torch": ""} == {name: each.reason for name, each in found.items()}
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, TritonBackend, TritonMLABackend])
-def test_metadata_that_is_built_on_the_host_is_brought_to_the_device(
-    backend: type[AttentionBackend], script: ModuleType
-) -> None:
-    steps, cases, there = sys.modules["gpu_steps"], sys.modules["gpu_cases"], torch.device("meta")
+def test_metadata_that_is_built_on_the_host_is_brought_to_the_device(backend: type[AttentionBackend]) -> None:
+    there = torch.device("meta")
     case = cases.TINY[-1 if "latent" in backend.capabilities.state else 0]
     layer = steps.make_layer(case, 16, load_plugins().registry)
     builder = backend([layer], there).make_builder()
@@ -270,16 +235,16 @@ def test_metadata_that_is_built_on_the_host_is_brought_to_the_device(
 # --- the committed page -----------------------------------------------------------------------------------------------
 
 
-def test_the_committed_page_has_a_row_for_every_case(script: ModuleType) -> None:
-    path = BENCHMARKS / "results" / "gpu.json"
+def test_the_committed_page_has_a_row_for_every_case() -> None:
+    path = RESULTS / "gpu.json"
     record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    page = (BENCHMARKS / "results" / "gpu.md").read_text(encoding="utf-8")
-    assert script.write_report(record, tuple(script.cases())) == page
-    assert all(f"| {case.name} |" in page for case in script.cases())
+    page = page_of("gpu")
+    assert report.write_report(record, tuple(cases.cases())) == page
+    assert all(f"| {case.name} |" in page for case in cases.cases())
 
 
-def test_cases_without_a_figure_are_rows_that_say_so(results: Path, script: ModuleType) -> None:
-    page = script.write_report(record_of(results), tuple(script.cases()))
+def test_cases_without_a_figure_are_rows_that_say_so(results: Path) -> None:
+    page = report.write_report(record_of("gpu", results), tuple(cases.cases()))
     assert "| 16 x 2k | 31.3 | not measured yet |" in page
 
 
@@ -287,8 +252,8 @@ def test_cases_without_a_figure_are_rows_that_say_so(results: Path, script: Modu
 
 
 def test_packages_are_found_without_being_installed(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "gpu_environment.py"), str(tmp_path)]
-    sources = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    command = [sys.executable, "-m", "benchmarks.gpu.environment", str(tmp_path)]
+    sources = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     assert str(ROOT / "plugins/mla/src") in sources.split(":")
     code = (
         "import importlib.metadata as m, sys; "
@@ -301,19 +266,19 @@ def test_packages_are_found_without_being_installed(tmp_path: Path) -> None:
 
 
 def test_the_script_says_how_it_is_called() -> None:
-    done = subprocess.run([str(BENCHMARKS / "gpu.sh"), "--help"], capture_output=True, text=True, check=False)
+    done = subprocess.run([str(ROOT / "benchmarks" / "gpu.sh"), "--help"], capture_output=True, text=True, check=False)
     assert 0 == done.returncode, done.stderr
     assert "benchmarks/gpu.sh [--wheels FOLDER] [--out FOLDER]" in done.stdout
-    assert 0 == subprocess.run(["bash", "-n", str(BENCHMARKS / "gpu.sh")], check=False).returncode
+    assert 0 == subprocess.run(["bash", "-n", str(ROOT / "benchmarks" / "gpu.sh")], check=False).returncode
 
 
-def test_what_the_script_calls_is_there(script: ModuleType) -> None:
-    text = (BENCHMARKS / "gpu.sh").read_text(encoding="utf-8")
-    called = re.findall(r"benchmarks/(\w+)\.py((?: --\w+| \"\$\w+\"| \d+)*)", text)
-    assert {"gpu", "gpu_environment"} == {name for name, _ in called}
-    known = {option for parameter in script.main.params for option in parameter.opts}
+def test_what_the_script_calls_is_there() -> None:
+    text = (ROOT / "benchmarks" / "gpu.sh").read_text(encoding="utf-8")
+    called = re.findall(r"-m benchmarks\.gpu\.(\w+)((?: --\w+| \"\$\w+\"| \d+)*)", text)
+    assert {"suite", "environment"} == {name for name, _ in called}
+    known = {option for parameter in suite.main.params for option in parameter.opts}
     assert (
-        known >= {option for name, given in called if name == "gpu" for option in re.findall(r"--\w+", given)} > set()
+        known >= {option for name, given in called if name == "suite" for option in re.findall(r"--\w+", given)} > set()
     )
     assert {"plugins"} == set(re.findall(r"-m kvframe (\w+)", text))
     assert "plugins" in importlib.import_module("kvframe.cli").main.list_commands(None)
@@ -330,7 +295,9 @@ for name in ("hypothesis", "transformers", "tokenizers", "safetensors"):
 
 
 def test_tests_of_a_gpu_need_nothing_that_other_tests_need(tmp_path: Path) -> None:
-    (find,) = re.findall(r"< <\((grep .+)\)$", (BENCHMARKS / "gpu.sh").read_text(encoding="utf-8"), re.MULTILINE)
+    (find,) = re.findall(
+        r"< <\((grep .+)\)$", (ROOT / "benchmarks" / "gpu.sh").read_text(encoding="utf-8"), re.MULTILINE
+    )
     found = subprocess.run(["bash", "-c", find], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     assert {"kernels/tests/test_attention.py", "tests/attention/test_steps_on_a_gpu.py"} < {*found}
     (tmp_path / "without.py").write_text(WITHOUT, encoding="utf-8")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 
+from benchmarks.memory import padded_groups
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.contract.specs import LayerSpec
+from tests.benchmarks.calling import RESULTS, ROOT, measured, page_of, record_of
 from tests.cache.plans import ranged
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 MODELS = (
     "Llama 3.1 8B",
     "Gemma 3 27B",
@@ -38,14 +36,11 @@ MODELS = (
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("results")
-    command = [sys.executable, str(BENCHMARKS / "memory.py"), "--results", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return folder
+    return measured(folder, "memory.plans")
 
 
 def rows_of(folder: Path) -> dict[str, Any]:
-    record = json.loads((folder / "memory.json").read_text(encoding="utf-8"))
+    record = record_of("memory", folder)
     return {row["title"]: row for row in record["models"]}
 
 
@@ -56,11 +51,11 @@ def test_every_model_is_planned_and_wastes_at_most_one_percent(results: Path) ->
 
 
 def test_the_recorded_figures_are_those_of_this_code(results: Path) -> None:
-    assert rows_of(BENCHMARKS / "results") == rows_of(results)
+    assert rows_of(RESULTS) == rows_of(results)
 
 
 def test_the_page_shows_every_model_in_every_table(results: Path) -> None:
-    page = (results / "memory.md").read_text(encoding="utf-8")
+    page = page_of("memory", results)
     assert [3] * len(MODELS) == [page.count(f"\n| {title} |") for title in MODELS]
 
 
@@ -83,23 +78,14 @@ def test_no_grouping_fits_more_requests(results: Path) -> None:
 
 def test_equal_padded_groups_take_as_much_or_up_to_a_tenth_more_as_the_readme_says() -> None:
     ratios = [
-        row["request_bytes"]["padded"][0] / row["request_bytes"]["hybrid"][0]
-        for row in rows_of(BENCHMARKS / "results").values()
+        row["request_bytes"]["padded"][0] / row["request_bytes"]["hybrid"][0] for row in rows_of(RESULTS).values()
     ]
     assert (1.0, 1.1) == (min(ratios), round(max(ratios), 1))
-    readme = (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "up to a tenth\n  more](benchmarks/results/memory.md) for requests of 8,192 tokens" in readme
 
 
 # --- equal padded groups ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def padded(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import padded_groups
-
-    return padded_groups.PaddedGroups
 
 
 def layers(num_full: int, num_windows: int) -> list[LayerSpec]:
@@ -114,9 +100,9 @@ def layers(num_full: int, num_windows: int) -> list[LayerSpec]:
     [(10, 20, 3, 10, 0), (10, 52, 7, 10, 8), (13, 12, 2, 13, 1), (32, 0, 1, 32, 0)],
 )
 def test_groups_are_as_large_as_the_rarest_type_or_nearly_equal_ones(
-    num_full: int, num_windows: int, groups: int, group_size: int, missing: int, padded: Any
+    num_full: int, num_windows: int, groups: int, group_size: int, missing: int
 ) -> None:
-    found = padded.of(layers(num_full, num_windows))
+    found = padded_groups.PaddedGroups.of(layers(num_full, num_windows))
     assert (groups, group_size, missing) == (found.num_groups, found.group_size, found.num_missing)
 
 
@@ -127,7 +113,7 @@ def test_blocks_of_attention_become_as_large_as_a_state(results: Path) -> None:
     assert [1056] == rows["Qwen3-Next 80B"]["padded"]["block_sizes"]
 
 
-def test_layers_that_read_another_cache_do_not_count(padded: Any) -> None:
+def test_layers_that_read_another_cache_do_not_count() -> None:
     owners = layers(4, 16)
     readers = [attrs.evolve(owners[0], name=f"reader {index}", shares_with=owners[0].name) for index in range(5)]
-    assert padded.of(owners) == padded.of([*owners, *readers])
+    assert padded_groups.PaddedGroups.of(owners) == padded_groups.PaddedGroups.of([*owners, *readers])

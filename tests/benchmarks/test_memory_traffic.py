@@ -2,48 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from benchmarks.memory import pools, slabs, traces, traffic, traffic_report
+from tests.benchmarks.calling import measured, page_of, record_of
+
 LLAMA, GEMMA, FALCON = "llama_3_1_8b.toml", "gemma_3_27b.json", "falcon_h1_7b.toml"
 SAME = ("requests", "steps", "peak", "concurrency", "preemptions", "hit_rate")
 
 
-@pytest.fixture(scope="module")
-def bench() -> Iterator[Any]:
-    modules = (
-        "memory_traffic",
-        "memory_traffic_report",
-        "traffic",
-        "traffic_layouts",
-        "traffic_pools",
-        "traffic_slabs",
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in modules})
-
-
-def figures(bench: Any, file: str, trace: str, *, size: int = 1, **options: Any) -> dict[str, Any]:
-    row: dict[str, Any] = bench.memory_traffic.Job(file, trace, size, **options).run()
+def figures(file: str, trace: str, *, size: int = 1, **options: Any) -> dict[str, Any]:
+    row: dict[str, Any] = traffic.Job(file, trace, size, **options).run()
     return row
 
 
 # --- the simulation ---------------------------------------------------------------------------------------------------
 
 
-def test_a_model_with_one_kind_of_layer_runs_alike_in_every_layout(bench: Any) -> None:
+def test_a_model_with_one_kind_of_layer_runs_alike_in_every_layout() -> None:
     ours, padded, one_size = (
-        figures(bench, LLAMA, "multi-turn", size=3, layout=layout)
+        figures(LLAMA, "multi-turn", size=3, layout=layout)
         for layout in ("kvframe", "equal padded groups", "one size fits all")
     )
     assert ours["was_full"]
@@ -53,29 +34,29 @@ def test_a_model_with_one_kind_of_layer_runs_alike_in_every_layout(bench: Any) -
     assert [ours[name] for name in SAME] == pytest.approx([padded[name] for name in SAME], rel=0.05)
 
 
-def test_the_model_of_slabs_runs_as_the_pool_does(bench: Any) -> None:
-    ours = figures(bench, GEMMA, "log-normal")
-    model = figures(bench, GEMMA, "log-normal", policy=("first opened", "oldest"))
+def test_the_model_of_slabs_runs_as_the_pool_does() -> None:
+    ours = figures(GEMMA, "log-normal")
+    model = figures(GEMMA, "log-normal", policy=("first opened", "oldest"))
     assert [ours[name] for name in SAME] == [model[name] for name in SAME]
 
 
 @pytest.mark.parametrize("layout", ["kvframe", "kvframe, few states", "equal padded groups", "one size fits all"])
-def test_every_byte_is_somewhere(bench: Any, layout: str) -> None:
-    row = figures(bench, FALCON, "constant", size=6, layout=layout)
+def test_every_byte_is_somewhere(layout: str) -> None:
+    row = figures(FALCON, "constant", size=6, layout=layout)
     assert row["looks"]
     assert min(row["use"].values()) >= 0
     assert 1.0 == pytest.approx(sum(row["use"].values()))
 
 
-def test_groups_of_ten_hold_eight_windows_that_are_not_there(bench: Any) -> None:
-    use = figures(bench, GEMMA, "constant", layout="equal padded groups")["use"]
+def test_groups_of_ten_hold_eight_windows_that_are_not_there() -> None:
+    use = figures(GEMMA, "constant", layout="equal padded groups")["use"]
     # Of 60 layers' blocks of windows 52 are used; full attention's ten are whole.
     assert 0.08 < use["padding"] < 8 / 60
 
 
-def test_long_blocks_beside_states_are_half_empty_in_short_requests(bench: Any) -> None:
-    ours = figures(bench, FALCON, "constant", size=6, layout="kvframe, few states")
-    padded = figures(bench, FALCON, "constant", size=6, layout="equal padded groups")
+def test_long_blocks_beside_states_are_half_empty_in_short_requests() -> None:
+    ours = figures(FALCON, "constant", size=6, layout="kvframe, few states")
+    padded = figures(FALCON, "constant", size=6, layout="equal padded groups")
     assert padded["use"]["unfinished"] > 0.25 > 0.01 > ours["use"]["unfinished"]
     assert ours["concurrency"] > 1.3 * padded["concurrency"]
 
@@ -83,31 +64,31 @@ def test_long_blocks_beside_states_are_half_empty_in_short_requests(bench: Any) 
 # --- traces -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_trace_is_drawn_again_from_its_seed(bench: Any) -> None:
-    lengths = bench.traffic.TRACES["log-normal"]
-    assert bench.traffic.draw(lengths, 5, 4096) == bench.traffic.draw(lengths, 5, 4096)
-    assert bench.traffic.draw(lengths, 5, 4096) != bench.traffic.draw(lengths, 5, 4096, seed=1)
+def test_a_trace_is_drawn_again_from_its_seed() -> None:
+    lengths = traces.TRACES["log-normal"]
+    assert traces.draw(lengths, 5, 4096) == traces.draw(lengths, 5, 4096)
+    assert traces.draw(lengths, 5, 4096) != traces.draw(lengths, 5, 4096, seed=1)
 
 
-def test_each_turn_goes_on_from_the_one_before_and_none_is_too_long(bench: Any) -> None:
-    for name, lengths in bench.traffic.TRACES.items():
-        for each in bench.traffic.draw(lengths, 20, 448):
+def test_each_turn_goes_on_from_the_one_before_and_none_is_too_long() -> None:
+    for name, lengths in traces.TRACES.items():
+        for each in traces.draw(lengths, 20, 448):
             ends = [0, *(end for turn in each.turns for end in (turn.prompt_end, turn.end))]
             assert ends == sorted(set(ends)), name
             assert 448 >= ends[-1] == len(each.token_ids), name
 
 
-def test_conversations_begin_with_one_of_the_shared_prompts(bench: Any) -> None:
-    lengths = bench.traffic.TRACES["multi-turn"]
-    begins = {tuple(each.token_ids[: lengths.shared]) for each in bench.traffic.draw(lengths, 60, 8192)}
+def test_conversations_begin_with_one_of_the_shared_prompts() -> None:
+    lengths = traces.TRACES["multi-turn"]
+    begins = {tuple(each.token_ids[: lengths.shared]) for each in traces.draw(lengths, 60, 8192)}
     assert lengths.num_shared == len(begins)
 
 
 # --- pools ------------------------------------------------------------------------------------------------------------
 
 
-def test_equal_blocks_without_content_are_taken_first_and_then_the_oldest(bench: Any) -> None:
-    pool = bench.traffic_pools.EqualBlocks(5)
+def test_equal_blocks_without_content_are_taken_first_and_then_the_oldest() -> None:
+    pool = pools.EqualBlocks(5)
     [blocks] = pool.allocate([4])
     assert [1, 2, 3, 4] == blocks
     pool.publish(1, (0, 111))
@@ -122,8 +103,8 @@ def test_equal_blocks_without_content_are_taken_first_and_then_the_oldest(bench:
 @pytest.mark.parametrize(
     ("placement", "expected"), [("first opened", 5), ("last freed", 9), ("lowest", 1), ("fullest", 9)]
 )
-def test_a_free_page_is_taken_of_the_slab_that_the_placement_says(bench: Any, placement: str, expected: int) -> None:
-    pool = bench.traffic_slabs.SlabPool([4], 3, placement=placement)
+def test_a_free_page_is_taken_of_the_slab_that_the_placement_says(placement: str, expected: int) -> None:
+    pool = slabs.SlabPool([4], 3, placement=placement)
     assert [[*range(1, 13)]] == pool.allocate([12])
     pool.release(0, [5, 1, 2, 6, 7, 9])
     slab = (expected - 1) // 4
@@ -132,8 +113,8 @@ def test_a_free_page_is_taken_of_the_slab_that_the_placement_says(bench: Any, pl
 
 
 @pytest.mark.parametrize(("reuse", "expected"), [("oldest", 2), ("fullest", 6)])
-def test_a_cached_page_is_given_up_as_the_reuse_says(bench: Any, reuse: str, expected: int) -> None:
-    pool = bench.traffic_slabs.SlabPool([4], 2, reuse=reuse)
+def test_a_cached_page_is_given_up_as_the_reuse_says(reuse: str, expected: int) -> None:
+    pool = slabs.SlabPool([4], 2, reuse=reuse)
     pool.allocate([8])
     for page in (2, 3, 6):
         pool.publish(page, (0, page))
@@ -141,8 +122,8 @@ def test_a_cached_page_is_given_up_as_the_reuse_says(bench: Any, reuse: str, exp
     assert [[expected]] == pool.allocate([1])
 
 
-def test_an_idle_slab_goes_to_another_group_whole(bench: Any) -> None:
-    pool = bench.traffic_slabs.SlabPool([4, 2], 2)
+def test_an_idle_slab_goes_to_another_group_whole() -> None:
+    pool = slabs.SlabPool([4, 2], 2)
     pool.allocate([8, 0])
     pool.publish(1, (0, 1))
     pool.release(0, [1, 2, 3])
@@ -156,46 +137,44 @@ def test_an_idle_slab_goes_to_another_group_whole(bench: Any) -> None:
 
 
 def test_the_script_writes_a_record_a_page_and_a_plot(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "memory_traffic.py"), "--size", "1", "--workers", "1"]
-    command += ["--model", "jamba_mini.toml", "--trace", "constant", "--results", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0, done.stderr
-    record = json.loads((tmp_path / "memory_traffic.json").read_text(encoding="utf-8"))
+    chosen = ["--size", "1", "--workers", "1", "--model", "jamba_mini.toml", "--trace", "constant"]
+    measured(tmp_path, "memory.traffic", *chosen)
+    record = record_of("memory_traffic", tmp_path)
     layouts = ["kvframe", "kvframe, few states", "equal padded groups", "one size fits all"]
     assert layouts == [row["layout"] for row in record["layouts"]]
-    page = (tmp_path / "memory_traffic.md").read_text(encoding="utf-8")
+    page = page_of("memory_traffic", tmp_path)
     assert "\n| Jamba Mini | constant |" in page
     assert (tmp_path / "memory_traffic.svg").read_text(encoding="utf-8").startswith("<?xml")
 
 
 @pytest.fixture(scope="module")
 def recorded() -> dict[tuple[str, str], dict[str, Any]]:
-    rows = json.loads((BENCHMARKS / "results" / "memory_traffic.json").read_text(encoding="utf-8"))["layouts"]
+    rows = record_of("memory_traffic")["layouts"]
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows:
         found.setdefault((row["title"], row["trace"]), {})[row["layout"]] = row
     return found
 
 
-def test_every_published_shape_and_trace_is_recorded(bench: Any, recorded: dict[tuple[str, str], Any]) -> None:
-    titles = [model.title for model in bench.memory_traffic.MODELS]
-    assert [(title, trace) for title in titles for trace in bench.traffic.TRACES] == list(recorded)
+def test_every_published_shape_and_trace_is_recorded(recorded: dict[tuple[str, str], Any]) -> None:
+    titles = [model.title for model in traffic.MODELS]
+    assert [(title, trace) for title in titles for trace in traces.TRACES] == list(recorded)
 
 
 def test_kvframe_wastes_at_most_one_percent_of_any_shape_beyond_unfinished_blocks(
-    bench: Any, recorded: dict[tuple[str, str], Any]
+    recorded: dict[tuple[str, str], Any],
 ) -> None:
     wasted = {}
     for title in dict.fromkeys(title for title, _ in recorded):
         of_shape = [rows for (name, _), rows in recorded.items() if name == title]
         for layout in ("kvframe", "kvframe, few states"):
             rows = [row[layout] for row in of_shape if layout in row]
-            wasted[title, layout] = bench.memory_traffic_report.shape_waste(rows) or 0.0
+            wasted[title, layout] = traffic_report.shape_waste(rows) or 0.0
     assert {} == {name: share for name, share in wasted.items() if share > 0.01}
 
 
-def test_kvframe_never_runs_fewer_requests_at_once(bench: Any, recorded: dict[tuple[str, str], Any]) -> None:
-    best_ratio = bench.memory_traffic_report.best_ratio
+def test_kvframe_never_runs_fewer_requests_at_once(recorded: dict[tuple[str, str], Any]) -> None:
+    best_ratio = traffic_report.best_ratio
     most = {name: best_ratio(rows, "equal padded groups") for name, rows in recorded.items()}
     assert {} == {name: ratio for name, ratio in most.items() if ratio < 1}
     # Which request meets which differs from layout to layout: what follows from that is no difference.
@@ -203,10 +182,8 @@ def test_kvframe_never_runs_fewer_requests_at_once(bench: Any, recorded: dict[tu
     assert {} == {name: ratio for name, ratio in ended.items() if ratio < 0.97}
 
 
-def test_three_traces_run_at_least_thirty_percent_more_requests_at_once(
-    bench: Any, recorded: dict[tuple[str, str], Any]
-) -> None:
-    best_ratio = bench.memory_traffic_report.best_ratio
+def test_three_traces_run_at_least_thirty_percent_more_requests_at_once(recorded: dict[tuple[str, str], Any]) -> None:
+    best_ratio = traffic_report.best_ratio
     for figure in ("peak", "concurrency"):
         ratios = [best_ratio(rows, "equal padded groups", figure) for rows in recorded.values()]
         assert 3 <= sum(ratio >= 1.3 for ratio in ratios)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-RECORDED = BENCHMARKS / "results" / "skipping.json"
+from benchmarks.engine import skipping
+from tests.benchmarks.calling import RESULTS, ROOT, measured, page_of, record_of
 
 
-def workloads(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["workloads"]
+def workloads(folder: Path = RESULTS) -> dict[str, Any]:
+    found: dict[str, Any] = record_of("skipping", folder)["workloads"]
     return found
 
 
@@ -25,15 +22,12 @@ def workloads(path: Path) -> dict[str, Any]:
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("results")
     chosen = ["--workload", "tiny-gemma3n", "--workload", "tiny-yoco", "--repeats", "2"]
-    command = [sys.executable, str(BENCHMARKS / "skipping.py"), *chosen, "--results", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return folder
+    return measured(folder, "engine.skipping", *chosen)
 
 
 @pytest.mark.parametrize(("name", "num_layers", "num_trailing"), [("tiny-gemma3n", 6, 2), ("tiny-yoco", 8, 4)])
 def test_both_ways_prefill_the_same_prompts(results: Path, name: str, num_layers: int, num_trailing: int) -> None:
-    measured = workloads(results / "skipping.json")[name]
+    measured = workloads(results)[name]
     assert (num_layers, num_trailing) == (measured["num_layers"], measured["num_trailing_layers"])
     assert {"off": 200, "on": 1} == measured["rows"]
     assert measured["tokens_equal"]
@@ -43,13 +37,13 @@ def test_both_ways_prefill_the_same_prompts(results: Path, name: str, num_layers
 
 
 def test_the_record_says_where_and_how(results: Path) -> None:
-    machine = json.loads((results / "skipping.json").read_text(encoding="utf-8"))["machine"]
+    machine = record_of("skipping", results)["machine"]
     assert {"processor", "cores", "threads", "python", "torch", "transformers", "kvframe", "commit"} <= set(machine)
-    assert machine["command"].startswith("python benchmarks/skipping.py --workload tiny-gemma3n")
+    assert machine["command"].startswith("python -m benchmarks.engine.skipping --workload tiny-gemma3n")
 
 
 def test_the_page_shows_every_figure(results: Path) -> None:
-    page = (results / "skipping.md").read_text(encoding="utf-8")
+    page = page_of("skipping", results)
     parts = re.findall(
         r"^\| (trailing layers|whole prefill), (?:processor )?time \|[^|]+\|[^|]+\| \d\.\d{3} \|$", page, re.M
     )
@@ -58,10 +52,9 @@ def test_the_page_shows_every_figure(results: Path) -> None:
 
 
 def test_the_method_lists_every_workload() -> None:
-    script = (BENCHMARKS / "skipping.py").read_text(encoding="utf-8")
-    section = (BENCHMARKS / "README.md").read_text(encoding="utf-8").split("\n## Prefill skipping\n")[1]
+    section = page_of("README", ROOT / "benchmarks").split("\n## Prefill skipping\n")[1]
     rows = "\n".join(re.findall(r"^\| (`.*?) \|", section.split("\n## ")[0], re.M))
-    assert re.findall(r'Workload\(\s*name="([a-z0-9-]+)"', script) == re.findall(r"`([a-z0-9-]+)`", rows)
+    assert [each.name for each in skipping.WORKLOADS] == re.findall(r"`([a-z0-9-]+)`", rows)
 
 
 # --- the recorded run -------------------------------------------------------------------------------------------------
@@ -70,7 +63,7 @@ def test_the_method_lists_every_workload() -> None:
 @pytest.mark.parametrize("clock", ["time", "processor time"])
 @pytest.mark.parametrize("name", ["gemma3n-8192", "yoco-8192"])
 def test_the_trailing_layers_take_a_tenth_of_their_time_at_most(name: str, clock: str) -> None:
-    measured = workloads(RECORDED)[name]
+    measured = workloads()[name]
     assert 8192 == measured["num_prompt_tokens"]
     assert measured["tokens_equal"]
     figures = measured["clocks"][clock]
@@ -87,7 +80,7 @@ def test_the_trailing_layers_take_a_tenth_of_their_time_at_most(name: str, clock
 def test_the_whole_prefill_falls_as_the_share_of_the_trailing_layers_predicts(
     name: str, clock: str, tolerance: float
 ) -> None:
-    figures = workloads(RECORDED)[name]["clocks"][clock]
+    figures = workloads()[name]["clocks"][clock]
     trailing, whole = figures["seconds"]["trailing"], figures["seconds"]["whole"]
     saved = [off - on for off, on in zip(trailing["off"], trailing["on"], strict=True)]
     predicted = 1 - statistics.median(each / off for each, off in zip(saved, whole["off"], strict=True))

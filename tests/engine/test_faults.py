@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import signal
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import attrs
 import pytest
 import torch
 
+from benchmarks.engine import soak_faults
 from kvframe import Engine, RequestOutput, SamplingParams
 from kvframe.engine.core import STEP_FAILED
 from kvframe.engine.graphs.captured_step import CalledGraph
@@ -27,19 +24,9 @@ from tests.models.encoder_decoder import generated
 from tests.models.encoder_decoder import prompts as encoder_prompts
 from tests.models.serving import GREEDY, NUM_NEW_TOKENS, PROMPTS, TinyModel, held_pages
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SMALL_STEPS = {"max_num_seqs": 3, "max_num_batched_tokens": 20, "block_size": 4}
 TIGHT = {"max_model_len": 96, "max_num_batched_tokens": 12, "block_size": 5, "max_num_seqs": 8}
 SWAP = {"preemption": "swap", "swap_memory": "1MiB"}
-
-
-@pytest.fixture(scope="module")
-def faults() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        yield importlib.import_module("soak_faults")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
 
 
 @pytest.fixture(autouse=True)
@@ -112,11 +99,11 @@ FAMILIES = ("gemma3_text", "bamba", "t5gemma")
 @pytest.mark.parametrize("kind", ["backend", "memory", "interrupt"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_raised_in_a_step_ends_its_requests_and_no_other(
-    models: Any, faults: ModuleType, family: str, kind: str, after: int
+    models: Any, family: str, kind: str, after: int
 ) -> None:
     model, prompts, expected = case_of(models, family)
     with model.engine(**SMALL_STEPS) as engine:
-        broken = faults.Faults(engine)
+        broken = soak_faults.Faults(engine)
         broken.arm(kind, after * 9 if kind == "memory" else after)
         served = serve(engine, prompts)
         assert {kind: 1} == dict(broken.struck)
@@ -127,19 +114,17 @@ def test_what_is_raised_in_a_step_ends_its_requests_and_no_other(
 
 
 @pytest.mark.parametrize("after", [0, 1, 5, 8])
-def test_an_interrupt_while_the_books_are_written_waits_until_they_are(
-    models: Any, faults: ModuleType, after: int
-) -> None:
+def test_an_interrupt_while_the_books_are_written_waits_until_they_are(models: Any, after: int) -> None:
     model, prompts, expected = case_of(models, "gemma3_text")
     with model.engine(**SMALL_STEPS) as engine:
-        broken = faults.Faults(engine)
+        broken = soak_faults.Faults(engine)
         broken.arm("books", after)
         served = serve(engine, prompts)
         assert ["KeyboardInterrupt"] == [type(error).__name__ for error in served.errors]
         assert_outlived(engine, prompts, expected, served)
 
 
-def test_an_interrupt_after_a_step_costs_nobody_anything(models: Any, faults: ModuleType) -> None:
+def test_an_interrupt_after_a_step_costs_nobody_anything(models: Any) -> None:
     model, prompts, _ = case_of(models, "gemma3_text")
     with model.engine(**SMALL_STEPS) as engine:
         commit = engine._manager.commit_rows
@@ -181,10 +166,10 @@ def test_interrupts_that_are_held_come_once_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("after", [0, 2])
-def test_a_copy_that_fails_is_one_that_is_not_made(models: Any, faults: ModuleType, after: int) -> None:
+def test_a_copy_that_fails_is_one_that_is_not_made(models: Any, after: int) -> None:
     model, prompts, expected = case_of(models, "gemma3_text")
     with model.engine(memory=model.tight_memory(75, **TIGHT), **TIGHT, **SWAP) as engine:
-        broken = faults.Faults(engine)
+        broken = soak_faults.Faults(engine)
         broken.arm("swap", after)
         served = serve(engine, prompts)
         assert ({"swap": 1}, [], set()) == (dict(broken.struck), served.errors, served.failed)
@@ -192,11 +177,11 @@ def test_a_copy_that_fails_is_one_that_is_not_made(models: Any, faults: ModuleTy
         assert_outlived(engine, prompts, expected, served)
 
 
-def test_a_wrapper_that_returns_wrong_shapes_is_named(models: Any, faults: ModuleType) -> None:
+def test_a_wrapper_that_returns_wrong_shapes_is_named(models: Any) -> None:
     model, prompts, expected = case_of(models, "gemma3_text")
-    model = attrs.evolve(model, registry=load_plugins(plugins=[faults.careless_plugin()]).registry)
+    model = attrs.evolve(model, registry=load_plugins(plugins=[soak_faults.careless_plugin()]).registry)
     with model.engine(wrappers=["careless"], **SMALL_STEPS) as engine:
-        broken = faults.Faults(engine)
+        broken = soak_faults.Faults(engine)
         broken.arm("shape", 5)
         served = serve(engine, prompts)
         assert 1 <= len(served.failed) <= 3
@@ -211,9 +196,7 @@ def test_a_wrapper_that_returns_wrong_shapes_is_named(models: Any, faults: Modul
 
 
 @pytest.mark.parametrize("after", [1, 4])
-def test_a_listener_that_raises_while_other_things_break_harms_nobody(
-    models: Any, faults: ModuleType, after: int
-) -> None:
+def test_a_listener_that_raises_while_other_things_break_harms_nobody(models: Any, after: int) -> None:
     model, prompts, expected = case_of(models, "gemma3_text")
     told = []
 
@@ -224,7 +207,7 @@ def test_a_listener_that_raises_while_other_things_break_harms_nobody(
 
     with model.engine(**SMALL_STEPS) as engine:
         engine.on_cache_events = raise_soon
-        broken = faults.Faults(engine)
+        broken = soak_faults.Faults(engine)
         broken.arm("backend", 9)
         served = serve(engine, prompts)
         assert (["BackendError"], after + 1) == ([type(error).__name__ for error in served.errors], len(told))
@@ -235,13 +218,11 @@ def test_a_listener_that_raises_while_other_things_break_harms_nobody(
 
 @pytest.mark.parametrize("kind", ["logits", "state"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_output_that_is_not_numbers_ends_its_request_alone(
-    models: Any, faults: ModuleType, family: str, kind: str
-) -> None:
+def test_an_output_that_is_not_numbers_ends_its_request_alone(models: Any, family: str, kind: str) -> None:
     model, prompts, expected = case_of(models, family)
     for after in (0, 11):
         with model.engine(**SMALL_STEPS) as engine:
-            broken = faults.Faults(engine)
+            broken = soak_faults.Faults(engine)
             broken.arm(kind, after)
             served = serve(engine, prompts)
             assert ({kind: 1}, []) == (dict(broken.struck), served.errors)
@@ -250,10 +231,10 @@ def test_an_output_that_is_not_numbers_ends_its_request_alone(
             assert_outlived(engine, prompts, expected, served)
 
 
-def test_who_started_on_what_gives_no_numbers_is_computed_again_without(models: Any, faults: ModuleType) -> None:
+def test_who_started_on_what_gives_no_numbers_is_computed_again_without(models: Any) -> None:
     model, prompts, expected = case_of(models, "gemma3_text")
     with model.engine(**SMALL_STEPS | {"max_num_seqs": 1}) as engine:
-        broken = faults.Faults(engine)
+        broken = soak_faults.Faults(engine)
         # The first chunk of the first request with the common prefix: its blocks are found, and hold NaN.
         broken.arm("state", 0)
         served = serve(engine, prompts[4:])

@@ -1,0 +1,1 @@
+"""Benchmarks of attention, its metadata and its stored formats, on a CPU."""

@@ -1,0 +1,242 @@
+"""Measure what formats of stored keys and values cost in accuracy, and what they save in memory and time.
+
+    python -m benchmarks.attention.formats [--repeats N] [--threads N] [--texts N] [--context N] [--results FOLDER]
+
+benchmarks/README.md says how, and what the figures mean.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from transformers import AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from benchmarks.attention.format_layers import (
+    Decode,
+    Stored,
+    decode_seconds,
+    draw_data,
+    memory,
+    output_error,
+    usable_backends,
+)
+from benchmarks.attention.formats_report import write_report
+from benchmarks.engine.generate import SEED
+from benchmarks.harness import models
+from benchmarks.harness.machine import RESULTS, describe_machine
+from kvframe import Engine, SamplingParams, Stack
+from kvframe.contract.formats import PLAIN
+from kvframe.loading.plugins import load_plugins
+from kvframe.testing.formats import installed_formats
+
+TEXT_TOKENS = 384
+LEARNED, OTHER = ("shlex", "textwrap"), ("cmd", "getopt")
+"""Modules whose source the demo's model was trained on, and others that are written alike."""
+
+NUM_BEGUN = 256
+"""Tokens of a text that a greedy continuation starts from."""
+
+NUM_NEW_TOKENS = 48
+TASKS_IN_A_ROW = 4
+"""Segments that are said again in a row, the last by the model: rows that it was trained on have up to five."""
+
+MIN_COPIED = 0.95
+"""Of the copied tokens that are right in float32. With fewer, the measure would say something of the model only."""
+
+NUM_REQS = 8
+SPEED_DTYPES = ("float32", "bfloat16")
+
+
+def ways() -> list[Stored]:
+    """Return the plain formats of three dtypes, and every installed format under float32."""
+    plain = [Stored(dtype, PLAIN, dtype) for dtype in ("float32", "float16", "bfloat16")]
+    return [*plain, *(Stored(each.name, each, "float32") for each in installed_formats())]
+
+
+# --- the trained model ------------------------------------------------------------------------------------------------
+
+
+def make_texts(path: Path, count: int) -> dict[str, list[list[int]]]:
+    """Return pieces of library source by whether the model was trained on it: half of them of either kind."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+
+    def cut_from(names: Sequence[str], number: int) -> list[list[int]]:
+        sources = (inspect.getsource(importlib.import_module(name)) for name in names)
+        return _cut(tokenizer.encode("".join(sources)), number)
+
+    return {"learned": cut_from(LEARNED, count // 2), "other": cut_from(OTHER, count - count // 2)}
+
+
+def _cut(source: Sequence[int], count: int) -> list[list[int]]:
+    step = max(1, (len(source) - TEXT_TOKENS) // max(1, count - 1))
+    return [list(source[start : start + TEXT_TOKENS]) for start in range(0, count * step, step)]
+
+
+def make_copy_tasks(count: int) -> list[tuple[list[int], list[int]]]:
+    """Return prompts, and what is to be said: a random segment that lies before the model's windows.
+
+    The prompt is that of the demo's training: whole tasks, then one whose answer is missing.
+    """
+    generator = torch.Generator().manual_seed(SEED)
+    copy_task, num_asked = models.demo_copy_task()
+    rows = [torch.cat([copy_task(generator) for _ in range(TASKS_IN_A_ROW)]).tolist() for _ in range(count)]
+    return [(row[:-num_asked], row[-num_asked:]) for row in rows]
+
+
+def serve(
+    path: Path, stored: Stored, texts: Mapping[str, Sequence[list[int]]], tasks: Sequence[tuple[list[int], list[int]]]
+) -> dict[str, Any]:
+    """Return what the model makes of texts and tasks, with keys and values stored in one way."""
+    stack = Stack.from_mapping(
+        {
+            "cache": {"memory": "64MiB", "dtype": stored.dtype, "format": stored.kv_format.name},
+            "engine": {"dtype": "float32"},
+        }
+    )
+    greedy = SamplingParams(max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
+    scoring = SamplingParams(max_new_tokens=1, prompt_logprobs=True)
+    with Engine.from_pretrained(path, stack=stack) as engine:
+        scored = {kind: engine.generate(pieces, scoring) for kind, pieces in texts.items()}
+        continued = engine.generate([text[:NUM_BEGUN] for pieces in texts.values() for text in pieces], greedy)
+        copied = engine.generate([prompt for prompt, _ in tasks], greedy)
+        backends = sorted({choice.backend for choice in engine.choices})
+    return {
+        "backends": backends,
+        "logprobs": {
+            kind: [value for output in outputs for value in (output.prompt_logprobs or [])[1:]]
+            for kind, outputs in scored.items()
+        },
+        "continued": [list(output.token_ids) for output in continued],
+        "copied": [list(output.token_ids) for output in copied],
+    }
+
+
+def compare(
+    found: Mapping[str, Any], exact: Mapping[str, Any], tasks: Sequence[tuple[list[int], list[int]]]
+) -> dict[str, Any]:
+    """Return how one way's results differ from float32's."""
+    logprobs = {kind: torch.tensor(values) for kind, values in found["logprobs"].items()}
+    differences = torch.cat([(ours - torch.tensor(exact["logprobs"][kind])).abs() for kind, ours in logprobs.items()])
+    pairs = list(zip(found["continued"], exact["continued"], strict=True))
+    return {
+        "backends": found["backends"],
+        "perplexity_learned": math.exp(-float(logprobs["learned"].mean())),
+        "perplexity": math.exp(-float(logprobs["other"].mean())),
+        "logprob_difference_mean": float(differences.mean()),
+        "logprob_difference_max": float(differences.max()),
+        "equal_continuations": sum(ours == theirs for ours, theirs in pairs) / len(pairs),
+        "tokens_before_the_first_difference": sum(_num_alike(*pair) for pair in pairs) / len(pairs),
+        "copied_right": share_right(found["copied"], tasks),
+    }
+
+
+def share_right(outputs: Sequence[list[int]], tasks: Sequence[tuple[list[int], list[int]]]) -> float | None:
+    """Return the share of the tasks' tokens that were said; None without tasks."""
+    right = [
+        ours == asked
+        for output, (_, wanted) in zip(outputs, tasks, strict=True)
+        for ours, asked in zip(output, wanted, strict=False)
+    ]
+    return sum(right) / len(right) if right else None
+
+
+def check_copying(copied_right: float | None) -> None:
+    """Refuse to measure by the tasks with a model that does not say segments again in float32."""
+    if copied_right is not None and copied_right < MIN_COPIED:
+        raise click.ClickException(
+            f"in float32 the model says {copied_right:.1%} of the copied tokens right, and has to {MIN_COPIED:.0%}"
+        )
+
+
+def _num_alike(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    pairs = enumerate(zip(ours, theirs, strict=True))
+    return next((index for index, (one, other) in pairs if one != other), len(ours))
+
+
+# --- one run ----------------------------------------------------------------------------------------------------------
+
+
+def measure_speed(context: int, repeats: int) -> list[dict[str, Any]]:
+    """Return rows of every backend, dtype and format."""
+    registry = load_plugins().registry
+    rows = []
+    for backend in usable_backends(registry):
+        for dtype in SPEED_DTYPES:
+            decodes = {
+                kv_format.name: Decode(Stored(kv_format.name, kv_format, dtype), backend, registry, NUM_REQS, context)
+                for kv_format in (PLAIN, *installed_formats())
+            }
+            seconds = decode_seconds(decodes, repeats)
+            rows += [
+                {
+                    "backend": backend,
+                    "dtype": dtype,
+                    "format": name,
+                    "on_copies": decode.on_copies,
+                    "num_bytes": decode.num_bytes,
+                    "seconds": seconds[name],
+                }
+                for name, decode in decodes.items()
+            ]
+            click.echo(f"{backend} {dtype} done", err=True)
+    return rows
+
+
+@click.command()
+@click.option("--repeats", type=click.IntRange(min=1), default=7)
+@click.option("--threads", type=click.IntRange(min=1), default=2)
+@click.option("--texts", "num_texts", type=click.IntRange(min=2), default=16)
+@click.option("--context", type=click.IntRange(min=16), default=2048, help="Tokens of each request, whole pages of 16.")
+@click.option("--model", type=click.Path(path_type=Path), default=None, help="The demo's model unless given.")
+@click.option("--results", type=click.Path(path_type=Path), default=RESULTS)
+def main(repeats: int, threads: int, num_texts: int, context: int, model: Path | None, results: Path) -> None:
+    """Measure all of it and write one JSON file and one page of results."""
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(threads)
+    path = models.demo() if model is None else model
+    texts = make_texts(path, num_texts)
+    tasks = make_copy_tasks(num_texts) if model is None else []
+    served = {stored.title: serve(path, stored, texts, tasks) for stored in ways()}
+    check_copying(share_right(served["float32"]["copied"], tasks))
+    click.echo("the model is done", err=True)
+    data = {name: draw_data(context, name == "outliers") for name in ("normal", "outliers")}
+    registry = load_plugins().registry
+    record = {
+        "machine": describe_machine(threads),
+        "repeats": repeats,
+        "model": {
+            "num_texts": num_texts,
+            "text_tokens": TEXT_TOKENS,
+            "num_tasks": len(tasks),
+            "ways": {title: compare(found, served["float32"], tasks) for title, found in served.items()},
+        },
+        "random": {
+            stored.title: {name: output_error(stored, each) for name, each in data.items()} for stored in ways()
+        },
+        "memory": {
+            stored.title: memory(
+                stored if stored.kv_format == PLAIN else Stored(stored.title, stored.kv_format, "bfloat16"), registry
+            )
+            for stored in ways()
+        },
+        "speed": {"num_reqs": NUM_REQS, "context": context, "rows": measure_speed(context, repeats)},
+    }
+    results.mkdir(parents=True, exist_ok=True)
+    (results / "formats.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    page = write_report(record)
+    (results / "formats.md").write_text(page, encoding="utf-8")
+    click.echo(page)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

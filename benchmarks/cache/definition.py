@@ -1,0 +1,169 @@
+"""Run the cache manager against the cache by its definition for as many operations as one likes; record what happened.
+
+    python -m benchmarks.cache.definition [--operations N] [--seed N] [--check-every N] [--processes N]
+
+benchmarks/README.md says how, and what the figures mean.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.harness.machine import RESULTS, describe_machine
+from benchmarks.harness.pages import table
+from tests.cache.lives import Tally, draw_lives
+
+NUM_EVENTS = 400
+MOST_FAILURES = 20
+
+
+def live(seed: int, tally: Tally, check_every: int) -> str | None:
+    """Let the things of one seed happen; return how they failed, or None."""
+    lives = draw_lives(seed, tally, check_every)
+    try:
+        for _ in range(NUM_EVENTS):
+            lives.happen()
+        lives.end()
+    except Exception as error:
+        return f"event {lives.num_events + 1} of {NUM_EVENTS}: {type(error).__name__}: {error}"
+    return None
+
+
+def run(seeds: Iterable[int], operations: int, check_every: int, seconds: float) -> dict[str, Any]:
+    """Live from one seed after the other until there were enough operations, or time is up."""
+    tally, failures, num_seeds, begin, told = Tally(), {}, 0, time.monotonic(), 0
+    for seed in seeds:
+        failure = live(seed, tally, check_every)
+        num_seeds += 1
+        if failure is not None:
+            failures[seed] = failure
+            print(f"seed {seed}, {failure}", flush=True)
+        elapsed = time.monotonic() - begin
+        if tally.num_operations >= told:
+            print(f"{tally.num_operations:,} operations, {num_seeds:,} seeds, {elapsed:,.0f} s", flush=True)
+            told += operations // 100
+        if tally.num_operations >= operations or len(failures) >= MOST_FAILURES or elapsed > seconds:
+            break
+    return {
+        "seeds": num_seeds,
+        "events": NUM_EVENTS,
+        "operations": tally.num_operations,
+        "seconds": time.monotonic() - begin,
+        "verbs": dict(tally.verbs),
+        "refused": {verb: number for verb, number in tally.refused.items() if number},
+        "drafts": dict(tally.drafts),
+        "pages_copied": tally.pages_copied,
+        "failures": failures,
+    }
+
+
+def run_turn(first: int, step: int, operations: int, check_every: int, seconds: float) -> dict[str, Any]:
+    """Live from every so many seeds on."""
+    return run(count(first, step), operations, check_every, seconds)
+
+
+def merge(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what several processes found, as one."""
+
+    def counted(name: str) -> dict[str, int]:
+        return dict(sum((Counter(each[name]) for each in found), Counter()))
+
+    return {
+        "seeds": sum(each["seeds"] for each in found),
+        "events": NUM_EVENTS,
+        "operations": sum(each["operations"] for each in found),
+        "seconds": max(each["seconds"] for each in found),
+        **{name: counted(name) for name in ("verbs", "refused", "drafts")},
+        "pages_copied": sum(each["pages_copied"] for each in found),
+        "failures": {seed: failure for each in found for seed, failure in each["failures"].items()},
+    }
+
+
+def write_report(record: Mapping[str, Any]) -> str:
+    """Return the page as Markdown."""
+    machine, failures = record["machine"], record["failures"]
+    verbs = sorted(record["verbs"].items(), key=lambda item: -item[1])
+    every = record["check_every"]
+    how_often = "each operation" if every == 1 else f"every {every} operations"
+    lines = [
+        "# The cache core against the cache by its definition",
+        "",
+        f"Run on {machine['date']} by `{machine['command']}`: {record['operations']:,} operations in "
+        f"{record['seconds']:,.0f} seconds, {len(failures)} failures.",
+        "",
+        f"{machine['processor']}, {machine['system']}; Python {machine['python']}, kvframe {machine['kvframe']} at "
+        f"{machine['commit']}.",
+        "",
+        f"{record['seeds']:,} mixtures of types, of {record['events']} events each, from as many seeds, the first of "
+        f"which is {record['first_seed']:,}, in {record['processes']} processes. What an operation returns, reads and "
+        f"writes, and what a request holds, was checked each time. After {how_often} all pages were counted, and "
+        "what can be found was compared with the model.",
+        "",
+        *table(
+            ("operation", "times", "of these refused, and nothing changed"),
+            [(verb, f"{number:,}", f"{record['refused'].get(verb, 0):,}") for verb, number in verbs],
+        ),
+        "",
+        f"Of drafts, {record['drafts'].get('accepted', 0):,} were accepted and "
+        f"{record['drafts'].get('refused', 0):,} refused. Of the pages that forks shared and wrote into, "
+        f"{record['pages_copied']:,} were copied before.",
+    ]
+    if failures:
+        lines += ["", *table(("seed", "failure"), [(f"{seed}", failure) for seed, failure in failures.items()])]
+    return "\n".join(lines) + "\n"
+
+
+@click.command()
+@click.option("--operations", type=click.IntRange(min=1), default=10_000_000, show_default=True, help="How many.")
+@click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True, help="The first seed.")
+@click.option(
+    "--check-every",
+    type=click.IntRange(min=1),
+    default=10,
+    show_default=True,
+    help="Count all pages after so many operations, and compare what can be found after so many events.",
+)
+@click.option(
+    "--processes",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="How many at once, which share the seeds.",
+)
+@click.option("--minutes", type=click.FloatRange(min=0), default=1e9, help="Stop then at the latest.")
+@click.option(
+    "--results",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=RESULTS,
+    help="Where to write cache_model.json and cache_model.md.",
+)
+def main(operations: int, seed: int, check_every: int, processes: int, minutes: float, results: Path) -> None:
+    """Run the cache manager against the cache by its definition, and record what happened."""
+    machine = describe_machine(1)
+    share = -(-operations // processes)
+    turns = [(seed + index, processes, share, check_every, 60 * minutes) for index in range(processes)]
+    if processes == 1:
+        found = [run_turn(*turns[0])]
+    else:
+        with ProcessPoolExecutor(processes) as executor:
+            found = list(executor.map(run_turn, *zip(*turns, strict=True)))
+    settings = {"first_seed": seed, "check_every": check_every, "processes": processes}
+    record = {"machine": machine, **settings, **merge(found)}
+    results.mkdir(parents=True, exist_ok=True)
+    (results / "cache_model.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    (results / "cache_model.md").write_text(write_report(record), encoding="utf-8")
+    sys.exit(1 if record["failures"] else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Request traces in which it matters what a cache gives up: what is asked in which order, drawn from a fixed seed."""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import attrs
+import numpy as np
+
+from benchmarks.memory.traces import TRACES as LENGTHS
+from benchmarks.memory.traces import VOCABULARY, Conversation, Tokens, draw
+
+LONGEST = 32_768
+"""Tokens of the longest request."""
+
+
+@attrs.frozen
+class Asked:
+    """One request.
+
+    Attributes:
+        token_ids: Its prompt and its reply.
+        prompt_end: Tokens of the prompt.
+        num_shared: Tokens at its beginning that many requests share; 0 where it is not one of few such prompts.
+    """
+
+    token_ids: Tokens[int]
+    prompt_end: int
+    num_shared: int = 0
+
+
+@attrs.frozen
+class Trace:
+    """A way to draw requests.
+
+    Attributes:
+        words: What it is, for people.
+        draw: Returns requests, by a number that scales how many.
+    """
+
+    words: str
+    draw: Callable[[int], list[Asked]]
+
+
+def _tokens(random: np.random.Generator, count: int) -> Tokens[int]:
+    return array("I", random.integers(VOCABULARY, size=count, dtype=np.uint32).tobytes())
+
+
+def _length(random: np.random.Generator, median: int, spread: float) -> int:
+    return min(LONGEST // 2, max(16, round(median * float(np.exp(spread * random.standard_normal())))))
+
+
+def _ask(random: np.random.Generator, prompt: Tokens[int], reply: int, num_shared: int = 0) -> Asked:
+    return Asked(prompt + _tokens(random, reply), len(prompt), num_shared)
+
+
+def _document(random: np.random.Generator) -> Asked:
+    """Return a long prompt that nobody asks again."""
+    return _ask(random, _tokens(random, _length(random, 7_000, 0.6)), 180)
+
+
+def _on_one_of(random: np.random.Generator, prompts: Sequence[Tokens[int]]) -> Asked:
+    """Return a short question behind one of some prompts."""
+    shared = prompts[random.integers(len(prompts))]
+    return _ask(random, shared + _tokens(random, _length(random, 200, 0.8)), 130, len(shared))
+
+
+def _shared_and_scan(size: int) -> list[Asked]:
+    random = np.random.default_rng(0)
+    prompts = [_tokens(random, 2_048) for _ in range(32)]
+    return [_document(random) if random.random() < 0.4 else _on_one_of(random, prompts) for _ in range(2 * size)]
+
+
+def _bursts(size: int) -> list[Asked]:
+    random = np.random.default_rng(1)
+    prompts = [_tokens(random, 2_048) for _ in range(32)]
+    asked: list[Asked] = []
+    while len(asked) < 2 * size:
+        asked += [_on_one_of(random, prompts) for _ in range(150)]
+        asked += [_document(random) for _ in range(80)]
+    return asked
+
+
+def _turns(conversations: list[Conversation], num_users: int, random: np.random.Generator) -> Iterator[Asked]:
+    """Go through the turns of conversations as so many users hold them, one conversation after the other each."""
+    rest = iter(conversations)
+    users = [
+        (float(random.exponential(num_users)), user, each, 0)
+        for user, each in zip(range(num_users), rest, strict=False)
+    ]
+    heapq.heapify(users)
+    while users:
+        time, user, conversation, index = heapq.heappop(users)
+        turn = conversation.turns[index]
+        yield Asked(conversation.token_ids[: turn.end], turn.prompt_end)
+        following, index = (conversation, index + 1) if index + 1 < len(conversation.turns) else (next(rest, None), 0)
+        if following is not None:
+            heapq.heappush(users, (time + float(random.exponential(num_users)), user, following, index))
+
+
+def _chats(size: int, *, shared: bool, seed: int = 2) -> list[Asked]:
+    lengths = LENGTHS["multi-turn"] if shared else attrs.evolve(LENGTHS["multi-turn"], shared=0, num_shared=0)
+    conversations = draw(lengths, size // 2, LONGEST, seed)
+    return list(_turns(conversations, 48, np.random.default_rng(seed)))
+
+
+def _zipf(size: int) -> list[Asked]:
+    random = np.random.default_rng(3)
+    texts = [_tokens(random, _length(random, 1_500, 0.7)) for _ in range(1_000)]
+    weights = 1 / np.arange(1, len(texts) + 1) ** 0.9
+    which = random.choice(len(texts), size=2 * size, p=weights / weights.sum())
+    return [_ask(random, texts[each] + _tokens(random, _length(random, 100, 0.8)), 130) for each in which.tolist()]
+
+
+def _service(size: int) -> list[Asked]:
+    random = np.random.default_rng(4)
+    asked = []
+    for each in _chats(size, shared=True, seed=4):
+        asked.append(each)
+        if random.random() < 0.25:
+            asked.append(_document(random))
+    return asked
+
+
+TRACES: Mapping[str, Trace] = {
+    "shared prompts, one-off documents between": Trace(
+        "60 % of the requests begin with one of 32 prompts of 2,048 tokens; the others are documents, 7,000 tokens in "
+        "the middle, that nobody asks again",
+        _shared_and_scan,
+    ),
+    "shared prompts, one-off documents in bursts": Trace(
+        "150 requests that begin with one of 32 prompts of 2,048 tokens, then 80 such documents, and so on", _bursts
+    ),
+    "conversations": Trace(
+        "48 users hold conversations of 2 to 8 turns that share nothing", lambda size: _chats(size, shared=False)
+    ),
+    "conversations on shared prompts": Trace(
+        "the same, each on one of 8 prompts of 1,000 tokens", lambda size: _chats(size, shared=True)
+    ),
+    "conversations and documents": Trace(
+        "such conversations, and after every fourth turn a one-off document", _service
+    ),
+    "popular texts": Trace(
+        "a question on one of 1,000 texts, 1,500 tokens in the middle; how often each is asked follows Zipf's law with "
+        "the exponent 0.9",
+        _zipf,
+    ),
+}

@@ -1,0 +1,101 @@
+"""The page of how the cache core's time grows and its hits fall: the record as tables for people."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.cache.core_report import RATIO
+from benchmarks.harness.pages import heading, spread, table
+
+
+def write_report(record: Mapping[str, Any]) -> str:
+    """Return the page of results as Markdown."""
+    note = "every side is checked to hold and find the blocks that it should, in a process that used memory before"
+    lines = heading("The cache core as sizes grow", record, note, dtype="Blocks of 16 tokens")
+    versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    lines += ["", f"Sides: {versions}.", "", "## A decode step", "", "![Time of a step](cache_growth.svg)"]
+    for axis in record["axes"].values():
+        lines += ["", f"### Against {axis['title']}", "", f"{axis['words']}.", "", *_axis(axis)]
+        lines += ["", _growth_of(axis)]
+    shared = record["siblings"]
+    lines += ["", "## Tokens found of prompts", "", f"Of {shared['title']}, one after the other:", ""]
+    sides = shared["sides"].items()
+    lines += table(
+        ("", "tokens found of each"), [(name, ", ".join(f"{hit:,}" for hit in hits)) for name, hits in sides]
+    )
+    lines += [
+        "",
+        "## Tokens found after evictions",
+        "",
+        IN_ORDER,
+        "",
+        "![Tokens found after evictions](cache_hits.svg)",
+    ]
+    for population in record["populations"].values():
+        lines += ["", f"### {population['title'].capitalize()}", "", *_population(population)]
+    lines += ["", "## Tokens found after blocks were lost at random", "", LOSSES, ""]
+    lines += ["![Tokens found after random losses](cache_losses.svg)"]
+    for lost in record["losses"].values():
+        lines += ["", f"### Lost at random: {lost['title']}", "", *_losses(lost)]
+    return "\n".join(lines) + "\n"
+
+
+IN_ORDER = (
+    "In the order of the core. Of one prompt with a window, what the window passed goes first, which a hit at the "
+    "prompt's end does not need: nothing is lost until only that end can be continued from. The next block that goes "
+    "is part of it, and no earlier end has its window any more: all is lost at once, on every side. Of many prompts, "
+    "one after the other is lost."
+)
+LOSSES = (
+    "Chance chooses the blocks; means of several draws. With full attention, a prompt is found up to its first lost "
+    "block: of a long one little is found after a few losses, by whoever caches whole prefixes, and not in proportion. "
+    "*The longest whose live blocks are left* is the most that can be found where every block was cached, worked out "
+    "without a cache. What comes after a block that all of it needs is no longer found. Both keep it until it is the "
+    "oldest: to look for such blocks cost kvframe more than it gained (compare_hits.md)."
+)
+
+
+def _losses(lost: Mapping[str, Any]) -> list[str]:
+    rows = []
+    for name, found in lost["sides"].items():
+        points = zip(found["evicted"], found["found"], strict=True)
+        kept = ", ".join(f"{x:.0f}: {y:.0f}" for x, y in zip(found["evicted"], found.get("kept", ()), strict=False))
+        rows.append((name, ", ".join(f"{x:.0f}: {y:.1f}" for x, y in points), kept))
+    return table(("", "% of the blocks lost: % of the tokens found", "% lost: % of the blocks still kept"), rows)
+
+
+def _axis(axis: Mapping[str, Any]) -> list[str]:
+    rows = []
+    for value, point in axis["points"].items():
+        sides = point["sides"]
+        times = (spread([1e6 * each for each in values["seconds"]], "{:,.1f}") for values in sides.values())
+        ratios = [values["times_as_fast"] for values in sides.values() if values["times_as_fast"]]
+        rows.append((f"{int(value):,}", *times, *(spread(ratio, RATIO) for ratio in ratios)))
+    first = next(iter(axis["points"].values()))["sides"]
+    ratio = ["times as fast"] * (len(first) - 1)
+    return table((axis["title"], *(f"{name}, µs" for name in first), *ratio), rows)
+
+
+def slope(points: Mapping[str, Any], side: str) -> float:
+    """Return the power of a size that a side's time grows with, over all that was measured: 0 for not at all."""
+    values = [math.log(int(value)) for value in points]
+    times = [math.log(statistics.median(point["sides"][side]["seconds"])) for point in points.values()]
+    return statistics.linear_regression(values, times).slope
+
+
+def _growth_of(axis: Mapping[str, Any]) -> str:
+    points = axis["points"]
+    sides = next(iter(points.values()))["sides"]
+    found = ", ".join(f"{slope(points, side):.2f} for {side}" for side in sides)
+    return f"The time grows with this power of the {axis['title']} (0: not at all; 1: in proportion): {found}."
+
+
+def _population(population: Mapping[str, Any]) -> list[str]:
+    rows = []
+    for name, found in population["sides"].items():
+        points = zip(found["evicted"], found["found"], strict=True)
+        rows.append((name, f"{found['num_cached']:,}", ", ".join(f"{x:.0f}: {y:.0f}" for x, y in points)))
+    return table(("", "blocks cached", "% of them evicted: % of the tokens found"), rows)

@@ -1,0 +1,253 @@
+"""kvframe's cache core, its ``KVCacheManager`` called as the engine calls it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, MutableSequence, Sequence
+from functools import cache
+from importlib.metadata import version
+from itertools import count
+from typing import Any
+
+import attrs
+import numpy as np
+from kvframe_mamba.spec import MambaSpec
+from kvframe_sliding_window.spec import SlidingWindowSpec
+
+from benchmarks.cache.core_cases import BLOCK_SIZE, Setting
+from benchmarks.cache.interface import Mistake, TokenIds
+from kvframe.builtin.full_attention import FullAttentionSpec
+from kvframe.cache.manager import KVCacheManager
+from kvframe.contract.specs import AttentionSpec, KVCacheSpec, LayerSpec, TokenRange
+from kvframe.planning.groups import group_layers
+from kvframe.planning.plan import KVCachePlan, plan_cache
+
+SIZES: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 64, "dtype": "float32"}
+PAGE_BYTES = FullAttentionSpec(**SIZES).block_bytes
+STATE = 2
+"""Of the past, a state needs the last token: it is held as by a window of two."""
+
+
+@attrs.frozen(kw_only=True)
+class LiveRangeSpec(AttentionSpec):
+    """A window that only its live ranges say: it has no mask, and every derivation is the base class's."""
+
+    kind = "live_range"
+    window: int
+
+    def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
+        """Return the last tokens of the window."""
+        return ((max(0, n - self.window + 1), n),) if n else ()
+
+
+@attrs.frozen(eq=False)
+class Prompt:
+    """A request.
+
+    Attributes:
+        name: Its id.
+        token_ids: Its tokens, which the manager reads and whoever generates appends to.
+    """
+
+    name: str
+    token_ids: MutableSequence[int]
+
+
+class KVFrame:
+    """The manager, with the groups that kvframe plans."""
+
+    release_lag = 0
+
+    def __init__(self) -> None:
+        """Start with no manager."""
+        self._names = count()
+        self._step: Callable[[TokenIds], None] = _no_step
+
+    def describe(self) -> dict[str, str]:
+        """Return the version of kvframe."""
+        return {"kvframe": version("kvframe")}
+
+    def build(self, setting: Setting) -> None:
+        """Make the manager; what an earlier one holds is given up."""
+        self._step = _no_step
+        self._growing: set[str] = set()
+        self._running: set[str] = set()
+        self._one_by_one = setting.one_by_one
+        self._manager = KVCacheManager(
+            plan_of(setting), max_num_seqs=setting.max_num_seqs, prefix_caching=setting.caching
+        )
+
+    def receive(self, token_ids: TokenIds) -> Prompt:
+        """Return a prompt."""
+        return Prompt(str(next(self._names)), token_ids)
+
+    def make_keys(self, prompt: Prompt) -> Any:
+        """Return what a lookup needs of a prompt: its token ids as an array."""
+        return array("I", prompt.token_ids)
+
+    def prepare(self, token_ids: TokenIds) -> Prompt:
+        """Return a prompt whose token ids are an array."""
+        return self.receive(array("I", token_ids))
+
+    def look_up(self, prompt: Prompt) -> int:
+        """Return the tokens of a prompt that need not be computed."""
+        return self._manager.find(prompt.token_ids)
+
+    def admit(self, prompt: Prompt) -> int:
+        """Look a prompt up, take its cached blocks and make room for the rest of its tokens; return what was cached."""
+        self._running.add(prompt.name)
+        hit = self._manager.start(prompt.name, prompt.token_ids)
+        self._extend(prompt, len(prompt.token_ids))
+        return hit
+
+    def begin(self, prompt: Prompt) -> int:
+        """Look a prompt up and take its cached blocks; return what was cached."""
+        self._running.add(prompt.name)
+        return self._manager.start(prompt.name, prompt.token_ids)
+
+    def advance(self, prompts: Sequence[Prompt], num_tokens: int) -> None:
+        """Do a step in which each prompt that has begun is computed as far as ``num_tokens``."""
+        manager = self._manager
+        rows = np.array([manager.row(prompt.name) for prompt in prompts])
+        ends = np.full(len(prompts), num_tokens)
+        if not manager.extend_rows(rows, ends):
+            raise Mistake("kvframe has no room")
+        manager.commit_rows(rows, ends)
+
+    def compute(self, prompt: Prompt, chunk: int) -> int:
+        """Look a prompt up and compute the rest, ``chunk`` tokens in a step; return what was cached."""
+        hit = self.begin(prompt)
+        for start in range(hit, len(prompt.token_ids), chunk):
+            stop = min(start + chunk, len(prompt.token_ids))
+            self._extend(prompt, stop)
+            self._manager.commit(prompt.name, prompt.token_ids, stop)
+        return hit
+
+    def _extend(self, prompt: Prompt, num_tokens: int) -> None:
+        if not self._manager.extend(prompt.name, num_tokens):
+            raise Mistake("kvframe has no room")
+
+    def pass_through(self, prompt: Prompt) -> None:
+        """Look a prompt up, compute the rest in one step, and let the request go."""
+        manager, name, tokens = self._manager, prompt.name, prompt.token_ids
+        manager.start(name, tokens)
+        if not manager.extend(name, len(tokens)):
+            raise Mistake("kvframe has no room")
+        manager.commit(name, tokens, len(tokens))
+        manager.free(name)
+
+    def let_go(self, prompt: Prompt) -> None:
+        """End a request and release what it holds; a lookup holds nothing."""
+        if prompt.name in self._running:
+            self._running.remove(prompt.name)
+            self._manager.free(prompt.name)
+
+    def generate_from(self, prompts: Sequence[Prompt]) -> None:
+        """Take note of who takes part in steps; all are computed."""
+        self._step = (OneByOne if self._one_by_one else Together)(self._manager, prompts).step
+
+    def step(self, token_ids: TokenIds) -> None:
+        """Do a decode step."""
+        self._step(token_ids)
+
+    def grow(self, prompt: Prompt, num_tokens: int) -> bool:
+        """Make room for ``num_tokens`` tokens of a prompt, which stay uncomputed; False if there is none."""
+        if prompt.name not in self._growing:
+            self._growing.add(prompt.name)
+            self._running.add(prompt.name)
+            self._manager.start(prompt.name, prompt.token_ids, use_prefix=False)
+        return self._manager.extend(prompt.name, num_tokens)
+
+    def held(self, prompt: Prompt) -> list[tuple[int | None, list[int]]]:
+        """Return each group's window, and the request's block ids in it, 0 where a block is not held."""
+        windows = [
+            STATE if group.spec.kind == MambaSpec.kind else getattr(group.spec, "window", None)
+            for group in self._manager.plan.groups
+        ]
+        return list(zip(windows, self._manager.block_ids(prompt.name), strict=True))
+
+    def num_held(self) -> int:
+        """Return the blocks that requests hold."""
+        return self._manager.num_held_pages
+
+    def cached(self) -> list[tuple[int, int]]:
+        """Return the group and id of each cached block."""
+        return list(self._manager.published())
+
+    def cached_states(self) -> list[tuple[int, int]]:
+        """Return the group and id of each cached block that holds a recurrent state."""
+        groups = self._manager.plan.groups
+        return [(group, page) for group, page in self.cached() if groups[group].spec.kind == MambaSpec.kind]
+
+    def lose(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Give up cached blocks."""
+        pool = self._manager._pool
+        for _, page in blocks:
+            block_ids = np.array([page], dtype=np.int32)
+            if pool.is_cached(block_ids)[0]:
+                pool.evict_blocks(block_ids)
+
+    def num_evicted(self) -> int:
+        """Return a count that grows by one with each cached block that is given up."""
+        return self._manager.stats.num_evictions
+
+
+@cache
+def plan_of(setting: Setting) -> KVCachePlan:
+    """Return the plan of a model with these layers; planning also checks each spec's answers, once."""
+    of_window = SlidingWindowSpec if setting.has_masks else LiveRangeSpec
+    specs: list[KVCacheSpec] = [
+        FullAttentionSpec(**SIZES) if window is None else of_window(window=window, **SIZES)
+        for window in setting.windows
+    ]
+    state = MambaSpec(block_size=BLOCK_SIZE, recurrent_shapes=((PAGE_BYTES // 4,),))
+    specs += [state] * setting.num_states
+    layers = [LayerSpec(name=f"layer{index}", spec=spec) for index, spec in enumerate(specs)]
+    return plan_cache(
+        group_layers(layers),
+        memory_bytes=setting.num_blocks * PAGE_BYTES,
+        max_model_len=setting.max_model_len,
+        max_num_batched_tokens=min(2048, setting.max_model_len),
+    )
+
+
+def _no_step(token_ids: TokenIds) -> None:
+    raise Mistake("nobody takes part in steps")
+
+
+class OneByOne:
+    """The verbs for one request."""
+
+    def __init__(self, manager: KVCacheManager, prompts: Sequence[Prompt]) -> None:
+        """Begin after the prompts."""
+        self._manager, self._prompts = manager, prompts
+
+    def step(self, token_ids: TokenIds) -> None:
+        """Do a decode step."""
+        extend, commit = self._manager.extend, self._manager.commit
+        for prompt, token in zip(self._prompts, token_ids, strict=True):
+            whole = prompt.token_ids
+            num_tokens = len(whole) + 1
+            if not extend(prompt.name, num_tokens):
+                raise Mistake("kvframe has no room")
+            whole.append(token)
+            commit(prompt.name, whole, num_tokens)
+
+
+class Together:
+    """The verbs for all requests of a step."""
+
+    def __init__(self, manager: Any, prompts: Sequence[Prompt]) -> None:
+        """Begin after the prompts."""
+        self._manager, self._prompts = manager, prompts
+        self._rows = np.array([manager.row(prompt.name) for prompt in prompts])
+        self._num_tokens = np.array([len(prompt.token_ids) for prompt in prompts])
+
+    def step(self, token_ids: TokenIds) -> None:
+        """Do a decode step."""
+        self._num_tokens += 1
+        if not self._manager.extend_rows(self._rows, self._num_tokens):
+            raise Mistake("kvframe has no room")
+        for prompt, token in zip(self._prompts, token_ids, strict=True):
+            prompt.token_ids.append(token)
+        self._manager.commit_rows(self._rows, self._num_tokens)

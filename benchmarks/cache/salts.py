@@ -1,0 +1,205 @@
+"""Try to find out, by timing, what another tenant asked for: across salts, where it must fail, and within one.
+
+    python -m benchmarks.cache.salts [--lookups N] [--requests N] [--results FOLDER]
+
+benchmarks/README.md says how, and what the figures mean.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+from kvframe_transformers.testing import save_tiny
+
+from benchmarks.cache.core_cases import Setting
+from benchmarks.cache.kvframe_core import plan_of
+from benchmarks.cache.salts_report import write_report
+from benchmarks.cache.salts_statistics import tell_apart
+from benchmarks.harness.machine import RESULTS, describe_machine
+from kvframe import Engine, SamplingParams, Stack
+from kvframe.cache.manager import KVCacheManager
+from kvframe.cli.render import progress
+
+SEED, VOCABULARY = 7, 128
+LOOKUP_TOKENS, REQUEST_TOKENS = 2048, 480
+QUEUED_TOKENS = 64
+"""Of prompts in the same queue: short ones, of whose time the step that one waits for the other is the greater part."""
+ONE_TOKEN = SamplingParams(max_new_tokens=1, ignore_eos=True)
+MINE, THEIRS = "mine", "theirs"
+
+THEIR_SALT = "their salt"
+KINDS = (
+    "another prompt, their salt",
+    "the same prompt, their salt",
+    "another prompt, my salt",
+    "the same prompt, my salt",
+)
+"""What came before the prompt that is timed. By the first two, the other tenant is to be found out; by the others, the
+benchmark itself."""
+
+Times = dict[str, list[int]]
+"""By kind, in nanoseconds of processor time."""
+
+
+@attrs.frozen
+class Trial:
+    """One prompt, and what came before it.
+
+    Attributes:
+        kind: What came before.
+        mine: The prompt that is timed.
+        before: The prompt before it, with no object in common.
+        salt: The salt of the one before.
+    """
+
+    kind: str
+    mine: array[int]
+    before: array[int]
+    salt: str
+
+
+def trials(num_each: int, num_tokens: int, chance: random.Random) -> list[Trial]:
+    """Return so many trials of each kind of two salts, and fewer of one, mixed, no two with the same prompt."""
+    kinds = [kind for kind in KINDS for _ in range(num_each if kind.endswith(THEIR_SALT) else max(2, num_each // 3))]
+    chance.shuffle(kinds)
+    made = []
+    for kind in kinds:
+        drawn, other = (chance.choices(range(VOCABULARY), k=num_tokens) for _ in range(2))
+        # Made alike, so that where a prompt lies in memory does not tell its kind.
+        mine, before = array("I", drawn), array("I", drawn if kind.startswith("the same") else other)
+        made.append(Trial(kind, mine, before, MINE if kind.endswith("my salt") else THEIRS))
+    return made
+
+
+def lookups(chosen: list[Trial], advance: Callable[[int], None]) -> Times:
+    """Time ``KVCacheManager.start`` of each prompt after the one before it was computed and let go."""
+    setting = Setting(windows=(None, 1024), num_blocks=1025, max_num_seqs=4, max_model_len=LOOKUP_TOKENS + 64)
+    manager = KVCacheManager(plan_of(setting), max_num_seqs=4)
+    found: Times = {kind: [] for kind in KINDS}
+    for trial in chosen:
+        manager.reset_prefix_cache()
+        manager.start("before", trial.before, salt=trial.salt)
+        if not manager.extend("before", len(trial.before)):
+            raise RuntimeError("the pool is too small")
+        manager.commit("before", trial.before, len(trial.before))
+        manager.free("before")
+        start = time.thread_time_ns()
+        manager.start("mine", trial.mine, salt=MINE)
+        found[trial.kind].append(time.thread_time_ns() - start)
+        manager.free("mine")
+        advance(1)
+    return found
+
+
+def first_tokens(engine: Engine, chosen: list[Trial], is_beside: bool, advance: Callable[[int], None]) -> Times:
+    """Time each prompt to its first token.
+
+    Args:
+        engine: With a model.
+        chosen: The trials.
+        is_beside: Whether the prompt before waits in the queue with it, rather than being done.
+        advance: Called with 1 after each trial.
+    """
+    found: Times = {kind: [] for kind in KINDS}
+    for trial in chosen:
+        engine.reset_prefix_cache()
+        engine.add_request(trial.before, ONE_TOKEN, cache_salt=trial.salt)
+        while engine.has_unfinished and not is_beside:
+            engine.step()
+        start = time.thread_time_ns()
+        mine = engine.add_request(trial.mine, ONE_TOKEN, cache_salt=MINE)
+        while mine not in [output.request_id for output in engine.step()]:
+            pass
+        found[trial.kind].append(time.thread_time_ns() - start)
+        while engine.has_unfinished:
+            engine.step()
+        advance(1)
+    return found
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Let nothing be collected meanwhile."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def judged(title: str, times: Times) -> dict[str, Any]:
+    """Return a measurement with how well its times tell the same prompt from another one."""
+    other, same, own_other, own_same = (times[kind] for kind in KINDS)
+    across, within = tell_apart(other, same), tell_apart(own_other, own_same)
+    return {
+        "title": title,
+        "nanoseconds": times,
+        "across": attrs.asdict(across),
+        "within": attrs.asdict(within),
+        "as_expected": across.is_guessing and within.is_telling,
+    }
+
+
+@click.command()
+@click.option("--lookups", "num_lookups", type=click.IntRange(min=2), default=3000, show_default=True, help="Likewise.")
+@click.option(
+    "--requests", "num_requests", type=click.IntRange(min=2), default=2000, show_default=True, help="Likewise."
+)
+@click.option(
+    "--results",
+    type=click.Path(path_type=Path),
+    default=RESULTS,
+    help="Where cache_salts.json and cache_salts.md are written.",
+)
+def main(num_lookups: int, num_requests: int, results: Path) -> None:
+    """Time prompts that another tenant has cached, and others; write one JSON file and one page.
+
+    The exit code is 1 if times across salts tell anything, or times within one tell nothing.
+    """
+    record: dict[str, Any] = {"machine": describe_machine(1), "lookups": num_lookups, "requests": num_requests}
+    chance = random.Random(SEED)
+    stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "engine": {"max_model_len": REQUEST_TOKENS + 16}})
+    chosen = [
+        trials(num_lookups, LOOKUP_TOKENS, chance),
+        trials(num_requests, REQUEST_TOKENS, chance),
+        trials(num_requests, QUEUED_TOKENS, chance),
+    ]
+    with (
+        no_collections(),
+        tempfile.TemporaryDirectory() as folder,
+        progress("timing", sum(map(len, chosen))) as advance,
+    ):
+        of_lookups = lookups(chosen[0], advance)
+        save_tiny(folder, "llama")
+        with Engine.from_pretrained(folder, stack=stack) as engine:
+            after = first_tokens(engine, chosen[1], False, advance)
+            beside = first_tokens(engine, chosen[2], True, advance)
+    record["measured"] = {
+        "lookup": judged(f"start of a prompt of {LOOKUP_TOKENS:,} tokens in the cache", of_lookups),
+        "after": judged(f"first token of a prompt of {REQUEST_TOKENS} tokens, the other one done", after),
+        "beside": judged(f"first token of a prompt of {QUEUED_TOKENS} tokens, the other one in the same queue", beside),
+    }
+    results.mkdir(parents=True, exist_ok=True)
+    (results / "cache_salts.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    page = write_report(record)
+    (results / "cache_salts.md").write_text(page, encoding="utf-8")
+    click.echo(page)
+    if not all(each["as_expected"] for each in record["measured"].values()):
+        click.get_current_context().exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""One engine's cache core in a process of its own, which does what it is told.
+
+    python -m benchmarks.cache.worker ENGINE
+
+ENGINE is ``kvframe``, or ``vllm`` in vLLM's environment. Each line of its input is a question as JSON, each line of its
+output the answer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from benchmarks.cache.core_cases import Setting
+from benchmarks.cache.interface import Core, settle
+from benchmarks.cache.sharing import STUDIES
+from benchmarks.cache.work import WORKS, Work
+from benchmarks.cache.worst_work import WORST_WORKS
+from benchmarks.harness.process import answer_questions
+
+ALL_WORKS = {**WORKS, **WORST_WORKS}
+
+_M_TRIM_THRESHOLD = -1
+_LARGE, _SMALL, _ARENA = 8192, 256, 256 << 10
+"""Bytes: of a piece that Python asks the system's allocator for, of one from an arena of its own, and of an arena."""
+
+
+def make_core(engine: str) -> Core:
+    """Return the core of an engine."""
+    if engine == "vllm":
+        from benchmarks.cache.vllm_core import VLLM
+
+        return VLLM()
+    from benchmarks.cache.kvframe_core import KVFrame
+
+    return KVFrame()
+
+
+class Answers:
+    """Answers to questions, with works set up in between."""
+
+    def __init__(self, make: Callable[[], Core]) -> None:
+        """Start with nothing set up.
+
+        Args:
+            make: Makes a core; each work has one of its own.
+        """
+        self._make = make
+        self._works: dict[str, Work] = {}
+
+    def __call__(self, question: dict[str, Any]) -> Any:
+        """Set a work up, do a turn of one, check one and give it up, or make a study."""
+        side = question["side"]
+        match question["do"]:
+            case "study":
+                setting = setting_of(question["setting"])
+                return STUDIES[question["work"]](self._make(), setting, question["sizes"])
+            case "set up":
+                setting = setting_of(question["setting"])
+                self._works[side] = ALL_WORKS[question["work"]](self._make(), setting, question["sizes"])
+                settle()
+                return None
+            case "turn":
+                return self._works[side].turn()
+            case _:
+                facts = self._works.pop(side).check()
+                gc.unfreeze()
+                gc.collect()
+                return facts
+
+
+def touch_memory(num_bytes: int) -> list[bytes]:
+    """Let a process have used so much memory before, as one that has served for a while: large and small pieces.
+
+    What the system gives to a process for the first time costs more than anything that is measured here.
+
+    Args:
+        num_bytes: How much of each.
+
+    Returns:
+        Small pieces that keep Python's own memory from being given back as long as they live.
+    """
+    with suppress(AttributeError):
+        # Of glibc: memory that is free is not given back to the system.
+        ctypes.CDLL(None).mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    large = [bytes(_LARGE) for _ in range(num_bytes // _LARGE)]
+    del large
+    return [bytes(_SMALL) for _ in range(num_bytes // _SMALL)][:: _ARENA // _SMALL]
+
+
+def setting_of(values: dict[str, Any]) -> Setting:
+    """Return a setting that went through JSON."""
+    return Setting(**{**values, "windows": tuple(values["windows"])})
+
+
+def main() -> None:
+    """Answer until there are no more questions."""
+    engine = sys.argv[1]
+    kept = touch_memory(256 << 20)
+
+    def load() -> tuple[dict[str, str], Answers]:
+        return make_core(engine).describe(), Answers(lambda: make_core(engine))
+
+    answer_questions(load)
+    del kept
+
+
+if __name__ == "__main__":
+    main()

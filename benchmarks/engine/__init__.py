@@ -1,0 +1,1 @@
+"""Benchmarks of whole engines: generating, prefill skipping, steps, and a soak."""

@@ -1,0 +1,258 @@
+"""Measure what prefill skipping saves: the same long prompts with it on and off, side by side.
+
+    python -m benchmarks.engine.skipping [--repeats N] [--threads N] [--workload NAME ...] [--results FOLDER]
+
+benchmarks/README.md says how, and what the figures mean.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import attrs
+import click
+import torch
+from transformers.utils import logging as transformers_logging
+
+from benchmarks.engine.generate import SEED
+from benchmarks.engine.skipping_report import write_report
+from benchmarks.harness import models
+from benchmarks.harness.machine import RESULTS, describe_machine
+from kvframe import Engine, SamplingParams, Stack
+from kvframe.cli.render import progress
+
+WRAPPER = "decode_only"
+MAX_NUM_BATCHED_TOKENS = 2048
+ONE_TOKEN = SamplingParams(max_new_tokens=1, ignore_eos=True)
+CLOCKS = {"time": time.perf_counter, "processor time": time.process_time}
+"""What passes on the wall, and what this process computes; the second leaves out what others compute meanwhile."""
+
+Seconds = dict[str, float]
+"""By clock."""
+
+
+@attrs.frozen(kw_only=True)
+class Workload:
+    """A model whose last layers share keys and values, and the prompts that it prefills.
+
+    Attributes:
+        name: For ``--workload`` and the results.
+        model: Makes the model's folder.
+        plugins: Gives manifest modules to use beside the installed plugins.
+        memory: Of the cache.
+        num_prompt_tokens: Of each prompt.
+    """
+
+    name: str
+    model: Callable[[], Path]
+    plugins: Callable[[], Sequence[ModuleType]] = tuple
+    memory: str
+    num_prompt_tokens: int
+
+    def prompt(self, repeat: int, vocab_size: int) -> list[int]:
+        """Return the prompt of one repeat; no two are alike."""
+        source = random.Random(f"{SEED}-{self.name}-{repeat}")
+        return [source.randrange(3, vocab_size) for _ in range(self.num_prompt_tokens)]
+
+
+WORKLOADS = (
+    Workload(name="gemma3n-8192", model=models.gemma3n, memory="96MiB", num_prompt_tokens=8192),
+    Workload(name="yoco-8192", model=models.yoco, plugins=models.yoco_plugins, memory="96MiB", num_prompt_tokens=8192),
+    Workload(name="tiny-gemma3n", model=models.tiny_gemma3n, memory="8MiB", num_prompt_tokens=200),
+    Workload(
+        name="tiny-yoco", model=models.tiny_yoco, plugins=models.yoco_plugins, memory="8MiB", num_prompt_tokens=200
+    ),
+)
+MEASURED = tuple(workload.name for workload in WORKLOADS if not workload.name.startswith("tiny"))
+
+
+@attrs.frozen
+class Prefill:
+    """One prefill.
+
+    Attributes:
+        token: What it generated.
+        whole: From the prompt to its first token.
+        trailing: Of it, in the layers that can be skipped, with everything that is in such a layer.
+        rows: Rows that each of these layers computed.
+    """
+
+    token: int
+    whole: Seconds
+    trailing: Seconds
+    rows: int
+
+
+def now() -> Seconds:
+    """Read every clock."""
+    return {name: clock() for name, clock in CLOCKS.items()}
+
+
+def since(start: Seconds) -> Seconds:
+    """Return what passed since ``start``."""
+    return {name: end - start[name] for name, end in now().items()}
+
+
+class System:
+    """An engine that notes what its model's last layers take.
+
+    Attributes:
+        num_layers: Layers of the model.
+        num_trailing: Those of the trailing run that keeps no cache of its own.
+        vocab_size: Of the model.
+    """
+
+    def __init__(self, workload: Workload, path: Path, *, skipping: bool) -> None:
+        """Load the model in ``path``.
+
+        Args:
+            workload: Its memory and plugins.
+            path: A checkpoint.
+            skipping: Whether prefill skipping is on.
+        """
+        engine: dict[str, Any] = {"max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}
+        if skipping:
+            engine["prefill_skipping"] = WRAPPER
+        cache = {"memory": workload.memory, "prefix_caching": False}
+        stack = Stack.from_mapping({"cache": cache, "engine": engine})
+        self.engine = Engine.from_pretrained(path, stack=stack, plugins=workload.plugins())
+        model: Any = self.engine.model
+        description = model.description
+        owners = [index for index, layer in enumerate(description.layers) if layer.shares_with is None]
+        trailing = [layer.name for layer in description.layers[owners[-1] + 1 :]]
+        self.num_layers, self.num_trailing = len(description.layers), len(trailing)
+        self.vocab_size = int(description.vocab_size)
+        self._reset()
+        for index, attention in enumerate(trailing):
+            # The layer that holds the attention module: norms, feed-forward and all.
+            layer = model.model.get_submodule(attention.rpartition(".")[0])
+            # Ahead of the hooks that cut the layer's inputs, and behind all others.
+            layer.register_forward_pre_hook(self._enter, prepend=True)
+            layer.register_forward_hook(partial(self._leave, index))
+
+    def run(self, prompt: list[int]) -> Prefill:
+        """Prefill a prompt, in as many steps as it takes."""
+        self._reset()
+        start = now()
+        (output,) = self.engine.generate([prompt], ONE_TOKEN)
+        whole = since(start)
+        assert output.error is None, output.error
+        (rows,) = set(self._rows)
+        return Prefill(output.token_ids[0], whole, self._trailing, rows)
+
+    def close(self) -> None:
+        """Detach the model."""
+        self.engine.close()
+
+    def _reset(self) -> None:
+        self._trailing = dict.fromkeys(CLOCKS, 0.0)
+        self._rows = [0] * self.num_trailing
+
+    def _enter(self, layer: Any, inputs: Any) -> None:
+        self._entered = now()
+
+    def _leave(self, index: int, layer: Any, inputs: Any, output: Any) -> None:
+        for clock, seconds in since(self._entered).items():
+            self._trailing[clock] += seconds
+        self._rows[index] += (output[0] if isinstance(output, tuple) else output).shape[-2]
+
+
+def measure(workload: Workload, repeats: int, advance: Callable[[int], None]) -> dict[str, Any]:
+    """Run both systems on the same prompts; who is first changes with each repeat.
+
+    Raises:
+        SystemExit: They generated different tokens.
+    """
+    path = workload.model()
+    systems = {name: System(workload, path, skipping=name == "on") for name in ("off", "on")}
+    found: dict[str, list[Prefill]] = {name: [] for name in systems}
+    try:
+        some = systems["off"]
+        for repeat in range(-1, repeats):  # the first is a warm-up
+            prompt = workload.prompt(repeat, some.vocab_size)
+            runs = {name: systems[name].run(prompt) for name in sorted(systems, reverse=repeat % 2 == 0)}
+            if runs["on"].token != runs["off"].token:
+                sys.exit(f"{workload.name}: the tokens of repeat {repeat} differ with prefill skipping on and off")
+            if repeat >= 0:
+                for name, run in runs.items():
+                    found[name].append(run)
+            advance(1)
+    finally:
+        for system in systems.values():
+            system.close()
+    return {
+        "model": path.name,
+        "num_prompt_tokens": workload.num_prompt_tokens,
+        "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+        "num_layers": some.num_layers,
+        "num_trailing_layers": some.num_trailing,
+        "rows": {name: runs[0].rows for name, runs in found.items()},
+        "tokens_equal": True,
+        "clocks": {clock: summarise(found["off"], found["on"], clock) for clock in CLOCKS},
+    }
+
+
+def summarise(off: Sequence[Prefill], on: Sequence[Prefill], clock: str) -> dict[str, Any]:
+    """Return every repeat's seconds, and medians over the repeats of ratios on the same prompt.
+
+    What is left of a whole prefill follows from the trailing layers: all that others take, and of theirs what was
+    measured with skipping.
+
+    Args:
+        off: Each repeat's prefill without skipping.
+        on: The same repeat's with it.
+        clock: Which seconds.
+    """
+    seconds = {
+        part: {name: [getattr(run, part)[clock] for run in runs] for name, runs in (("off", off), ("on", on))}
+        for part in ("trailing", "whole")
+    }
+    trailing_off, trailing_on = seconds["trailing"]["off"], seconds["trailing"]["on"]
+    whole_off, whole_on = seconds["whole"]["off"], seconds["whole"]["on"]
+    repeats = list(zip(trailing_off, trailing_on, whole_off, whole_on, strict=True))
+    return {
+        "seconds": seconds,
+        "trailing_ratio": statistics.median(after / before for before, after, _, _ in repeats),
+        "whole_ratio": statistics.median(after / before for _, _, before, after in repeats),
+        "trailing_share": statistics.median(trailing / whole for trailing, _, whole, _ in repeats),
+        "predicted_whole_ratio": statistics.median(
+            (whole - before + after) / whole for before, after, whole, _ in repeats
+        ),
+    }
+
+
+@click.command()
+@click.option("--repeats", type=click.IntRange(min=1), default=11, show_default=True)
+@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of torch.")
+@click.option(
+    "--workload", "names", multiple=True, type=click.Choice([each.name for each in WORKLOADS]), default=MEASURED
+)
+@click.option("--results", type=click.Path(path_type=Path), default=RESULTS)
+def main(repeats: int, threads: int, names: Sequence[str], results: Path) -> None:
+    """Measure the workloads and write one JSON file and one page of results."""
+    torch.set_num_threads(threads)
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    record: dict[str, Any] = {"machine": describe_machine(threads), "repeats": repeats, "workloads": {}}
+    chosen = [workload for workload in WORKLOADS if workload.name in names]
+    with progress("measuring", len(chosen) * (repeats + 1)) as advance:
+        for workload in chosen:
+            record["workloads"][workload.name] = measure(workload, repeats, advance)
+    results.mkdir(parents=True, exist_ok=True)
+    (results / "skipping.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    page = write_report(record)
+    (results / "skipping.md").write_text(page, encoding="utf-8")
+    click.echo(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""Serve an hour of traffic, compressed, while things break at random, and compare every token.
+
+    python -m benchmarks.engine.soak [--minutes N] [--seed N] [--scenario NAME ...] [--results FOLDER]
+
+The clock is simulated: steps take as long as they have tokens, and where nothing is to be done the next request comes
+at once. Everything else is real. benchmarks/README.md says what is compared.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import attrs
+import click
+import torch
+from transformers.utils import logging as transformers_logging
+
+from benchmarks.engine.soak_faults import KINDS, Faults, InjectedError
+from benchmarks.engine.soak_operator import OPERATIONS, Operator
+from benchmarks.engine.soak_report import write_report
+from benchmarks.engine.soak_scenarios import SCENARIOS, Scenario, Served
+from benchmarks.engine.soak_traffic import Arrival, draw_arrivals
+from benchmarks.harness.machine import RESULTS, describe_machine
+from kvframe import Engine, RequestOutput, SamplingParams
+from kvframe.cache.events import CacheEvent
+from kvframe.cli.render import progress
+from kvframe.contract.errors import BackendError, WrapperError
+from kvframe.engine.core import STEP_FAILED
+from tests.cache.mirror import Mirror
+
+STEP_SECONDS, TOKEN_SECONDS = 0.03, 0.003
+FAULTS = 1 / 40
+"""Steps before which something is broken, of all steps."""
+MOST_AFTER = {"memory": 60, "swap": 0}
+"""How often the place of a fault may be reached before it strikes; 3 times unless said."""
+MOST_STEPS_ARMED = 100
+"""A fault whose place is not reached by then, such as a copy to host memory, gives way to another."""
+STEPS_PER_AUDIT = 50
+NUM_PROMPTS, NUM_PROMPTS_IN_SHORT = 40, 12
+MINUTES_IN_SHORT = 5.0
+
+
+_Made = TypeVar("_Made")
+
+
+@attrs.define
+class Counts:
+    """What happened. ``differences``, ``mirror_differences`` and ``leaks`` say in words what should not have."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    steps: int = 0
+    most_at_once: int = 0
+    ends: Counter[str] = attrs.field(factory=Counter)
+    compared_tokens: int = 0
+    raised: Counter[str] = attrs.field(factory=Counter)
+    audits: int = 0
+    mirrors: int = 0
+    differences: list[str] = attrs.field(factory=list)
+    mirror_differences: list[str] = attrs.field(factory=list)
+    leaks: list[str] = attrs.field(factory=list)
+
+
+class Soak:
+    """One engine under traffic."""
+
+    def __init__(self, served: Served, seed: int) -> None:
+        """Make the engine, and let it break."""
+        self.counts = Counts()
+        self.engine: Engine = served.engine()
+        self._mirror = Mirror()
+        self.faults = Faults(self.engine, self._hear)
+        source = random.Random(f"{served.scenario.name}-operator-{seed}")
+        self.operator = Operator(self.engine, self.faults, served.asked, source)
+        swaps = "preemption" in served.scenario.cache
+        wrapped = bool(served.scenario.wrappers)
+        # A size that finds no memory is the operator's.
+        self._kinds = [
+            kind for kind in KINDS if kind != "resize" and (kind != "swap" or swaps) and (kind != "shape" or wrapped)
+        ]
+        self._source = random.Random(f"{served.scenario.name}-faults-{seed}")
+        self._second = 0.0
+        self._armed_until = 0
+        self._there: dict[tuple[str, int], Arrival] = {}
+        self._patience: dict[str, int] = {}
+        self._last_errors: set[str] = set()
+
+    def run(self, arrivals: Sequence[Arrival], advance: Callable[[int], None]) -> None:
+        """Serve requests to their ends.
+
+        Args:
+            arrivals: The requests, in order.
+            advance: Called with the number of requests that came.
+        """
+        coming = list(reversed(arrivals))
+        while coming or self.engine.has_unfinished:
+            if not self.engine.has_unfinished:
+                self._second = max(self._second, coming[-1].second)
+            num_before = len(coming)
+            while coming and coming[-1].second <= self._second:
+                self._take(coming.pop())
+            advance(num_before - len(coming))
+            self._disturb()
+            self._step()
+            if self.counts.steps % STEPS_PER_AUDIT == 0:
+                self._audit()
+        self.faults.disarm()
+        self._look_for_leaks()
+
+    def _take(self, arrival: Arrival) -> None:
+        params = SamplingParams(max_new_tokens=arrival.num_tokens, n=arrival.num_samples)
+        name = self.engine.add_request(arrival.asked.prompt, params, cache_salt=arrival.salt)
+        for sample in range(arrival.num_samples):
+            self._there[name, sample] = arrival
+        if arrival.patience is not None:
+            self._patience[name] = self.counts.steps + arrival.patience
+        self.counts.requests += arrival.num_samples
+        self.counts.prompt_tokens += arrival.num_samples * arrival.asked.num_tokens
+        self.counts.most_at_once = max(self.counts.most_at_once, len(self._there))
+
+    def _disturb(self) -> None:
+        for name in [name for name, step in self._patience.items() if step <= self.counts.steps]:
+            del self._patience[name]
+            self.engine.abort(name)
+        self._attempt(self.faults.listen)
+        if self.counts.steps >= self._armed_until:
+            self.faults.disarm()
+        if not self.faults.is_armed and self._source.random() < FAULTS:
+            kind = self._source.choice(self._kinds)
+            self.faults.arm(kind, self._source.randint(0, MOST_AFTER.get(kind, 3)))
+            self._armed_until = self.counts.steps + MOST_STEPS_ARMED
+        for act in self.operator.chosen():
+            self._attempt(act)
+
+    def _attempt(self, act: Callable[[], _Made]) -> _Made | None:
+        """Do something, and take note of what it raises for one of the faults; None if it did."""
+        try:
+            return act()
+        except (Exception, KeyboardInterrupt) as error:
+            cause = error.__cause__ if isinstance(error, BackendError) else error  # it says which backend failed
+            self.counts.raised[type(cause).__name__] += 1
+            if not isinstance(cause, InjectedError | torch.OutOfMemoryError | WrapperError | KeyboardInterrupt):
+                raise
+            self._last_errors.add(STEP_FAILED)
+            return None
+
+    def _step(self) -> None:
+        before = self.engine.stats().computed_tokens
+        for output in self._attempt(self.engine.step) or ():
+            if output.finish_reason is not None:
+                self._end(output)
+        self.counts.steps += 1
+        self._second += STEP_SECONDS + TOKEN_SECONDS * (self.engine.stats().computed_tokens - before)
+
+    def _end(self, output: RequestOutput) -> None:
+        arrival = self._there.pop((output.request_id, output.sample))
+        if not any((output.request_id, sample) in self._there for sample in range(arrival.num_samples)):
+            self._patience.pop(output.request_id, None)
+        self.counts.ends[str(output.finish_reason)] += 1
+        wanted = arrival.asked.expected[: arrival.num_tokens]
+        if output.finish_reason != "length":
+            # What was given up, or failed, is right as far as it went.
+            wanted = wanted[: len(output.token_ids)]
+        self.counts.compared_tokens += len(wanted)
+        if wanted != output.token_ids:
+            self.counts.differences.append(f"{output.request_id}: {output.token_ids} and not {wanted}")
+        if output.finish_reason == "error":
+            self._judge(output)
+
+    def _judge(self, output: RequestOutput) -> None:
+        """See whether a request failed for a reason."""
+        error = str(output.error)
+        if "is not numbers" in error:
+            self.counts.ends["not numbers"] += 1
+            if self.counts.ends["not numbers"] > self.faults.struck["logits"] + self.faults.struck["state"]:
+                self.counts.differences.append(f"{output.request_id}: more than one failed of a NaN: {error}")
+        elif error not in self._last_errors:
+            self.counts.differences.append(f"{output.request_id} failed for no reason: {error}")
+
+    def _audit(self) -> None:
+        self.counts.audits += 1
+        try:
+            self.engine._manager.audit()
+        except AssertionError as error:
+            self.counts.leaks.append(f"step {self.counts.steps}: {error}")
+        self._compare_mirror()
+
+    def _hear(self, events: Sequence[CacheEvent]) -> None:
+        try:
+            self._mirror.replay(events)
+        except (AssertionError, KeyError) as error:
+            self.counts.mirror_differences.append(f"step {self.counts.steps}: events out of order: {error!r}")
+
+    def _compare_mirror(self) -> None:
+        """Compare what the listener knows with what one who comes now is told."""
+        engine: Any = self.engine
+        num_interrupts = self.faults.struck["told"]
+        self._attempt(engine._cache_events.deliver)
+        if engine.on_cache_events is not None and num_interrupts == self.faults.struck["told"]:
+            self.counts.mirrors += 1
+            late = Mirror()
+            engine.on_cache_events = late.replay
+            if late.blocks.keys() != self._mirror.blocks.keys():
+                sizes = f"{len(self._mirror.blocks)} blocks and not {len(late.blocks)}"
+                self.counts.mirror_differences.append(f"step {self.counts.steps}: {sizes}")
+            engine.on_cache_events = None
+            self._attempt(self.faults.listen)
+
+    def _look_for_leaks(self) -> None:
+        """Check that nothing is held by nobody, and that everything is free once the prefixes are given up."""
+        self._audit()
+        manager: Any = self.engine._manager
+        self.engine.reset_prefix_cache()
+        for what, found, expected in (
+            ("requests that nobody heard of again", len(self._there), 0),
+            ("pages held", manager.num_held_pages, 0),
+            ("bytes held in host memory", manager.stats.host_bytes_held, 0),
+            ("rows free", manager.num_free_rows, self.engine.stack.engine.max_num_seqs),
+            ("slabs idle", manager._pool.num_idle_slabs, self.engine.plan.num_slabs),
+            ("pages cached", manager._pool.num_cached, 0),
+        ):
+            if found != expected:
+                self.counts.leaks.append(f"{what}: {found} and not {expected}")
+
+
+def soak(
+    scenario: Scenario, minutes: float, seed: int, num_prompts: int, advance: Callable[[int], None]
+) -> dict[str, Any]:
+    """Return what a scenario's record holds."""
+    with tempfile.TemporaryDirectory() as folder:
+        served = Served.of(scenario, Path(folder), num_prompts, lambda _: None)
+    arrivals = draw_arrivals(scenario, served.asked, 60 * minutes, seed)
+    started = time.perf_counter()
+    running = Soak(served, seed)
+    with running.engine as engine:
+        plan = engine.plan
+        running.run(arrivals, advance)
+        stats = engine.stats()
+    counts = running.counts
+    return {
+        "family": scenario.family,
+        "what": scenario.what,
+        "cache_bytes": plan.total_bytes,
+        "slabs": plan.num_slabs,
+        "seconds": round(time.perf_counter() - started, 1),
+        "requests": counts.requests,
+        "most_at_once": counts.most_at_once,
+        "prompt_tokens": counts.prompt_tokens,
+        "generated_tokens": stats.generated_tokens,
+        "compared_tokens": counts.compared_tokens,
+        "steps": counts.steps,
+        "preemptions": stats.preemptions,
+        "swaps": stats.swaps,
+        "failed_swaps": stats.failed_swaps,
+        "retries": stats.retries,
+        "hit_tokens": stats.cached_prompt_tokens,
+        "evictions": stats.evictions,
+        **{what: running.operator.counts[what] for what in OPERATIONS},
+        "audits": counts.audits,
+        "mirrors": counts.mirrors,
+        "ends": dict(sorted(counts.ends.items())),
+        "faults": {kind: running.faults.struck[kind] for kind in KINDS if running.faults.struck[kind]},
+        "raised": dict(sorted(counts.raised.items())),
+        "differences": counts.differences + running.operator.mistakes,
+        "mirror_differences": counts.mirror_differences,
+        "leaks": counts.leaks,
+    }
+
+
+@click.command()
+@click.option("--minutes", type=click.FloatRange(min=0.1), default=60, show_default=True, help="Of simulated traffic.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--scenario", "names", multiple=True, type=click.Choice([each.name for each in SCENARIOS]))
+@click.option("--results", type=click.Path(path_type=Path), default=RESULTS)
+def main(minutes: float, seed: int, names: Sequence[str], results: Path) -> None:
+    """Serve every scenario's traffic and write one JSON file and one page; fail if anything differs or leaks."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background jobs have none.
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("kvframe").setLevel(logging.CRITICAL)  # a listener that raises is said each time
+    record: dict[str, Any] = {"machine": describe_machine(1), "minutes": minutes, "seed": seed, "scenarios": {}}
+    num_prompts = NUM_PROMPTS if minutes > MINUTES_IN_SHORT else NUM_PROMPTS_IN_SHORT
+    for scenario in [each for each in SCENARIOS if not names or each.name in names]:
+        with progress(scenario.name, int(60 * minutes * scenario.per_second)) as advance:
+            record["scenarios"][scenario.name] = soak(scenario, minutes, seed, num_prompts, advance)
+    results.mkdir(parents=True, exist_ok=True)
+    (results / "soak.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    page = write_report(record)
+    (results / "soak.md").write_text(page, encoding="utf-8")
+    click.echo(page)
+    if any(each["differences"] or each["mirror_differences"] or each["leaks"] for each in record["scenarios"].values()):
+        sys.exit("what differs, and what leaks, is in soak.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The page of the soak: its counts as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.engine.soak_faults import KINDS
+from benchmarks.harness.pages import table
+
+COUNTS = {
+    "requests": "requests, each sample counted",
+    "most_at_once": "most of them at once",
+    "prompt_tokens": "prompt tokens",
+    "generated_tokens": "generated tokens",
+    "compared_tokens": "tokens compared with `transformers.generate()`",
+    "steps": "steps",
+    "preemptions": "preemptions",
+    "swaps": "of these, to host memory",
+    "failed_swaps": "copies that failed",
+    "retries": "requests computed again without a prefix that gave NaN",
+    "hit_tokens": "prompt tokens found in the cache",
+    "evictions": "cached pages given up",
+    "resets": "resets of the prefix cache",
+    "resizes": "caches made larger, or tight again",
+    "resizes_refused": "sizes refused, for what is pinned or for want of memory",
+    "pins_asked": "prefixes to be pinned",
+    "pins": "of these, for which there was room",
+    "audits": "audits",
+    "mirrors": "mirrors made of cache events compared with the cache",
+}
+ENDS = {"length": "served", "aborted": "given up by their owners", "error": "failed"}
+
+
+def write_report(record: Mapping[str, Any]) -> str:
+    """Return the page of results as Markdown."""
+    machine, scenarios = record["machine"], record["scenarios"]
+    lines = [
+        "# Soak: traffic while things break",
+        "",
+        f"Run on {machine['date']} by `{machine['command']}`: {record['minutes']:g} minutes of simulated traffic for "
+        f"each scenario, seed {record['seed']}.",
+        "",
+        f"{machine['processor']}, {machine['cores']} cores, {machine['system']}; Python {machine['python']}, torch "
+        f"{machine['torch']}, transformers {machine['transformers']}, kvframe {machine['kvframe']} at "
+        f"{machine['commit']}. float32, greedy.",
+        "",
+        *(
+            f"- **{name}**: tiny `{each['family']}`; {each['what']}; {each['slabs']} slabs."
+            for name, each in scenarios.items()
+        ),
+        "",
+        *_counts(scenarios),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _counts(scenarios: Mapping[str, Any]) -> list[str]:
+    def row(text: str, values: list[int]) -> tuple[str, ...]:
+        return (text, *(f"{value:,}" for value in values), f"{sum(values):,}")
+
+    found = list(scenarios.values())
+    rows = [row(text, [each[key] for each in found]) for key, text in COUNTS.items()]
+    rows += [row(f"requests {text}", [each["ends"].get(key, 0) for each in found]) for key, text in ENDS.items()]
+    for kind, text in KINDS.items():
+        rows.append(row(f"fault: {text}", [each["faults"].get(kind, 0) for each in found]))
+    rows.append(row("**tokens that differ, failures without a reason**", [len(each["differences"]) for each in found]))
+    rows.append(row("**mirrors that differ**", [len(each["mirror_differences"]) for each in found]))
+    rows.append(row("**leaks**", [len(each["leaks"]) for each in found]))
+    return table(("", *scenarios, "all"), rows)

@@ -1,0 +1,225 @@
+"""What a soak serves: small models over caches of several kinds, so tight that requests push each other out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from kvframe_transformers.testing import save_tiny
+
+from benchmarks.engine.soak_faults import Careless, careless_plugin
+from kvframe import Engine, Prompt, Registry, Stack, load_plugins
+from kvframe.contract.errors import PlanError
+from kvframe.contract.model import LoadedModel
+from kvframe.planning.groups import group_layers, make_layer_specs
+from kvframe.planning.plan import plan_cache
+from kvframe.planning.recognise import find_adapter
+
+VOCABULARY = 128
+START = 3
+"""The token that the decoder behind an encoder starts with."""
+MARGIN = 1e-3
+"""Where the two largest logits are nearer to each other, rounding may choose: what comes then is not asked for."""
+
+
+@attrs.frozen(kw_only=True)
+class Scenario:
+    """A model and a tight cache.
+
+    Attributes:
+        name: For ``--scenario`` and the record.
+        family: The tiny model's, by transformers' ``model_type``.
+        what: What is special, for people.
+        longest: The most tokens of a request.
+        longest_output: The most tokens of an output.
+        longest_input: The most tokens that its encoder reads; 0 for none.
+        cache: What the stack says of the cache, without its memory, which is just enough for the longest request.
+        engine: What it says of the engine.
+        wrappers: The wrappers of every layer.
+        per_second: Requests that come in a second, outside of bursts.
+    """
+
+    name: str
+    family: str
+    what: str
+    longest: int
+    longest_output: int = 32
+    longest_input: int = 0
+    cache: Mapping[str, Any]
+    engine: Mapping[str, Any]
+    wrappers: tuple[str, ...] = ()
+    per_second: float
+
+
+SWAP = {"preemption": "swap", "swap_memory": "192KiB"}
+SMALL_STEPS = {"max_num_seqs": 6, "max_num_batched_tokens": 24}
+SCENARIOS = (
+    Scenario(
+        name="windows",
+        family="gemma3_text",
+        what="windows of 8 tokens beside full attention, swapping, a wrapper",
+        longest=88,
+        cache={"block_size": 4, **SWAP},
+        engine=SMALL_STEPS,
+        wrappers=(Careless.name,),
+        per_second=0.1,
+    ),
+    Scenario(
+        name="states",
+        family="bamba",
+        what="Mamba-2 states beside full attention, computing again",
+        longest=72,
+        cache={"block_size": 4},
+        engine=SMALL_STEPS,
+        per_second=0.1,
+    ),
+    Scenario(
+        name="encoder",
+        family="t5gemma",
+        what="an encoder and a decoder, both with windows and full attention, swapping",
+        longest=64,
+        longest_input=41,
+        cache={"block_size": 4, **SWAP},
+        engine=SMALL_STEPS,
+        per_second=0.1,
+    ),
+    Scenario(
+        name="three-blocks",
+        family="llama",
+        what="a pool of three blocks of four tokens, counted anew after every operation",
+        longest=12,
+        longest_output=6,
+        cache={"block_size": 4, "preemption": "swap", "swap_memory": "16KiB", "audit": True},
+        engine={"max_num_seqs": 3, "max_num_batched_tokens": 8},
+        per_second=0.2,
+    ),
+)
+
+
+@attrs.frozen
+class Asked:
+    """A prompt, and the tokens that ``transformers.generate()`` gives after it, as far as no two are nearly alike."""
+
+    prompt: Any
+    num_tokens: int
+    expected: tuple[int, ...]
+
+
+@attrs.frozen
+class Served:
+    """A scenario's model, ready for engines.
+
+    Attributes:
+        scenario: The scenario.
+        loaded: The model.
+        registry: What its engine is made of.
+        asked: The prompts that requests are drawn from: of one token, of the most, and of all lengths between.
+    """
+
+    scenario: Scenario
+    loaded: LoadedModel
+    registry: Registry
+    asked: tuple[Asked, ...]
+
+    @classmethod
+    def of(cls, scenario: Scenario, folder: Path, num_prompts: int, advance: Callable[[int], None]) -> Served:
+        """Make the model, and let transformers generate after every prompt.
+
+        Args:
+            scenario: The scenario.
+            folder: Where the model's folder is made.
+            num_prompts: How many prompts.
+            advance: Called after each prompt with 1.
+        """
+        path = folder / scenario.name
+        save_tiny(path, scenario.family)
+        registry = load_plugins(plugins=[careless_plugin()]).registry
+        loaded = find_adapter(path, registry).load(path, device="cpu", dtype="float32")
+        asked = []
+        for prompt in _prompts(scenario, num_prompts):
+            found = _expected(loaded, prompt, scenario)
+            if found.expected:
+                asked.append(found)
+            advance(1)
+        return cls(scenario, loaded, registry, tuple(asked))
+
+    def engine(self) -> Engine:
+        """Return an engine whose memory is just enough for the longest request."""
+        rules = [{"layers": "*", "wrappers": list(self.scenario.wrappers)}] if self.scenario.wrappers else []
+        engine = {"max_model_len": self.scenario.longest, "self_check": False, **self.scenario.engine}
+        tables = {"cache": {"memory": "4MiB", **self.scenario.cache}, "engine": engine, "rules": rules}
+        layers = make_layer_specs(self.loaded.description, self.registry, Stack.from_mapping(tables), "float32")
+        tables["cache"] = {**self.scenario.cache, "memory": self._tight_memory(layers)}
+        return Engine(self.loaded, layers, registry=self.registry, stack=Stack.from_mapping(tables), poison_freed=True)
+
+    def _tight_memory(self, layers: Sequence[Any]) -> int:
+        grouping, lens = group_layers(layers), self.loaded.description.max_input_lens
+        for num_bytes in range(1024, 1 << 22, 1024):
+            try:
+                plan = plan_cache(
+                    grouping,
+                    memory_bytes=num_bytes,
+                    max_model_len=self.scenario.longest,
+                    max_num_batched_tokens=self.scenario.engine["max_num_batched_tokens"],
+                    max_input_lens=lens,
+                )
+            except PlanError:
+                continue
+            # A cache that was made larger and tight again has no pages after its last slab.
+            tight = attrs.evolve(plan, num_rest_pages=0)
+            if tight.fits(self.scenario.longest, dict.fromkeys(lens, self.scenario.longest_input)):
+                return num_bytes
+        raise AssertionError("no memory is enough")
+
+
+def _prompts(scenario: Scenario, count: int) -> list[Any]:
+    """Return prompts, most of which share their beginning, or what the encoder reads, with others."""
+    source = random.Random(f"{scenario.name}-prompts")
+
+    def draw(num_tokens: int) -> list[int]:
+        return [source.randrange(4, VOCABULARY) for _ in range(num_tokens)]
+
+    beginnings = [[], draw(scenario.longest // 12), draw(scenario.longest // 4), draw(scenario.longest // 2)]
+    encoded = [draw(length) for length in (1, 6, 17, scenario.longest_input)] if scenario.longest_input else []
+    prompts: list[Any] = []
+    for number in range(count):
+        most = scenario.longest - 1 if number == 1 else scenario.longest - scenario.longest_output // 2
+        if number < 2:
+            tokens = draw((1, most)[number])
+        else:
+            # Mostly short ones: many start, all of them grow, and somebody has to give way.
+            beginning = source.choice(beginnings)
+            room = most - len(beginning) if source.random() < 0.3 else scenario.longest // 6
+            tokens = beginning + draw(source.randint(1, max(1, min(room, most - len(beginning)))))
+        if encoded:
+            tokens[0] = START
+            prompts.append(Prompt(encoder=source.choice(encoded), decoder=tokens))
+        else:
+            prompts.append(tokens)
+    return prompts
+
+
+def _expected(loaded: LoadedModel, prompt: Any, scenario: Scenario) -> Asked:
+    model: Any = loaded
+    tokens: Any = prompt.decoder if isinstance(prompt, Prompt) else prompt
+    num_new = min(scenario.longest_output, scenario.longest - len(tokens))
+    options = {
+        "max_new_tokens": num_new,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    with torch.inference_mode():
+        if isinstance(prompt, Prompt):
+            read = torch.tensor([prompt.encoder])
+            made = model.model.generate(read, decoder_input_ids=torch.tensor([tokens]), **options)
+        else:
+            made = model.model.generate(torch.tensor([tokens]), **options)
+    best = torch.stack([logits[0].topk(2).values for logits in made.logits])
+    is_sure = best[:, 0] - best[:, 1] > MARGIN
+    num_sure = len(is_sure) if bool(is_sure.all()) else int((~is_sure).nonzero()[0])
+    return Asked(prompt, len(tokens), tuple(made.sequences[0, -num_new:].tolist()[:num_sure]))

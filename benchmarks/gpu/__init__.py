@@ -1,0 +1,1 @@
+"""Benchmarks of attention and of engine steps on a GPU."""

@@ -1,0 +1,177 @@
+"""Measure attention on a GPU: every backend that runs there, beside what the device can do at most.
+
+    python -m benchmarks.gpu.suite [--budget SECONDS] [--results FOLDER]
+
+``benchmarks/gpu.sh`` calls it, after the tests. benchmarks/README.md says how, and what the figures mean. Without a GPU
+it writes the page of what is recorded, with the rows that nobody has measured yet.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+import torch
+
+from benchmarks.gpu.cases import TINY, Case, cases
+from benchmarks.gpu.engine import TINY_WORKLOAD, WORKLOAD, Workload, measure_steps
+from benchmarks.gpu.measure import measure_case, measure_host
+from benchmarks.gpu.report import write_report
+from benchmarks.gpu.timing import measure_ceilings
+from benchmarks.harness.machine import RESULTS, command_line
+from kvframe.contract.backend import AttentionBackend
+from kvframe.contract.errors import KVFrameError
+from kvframe.loading.plugins import load_plugins
+from kvframe.loading.registry import Registry
+
+NOT_TIMED = ("torch_reference",)
+"""The oracle, which is slow on purpose."""
+
+
+def usable_backends(registry: Registry, device: str) -> tuple[dict[str, type[AttentionBackend]], dict[str, str]]:
+    """Return the backends that run on a device, by name, and why not the others."""
+    found, missing = {}, {}
+    for name in registry.backends.names():
+        if name in NOT_TIMED:
+            continue
+        try:
+            backend_class = registry.backends.load(name)
+            if device in backend_class.capabilities.devices:
+                reason = backend_class.unusable_reason()
+            else:
+                reason = f"does not run on {device}"
+        except KVFrameError as error:
+            reason = str(error)
+        if reason:
+            missing[name] = reason
+        else:
+            found[name] = backend_class
+    return found, missing
+
+
+def describe(device: torch.device, command: str) -> dict[str, Any]:
+    """Return what the figures depend on besides the code."""
+    root = Path(__file__).resolve().parents[2]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=root)
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return {
+        "device": device.type if properties is None else properties.name,
+        "multiprocessors": None if properties is None else properties.multi_processor_count,
+        "memory_bytes": None if properties is None else properties.total_memory,
+        "l2_bytes": None if properties is None else getattr(properties, "L2_cache_size", None),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "python": platform.python_version(),
+        "commit": commit.stdout.strip() or "unknown",
+        "command": command,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+@click.command(help=__doc__)
+@click.option("--budget", type=float, default=270.0, show_default=True, help="Seconds after which no case is begun.")
+@click.option("--device", default="cuda" if torch.cuda.is_available() else "none", help="Where to measure.")
+@click.option("--tiny", is_flag=True, help="Small cases, to try the script.")
+@click.option("--backend", "names", multiple=True, help="Measure this backend alone; may be given several times.")
+@click.option("--results", type=click.Path(path_type=Path, file_okay=False), default=RESULTS)
+def main(budget: float, device: str, tiny: bool, names: tuple[str, ...], results: Path) -> None:
+    """Measure, and write the record and its page."""
+    results.mkdir(parents=True, exist_ok=True)
+    path, page = results / "gpu.json", results / "gpu.md"
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    wanted = TINY if tiny else tuple(cases())
+    if device != "none":
+        workload, before = TINY_WORKLOAD if tiny else WORKLOAD, record
+        for found in run(torch.device(device), wanted, names, time.monotonic() + budget, command_line(), workload):
+            record = merged(before, found)
+            path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            page.write_text(write_report(record, wanted), encoding="utf-8")
+    page.write_text(write_report(record, wanted), encoding="utf-8")
+    print(page.read_text(encoding="utf-8"))
+
+
+def merged(before: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record with what an earlier one has besides, if it is of the same device, commit and libraries."""
+    same = ("device", "commit", "torch", "triton", "python")
+    if not before or any(before["machine"][key] != record["machine"][key] for key in same):
+        return record
+    if record["machine"]["commit"] == "unknown":
+        return record
+    cases = dict(before["cases"])
+    for name, case in record["cases"].items():
+        others = cases[name]["measured"] if name in cases else {}
+        cases[name] = {**case, "measured": {**others, **case["measured"]}}
+    host = {**before["host"], **record["host"]}
+    return {**record, "cases": cases, "host": host, "engine": record["engine"] or before["engine"]}
+
+
+def run(
+    device: torch.device,
+    wanted: Sequence[Case],
+    names: Sequence[str],
+    end: float,
+    command: str,
+    workload: Workload,
+) -> Iterator[dict[str, Any]]:
+    """Yield the record of a run on a device after each case, so that what was measured is kept whatever comes.
+
+    Where backends are asked for by name, the steps of an engine are left out.
+    """
+    torch.set_grad_enabled(False)
+    registry = load_plugins().registry
+    backends, missing = usable_backends(registry, device.type)
+    backends = {name: each for name, each in backends.items() if not names or name in names}
+    ceilings = measure_ceilings(device)
+    record: dict[str, Any] = {
+        "machine": describe(device, command),
+        "ceilings": attrs.asdict(ceilings),
+        "missing": missing,
+        "cases": {},
+        "host": measure_host(backends, registry, device),
+        "engine": {},
+    }
+    yield record
+    if not names:
+        print("a step of an engine", file=sys.stderr, flush=True)
+        steps = measure_steps(workload, device)
+        found_steps = {graphs: attrs.asdict(each) for graphs, each in steps.items()}
+        record["engine"] = {"name": workload.name, "graphs": found_steps}
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        yield record
+    spent = dict.fromkeys(backends, 0.0)
+    for case in wanted:
+        if time.monotonic() > end:
+            break
+        print(f"{case.group}: {case.name}", file=sys.stderr, flush=True)
+        found = measure_case(case, backends, registry, device, spent)
+        record["cases"][f"{case.group}: {case.name}"] = {
+            "floor_seconds": case.floor(ceilings),
+            "bytes": case.num_bytes(),
+            "flops": case.num_flops(),
+            "measured": {name: attrs.asdict(each) for name, each in found.items()},
+        }
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        yield record
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Time on a device: what it can do at most, and what a call takes."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import attrs
+import torch
+
+from benchmarks.gpu.cases import Ceilings
+
+COPIED_BYTES = 4 << 30
+MATRIX_SIZE = 8192
+REPEATS = 7
+TIMED_SECONDS = 0.02
+"""At least so long is timed at once: events tell half a microsecond."""
+
+
+@attrs.frozen(kw_only=True)
+class Timing:
+    """How long a call takes.
+
+    Attributes:
+        seconds: On the device; where the host launches every call, whichever of the two is longer.
+        host_seconds: Until the host has queued it.
+        how: ``"graph"``, ``"events"`` or, on a CPU, ``"clock"``.
+    """
+
+    seconds: float
+    host_seconds: float
+    how: str
+
+
+def measure_ceilings(device: torch.device) -> Ceilings:
+    """Return what the device does with a large copy and a large product, each the median of seven."""
+    on_gpu = device.type == "cuda"
+    num_bytes, size = (COPIED_BYTES, MATRIX_SIZE) if on_gpu else (4 << 20, 256)
+    source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copying = _median([functools.partial(target.copy_, source)], device)
+    del source, target
+    left, right = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    multiplying = _median([functools.partial(torch.matmul, left, right)], device)
+    return Ceilings(bytes_per_second=2 * num_bytes / copying, flops_per_second=2 * size**3 / multiplying)
+
+
+def time_calls(calls: Sequence[Callable[[], torch.Tensor]], device: torch.device) -> Timing:
+    """Return how long one of several calls takes that are made by turns, each over memory of its own.
+
+    Args:
+        calls: The calls. They are captured as one graph and replayed where that can be done.
+        device: Where they run.
+    """
+    for call in calls:
+        call()
+    host = statistics.median(seconds_each(calls[0], REPEATS, device))
+    if device.type != "cuda":
+        return Timing(seconds=_median(calls, device), host_seconds=host, how="clock")
+    try:
+        graph = _capture(calls)
+    except Exception:  # whatever a library does that a graph does not take
+        torch.cuda.synchronize(device)
+        return Timing(seconds=_median(calls, device), host_seconds=host, how="events")
+    return Timing(seconds=_median([graph.replay], device) / len(calls), host_seconds=host, how="graph")
+
+
+def seconds_each(call: Callable[[], object], repeats: int, device: torch.device) -> list[float]:
+    """Return how long a call occupies the host, each time with an idle device."""
+    found = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    return found
+
+
+def _capture(calls: Sequence[Callable[[], torch.Tensor]]) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+def _median(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
+    """Return the median over repeats of the seconds that one call takes, all of them made by turns."""
+    rounds = max(1, int(TIMED_SECONDS / max(1e-6, _once(calls, 1, device) * len(calls))))
+    return statistics.median(_once(calls, rounds, device) for _ in range(REPEATS))
+
+
+def _once(calls: Sequence[Callable[[], object]], rounds: int, device: torch.device) -> float:
+    if device.type != "cuda":
+        start_time = time.perf_counter()
+        for _ in range(rounds):
+            for call in calls:
+                call()
+        return (time.perf_counter() - start_time) / (rounds * len(calls))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(rounds):
+        for call in calls:
+            call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000 / (rounds * len(calls))

@@ -1,0 +1,1 @@
+"""What benchmarks share: the machine, pages, worker processes, models."""

@@ -1,0 +1,55 @@
+"""Where figures were measured: the machine, the versions, the command and the commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PEER = ROOT / ".cache" / "peers" / "vllm"
+"""Where ``make peer`` installs vLLM."""
+
+
+def describe_machine(threads: int) -> dict[str, Any]:
+    """Return what the figures depend on besides the code."""
+    packages = ("torch", "transformers", "kvframe", "numpy")
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        **{name: version(name) for name in packages},
+        "commit": commit.stdout.strip(),
+        "command": command_line(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+
+
+def command_line() -> str:
+    """Return how the script was called, for a shell; without where it writes to, which decides no figure."""
+    arguments = [*sys.argv[1:]]
+    if "--results" in arguments:
+        place = arguments.index("--results")
+        del arguments[place : place + 2]
+    script = Path(sys.argv[0]).resolve()
+    called = ".".join(script.relative_to(ROOT).with_suffix("").parts) if script.is_relative_to(ROOT) else script.name
+    return shlex.join(["python", "-m", called, *arguments])
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

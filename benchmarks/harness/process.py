@@ -1,0 +1,96 @@
+"""An engine in a process of its own, asked by lines of JSON and answering in them: both ends. No package is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class EngineProcess:
+    """The end that asks.
+
+    Attributes:
+        name: The engine, in messages.
+        versions: What the engine's figures depend on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str | Path],
+        *,
+        threads: int = 1,
+        is_of_other_environment: bool = False,
+        files: Sequence[int] = (),
+    ) -> None:
+        """Start it, and wait until the engine is loaded.
+
+        Args:
+            name: The engine.
+            command: An interpreter and the module that calls ``answer_questions``, run from the root.
+            threads: Of OpenMP.
+            is_of_other_environment: Whether it must not import from this environment's paths.
+            files: Descriptors that it gets too.
+
+        Raises:
+            SystemExit: It does not start.
+        """
+        self.name = name
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        if is_of_other_environment:
+            environment.pop("PYTHONPATH", None)
+        self._process = subprocess.Popen(
+            [str(part) for part in command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=files,
+            env=environment,
+            cwd=ROOT,
+        )
+        self.versions: dict[str, str] = self._answer()
+
+    def ask(self, question: Mapping[str, Any]) -> Any:
+        """Return the answer.
+
+        Raises:
+            SystemExit: The process ended instead.
+        """
+        assert self._process.stdin is not None
+        print(json.dumps(question), file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            sys.exit(f"{self.name} ended with exit code {self._process.wait()}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def answer_questions(load: Callable[[], tuple[Mapping[str, str], Callable[[dict[str, Any]], Any]]]) -> None:
+    """Load an engine and answer until there are no more questions: the other end.
+
+    Args:
+        load: Returns the versions that the engine's figures depend on, and what answers a question.
+    """
+    # What engines print is not an answer.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    versions, answer = load()
+    print(json.dumps(versions), file=answers)
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), file=answers)

@@ -1,0 +1,1 @@
+"""Benchmarks of planned memory, and of request traffic over it."""

@@ -1,0 +1,339 @@
+"""The caches that traffic is run on: kvframe's own manager, and models of other layouts with the same verbs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import attrs
+import numpy as np
+
+from benchmarks.memory.pools import EqualBlocks
+from benchmarks.memory.slabs import SlabPool
+from benchmarks.memory.tables import Inputs, TableManager
+from benchmarks.memory.traces import Tokens
+from kvframe.cache.manager import KVCacheManager
+from kvframe.contract.specs import TOKENS, KVCacheSpec
+from kvframe.planning.plan import KVCachePlan
+
+
+@attrs.frozen(kw_only=True)
+class MemoryUse:
+    """Where the bytes of a pool are at one moment; together they are all of it.
+
+    Attributes:
+        needed: In pages that requests hold, what their coming tokens read.
+        unfinished: In these pages, room for tokens that are not there, not yet or not any more.
+        partly_used: Free pages in slabs with held pages: of use to the same group only.
+        cached: Cached pages in such slabs: prefixes that can be found, in memory of use to the same group only.
+        padding: What no page can ever use: ends of slabs, room for layers that are not there or to make states as
+            large as blocks, and what is left over of the memory.
+        idle: What any group can take.
+    """
+
+    needed: int
+    unfinished: int
+    partly_used: int
+    cached: int
+    padding: int
+    idle: int
+
+    @property
+    def used(self) -> float:
+        """Share of the pool that no other request could get."""
+        taken = self.needed + self.unfinished + self.padding
+        return taken / (taken + self.partly_used + self.cached + self.idle)
+
+
+class Cache(Protocol):
+    """What a simulation asks of a cache: the verbs of ``KVCacheManager`` that an engine needs, and what is used."""
+
+    def start(self, request_id: str, token_ids: Tokens[int], *, use_prefix: bool, inputs: Inputs) -> int:
+        """Take a request in, on its longest cached prefix; returns the tokens of that."""
+
+    def chunk(self, request_id: str, start: int, stop: int, prompt_end: int, limit: int) -> int:
+        """Return up to which token a step may compute a prompt from ``start``, at most ``stop``.
+
+        Args:
+            request_id: A request that was taken in.
+            start: Its tokens that are computed.
+            stop: Up to where the step has the budget.
+            prompt_end: Its length.
+            limit: The most tokens of a step.
+        """
+
+    def has_room(self, request_id: str, num_tokens: int) -> bool:
+        """Return whether there is room for all that a request takes up to ``num_tokens`` tokens; takes nothing."""
+
+    def extend(self, request_id: str, num_tokens: int) -> bool:
+        """Make room for tokens ``[0, num_tokens)``; False, and nothing changed, if there is none."""
+
+    def commit(self, request_id: str, token_ids: Tokens[int], num_computed: int) -> None:
+        """Take note that tokens ``[0, num_computed)`` are computed."""
+
+    def free(self, request_id: str) -> None:
+        """Give back everything that a request holds."""
+
+    @property
+    def use(self) -> float:
+        """Share of the pool that is used or of use to one group only, which takes no time to say."""
+
+    def memory_use(self, computed: Mapping[str, int]) -> MemoryUse:
+        """Return where the pool's bytes are.
+
+        Args:
+            computed: For each request in the cache, its computed tokens.
+        """
+
+
+# --- slabs and pages: kvframe itself ----------------------------------------------------------------------------------
+
+
+class SlabsAndPages:
+    """kvframe's plan and manager, as an engine has them."""
+
+    def __init__(self, plan: KVCachePlan, max_num_seqs: int) -> None:
+        """Start with an empty pool."""
+        self._plan = plan
+        self._manager = KVCacheManager(plan, max_num_seqs=max_num_seqs)
+        self._manager.on_pages_freed = self._forget
+        self._filled: list[set[int]] = [set() for _ in plan.groups]
+        self._num_seen: dict[str, list[int]] = {}
+        self.commit = self._manager.commit
+        self.has_room = self._manager.has_room
+
+    def start(self, request_id: str, token_ids: Tokens[int], *, use_prefix: bool, inputs: Inputs) -> int:
+        """Take a request in, on its longest cached prefix; returns the tokens of that."""
+        self._num_seen[request_id] = [0] * len(self._plan.groups)
+        return self._manager.start(request_id, token_ids, use_prefix=use_prefix, inputs=inputs)
+
+    def chunk(self, request_id: str, start: int, stop: int, prompt_end: int, limit: int) -> int:
+        """Return ``stop``: a step may end anywhere."""
+        return stop
+
+    def extend(self, request_id: str, num_tokens: int) -> bool:
+        """Make room for tokens ``[0, num_tokens)``; False, and nothing changed, if there is none."""
+        if not self._manager.extend(request_id, num_tokens):
+            return False
+        num_seen = self._num_seen[request_id]
+        for group, ids in enumerate(self._manager.block_ids(request_id)):
+            # The block that was the last one may have been without a page.
+            self._filled[group].update(ids[max(0, num_seen[group] - 1) :])
+            num_seen[group] = len(ids)
+        return True
+
+    def free(self, request_id: str) -> None:
+        """Give back everything that a request holds."""
+        del self._num_seen[request_id]
+        self._manager.free(request_id)
+
+    def _forget(self, group: int, block_ids: list[int]) -> None:
+        self._filled[group].difference_update(block_ids)
+
+    @property
+    def use(self) -> float:
+        """Share of the slabs with a held page."""
+        return self._manager.usage
+
+    def memory_use(self, computed: Mapping[str, int]) -> MemoryUse:
+        """Return where the pool's bytes are."""
+        plan = self._plan
+        tables = {request: self._manager.block_ids(request) for request in computed}
+        needed = unfinished = cached = free = tails = held_slabs = 0
+        for group in plan.groups:
+            rows = {request: np.asarray(ids[group.index], dtype=np.int64) for request, ids in tables.items()}
+            held = _distinct(np.concatenate([np.zeros(0, np.int64), *rows.values()]))
+            slabs = np.unique(self._slab_of(held))
+            slabs = slabs[slabs < plan.num_slabs]
+            num_rest = plan.num_rest_pages if group.index == plan.rest_group else 0
+            num_pages = len(slabs) * group.pages_per_slab + num_rest
+            filled = _distinct(np.fromiter(self._filled[group.index], dtype=np.int64))
+            num_filled = np.count_nonzero(np.isin(self._slab_of(filled), [*slabs, plan.num_slabs]))
+            empty = sum(
+                empty_tokens(group.spec, int(np.count_nonzero(row)), computed[request]) for request, row in rows.items()
+            )
+            num_bytes = len(held) * group.page_bytes
+            empty_bytes = min(num_bytes, empty * group.page_bytes // group.block_size)
+            needed += num_bytes - empty_bytes
+            unfinished += empty_bytes
+            cached += (num_filled - len(held)) * group.page_bytes
+            free += (num_pages - num_filled) * group.page_bytes
+            tails += len(slabs) * (plan.slab_bytes - group.pages_per_slab * group.page_bytes)
+            held_slabs += len(slabs)
+        return MemoryUse(
+            needed=needed,
+            unfinished=unfinished,
+            partly_used=free,
+            cached=cached,
+            padding=tails + plan.memory_bytes - plan.num_slabs * plan.slab_bytes - plan.rest_bytes,
+            idle=(plan.num_slabs - held_slabs) * plan.slab_bytes,
+        )
+
+    def _slab_of(self, block_ids: Any) -> Any:
+        return (block_ids * self._plan.block_id_bytes - self._plan.null_bytes) // self._plan.slab_bytes
+
+
+def _distinct(block_ids: Any) -> Any:
+    """Return each block id once, without the null page's."""
+    return np.flatnonzero(np.bincount(block_ids, minlength=1)[1:]) + 1
+
+
+def empty_tokens(spec: KVCacheSpec, num_held: int, num_computed: int) -> int:
+    """Return the tokens that a request's blocks of a group have room for and that no coming token reads."""
+    if spec.is_per_block or spec.sequence != TOKENS:
+        return 0
+    live = sum(stop - start for start, stop in spec.live_ranges(num_computed))
+    return max(0, num_held * spec.block_size - live)
+
+
+# --- blocks of one size -----------------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class EqualGroup:
+    """Layers that share a block table, in a pool where all blocks are alike.
+
+    Attributes:
+        spec: What they keep, with the tokens of a block.
+        used_bytes: Of a block, what its layers use.
+    """
+
+    spec: KVCacheSpec
+    used_bytes: int
+
+
+@attrs.frozen(kw_only=True)
+class EqualLayout:
+    """A model in groups whose blocks all take the same.
+
+    Attributes:
+        groups: The groups.
+        block_bytes: Bytes of a block of any of them.
+    """
+
+    groups: tuple[EqualGroup, ...]
+    block_bytes: int
+
+
+class EqualPages:
+    """Groups of equal blocks in one pool, managed as vLLM's ``KVCacheManager`` does.
+
+    What it takes over (version 0.32 with its defaults, ``vllm/v1/core``): every group has a block table of its own;
+    windows give back what they have passed; of a state the last one is held, and a prompt's steps end where a block
+    does (``align``); a request is taken in where there is room for all its tokens (``scheduler_reserve_full_isl``);
+    windows and states are findable at the last block's end in a prompt, and where it parts from an
+    earlier one (``prefix_cache_retention_interval = 0``); a hit is a multiple of every group's blocks and needs the
+    live range of every group; inputs are not shared.
+    """
+
+    def __init__(self, layout: EqualLayout, memory_bytes: int, tokens_a_step: int) -> None:
+        """Start with an empty pool."""
+        self._layout = layout
+        self._memory_bytes = memory_bytes
+        self._pool = EqualBlocks(memory_bytes // layout.block_bytes)
+        specs = [group.spec for group in layout.groups]
+        self._manager = TableManager(specs, self._pool, tokens_a_step=tokens_a_step, few_checkpoints=True)
+        self.start = self._manager.start
+        self.has_room = self._manager.has_room
+        self.extend = self._manager.extend
+        self.commit = self._manager.commit
+        self.free = self._manager.free
+        states = [group.spec.block_size for group in layout.groups if group.spec.is_per_block]
+        self._state_block = max(states, default=0)
+
+    def chunk(self, request_id: str, start: int, stop: int, prompt_end: int, limit: int) -> int:
+        """Return up to which token a step may compute: where there are states, to the end of some block."""
+        size = self._state_block
+        if not size:
+            return stop
+        if stop < prompt_end:
+            aligned = stop // size * size
+            if aligned > start or size <= limit:
+                stop = aligned
+        next_end = (start // size + 1) * size if start % size else 0
+        last_end = (prompt_end - 1) // size * size
+        ends = (next_end, last_end, *self._manager.boundaries(request_id))
+        return max(start, min((end for end in ends if start < end < stop), default=stop))
+
+    @property
+    def use(self) -> float:
+        """Share of the blocks that somebody holds."""
+        return self._pool.use
+
+    def memory_use(self, computed: Mapping[str, int]) -> MemoryUse:
+        """Return where the pool's bytes are."""
+        needed = unfinished = 0
+        for index, group in enumerate(self._layout.groups):
+            rows = {request: np.asarray(self._manager.block_ids(request, index)) for request in computed}
+            held = _distinct(np.concatenate([np.zeros(0, np.int64), *rows.values()]))
+            empty = sum(
+                empty_tokens(group.spec, int(np.count_nonzero(row)), computed[request]) for request, row in rows.items()
+            )
+            bytes_held = len(held) * group.used_bytes
+            empty_bytes = min(bytes_held, empty * group.used_bytes // group.spec.block_size)
+            needed += bytes_held - empty_bytes
+            unfinished += empty_bytes
+        idle = (self._pool.num_blocks - self._pool.num_held) * self._layout.block_bytes
+        return MemoryUse(
+            needed=needed,
+            unfinished=unfinished,
+            partly_used=0,
+            cached=0,
+            padding=self._memory_bytes - needed - unfinished - idle,
+            idle=idle,
+        )
+
+
+# --- slabs and pages as a model ---------------------------------------------------------------------------------------
+
+
+class ModelOfSlabs:
+    """kvframe's plan on a pool that is a model, whose placement can be chosen."""
+
+    def __init__(self, plan: KVCachePlan, pool: SlabPool, *, prefix_caching: bool) -> None:
+        """Start with an empty pool."""
+        self._plan, self._pool = plan, pool
+        specs = [group.spec for group in plan.groups]
+        self._manager = TableManager(
+            specs,
+            pool,
+            tokens_a_step=plan.max_num_batched_tokens,
+            few_checkpoints=False,
+            prefix_caching=prefix_caching,
+        )
+        self.start = self._manager.start
+        self.has_room = self._manager.has_room
+        self.extend = self._manager.extend
+        self.commit = self._manager.commit
+        self.free = self._manager.free
+
+    def chunk(self, request_id: str, start: int, stop: int, prompt_end: int, limit: int) -> int:
+        """Return ``stop``: a step may end anywhere."""
+        return stop
+
+    @property
+    def use(self) -> float:
+        """Share of the slabs with a held page."""
+        return 1 - self._pool.num_idle / self._plan.num_slabs
+
+    def memory_use(self, computed: Mapping[str, int]) -> MemoryUse:
+        """Return where the pool's bytes are; what is unfinished counts as needed."""
+        plan = self._plan
+        held = free = cached = tails = idle = 0
+        for slab in self._pool.slabs:
+            if not slab.num_held:
+                idle += plan.slab_bytes
+                continue
+            group = plan.groups[slab.group]
+            held += slab.num_held * group.page_bytes
+            free += len(slab.free) * group.page_bytes
+            cached += len(slab.cached) * group.page_bytes
+            tails += plan.slab_bytes - group.pages_per_slab * group.page_bytes
+        return MemoryUse(
+            needed=held,
+            unfinished=0,
+            partly_used=free,
+            cached=cached,
+            padding=tails + plan.memory_bytes - plan.num_slabs * plan.slab_bytes,
+            idle=idle,
+        )

@@ -1,0 +1,179 @@
+"""What is compared: published shapes, their memory, and the layouts of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from benchmarks.memory.caches import Cache, EqualGroup, EqualLayout, EqualPages, ModelOfSlabs, SlabsAndPages
+from benchmarks.memory.padded_groups import PaddedGroups, PaddedType
+from benchmarks.memory.plans import DTYPE, LAYER_FILES, STATES_ONCE
+from benchmarks.memory.slabs import SlabPool
+from kvframe.config.stack import Stack
+from kvframe.contract.description import ModelDescription
+from kvframe.contract.specs import KVCacheSpec, LayerSpec, align_up
+from kvframe.loading.plugins import load_plugins
+from kvframe.planning.groups import Grouping, group_layers, make_layer_specs
+from kvframe.planning.layer_file import read_layer_file
+from kvframe.planning.plan import KVCachePlan, plan_cache
+
+MAX_MODEL_LEN = 131_072
+REQUEST_TOKENS = 8_192
+"""Tokens of the requests by which a shape's memory is measured out, or as many as the model takes."""
+
+PAGES_PER_REQUEST = 8
+"""For each of these requests the memory holds so many of the largest pages at least: states are large."""
+
+TOKENS_A_STEP = 2_048
+MAX_NUM_SEQS = 1_024
+
+STATE_BLOCK = 64
+"""Tokens from one state that is kept for prefix caching to the next, in kvframe's layout with fewer of them."""
+
+KVFRAME, FEW_STATES, PADDED, ONE_SIZE = "kvframe", "kvframe, few states", "equal padded groups", "one size fits all"
+
+
+@attrs.frozen(kw_only=True)
+class Shape:
+    """A model's layers, and the memory that all its layouts get.
+
+    Attributes:
+        description: The model.
+        longest: The most tokens of a request: four of them fit in any layout, or what the model takes.
+        memory_bytes: The memory.
+        keeps_states: Whether some of its layers keep states.
+    """
+
+    description: ModelDescription
+    longest: int
+    memory_bytes: int
+    keeps_states: bool
+
+    @classmethod
+    def read(cls, file: str, num_requests: int) -> Shape:
+        """Read a model's layers.
+
+        Args:
+            file: The layer file.
+            num_requests: How many requests of ``REQUEST_TOKENS`` tokens the memory holds, where every layer keeps every
+                token and one state.
+        """
+        description = read_layer_file(LAYER_FILES / file)
+        longest = min(MAX_MODEL_LEN, description.max_model_len)
+        full = _plan(group_layers(_layers(description, STATES_ONCE), hybrid=False), description, longest, 1 << 42)
+        blocks = full.peak_blocks(min(REQUEST_TOKENS, longest))
+        request_bytes = sum(count * group.page_bytes for count, group in zip(blocks, full.groups, strict=True))
+        largest = max(group.page_bytes for group in full.groups)
+        return cls(
+            description=description,
+            longest=min(longest, num_requests * REQUEST_TOKENS // 4),
+            memory_bytes=align_up(num_requests * max(request_bytes, PAGES_PER_REQUEST * largest), 1 << 20),
+            keeps_states=any(group.spec.is_per_block for group in full.groups),
+        )
+
+    def plan(self, layout: str = KVFRAME) -> KVCachePlan:
+        """Return kvframe's plan of the memory."""
+        rules = (
+            {"rules": [{"kind": "mamba", "spec": {"block_size": STATE_BLOCK}, "optional": True}]}
+            if layout == FEW_STATES
+            else {}
+        )
+        return _plan(group_layers(_layers(self.description, rules)), self.description, self.longest, self.memory_bytes)
+
+    def live_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of the pages that the next token of a request of so many tokens reads."""
+        total = 0
+        for group in self.plan().groups:
+            length = self.description.max_input_lens.get(group.spec.sequence, num_tokens)
+            total += group.page_bytes * sum(stop - start for start, stop in group.spec.live_blocks(length))
+        return total
+
+    def cache(self, layout: str) -> Cache:
+        """Return an empty cache in one of the layouts."""
+        if layout in (KVFRAME, FEW_STATES):
+            return SlabsAndPages(self.plan(layout), MAX_NUM_SEQS)
+        layers = _layers(self.description, {})
+        equal = equal_groups(layers) if layout == PADDED else one_size_fits_all(layers)
+        return EqualPages(equal, self.memory_bytes, TOKENS_A_STEP)
+
+    def model_of_slabs(self, placement: str, reuse: str, *, prefix_caching: bool) -> Cache:
+        """Return kvframe's plan on a pool that is a model.
+
+        Args:
+            placement: One of ``traffic_slabs.PLACEMENTS``.
+            reuse: One of ``traffic_slabs.REUSES``.
+            prefix_caching: Whether anything is cached.
+        """
+        plan = self.plan()
+        pool = SlabPool(
+            [group.pages_per_slab for group in plan.groups],
+            plan.num_slabs,
+            reserve=min(plan.num_slabs, plan.num_slabs_for(group.peak_blocks for group in plan.groups)),
+            placement=placement,
+            reuse=reuse,
+        )
+        return ModelOfSlabs(plan, pool, prefix_caching=prefix_caching)
+
+
+def _layers(description: ModelDescription, rules: dict[str, Any]) -> Sequence[LayerSpec]:
+    stack = Stack.from_mapping({"engine": {"dtype": DTYPE}, **rules})
+    return make_layer_specs(description, load_plugins().registry, stack, DTYPE)
+
+
+def _plan(grouping: Grouping, description: ModelDescription, longest: int, memory_bytes: int) -> KVCachePlan:
+    return plan_cache(
+        grouping,
+        memory_bytes=memory_bytes,
+        max_model_len=longest,
+        max_num_batched_tokens=TOKENS_A_STEP,
+        max_input_lens=description.max_input_lens,
+    )
+
+
+def equal_groups(layers: Sequence[LayerSpec]) -> EqualLayout:
+    """Return the groups of vLLM's hybrid KV cache manager, by the arithmetic of ``memory/padded_groups.py``."""
+    padded = PaddedGroups.of(layers)
+    return _equal_layout(padded.types, padded.group_size, padded.page_bytes)
+
+
+def one_size_fits_all(layers: Sequence[LayerSpec]) -> EqualLayout:
+    """Return the layout in which every layer keeps every token, and all layers that keep the same share a block.
+
+    Blocks of what keeps less have more tokens, in steps of a block, until the largest is filled: that of all states.
+    """
+    totals: dict[tuple[Any, ...], tuple[KVCacheSpec, int]] = {}
+    for layer in layers:
+        if layer.shares_with is None and layer.spec is not None and layer.spec.keeps_past:
+            spec = layer.spec.retain_all()
+            first, held = totals.get(spec.group_key, (spec, 0))
+            totals[spec.group_key] = first, held + spec.block_bytes
+    step = max((held for spec, held in totals.values() if not spec.is_per_block), default=1)
+    block_bytes = align_up(max(held for _, held in totals.values()), step)
+    types = []
+    for spec, held in totals.values():
+        times = 1 if spec.is_per_block else block_bytes // held
+        longer = spec if spec.is_per_block else attrs.evolve(spec, block_size=spec.block_size * times)
+        types.append(PaddedType(spec=longer, num_layers=1, layer_bytes=held * times))
+    return _equal_layout(types, 1, block_bytes)
+
+
+def _equal_layout(types: Sequence[PaddedType], group_size: int, page_bytes: int) -> EqualLayout:
+    """Return the groups of a model's types of layers.
+
+    Args:
+        types: The types, with blocks that are ``page_bytes`` long at most for each layer.
+        group_size: Layers of a group, those that are not there included.
+        page_bytes: Bytes of a block of one layer.
+    """
+    # A state is kept for as many tokens as a block of attention has.
+    size = max((each.spec.block_size for each in types if not each.spec.is_per_block), default=16)
+    groups = []
+    for each in types:
+        spec = attrs.evolve(each.spec, block_size=size) if each.spec.is_per_block else each.spec
+        num_groups = -(-each.num_layers // group_size)
+        for index in range(num_groups):
+            num_layers = len(range(index, each.num_layers, num_groups))
+            groups.append(EqualGroup(spec=spec, used_bytes=num_layers * each.layer_bytes))
+    return EqualLayout(groups=tuple(groups), block_bytes=group_size * page_bytes)

@@ -1,0 +1,171 @@
+"""Plan the cache memory of published models, beside what other groupings of the same layers take.
+
+    python -m benchmarks.memory.plans [--model FILE ...] [--results FOLDER]
+
+benchmarks/README.md says what the figures mean. Nothing is loaded or run: the models are layer files.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+
+from benchmarks.harness.machine import RESULTS, command_line
+from benchmarks.memory.padded_groups import PaddedGroups
+from benchmarks.memory.plans_report import write_report
+from kvframe.config.stack import Stack
+from kvframe.contract.description import ModelDescription
+from kvframe.contract.specs import LayerSpec
+from kvframe.loading.plugins import load_plugins
+from kvframe.loading.registry import Registry
+from kvframe.planning.groups import group_layers, make_layer_specs
+from kvframe.planning.layer_file import read_layer_file
+from kvframe.planning.plan import KVCachePlan
+from kvframe.planning.sizing import plan_for_stack
+
+LAYER_FILES = Path(__file__).parents[2] / "examples" / "layers"
+MEMORY_BYTES = 80_000_000_000
+MAX_MODEL_LEN = 131_072
+LENGTHS = (8_192, MAX_MODEL_LEN)
+"""Tokens of the requests that are counted; where a model takes fewer, as many as it takes."""
+
+DTYPE = "bfloat16"
+STATES_ONCE = {"rules": [{"kind": "mamba", "spec": {"checkpoints": "none"}, "optional": True}]}
+"""Of a state one is kept for each request, and nothing for prefix caching."""
+
+
+@attrs.frozen
+class Model:
+    """A row of the table.
+
+    Attributes:
+        title: The model.
+        file: Its layer file.
+        has_states: Whether it is planned once more with ``STATES_ONCE``.
+    """
+
+    title: str
+    file: str
+    has_states: bool = False
+
+
+MODELS = (
+    Model("Llama 3.1 8B", "llama_3_1_8b.toml"),
+    Model("Gemma 3 27B", "gemma_3_27b.json"),
+    Model("Gemma 3n E4B", "gemma_3n_e4b.toml"),
+    Model("Llama 4 Scout", "llama_4_scout.toml"),
+    Model("gpt-oss-20b", "gpt_oss_20b.toml"),
+    Model("Qwen3-Next 80B", "qwen3_next_80b.toml", has_states=True),
+    Model("Jamba Mini", "jamba_mini.toml", has_states=True),
+    Model("Falcon-H1 7B", "falcon_h1_7b.toml", has_states=True),
+    Model("Phi-4-mini-flash", "phi_4_mini_flash.toml", has_states=True),
+    Model("DeepSeek-V3", "deepseek_v3.toml"),
+    Model("Whisper large v3", "whisper_large_v3.toml"),
+)
+
+
+def measure(model: Model, registry: Registry) -> list[dict[str, Any]]:
+    """Return the model's rows: one, or two if it keeps states."""
+    description = read_layer_file(LAYER_FILES / model.file)
+    rows = [_row(model.title, description, registry, {})]
+    if model.has_states:
+        rows.append(_row(f"{model.title}, one state a request", description, registry, STATES_ONCE))
+    return rows
+
+
+def _row(title: str, description: ModelDescription, registry: Registry, changes: dict[str, Any]) -> dict[str, Any]:
+    max_model_len = min(MAX_MODEL_LEN, description.max_model_len)
+    stack = Stack.from_mapping({"cache": {"memory": str(MEMORY_BYTES)}, "engine": {"dtype": DTYPE}, **changes})
+    layers = make_layer_specs(description, registry, stack, DTYPE)
+    plans = {
+        name: _plan(layers, stack, max_model_len, description, hybrid=name == "hybrid") for name in ("hybrid", "full")
+    }
+    plan, padded = plans["hybrid"], PaddedGroups.of(layers)
+    lengths = sorted({min(length, max_model_len) for length in LENGTHS})
+    return {
+        "title": title,
+        "model": description.name,
+        "max_model_len": max_model_len,
+        "max_input_lens": dict(plan.max_input_lens),
+        "groups": [
+            {"kind": group.spec.kind, "num_layers": len(group.layers), "page_bytes": group.page_bytes}
+            for group in plan.groups
+        ],
+        "bytes_per_token": plan.bytes_per_token,
+        "bytes_per_request": plan.bytes_per_request,
+        "bytes_per_input_token": dict(plan.bytes_per_input_token),
+        "wasted": wasted_share(plan),
+        "wasted_bytes": round(wasted_share(plan) * plan.memory_bytes),
+        "lengths": lengths,
+        "requests": {
+            **{name: [each.max_concurrency(length) for length in lengths] for name, each in plans.items()},
+            "padded": [padded.max_concurrency(plan, length) for length in lengths],
+        },
+        "request_bytes": {
+            **{name: [_held_bytes(each, length) for length in lengths] for name, each in plans.items()},
+            "padded": [padded.held_bytes(plan, length) for length in lengths],
+        },
+        "padded": {
+            "num_groups": padded.num_groups,
+            "group_size": padded.group_size,
+            "num_missing_layers": padded.num_missing,
+            "page_bytes": padded.page_bytes,
+            "block_sizes": [each.spec.block_size for each in padded.types if not each.spec.is_per_block],
+            "wasted": [padded.waste_fraction(plan, length) for length in lengths],
+        },
+    }
+
+
+def _plan(
+    layers: Sequence[LayerSpec], stack: Stack, max_model_len: int, description: ModelDescription, *, hybrid: bool
+) -> KVCachePlan:
+    return plan_for_stack(group_layers(layers, hybrid=hybrid), stack, max_model_len, description.max_input_lens)
+
+
+def _held_bytes(plan: KVCachePlan, num_tokens: int) -> int:
+    """Return the bytes of the most pages that a request holds."""
+    return sum(count * group.page_bytes for count, group in zip(plan.peak_blocks(num_tokens), plan.groups, strict=True))
+
+
+def wasted_share(plan: KVCachePlan) -> float:
+    """Return the share of the memory given that no page can use when the longest requests fill it.
+
+    It is what lies before the first slab, what is too short for a page behind the last one, and the ends of slabs.
+    """
+    used = plan.num_slabs * plan.slab_bytes * (1 - plan.waste_fraction) + plan.rest_bytes
+    return 1 - used / plan.memory_bytes
+
+
+@click.command()
+@click.option("--model", "files", multiple=True, type=click.Choice([model.file for model in MODELS]))
+@click.option("--results", type=click.Path(path_type=Path), default=RESULTS)
+def main(files: Sequence[str], results: Path) -> None:
+    """Plan the models and write one JSON file and one page of results."""
+    registry = load_plugins().registry
+    chosen = [model for model in MODELS if model.file in (files or [each.file for each in MODELS])]
+    record = {
+        "command": command_line(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "kvframe": version("kvframe"),
+        "memory_bytes": MEMORY_BYTES,
+        "dtype": DTYPE,
+        "block_size": Stack().cache.block_size,
+        "max_num_batched_tokens": Stack().engine.max_num_batched_tokens,
+        "models": [row for model in chosen for row in measure(model, registry)],
+    }
+    results.mkdir(parents=True, exist_ok=True)
+    (results / "memory.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    page = write_report(record)
+    (results / "memory.md").write_text(page, encoding="utf-8")
+    click.echo(page)
+
+
+if __name__ == "__main__":
+    main()

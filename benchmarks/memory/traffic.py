@@ -1,0 +1,186 @@
+"""Run request traces over the caches of published models, in kvframe's layout and in others. No model is loaded.
+
+    python -m benchmarks.memory.traffic [--model FILE ...] [--trace NAME ...] [--size N] [--results FOLDER]
+
+benchmarks/README.md says what the figures mean.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import attrs
+import click
+
+from benchmarks.harness.machine import RESULTS, describe_machine
+from benchmarks.memory.caches import Cache, MemoryUse
+from benchmarks.memory.layouts import (
+    FEW_STATES,
+    KVFRAME,
+    MAX_NUM_SEQS,
+    ONE_SIZE,
+    PADDED,
+    STATE_BLOCK,
+    TOKENS_A_STEP,
+    Shape,
+)
+from benchmarks.memory.plans import DTYPE, MODELS
+from benchmarks.memory.simulator import Outcome, Simulation
+from benchmarks.memory.slabs import PLACEMENTS
+from benchmarks.memory.traces import TRACES, Lengths, draw, typical_tokens
+from benchmarks.memory.traffic_report import draw_plot, write_report
+from kvframe.cli.render import progress
+
+SIZE = 32
+USERS = {True: 2.5, False: 1.5}
+"""So many times as many users as have a typical request that fits hold conversations at once, where these have several
+turns, of which they share tokens, and where they have one."""
+
+CONVERSATIONS = {True: 1.2, False: 1.6}
+"""Conversations for each user, where these have several turns and where they have one."""
+
+PLACED = (
+    ("gemma_3_27b.json", "multi-turn", True),
+    ("gemma_3_27b.json", "log-normal", False),
+    ("phi_4_mini_flash.toml", "multi-turn", True),
+    ("phi_4_mini_flash.toml", "log-normal", False),
+    ("falcon_h1_7b.toml", "long documents", True),
+    ("falcon_h1_7b.toml", "long documents", False),
+)
+"""Models and traces on which placements are compared, and whether prefixes are cached."""
+
+POLICIES = (*((placement, "oldest") for placement in PLACEMENTS), ("fullest", "fullest"))
+
+
+@attrs.frozen
+class Job:
+    """One run.
+
+    Attributes:
+        file: The model's layer file.
+        trace: A trace's name.
+        size: Requests that the memory is for.
+        layout: A layout's name; unused where placements are compared.
+        policy: Placement and reuse, where they are.
+        prefix_caching: Whether anything is cached.
+    """
+
+    file: str
+    trace: str
+    size: int
+    layout: str = KVFRAME
+    policy: tuple[str, str] | None = None
+    prefix_caching: bool = True
+
+    def run(self) -> dict[str, Any]:
+        """Run the trace and return what came of it."""
+        shape, lengths = Shape.read(self.file, self.size), TRACES[self.trace]
+        cache: Cache
+        if self.policy is None:
+            cache = shape.cache(self.layout)
+            names = {"layout": self.layout}
+        else:
+            placement, reuse = self.policy
+            cache = shape.model_of_slabs(placement, reuse, prefix_caching=self.prefix_caching)
+            names = {"placement": placement, "reuse": reuse}
+        num_users = users(shape, lengths)
+        outcome = Simulation(
+            cache,
+            draw(lengths, round(num_users * CONVERSATIONS[lengths.turns[1] > 1]), shape.longest),
+            num_users=num_users,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=TOKENS_A_STEP,
+            input_lens=shape.description.max_input_lens,
+        ).run()
+        title = next(model.title for model in MODELS if model.file == self.file)
+        return {
+            "title": title,
+            "trace": self.trace,
+            **names,
+            "prefix_caching": self.prefix_caching,
+            "memory_bytes": shape.memory_bytes,
+            "users": num_users,
+            **figures(outcome, shape.memory_bytes),
+        }
+
+
+def users(shape: Shape, lengths: Lengths) -> int:
+    """Return how many users a shape's memory is too small for."""
+    fitting = shape.memory_bytes / shape.live_bytes(min(typical_tokens(lengths), shape.longest // 2))
+    return min(MAX_NUM_SEQS, max(8, round(USERS[lengths.turns[1] > 1] * fitting)))
+
+
+def figures(outcome: Outcome, memory_bytes: int) -> dict[str, Any]:
+    """Return an outcome as plain values, memory as shares of all of it."""
+    uses, parts = outcome.full_use, [field.name for field in attrs.fields(MemoryUse)]
+    return {
+        "requests": outcome.requests,
+        "steps": outcome.steps,
+        "ended_in_1000_steps": 1000 * outcome.requests / outcome.steps,
+        "was_full": outcome.was_full,
+        "peak": outcome.peak,
+        "concurrency": outcome.mean_concurrency,
+        "preemptions": outcome.preemptions,
+        "hit_rate": outcome.hit_rate,
+        "looks": len(uses),
+        "use": {name: fmean(getattr(use, name) for use in uses) / memory_bytes for name in parts} if uses else None,
+        "most_wasted": max((use.partly_used + use.padding for use in uses), default=0) / memory_bytes,
+    }
+
+
+def _jobs(files: Sequence[str], traces: Sequence[str], size: int) -> list[Job]:
+    jobs = []
+    for file in files:
+        layouts = [KVFRAME, PADDED, ONE_SIZE]
+        if Shape.read(file, size).keeps_states:
+            layouts.insert(1, FEW_STATES)
+        jobs += [Job(file, trace, size, layout) for trace in traces for layout in layouts]
+    jobs += [
+        Job(file, trace, size, policy=policy, prefix_caching=caches)
+        for file, trace, caches in PLACED
+        if file in files and trace in traces
+        for policy in POLICIES
+    ]
+    return jobs
+
+
+@click.command()
+@click.option("--model", "files", multiple=True, type=click.Choice([model.file for model in MODELS]))
+@click.option("--trace", "traces", multiple=True, type=click.Choice(list(TRACES)))
+@click.option("--size", type=click.IntRange(1), default=SIZE, help="Requests that the memory is for.")
+@click.option("--workers", type=click.IntRange(1), default=os.cpu_count(), help="Processes.")
+@click.option("--results", type=click.Path(path_type=Path), default=RESULTS)
+def main(files: Sequence[str], traces: Sequence[str], size: int, workers: int, results: Path) -> None:
+    """Run the traces and write one JSON file, one page of results and one plot."""
+    jobs = _jobs(files or [model.file for model in MODELS], traces or list(TRACES), size)
+    rows: list[dict[str, Any]] = []
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context) as pool, progress("traces on layouts", len(jobs)) as show:
+        for row in pool.map(Job.run, jobs):
+            rows.append(row)
+            show(len(rows))
+    record = {
+        "machine": describe_machine(1),
+        "dtype": DTYPE,
+        "size": size,
+        "state_block": STATE_BLOCK,
+        "tokens_a_step": TOKENS_A_STEP,
+        "traces": {name: attrs.asdict(lengths) for name, lengths in TRACES.items()},
+        "layouts": [row for row in rows if "layout" in row],
+        "placements": [row for row in rows if "placement" in row],
+    }
+    results.mkdir(parents=True, exist_ok=True)
+    (results / "memory_traffic.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (results / "memory_traffic.md").write_text(write_report(record), encoding="utf-8")
+    draw_plot(record, results / "memory_traffic.svg")
+
+
+if __name__ == "__main__":
+    main()

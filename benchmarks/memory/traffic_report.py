@@ -1,0 +1,219 @@
+"""The page and the plot of simulated traffic: the record as tables and bars for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.pages import table
+
+SHORT = {
+    "kvframe": "kvframe",
+    "kvframe, few states": "few states",
+    "equal padded groups": "equal groups",
+    "one size fits all": "one size",
+}
+"""Layouts as the tables name them."""
+
+WASTES = ("partly_used", "padding")
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def write_report(record: Mapping[str, Any]) -> str:
+    """Return the page of results as Markdown."""
+    machine, rows = record["machine"], record["layouts"]
+    lines = [
+        "# Traffic on the caches of published models",
+        "",
+        f"Simulated on {machine['date']} by `{machine['command']}`, kvframe {machine['kvframe']} at "
+        f"{machine['commit']}. Keys and values are {record['dtype']}, steps have at most {record['tokens_a_step']:,} "
+        f"tokens; *few states* keeps one every {record['state_block']} tokens. The figures depend on no machine.",
+        "",
+        "![Requests at once, and the memory that is wasted](memory_traffic.svg)",
+        "",
+        "## Requests at once",
+        "",
+        "The most; in brackets the average from the first step without room on. The last columns are kvframe's most, "
+        "and its average, over those of equal groups, and its most over that of one size; the better one where it has "
+        "two.",
+        "",
+        *table(
+            ("", "", "GB", *SHORT.values(), "most / equal groups", "average / equal groups", "most / one size"),
+            _per_trace(rows, _concurrency),
+        ),
+        "",
+        "## Requests ended in 1,000 steps",
+        "",
+        *table(("", "", *SHORT.values(), "kvframe / equal groups"), _per_trace(rows, _ended)),
+        "",
+        "## Prompt tokens found in the cache, and preemptions",
+        "",
+        *table(
+            ("", "", *SHORT.values(), *(f"preemptions: {name}" for name in SHORT.values())), _per_trace(rows, _hits)
+        ),
+        "",
+        "## Waste when at least 95 % of the memory is in use",
+        "",
+        "Beyond unfinished blocks: free pages in partly used slabs, and padding. Shares of all memory, on average over "
+        "the looks of all traces.",
+        "",
+        *table(("", *SHORT.values()), _per_shape(rows)),
+        "",
+        "By trace; empty where so much never was in use.",
+        "",
+        *table(
+            (
+                *("", "", "", "unfinished blocks", "free pages in partly used slabs", "padding"),
+                *("wasted beyond unfinished blocks", "at most", "cached pages in partly used slabs"),
+            ),
+            [line for row in rows for line in _memory(row)],
+        ),
+    ]
+    if record["placements"]:
+        lines += [
+            "",
+            "## Which page to take",
+            "",
+            "By a model of kvframe's pool.",
+            "",
+            *table(
+                (
+                    *("", "", "takes the free page", "gives up the cached page", "requests at once"),
+                    *("prompt tokens found", "preemptions", "free pages in partly used slabs"),
+                    "cached pages there",
+                ),
+                [_placement(row) for row in record["placements"]],
+            ),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _per_trace(rows: Rows, cells: Any) -> list[tuple[str, ...]]:
+    found, title = [], ""
+    for name, trace in dict.fromkeys((row["title"], row["trace"]) for row in rows):
+        by_layout = {row["layout"]: row for row in rows if (row["title"], row["trace"]) == (name, trace)}
+        found.append((name if name != title else "", trace, *cells(by_layout)))
+        title = name
+    return found
+
+
+def best_ratio(by_layout: Mapping[str, Mapping[str, Any]], other: str, figure: str = "peak") -> float:
+    """Return a figure of kvframe over that of another layout, with the better of its rows."""
+    ours = max(row[figure] for name, row in by_layout.items() if name.startswith("kvframe"))
+    return float(ours / by_layout[other][figure])
+
+
+def _concurrency(by_layout: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    def cell(name: str) -> str:
+        row = by_layout.get(name)
+        return "" if row is None else f"{row['peak']} ({row['concurrency']:.1f})"
+
+    memory = f"{by_layout['kvframe']['memory_bytes'] / 1e9:.1f}"
+    ratios = (
+        best_ratio(by_layout, "equal padded groups"),
+        best_ratio(by_layout, "equal padded groups", "concurrency"),
+        best_ratio(by_layout, "one size fits all"),
+    )
+    return memory, *(cell(name) for name in SHORT), *(f"{ratio:.2f}" for ratio in ratios)
+
+
+def _ended(by_layout: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    rows = (by_layout.get(name) for name in SHORT)
+    ratio = best_ratio(by_layout, "equal padded groups", "ended_in_1000_steps")
+    return *("" if row is None else f"{row['ended_in_1000_steps']:.0f}" for row in rows), f"{ratio:.2f}"
+
+
+def _hits(by_layout: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    rows = [by_layout.get(name) for name in SHORT]
+    return (
+        *("" if row is None else f"{row['hit_rate']:.1%}" for row in rows),
+        *("" if row is None else f"{row['preemptions']:,}" for row in rows),
+    )
+
+
+def wasted(row: Mapping[str, Any]) -> float | None:
+    """Return the share of the memory that is of no use beyond unfinished blocks; None where it was never used up."""
+    return None if row["use"] is None else sum(row["use"][name] for name in WASTES)
+
+
+def shape_waste(rows: Rows) -> float | None:
+    """Return what is wasted beyond unfinished blocks over several traces; None where memory never was used up."""
+    looks = sum(row["looks"] for row in rows)
+    return sum(row["looks"] * (wasted(row) or 0.0) for row in rows) / looks if looks else None
+
+
+def _per_shape(rows: Rows) -> list[tuple[str, ...]]:
+    found = []
+    for title in dict.fromkeys(row["title"] for row in rows):
+        shares = [
+            shape_waste([row for row in rows if (row["title"], row["layout"]) == (title, name)]) for name in SHORT
+        ]
+        found.append((title, *("" if share is None else f"{share:.2%}" for share in shares)))
+    return found
+
+
+def _memory(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    if row["use"] is None:
+        return []
+    use = row["use"]
+    shares = (use["unfinished"], use["partly_used"], use["padding"], wasted(row), row["most_wasted"], use["cached"])
+    return [(row["title"], row["trace"], SHORT[row["layout"]], *(f"{share:.2%}" for share in shares))]
+
+
+def _placement(row: Mapping[str, Any]) -> tuple[str, ...]:
+    use = row["use"] or {"partly_used": 0.0, "cached": 0.0}
+    return (
+        row["title"],
+        row["trace"] + ("" if row["prefix_caching"] else ", nothing cached"),
+        f"of the slab {'with most held pages' if row['placement'] == 'fullest' else row['placement']}",
+        "unused for longest" if row["reuse"] == "oldest" else "of the slab with most held pages",
+        f"{row['concurrency']:.1f}",
+        f"{row['hit_rate']:.1%}",
+        f"{row['preemptions']:,}",
+        f"{use['partly_used']:.2%}",
+        f"{use['cached']:.2%}",
+    )
+
+
+def draw_plot(record: Mapping[str, Any], path: Path) -> None:
+    """Draw, for each trace, how many requests run at once at most beside equal padded groups, and what is wasted.
+
+    Args:
+        record: The results.
+        path: The SVG file to write.
+    """
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    matplotlib.rcParams.update({"svg.hashsalt": "kvframe", "font.size": 8})
+    rows = record["layouts"]
+    traces = list(dict.fromkeys(row["trace"] for row in rows))
+    titles = list(dict.fromkeys(row["title"] for row in rows))
+    found = {(row["title"], row["trace"], row["layout"]): row for row in rows}
+    figure, axes = plt.subplots(2, len(traces), figsize=(4 * len(traces), 8), sharey="row", squeeze=False)
+    for column, trace in enumerate(traces):
+        for index, layout in enumerate(SHORT):
+            places, ratios, wastes = [], [], []
+            for place, title in enumerate(titles):
+                row = found.get((title, trace, layout))
+                if row is not None:
+                    places.append(place + 0.2 * index)
+                    ratios.append(row["peak"] / found[title, trace, "equal padded groups"]["peak"])
+                    share = wasted(row)
+                    wastes.append(100 * (share + row["use"]["unfinished"]) if share is not None else 0)
+            for line, values in ((0, ratios), (1, wastes)):
+                axes[line][column].bar(places, values, width=0.2, label=layout)
+        axes[0][column].set_title(trace)
+        axes[0][column].axhline(1, color="black", linewidth=0.5)
+        for line in (0, 1):
+            axes[line][column].set_xticks([place + 0.3 for place in range(len(titles))], titles, rotation=90)
+    axes[0][0].set_ylabel("most requests at once, beside equal padded groups")
+    axes[1][0].set_ylabel("% of the memory wasted, unfinished blocks included")
+    axes[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(path, format="svg", metadata={"Date": None})
+    plt.close(figure)

@@ -1,0 +1,35 @@
+"""How tests call a benchmark as a person does, and read what it recorded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def call(module: str, *options: str, timeout: int = 280) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m benchmarks.…`` from the root."""
+    command = [sys.executable, "-m", f"benchmarks.{module}", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout)
+
+
+def measured(folder: Path, module: str, *options: str, timeout: int = 280) -> Path:
+    """Return a folder into which a benchmark wrote its record and its page."""
+    done = call(module, *options, "--results", str(folder), timeout=timeout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def record_of(name: str, folder: Path = RESULTS) -> Any:
+    """Return a record, as JSON has it; the committed one unless a folder is given."""
+    return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def page_of(name: str, folder: Path = RESULTS) -> str:
+    """Return a page; the committed one unless a folder is given."""
+    return (folder / f"{name}.md").read_text(encoding="utf-8")
