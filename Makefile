@@ -13,7 +13,7 @@ VLLM := $(PEERS)/vllm
 # Small tensors: more threads than one only fight over the cores that the test processes use.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup test lint demo bench peer clean
+.PHONY: help setup test lint docs demo bench peer clean
 
 help: ## list these commands
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -34,6 +34,10 @@ lint: $(READY) ## ruff and mypy --strict
 
 test: lint ## lint, then every test: core, plugins, examples
 	$(BIN)/pytest -n $(JOBS)
+
+docs: $(READY) ## build the documentation as a site in build/site, with the contract's reference
+	$(BIN)/sphinx-build -q -W --keep-going -b html -c docs . build/site
+	@echo "open build/site/docs/index.html"
 
 demo: $(READY) ## train a small hybrid model (once) and serve 32 prompts that share a prefix
 	$(BIN)/python examples/demo/demo.py

@@ -16,7 +16,7 @@ class GraphCapture(IntEnum):
     """
 
     NEVER = 0
-    """No batch: its shapes depend on values."""
+    """No batch, because its shapes depend on values."""
     DECODE = 1
     """Batches of one token per request."""
     UNIFORM = 2

@@ -21,7 +21,7 @@ class Axis(StrEnum):
     TOKEN = "token"
     """The packed tokens, padded ones included."""
     STEP = "step"
-    """Nothing: the values apply to the whole step."""
+    """None of them. The values apply to the whole step."""
 
 
 @attrs.frozen(eq=False)

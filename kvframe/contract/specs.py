@@ -83,7 +83,7 @@ class KVCacheSpec(ABC):
     kind: ClassVar[str]
     """The registered name of this type (``"sliding_window"``)."""
     layout_fields: ClassVar[frozenset[str]] = frozenset()
-    """Fields that shape a block's bytes but not which tokens are live: layers that differ only here share a group."""
+    """Fields that shape a block's bytes but not which tokens are live. Layers that differ only here share a group."""
     default_wrappers: ClassVar[tuple[str, ...]] = ()
     """The wrapper chain of a layer of this type, by registered name, unless the stack gives it another."""
     sequence: ClassVar[str] = TOKENS

@@ -305,6 +305,15 @@ def test_each_of_the_three_names_has_a_page_that_the_readme_leads_to(name: str) 
     assert read(page).startswith(f"# `{name}`: ")
 
 
+def test_the_reference_has_every_name_of_the_contract() -> None:
+    found: dict[str, str] = {}
+    blocks = re.findall(r"automodule:: kvframe\.contract\.(\w+)\n +:members: (.+)", read("docs/reference.md"))
+    for module, names in blocks:
+        found |= dict.fromkeys(names.split(", "), module)
+    exported = re.findall(r"from \.(\w+) import (\w+) as", read("kvframe/contract/__init__.pyi"))
+    assert {name: module for module, name in exported} | {"HookSpecs": "hookspecs"} == found
+
+
 @pytest.mark.parametrize(("document", "most"), [("README.md", 200), ("CONTRIBUTING.md", 100), ("CHANGELOG.md", 45)])
 def test_what_is_read_first_is_short(document: str, most: int) -> None:
     assert len(read(document).splitlines()) <= most
