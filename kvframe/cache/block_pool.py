@@ -359,7 +359,7 @@ class BlockPool:
                 for group, where in equal_runs(groups):
                     self.on_pages_freed(group, block_ids[where].tolist())
             except Exception as error:
-                _log.error("on_pages_freed raises %s; it is told nothing any more", safe_text(error))
+                _log.error("on_pages_freed raises %s; it was removed", safe_text(error))
                 self.on_pages_freed = None
 
     # --- size ---------------------------------------------------------------------------------------------------------

@@ -291,7 +291,7 @@ def as_bytes(tokens: Sequence[int], start: int, stop: int) -> bytes:
     """Return token ids ``[start, stop)`` as four bytes each.
 
     Raises:
-        RequestError: One of them is no token id, or is missing (``bad_token``).
+        RequestError: One of them is not a token id, or is missing (``bad_token``).
     """
     if isinstance(tokens, array) and tokens.typecode == "I":
         # A short part is read faster as a copy, a long one as a view. No view is kept, not even by an error: the caller
@@ -308,7 +308,7 @@ def as_bytes(tokens: Sequence[int], start: int, stop: int) -> bytes:
 
 
 def num_readable(tokens: Sequence[int]) -> int:
-    """Return how many tokens come before the first one that is no token id."""
+    """Return how many tokens come before the first one that is not a token id."""
     for place, token in enumerate(tokens):
         try:
             array("I", (token,))
@@ -319,7 +319,7 @@ def num_readable(tokens: Sequence[int]) -> int:
 
 def _unreadable(tokens: Sequence[int], place: int) -> RequestError:
     if place < len(tokens):
-        why = f"{tokens[place]!r} is no token id; give whole numbers in [0, 2**32)"
+        why = f"{tokens[place]!r} is not a token id; give whole numbers in [0, 2**32)"
     else:
         why = f"there are {place} token ids of more tokens that are computed; give them all"
     return RequestError(why, code="bad_token")

@@ -30,7 +30,7 @@ _COMMANDS: Mapping[str, str] = {
 
 
 class LazyGroup(click.Group):
-    """A group that imports a command's module when the command is looked up, and speaks plainly of mistakes."""
+    """A group that imports a command's module only for that command, and reports a user's mistakes in one sentence."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands in the order of help."""
@@ -48,7 +48,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command that ``args`` name, or say which command is nearest."""
+        """Return the command that ``args`` name; for an unknown name, raise an error with the nearest command."""
         name = args[0]
         if name not in _COMMANDS and not name.startswith("-"):
             raise UnknownNameError("command", name, _COMMANDS, "`kvframe --help` says what each does")
@@ -62,18 +62,18 @@ class LazyGroup(click.Group):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> Any:
-        """Run a command line, and end the process with its exit code: ``kvframe.cli.guard`` says which."""
+        """Run a command line, and end the process with an exit code of ``kvframe.cli.guard``."""
         main = super().main
         if not standalone_mode:
             return main(args, prog_name, complete_var, standalone_mode=False, **extra)
         sys.exit(run_guarded(lambda: main(args, prog_name, complete_var, standalone_mode=False, **extra)))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, with streams that can print any text, and no escape codes if they are unwanted."""
+        """Run the command, with streams that can print any text, and without escape codes if the user wants none."""
         keep_output_apart()
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
-                # A text that is no Unicode is refused; to print it must not lose the others. JSON reads the escape.
+                # An error may quote text that is not Unicode. It is escaped, so that printing it does not fail.
                 stream.reconfigure(errors="backslashreplace")
         if wants_no_escapes():
             ctx.color = False

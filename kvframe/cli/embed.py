@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvframe.engine.running.pooling import EmbeddingOutput
 
 REFUSED_EXIT_CODE = 1
-"""Exit code when at least one text was refused or failed, though the others finished."""
+"""Exit code if at least one text was refused or failed, though the others finished."""
 
 _NUM_SHOWN = 4
 
@@ -129,7 +129,7 @@ def _to_dict(text: str | list[int], output: EmbeddingOutput) -> dict[str, Any]:
         "text": text if isinstance(text, str) else None,
         "token_ids": list(output.token_ids) if isinstance(text, str) else text,
         "num_tokens": len(output.token_ids),
-        # What is not numbers has no place in JSON.
+        # JSON has no value for numbers that are not finite.
         "embedding": list(output.embedding) if is_whole and output.embedding is not None else None,
         "finish_reason": output.finish_reason,
         "error": output.error,

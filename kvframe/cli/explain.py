@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 UNUSABLE = (["import"], ["environment"], ["device"])
-"""Codes of a backend that no layer can have in this environment and on this device."""
+"""Codes of refusals that hold for every layer: the backend cannot run in this environment or on this device."""
 
 
 @click.command(short_help="Say which wrappers and backend each layer gets, and why.")
@@ -61,7 +61,7 @@ def explain(model: Path, stack_file: Path | None, device: str | None, dtype: str
     if grouping.note is not None:
         click.echo(grouping.note)
     if stack.cache.eviction.name != LRU.name:
-        click.echo(f"cached pages are given up by the eviction policy {eviction}")
+        click.echo(f"cached pages are evicted by the policy {eviction}")
 
 
 def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice | None, backends: Sequence[str]) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def _explain(layer: LayerSpec, grouping: Grouping, choice: Choice | None, backen
         for name, candidate in considered.items()
         if name != choice.backend
     ]
-    # Where the stack names a backend, no other is looked at.
+    # If the stack names a backend, no other one is considered.
     named = f"not asked: the stack names {choice.backend}"
     others += [{"backend": name, "codes": [], "reason": named} for name in backends if name not in considered]
     return {
@@ -113,7 +113,7 @@ def _in_words(chosen: MetadataWrapper | EvictionPolicy) -> str:
 
 
 def _served_by(explained: dict[str, Any]) -> str:
-    """Return a layer's backend, how it reads what is not stored plainly, and how long it takes if that decided."""
+    """Return a layer's backend, whether it reads copies of another format, and its measured time if that decided."""
     from kvframe.selection.times import MeasuredTime, in_words
 
     backend, kv_format = explained["backend"], explained["format"]
@@ -128,7 +128,7 @@ def _served_by(explained: dict[str, Any]) -> str:
 
 
 def _print(model: str, explained: list[dict[str, Any]]) -> None:
-    """Print one row for all layers that are explained alike, and once what no layer can have here."""
+    """Print one row for all layers with equal explanations, and once the backends that no layer can have here."""
     alike: dict[tuple[str, ...], list[str]] = {}
     unusable: dict[str, str] = {}
     for each in explained:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvframe.engine.requests.request import RequestOutput
 
 REFUSED_EXIT_CODE = 1
-"""Exit code when at least one prompt was refused or failed, though the others finished."""
+"""Exit code if at least one prompt was refused or failed, though the others finished."""
 
 
 @click.command(short_help="Generate text with a model on disk.")
@@ -189,14 +189,14 @@ def _read_prompts(
 
 
 def _prompt_of_each(prompts: Sequence[str | list[int]], outputs: Sequence[RequestOutput]) -> Sequence[str | list[int]]:
-    """Return for each output its prompt: a prompt has an output for each sample, the first of which is sample 0."""
+    """Return the prompt of each output: a prompt has one output per sample, the first of which is sample 0."""
     places = itertools.accumulate(output.sample == 0 for output in outputs)
     return [prompts[place - 1] for place in places]
 
 
 def _to_dict(prompt: str | list[int], output: RequestOutput) -> dict[str, Any]:
     return {
-        # Those that are continued, which a model with an encoder has beside what is given; none of a refused text.
+        # The tokens that are continued; a model with an encoder has them beside its input. None for a refused text.
         "prompt_token_ids": list(output.prompt_token_ids),
         "sample": output.sample,
         "token_ids": list(output.token_ids),
@@ -218,7 +218,7 @@ def _print(prompts: Sequence[str | list[int]], outputs: Sequence[RequestOutput],
         if output.error is not None:
             click.echo(f"{output.finish_reason}: {output.error}")
         else:
-            # A model without a tokenizer gives ids only.
+            # A model without a tokenizer returns ids only.
             click.echo(output.text or " ".join(map(str, output.token_ids)))
         click.echo()
     if sys.stderr.isatty():

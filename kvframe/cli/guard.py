@@ -20,16 +20,16 @@ from kvframe.contract.errors import KVFrameError, shorten
 from kvframe.contract.failed_imports import explain_failed_import
 
 ERROR_EXIT_CODE = 2
-"""Exit code of a command that a user's mistake ended, as click's own for wrong options."""
+"""Exit code for a user's mistake; click uses the same for wrong options."""
 
 UNREAD_EXIT_CODE = 1
-"""Exit code if the reader of the output went away (``kvframe plugins | head -1``); nothing is said."""
+"""Exit code if the reader of the output is closed (``kvframe plugins | head -1``), which is not reported."""
 
 BUG_EXIT_CODE = 70
-"""Exit code of a bug of kvframe's own, after its traceback; ``EX_SOFTWARE`` of sysexits.h."""
+"""Exit code for a bug in kvframe, after its traceback; ``EX_SOFTWARE`` of sysexits.h."""
 
 INTERRUPTED_EXIT_CODE = 130
-"""Exit code after Ctrl-C: 128 and the number of the signal, as shells have it."""
+"""Exit code after Ctrl-C: 128 plus the number of the signal, as in shells."""
 
 _MAX_SENTENCE = 2_000
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EBADF, errno.EIO, errno.EFBIG, errno.EDQUOT, errno.EAGAIN)
@@ -39,10 +39,10 @@ _MEMORY_SIGNS = ("can't allocate memory", "not enough memory", "out of memory")
 def run_guarded(command: Callable[[], Any]) -> int:
     """Run a command and return its exit code.
 
-    A mistake of the user's is one line on stderr. A bug shows its traceback, and says that it is one.
+    A user's mistake is reported in one line on stderr. A bug is reported as such, with its traceback.
 
     Args:
-        command: Returns its exit code, or anything else for 0. Raises what click and kvframe raise.
+        command: Returns its exit code, or anything else for 0. It raises the exceptions of click and kvframe.
     """
     _occupy_closed_streams()
     if sys.stdout is None:
@@ -55,7 +55,7 @@ def run_guarded(command: Callable[[], Any]) -> int:
         except SystemExit:
             raise
         except BaseException as error:
-            # An interrupt while a module is loaded may become another error.
+            # An interrupt during the import of a module may appear as another exception.
             if interrupts.came or isinstance(error, KeyboardInterrupt | click.Abort):
                 _say("interrupted")
                 _drop_output()
@@ -65,7 +65,7 @@ def run_guarded(command: Callable[[], Any]) -> int:
 
 
 def in_one_line(text: str) -> str:
-    """Return a message as one line that a terminal shows as it is, without its middle if it is long."""
+    """Return a message as one printable line, without its middle if it is long."""
     line = "; ".join(stripped for part in text.splitlines() if (stripped := part.strip()))
     return "".join(
         each if each.isprintable() else each.encode("unicode_escape").decode() for each in shorten(line, _MAX_SENTENCE)
@@ -73,7 +73,7 @@ def in_one_line(text: str) -> str:
 
 
 def _report(error: BaseException) -> int:
-    """Say what went wrong; return the exit code."""
+    """Report an error; return the exit code."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()
         return error.exit_code
@@ -90,7 +90,7 @@ def _report(error: BaseException) -> int:
 
 
 def _sentence_of(error: BaseException) -> str | None:
-    """Return what a user is told of an error; None if it is a bug."""
+    """Return the sentence that a user reads about an error; None if the error is a bug."""
     if isinstance(error, KVFrameError):
         return str(error)
     import_failure = explain_failed_import(error, in_one_line(f"{type(error).__name__}: {error}"))
@@ -105,7 +105,7 @@ def _sentence_of(error: BaseException) -> str | None:
         if isinstance(error.filename, str | bytes):
             return f"{os.fsdecode(error.filename)}: {reason}"
         _drop_output()
-        # Files that are read are opened by their names, so that their errors have them.
+        # Errors of input files have the file's name, because these are opened by name.
         return f"standard output cannot be written: {reason}" if error.errno in _OUTPUT_ERRORS else reason
     if isinstance(error, MemoryError) or any(sign in str(error) for sign in _MEMORY_SIGNS):
         reason = in_one_line(str(error)).partition(";")[0]
@@ -114,12 +114,12 @@ def _sentence_of(error: BaseException) -> str | None:
 
 
 def _say(sentence: str) -> None:
-    with suppress(OSError):  # then there is no place to report to
+    with suppress(OSError):  # if stderr is closed, the report is lost
         click.echo(f"kvframe: {in_one_line(sentence)}", err=True)
 
 
 def _drop_output() -> None:
-    """Write what was printed; if that fails, drop it, or Python would try again at its end and report a failure."""
+    """Flush the output. If that fails, drop it: Python would flush again at exit, and report the failure."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -131,7 +131,7 @@ def _drop_output() -> None:
 
 
 def _occupy_closed_streams() -> None:
-    """Let the numbers of closed standard streams stand for nothing, or the next file that is opened would have one."""
+    """Open the null device for closed standard streams, so that no other file gets their descriptors."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -142,7 +142,7 @@ def _occupy_closed_streams() -> None:
 
 
 class _Interrupts:
-    """Notes that Ctrl-C was pressed, wherever it hits. A context; it does nothing beside the main thread.
+    """A context manager that records Ctrl-C, wherever it is raised. It has no effect outside the main thread.
 
     Attributes:
         came: Whether it was pressed.
@@ -173,7 +173,7 @@ class _Interrupts:
         raise KeyboardInterrupt
 
     def _try_again(self, what: Any) -> None:
-        """Press again if the interrupt hit where Python prints errors and goes on, such as a weak reference's end."""
+        """Send Ctrl-C again if it was raised where Python prints exceptions and continues, as in a weakref callback."""
         if issubclass(what.exc_type, KeyboardInterrupt):
             again = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))
             again.daemon = True

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def describe_live_range(spec: KVCacheSpec, max_model_len: int) -> str:
-    """Say in words which past tokens a spec needs, from its live ranges at the end of the longest request alone."""
+    """Return in words which past tokens a spec needs, from its live ranges near the end of the longest request only."""
     if spec.sequence != TOKENS:
         return f"every {spec.sequence} token"
     n = max_model_len - 1
     if n and not spec.live_ranges(n):
-        n -= 1  # the first token of a chunk has no past, the last one of the chunk before has most of it
+        n -= 1  # the first token of a chunk has no past; the last token of the chunk before it has most of it
     now, before = spec.live_ranges(n), spec.live_ranges(n - 1) if n else ()
     if now == ((n - 1, n),) and spec.is_per_block:
         block_end = n - n % spec.block_size
@@ -33,7 +33,7 @@ def describe_live_range(spec: KVCacheSpec, max_model_len: int) -> str:
 
 
 def _chunk_len(spec: KVCacheSpec, n: int) -> int | None:
-    """Return the tokens of a chunk if the past of ``n`` starts with the chunk that ``n`` is in; None if it does not."""
+    """Return the length of the chunk of ``n`` if its past starts with that chunk; otherwise None."""
     starts = [ranges[0][0] for ranges in (spec.live_ranges(n),) if ranges]
     before = spec.live_ranges(starts[0] - 1) if starts and starts[0] else ()
     if len(before) != 1 or spec.live_ranges(starts[0]):
@@ -46,7 +46,7 @@ def _chunk_len(spec: KVCacheSpec, n: int) -> int | None:
 def _range_in_words(
     index: int, n: int, now: Sequence[tuple[int, int]], before: Sequence[tuple[int, int]]
 ) -> str | None:
-    """Return what one range is, seen at two positions; None if neither its ends nor its length stay put."""
+    """Return a range in words, seen at two positions; None if its ends and its length all change."""
     start, stop = now[index]
     if (start, stop) == (0, n):
         return "every past token"

@@ -26,16 +26,16 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class TextType(click.ParamType[str]):
-    """Text of the command line, which is UTF-8 whatever the locale says."""
+    """Text of the command line, which is UTF-8 in any locale."""
 
     name = "text"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the text that the bytes of an argument are; fails if they are no UTF-8."""
+        """Return the text of an argument's bytes; fail if they are not UTF-8."""
         try:
             return os.fsencode(value).decode("utf-8")
         except UnicodeError:
-            self.fail(f"{shown(value)} is no UTF-8 text", param, ctx)
+            self.fail(f"{shown(value)} is not UTF-8 text", param, ctx)
 
 
 TEXT_TYPE = TextType()
@@ -78,7 +78,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 def read_stack(
     stack_file: Path | None, *, cache: Mapping[str, Any] = NOTHING, engine: Mapping[str, Any] = NOTHING
 ) -> Stack:
-    """Return the stack of a file, or the default one, with what was given on the command line put over it.
+    """Return the stack of a file, or the default one, with the command line's values put over it.
 
     Args:
         stack_file: The stack file; None for the defaults.
@@ -86,7 +86,7 @@ def read_stack(
         engine: The same for ``[engine]``.
 
     Raises:
-        StackError: The file cannot be read or is wrong, or a value given is.
+        StackError: The file cannot be read or is wrong, or a value of the command line is.
     """
     from kvframe.config.stack import Stack
 
@@ -95,7 +95,7 @@ def read_stack(
 
 
 def check_model(path: Path) -> None:
-    """Refuse a model that is not there, before anything heavy is loaded; raises ``ModelError``."""
+    """Raise ``ModelError`` for a model that does not exist, before anything heavy is loaded."""
     try:
         is_there = exists(path)
     except FileError as error:
@@ -105,7 +105,7 @@ def check_model(path: Path) -> None:
 
 
 def read_salts(cache_salts: Sequence[str], num_requests: int) -> Sequence[str]:
-    """Return a salt for each request, of none, one for all, or one for each."""
+    """Return a salt for each request, from no value, one for all, or one for each."""
     if len(cache_salts) not in (0, 1, num_requests):
         raise click.UsageError(
             f"give --cache-salt once, or once for each of {num_requests} requests, not {len(cache_salts)} times"
@@ -114,7 +114,7 @@ def read_salts(cache_salts: Sequence[str], num_requests: int) -> Sequence[str]:
 
 
 def _over(options: _Options, given: Mapping[str, Any]) -> _Options:
-    """Put what was given over a table's options; a wrong value is named as it was written, not by the table's key."""
+    """Put the given values over a table's options; the error for a wrong value names the option of the command line."""
     values = {key: value for key, value in given.items() if value is not None}
     checks: Mapping[str, Any] = {field.name: field.validator for field in attrs.fields(type(options))}
     for key, value in values.items():

@@ -8,9 +8,10 @@ import sys
 
 
 def keep_output_apart() -> None:
-    """Let ``sys.stdout`` write to the process's standard output, and send to stderr what anything else writes there.
+    """Let only ``sys.stdout`` write to the process's standard output; redirect all other output there to stderr.
 
-    What C code or a subprocess prints goes to file descriptor 1, whatever ``sys.stdout`` is. It would stand in the
+    C code and subprocesses print to file descriptor 1, whatever ``sys.stdout`` is; their text would corrupt a JSON
+    document. Nothing is done if ``sys.stdout`` is not that of the process, as in a test.
     middle of a JSON document. Does nothing if ``sys.stdout`` is not that of the process, as in a test.
     """
     stdout = sys.stdout

@@ -1,4 +1,4 @@
-"""``kvframe plan``: what a model's KV cache takes and how many requests fit, before anything is loaded."""
+"""``kvframe plan``: how much memory a model's KV cache takes and how many requests fit, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ def plan(
 
 
 def _layers_on_copies(layers: Sequence[LayerSpec], stack: Stack, registry: Registry) -> list[LayerSpec]:
-    """Return the layers whose pages would be copied in a run, which takes memory beside them."""
+    """Return the layers whose pages would be copied in a run; the copies take memory."""
     if all(layer.spec is None or layer.spec.kv_format == PLAIN for layer in layers):
-        return []  # and no backend has to be looked at
+        return []  # without a look at the backends
     from kvframe.selection.choice import layers_on_copies
     from kvframe.selection.select import select_backends
     from kvframe.selection.skipping import find_skippable_layers
@@ -114,13 +114,13 @@ def _layers_on_copies(layers: Sequence[LayerSpec], stack: Stack, registry: Regis
 
 
 def _listed_lens(max_model_len: int) -> list[int]:
-    """Return request lengths worth listing: powers of four from 1024, and the model's longest."""
+    """Return request lengths for the table: powers of four from 1024, and the model's longest."""
     lengths = [_SHORTEST_LISTED_LEN * 4**step for step in range(10)]
     return [*(length for length in lengths if length < max_model_len), max_model_len]
 
 
 def _computed_otherwise(layers: Sequence[LayerSpec], grouping: Grouping, max_model_len: int) -> list[dict[str, Any]]:
-    """Return the layers that see fewer tokens than their group stores, those with equal specs together."""
+    """Return the layers that see fewer tokens than their group stores; layers with equal specs are one entry."""
     alike: dict[tuple[int, KVCacheSpec], list[str]] = {}
     for layer in layers:
         if layer.spec is not None and layer.spec.keeps_past:
@@ -237,14 +237,14 @@ def _rest(planned: KVCachePlan) -> list[tuple[str, str]]:
 
 
 def _stored_as(specs: Sequence[KVCacheSpec]) -> str:
-    """Return the formats of a group's layers; of plain ones the dtypes."""
+    """Return the formats of a group's layers, or the dtypes of plain ones."""
     dtypes = {tensor.dtype for spec in specs if spec.kv_format == PLAIN for tensor in spec.state_tensors().values()}
     formats = {spec.kv_format.name for spec in specs if spec.kv_format != PLAIN}
     return ", ".join([*sorted(dtypes), *sorted(formats)])
 
 
 def _bytes_held(planned: KVCachePlan) -> list[tuple[str, str]]:
-    """Say what a request takes: by its tokens, whatever its length, and by what it brings beside its tokens."""
+    """Return the memory of a request in words: per token, per request, and per token of its other inputs."""
     held = []
     if planned.bytes_per_token:
         held.append(("one more token", f"{format_bytes(planned.bytes_per_token)} while every group keeps it"))

@@ -68,7 +68,7 @@ def _names(catalogue: Catalogue, check: bool) -> list[dict[str, Any]]:
 
 
 def _problem(entry: Entry, check: bool) -> str:
-    """Return why a name cannot be used; empty if it can, or if only an import could show it and none is asked for."""
+    """Return why a name cannot be used; empty if it can, or if only an import could show it and ``check`` is False."""
     from kvframe.contract.errors import PluginError
 
     problem = entry.problem()

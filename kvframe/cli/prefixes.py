@@ -28,14 +28,14 @@ save_option = click.option(
 
 
 def check_saved_file(path: Path) -> None:
-    """Refuse a file that cannot be written, or would replace something else, before a model is loaded."""
+    """Raise for a path that cannot be written, or that holds another kind of file, before a model is loaded."""
     from kvframe.engine.prefixes.file_writer import check_prefix_place
 
     check_prefix_place(path)
 
 
 def to_dict(prefix: SavedPrefix) -> dict[str, Any]:
-    """Return what became of a prefix as plain values, without its tokens."""
+    """Return a prefix, saved or loaded, as plain values without its tokens."""
     return {
         "num_tokens": prefix.num_tokens,
         "cache_salt": prefix.cache_salt,
@@ -45,7 +45,7 @@ def to_dict(prefix: SavedPrefix) -> dict[str, Any]:
 
 
 def show(what: str, path: Path, prefixes: Sequence[SavedPrefix]) -> None:
-    """Say on stderr what became of a file's prefixes, and why of those that were left out."""
+    """Print on stderr which prefixes of a file were saved or loaded, and why the others were left out."""
     taken = [prefix for prefix in prefixes if prefix.is_cached]
     num_tokens = sum(prefix.num_tokens for prefix in taken)
     click.echo(f"{what} {len(taken)} of {len(prefixes)} prefixes, {num_tokens} tokens: {path}", err=True)

@@ -11,7 +11,7 @@ from kvframe.config.files import as_text, parse_json, read_bytes, read_stream, r
 from kvframe.contract.errors import FileError, RequestError, shorten
 
 _MAX_BYTES = 256 << 20
-"""The most that is read of prompts."""
+"""The most bytes that are read from a file of prompts."""
 
 _Prompt = TypeVar("_Prompt", str, list[int])
 
@@ -20,12 +20,12 @@ def read_prompts(path: Path, what: str = "prompt") -> list[str]:
     """Return the prompts of a file, or other texts.
 
     Args:
-        path: ``.json``: a list of strings. ``.jsonl``: on each line a string, or an object with a ``prompt``. Anything
-            else: one prompt a line. Empty lines are left out. ``-`` reads lines from standard input.
-        what: What they are called, in the objects and in errors.
+        path: ``.json``: a list of strings. ``.jsonl``: on each line a string, or an object with a ``prompt``. For any
+            other suffix: one prompt a line. Empty lines are left out. ``-`` reads lines from standard input.
+        what: The name of a text, in the objects and in errors.
 
     Raises:
-        RequestError: The file cannot be read or holds something else.
+        RequestError: The file cannot be read or has other content.
     """
     text = _read(path)
     if path.suffix == ".json":
@@ -52,7 +52,7 @@ def read_prompt_token_ids(path: Path) -> list[list[int]]:
         path: A JSON list of lists of ids, or JSON lines with a list of ids each. ``-`` reads standard input.
 
     Raises:
-        RequestError: The file cannot be read or holds something else.
+        RequestError: The file cannot be read or has other content.
     """
     text = _read(path)
     try:
@@ -62,7 +62,7 @@ def read_prompt_token_ids(path: Path) -> list[list[int]]:
         data = [_parse(path, f" line {number}", line) for number, line in numbered]
         places = [f" line {number}" for number, _ in numbered]
     else:
-        # One line of ids is a valid file of JSON lines, and a flat list as one JSON value.
+        # A single list of ids is valid as one line of JSON lines, but as JSON it is a flat list.
         data = [data] if isinstance(data, list) and data and not isinstance(data[0], list) else data
         places = [f"[{index}]" for index in range(len(data))] if isinstance(data, list) else []
     if not isinstance(data, list):

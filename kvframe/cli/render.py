@@ -1,6 +1,6 @@
 """Prints tables and progress bars on a terminal, and aligned plain text in a pipe.
 
-rich is imported only where there is a terminal to draw on.
+rich is imported only if the output is a terminal.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from typing import Any, Literal, TextIO
 import click
 
 ShowProgress = Callable[[int], None]
-"""Tells a progress bar how many units are done."""
+"""Takes the number of finished units and updates a progress bar."""
 
 
 _NARROWEST_FOLD = 24
-"""Characters that a table's widest column is folded to at most."""
+"""The most characters of a table's widest column; longer cells are folded."""
 
 
 def wants_no_escapes() -> bool:
-    """Return whether the user, or the terminal, wants plain text: https://no-color.org."""
+    """Return whether the user's environment, or the terminal, asks for plain text: https://no-color.org."""
     return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
 
 
 def is_drawn_on(stream: TextIO) -> bool:
-    """Return whether a stream is a terminal that takes escape codes."""
+    """Return whether a stream is a terminal that supports escape codes."""
     return stream.isatty() and not wants_no_escapes()
 
 
 def print_json(value: Any, *, indent: int | None = 2) -> None:
     """Print ``value`` as one JSON document, on one line if ``indent`` is None."""
-    # A character that the output's encoding lacks would be escaped in a way that JSON does not have.
+    # For a character that the output's encoding lacks, Python would write an escape that is not JSON.
     is_utf8 = codecs.lookup(sys.stdout.encoding or "ascii").name == "utf-8"
     click.echo(json.dumps(value, indent=indent, ensure_ascii=not is_utf8))
 
@@ -46,7 +46,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     """Print a table: drawn on a terminal, aligned columns in a pipe.
 
     Args:
-        title: Stands above the table.
+        title: The text above the table.
         columns: The headings.
         rows: One cell of text for each column. A column of numbers is aligned to the right.
     """
@@ -76,7 +76,7 @@ def print_facts(title: str, facts: Iterable[tuple[str, str]]) -> None:
 
 
 def _draw_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], to_right: Sequence[bool]) -> None:
-    """Draw a table whose widest column folds; row by row, one value a line, where the terminal is too narrow for it."""
+    """Draw a table whose widest column folds; if the terminal is too narrow, print it row by row, one value a line."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -108,11 +108,11 @@ def progress(description: str, total: int) -> Iterator[ShowProgress]:
     """Show a progress bar on stderr while the body runs; nothing unless stderr is a terminal.
 
     Args:
-        description: What is going on.
-        total: How many units there are.
+        description: The text before the bar.
+        total: The number of units.
 
     Yields:
-        A function that takes how many units are done.
+        A function that takes the number of finished units.
     """
     if not is_drawn_on(sys.stderr):
         yield lambda done: None
@@ -128,7 +128,7 @@ def progress(description: str, total: int) -> Iterator[ShowProgress]:
 
 @contextmanager
 def log_lines() -> Iterator[None]:
-    """Print what kvframe logs while the body runs, such as what takes long at a start, if stderr is a terminal."""
+    """Print kvframe's log messages while the body runs, if stderr is a terminal: they explain a slow start."""
     if not sys.stderr.isatty():
         yield
         return
@@ -155,7 +155,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def compact_names(names: Sequence[str]) -> str:
-    """Return layer names on one line, with the number that counts layers folded.
+    """Return layer names on one line, in which the layers' numbers are folded into ranges.
 
     ``["m.0.attn", "m.1.attn", "m.2.attn", "m.5.attn"]`` becomes ``m.{0-2,5}.attn``.
     """
@@ -167,7 +167,7 @@ def compact_names(names: Sequence[str]) -> str:
 
 
 def _fold(names: Sequence[list[str]]) -> list[str]:
-    """Fold names that differ in their numbers only, each as words and numbers in turn."""
+    """Fold names that differ in their numbers only; each name is a list of words and numbers in turn."""
     varying = [index for index in range(1, len(names[0]), 2) if len({parts[index] for parts in names}) > 1]
     if not varying:
         return ["".join(parts) for parts in names]

@@ -91,7 +91,7 @@ def tune(
         time_key(stack.engine.device, result.shape, result.backend): result.time for result in results if result.time
     }
     if times:
-        _check_table(path)  # measuring took long
+        _check_table(path)  # again, because measuring took long
         known = TimesTable.read(path) if path.exists() and path.stat().st_size > 0 else TimesTable()
         try:
             known.with_times(times, {result.shape: result.note for result in results}).write(path)
@@ -105,15 +105,15 @@ def tune(
 
 @attrs.frozen(kw_only=True)
 class Result:
-    """What became of one backend for one shape of layer.
+    """The result of measuring one backend for one shape of layer.
 
     Attributes:
         layers: The layers of this shape.
         shape: The shape, as the table has it.
-        note: The shape, for a person.
+        note: The shape, for people.
         backend: The backend.
-        time: What was measured; None where it could not be.
-        problem: Why not; empty if it was.
+        time: The measured time; None if it could not be measured.
+        problem: Why it could not be measured; empty if it was.
     """
 
     layers: tuple[str, ...]
@@ -125,7 +125,7 @@ class Result:
 
 
 def _check_device(stack: Stack) -> None:
-    """Refuse a device that is not there, which nothing can be measured on."""
+    """Raise for a device that cannot be used."""
     import torch
 
     try:
@@ -136,7 +136,7 @@ def _check_device(stack: Stack) -> None:
 
 
 def _check_table(path: Path) -> None:
-    """Refuse a file that is no table of times, or that cannot be written, before anything is measured in vain."""
+    """Raise for a file that is not a table of times, or that cannot be written, before the measurements start."""
     from kvframe.selection.times import check_table_place
 
     try:

@@ -1,8 +1,9 @@
 """Reads and writes the files that a user names, with bounded time and memory.
 
-Reading is bounded: whatever lies at a path (nothing, a folder, a device that never ends, bytes, JSON that is nested a
-million times), a function here returns or raises ``FileError``. Writing replaces a file as a whole, and only one that
-kvframe wrote before. The caller puts the file's name before the sentence of a ``FileError``.
+Reading is bounded: for anything at a path (nothing, a folder, an endless device, bytes, JSON that is nested a million
+times), a function of this module returns or raises ``FileError``. A file is written as a whole, and replaces only a
+file that kvframe wrote before. The sentence of a ``FileError`` lacks its subject; the caller puts the file's name
+before it.
 """
 
 from __future__ import annotations
@@ -19,38 +20,38 @@ from typing import Any, BinaryIO
 from kvframe.contract.errors import FileError
 
 MAX_BYTES = 64 << 20
-"""The most that is read of a file."""
+"""The most bytes that are read from a file."""
 
 MAX_TOML_BYTES = 1 << 20
-"""The most that is read of a TOML file: its parser takes time in proportion to a table's size, squared."""
+"""The most bytes that are read from a TOML file: the parser takes time quadratic in the size of a table."""
 
 MAX_DEPTH = 64
-"""How deeply tables and lists may be nested."""
+"""The deepest nesting of tables and lists."""
 
 MAX_BITS = 64
-"""Of whole numbers: what TOML's own have, and more than any size or token id takes."""
+"""The most bits of a whole number: TOML's own limit, and more than any size or token id needs."""
 
 _PART = r"""[\w"'-]++[ \t]*+"""
 _DEEP_KEY = re.compile(rf"""(?<![\w"'-])(?:{_PART}\.[ \t]*+){{{MAX_DEPTH}}}""")
 
 
 def exists(path: Path) -> bool:
-    """Return whether there is anything at ``path``; raises ``FileError`` if it can be no path."""
+    """Return whether ``path`` exists; raise ``FileError`` if it cannot be a path."""
     try:
         return path.exists()
-    except (OSError, ValueError) as error:  # such as a name that is too long
+    except (OSError, ValueError) as error:  # for example, the name is too long
         raise FileError(f"cannot be read: {reason_of(error)}") from error
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """Return what a file holds.
+    """Return the content of a file.
 
     Args:
         path: A file, a pipe, or a device. A pipe that no process has open for writing is empty.
-        max_bytes: The most that it may hold.
+        max_bytes: The most bytes that it may hold.
 
     Raises:
-        FileError: It cannot be read, or holds more.
+        FileError: It cannot be read, or holds more bytes.
     """
     try:
         with open(path, "rb", opener=_open_at_once) as file:
@@ -61,12 +62,12 @@ def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file. Opening a pipe would wait until a process opens it for writing, and wait for ever if none does."""
+    """Open a file without waiting: a blocking open of a pipe waits until a process opens it for writing."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def read_stream(file: BinaryIO, max_bytes: int = MAX_BYTES) -> bytes:
-    """Return what is left of an open file; raises ``FileError`` if that is more than ``max_bytes``."""
+    """Return the rest of an open file; raise ``FileError`` if it is longer than ``max_bytes``."""
     content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise FileError(f"holds more than {max_bytes >> 20} MiB")
@@ -74,63 +75,63 @@ def read_stream(file: BinaryIO, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def reason_of(error: OSError | ValueError) -> str:
-    """Return why a file cannot be opened, without its name."""
+    """Return why a file cannot be opened, without the file's name."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
 def as_text(content: bytes) -> str:
-    """Return bytes as UTF-8 text, without a byte order mark; raises ``FileError`` if they are none."""
+    """Return bytes as UTF-8 text, without a byte order mark; raise ``FileError`` if they are not UTF-8."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise FileError(f"is no UTF-8 text: {error.reason} at byte {error.start}") from error
+        raise FileError(f"is not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
 def parse_json(text: str) -> Any:
-    """Return the value that a JSON text is of; raises ``FileError`` if it is none, or one nested too deeply."""
+    """Return the value of a JSON text; raise ``FileError`` if it is invalid or nested too deeply."""
     try:
         value = json.loads(text)
     except RecursionError as error:
-        raise FileError(f"is no valid JSON: it is nested more than {MAX_DEPTH} times") from error
+        raise FileError(f"is not valid JSON: it is nested more than {MAX_DEPTH} times") from error
     except ValueError as error:
-        raise FileError(f"is no valid JSON: {_without_advice(error)}") from error
+        raise FileError(f"is not valid JSON: {_without_advice(error)}") from error
     _check_values(value)
     return value
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return the table that a TOML text is of; raises ``FileError`` if it is none, or one nested too deeply."""
+    """Return the table of a TOML text; raise ``FileError`` if it is invalid or nested too deeply."""
     try:
         if _DEEP_KEY.search(text):
             raise RecursionError
         value = tomllib.loads(text)
     except RecursionError as error:
-        raise FileError(f"is no valid TOML: it is nested more than {MAX_DEPTH} times") from error
+        raise FileError(f"is not valid TOML: it is nested more than {MAX_DEPTH} times") from error
     except ValueError as error:
-        raise FileError(f"is no valid TOML: {_without_advice(error)}") from error
+        raise FileError(f"is not valid TOML: {_without_advice(error)}") from error
     _check_values(value)
     return value
 
 
 def read_json(path: Path) -> Any:
-    """Return the value in a JSON file; raises ``FileError`` if it cannot be read or holds none."""
+    """Return the value in a JSON file; raise ``FileError`` if the file cannot be read or is invalid."""
     return parse_json(as_text(read_bytes(path)))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the table in a TOML file; raises ``FileError`` if it cannot be read or holds none."""
+    """Return the table in a TOML file; raise ``FileError`` if the file cannot be read or is invalid."""
     return parse_toml(as_text(read_bytes(path, MAX_TOML_BYTES)))
 
 
 def check_place(path: Path, is_ours: Callable[[Path], bool]) -> None:
-    """Refuse a place where a file cannot be written, or where it would replace something else.
+    """Raise if a file cannot be written at a path, or if it would replace another kind of file.
 
     Args:
-        path: Where a file is to be. Nothing, an empty file, or one that ``is_ours``, may be there.
+        path: The path to check. An empty file, or a file for which ``is_ours`` is true, may exist there.
         is_ours: Returns whether a file is one that kvframe wrote for the same purpose; it may raise ``FileError``.
 
     Raises:
-        FileError: Something else is there, or nothing can be written in the folder.
+        FileError: Another kind of file exists, or the folder cannot be written to.
     """
     folder = path.absolute().parent
     if exists(path):
@@ -143,16 +144,16 @@ def check_place(path: Path, is_ours: Callable[[Path], bool]) -> None:
     while not exists(folder):
         folder = folder.parent
     if not folder.is_dir():
-        raise FileError(f"cannot be written: {folder} is no folder")
+        raise FileError(f"cannot be written: {folder} is not a folder")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise FileError(f"cannot be written: nothing can be written in {folder}")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file as a whole, so that no other program ever reads a part of it; folders are made.
+    """Write a file as a whole, so that no other program reads a part of it. Missing folders are made.
 
     Raises:
-        FileError: The file cannot be written; what was there is as it was, and nothing else is left behind.
+        FileError: The file cannot be written. An existing file is unchanged, and no temporary file is left.
     """
     target = path.resolve()
     temporary = None
@@ -172,20 +173,20 @@ def write_text(path: Path, text: str) -> None:
 
 
 def umask() -> int:
-    """Return which permissions a file of this process does not get."""
+    """Return the permissions that this process's files do not get."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
 
 
 def _without_advice(error: ValueError) -> str:
-    """Return a parser's message; without Python's advice to programmers on numbers with thousands of digits."""
+    """Return a parser's message without Python's advice to programmers about numbers with thousands of digits."""
     message = str(error)
     return "a number has thousands of digits" if "set_int_max_str_digits" in message else message
 
 
 def _check_values(value: Any) -> None:
-    """Refuse what code that takes values one inside the other, or prints them, could not take."""
+    """Raise for values that recursive code, or a print of them, could not handle."""
     level, depth = [value], 0
     while level:
         depth += 1

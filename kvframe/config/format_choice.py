@@ -38,14 +38,14 @@ def default_format(stack: Stack, registry: Registry) -> KVFormat:
 
 
 def make_format(given: Any, registry: Registry) -> KVFormat:
-    """Return a format by what a stack, a rule or a layer file says of it.
+    """Return the format that a stack, a rule or a layer file names.
 
     Args:
-        given: A name, a table of ``name`` and options, a ``Use``, or the value itself.
+        given: A name, a table of ``name`` and options, a ``Use``, or the format itself.
         registry: Where formats are looked up.
 
     Raises:
-        SpecError: It is none of that, or the options do not fit the format.
+        SpecError: ``given`` is none of these, or the options do not fit the format.
         UnknownNameError: No plugin provides the format.
         ContestedNameError: Several plugins do.
         PluginError: It cannot be imported, or fails.
@@ -73,16 +73,16 @@ def _as_use(given: Any) -> Use:
 
 
 def store_in(spec: KVCacheSpec, given: KVFormat | None, default: KVFormat) -> KVCacheSpec:
-    """Return a layer's spec in the format that is meant for it.
+    """Return a layer's spec in the format that was chosen for it.
 
     Args:
         spec: The spec, in the plain format.
-        given: What was said of this layer; None for nothing.
-        default: What holds for the others. A type that stores something else than keys and values, or nothing beyond a
-            step, stays as it is.
+        given: The format that was chosen for this layer; None if none was.
+        default: The format of all other layers. A type that stores other state than keys and values, or keeps no state
+            after a step, stays unchanged.
 
     Raises:
-        SpecError: What was given does not go with what the layer stores.
+        SpecError: The chosen format does not fit the state that the layer stores.
     """
     if given is None:
         stored = spec.in_format(default) if spec.keeps_past else spec
@@ -93,16 +93,16 @@ def store_in(spec: KVCacheSpec, given: KVFormat | None, default: KVFormat) -> KV
         if stored.kv_format != given:
             raise SpecError(f"it stores something else than keys and values, and not as {given.name}")
     if stored.kv_format != PLAIN:
-        state_of(stored.kv_format, stored.state_tensors)  # refuses sizes and dtypes that it cannot store
+        state_of(stored.kv_format, stored.state_tensors)  # raises for sizes and dtypes that the format cannot store
     return stored
 
 
 def follow_owners(layers: Sequence[LayerSpec], chosen: Collection[str]) -> tuple[LayerSpec, ...]:
-    """Return the layers with those that share a cache in the format of the layer that keeps it.
+    """Return the layers; those that share a cache get the format of the layer that keeps it.
 
     Args:
-        layers: The model's layers. What is wrong with how they share is left for ``group_layers`` to say.
-        chosen: Names of the layers whose format was chosen before; they keep it.
+        layers: The model's layers. Errors in how they share caches are left to ``group_layers``.
+        chosen: Names of the layers whose format was chosen explicitly; they keep it.
     """
     by_name = {layer.name: layer for layer in layers}
     followed = []

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def _as_bytes(memory: int | str | None) -> Any:
-    # A wrong value goes on to the validator, which knows its key.
+    # A wrong value is returned as it is: the validator names its key in the error.
     return parse_bytes(memory) if memory not in ("auto", None) and MEMORY.accepts(memory) else memory
 
 
@@ -48,12 +48,12 @@ def _as_sizes(value: Any) -> Any:
 
 @attrs.frozen
 class Use:
-    """A registered name and the options it is used with: in a file a string, or a table with ``name`` and the options.
+    """A registered name and its options: in a file a string, or a table with ``name`` and the options.
 
     Attributes:
         name: The registered name.
-        options: The parameters.
-        place: Where it was given, for errors: the file and the key.
+        options: Their values, by name.
+        place: The file and the key that gave it, for errors.
     """
 
     name: str = attrs.field(validator=TEXT)
@@ -69,7 +69,7 @@ def make_with_options(made: type[T], options: Mapping[str, Any]) -> T:
         options: Its fields.
 
     Raises:
-        ValueError: One is not a field, one lacks a value, or the class refuses them; with the options there are.
+        ValueError: An option is unknown or missing, or the class refuses a value; the message lists the options.
         PluginError: The class fails in another way.
     """
     fields: list[Any] = [field for field in attrs.fields(made) if field.init]  # type: ignore[arg-type]
@@ -108,10 +108,10 @@ class CacheOptions:
         format: The registered format in which pages store keys and values, such as one of fewer bits. Without it, or
             with ``"plain"``, they are stored unchanged.
         prefix_caching: Whether requests reuse the blocks of a common prefix.
-        eviction: The registered policy that says which cached pages are given up first; ``"lru"``: the least recently
-            used.
-        preemption: What happens to a request that has to give its blocks back before it ends: ``"recompute"`` computes
-            its tokens again, ``"swap"`` moves its blocks to host memory while that has free pages.
+        eviction: The registered policy that chooses the cached pages that are evicted first; ``"lru"``: the least
+            recently used.
+        preemption: What happens to a preempted request, whose blocks other requests need: ``"recompute"`` computes its
+            tokens again, ``"swap"`` moves its blocks to host memory while that has free pages.
         swap_memory: Bytes of host memory for swapped blocks, such as ``"2GiB"``. ``"swap"`` requires it; otherwise it
             has no effect. If this memory is full, requests are computed again.
         audit: Whether to check after every operation that each page is free, held or cached and counted right, and in
@@ -134,7 +134,7 @@ class CacheOptions:
     key: str | None = attrs.field(default=None, validator=TEXT_OR_NONE, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        """Refuse to swap to nowhere."""
+        """Raise if blocks are to be swapped without memory to swap to."""
         if self.preemption == "swap" and self.swap_memory is None:
             raise StackError('needs swap_memory where preemption is "swap": bytes of host memory, like "4GiB"')
 
@@ -188,7 +188,7 @@ class EngineOptions:
 
 @attrs.frozen(kw_only=True)
 class Rule:
-    """One ``[[rules]]`` table: which layers, and what holds for them.
+    """One ``[[rules]]`` table: the layers that it is for, and the choices for them.
 
     Attributes:
         kind: The rule is for layers whose cache spec has this registered name. Without it, for any.
@@ -208,28 +208,28 @@ class Rule:
     optional: bool = attrs.field(default=False, validator=SWITCH)
 
     def __attrs_post_init__(self) -> None:
-        """Refuse a rule that names no layers: it would silently hold for all."""
+        """Raise for a rule that names no layers: it would silently hold for all."""
         if self.kind is None and self.layers is None:
             raise StackError('needs kind or layers, to say which layers it is for (layers = "*" is all)')
 
     def __str__(self) -> str:
-        """Return which layers the rule is for, as its file has it."""
+        """Return which layers the rule is for, as in the file."""
         keys = (("kind", self.kind), ("layers", self.layers))
         return ", ".join(f'{key} = "{shorten(value)}"' for key, value in keys if value is not None)
 
     def matches(self, layer_name: str, kind: str) -> bool:
-        """Return whether the rule is for this layer."""
+        """Return whether the rule is for a layer."""
         return self.kind in (None, kind) and (self.layers is None or fnmatchcase(layer_name, self.layers))
 
 
 @attrs.frozen
 class ResolvedRule:
-    """What all rules together say of one layer.
+    """The combined choices of all rules for one layer.
 
     Attributes:
         spec: Options that override those of its cache spec.
-        wrappers: Its wrapper chain; None for the one that its cache spec has by default.
-        backend: Its backend; ``AUTO`` to choose.
+        wrappers: Its wrapper chain; None for the default of its cache spec.
+        backend: Its backend; ``AUTO`` if kvframe chooses.
     """
 
     spec: Mapping[str, Any]

@@ -36,15 +36,15 @@ __all__ = ["CacheOptions", "EngineOptions", "ResolvedRule", "Rule", "Stack", "Us
 
 
 _MAX_NEAREST = 500
-"""Layers whose names are compared with a rule's pattern."""
+"""The most layers whose names are compared with a rule's pattern."""
 
 _MAX_PROBLEMS = 10
-"""Problems that one error lists."""
+"""The most problems that one error lists."""
 
 
 @attrs.frozen(kw_only=True)
 class Stack:
-    """Everything an operator can choose. The default stack is what runs where nothing is chosen.
+    """All choices of an operator. The default stack holds for everything that is not chosen.
 
     Attributes:
         plugins: The ``[plugins]`` table and each plugin's own ``[plugin.<name>]``.
@@ -62,7 +62,7 @@ class Stack:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Stack:
-        """Read a stack file; raises ``StackError`` if it cannot be read or anything in it is wrong."""
+        """Read a stack file; raise ``StackError`` if it cannot be read or anything in it is wrong."""
         try:
             data = read_toml(Path(path))
         except FileError as error:
@@ -75,10 +75,10 @@ class Stack:
 
         Args:
             data: The file's tables.
-            source: Where they come from, for errors.
+            source: Where the tables were read, for errors.
 
         Raises:
-            StackError: One, naming every key that is unknown or has a wrong value, and what is right.
+            StackError: Keys are unknown or have wrong values. One error names them all, with the accepted values.
         """
         try:
             file = _converter.structure(data, _StackFile)
@@ -100,7 +100,7 @@ class Stack:
         )
 
     def rule_for(self, layer_name: str, kind: str) -> ResolvedRule:
-        """Return what the rules say of a layer; a later rule wins, key by key and spec option by spec option.
+        """Return the rules' choices for a layer; a later rule wins, key by key and spec option by spec option.
 
         Args:
             layer_name: The layer's name.
@@ -120,11 +120,11 @@ class Stack:
         """Check that every rule is for at least one layer, unless it is optional.
 
         Args:
-            model: What the model is called.
+            model: The model's name.
             kinds: For each of its layers, the registered name of its cache spec.
 
         Raises:
-            StackError: A rule is for none; names the rule, and the layers that are nearest.
+            StackError: A rule matches no layer; the message names the rule, and the nearest layers.
         """
         problems = [
             f"rules[{index}] ({rule}) is for no layer of {model}{_nearest_layers(rule, kinds)}; if the stack is for "
@@ -136,22 +136,22 @@ class Stack:
             raise _stack_error(self.source, problems)
 
     def place_of_option(self, option: str, layer: str, kind: str) -> str | None:
-        """Return where the stack gives an option of a layer's cache spec; None if it does not."""
+        """Return the key that sets an option of a layer's cache spec; None if no key does."""
         for index, rule in reversed([*enumerate(self.rules)]):
             if option in rule.spec and rule.matches(layer, kind):
                 return f"{self.source}: rules[{index}].spec.{shorten(option)}"
         return None
 
     def check(self, registry: Registry) -> None:
-        """Check the stack against what the plugins registered: its names, then the order of its wrapper chains.
+        """Check the names in the stack against the registered names, then the order of its wrapper chains.
 
-        A chain of several wrappers imports them; nothing else is imported.
+        The wrappers of a chain are imported if it has several; nothing else is imported.
 
         Args:
             registry: The registry of ``load_plugins(stack.plugins)``.
 
         Raises:
-            StackError: One, naming every key that is wrong.
+            StackError: Keys are wrong; one error names them all.
             PluginError: A wrapper of a chain cannot be imported.
         """
         self.check_names(registry)
@@ -166,13 +166,13 @@ class Stack:
             raise _stack_error(self.source, problems)
 
     def check_names(self, registry: Registry) -> None:
-        """Check every name against what the plugins registered; imports nothing.
+        """Check every name against the registered names; nothing is imported.
 
         Args:
             registry: The registry of ``load_plugins(stack.plugins)``.
 
         Raises:
-            StackError: One, naming every key with an unknown name, what exists and the nearest match.
+            StackError: Keys have unknown names. One error lists them all, with the known names and the nearest match.
         """
         problems = list(_owner_problems(self.plugins, registry))
         for index, rule in enumerate(self.rules):
@@ -196,7 +196,7 @@ class Stack:
 
 
 def _nearest_layers(rule: Rule, kinds: Mapping[str, str]) -> str:
-    """Return which layers a rule may have been meant for."""
+    """Return a text about the layers that a rule may have been meant for."""
     if not kinds:
         return ", which has none"
     if rule.kind is not None and rule.kind not in kinds.values():
@@ -261,7 +261,7 @@ _Table = TypeVar("_Table", CacheOptions, EngineOptions, Rule)
 
 
 def _with_places(table: _Table, place: str) -> _Table:
-    """Return a table whose names know by which keys they were given."""
+    """Return a table in which every ``Use`` has the key that it was given by."""
 
     def placed(value: Any, key: str) -> Any:
         if isinstance(value, Use):
@@ -285,7 +285,7 @@ def _make_table_hook(table: type[Any]) -> Callable[[Any, Any], Any]:
         for field in attrs.fields(table)
         if isinstance(field.validator, Check)
     }
-    # Through attrs' own validators a wrong value would not know its key's path; the overrides do.
+    # attrs' own validators would not know the key's path; these overrides do.
     make: Any = make_dict_structure_fn
     structure = make(table, _converter, _cattrs_forbid_extra_keys=True, **checks)
     return lambda value, kind: structure(TABLE.checked(value), kind)
@@ -319,7 +319,7 @@ _converter.register_structure_hook(Use, _structure_use)
 
 
 def _problems(error: Exception, path: str = "") -> Iterator[str]:
-    """Walk what cattrs found wrong; yields one sentence for each key, its path first."""
+    """Yield one sentence for each key with an error of cattrs; the sentence begins with the key's path."""
     prefix = f"{path}." if path else ""
     if isinstance(error, cattrs.ForbiddenExtraKeysError):
         known = [field.name for field in attrs.fields(error.cl)]
@@ -339,7 +339,7 @@ def _problems(error: Exception, path: str = "") -> Iterator[str]:
 
 
 def _stack_error(source: str, problems: Iterable[str]) -> StackError:
-    """Return the error of all problems, or of the first ones if there are many: finding the nearest name takes time."""
+    """Return one error for all problems, or for the first ones: each needs a slow search for the nearest name."""
     found = [*islice(problems, _MAX_PROBLEMS + 1)]
     if len(found) == 1:
         return StackError(f"{source}: {found[0]}")

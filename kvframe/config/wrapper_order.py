@@ -1,4 +1,4 @@
-"""The order of a wrapper chain: which wrappers may stand before and after which others."""
+"""The order of a wrapper chain: which wrappers can come before and after which others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvframe.contract.wrapper import MetadataWrapper
 
 
 def check_order(chain: Sequence[type[MetadataWrapper]]) -> None:
-    """Refuse a chain whose wrappers may not stand in this order.
+    """Raise for a chain whose wrappers cannot be in this order.
 
     Args:
         chain: The wrappers' classes, in order.
@@ -31,7 +31,7 @@ def check_order(chain: Sequence[type[MetadataWrapper]]) -> None:
 
 
 def _misplaced(chain: Sequence[type[MetadataWrapper]]) -> str | None:
-    """Return what is wrong with the order of a chain; None if nothing is."""
+    """Return what is wrong with the order of a chain; None if it is right."""
     for first, second in itertools.combinations(chain, 2):
         for reason in sorted(({first.name} | first.effects) & second.not_after):
             return f"wrapper {second.name!r} cannot come after {_because(first, reason)}"

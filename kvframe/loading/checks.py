@@ -1,4 +1,4 @@
-"""Checks of the values of a stack, the same for a value from a file and for one given in Python."""
+"""Checks of a stack's values, the same for values from a file and values given in Python."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parse_bytes(size: str | int) -> int:
         size: ``"2GiB"``, ``"512 MB"``, ``"1.5GiB"``, or a number of bytes.
 
     Raises:
-        StackError: ``size`` is no size, less than one byte, or more than ``MAX_SIZE``.
+        StackError: ``size`` is not a size, is less than one byte, or is more than ``MAX_SIZE``.
     """
     if isinstance(size, int) and not isinstance(size, bool):
         num_bytes = size
@@ -49,7 +49,7 @@ def parse_bytes(size: str | int) -> int:
         match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
         if match is None:
             raise StackError(
-                f"{shown(size)} is no size; write a number of bytes, or one with a unit of {', '.join(_UNITS)}"
+                f"{shown(size)} is not a size; write a number of bytes, or one with a unit of {', '.join(_UNITS)}"
             )
         # A number of too many digits is infinite.
         num_bytes = int(min(float(match[1]) * _UNITS[match[2] or "B"], 2 * MAX_SIZE))
@@ -61,18 +61,18 @@ def parse_bytes(size: str | int) -> int:
 
 
 def describe(value: Any) -> str:
-    """Return a value and its type, in the words of a TOML file."""
+    """Return a value and its type, named as in TOML."""
     return f"{shown(value)} ({_TOML_NAMES.get(type(value), type(value).__name__)})"
 
 
 @attrs.frozen
 class Check:
-    """What one key accepts. An instance is the validator of an attrs field.
+    """The accepted values of one key. An instance is the validator of an attrs field.
 
     Attributes:
-        expected: What is right, for a person: it follows "must be".
-        accepts: Whether a value is right.
-        known: The only values there are, for the nearest match; empty if there is no such list.
+        expected: The accepted values in words, which follow "must be".
+        accepts: Returns whether a value is accepted.
+        known: All accepted values, to find the nearest match; empty if they cannot be listed.
     """
 
     expected: str
@@ -87,7 +87,7 @@ class Check:
             raise StackError(f"{type(instance).__name__}.{attribute.name} {error}") from None
 
     def checked(self, value: Any) -> Any:
-        """Return ``value``; raises ``ValueError`` with what was expected if it is wrong."""
+        """Return ``value``; raise ``ValueError`` with the expected values if it is wrong."""
         if not self.accepts(value):
             nearest = nearest_of(value, self.known) if isinstance(value, str) else None
             hint = "" if nearest is None else f"; did you mean {nearest!r}?"
@@ -96,7 +96,7 @@ class Check:
 
 
 def one_of(*names: str) -> Check:
-    """Return the check for a string out of a list."""
+    """Return the check for a string from a list."""
     expected = f"one of {', '.join(map(repr, names))}" if len(names) > 1 else repr(names[0])
     return Check(expected, lambda value: isinstance(value, str) and value in names, names)
 

@@ -27,7 +27,7 @@ _IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za
 
 @attrs.frozen
 class Kind:
-    """One kind of thing that plugins register.
+    """One kind of thing that plugins register, such as backends.
 
     Attributes:
         label: Its name for people.
@@ -58,7 +58,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 
 
 def canonical(distribution: str) -> str:
-    """Return a distribution's name as the package index compares it: ``kvframe_X`` is ``kvframe-x``."""
+    """Return a distribution's name in the package index's normal form: ``kvframe-x`` for ``kvframe_X``."""
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
@@ -84,7 +84,7 @@ def _find_module(name: str) -> bool:
 
 
 def _find_version(distribution: str) -> str | None:
-    """Return the version of an installed distribution; None if it is not there or states none that can be read."""
+    """Return the version of an installed distribution; None if it is not installed or its version cannot be read."""
     try:
         version: str | None = call(f"looking for {distribution!r}", importlib.metadata.version, distribution)
     except PluginError:
@@ -93,7 +93,7 @@ def _find_version(distribution: str) -> str | None:
 
 
 def _is_older(found: str, least: str) -> bool:
-    """Return whether a version's release is before another; what is no version is not."""
+    """Return whether a version's release is before another one's; False if either is not a version."""
     release = _RELEASE.match(found)
     if release is None:
         return False
@@ -113,9 +113,9 @@ class Entry:
         target: Import string of the class, or the class itself.
         owner: The distribution that claims the name; a module's name if the plugin was passed as a module.
         plugin: The plugin's id, ``distribution:name``.
-        needs: Modules the target cannot be imported without; their top-level packages are looked for.
-        install: What to type when something is missing; empty if unknown.
-        needs_versions: The least versions of distributions, ``"name>=1.2"``.
+        needs: Modules without which the target cannot be imported; a check looks for their top-level packages.
+        install: The command that installs what is missing; empty if unknown.
+        needs_versions: The lowest usable versions of distributions, ``"name>=1.2"``.
     """
 
     kind: str
@@ -128,7 +128,7 @@ class Entry:
     needs_versions: tuple[str, ...] = attrs.field(default=(), converter=_as_names)
 
     def __attrs_post_init__(self) -> None:
-        """Refuse a name, target or version that could not be used later; raises ``PluginError``."""
+        """Raise ``PluginError`` for a name, target or version that could not be used later."""
         kind = KINDS[self.kind]
         if not isinstance(self.name, str) or len(self.name) > _MAX_NAME or not _SNAKE_CASE.fullmatch(self.name):
             raise PluginError(
@@ -159,17 +159,17 @@ class Entry:
 
     @property
     def id(self) -> str:
-        """``owner:name``: names this claim even if other plugins claim the name."""
+        """``owner:name``, which names this claim even if other plugins claim the name."""
         return f"{self.owner}:{self.name}"
 
     def missing(self) -> tuple[str, ...]:
-        """Return the needed modules that are not installed; imports nothing."""
+        """Return the needed modules that are not installed, without importing any."""
         return tuple(name for name in self.needs if not _find_module(name))
 
     def outdated(self) -> tuple[str, ...]:
-        """Return the needed distributions that are installed in an older version, with both versions; imports nothing.
+        """Return the needed distributions of which an older version is installed, with both versions. Imports nothing.
 
-        One that is not installed under its name is passed over: builds from source and nightly ones have others.
+        A distribution that is not installed under its name is ignored: source and nightly builds have other names.
         """
         found = []
         for need in self.needs_versions:
@@ -180,7 +180,7 @@ class Entry:
         return tuple(found)
 
     def load(self) -> Any:
-        """Import the target and return the class; raises ``PluginError`` with owner, name and cause if it is unfit."""
+        """Import the target and return the class; raise ``PluginError`` with owner, name and cause if it is unfit."""
         missing = self.missing()
         if missing:
             raise self._error(f"needs {', '.join(missing)}, not installed here")
@@ -199,7 +199,7 @@ class Entry:
         return loaded
 
     def problem(self) -> str:
-        """Return why the name cannot be used, as far as that shows without an import; empty if nothing is known."""
+        """Return why the name cannot be used, if that can be known without an import; otherwise an empty string."""
         hint = f"; try: {self.install}" if self.install else ""
         missing, outdated = self.missing(), self.outdated()
         if missing or outdated:
@@ -212,13 +212,13 @@ class Entry:
             return str(error)
 
     def why_unusable(self, loaded: Any) -> str:
-        """Return why the class cannot be used in this environment, as it says itself; empty if it can or does not say.
+        """Return the class's own reason why it cannot be used in this environment; empty if it gives none.
 
         Args:
             loaded: What ``load`` returned.
 
         Raises:
-            PluginError: Its ``unusable_reason`` fails, or returns something else than a sentence or None.
+            PluginError: Its ``unusable_reason`` raises, or returns neither a sentence nor None.
         """
         if self.kind != "backend":
             return ""
@@ -231,10 +231,10 @@ class Entry:
         return in_one_line(reason)
 
     def _why_unfit(self, loaded: Any, base: type) -> str:
-        """Return why what was imported cannot stand for the name; empty if it can. May raise anything."""
+        """Return why the imported object cannot be used for the name; empty if it can. May raise anything."""
         kind = KINDS[self.kind]
         if not (issubclass(type(loaded), type) and issubclass(loaded, base)):
-            return f"is no subclass of {kind.base.replace(':', '.')}"
+            return f"is not a subclass of {kind.base.replace(':', '.')}"
         if inspect.isabstract(loaded):
             return f"does not implement {', '.join(sorted(loaded.__abstractmethods__))}"
         misdeclared = find_misdeclared(base, loaded)

@@ -1,7 +1,7 @@
 """Checks the class attributes of a registered class against the annotations of its base class.
 
-A class attribute that is read while a layer is planned or a step runs is checked once, when the class is loaded: one
-that is missing, of another type, or that raises when it is read would fail far from the plugin that it belongs to.
+Planning and steps read these class attributes. If one is missing, has another type or raises, the failure would appear
+far from its plugin. So each attribute is checked once, when the class is loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvframe.contract.foreign import safe_repr
 
 
 def find_misdeclared(base: type, made: Any) -> str:
-    """Return which attribute of ``made`` is not as ``base`` annotates it; empty if all are.
+    """Return which attribute of ``made`` does not fit its annotation in ``base``; empty if all fit.
 
     Args:
         base: A base class of the contract.
@@ -34,7 +34,7 @@ def find_misdeclared(base: type, made: Any) -> str:
 
 @cache
 def _declared(base: type, *, of_class: bool) -> tuple[tuple[str, Any], ...]:
-    """Return what a base class annotates, with types: the attributes of the class, or those of an instance too."""
+    """Return the annotated attributes of a base class, with types: those of the class, or those of instances too."""
     are_class = [(name, hint, get_origin(hint) is ClassVar) for name, hint in get_type_hints(base).items()]
     declared = [
         (name, get_args(hint)[0] if is_class else hint)

@@ -28,16 +28,16 @@ _VERSION = re.compile(r"v(\d{1,9})_(\d{1,9})", re.ASCII)
 
 @attrs.frozen(eq=False)
 class FoundPlugin:
-    """A plugin that was found and not yet imported.
+    """A plugin that was found but not yet imported.
 
     Attributes:
         name: The entry point's name, or the module's.
         distribution: The distribution that provides it; the module's name if it was passed as a module.
         version: The distribution's version; empty if unknown.
-        api_version: The version of the contract it was written for (``"1.0"``); empty if it does not say.
-        source: What gives its manifest; None if it cannot be used.
-        incompatible: Why this kvframe cannot speak with it; empty if it can.
-        broken: Why it cannot even be read; empty if it can.
+        api_version: The version of the contract that it was written for (``"1.0"``); empty if it does not state one.
+        source: The source of its manifest module; None if it cannot be used.
+        incompatible: Why its contract version does not fit this kvframe; empty if it does.
+        broken: Why its metadata cannot be read; empty if they can.
         module: The manifest module's name; empty if there is none.
     """
 
@@ -56,22 +56,22 @@ class FoundPlugin:
         return f"{self.distribution}:{self.name}"
 
     def load(self) -> Any:
-        """Import the manifest; raises whatever its code raises."""
+        """Import the manifest; raises any exception of its code."""
         return self.source.load() if isinstance(self.source, EntryPoint) else self.source
 
 
 def is_called(candidate_id: str, asked: str) -> bool:
-    """Return whether ``asked``, a plugin's name or its ``distribution:name``, means the plugin with that id."""
+    """Return whether ``asked``, a plugin's name or its ``distribution:name``, names the plugin with that id."""
     owner, _, name = candidate_id.rpartition(":")
     asked_owner, separator, asked_name = asked.rpartition(":")
     return name == asked_name and (not separator or canonical(owner) == canonical(asked_owner))
 
 
 def find_plugins(passed: Sequence[Any] = ()) -> list[FoundPlugin]:
-    """Return the built-in plugin, then every installed one, sorted, then those passed as modules.
+    """Return the built-in plugin, then the installed plugins, sorted, then those passed as modules.
 
     Args:
-        passed: Modules given by the caller. One that is installed too is taken once, as the installed plugin.
+        passed: Modules given by the caller. A module that is also installed is returned once, as the installed plugin.
     """
     installed = [_builtin(), *sorted(_installed(), key=lambda found_plugin: found_plugin.id)]
     modules = {found_plugin.module for found_plugin in installed}
@@ -112,7 +112,7 @@ def _installed() -> Iterable[FoundPlugin]:
             unreadable.append(f"a distribution in {_place_of(dist)} cannot be read: {error}")
     for name, found in sorted(names.items()):
         try:
-            # Asked again by name: of two copies on the path only the first is the installed one.
+            # Looked up again by name: of two copies on the path, only the first is the installed one.
             dist = call(f"finding the distribution {name!r}", distribution, name)
             found_plugins = call("reading entry_points.txt", _plugins_of, dist, name)
         except PluginError as error:
@@ -123,7 +123,7 @@ def _installed() -> Iterable[FoundPlugin]:
 
 
 def _distributions(unreadable: list[str]) -> Iterator[Distribution]:
-    """Yield what is installed, up to where a finder of ``sys.meta_path`` fails."""
+    """Yield the installed distributions, until a finder of ``sys.meta_path`` fails."""
     try:
         found = iter(call("looking for distributions", distributions))
         while (dist := call("looking for distributions", next, found, None)) is not None:
@@ -133,7 +133,7 @@ def _distributions(unreadable: list[str]) -> Iterator[Distribution]:
 
 
 def _name_of(dist: Distribution) -> str:
-    """Return a distribution's canonical name; raises ``PluginError`` if it states none."""
+    """Return a distribution's canonical name; raise ``PluginError`` if it states none."""
     name = call("reading METADATA", lambda: dist.metadata["Name"])
     if not name:
         raise PluginError("its METADATA states no name")
@@ -143,7 +143,7 @@ def _name_of(dist: Distribution) -> str:
 
 
 def _version_of(dist: Distribution) -> str:
-    """Return a distribution's version; empty if it states none that can be read."""
+    """Return a distribution's version; empty if none can be read."""
     try:
         stated = call("reading METADATA", lambda: dist.version)
     except PluginError:
@@ -186,7 +186,7 @@ def _plugins_of(dist: Distribution, name: str) -> list[FoundPlugin]:
 
 
 def _why_malformed(entry_point: EntryPoint) -> str:
-    """Return why an entry point can name no plugin; empty if it can."""
+    """Return why an entry point cannot name a plugin; empty if it can."""
     if not _NAME.fullmatch(entry_point.name):
         return f"the entry point's name {safe_repr(entry_point.name)} is not 1 to 100 letters, digits, '_', '.' and '-'"
     if len(entry_point.value) > _MAX_VALUE or not _VALUE.fullmatch(entry_point.value):
@@ -195,7 +195,7 @@ def _why_malformed(entry_point: EntryPoint) -> str:
 
 
 def _read_version(dist: str, name: str, stated: str | None) -> tuple[str, str]:
-    """Return the version of the contract that a plugin states, and why it is refused (empty if it is not)."""
+    """Return the contract version that a plugin states, and why it is refused (empty if it is not)."""
     ours = hookspecs.API_VERSION
     our_major, our_minor = (int(part) for part in ours.split("."))
     example = f"v{our_major}_{our_minor}"

@@ -1,6 +1,6 @@
-"""Which of kvframe's own packages provides which name, for errors about a name that is not installed.
+"""The table of names that kvframe's own packages provide, for errors about a name that is not installed.
 
-A test holds the table equal to what the packages under ``plugins/`` register.
+A test compares the table with the names that the packages under ``plugins/`` register.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PROVIDERS = {
 
 
 def provider_of(kind: str, name: str) -> str | None:
-    """Return the package of kvframe's own that provides a name; None if none does.
+    """Return the package of kvframe that provides a name; None if none does.
 
     Args:
         kind: A kind in ``claims.KINDS``, or ``"plugin"``.

@@ -1,8 +1,8 @@
 """Loads plugins: each gets one status, and a failing plugin does not keep others from loading.
 
-pluggy calls the hooks. What it does not do is done here: a plugin that fails to import, to validate or to configure is
-set aside alone; a misspelt hook is found; two plugins of one name are both named and neither is used. To that end each
-plugin has a pluggy manager of its own.
+pluggy calls the hooks. This module adds what pluggy lacks: a plugin that fails to import, to validate or to configure
+is set aside alone; a misspelt hook is reported; if two plugins have one name, both are named and neither is used. For
+this, each plugin has its own pluggy manager.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvframe.loading.packages import provider_of
 from kvframe.loading.registry import Registry
 
 Status = Literal["loaded", "disabled", "incompatible", "conflict", "broken", "unusable"]
-"""What became of a plugin; all but ``loaded`` come with a reason."""
+"""The status of a plugin; every status but ``loaded`` has a reason."""
 
 _HOOKS = tuple(name for name in vars(HookSpecs) if name.startswith("kvframe_"))
 _REGISTERING = {
@@ -41,14 +41,14 @@ _REGISTERING = {
 
 @attrs.frozen(kw_only=True)
 class PluginPolicy:
-    """What a stack says about plugins. A plugin is named by its name or by its id, ``distribution:name``.
+    """A stack's policy for plugins. A plugin is named by its name or by its id, ``distribution:name``.
 
     Attributes:
         disabled: Plugins that are not imported.
-        required: Plugins without which nothing runs.
-        owners: Who owns a contested name: kind (``"backend"``), name, distribution.
+        required: Plugins without which the stack cannot run.
+        owners: The owner of each contested name: kind (``"backend"``), name, distribution.
         settings: Each plugin's own table, by plugin.
-        source: Where this was read, for errors.
+        source: Where the policy was read, for errors.
     """
 
     disabled: tuple[str, ...] = attrs.field(default=(), validator=TEXTS)
@@ -60,16 +60,16 @@ class PluginPolicy:
 
 @attrs.frozen(kw_only=True)
 class PluginRecord:
-    """What became of one plugin.
+    """The outcome of loading one plugin.
 
     Attributes:
         name: Its entry point's name, or the module's.
-        distribution: The distribution it came from; the module's name if it was passed as a module.
+        distribution: The distribution that provides it; the module's name if it was passed as a module.
         version: The distribution's version; empty if unknown.
-        api_version: The version of the contract it was written for; empty if it does not say.
+        api_version: The version of the contract that it was written for; empty if it does not state one.
         status: One of ``Status``.
-        reason: Why it is not loaded, for a person; empty if it is.
-        cause: The error behind the reason, if there is one.
+        reason: Why it is not loaded, in one sentence; empty if it is loaded.
+        cause: The exception behind the reason, if there is one.
     """
 
     name: str
@@ -99,7 +99,7 @@ class PluginHost:
     registry: Registry
 
     def record(self, name: str) -> PluginRecord:
-        """Return the record of a plugin by its name or id; raises ``UnknownNameError``."""
+        """Return the record of a plugin by its name or id; raise ``UnknownNameError`` if there is none."""
         for record in self.records:
             if is_called(record.id, name):
                 return record
@@ -118,14 +118,14 @@ def load_plugins(policy: PluginPolicy = PluginPolicy(), plugins: Sequence[Module
     """Find, check, import and configure the built-in and installed plugins, and let them register their names.
 
     Args:
-        policy: What the stack says about plugins.
-        plugins: Modules with kvframe hooks that need not be installed; one that cannot be used is an error.
+        policy: The stack's policy for plugins.
+        plugins: Modules with kvframe hooks that need not be installed; a module that cannot be used is an error.
 
     Returns:
         One record per plugin, and the registry.
 
     Raises:
-        StackError: The policy names a plugin that is not there, or has settings for one that takes none.
+        StackError: The policy names a plugin that was not found, or has settings for one that takes none.
         PluginError: A plugin that the stack requires, or that was passed, cannot be used.
     """
     found_plugins = find_plugins(plugins)
@@ -158,7 +158,7 @@ def _outcome(found: FoundPlugin, clashes: Mapping[str, str], policy: PluginPolic
 
 
 def _check_policy(policy: PluginPolicy, found_plugins: Sequence[FoundPlugin]) -> None:
-    """Refuse a policy that names plugins which are not there: a misspelt ``disabled`` must not pass unseen."""
+    """Raise if a policy names plugins that were not found: a misspelt ``disabled`` must not pass unnoticed."""
     problems = []
     known = {found.name for found in found_plugins}
     places = [("plugins.disabled", name) for name in policy.disabled]
@@ -209,7 +209,7 @@ def _is_disabled(policy: PluginPolicy, found: FoundPlugin) -> bool:
 def _find_clashes(policy: PluginPolicy, found_plugins: Sequence[FoundPlugin]) -> Mapping[str, str]:
     """Return why each found plugin that shares its name with another cannot be used, by id.
 
-    One that is disabled or incompatible is out of the running and clashes with none.
+    A plugin that is disabled or incompatible clashes with none.
     """
     running: dict[str, list[FoundPlugin]] = {}
     for found in found_plugins:
@@ -331,7 +331,7 @@ class _Registering:
         hook: The hook that is given it.
         kind: The kind of the names.
         found: The plugin.
-        entries: Where the claims go.
+        entries: The list to which the claims are appended.
         is_over: Whether the hook has returned.
     """
 

@@ -14,8 +14,8 @@ from kvframe.loading.packages import provider_of
 class Catalogue:
     """The names of one kind.
 
-    A name belongs to the plugin that claims it alone, or to the one that the stack chose; a name that several claim
-    belongs to none of them until then.
+    A name belongs to the only plugin that claims it. If several plugins claim it, it belongs to the one that the stack
+    chose, or to none.
     """
 
     def __init__(self, kind: str, owner_choices: Mapping[str, str], set_aside: Sequence[str] = ()) -> None:
@@ -24,7 +24,7 @@ class Catalogue:
         Args:
             kind: The kind's key in ``KINDS``.
             owner_choices: The distribution that the stack chose, by contested name.
-            set_aside: Sentences about plugins that are not in use, named where a name is not found. Kept, not copied.
+            set_aside: Sentences about unused plugins, for errors about unknown names. Kept by reference, not copied.
         """
         self.kind = kind
         self.label = KINDS[kind].label
@@ -85,7 +85,7 @@ class Catalogue:
 
         Raises:
             UnknownNameError: No plugin claims it.
-            ContestedNameError: Several do and the stack names no owner, or one who has no claim.
+            ContestedNameError: Several plugins claim it, and the stack names no owner, or an owner without a claim.
         """
         owner, separator, bare = name.rpartition(":")
         claims = self._claims.get(bare, [])
@@ -112,7 +112,7 @@ class Catalogue:
         if len(claims) > 1:
             owners = [entry.owner for entry in claims]
             raise ContestedNameError(
-                f"{self.label} {name!r} is claimed by {' and '.join(owners)} and so belongs to nobody; choose with "
+                f"{self.label} {name!r} is claimed by {' and '.join(owners)}, so it belongs to none; choose with "
                 f'[plugins.owners.{self.kind}] {name} = "{owners[0]}" in the stack, or write "{claims[0].id}"'
             )
         return claims[0]
@@ -125,14 +125,14 @@ class Catalogue:
 
         Raises:
             UnknownNameError: No plugin claims it.
-            ContestedNameError: Several do and the stack names no owner.
-            PluginError: The class cannot be imported or is unfit; names owner, name and cause.
+            ContestedNameError: Several plugins claim it, and the stack names no owner.
+            PluginError: The class cannot be imported or is unfit; the message has owner, name and cause.
         """
         return self.get(name).load()
 
 
 class Registry:
-    """The catalogues. Filled while plugins load, read by everything after."""
+    """The catalogues of all kinds. Loading plugins fills them; later code only reads them."""
 
     def __init__(self, owners: Mapping[str, Mapping[str, str]] = MappingProxyType({})) -> None:
         """Start empty.
@@ -152,7 +152,7 @@ class Registry:
         self.model_adapters = self.catalogues["model_adapter"]
 
     def add(self, entries: Sequence[Entry]) -> None:
-        """Record all claims of one plugin, or none: raises what ``Catalogue.add`` raises and then keeps nothing."""
+        """Record all claims of one plugin; if ``Catalogue.add`` raises for one of them, record none."""
         before = {kind: dict(catalogue._claims) for kind, catalogue in self.catalogues.items()}
         try:
             for entry in entries:

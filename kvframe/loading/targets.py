@@ -1,6 +1,6 @@
 """Checks that the class of a registered name exists, without importing its module or any package around it.
 
-The module's file is looked for and parsed. That a class is there does not say that its module can be imported.
+The module's file is found and parsed. This shows that the class exists, not that its module can be imported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def find_problem(target: str) -> str:
-    """Return why an import string names nothing; empty if it names something, or if only an import can tell.
+    """Return why an import string names nothing; empty if it names something, or if only an import can show it.
 
     Args:
         target: ``"package.module:Class"``.
@@ -48,7 +48,7 @@ def _find_spec(module: str) -> ModuleSpec | None:
 
 
 def _bound_names(tree: ast.AST) -> Iterator[str]:
-    """Yield the names that a module binds, whatever its conditions; ``*`` if it imports all names of another."""
+    """Yield the names that a module binds in any branch; ``*`` if it imports all names of another module."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name

@@ -1,8 +1,8 @@
 """Checks every answer of a cache spec: a wrong one raises an error before a live page is freed.
 
-A cache spec is a plugin's code. The cache frees pages by what it says, so no answer is used that breaks its laws
-(``KVCacheSpec``). Set-up asks at many positions (``spec_check``); ``Answers`` checks those that requests reach. Nothing
-here imports NumPy or torch.
+A cache spec is plugin code, and the cache frees pages by its answers. So the cache uses no answer that breaks the laws
+of ``KVCacheSpec``. ``spec_check`` asks at many positions during set-up; ``Answers`` checks the positions that requests
+reach. This module imports neither NumPy nor torch.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from kvframe.contract.foreign import call, safe_repr
 from kvframe.contract.specs import AttentionMask, KVCacheSpec, TokenRange
 
 _MOST_KNOWN = 1 << 14
-"""Positions whose answers are kept."""
+"""The number of positions whose answers are kept."""
 
 Ranges = tuple[TokenRange, ...]
 T = TypeVar("T")
 
 
 def ask(spec: KVCacheSpec, question: str, answer: Callable[[], T]) -> T:
-    """Return what a spec answers.
+    """Return a spec's answer.
 
     Args:
         spec: The spec.
-        question: What it is asked, as Python writes it: ``live_ranges(37)``.
-        answer: Asks it.
+        question: The call as Python code, for errors: ``live_ranges(37)``.
+        answer: Makes the call.
 
     Raises:
-        SpecError: It raises.
+        SpecError: The call raises.
     """
     try:
         return call(f"{_subject(type(spec))}: {question}", answer)
@@ -40,13 +40,13 @@ def ask(spec: KVCacheSpec, question: str, answer: Callable[[], T]) -> T:
 
 
 def wrong_answer(spec: KVCacheSpec, question: str, answer: object, expected: str) -> SpecError:
-    """Return the error of a spec whose answer breaks a law.
+    """Return the error for a spec whose answer breaks a law.
 
     Args:
         spec: The spec.
-        question: What it was asked, as Python writes it.
-        answer: What it answered.
-        expected: What is right; it follows "expected".
+        question: The call as Python code.
+        answer: Its result.
+        expected: The right answer; it follows "expected".
     """
     return SpecError(
         f"{_subject(type(spec))}: {question} is {safe_repr(answer)}; expected {expected}: correct {_where(spec)}"
@@ -63,7 +63,7 @@ def _where(spec: KVCacheSpec) -> str:
 
 
 def ask_live_ranges(spec: KVCacheSpec, n: int) -> Ranges:
-    """Return ``spec.live_ranges(n)``; raises ``SpecError`` if it raises, or breaks the law of the past."""
+    """Return ``spec.live_ranges(n)``; raise ``SpecError`` if it raises or names tokens that are not before ``n``."""
     given = ask(spec, f"live_ranges({n})", partial(spec.live_ranges, n))
     if not are_ranges(given, 0, n):
         raise wrong_answer(
@@ -73,7 +73,7 @@ def ask_live_ranges(spec: KVCacheSpec, n: int) -> Ranges:
 
 
 def are_ranges(given: Any, first: int, last: int) -> bool:
-    """Return whether something is sorted, disjoint pairs of ``int`` that are not empty and lie in ``[first, last)``."""
+    """Return whether a value is a tuple of sorted, disjoint, non-empty pairs of ``int`` within ``[first, last)``."""
     if not isinstance(given, tuple | list):
         return False
     for part in given:
@@ -87,7 +87,7 @@ def are_ranges(given: Any, first: int, last: int) -> bool:
 
 
 def lacks(needed: Iterable[TokenRange], *kept: Iterable[TokenRange]) -> TokenRange | None:
-    """Return the first part of sorted, disjoint ranges that no other ranges have; None if these have all of them."""
+    """Return the first part of ``needed`` that ``kept`` does not cover; None if it covers all. Ranges are sorted."""
     held = sorted(part for ranges in kept for part in ranges)
     for start, stop in needed:
         for first, last in held:
@@ -99,7 +99,7 @@ def lacks(needed: Iterable[TokenRange], *kept: Iterable[TokenRange]) -> TokenRan
 
 
 def blocks_of(ranges: Iterable[TokenRange], block_size: int) -> Ranges:
-    """Return the block index ranges that token ranges touch: sorted, disjoint."""
+    """Return the block index ranges that token ranges touch, sorted and disjoint."""
     merged: list[tuple[int, int]] = []
     for start, stop in ranges:
         first, last = start // block_size, -(-stop // block_size)
@@ -111,7 +111,7 @@ def blocks_of(ranges: Iterable[TokenRange], block_size: int) -> Ranges:
 
 
 def seen_by(mask: AttentionMask, n: int) -> Ranges:
-    """Return the tokens before position ``n`` that a query there sees, by a causal mask."""
+    """Return the tokens before position ``n`` that a causal mask shows to a query at ``n``."""
     ranges: Ranges
     if mask.chunk is not None:
         ranges = ((n - n % mask.chunk, n),)
@@ -124,14 +124,14 @@ def seen_by(mask: AttentionMask, n: int) -> Ranges:
 
 
 class Answers:
-    """What one spec answers about the positions that requests reach.
+    """A spec's checked answers about the positions that requests reach.
 
-    Invariant: of an answer that was returned, the laws hold: of the past, of forgetting as far as the next position,
-    and the mask shows nothing that is not live.
+    Invariant: a returned answer keeps the laws: it names past tokens only, it names no token at the next position that
+    it does not name at this one, and the mask shows only live tokens.
     """
 
     def __init__(self, spec: KVCacheSpec) -> None:
-        """Ask nothing yet.
+        """Begin with no answers.
 
         Args:
             spec: The spec.
@@ -150,16 +150,16 @@ class Answers:
         return self._spec.block_size
 
     def mask(self) -> AttentionMask | None:
-        """Return the spec's mask if it is a causal one; raises ``SpecError`` if the spec raises."""
+        """Return the spec's mask if it is causal, otherwise None; raise ``SpecError`` if the spec raises."""
         if not self._has_mask:
             mask = ask(self._spec, "mask", lambda: self._spec.mask)
             self._mask, self._has_mask = (mask if mask is not None and mask.causal else None), True
         return self._mask
 
     def num_right(self, num_tokens: int) -> int:
-        """Return at how many of the positions ``[0, num_tokens)`` the live ranges are right, up to the first wrong one.
+        """Return how many of the positions ``[0, num_tokens)`` come before the first one with a wrong answer.
 
-        Each position is asked about once for all requests.
+        Each position is checked once for all requests.
         """
         while self._num_checked < num_tokens and self._fault is None:
             try:
@@ -173,13 +173,13 @@ class Answers:
         """Check the live ranges at positions ``[0, num_tokens)``.
 
         Raises:
-            SpecError: The first answer among these that breaks a law.
+            SpecError: An answer breaks a law; the error is about the first of them.
         """
         if self.num_right(num_tokens) < num_tokens and self._fault is not None:
             raise self._fault
 
     def live_blocks(self, n: int) -> Ranges:
-        """Return the block index ranges ``[start, stop)`` that the live ranges at ``n`` touch: sorted, disjoint.
+        """Return the block index ranges ``[start, stop)`` that the live ranges at ``n`` touch, sorted and disjoint.
 
         Raises:
             SpecError: The live ranges at ``n`` break a law, or the spec raises.
@@ -191,7 +191,7 @@ class Answers:
         """Return ``KVCacheSpec.stored_blocks``.
 
         Raises:
-            SpecError: They are not blocks of these tokens, leave out what is live after them, or the spec raises.
+            SpecError: They are not blocks of these tokens, lack a block that is live after them, or the spec raises.
         """
         spec, size, end = self._spec, self._spec.block_size, n + num_new_tokens
         question = f"stored_blocks({n}, {num_new_tokens}, {branch})"
@@ -207,7 +207,7 @@ class Answers:
         return given
 
     def num_resident_blocks(self, n: int, num_new_tokens: int) -> int:
-        """Return ``KVCacheSpec.num_resident_blocks``; raises ``SpecError`` if that is no number of blocks."""
+        """Return ``KVCacheSpec.num_resident_blocks``; raise ``SpecError`` if the answer is not a possible number."""
         question = f"num_resident_blocks({n}, {num_new_tokens})"
         most = -(-(n + num_new_tokens) // self._spec.block_size)
         return ask_count(
@@ -219,7 +219,7 @@ class Answers:
         try:
             following = self.live_ranges(n + 1)
         except SpecError:
-            following = ()  # the request that gets there is told
+            following = ()  # the request that reaches the next position gets the error
         returned = lacks(following, ranges, ((n, n + 1),))
         if returned is not None:
             raise wrong_answer(
@@ -241,7 +241,7 @@ class Answers:
         return found
 
     def live_ranges(self, n: int) -> Ranges:
-        """Return ``spec.live_ranges(n)``; raises ``SpecError`` if it raises, or breaks the law of the past."""
+        """Return ``spec.live_ranges(n)``; raise ``SpecError`` if it raises or names tokens that are not past ones."""
         found = self._ranges.get(n)
         if found is None:
             if len(self._ranges) >= _MOST_KNOWN:
@@ -251,17 +251,17 @@ class Answers:
 
 
 def ask_count(spec: KVCacheSpec, question: str, answer: Callable[[], int], *, least: int, most: int) -> int:
-    """Return a number that a spec answers with.
+    """Return a spec's answer that is a number.
 
     Args:
         spec: The spec.
-        question: What it is asked, as Python writes it.
-        answer: Asks it.
-        least: The smallest number that can be right.
-        most: The largest one.
+        question: The call as Python code, for errors.
+        answer: Makes the call.
+        least: The smallest possible number.
+        most: The largest possible number.
 
     Raises:
-        SpecError: It raises, or the number cannot be right.
+        SpecError: The call raises, or the number is not possible.
     """
     given = ask(spec, question, answer)
     if type(given) is not int or not least <= given <= most:

@@ -37,10 +37,11 @@ class KVCacheGroup:
 
     Attributes:
         index: The group's number; block tables and metadata are listed by it.
-        spec: What is stored, and for which past tokens; layers may differ from it in their layout only.
+        spec: The stored state, and the past tokens for which it is kept; layers may differ from it in their layout
+            only.
         layers: Names of the layers that keep state in this group, in the model's order.
-        stored: What each of these layers stores, in the same order.
-        num_parts: How many times a page holds what the layers store: several in a group of rollback states.
+        stored: The state that each of these layers stores, in the same order.
+        num_parts: How many times a page holds the layers' state: more than once in a group of rollback states.
     """
 
     index: int
@@ -53,21 +54,21 @@ class KVCacheGroup:
     def page_bytes(self) -> int:
         """Bytes of one page: one block of tokens for every layer of the group.
 
-        A page has a place of its own even where the layers of the group are all elsewhere.
+        It is at least ``STATE_ALIGNMENT_BYTES``, even if all layers of the group store their state elsewhere.
         """
         return self.num_parts * max(STATE_ALIGNMENT_BYTES, sum(spec.block_bytes for spec in self.stored))
 
 
 @attrs.frozen(kw_only=True)
 class Grouping:
-    """The groups of a model, and the layers that follow another layer's.
+    """The groups of a model, and the layers that read another layer's cache.
 
     Attributes:
-        groups: The groups, in the order of their first layers, a group of rollback states after that of its layers;
-            empty for a model that keeps nothing.
+        groups: The groups, in the order of their first layers. A group of rollback states follows the group of its
+            layers. Empty for a model that keeps no state.
         follows: For each layer that shares a cache, the layer whose cache it reads.
-        step_local: The layers that attend to a request's own tokens and keep none of them: a step computes all of a
-            request or nothing.
+        step_local: The layers that attend to a request's own tokens and keep none of them: a step has to compute all
+            tokens of such a request.
     """
 
     groups: tuple[KVCacheGroup, ...]
@@ -76,12 +77,12 @@ class Grouping:
 
     @property
     def whole_prompts(self) -> bool:
-        """Whether a prompt is computed in one step: what an earlier step computed of it would be lost."""
+        """Whether a prompt must be computed in one step, because no state is kept for a later step."""
         return bool(self.step_local) or not self.groups
 
     @property
     def note(self) -> str | None:
-        """What follows of keeping nothing, in one sentence for people; None where every layer keeps something."""
+        """One sentence for people that says why prompts are computed in one step; None if every layer keeps state."""
         if not self.groups:
             why = "no layer keeps anything of the past"
         elif self.step_local:
@@ -91,7 +92,7 @@ class Grouping:
         return f"{why}: each prompt is computed in one step, and no prefix is cached"
 
     def group_of(self, layer: str) -> KVCacheGroup:
-        """Return the group whose block table ``layer`` reads; it must be one that keeps, or reads, state."""
+        """Return the group whose block table ``layer`` reads; the layer must keep or read state."""
         return self.groups_of(layer)[0]
 
     def groups_of(self, layer: str) -> tuple[KVCacheGroup, ...]:
@@ -103,19 +104,18 @@ class Grouping:
 def make_layer_specs(
     description: ModelDescription, registry: Registry, stack: Stack, dtype: str
 ) -> tuple[LayerSpec, ...]:
-    """Turn a model's described layers into layer specs, by the registry's spec types and the stack's rules.
+    """Return the layer specs of a model's described layers, made by the registered spec types and the stack's rules.
 
     Args:
         description: The model.
         registry: Where kinds are looked up.
-        stack: Its block size, its KV dtype and format, and its rules' spec options.
-        dtype: The model's dtype, which the cache has too unless the stack says otherwise. A spec with a field ``dtype``
-            is given the cache's, one with a field ``model_dtype`` the model's. A field ``format`` may be given by name;
-            a layer that shares a cache has its owner's.
+        stack: Its block size, KV dtype and format, and the spec options of its rules.
+        dtype: The model's dtype, and the cache's unless the stack says otherwise. A spec's field ``dtype`` is set to
+            the cache's, its field ``model_dtype`` to the model's. A field ``format`` may be given by name; a layer
+            that shares a cache has the format of the cache's owner.
 
     Raises:
-        StackError: The stack's format cannot be used, a rule of it is for no layer, or gives a spec an option that it
-            does not have.
+        StackError: The stack's format cannot be used, or a rule matches no layer or gives a spec an unknown option.
         SpecError: No plugin provides a layer's kind, or the options do not fit it.
     """
     stack.check_layers(description.name, {layer.name: layer.kind for layer in description.layers})
@@ -162,7 +162,7 @@ def _layer_spec(
     required = {field.name for field in attrs.fields(spec_class) if field.init and field.default is attrs.NOTHING}
     if missing := sorted(required - set(options)):
         raise SpecError(f"layer {layer.name!r}: the cache spec {layer.kind!r} needs {', '.join(missing)}")
-    # A type of something else than keys and values may have a field of that name for what it likes.
+    # A type that stores other state than keys and values may use the field name ``format`` for something else.
     field = attrs.fields_dict(spec_class).get("format")
     takes_format = field is not None and isinstance(field.default, KVFormat)
     given = options.pop("format", None) if takes_format else None
@@ -178,14 +178,16 @@ def _layer_spec(
 def share_caches(layers: Sequence[LayerSpec], targets: Mapping[str, str]) -> tuple[LayerSpec, ...]:
     """Let layers read other layers' caches instead of keeping their own.
 
-    All of it is done, or none. A target may itself read another layer's cache. Doing it again changes nothing.
+    Either all layers are changed, or none. A target may itself read another layer's cache. A second call changes
+    nothing.
 
     Args:
         layers: The model's layers, in the order they run.
-        targets: For each layer that is to keep nothing, the layer whose cache it reads.
+        targets: For each layer that is to keep no cache, the layer whose cache it reads.
 
     Raises:
-        SpecError: A target does not keep what the layer needs, or they read each other's caches in a circle.
+        SpecError: A target does not keep the state that the layer needs, or layers read each other's caches in a
+            circle.
         UnknownNameError: There is no such layer.
     """
     names = {layer.name for layer in layers}
@@ -198,14 +200,14 @@ def share_caches(layers: Sequence[LayerSpec], targets: Mapping[str, str]) -> tup
 
 
 def group_layers(layers: Sequence[LayerSpec], *, hybrid: bool = True) -> Grouping:
-    """Group layers whose specs differ in their layout at most.
+    """Put layers into one group if their specs differ at most in their layout.
 
     Args:
         layers: The model's layers, in the order they run.
-        hybrid: Whether each type keeps only its live range; False stores every past token for all that can.
+        hybrid: Whether each layer keeps only its live range; if False, every layer that can keeps every past token.
 
     Raises:
-        SpecError: Two layers have one name, or a shared cache is not there to be read.
+        SpecError: Two layers have one name, or a layer shares a cache that it cannot read.
     """
     follows = _find_owners(layers)
     members: dict[tuple[object, int], list[tuple[str, KVCacheSpec]]] = {}
@@ -230,13 +232,13 @@ def group_layers(layers: Sequence[LayerSpec], *, hybrid: bool = True) -> Groupin
 
 
 def _retained(spec: KVCacheSpec) -> KVCacheSpec:
-    """Return the spec that keeps every past token, stored as ``spec`` is."""
+    """Return a spec that keeps every past token, in the layout of ``spec``."""
     return spec.retain_all().in_format(spec.kv_format)
 
 
 def _num_rollback_states(spec: KVCacheSpec) -> int:
     num = ask_count(spec, "num_rollback_states", lambda: spec.num_rollback_states, least=0, most=_MOST_ROLLBACK_STATES)
-    if num:  # the others are elsewhere
+    if num:  # states before the last one are in a separate group
         ask_count(spec, "states_per_block", lambda: spec.states_per_block, least=1, most=1)
     return num
 
@@ -248,14 +250,14 @@ def _hashable_key(spec: KVCacheSpec) -> tuple[object, ...]:
 
 
 def _step_local(layer: LayerSpec) -> str | None:
-    """Return the name of a layer that attends to a request's own tokens and keeps none; None for any other layer."""
+    """Return the layer's name if it attends to a request's own tokens and keeps none; otherwise None."""
     if layer.query is None or layer.spec is None or layer.spec.keeps_past or layer.spec.sequence != TOKENS:
         return None
     return layer.name
 
 
 def _find_owners(layers: Sequence[LayerSpec]) -> dict[str, str]:
-    """Return for each layer that shares a cache the one that keeps it, having checked that it can be read."""
+    """Return the owner of the cache of each layer that shares one; raise if the layer cannot read that cache."""
     by_name = {layer.name: layer for layer in layers}
     if len(by_name) != len(layers):
         names = [layer.name for layer in layers]
@@ -274,7 +276,7 @@ def _find_owners(layers: Sequence[LayerSpec]) -> dict[str, str]:
 
 
 def _cache_owner(layer: LayerSpec, by_name: Mapping[str, LayerSpec]) -> LayerSpec:
-    """Follow a chain of sharing layers to the one that keeps the cache."""
+    """Return the layer that keeps the cache, at the end of a chain of sharing layers."""
     seen = [layer.name]
     while layer.shares_with is not None:
         target = by_name.get(layer.shares_with)
@@ -290,7 +292,7 @@ def _cache_owner(layer: LayerSpec, by_name: Mapping[str, LayerSpec]) -> LayerSpe
 
 
 def _check_readable(layer: LayerSpec, owner: LayerSpec) -> None:
-    """Refuse a layer that needs what the owner of the cache does not store, or no longer keeps."""
+    """Raise for a layer that needs state that the owner of the cache does not store, or no longer keeps."""
     assert layer.spec is not None
     assert owner.spec is not None
     if layer.spec == owner.spec:
@@ -320,7 +322,7 @@ _FARTHEST_PROBE = 1 << 20
 
 
 def _probed_positions(*specs: KVCacheSpec) -> list[int]:
-    """Return where types' live ranges are compared: around their own sizes, at which they drop tokens, and far out."""
+    """Return the positions at which live ranges are compared: near the types' own sizes, and far out."""
     sizes = {1 << power for power in range(_FARTHEST_PROBE.bit_length())}
     sizes |= {size for spec in specs for size in attrs.astuple(spec, recurse=False) if type(size) is int}
     positions = {size + offset for size in sizes if size <= _FARTHEST_PROBE for offset in (-1, 0, 1)}

@@ -27,12 +27,12 @@ An entry of ``layers`` has these keys, and the options of its cache spec:
 * ``count``: layers in a row, whose ``name`` then holds ``{}``;
 * ``kind``: the registered name of the cache spec;
 * ``shares_with``: the layer whose cache it reads: a name, or a negative number (``-1`` is the layer before);
-* ``query``: the query side, which choosing a backend needs and planning does not: ``num_heads``, ``head_size``,
+* ``query``: the query side, which the choice of a backend needs and planning does not: ``num_heads``, ``head_size``,
   ``scale``, ``soft_cap``, ``has_sinks``, and ``relative_bias``, a table of ``num_buckets``, ``max_distance`` and
-  ``bidirectional``. What is missing is taken from the cache side: as many heads as KV heads, and ``scale`` is
+  ``bidirectional``. Missing keys follow from the cache side: as many heads as KV heads, and ``scale`` is
   ``head_size ** -0.5``. A layer without ``query`` and without KV heads does not attend: it keeps a state.
 
-Nothing here imports torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def is_layer_file(path: Path) -> bool:
     """Return whether ``path`` is a layer file: any TOML file, or a JSON object with a list of ``layers``.
 
     Raises:
-        ModelError: It is a JSON file that cannot be read.
+        ModelError: The path is a JSON file that cannot be read.
     """
     if path.suffix == ".toml":
         return path.is_file()
@@ -68,13 +68,13 @@ def is_layer_file(path: Path) -> bool:
 
 
 def read_layer_file(path: Path) -> ModelDescription:
-    """Read the layers that a file writes down.
+    """Read the layers of a layer file.
 
     Args:
         path: A layer file; its format follows its suffix, ``.toml`` or ``.json``.
 
     Raises:
-        ModelError: The file cannot be read, or says something that is no layer; the message says where.
+        ModelError: The file cannot be read, or has a wrong entry; the message says where.
     """
     data = parse_file(path)
     if not isinstance(data, dict):
@@ -99,7 +99,7 @@ def read_layer_file(path: Path) -> ModelDescription:
 
 
 def parse_file(path: Path) -> Any:
-    """Return what a TOML file (by its suffix) or else a JSON file holds; raises ``ModelError`` if it cannot be read."""
+    """Return the content of a TOML file (by its suffix) or a JSON file; raise ``ModelError`` if it cannot be read."""
     try:
         return read_toml(path) if path.suffix == ".toml" else read_json(path)
     except FileError as error:
@@ -107,7 +107,7 @@ def parse_file(path: Path) -> Any:
 
 
 def _add_layers(path: Path, where: str, entry: Mapping[str, Any], layers: list[LayerDescription]) -> None:
-    """Append the layers of one entry to ``layers``, whose length numbers them."""
+    """Append the layers of one entry to ``layers``; the length of the list is the number of the next layer."""
     kind = entry.get("kind")
     if not isinstance(kind, str):
         raise ModelError(f'{path}: {where}.kind must name a cache spec, such as "full_attention", not {shown(kind)}')

@@ -1,6 +1,6 @@
-"""Refuses an allocation that the machine has no memory for, before the operating system grants it.
+"""Refuses an allocation for which the machine has too little memory, before the operating system grants it.
 
-Linux grants more than there is, and ends the process when the memory is used.
+Linux grants more memory than there is, and ends the process when it uses the memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _GROUPS = Path("/sys/fs/cgroup")
 def physical_bytes() -> int | None:
     """Return the bytes of memory that this process may use; None if the operating system does not say.
 
-    That is the machine's memory, or less in a container: the least limit of the process's control groups.
+    That is the machine's memory, or in a container the smallest limit of the process's control groups.
     """
     limits = [limit for limit, _ in _control_groups()]
     with suppress(AttributeError, OSError, ValueError):
@@ -28,7 +28,7 @@ def physical_bytes() -> int | None:
 
 
 def free_bytes() -> int:
-    """Return the bytes of memory that this process can still take: free in the machine and in its control groups.
+    """Return the bytes of memory that this process can still allocate: free in the machine and in its control groups.
 
     Raises:
         AttributeError: The operating system does not say.
@@ -39,9 +39,9 @@ def free_bytes() -> int:
 
 
 def _control_groups() -> Iterator[tuple[int, int]]:
-    """Go through the control groups that limit this process's memory: the limit, and how much of it is used.
+    """Yield the limit and the used bytes of each control group that limits this process's memory.
 
-    Files that are only cached count as used in ``usage``, and are taken off: the kernel drops them first.
+    ``usage`` includes cached files. They are subtracted, because the kernel drops them first.
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html and .../cgroup-v1/memory.html.
     """
     for line in _lines(_OWN_GROUPS):
@@ -54,10 +54,10 @@ def _control_groups() -> Iterator[tuple[int, int]]:
         else:
             continue
         folder = root / path.lstrip("/")
-        # In a container, the path may be the host's, and only the root is there.
+        # In a container, the path may be the host's, and only the root exists.
         for group in {root, folder, *(each for each in folder.parents if root in each.parents)}:
             numbers = [int(text) for name in (limit, used) for text in _lines(group / name) if text.isdigit()]
-            if len(numbers) == 2:  # no file, or "max", is no limit
+            if len(numbers) == 2:  # a missing file or "max" means that there is no limit
                 stats = dict(line.split(" ", 1) for line in _lines(group / "memory.stat"))
                 yield numbers[0], numbers[1] - int(stats.get(cached, 0))
 
@@ -71,14 +71,14 @@ def _lines(path: Path) -> list[str]:
 
 
 def check_host_bytes(num_bytes: int, sentence: str) -> None:
-    """Refuse to take more memory of the host than there is.
+    """Raise if the host has less memory than is to be allocated.
 
     Args:
-        num_bytes: What is to be taken.
-        sentence: What the error says: what is asked for, and what to do.
+        num_bytes: The bytes to allocate.
+        sentence: The error's text: what was asked for, and what to do.
 
     Raises:
-        PlanError: The machine has less.
+        PlanError: The machine has less memory.
     """
     physical = physical_bytes()
     if physical is not None and num_bytes > physical:
@@ -87,16 +87,16 @@ def check_host_bytes(num_bytes: int, sentence: str) -> None:
 
 @contextmanager
 def allocating(num_bytes: int, purpose: str, advice: str, device: str = "the host") -> Iterator[None]:
-    """Allocate memory in the body, and refuse in one sentence what cannot be had.
+    """Raise one clear error if an allocation in the body fails.
 
     Args:
-        num_bytes: What the body allocates.
-        purpose: What it is for (``"to give the cache"``).
+        num_bytes: The bytes that the body allocates.
+        purpose: What the memory is for (``"to give the cache"``).
         advice: What to ask for instead (``"less memory"``).
-        device: Whose memory it is: the host's, a CPU's, which is the same, or another device's.
+        device: The owner of the memory: the host (also for a CPU), or another device.
 
     Raises:
-        PlanError: There is not that much.
+        PlanError: There is less memory.
     """
     sentence = f"{device} has no {num_bytes} bytes {purpose}; ask for {advice}"
     if device.partition(":")[0] in ("the host", "cpu"):

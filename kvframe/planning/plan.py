@@ -29,15 +29,15 @@ class PlannedGroup:
 
     Attributes:
         index: The group's number.
-        spec: What its layers store, and for which past tokens.
+        spec: The state that its layers store, and the past tokens for which they keep it.
         layers: The layers that keep state in it.
         page_bytes: Bytes of a page: one block of tokens for all these layers.
         layer_offsets: Where each layer's part of a page starts, in bytes.
-        pages_per_slab: Pages that a slab is cut into.
+        pages_per_slab: The number of pages in a slab.
         peak_blocks: The most blocks that one request of the plan's ``max_model_len`` tokens, with the longest inputs,
             ever holds.
-        num_parts: How many times a page holds what the layers store, one part after the other.
-        answers: What the spec answers about positions, checked.
+        num_parts: How many times a page holds the layers' state, one part after the other.
+        answers: The spec's checked answers about positions.
     """
 
     index: int
@@ -59,36 +59,36 @@ class PlannedGroup:
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of a part of a page, in which ``layer_offsets`` count: of the whole page unless it has several."""
+        """Bytes of one part of a page. ``layer_offsets`` count within it. A page with one part is the part itself."""
         return self.page_bytes // self.num_parts
 
     @property
     def is_of_input(self) -> bool:
-        """Whether it keeps state of a sequence that is not the request's own tokens."""
+        """Whether it keeps state of an input, and not of the request's own tokens."""
         return self.spec.sequence != TOKENS
 
 
 @attrs.frozen(kw_only=True)
 class KVCachePlan:
-    """What is allocated, to the byte, and how it is cut.
+    """The layout of the cache's memory, to the byte.
 
-    The pool is ``total_bytes`` long: first the null page (``null_bytes``), which no request owns and padding points to,
-    then ``num_slabs`` slabs, then the rest of the memory, too short for a slab, as pages of one group for ever. A
-    *block id* is a page's byte offset divided by ``block_id_bytes``, so block ids of every group address one pool with
-    one stride, and 0 is the null page.
+    The pool is ``total_bytes`` long. It begins with the null page (``null_bytes``), which no request owns and padding
+    points to. ``num_slabs`` slabs follow. The rest of the memory is too short for a slab, and always holds pages of one
+    group. A *block id* is a page's byte offset divided by ``block_id_bytes``, so block ids of every group address one
+    pool with one stride, and 0 is the null page.
 
     Attributes:
-        groups: The groups; empty for a model that keeps nothing.
+        groups: The groups; empty for a model that keeps no state.
         slab_bytes: Bytes of a slab.
         num_slabs: Slabs in the pool.
-        rest_group: The group that has the rest.
-        num_rest_pages: How many pages of it that are; 0 where it is too short for one, and after a resize.
+        rest_group: The group whose pages the rest holds.
+        num_rest_pages: The number of pages in the rest; 0 if it is too short for one, and after a resize.
         null_bytes: Bytes before the first slab.
         block_id_bytes: Bytes per unit of a block id.
-        memory_bytes: What the plan was given.
+        memory_bytes: The memory that the plan was made for.
         max_model_len: The longest request, in tokens, that the plan is for.
         max_num_batched_tokens: The most tokens that one step computes.
-        max_input_lens: For each sequence that requests bring beside their tokens, the most tokens of it.
+        max_input_lens: For each sequence that requests bring beside their tokens, its most tokens.
     """
 
     groups: tuple[PlannedGroup, ...]
@@ -115,27 +115,27 @@ class KVCachePlan:
 
     @property
     def alignment(self) -> int:
-        """Tokens that a cached prefix is a multiple of: whole blocks in every group of the requests' tokens."""
+        """Tokens of a cached prefix are a multiple of this: whole blocks in every group of the requests' own tokens."""
         return math.lcm(*(group.block_size for group in self.groups if not group.is_of_input))
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one more token adds while every group still holds all of them, in whole layers.
+        """Bytes that one more token takes as long as every group keeps all tokens, counted in whole layers.
 
-        Groups of states are left out: these take the same for many tokens as for one.
+        Groups of states are left out, because their bytes do not depend on the number of tokens.
         """
         kept = (group for group in self.groups if not group.is_of_input and not group.spec.is_per_block)
         return sum(-(-group.page_bytes // group.block_size) for group in kept)
 
     @property
     def bytes_per_request(self) -> int:
-        """Bytes of states that a request holds at most, whatever its length."""
+        """The most bytes of states that a request holds, at any length."""
         held = (group for group in self.groups if not group.is_of_input and group.spec.is_per_block)
         return sum(group.peak_blocks * group.page_bytes for group in held)
 
     @property
     def bytes_per_input_token(self) -> Mapping[str, int]:
-        """For each sequence that requests bring beside their tokens, the bytes that one token of it takes."""
+        """For each sequence that requests bring beside their tokens, the bytes of one token."""
         found: dict[str, int] = {}
         for group in self.groups:
             if group.is_of_input:
@@ -147,7 +147,7 @@ class KVCachePlan:
     def waste_fraction(self) -> float:
         """Share of the pool that no page can use when requests of ``max_model_len`` fill it.
 
-        Counted are the ends of slabs that are too short for a page, weighted by how many slabs each group takes.
+        It counts the ends of slabs that are too short for a page, weighted by each group's number of slabs.
         """
         shares = [(group.peak_blocks / group.pages_per_slab, group) for group in self.groups]
         slabs = sum(share for share, _ in shares)
@@ -160,8 +160,8 @@ class KVCachePlan:
         """Return the most blocks per group that a request ever holds.
 
         Args:
-            num_tokens: Its length at its end.
-            input_lens: The lengths of what it brings beside its tokens; the longest of each unless given.
+            num_tokens: Its final length.
+            input_lens: The lengths of its inputs beside its tokens; the longest of each unless given.
         """
         lens = self.max_input_lens if input_lens is None else input_lens
         return tuple(
@@ -174,11 +174,11 @@ class KVCachePlan:
         )
 
     def num_slabs_for(self, num_blocks: Iterable[int], num_rest_pages: int | None = None) -> int:
-        """Return the slabs that hold ``num_blocks`` blocks (one count per group), from an empty pool.
+        """Return the number of slabs for ``num_blocks`` blocks (one count per group), from an empty pool.
 
         Args:
             num_blocks: The blocks of each group.
-            num_rest_pages: The pages after the last slab that are free for them; all of the plan's unless given.
+            num_rest_pages: The free pages after the last slab that can be used too; all of the plan's unless given.
         """
         counts = list(num_blocks)
         if self.num_rest_pages:
@@ -187,18 +187,18 @@ class KVCachePlan:
 
     @property
     def most_slabs(self) -> int:
-        """The most slabs of a pool that is cut as this one, all of whose pages have a block id."""
+        """The most slabs that a pool of this layout can have, so that every page has a block id."""
         if not self.groups:
             return 0
         return (_MAX_BLOCK_ID * self.block_id_bytes - self.null_bytes) // self.slab_bytes
 
     def resized(self, memory_bytes: int) -> KVCachePlan:
-        """Return a plan of other memory that is cut as this one is: more slabs of the same kind, or fewer.
+        """Return a plan of the same layout for another amount of memory: with more slabs of this size, or fewer.
 
-        The rest stays where the number of slabs stays and it fits; else there is none.
+        If the number of slabs stays and the rest fits, the rest stays; otherwise the new plan has no rest.
 
         Raises:
-            PlanError: Not even one slab for each group fits the memory, or there are too many for a block id.
+            PlanError: The memory does not hold one slab for each group, or there are too many slabs for a block id.
         """
         num_slabs = _num_slabs(memory_bytes, self.null_bytes, self.slab_bytes, self.block_id_bytes, len(self.groups))
         is_same = num_slabs == self.num_slabs and self.total_bytes <= memory_bytes
@@ -208,25 +208,26 @@ class KVCachePlan:
     def fits(self, num_tokens: int, input_lens: Mapping[str, int] | None = None) -> bool:
         """Return whether one request that grows to ``num_tokens`` tokens fits the pool.
 
-        If it does, a request that runs alone gets the pages of every step, however its tokens are divided into steps of
-        at most ``max_num_batched_tokens``, and whatever is cached besides.
+        If it fits, a request that runs alone gets the pages for every step, for any division of its tokens into steps
+        of at most ``max_num_batched_tokens``, and with any cached prefixes.
 
-        If it does not, there is a division in which a step gets none, if the plan has one group that attends, or groups
-        of full attention and of inputs alone. Other groups may hold most at different tokens. Beside full attention,
-        each is sure to hold one block less than is counted, those in chunks at the end of their next chunk; so as many
-        more tokens may be served as these blocks and the rest of the chunk leave room for. Types that store few blocks,
-        such as states, count each block that a later request may continue from, which a single run need not hold.
+        If it does not fit, then for some division a step gets no pages. This holds if the plan has one group that
+        attends, or only groups of full attention and of inputs. In other plans, the groups may hold their most blocks
+        at different tokens, so the check is conservative. Beside full attention, each group always holds one block less
+        than is counted (a chunked group until the end of its next chunk), so a request may be served for as many more
+        tokens as fit into these blocks and the rest of the chunk. A type that stores few blocks, such as a state,
+        counts each block that a later request may continue from, and a lone request need not hold these.
 
         Args:
-            num_tokens: Its length at its end.
-            input_lens: The lengths of what it brings beside its tokens; the longest of each unless given.
+            num_tokens: Its final length.
+            input_lens: The lengths of its inputs beside its tokens; the longest of each unless given.
         """
         return self.num_slabs_for(self.peak_blocks(num_tokens, input_lens)) <= self.num_slabs
 
     def max_concurrency(self, num_tokens: int | None = None) -> int | None:
-        """Return how many requests of ``num_tokens`` tokens fit at once; None where nothing is kept (no limit).
+        """Return how many requests of ``num_tokens`` tokens fit at once; None if no state is kept (no limit).
 
-        Counted are the slabs and the pages after the last one, if each request holds the most that it ever does.
+        It counts the slabs and the pages after the last one, if each request holds the most blocks that it ever does.
 
         Args:
             num_tokens: Their length; ``max_model_len`` if not given.
@@ -301,11 +302,11 @@ def plan_cache(
         memory_bytes: The most bytes to allocate.
         max_model_len: The longest request, in tokens.
         max_num_batched_tokens: The most tokens that one step computes.
-        max_input_lens: For each sequence that requests bring beside their tokens, the most tokens of it.
-        pages_per_slab: How many pages of each group a slab is cut into; what loses the least memory unless given.
+        max_input_lens: For each sequence that requests bring beside their tokens, its most tokens.
+        pages_per_slab: The number of pages of each group in a slab. Unless given, the choice that wastes least memory.
 
     Raises:
-        PlanError: Not even one slab for each group fits the memory, or a group keeps state of a sequence whose length
+        PlanError: The memory does not hold one slab for each group, or a group keeps state of a sequence whose length
             is not given.
         SpecError: A spec's answers break the laws of cache specs.
     """
@@ -351,10 +352,10 @@ def plan_cache(
 
 
 def _rest(groups: Sequence[KVCacheGroup], peaks: Sequence[int], num_bytes: int) -> tuple[int, int]:
-    """Return which group has what is left over of the memory, and how many pages of it that are.
+    """Return the group whose pages fill the memory after the last slab, and how many of its pages fit there.
 
-    It is the one that takes the most as requests grow, of those that a page fits of. Where all pages have one size,
-    there is none: any of them takes any page.
+    Of the groups with a page that fits, it is the one that takes the most memory as requests grow. If all pages have
+    one size, there is no such group, because every group can use every page.
     """
     growing = [
         group.index
@@ -368,7 +369,7 @@ def _rest(groups: Sequence[KVCacheGroup], peaks: Sequence[int], num_bytes: int) 
 
 
 def _num_slabs(memory_bytes: int, null_bytes: int, slab_bytes: int, block_id_bytes: int, num_groups: int) -> int:
-    """Return how many slabs fit the memory; raises ``PlanError`` if they are too few, or too many."""
+    """Return how many slabs fit the memory; raise ``PlanError`` if they are too few, or too many."""
     num_slabs = max(0, (memory_bytes - null_bytes) // slab_bytes) if num_groups else 0
     if num_slabs < num_groups:
         raise PlanError(
@@ -420,10 +421,10 @@ def _offsets(group: KVCacheGroup) -> tuple[int, ...]:
 
 
 def _choose_slab_bytes(page_bytes: Sequence[int], peaks: Sequence[int], memory_bytes: int) -> int:
-    """Choose the slab size that loses the least memory.
+    """Choose the slab size that wastes the least memory.
 
-    Two losses pull apart. The end of a slab that is too short for a page is lost, and small where slabs are large;
-    and each group leaves half a slab unfilled on average, which is small where slabs are small.
+    Two kinds of waste pull in opposite directions. The end of a slab that is too short for a page is wasted; this is
+    small for large slabs. Each group leaves half a slab unfilled on average; this is small for small slabs.
     """
     if not page_bytes:
         return 0
@@ -432,7 +433,7 @@ def _choose_slab_bytes(page_bytes: Sequence[int], peaks: Sequence[int], memory_b
     candidates = {
         align_up(count * size, STATE_ALIGNMENT_BYTES)
         for size in set(page_bytes)
-        # As few pages as the largest one needs, where these are more: then its own slab has an end, and theirs none.
+        # Also the slab size just large enough for the largest page: then only the largest page leaves an end.
         for count in (*range(1, _MAX_PAGES_PER_SLAB + 1), -(-largest // size))
         if largest <= count * size <= affordable
     } or {largest}

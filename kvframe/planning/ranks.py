@@ -1,8 +1,8 @@
 """Cache plans of a model whose layers are spread over several devices.
 
-A rank's plan is about its own layers and its own memory, but a group's number, the tokens of its blocks, the pages of a
-slab and the number of slabs are the same on all ranks that keep anything. Cache managers that are told the same events
-therefore decide the same on each of them.
+Each rank plans its own layers and its own memory. A group's number, the tokens of its blocks, the pages of a slab and
+the number of slabs are the same on all ranks that keep state. Cache managers on different ranks therefore make the same
+decisions if they get the same calls.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from kvframe.planning.plan import KVCachePlan, plan_cache
 
 @attrs.frozen(kw_only=True)
 class RankPlans:
-    """The plans of all ranks of a model, and what is decided for all of them.
+    """The plans of all ranks of a model.
 
     Attributes:
         whole: The grouping of all layers.
         groupings: Per rank, its layers of each group, by the group's number in ``whole``; no groups for a rank whose
-            layers keep nothing.
-        plans: Per rank, what it allocates; nothing for a rank whose layers keep nothing.
+            layers keep no state.
+        plans: Per rank, its cache plan; an empty plan for a rank whose layers keep no state.
         prefix_caching: Whether requests reuse blocks of a common prefix, on every rank or on none.
     """
 
@@ -36,12 +36,12 @@ class RankPlans:
 
     @property
     def whole_prompts(self) -> bool:
-        """Whether every prompt is computed in one step: on all ranks, whichever of them it is because of."""
+        """Whether every prompt must be computed in one step, on all ranks if one rank requires it."""
         return self.whole.whole_prompts
 
     @property
     def note(self) -> str | None:
-        """What follows of keeping nothing, in one sentence for people; None where every layer keeps something."""
+        """One sentence for people that says why prompts are computed in one step; None if every layer keeps state."""
         return self.whole.note
 
 
@@ -62,13 +62,13 @@ def plan_ranks(
         memory_bytes: The most bytes that each rank allocates.
         max_model_len: The longest request, in tokens.
         max_num_batched_tokens: The most tokens that one step computes.
-        max_input_lens: For each sequence that requests bring beside their tokens, the most tokens of it.
+        max_input_lens: For each sequence that requests bring beside their tokens, its most tokens.
         hybrid: As for ``group_layers``.
-        prefix_caching: Whether prefixes are cached, where all layers allow it.
+        prefix_caching: Whether prefixes are cached, if all layers allow it.
 
     Raises:
         SpecError: As for ``group_layers``, or a layer reads the cache of a layer of another rank.
-        PlanError: As for ``plan_cache``, of the rank that it names.
+        PlanError: As for ``plan_cache``; the message names the rank.
     """
     whole = group_layers([layer for layers in ranks for layer in layers], hybrid=hybrid)
     rank_of = {layer.name: rank for rank, layers in enumerate(ranks) for layer in layers}
@@ -103,7 +103,7 @@ def plan_ranks(
         whole=whole,
         groupings=groupings,
         plans=tuple(
-            # What is left over after the slabs differs from rank to rank.
+            # The rest after the slabs differs between ranks, so no rank uses it.
             attrs.evolve(each, num_slabs=num_slabs, num_rest_pages=0) if each.groups else each
             for each in plans
         ),

@@ -24,7 +24,7 @@ class FoundAdapter:
     """Wraps a plugin's model adapter, so that its failures become errors that name it.
 
     Attributes:
-        entry: The claim to its name.
+        entry: The registered name of the adapter.
         adapter: The plugin's instance.
     """
 
@@ -33,28 +33,28 @@ class FoundAdapter:
 
     @classmethod
     def make(cls, entry: Entry) -> FoundAdapter:
-        """Import the adapter's class and make an instance; raises ``PluginError`` if either fails."""
+        """Import the adapter's class and make an instance; raise ``PluginError`` if either fails."""
         return cls(entry, call(f"model adapter {entry.id!r}: __init__()", entry.load()))
 
     @property
     def whose(self) -> str:
-        """How an error names it."""
+        """The adapter's name for errors."""
         return f"model adapter {self.entry.id!r}"
 
     def recognises(self, path: Path) -> bool:
-        """Return whether ``path`` is of the adapter's kind; raises ``PluginError`` if it fails."""
+        """Return whether the adapter can read ``path``; raise ``PluginError`` if it fails."""
         answer: Any = call(f"{self.whose}: recognises()", self.adapter.recognises, path)
         if type(answer) is not bool:
             raise PluginError(f"{self.whose}: recognises() must return True or False, not {safe_repr(answer)}")
         return answer
 
     def describe(self, path: Path) -> ModelDescription:
-        """Return what the adapter reads at ``path``; raises ``KVFrameError`` if it refuses or fails."""
+        """Return the description of the model at ``path``; raise ``KVFrameError`` if the adapter refuses or fails."""
         description: Any = call(f"{self.whose}: describe()", self.adapter.describe, path, passes=(KVFrameError,))
         return self._checked(description, "describe() must return a ModelDescription")
 
     def load(self, path: Path, *, device: str, dtype: str) -> LoadedModel:
-        """Return the model that the adapter loads; raises ``KVFrameError`` if it refuses or fails."""
+        """Return the loaded model; raise ``KVFrameError`` if the adapter refuses or fails."""
         what = f"{self.whose}: load()"
         model = call(what, self.adapter.load, path, device=device, dtype=dtype, passes=(KVFrameError,))
         self._checked(call(what, getattr, model, "description", None), "load() must return a model with a description")
@@ -67,14 +67,14 @@ class FoundAdapter:
 
 
 def find_adapter(path: Path, registry: Registry) -> FoundAdapter:
-    """Return the one model adapter that recognises ``path``; one that fails is passed over.
+    """Return the one model adapter that recognises ``path``; adapters that fail are ignored.
 
     Args:
         path: A model's folder or config file.
         registry: Where adapters are looked up.
 
     Raises:
-        ModelError: Nothing is there, no adapter recognises it, or more than one does.
+        ModelError: The path does not exist, or no adapter or more than one recognises it.
     """
     try:
         is_there = exists(path)
@@ -106,7 +106,7 @@ def find_adapter(path: Path, registry: Registry) -> FoundAdapter:
         )
     config = path / "config.json"
     if config.is_file():
-        parse_file(config)  # one that is no JSON raises: that is why no adapter recognised the folder
+        parse_file(config)  # raises for invalid JSON, which is why no adapter recognised the folder
     asked = f"no model that a plugin recognises (asked: {', '.join(names)})"
     raise ModelError(
         "; ".join([f"{path} is {asked}", *unusable, "a Hugging Face model is a folder with a config.json"])
@@ -121,7 +121,7 @@ def describe_model(path: Path, registry: Registry) -> ModelDescription:
         registry: Where adapters are looked up.
 
     Raises:
-        ModelError: Nothing is there, or it is no model, or it is not understood.
+        ModelError: The path does not exist, is not a model, or is a model that the adapter cannot describe.
         PluginError: The adapter that recognises it fails.
     """
     if is_layer_file(path):

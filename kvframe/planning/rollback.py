@@ -1,8 +1,8 @@
-"""Rollback states: what a running request keeps beside its last state, so that draft tokens can be rejected.
+"""Rollback states: the states before a running request's last one, kept so that draft tokens can be rejected.
 
-A state type with ``num_rollback_states`` has pages of one state, which are what a prefix hit needs, and beside them a
-group of this module's type. Its pages hold the other states of a block that is not full. They are released at the
-block's end, and no later request needs one: only what runs pays for drafts.
+A state type with ``num_rollback_states`` has two groups. Its own group has pages of one state each, which prefix hits
+need. The group of this module's type holds the other states of a block that is not full. Its pages are released at the
+block's end, and no later request needs them, so only running requests pay for drafts.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kvframe.contract.specs import KVCacheSpec, StateTensor, TokenRange, positiv
 
 @attrs.frozen(kw_only=True)
 class RollbackSpec(KVCacheSpec):
-    """The states before a running request's last one: pages of ``num_states`` of what its layers store.
+    """The states before a running request's last one: pages of ``num_states`` times the layers' state.
 
-    A block's states take turns, counted back from its last token: the state after that one lies in the page of the
-    layers' own group, and the states after the ``num_states`` tokens before it lie here. So any ``1 + num_states``
-    tokens that follow each other in a block have a place each.
+    The states of a block are counted back from its last token. The state after that token is in a page of the layers'
+    own group. The states after the ``num_states`` tokens before it are in a page of this group, each in its own part.
+    So the states of any ``1 + num_states`` consecutive tokens of a block are kept.
 
     Attributes:
         num_states: States of a page.
@@ -36,22 +36,22 @@ class RollbackSpec(KVCacheSpec):
         return ((n - 1, n),) if n % self.block_size else ()
 
     def state_tensors(self) -> Mapping[str, StateTensor]:
-        """Return none of its own: a page holds ``num_states`` times what the layers store (``KVCacheGroup``)."""
+        """Return no tensors: a page holds ``num_states`` times the layers' state (``KVCacheGroup``)."""
         return {}
 
     def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> tuple[tuple[int, int], ...]:
-        """Return the blocks of the step's tokens that are no block's last one; after a longer step, of its last token.
+        """Return the blocks of the step's tokens, each block's last token left out; for a long step, of the last token.
 
         A step of more than ``1 + num_states`` tokens keeps the states at its end and at full blocks' ends.
         """
         size, end = self.block_size, n + num_new_tokens
         first = n if num_new_tokens <= 1 + self.num_states else end - 1
-        # If the first of these tokens is a block's last one, the next block is the first that counts.
+        # If the first of these tokens is the last of its block, that block does not count.
         start, stop = (first + 1) // size, (end - 1) // size + 1
         return ((start, stop),) if start < stop and size > 1 else ()
 
     def peak_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
-        """Return the blocks that a short step and the token before it touch at most, block's last tokens left out."""
+        """Return the most blocks that a short step and the token before it touch, each block's last token left out."""
         if self.block_size == 1:
             return 0
         size, most = self.block_size, min(max_new_tokens, 1 + self.num_states)

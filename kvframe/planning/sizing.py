@@ -15,11 +15,11 @@ from kvframe.planning.memory import free_bytes
 from kvframe.planning.plan import KVCachePlan, plan_cache
 
 SHARE_OF_AVAILABLE_MEMORY = 0.5
-"""The most of a device's free memory that ``memory = "auto"`` takes: a model's activations need room too."""
+"""The largest share of a device's free memory that ``memory = "auto"`` takes; a model's activations need the rest."""
 
 
 def choose_max_model_len(description: ModelDescription, stack: Stack) -> int:
-    """Return the most tokens of a request: what the stack says, or what the model takes.
+    """Return the most tokens of a request: the stack's limit, or the model's if the stack has none.
 
     Args:
         description: The model.
@@ -48,15 +48,15 @@ def plan_for_stack(
 
     Args:
         grouping: The model's groups.
-        stack: Its ``[cache] memory`` and ``[engine]`` limits. ``"auto"`` is what the most requests of the greatest
-            length need, but no more than a share of the memory that is free now, copies of pages included. Where no
-            layer keeps anything, there is nothing to measure or to check.
+        stack: Its ``[cache] memory`` and ``[engine]`` limits. ``"auto"`` is the memory for ``max_num_seqs`` requests of
+            the greatest length, but at most a share of the memory that is free now, including copies of pages. If no
+            layer keeps state, the free memory is not checked.
         max_model_len: The most tokens of a request.
-        max_input_lens: For each sequence that requests bring beside their tokens, the most tokens of it.
-        copied: The layers whose backends are given copies of their pages.
+        max_input_lens: For each sequence that requests bring beside their tokens, its most tokens.
+        copied: The layers whose backends get copies of their pages.
 
     Raises:
-        PlanError: The memory is too small, or ``"auto"`` and the free memory is unknown, or a group keeps state of a
+        PlanError: The memory is too small, it is ``"auto"`` and the free memory is unknown, or a group keeps state of a
             sequence whose length is not given.
     """
 
@@ -86,16 +86,16 @@ def plan_for_stack(
 
 
 def copied_bytes(plan: KVCachePlan, grouping: Grouping, copied: Sequence[LayerSpec]) -> int:
-    """Return the bytes of the copies that a step reads at most: of every page, for one layer after the other.
+    """Return the most bytes that a step's copies of pages take: one copy of every page, for one layer at a time.
 
-    Requests that share pages have a copy each, so that a step of many such requests may take more.
+    Requests that share a page get a copy each, so a step of many such requests may take more.
 
     Args:
-        plan: What is allocated.
-        grouping: The groups that it was made of.
-        copied: The layers whose backends are given copies of their pages.
+        plan: The cache plan.
+        grouping: The groups of the plan.
+        copied: The layers whose backends get copies of their pages.
     """
-    # Layers whose copies have one shape use the same memory.
+    # Layers with copies of equal shapes use the same memory.
     per_slab: dict[tuple[str, StateTensor], int] = {}
     for layer in copied:
         assert layer.spec is not None
@@ -106,14 +106,14 @@ def copied_bytes(plan: KVCachePlan, grouping: Grouping, copied: Sequence[LayerSp
 
 
 def num_host_slabs(plan: KVCachePlan, stack: Stack) -> int:
-    """Return how many slabs of preempted requests the host keeps; 0 if requests are not swapped.
+    """Return the number of slabs for preempted requests in host memory; 0 if requests are not swapped.
 
     Args:
-        plan: What the slabs are copies of.
+        plan: The plan of the pool, whose slabs are copied.
         stack: Its ``[cache] preemption`` and ``swap_memory``.
 
     Raises:
-        PlanError: The memory does not even hold one slab for each group, so that no request would ever be swapped.
+        PlanError: The memory does not hold one slab for each group, so that no request could be swapped.
     """
     if stack.cache.swap_memory is None or stack.cache.preemption != "swap" or not plan.groups:
         return 0
@@ -135,7 +135,7 @@ def _available_bytes(device: str) -> int:
             return int(torch.cuda.mem_get_info(device)[0])
         return free_bytes()
     except (RuntimeError, AssertionError, AttributeError, ValueError) as error:
-        # No such device here, a torch that is built without it, or an operating system that has no such figure.
+        # The device does not exist, torch was built without it, or the operating system does not report the number.
         raise PlanError(
             f'memory "auto" is a share of what is free, and {device!r} does not say here how much that is '
             f"({str(error).strip().splitlines()[0]}); give a size, such as 2GiB"

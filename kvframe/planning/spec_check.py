@@ -1,7 +1,7 @@
 """Checks the laws of a cache spec at sampled positions, before anything is allocated by its answers.
 
-``kvframe.testing.laws`` checks every position of a short request and says more; this is what a set-up can pay for, up
-to the longest request: a few milliseconds for each distinct spec. Nothing here imports NumPy or torch.
+``kvframe.testing.laws`` checks every position of a short request and reports more. These checks take a few milliseconds
+for each distinct spec, up to the longest request. This module imports neither NumPy nor torch.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _SEED = 37
 
 
 def check_spec_at_set_up(spec: KVCacheSpec, max_tokens: int, max_new_tokens: int) -> None:
-    """Check what a spec answers, at the first positions, around its own sizes and block ends, and at random ones.
+    """Check a spec's answers at the first positions, around its own sizes and block ends, and at random positions.
 
     Args:
         spec: The spec of a group.
-        max_tokens: The longest sequence that it is asked about.
+        max_tokens: The length of the longest sequence.
         max_new_tokens: The most tokens that one step computes.
 
     Raises:
-        SpecError: The first answer that breaks a law: the kind, the position, the answer, and what is right.
+        SpecError: An answer breaks a law. The message names the kind, the position, the answer and the right one.
     """
     _check_state_tensors(spec)
     mask = ask(spec, "mask", lambda: spec.mask)
@@ -70,7 +70,7 @@ def check_spec_at_set_up(spec: KVCacheSpec, max_tokens: int, max_new_tokens: int
 
 
 def sampled_positions(spec: KVCacheSpec, max_tokens: int) -> list[int]:
-    """Return the positions at which a spec is asked, in order.
+    """Return the positions at which a spec is checked, in order.
 
     Args:
         spec: The spec.
@@ -96,7 +96,7 @@ def sampled_positions(spec: KVCacheSpec, max_tokens: int) -> list[int]:
 
 
 def peak_of(spec: KVCacheSpec, num_tokens: int, max_new_tokens: int) -> int:
-    """Return ``KVCacheSpec.peak_blocks``; raises ``SpecError`` if that is no number of blocks of so many tokens."""
+    """Return ``KVCacheSpec.peak_blocks``; raise ``SpecError`` if the answer is not a possible number of blocks."""
     question = f"peak_blocks({num_tokens}, {max_new_tokens})"
     most = -(-num_tokens // spec.block_size)
     return ask_count(spec, question, lambda: spec.peak_blocks(num_tokens, max_new_tokens), least=0, most=most)
@@ -139,7 +139,7 @@ def _check_derived(spec: KVCacheSpec, n: int, live: tuple[TokenRange, ...]) -> N
 
 
 def _check_mask_function(spec: KVCacheSpec, function: MaskFunction, n: int, ranges: tuple[TokenRange, ...]) -> None:
-    """Check that a mask function shows no token that is not live, beside the ends of what is."""
+    """Check that a mask function shows no dead token, at the ends of the live ranges and beside them."""
     ends = {end + offset for part in ranges for end in part for offset in (-1, 0)} | {0, n - 1}
     for key in sorted(end for end in ends if 0 <= end < n):
         if any(start <= key < stop for start, stop in ranges):
@@ -154,7 +154,7 @@ def _sees(function: MaskFunction, query: int, key: int) -> bool:
 
 
 def _check_blocks(spec: KVCacheSpec, answers: Answers, n: int, num_new_tokens: int) -> tuple[int, str]:
-    """Check that no step needs more blocks than the spec says; return the most blocks, and the step that needs them."""
+    """Check that no step needs more blocks than the spec says; return the largest need, and the step that has it."""
     size, found = spec.block_size, (0, "")
     for count, branch in ((1, 0), (num_new_tokens, 0), (num_new_tokens, (n + num_new_tokens) // size * size)):
         stored = answers.stored_blocks(n, count, branch)

@@ -21,8 +21,8 @@ def bind_chain(wrappers: Sequence[MetadataWrapper], layer: LayerSpec) -> tuple[W
         layer: The layer.
 
     Returns:
-        The chain with the parameters that the layer decides; the layer as a backend after the chain sees it; the
-        extensions that such a backend has to honour.
+        The chain, with the wrappers' parameters for this layer; the layer as a backend after the chain sees it; the
+        extensions that such a backend must honour.
 
     Raises:
         WrapperError: A wrapper cannot serve the layer.
@@ -55,5 +55,5 @@ def _bind(wrapper: MetadataWrapper, layer: LayerSpec) -> tuple[MetadataWrapper, 
 
 
 def chain_capture(chain: Sequence[MetadataWrapper]) -> GraphCapture:
-    """Return for which batches a whole chain can be captured: the least of its parts; always, if it is empty."""
+    """Return the batches for which a whole chain can be captured: the least of its wrappers; always, if it is empty."""
     return min((wrapper.capture for wrapper in chain), default=GraphCapture.ALWAYS)

@@ -16,15 +16,16 @@ from kvframe.selection.times import MeasuredTime, in_words
 
 @attrs.frozen(kw_only=True)
 class Candidate:
-    """One backend that was looked at for a layer.
+    """One backend that was considered for a layer.
 
     Attributes:
         name: Its registered name, with its distribution (``"kvframe-triton:triton"``).
         refusals: Why it cannot serve the layer; empty if it can.
-        preference: What it declares of itself; the highest that can serve is taken, unless measured times decide.
-        on_copies: Whether it would be given copies of the layer's pages, because it does not read their format; one
-            that reads them itself is taken first.
-        time: How long it takes for such a layer on this device, if that was measured.
+        preference: Its declared preference. Of the backends that can serve, the highest is chosen, unless measured
+            times decide.
+        on_copies: Whether it would get copies of the layer's pages, because it does not read their format. A backend
+            that reads the format is chosen before one that does not.
+        time: The measured time for such a layer on this device; None if it was not measured.
     """
 
     name: str
@@ -36,18 +37,18 @@ class Candidate:
 
 @attrs.frozen(kw_only=True)
 class Choice:
-    """What was chosen for one layer, and out of what.
+    """The choice for one layer, and all candidates.
 
     Attributes:
         layer: The layer's name.
-        wrappers: Its wrapper chain, made for the layer.
-        wrapper_ids: What each of its wrappers is, with its parameters.
+        wrappers: Its wrapper chain, with the parameters for this layer.
+        wrapper_ids: The identity of each of its wrappers, with its parameters.
         wrapped: The layer as the backend after the chain sees it.
         backend: The chosen backend, with its distribution.
         backend_class: Its class.
         backend_options: An instance of the class's ``options_class``; None if it has none.
-        backend_id: What the backend is, with its parameters.
-        candidates: Every backend that was looked at, the chosen one first.
+        backend_id: The identity of the backend, with its parameters.
+        candidates: Every backend that was considered, the chosen one first.
         by_time: Whether measured times decided.
     """
 
@@ -63,7 +64,7 @@ class Choice:
     by_time: bool = False
 
     def why_not(self, candidate: Candidate) -> str:
-        """Return in one sentence why ``candidate`` was passed over; empty for the chosen one."""
+        """Return in one sentence why ``candidate`` was not chosen; empty for the chosen one."""
         if candidate.name == self.backend:
             return ""
         if candidate.refusals:
@@ -78,7 +79,7 @@ class Choice:
 
     @property
     def on_copies(self) -> bool:
-        """Whether the backend is given copies of the layer's pages, because it does not read their format."""
+        """Whether the backend gets copies of the layer's pages, because it does not read their format."""
         return self.candidates[0].on_copies
 
     @property
@@ -89,6 +90,6 @@ class Choice:
 
 
 def layers_on_copies(layers: Sequence[LayerSpec], choices: Sequence[Choice]) -> list[LayerSpec]:
-    """Return the layers whose backends are given copies of their pages, because they do not read their format."""
+    """Return the layers whose backends get copies of their pages, because they do not read their format."""
     on_copies = {choice.layer for choice in choices if choice.on_copies}
     return [layer for layer in layers if layer.name in on_copies]

@@ -23,14 +23,14 @@ def freeze(value: Any) -> Any:
 
 @attrs.frozen
 class Identity:
-    """What a plugin's class is, wherever it was imported: a value that can be hashed, compared and pickled.
+    """The identity of a plugin's class, in any process: a value that can be hashed, compared and pickled.
 
     Two plugins may each have a class ``MyBackend``; they have different identities. One class with equal parameters
     has one identity, in every process.
 
     Attributes:
-        distribution: Who provides it (``"kvframe-triton"``).
-        qualified_name: Its module and name in it (``"kvframe_triton.backend:TritonBackend"``).
+        distribution: The distribution that provides it (``"kvframe-triton"``).
+        qualified_name: Its module, and its name in the module (``"kvframe_triton.backend:TritonBackend"``).
         parameters: Its parameters by name, frozen and sorted.
     """
 

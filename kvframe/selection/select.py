@@ -30,13 +30,13 @@ def select_backends(
 ) -> tuple[Choice, ...]:
     """Choose a wrapper chain and a backend for each layer.
 
-    The chain is the stack's, or else the one that the layer's cache spec has by default. A backend that the stack
-    names is taken or refused, never replaced. ``"auto"`` takes, of the backends whose declared capabilities cover the
-    layer as its chain leaves it, those that read its format themselves, of these the one with the highest preference,
-    then the first by name. If that one was measured on this device (``kvframe tune``), it takes the fastest of those
-    that were.
+    The chain is the stack's, or otherwise the default of the layer's cache spec. If the stack names a backend, that
+    backend serves the layer or the layer is refused; no other one is tried. ``"auto"`` considers the backends whose
+    declared capabilities cover the layer after its chain. Of these, it prefers those that read the layer's format
+    themselves, then the highest preference, then the first name. If the preferred backend was measured on this device
+    (``kvframe tune``), ``"auto"`` chooses the fastest of the measured ones instead.
 
-    A layer that keeps state and does not attend is computed by the model, so nothing is chosen for it.
+    A layer that keeps state and does not attend is computed by the model, so no backend is chosen for it.
 
     Args:
         layers: The model's layers, in the order they run.
@@ -49,11 +49,11 @@ def select_backends(
         The choices for the layers that attend, in their order.
 
     Raises:
-        BackendError: No backend can serve a layer, or the named one cannot; says why for each. A layer that the model
-            computes is given a backend or wrappers.
-        WrapperError: A wrapper cannot serve a layer, or may not stand where it does.
-        StackError: Options do not fit the wrapper or backend that they are for, ``prefill_skipping`` is a wrapper that
-            drops nothing, or the table of measured times that the stack names cannot be read.
+        BackendError: No backend can serve a layer, or the named one cannot; the message says why for each. Or a rule
+            gives a backend or wrappers to a layer that the model computes.
+        WrapperError: A wrapper cannot serve a layer, or is at a wrong place in its chain.
+        StackError: Options do not fit their wrapper or backend, ``prefill_skipping`` is a wrapper that drops no tokens,
+            or the table of measured times that the stack names cannot be read.
         PluginError: A wrapper cannot be imported or fails, or a parameter of a wrapper or backend cannot be hashed.
         UnknownNameError: A cache spec's default chain names a wrapper that no plugin registers.
     """
@@ -68,7 +68,7 @@ def select_backends(
 
 
 def _check_not_chosen(layer: LayerSpec, kind: str, stack: Stack) -> None:
-    """Refuse a rule that gives a layer without attention what only attention has."""
+    """Raise for a rule that gives a backend or wrappers to a layer without attention."""
     rule = stack.rule_for(layer.name, kind)
     for what, named in (
         ("backend", [] if rule.backend == AUTO else [rule.backend.name]),
@@ -83,7 +83,7 @@ def _check_not_chosen(layer: LayerSpec, kind: str, stack: Stack) -> None:
 
 
 def _check_skipping(stack: Stack, registry: Registry) -> None:
-    """Refuse a wrapper that would leave every row in, whether or not the model has layers that skip any."""
+    """Raise if ``prefill_skipping`` is a wrapper that drops no tokens, even if the model has no layers to skip."""
     use = stack.engine.prefill_skipping
     if use is not None and DROPS_TOKENS not in _make_wrapper(use, registry)[0].effects:
         raise StackError(
@@ -160,9 +160,9 @@ def _choose(
 
 
 def _best(able: Sequence[Candidate]) -> tuple[Candidate, bool]:
-    """Return the candidate to take, and whether measured times say so.
+    """Return the chosen candidate, and whether measured times decided.
 
-    Times decide only if the one that is preferred was measured, and another to compare it with.
+    Times decide only if the preferred candidate was measured, and another one to compare it with.
     """
     preferred = min(able, key=lambda candidate: (candidate.on_copies, -candidate.preference, candidate.name))
     measured = [(candidate.time.score, candidate.name, candidate) for candidate in able if candidate.time is not None]
@@ -172,13 +172,13 @@ def _best(able: Sequence[Candidate]) -> tuple[Candidate, bool]:
 
 
 def _parameters(options: Any) -> dict[str, Any]:
-    """Return all parameters, those that the stack leaves at their defaults among them."""
+    """Return all parameters, including those that the stack leaves at their defaults."""
     return {} if options is None else attrs.asdict(options, recurse=False)
 
 
 @attrs.frozen
 class _Usable:
-    """A backend that can serve a layer: its class, an instance of its ``options_class``, and what tells it apart."""
+    """A backend that can serve a layer: its class, an instance of its ``options_class``, and its identity."""
 
     backend_class: type[AttentionBackend]
     options: Any
@@ -188,7 +188,7 @@ class _Usable:
 def _consider(
     name: str, use: Use, layer: LayerSpec, extensions: Collection[str], registry: Registry, device: str
 ) -> tuple[Candidate, _Usable | None]:
-    """Ask one backend whether it can serve a layer; whatever goes wrong in its code is why it cannot.
+    """Check whether one backend can serve a layer; any error in its code is the reason that it cannot.
 
     Raises:
         StackError: The stack names the backend and gives it options that do not fit.
@@ -221,11 +221,11 @@ def _consider(
 def _compare(
     name: str, backend_class: type[AttentionBackend], layer: LayerSpec, extensions: Collection[str], device: str
 ) -> Candidate:
-    """Return what a backend's capabilities say of a layer. May raise anything."""
+    """Compare a backend's capabilities with a layer. May raise anything."""
     capabilities = backend_class.capabilities
     refusals = capabilities.refusals(layer, device, extensions)
     if device not in capabilities.devices:
-        # Its first reason is enough, and it is not asked to find out more: it may compile its kernels for that.
+        # The first reason is enough. More checks could be slow, because a backend may compile its kernels for them.
         refusals = refusals[:1]
     return Candidate(
         name=name,
@@ -245,7 +245,7 @@ def _none_serves(layer: LayerSpec, asked: Use, candidates: Sequence[Candidate]) 
 
 
 def _make_wrapper(use: Use, registry: Registry) -> tuple[MetadataWrapper, str]:
-    """Return a wrapper, not yet made for a layer, and the distribution that provides it."""
+    """Return a wrapper, not yet bound to a layer, and the distribution that provides it."""
     entry = registry.wrappers.get(use.name)
     wrapper_class: type[MetadataWrapper] = entry.load()
     return _with_options(wrapper_class, use, "wrapper", f"wrapper {entry.id!r}"), entry.owner

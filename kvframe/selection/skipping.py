@@ -1,7 +1,7 @@
 """Prefill skipping: finds the last layers of a model that need to compute only the tokens that generate.
 
-A layer that reads another layer's cache produces no state. If none of the layers after it does either, nothing but a
-token's own output depends on what it computes for that token, and the output of a prompt's inner tokens is never used
+A layer that reads another layer's cache produces no state. If no layer after it produces any either, its output for a
+token is used only for that token's own output, and the outputs of a prompt's inner tokens are never used
 (YOCO, arXiv 2405.05254; SwiftKV, arXiv 2410.03960).
 """
 
@@ -13,10 +13,10 @@ from kvframe.contract.specs import LayerSpec
 
 
 def find_skippable_layers(layers: Sequence[LayerSpec]) -> tuple[str, ...]:
-    """Return the layers of the trailing run that keep no state of their own, in the order they run.
+    """Return the last layers that keep no state of their own, in the order they run.
 
     Args:
-        layers: The model's layers, in the order they run, those of any kind of state among them.
+        layers: The model's layers, in the order they run, including those with other state than keys and values.
     """
     found: list[str] = []
     for layer in reversed(layers):

@@ -1,7 +1,7 @@
 """Measured times of backends: a small table that ``kvframe tune`` writes and ``backend = "auto"`` reads.
 
-A time holds for one device, one release of torch, one version of a backend and one shape of a layer. For anything else
-it is not found.
+A time holds for one device, one release of torch, one version of a backend and one shape of a layer. It is not used for
+anything else.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ FORMAT = 1
 """The version of the table's file."""
 
 WEIGHTS: Mapping[str, float] = {"decode": 0.6, "prefill": 0.2, "mixed": 0.2}
-"""The kinds of batches that are measured, and how much each matters. The weights add up to 1."""
+"""The kinds of batches that are measured, and their weights, which add up to 1."""
 
 _log = logging.getLogger("kvframe")
 
 
 @attrs.frozen
 class TimeKey:
-    """What a time holds for.
+    """The conditions that a time holds for.
 
     Attributes:
         device: The device's own name (``device_name``).
         torch: The release of torch.
         layer: The layer's shape (``layer_shape``).
         backend: The backend's registered name, with its distribution.
-        version: The distribution's version; empty for a module that is no distribution.
+        version: The distribution's version; empty for a module without a distribution.
     """
 
     device: str = attrs.field(validator=instance_of(str))
@@ -58,7 +58,7 @@ class TimeKey:
 
 @attrs.frozen
 class MeasuredTime:
-    """How long a layer takes.
+    """The measured time of a layer.
 
     Attributes:
         seconds: Per step and layer, by kind of batch: all of ``WEIGHTS``.
@@ -68,9 +68,9 @@ class MeasuredTime:
 
     @property
     def score(self) -> float:
-        """The weighted geometric mean of the times, in seconds: what backends are compared by.
+        """The weighted geometric mean of the times, in seconds, by which backends are compared.
 
-        Twice as fast counts the same in a kind of batch that takes long and in one that does not.
+        A speed-up by a factor counts the same in a slow kind of batch as in a fast one.
         """
         return math.exp(sum(weight * math.log(self.seconds[kind]) for kind, weight in WEIGHTS.items()))
 
@@ -81,7 +81,7 @@ class TimesTable:
 
     Attributes:
         times: The times.
-        notes: For a person: what the shape of a layer stands for.
+        notes: For people: the layer that each shape stands for.
     """
 
     times: Mapping[TimeKey, MeasuredTime] = attrs.field(factory=dict)
@@ -92,7 +92,7 @@ class TimesTable:
         """Read a table.
 
         Raises:
-            ValueError: The file cannot be read, is no such table, or is one of another version; says why.
+            ValueError: The file cannot be read, is not such a table, or has another version; the message says why.
         """
         try:
             data = read_json(path)
@@ -104,11 +104,11 @@ class TimesTable:
             raise ValueError(f"it {error}") from error
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"it is no table of measured times ({type(error).__name__}: {shorten(str(error))})"
+                f"it is not a table of measured times ({type(error).__name__}: {shorten(str(error))})"
             ) from error
 
     def with_times(self, times: Mapping[TimeKey, MeasuredTime], notes: Mapping[str, str]) -> TimesTable:
-        """Return the table with further times; those of the same key, but for versions, are replaced."""
+        """Return the table with further times; they replace those with the same key, for any version."""
         fresh = {attrs.evolve(key, version="", torch="") for key in times}
         kept = {key: time for key, time in self.times.items() if attrs.evolve(key, version="", torch="") not in fresh}
         return TimesTable({**kept, **times}, {**self.notes, **notes})
@@ -128,10 +128,10 @@ class TimesTable:
 
 
 def check_table_place(path: Path) -> None:
-    """Refuse a place where ``TimesTable.write`` could not write, or would replace anything but such a table.
+    """Raise if ``TimesTable.write`` could not write a file, or would replace another kind of file.
 
     Raises:
-        FileError: It is no such place; the sentence lacks its subject, the file.
+        FileError: The sentence lacks its subject, the file.
     """
 
     def is_table(path: Path) -> bool:
@@ -152,12 +152,12 @@ def _as_time(seconds: Mapping[str, Any]) -> MeasuredTime:
 
 
 def in_words(time: MeasuredTime) -> str:
-    """Return a measured time for a person."""
+    """Return a measured time as text for people."""
     return ", ".join(f"{kind} {1e3 * seconds:.3g} ms" for kind, seconds in time.seconds.items())
 
 
 def default_path() -> Path:
-    """Return where the user's table is: ``KVFRAME_TIMES``, or a file in the user's cache folder."""
+    """Return the path of the user's table: ``KVFRAME_TIMES``, or a file in the user's cache folder."""
     if chosen := os.environ.get("KVFRAME_TIMES"):
         return Path(chosen)
     default = Path("~/Library/Caches" if sys.platform == "darwin" else "~/.cache").expanduser()
@@ -165,9 +165,9 @@ def default_path() -> Path:
 
 
 def read_times(chosen: bool | str, source: str) -> TimesTable:
-    """Return the table that a stack's ``[engine] measured_times`` asks for.
+    """Return the table that a stack's ``[engine] measured_times`` names.
 
-    The user's own table is a help that may be missing: one that cannot be read is said in one line, and ignored.
+    The user's own table is optional: if it cannot be read, a warning is logged, and it is ignored.
 
     Args:
         chosen: True for the user's table, False for none, or a file.
@@ -193,12 +193,12 @@ def read_times(chosen: bool | str, source: str) -> TimesTable:
 
 
 def layer_shape(layer: LayerSpec, wrappers: Iterable[MetadataWrapper]) -> str:
-    """Return what of a layer decides how long attention takes, as a short text that is equal for equal ones.
+    """Return the properties of a layer that decide how long attention takes, as text that is equal for equal shapes.
 
-    A wrapper that drops tokens is left out: what is left costs as much per token.
+    A wrapper that drops tokens is left out: the other tokens cost as much as before.
 
     Args:
-        layer: The layer, as its wrapper chain leaves it; its name and whose cache it reads do not matter.
+        layer: The layer after its wrapper chain; its name and its ``shares_with`` do not matter.
         wrappers: The chain.
     """
     chain = [repr(wrapper) for wrapper in wrappers if DROPS_TOKENS not in wrapper.effects]
@@ -207,10 +207,10 @@ def layer_shape(layer: LayerSpec, wrappers: Iterable[MetadataWrapper]) -> str:
 
 
 def time_key(device: str, shape: str, backend: str) -> TimeKey:
-    """Return the key of a time that is measured, or wanted, here.
+    """Return the key of a time that is measured, or looked up, in this process.
 
     Args:
-        device: Where (``"cpu"``, ``"cuda:0"``).
+        device: The device (``"cpu"``, ``"cuda:0"``).
         shape: What ``layer_shape`` returned.
         backend: The backend's registered name, with its distribution.
     """
@@ -218,7 +218,7 @@ def time_key(device: str, shape: str, backend: str) -> TimeKey:
 
 
 def device_name(device: str) -> str:
-    """Return a device's own name, with what else decides its speed; its type where the device is not there."""
+    """Return a device's own name, with other properties that decide its speed; its type if it does not exist."""
     if device.startswith("cuda") and torch.cuda.is_available():
         return torch.cuda.get_device_name(torch.device(device))
     if device.partition(":")[0] != "cpu":

@@ -1,6 +1,6 @@
 """Finds the slots that each query attends to, to compare them before and after a wrapper.
 
-A query's attention follows from the set of slots: their order, and the rows of the batch, do not matter.
+Attention depends on the set of slots only: the order of the slots and of the batch's rows does not matter.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from kvframe.contract.wrapper import CHANGES_MASK, DROPS_TOKENS, FieldUse, Metad
 def find_difference(
     wrapper: MetadataWrapper, layer: LayerSpec, metadata: CommonAttentionMetadata, wrapped: CommonAttentionMetadata
 ) -> str:
-    """Return in one sentence how attention after a wrapper differs from attention before it; empty if it does not.
+    """Return one sentence that says how a wrapper changes attention; empty if it does not change it.
 
-    Of a wrapper that drops tokens, those that generate are compared. Of one that changes the mask, attention after it
-    is compared with the mask of ``wrapped_layer`` over the rows of the batch as they were. A wrapper that resets
-    ``causal`` decides whether the batch is causal.
+    For a wrapper that drops tokens, the generating tokens are compared. For a wrapper that changes the mask, attention
+    after it is compared with the mask of ``wrapped_layer`` over the original batch. If the wrapper resets ``causal``,
+    the original batch is taken with the wrapper's value.
 
     Args:
-        wrapper: The wrapper, made for the layer.
-        layer: The layer, as it is before the wrapper.
-        metadata: What the wrapper was given; it does not contradict itself.
-        wrapped: What it made of it; likewise.
+        wrapper: The wrapper, bound to the layer.
+        layer: The layer before the wrapper.
+        metadata: The wrapper's input, which is consistent.
+        wrapped: The wrapper's output, which is consistent.
     """
     kept, drops = [*range(metadata.num_actual_tokens)], DROPS_TOKENS in wrapper.effects
     if drops:
@@ -50,7 +50,7 @@ def find_difference(
 
 
 def attended_slots(metadata: CommonAttentionMetadata, spec: KVCacheSpec) -> list[set[int]]:
-    """Return the slots that each packed token attends to, padding left out; -1 for tokens without a block.
+    """Return the slots that each packed token attends to, without padding; -1 for tokens without a block.
 
     Args:
         metadata: A step's metadata on the host.
@@ -79,7 +79,7 @@ def _slot(blocks: list[int], token: int, block_size: int) -> int:
 def _as_declared(
     wrapper: MetadataWrapper, layer: LayerSpec, metadata: CommonAttentionMetadata, wrapped: CommonAttentionMetadata
 ) -> CommonAttentionMetadata:
-    """Return the batch as it was, with what the wrapper declares to decide anew."""
+    """Return the original batch with the values that the wrapper declares to reset."""
     if wrapper.fields["causal"] is FieldUse.RESET:
         metadata = attrs.evolve(metadata, causal=wrapped.causal)
     if CHANGES_MASK in wrapper.effects and SEQ_STARTS in wrapper.added_extensions(layer):

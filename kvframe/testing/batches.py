@@ -8,7 +8,7 @@ from kvframe.testing.case import Request
 
 
 def backend_batches(block_size: int) -> dict[str, tuple[Request, ...]]:
-    """Return every kind of batch that attention has to be computed for, by name."""
+    """Return every kind of batch that a backend must compute, by name."""
     ends = sorted({max(1, block_size - 1), block_size, block_size + 1, 41})
     return {
         "prefill": tuple(Request(0, length) for length in ends),
@@ -20,7 +20,7 @@ def backend_batches(block_size: int) -> dict[str, tuple[Request, ...]]:
 
 
 def wrapper_batches(block_size: int) -> dict[str, tuple[Request, ...]]:
-    """Return every kind of batch that a wrapper has to transform, by name; a request may have no new tokens."""
+    """Return every kind of batch that a wrapper must transform, by name; a request may have no new tokens."""
     ends = sorted({max(1, block_size - 1), block_size, block_size + 1, 3 * block_size + 2})
     return {
         "decode": tuple(Request(end, 1) for end in (0, *ends)),
@@ -42,7 +42,7 @@ def wrapper_batches(block_size: int) -> dict[str, tuple[Request, ...]]:
 
 
 def cross_wrapper_batches(block_size: int) -> dict[str, tuple[Request, ...]]:
-    """Return batches for wrappers, by name, whose keys are of another sequence than the queries."""
+    """Return batches for wrappers, by name, in which the keys are of another sequence than the queries."""
     return {
         "cross": (
             Request(0, 7, 1, num_keys=block_size + 1),
@@ -54,7 +54,7 @@ def cross_wrapper_batches(block_size: int) -> dict[str, tuple[Request, ...]]:
 
 
 def cross_batches(block_size: int) -> dict[str, tuple[Request, ...]]:
-    """Return every kind of batch whose keys are of another sequence than the queries, by name."""
+    """Return every kind of batch in which the keys are of another sequence than the queries, by name."""
     lengths = sorted({0, 1, max(1, block_size - 1), block_size, block_size + 1, 41})
 
     def request(num_new: int, num_keys: int, num_hidden: int = 0) -> Request:
@@ -77,7 +77,7 @@ HIDDEN_STARTS: Mapping[str, tuple[Request, ...]] = {
         Request(18, 2, num_hidden=17),
     )
 }
-"""Batches whose first tokens are hidden, for backends that honour such an extension."""
+"""Batches in which the first tokens are hidden, for backends that honour such an extension."""
 
 HIDDEN_CROSS_STARTS: Mapping[str, tuple[Request, ...]] = {
     "cross_hidden_starts": (
@@ -87,11 +87,11 @@ HIDDEN_CROSS_STARTS: Mapping[str, tuple[Request, ...]] = {
         Request(0, 2, num_keys=0),
     )
 }
-"""Likewise, where the keys are of another sequence: its first tokens are hidden, or all of them."""
+"""Likewise for keys of another sequence: its first tokens are hidden, or all of them."""
 
 PARTLY_GENERATING: Mapping[str, tuple[Request, ...]] = {
     "draft_tokens": (Request(41, 4, 4), Request(0, 5, 1), Request(16, 2, 2), Request(9, 1), Request(0, 6, 6)),
     "unfinished": (Request(41, 1), Request(0, 19, 0), Request(23, 7, 0), Request(16, 18)),
     "all_unfinished": (Request(0, 19, 0), Request(16, 5, 0)),
 }
-"""Batches in which other tokens generate than the last one of each request, for chains that drop tokens."""
+"""Batches in which not only the last token of each request generates, for chains that drop tokens."""

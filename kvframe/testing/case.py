@@ -19,10 +19,11 @@ class Request:
     Attributes:
         num_computed: Tokens whose state is in the cache.
         num_new: Tokens that the step computes.
-        num_generating: How many of these generate, the last ones: one of a prefill that completes its prompt, none of
-            one that does not, all of a decode with draft tokens.
-        num_hidden: Tokens at its start, of those in the cache, that its queries do not see (``SEQ_STARTS``).
-        num_keys: Tokens of another sequence, all in the cache, that its queries attend to instead of those of their
+        num_generating: How many of these generate, counted from the last one: one for a prefill that completes its
+            prompt, none for one that does not, all for a decode with draft tokens.
+        num_hidden: Cached tokens at its start that its queries do not see (``SEQ_STARTS``).
+        num_keys: Tokens of another sequence, all in the cache, that its queries attend to instead of their own tokens;
+            None if they attend to their own. Either all requests of a step have it, or none.
             own; None where they attend to their own. Alike for all requests of a step.
     """
 
@@ -39,7 +40,7 @@ class Request:
 
     @property
     def num_cached(self) -> int:
-        """How many of these are in the cache before the step."""
+        """The number of these tokens that are in the cache before the step."""
         return self.num_computed if self.num_keys is None else self.num_keys
 
 
@@ -48,13 +49,13 @@ class Case:
     """One step of one layer.
 
     Attributes:
-        name: What it is about (``"window=5-block=16-decode"``).
-        layer: The layer, as the model has it; its spec stores what ``form`` says.
+        name: The tested properties (``"window=5-block=16-decode"``).
+        layer: The layer, as the model has it; its spec stores the state of ``form``.
         requests: The batch.
         causal: The batch's ``causal``.
         num_padding: Padded requests, tokens and generating rows after the batch, which then has ``static_shapes``.
         wrappers: The layer's wrapper chain, as a stack gives it.
-        form: What the layer stores.
+        form: The form of the stored state.
     """
 
     name: str
@@ -78,7 +79,7 @@ class Case:
 
     @property
     def attended_spec(self) -> KVCacheSpec:
-        """The spec whose mask holds: the layer's own, or the one that the last wrapper gives it that changes masks."""
+        """The spec of the mask: the layer's own, or that of the last wrapper that changes masks."""
         layer, found = self.layer, self.spec
         for wrapper in self.wrappers:
             bound = wrapper.for_layer(layer)
@@ -95,12 +96,12 @@ class Case:
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """The cache's dtype; of a layer that is not stored plainly, the one that it is read in."""
+        """The cache's dtype; for a layer in another format than the plain one, the dtype in which it is read."""
         state = self.spec.in_format(PLAIN).state_tensors()
         dtype: torch.dtype = getattr(torch, next(iter(state.values())).dtype)
         return dtype
 
     @property
     def query_dtype(self) -> torch.dtype:
-        """The cache's dtype where models compute in it, else bfloat16."""
+        """The cache's dtype if models compute in it, otherwise bfloat16."""
         return self.stored_dtype if self.stored_dtype.itemsize > 1 else torch.bfloat16

@@ -1,7 +1,7 @@
 """Tries every installed wrapper chain with every backend: each pair computes attention or is refused with a code.
 
-``python -m kvframe.testing.composition plugins/COMPOSITION.md`` writes the matrix; with ``--check`` it says whether the
-file is up to date.
+``python -m kvframe.testing.composition plugins/COMPOSITION.md`` writes the matrix. With ``--check``, it reports whether
+the file is up to date.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ EQUAL = "equal"
 WRONG = "WRONG"
 
 MISSING = ("environment", "import")
-"""Verdicts on a backend that cannot run at all where the matrix is made."""
+"""Verdicts on a backend that cannot run at all on this machine."""
 
 MAX_CHAIN = 2
-"""Wrappers of a chain at most: every pair is in the matrix, one with itself too."""
+"""The most wrappers of a chain. The matrix has every pair, including a wrapper with itself."""
 
 NOT_CAUSAL = ", batch not causal"
 CROSS = ", keys of another sequence"
@@ -67,7 +67,7 @@ STEPS: Mapping[str, tuple[Request, ...]] = {
     "decodes": (Request(13, 1), Request(0, 1), Request(8, 3, 3), Request(7, 1)),
     "unfinished": (Request(0, 9, 0), Request(7, 6, 0)),
 }
-"""A step with some of everything, one in which all tokens generate, one in which none does."""
+"""A step with a mixed batch, one in which all tokens generate, and one in which none does."""
 
 CROSS_STEPS: Mapping[str, tuple[Request, ...]] = {
     "mixed": tuple(
@@ -96,14 +96,14 @@ It was made from what is installed, with `python -m kvframe.testing.composition 
 
 @attrs.frozen(kw_only=True)
 class Cell:
-    """One chain before one backend, on one kind of layer.
+    """The verdict on one chain with one backend, on one kind of layer.
 
     Attributes:
         chain: The wrappers' names, in order.
         layer: The kind of layer.
         backend: The backend's name.
-        verdict: ``EQUAL``, ``WRONG``, or the codes with which it was refused.
-        detail: What is wrong, for a person; empty where nothing is.
+        verdict: ``EQUAL``, ``WRONG``, or the codes of the refusals.
+        detail: The error in one sentence; empty if there is none.
     """
 
     chain: tuple[str, ...]
@@ -118,7 +118,7 @@ def compose(registry: Registry, device: str = "cpu") -> tuple[Cell, ...]:
 
     Args:
         registry: The wrappers and backends. Wrappers are made without options: the layers decide their parameters.
-        device: Where the backends run.
+        device: The device of the backends.
     """
     return tuple(
         Cell(chain=names, layer=layer, backend=backend, verdict=verdict, detail=detail)
@@ -183,7 +183,7 @@ def _judge(
     except ConformanceError as error:
         return WRONG, str(error)
     except Exception as error:
-        # One backend's mistake is its own: the others' cells are made all the same.
+        # An error of one backend must not prevent the cells of the others.
         return WRONG, f"{backend_class.__name__} on {label}: {type(error).__name__}: {error}"
     return EQUAL, ""
 
@@ -250,7 +250,7 @@ def _shown(verdict: str) -> str:
 
 
 def _is_matrix(path: Path) -> bool:
-    """Return whether a file begins as a matrix does."""
+    """Return whether a file begins like a matrix."""
     return as_text(read_bytes(path)).startswith(render([]).partition("\n")[0] + "\n")
 
 

@@ -1,6 +1,6 @@
 """Runs a backend on one case, after the case's wrapper chain, and compares it with the reference.
 
-The reference is computed from the layer as the model has it: it knows no pages, no wrappers, no virtual requests.
+The reference is computed from the original layer, without pages, wrappers or virtual requests.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from kvframe.testing.step import run_step
 def check_backend(
     backend_class: type[AttentionBackend], case: Case, device: str = "cpu", poison: float = float("nan")
 ) -> None:
-    """Check that a backend computes a case within ``attention_error_bound``, and writes nowhere it may not.
+    """Check that a backend's output is within ``attention_error_bound``, and that it writes to no other memory.
 
-    Its metadata is built as the framework does it: of requests in the order that the builder asks for, and once more
-    for other tables and then refreshed, if the builder declares which fields depend on them.
+    Its metadata is built as the framework builds it, from requests in the order that the builder asks for. If the
+    builder declares which fields depend on block tables, it is also built for other tables and then refreshed.
 
     Args:
         backend_class: The backend.
-        case: One that its capabilities cover (``make_cases``).
-        device: Where it runs.
-        poison: What lies where no live state is; a large finite value finds a backend that hides NaN.
+        case: A case that its capabilities cover (``make_cases``).
+        device: The device of the backend.
+        poison: The value of all memory without live state. A large finite value finds a backend that hides NaN.
 
     Raises:
-        ConformanceError: It does not; says at which request and position, and by how much.
+        ConformanceError: The output is wrong, with the request, the position and the error; or other memory was
+            written.
         WrapperError: The case's chain refuses the layer or the step.
     """
     generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
@@ -56,17 +57,17 @@ def check_backend(
 def _find_error(
     case: Case, inputs: Sequence[Inputs], learned: Learned, values: torch.Tensor, rows: torch.Tensor
 ) -> str:
-    """Return which queries' values are wrong, and by how much; empty if none are."""
+    """Return a text about the wrong queries and the largest error; empty if no query is wrong."""
     exact, allowed = (torch.cat(parts)[rows] for parts in zip(*_reference(case, inputs, learned), strict=True))
     errors = (values.cpu()[: len(exact)].double() - exact).abs()
-    # NaN is never within, as it compares false with everything.
+    # A comparison with NaN is false, so NaN counts as wrong.
     is_wrong = ~(errors <= allowed).flatten(1)
     wrong = is_wrong.any(1).nonzero().flatten().tolist()
     if not wrong:
         return ""
     first = wrong[0]
     index, position = [*_places(case)][int(rows[first])]
-    # NaN counts as the largest.
+    # argmax takes NaN for the largest.
     worst = int((errors[first] - allowed[first]).argmax())
     error, bound = float(errors[first].flatten()[worst]), float(allowed[first].flatten()[worst])
     hint = "; NaN is state that is not live" if bool(errors[wrong].isnan().any()) else ""
@@ -77,7 +78,7 @@ def _find_error(
 
 
 def _reference(case: Case, inputs: Sequence[Inputs], learned: Learned) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield each request's output, and how far a backend's may lie from it, both in float64."""
+    """Yield each request's output, and the allowed error of a backend, both in float64."""
     for arguments, magnitudes in dense_arguments(case, inputs, learned):
         bound = attention_error_bound(**arguments, dtype=case.query_dtype, magnitudes=magnitudes)
         yield dense_attention(**arguments), bound
@@ -86,7 +87,7 @@ def _reference(case: Case, inputs: Sequence[Inputs], learned: Learned) -> Iterat
 def dense_arguments(
     case: Case, inputs: Sequence[Inputs], learned: Learned
 ) -> Iterator[tuple[dict[str, Any], tuple[torch.Tensor, torch.Tensor]]]:
-    """Yield for each request what ``dense_attention`` takes, in float64, and the magnitudes for the error bound.
+    """Yield for each request the arguments of ``dense_attention``, in float64, and the magnitudes for the error bound.
 
     Args:
         case: The case.
@@ -109,7 +110,7 @@ def dense_arguments(
         stored = tensors.read_key.double(), tensors.read_value.double()
         key, value = case.form.expand(case.layer, *stored, learned.parameters)
         if case.spec.kv_format != PLAIN:
-            # A format may store an element as its difference from another, and then it errs by units of the largest.
+            # A format may store an element as its difference from another. Its error is then relative to the largest.
             stored = _largest(stored[0]), _largest(stored[1])
         arguments = {
             "layer": case.query,
@@ -124,7 +125,7 @@ def dense_arguments(
 
 
 def _largest(vectors: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude of each vector in the place of its elements."""
+    """Return a tensor in which each element is replaced by the largest magnitude of its vector."""
     return vectors if not vectors.numel() else vectors.abs().amax(-1, keepdim=True).expand_as(vectors)
 
 

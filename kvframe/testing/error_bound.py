@@ -13,10 +13,10 @@ import torch
 from kvframe.contract.specs import QuerySpec
 
 ROUNDINGS = 6
-"""Operations that round a weight or a value on its way to the output, each by half a unit at most: the exponential, the
+"""The most operations between a weight or a value and the output that round by half a unit each: the exponential, the
 rounding of the weight to the dtype, the sum, the division by the denominator, the merge of two parts of the keys, and
-the output. A score goes through as many at most: the scaled query, the product, the scale, the soft cap, the bias, and
-the difference from the largest."""
+the output. It also bounds those of a score: the scaled query, the product, the scale, the soft cap, the bias, and the
+difference from the largest score."""
 
 
 def attention_error_bound(
@@ -35,7 +35,7 @@ def attention_error_bound(
 
     To first order, the output ``o = sum_t p_t v_t`` errs by ``sum_t p_t v_t e_t + sum_t p_t (v_t - o) s_t`` if each
     term errs by the factor ``1 + e_t`` and each score by ``s_t``. What these can be follows from the standard model of
-    rounding (Higham, Accuracy and Stability of Numerical Algorithms, chapters 2 and 3):
+    term errs by the factor ``1 + e_t`` and each score by ``s_t``. The standard model of rounding bounds these errors
 
     * what is rounded to ``dtype`` errs by units of its magnitude, and a score by units of ``scale * sum_d |q_d k_td|``,
       of the capped score, of the bias, and of its difference from the largest score;
@@ -54,9 +54,9 @@ def attention_error_bound(
         visible: ``[num_queries, num_tokens], bool``.
         sinks: ``[num_heads]`` or None.
         bias: ``[num_heads, num_queries, num_tokens]`` or None.
-        dtype: What attention is computed in; sums of less than 32 bits are taken in float32.
-        magnitudes: Shaped as ``key`` and ``value``: what their elements err by units of. Their own magnitudes unless
-            given; more where keys and values are computed from something else.
+        dtype: The dtype that attention is computed in; sums in fewer than 32 bits are taken in float32.
+        magnitudes: Shaped as ``key`` and ``value``: the rounding error of an element is counted in units of these.
+            Their own magnitudes unless given; larger ones if keys and values are computed from other stored numbers.
 
     Returns:
         ``[num_queries, num_heads, head_size_v], float64``.

@@ -20,27 +20,28 @@ CAPACITIES = (0, 4096, 2**30, 2**37)
 PAGE_BYTES = 4096
 _RISING = np.linspace(0.0, 1.0, MOST_USES + 1)
 REUSE = (np.ones(MOST_USES + 1), np.zeros(MOST_USES + 1), _RISING, _RISING[::-1], np.array([0.5, 0.1, 0.9, 0.2] * 4))
-"""Shares of pages that are found again, by their uses."""
+"""Shares of pages that are hit again, by their number of uses."""
 _LONG = 10**4
-"""How often the pool is filled anew before no unused page may be left."""
+"""How many times the pool is refilled before no unused page may be left."""
 
 
 def check_policy(policy: EvictionPolicy) -> None:
-    """Check what a policy says of pages of every age, number of uses, and size of pool.
+    """Check a policy's answers for pages of any age and number of uses, and pools of several sizes.
 
-    * *form*: it returns one ``int64`` for each page, of any number of pages, raises nothing, and writes to nothing;
-    * *alone*: when a page is due does not depend on the pages that are let go of with it, nor on earlier questions;
-    * *uses*: of pages that are let go of together, one that was used more often is not due earlier;
-    * *age*: what is let go of later is not due earlier than what was used as often, where the shares of reuse are the
-      same: with the law before, the end of a prefix is never given up after its beginning;
-    * *forgetting*: nothing is kept for ever: what nobody uses any more, however often it was used, is due before what
-      was let go of when the pool had been filled ten thousand times anew.
+    * *form*: ``due`` returns one ``int64`` for each page, for any number of pages; it raises nothing and writes to
+      none of its arguments;
+    * *alone*: a page's due time does not depend on the pages that are released with it, nor on earlier calls;
+    * *uses*: of pages that are released together, a page with more uses is not due earlier;
+    * *age*: of two pages with equally many uses and equal shares of reuse, the one released later is not due earlier.
+      With the law of uses, this means that a prefix's end is never evicted after its beginning;
+    * *forgetting*: no page is kept for ever: a page that is no longer used, with any number of uses, is due before a
+      page that was released after the pool had been refilled ten thousand times.
 
     Args:
         policy: The policy.
 
     Raises:
-        ConformanceError: The first thing that does not hold.
+        ConformanceError: A law does not hold; the error is about the first one.
     """
     for capacity, reuse in itertools.product(CAPACITIES, REUSE):
         _check_in_pool(_Asking(policy, capacity, reuse))
@@ -49,7 +50,7 @@ def check_policy(policy: EvictionPolicy) -> None:
 
 @attrs.frozen
 class _Asking:
-    """A policy in a pool of so many bytes, of which some share is found again."""
+    """A policy in a pool of ``capacity`` bytes, with given shares of reuse."""
 
     policy: EvictionPolicy
     capacity: int

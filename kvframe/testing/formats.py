@@ -24,7 +24,7 @@ def installed_formats(registry: Registry | None = None) -> tuple[KVFormat, ...]:
     """Return every format but the plain one, without options, by name.
 
     Args:
-        registry: Where they are looked up; that of the installed plugins unless given.
+        registry: Where they are looked up; the registry of the installed plugins unless given.
     """
     formats = (load_plugins().registry if registry is None else registry).formats
     return tuple(formats.load(name)() for name in formats.names())
@@ -33,13 +33,13 @@ def installed_formats(registry: Registry | None = None) -> tuple[KVFormat, ...]:
 def round_trip(
     kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor, dtype: str = "float32"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what a format makes of tokens' keys and values: stored once and read back, in float32.
+    """Return tokens' keys and values after a format stored and read them once, in float32.
 
     Args:
         kv_format: The format.
         key: ``[num_tokens, num_kv_heads, head_size], host``.
         value: ``[num_tokens, num_kv_heads, head_size_v], host``.
-        dtype: What attention computes in, by torch's name.
+        dtype: The dtype that attention computes in, by torch's name.
     """
     num_tokens, num_heads = key.shape[:2]
     state = kv_format.state_tensors(1, num_heads, key.shape[2], value.shape[2], dtype)
@@ -55,15 +55,15 @@ def round_trip(
 
 
 def check_format(kv_format: KVFormat, *, head_size: int = 16, head_size_v: int = 8) -> None:
-    """Check that a format stores and reads back as the contract says, in pages that lie as those of a pool do.
+    """Check that a format stores and reads as the contract requires, in pages laid out as in a pool.
 
-    * *rounding*: what is read back differs from what was stored by ``rounding`` times the vector's largest element at
-      most (beyond what the dtype rounds), and zeros are zeros;
-    * *slots*: what other slots hold reads the same after a write as before, and no byte of another page changes;
-    * *reading*: nothing of the cache changes; pages may be asked for in any order, several times, and none at all;
-    * *NaN*: an element that is NaN reads as NaN, and no other token and head does;
-    * *arguments*: neither writes to what it is given, but for the cache and the contents of ``out``;
-    * *waiting*: neither asks the device for a value; and neither raises.
+    * *rounding*: a read value differs from the stored one by at most ``rounding`` times the vector's largest element
+      (beyond the rounding of the dtype), and zeros stay zeros;
+    * *slots*: a write changes neither the values of other slots nor a byte of another page;
+    * *reading*: a read changes nothing in the cache; pages may be read in any order, several times, or none at all;
+    * *NaN*: an element that is NaN is read as NaN, and no other token or head is;
+    * *arguments*: neither function writes to its arguments, except to the cache and the contents of ``out``;
+    * *waiting*: neither function waits for a value of the device, and neither raises.
 
     Args:
         kv_format: The format; the numbers that are stored are of ordinary size.
@@ -71,7 +71,7 @@ def check_format(kv_format: KVFormat, *, head_size: int = 16, head_size_v: int =
         head_size_v: Elements of a value.
 
     Raises:
-        ConformanceError: The first thing that does not hold.
+        ConformanceError: A law does not hold; the error is about the first one.
     """
     generator = torch.Generator().manual_seed(0)
     for dtype in DTYPES:
@@ -85,7 +85,7 @@ def check_format(kv_format: KVFormat, *, head_size: int = 16, head_size_v: int =
 
 
 class _Pages:
-    """Pages of one layer beside those of another in a pool: the stride of a block id is not that of a page."""
+    """A pool with the pages of two layers side by side, so that a block id's stride is not the size of a page."""
 
     def __init__(self, kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) -> None:
         self.kv_format = kv_format
@@ -105,7 +105,7 @@ class _Pages:
         # Ids count units of 16 bytes, so that the views of neighbouring ids overlap.
         self.pool = torch.full(((NUM_PAGES + 1) * self.page_bytes,), 255, dtype=torch.uint8)
         self.cache = {}
-        # The bytes of pages 1 and 2 that are the layer's: what lies beside them is another's.
+        # The bytes of pages 1 and 2 that belong to the layer; the other bytes belong to another layer.
         self.is_own = torch.zeros(self.pool.shape, dtype=torch.bool)
         for part, tensor in state.items():
             for start in (page * self.page_bytes + places[part] for page in (1, 2)):
@@ -122,7 +122,7 @@ class _Pages:
         return torch.tensor(pages, dtype=torch.int64) * (self.page_bytes // 16)
 
     def write(self, key: torch.Tensor, value: torch.Tensor, first_slot: int = BLOCK_SIZE) -> None:
-        """Store tokens from a slot on, as a device that must not be waited for."""
+        """Store tokens from a slot on, as guarded device tensors."""
         slots = torch.arange(first_slot, first_slot + len(key))
         places = (slots // BLOCK_SIZE) * (self.page_bytes // 16), slots % BLOCK_SIZE
         cache = {name: tensor.as_subclass(DeviceTensor) for name, tensor in self.cache.items()}
@@ -220,7 +220,7 @@ def _check_nan(kv_format: KVFormat, key: torch.Tensor, value: torch.Tensor) -> N
 
 @contextmanager
 def _naming(kv_format: KVFormat, function: str) -> Iterator[None]:
-    """Say which function of a format raises."""
+    """Name the function of a format that raises."""
     try:
         yield
     except ConformanceError:
@@ -240,15 +240,15 @@ def _require(holds: bool | torch.Tensor, kv_format: KVFormat, message: str) -> N
 
 
 def applicable(formats: Sequence[KVFormat], names: frozenset[str], takes_copies: bool) -> list[KVFormat]:
-    """Return the formats that a backend has to serve: those it reads itself, and all if it takes copies.
+    """Return the formats that a backend must serve: those that it reads itself, and all if it takes copies.
 
     Args:
-        formats: What there is.
-        names: What the backend reads itself.
+        formats: All formats.
+        names: The formats that the backend reads itself.
         takes_copies: Whether it takes copies of other pages.
 
     Raises:
-        ConformanceError: It declares a format that is not among them, so that it is unknown whether it reads it.
+        ConformanceError: The backend declares a format that is not among ``formats``, so it cannot be checked.
     """
     missing = sorted(names - {PLAIN.name} - {kv_format.name for kv_format in formats})
     if missing:

@@ -1,8 +1,8 @@
 """The cases that a backend must compute, made from what it declares.
 
-Each feature is crossed with every kind of batch, at the block sizes and lengths where paged kernels go wrong: a length
-one below, at and one above a block's end. Wrapper chains are crossed with the main masks, on a layer that keeps a cache
-and on one that shares it. What a backend or a chain refuses is left out.
+Each feature is combined with every kind of batch, at the block sizes and lengths where paged kernels fail: one token
+before, at and after a block's end. Wrapper chains are combined with the main masks, on a layer that keeps a cache and
+on one that shares it. A case that the backend or the chain refuses is left out.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from kvframe.testing.laws import ConformanceError
 from kvframe.testing.state import KEYS_AND_VALUES, RELATIVE_BIAS, SOFT_CAP, StateForm
 
 SCALE = 0.4
-"""Not the inverse root of any head size, so that a backend that assumes that one is found."""
+"""A scale that is not the inverse root of any head size, to find a backend that assumes that one."""
 
 MAIN_DTYPES = ("float32", "bfloat16", "float16", "float64")
-"""The first of these that a backend stores is the dtype of all cases that are not about dtypes."""
+"""The main dtype: the first of these that a backend stores is used in all cases that are not about dtypes."""
 
 MAIN_MASKS: Mapping[str, Mapping[str, Any]] = {
     "full": {},
     "window=5-sink_tokens=3": {"window": 5, "num_sink_tokens": 3},
     "bidirectional": {"causal": False},
 }
-"""The masks that each further feature and dtype is crossed with."""
+"""The masks that each further feature and dtype is combined with."""
 
 CACHE_OWNER = "owner"
 """The name of the layer whose cache a sharing layer reads."""
@@ -54,7 +54,7 @@ CACHE_OWNER = "owner"
 NUM_PADDING = 3
 
 FORMAT_BATCHES = ("decode", "mixed")
-"""The batches that are computed for each format beside those of the main masks."""
+"""The batches that are computed for each format, beside those of the main masks."""
 
 PADDED_BATCHES = ("decode", "mixed", "cross_decode", "cross_mixed", "cross_without_keys", *PARTLY_GENERATING)
 """The batches that are also computed at the sizes of a graph."""
@@ -71,17 +71,17 @@ def make_cases(
     """Return every case that a backend with these capabilities must compute, at least one.
 
     Args:
-        capabilities: What the backend declares.
-        device: Where it runs.
-        chains: Wrapper chains, as a stack gives them, that it has to work after; it has to work without any too.
-        form: The state that it reads (``form_of``).
-        formats: Formats that layers may be stored in: those that it declares it reads, and through copies all others if
-            it takes such; the installed ones unless given.
-        only: The pattern of the names of the cases wanted (``"full-*"``).
+        capabilities: The backend's capabilities.
+        device: The device of the backend.
+        chains: Wrapper chains, as a stack gives them, after which it must work; it must also work without a chain.
+        form: The form of the state that it reads (``form_of``).
+        formats: The formats that exist; the installed ones unless given. Cases are made in those that the backend
+            declares, and in all others too if it takes copies.
+        only: A pattern for the names of the cases (``"full-*"``).
 
     Raises:
-        ConformanceError: It declares a format that is not among them; there is no case at all, none after one of the
-            chains, none in one of the formats given, or none of such a name.
+        ConformanceError: The backend declares a format that is not among ``formats``; or no case can be made at all,
+            after one of the chains, in one of the formats, or with a name that matches.
     """
     found: list[Case] = []
     refusals: list[Refusal] = []
@@ -122,7 +122,7 @@ def _require_cases(
     chains: Sequence[WrapperChain],
     formats: Sequence[KVFormat],
 ) -> None:
-    """Check that there are cases: alone, after each chain and in each format. What has none would pass unseen."""
+    """Raise if a chain, a format or the whole grid has no case: it would pass without a check."""
     if all(case.wrappers for case in cases):
         reasons = "; ".join(dict.fromkeys(f"it {refusal.reason}" for refusal in refusals))
         raise ConformanceError(f"no case at all: such a backend serves no layer of the kit on {device}: {reasons}")
@@ -141,7 +141,7 @@ def _require_cases(
 def make_layers(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES) -> Iterator[tuple[str, LayerSpec]]:
     """Yield every layer of the grid with its name: masks by block sizes, features by masks, head sizes, dtypes.
 
-    Sizes and dtypes are some that the capabilities allow; masks and features are all that there are.
+    The layers cover all masks and features, and some of the sizes and dtypes that the capabilities allow.
     """
     head_size = usual_head_size(capabilities, form)
 
@@ -180,9 +180,9 @@ def make_layer(capabilities: Capabilities, form: StateForm = KEYS_AND_VALUES, **
     """Return a layer of usual sizes that the capabilities allow.
 
     Args:
-        capabilities: What a backend declares.
-        form: The state that it stores.
-        options: Fields of the form's spec and of ``QuerySpec`` that are to differ from the usual.
+        capabilities: A backend's capabilities.
+        form: The form of the state that it stores.
+        options: Fields of the form's spec and of ``QuerySpec`` that differ from the usual values.
     """
     head_size = options.pop("head_size", usual_head_size(capabilities, form))
     stored: dict[str, Any] = {
@@ -263,14 +263,14 @@ def _not_causal(cases: Sequence[Case]) -> list[Case]:
 
 
 def formats_of(capabilities: Capabilities, formats: Sequence[KVFormat] | None) -> list[KVFormat]:
-    """Return the formats beside the plain one that a backend with these capabilities serves, by itself or on copies.
+    """Return the formats other than the plain one that a backend serves, by itself or on copies.
 
     Args:
-        capabilities: What it declares.
-        formats: What there is; the installed ones unless given.
+        capabilities: The backend's capabilities.
+        formats: The formats that exist; the installed ones unless given.
 
     Raises:
-        ConformanceError: It declares a format that is not among them.
+        ConformanceError: The backend declares a format that is not among them.
     """
     if formats is None:
         reads_others = capabilities.takes_copies or capabilities.formats - {PLAIN.name}
@@ -279,7 +279,7 @@ def formats_of(capabilities: Capabilities, formats: Sequence[KVFormat] | None) -
 
 
 def in_format(layer: LayerSpec, kv_format: KVFormat) -> LayerSpec | None:
-    """Return the layer in a format; None if it stores something else, or such sizes cannot be stored."""
+    """Return the layer in a format; None if the format cannot store the layer's state or its sizes."""
     assert layer.spec is not None
     spec = layer.spec.in_format(kv_format)
     try:
@@ -290,7 +290,7 @@ def in_format(layer: LayerSpec, kv_format: KVFormat) -> LayerSpec | None:
 
 
 def _format_cases(kv_format: KVFormat, capabilities: Capabilities, device: str, form: StateForm) -> Iterator[Case]:
-    """Yield the main masks under every batch, and few of the batches for what else may differ."""
+    """Yield the main masks with every batch, and the other variants with a few batches."""
     sizes = sorted({align_up(size, capabilities.block_size_multiple) for size in (1, 16, 17)})
     head_size = usual_head_size(capabilities, form)
     usual = align_up(16, capabilities.block_size_multiple)
@@ -339,7 +339,7 @@ def _chain_format_cases(
 
 
 def chain_refusals(chain: WrapperChain, layer: LayerSpec, capabilities: Capabilities, device: str) -> list[Refusal]:
-    """Return every reason why a layer cannot have this chain and such a backend; empty if it can."""
+    """Return every reason why a chain or the backend refuses a layer; empty if both serve it."""
     try:
         check_order([type(wrapper) for wrapper in chain])
         _, seen, required = bind_chain(chain, layer)

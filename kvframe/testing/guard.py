@@ -21,11 +21,11 @@ _WAITING = frozenset(
         *("unique", "unique_consecutive", "bincount", "tensor_split"),
     }
 )
-"""Functions whose outcome, or its shape, the host has to wait for."""
+"""Functions for whose result, or its shape, the host has to wait."""
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor that the host may not ask for its values; so is what is computed from it."""
+    """A tensor whose values the host must not read; results of its operations are guarded too."""
 
     is_cpu = False
 
@@ -37,17 +37,17 @@ class DeviceTensor(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call ``func``, unless it waits; its tensors are guarded, and read-only if they show a read-only one's values.
+        """Call ``func``, unless it waits. Results are guarded, and read-only if they are views of a read-only tensor.
 
         Raises:
-            ConformanceError: It waits for the device, or it wrote to a read-only tensor.
+            ConformanceError: The call waits for the device, or wrote to a read-only tensor.
         """
         kwargs = kwargs or {}
         if _waits(func.__name__, args, kwargs):
             raise ConformanceError(f"{func.__name__} makes the host wait for the device")
         read_only = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, ReadOnlyTensor)]
         with torch._C.DisableTorchFunctionSubclass():
-            # Every write through any view counts up one number.
+            # A write through any view increases the one version number of the memory.
             versions = [tensor._version for tensor in read_only]
             result = func(*args, **kwargs)
             if versions != [tensor._version for tensor in read_only]:
@@ -66,7 +66,7 @@ class ReadOnlyTensor(DeviceTensor):
 
 
 class ScalarGuard(TorchDispatchMode):
-    """While it is entered, torch itself may not read a device tensor either, as for ``torch.arange(tensor)``."""
+    """A torch mode that catches reads of device tensors inside torch, as in ``torch.arange(tensor)``."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -77,7 +77,7 @@ class ScalarGuard(TorchDispatchMode):
         """Call ``func``, unless it reads a device tensor as a number.
 
         Raises:
-            ConformanceError: It does.
+            ConformanceError: The call reads one.
         """
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], DeviceTensor):
             raise ConformanceError("a device tensor is read as a number, for which the host waits")
@@ -85,7 +85,7 @@ class ScalarGuard(TorchDispatchMode):
 
 
 def guard(metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
-    """Return the metadata with its device tensors read-only and guarded; host tensors stay as they are."""
+    """Return the metadata with its device tensors guarded and read-only; host tensors are unchanged."""
     return _with_device_tensors(metadata, ReadOnlyTensor)
 
 
@@ -114,7 +114,7 @@ def _with_device_tensors(metadata: CommonAttentionMetadata, kind: type[torch.Ten
 def _waits(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call makes the host wait for the device."""
     if name == "to":
-        # By its name only: these tensors really lie on the host, and may be moved to where they lie.
+        # Only a move to the device named "cpu" counts: these tensors are on the host themselves.
         return "cpu" in [item for item in (*args[1:], *kwargs.values()) if isinstance(item, str)]
     if name == "where":
         return len(args) + len(kwargs) == 1
@@ -127,7 +127,7 @@ def _waits(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _index_waits(item: Any) -> bool:
-    """Return whether the host has to know a part of an index: a mask, a number, a slice's end."""
+    """Return whether the host must know values of an index: a mask, a number, or the end of a slice."""
     if isinstance(item, slice):
         return any(isinstance(end, DeviceTensor) for end in (item.start, item.stop, item.step))
     return isinstance(item, DeviceTensor) and (item.dtype in (torch.bool, torch.uint8) or item.ndim == 0)

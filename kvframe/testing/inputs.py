@@ -21,9 +21,9 @@ class Inputs:
 
     Attributes:
         query: ``[num_new, num_heads, head_size]``.
-        key: ``[seq_len, …]``: what is stored, as the case's form gives it to ``write_kv``.
+        key: ``[seq_len, …]``: the ``key`` that ``write_kv`` takes, in the case's form.
         value: ``[seq_len, …]``: likewise.
-        read_key: ``[seq_len, …]``: what the layer's format makes of it; of a plain one the same.
+        read_key: ``[seq_len, …]``: the key after the layer's format stored and read it; equal for the plain format.
         read_value: ``[seq_len, …]``: likewise.
     """
 
@@ -39,8 +39,8 @@ class Learned:
     """The layer's learned tensors on the host, in the dtype that a model computes in.
 
     Attributes:
-        sinks: ``[num_heads]``: sink logits; None for none.
-        parameters: What the backend is given with ``bind``, by name.
+        sinks: ``[num_heads]``: sink logits; None if there are none.
+        parameters: The parameters that the backend gets with ``bind``, by name.
     """
 
     sinks: torch.Tensor | None
@@ -61,7 +61,7 @@ class Learned:
         return cls(sinks=sinks, parameters=parameters)
 
     def to(self, target: torch.device | torch.dtype) -> Learned:
-        """Return the tensors in another place or dtype."""
+        """Return the tensors on another device or in another dtype."""
         return Learned(
             sinks=None if self.sinks is None else self.sinks.to(target),
             parameters={name: tensor.to(target) for name, tensor in self.parameters.items()},
@@ -69,7 +69,7 @@ class Learned:
 
 
 def draw_inputs(case: Case, generator: torch.Generator) -> list[Inputs]:
-    """Return each request's tensors, drawn at random; what the cache stores in fewer bits is rounded to them."""
+    """Return random tensors for each request, rounded to the precision that the cache stores."""
     query = case.query
 
     def draw(*shape: int) -> torch.Tensor:
@@ -81,8 +81,8 @@ def draw_inputs(case: Case, generator: torch.Generator) -> list[Inputs]:
         key, value = case.form.draw(case.spec, request.seq_len, lambda *shape: draw(*shape).to(case.stored_dtype))
         key, value = read_key, read_value = key.to(case.query_dtype), value.to(case.query_dtype)
         if case.spec.kv_format != PLAIN:
-            # What was stored once is, stored again, far from the next code: a kernel that divides with another rounding
-            # stores the same.
+            # After one round trip, values are far from the border to the next code. A kernel that rounds a division
+            # otherwise then stores the same codes.
             key, value = (each.to(case.query_dtype) for each in round_trip(case.spec.kv_format, key, value))
             read_key, read_value = round_trip(case.spec.kv_format, key, value)
         inputs.append(Inputs(query=wanted, key=key, value=value, read_key=read_key, read_value=read_value))

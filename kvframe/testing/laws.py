@@ -14,11 +14,11 @@ from kvframe.planning.answers import are_ranges
 
 
 class ConformanceError(KVFrameError):
-    """A spec or a backend breaks the contract: which part of it, and where."""
+    """A spec or a backend breaks the contract; the message says which part, and where."""
 
 
 def masked_tokens(mask: AttentionMask, position: int) -> set[int]:
-    """Return the positions before ``position`` that a query there sees, by the mask's definition."""
+    """Return the positions before ``position`` that a query there sees, by the definition of the mask."""
     first = 0 if mask.window is None else position - mask.window + 1
     if mask.chunk is not None:
         first = position - position % mask.chunk
@@ -26,7 +26,7 @@ def masked_tokens(mask: AttentionMask, position: int) -> set[int]:
 
 
 def check_spec(spec: KVCacheSpec, max_tokens: int = 64, *, num_refused: int = 0) -> None:
-    """Check one spec: its laws, its mask against its live ranges, its derivations against the general ones.
+    """Check a spec: its laws, its mask against its live ranges, its derivations against the default ones.
 
     Args:
         spec: The spec; choose sizes that are small against ``max_tokens``, so that blocks and windows end within it.
@@ -34,7 +34,7 @@ def check_spec(spec: KVCacheSpec, max_tokens: int = 64, *, num_refused: int = 0)
         num_refused: The most tokens of a step that may be refused after they were computed.
 
     Raises:
-        ConformanceError: The first thing that does not hold.
+        ConformanceError: A law does not hold; the error is about the first one.
     """
     live = [_ask(spec, n) for n in range(max_tokens + 1)]
     for n, ranges in enumerate(live):
@@ -67,7 +67,7 @@ def check_spec(spec: KVCacheSpec, max_tokens: int = 64, *, num_refused: int = 0)
 
 
 def _check_mask_function(spec: KVCacheSpec, live: list[tuple[TokenRange, ...]]) -> None:
-    """Check that a mask function says what the live ranges say, for all positions at once and one by one."""
+    """Check that a mask function agrees with the live ranges, for all positions at once and for each alone."""
     function, is_causal = spec.mask_function, spec.mask is None or spec.mask.causal
     if function is None:
         return
@@ -90,7 +90,7 @@ def _check_mask_function(spec: KVCacheSpec, live: list[tuple[TokenRange, ...]]) 
 
 
 def _ask(spec: KVCacheSpec, n: int) -> tuple[TokenRange, ...]:
-    """Return what is live at a position, if it keeps the law of the past."""
+    """Return the live ranges at a position; raise if they break the law of the past."""
     ranges: Any = spec.live_ranges(n)
     what = f"law of the past: live_ranges({n}) is {ranges}, not sorted, disjoint and within [0, {n}), in pairs of int"
     _require(are_ranges(ranges, 0, n), spec, what)
@@ -98,7 +98,7 @@ def _ask(spec: KVCacheSpec, n: int) -> tuple[TokenRange, ...]:
 
 
 def _check_format(spec: KVCacheSpec) -> None:
-    """Check that a spec that takes a format keeps it, and in it the tokens that it kept."""
+    """Check that a spec with a format can leave it and return to it, and keeps the same tokens in every format."""
     plain = spec.in_format(PLAIN)
     _require(plain.kv_format == PLAIN, spec, f"in_format(PLAIN) is in the format {plain.kv_format.name}")
     again = plain.in_format(spec.kv_format)
@@ -121,7 +121,7 @@ def _check_derivations(spec: KVCacheSpec, max_tokens: int) -> None:
 
 
 def _check_stored(spec: KVCacheSpec, max_tokens: int, num_refused: int) -> None:
-    """Check what gets a page in a step: of its blocks, and whatever is live when some of its tokens are refused."""
+    """Check the blocks that a step stores: they are its own, and cover the live tokens if some tokens are refused."""
     block_size = spec.block_size
     live = [_tokens(spec.live_blocks(n)) for n in range(2 * max_tokens + 1)]
     for n in range(max_tokens + 1):
@@ -129,7 +129,7 @@ def _check_stored(spec: KVCacheSpec, max_tokens: int, num_refused: int) -> None:
         for size in sorted(sizes):
             first, stop = n // block_size, -(-(n + size) // block_size)
             most = spec.num_resident_blocks(n, size)
-            # Boundaries within the step, and one before and one after it.
+            # Block boundaries within the step, and the ones before and after it.
             for branch in {0, *range(first * block_size, (stop + 1) * block_size + 1, block_size)}:
                 what = f"stored_blocks({n}, {size}, {branch})"
                 ranges = tuple(spec.stored_blocks(n, size, branch))

@@ -1,4 +1,4 @@
-"""Makes a step's metadata on the host without a cache, and checks that its parts do not contradict each other."""
+"""Makes a step's metadata on the host without a cache, and checks that metadata are consistent."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvframe.testing.case import Request
 
 
 def make_metadata(requests: Sequence[Request], block_size: int) -> CommonAttentionMetadata:
-    """Return a step's metadata on the host, each request in blocks of its own; a request may have no new tokens.
+    """Return a step's metadata on the host, with separate blocks for each request; it may have no new tokens.
 
     Args:
-        requests: The batch; where their keys are of another sequence, it is not causal.
+        requests: The batch; it is not causal if the keys are of another sequence.
         block_size: Tokens per block.
     """
     lens = np.array([(request.seq_len, request.num_new, request.num_generating) for request in requests])
@@ -61,5 +61,5 @@ def make_metadata(requests: Sequence[Request], block_size: int) -> CommonAttenti
 
 
 def find_problem(metadata: CommonAttentionMetadata) -> str:
-    """Return in one sentence how metadata contradicts itself; empty if it does not."""
+    """Return one sentence that says how metadata are inconsistent; empty if they are consistent."""
     return find_misfit(metadata) or find_contradiction(metadata) or find_wrong_tensor(metadata) or ""

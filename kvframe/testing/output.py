@@ -9,17 +9,17 @@ from kvframe.testing.laws import ConformanceError
 
 
 def check_output(values: object, case: Case, query: torch.Tensor) -> torch.Tensor:
-    """Return what ``forward`` returned if it is a tensor as the contract says.
+    """Return the result of ``forward`` if it is a tensor as the contract requires.
 
     Args:
-        values: What ``forward`` returned.
-        case: What it computed.
-        query: ``[num_tokens, num_heads, head_size], device``: the queries that it was given.
+        values: The result of ``forward``.
+        case: The case.
+        query: ``[num_tokens, num_heads, head_size], device``: the queries that ``forward`` got.
 
     Raises:
-        ConformanceError: It is no dense ``torch.Tensor``, or its shape, dtype or device is another.
+        ConformanceError: It is not a dense ``torch.Tensor``, or has another shape, dtype or device.
     """
-    # Not a subclass: one may say of itself whatever it likes, and compares as it likes.
+    # A subclass is refused, because it could misreport its own values and comparisons.
     if type(values) is not torch.Tensor:
         raise ConformanceError(f"forward returns {type(values).__name__}, not torch.Tensor")
     shape = len(query), case.query.num_heads, case.form.head_size_v(case.spec)

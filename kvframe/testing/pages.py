@@ -19,11 +19,11 @@ from kvframe.testing.laws import ConformanceError
 
 
 def plan_pool(case: Case) -> tuple[str, Grouping, KVCachePlan]:
-    """Plan a pool with room for the case twice over; the first item names the layer that keeps the cache."""
+    """Plan a pool with memory for the case twice; the first item is the name of the layer that keeps the cache."""
     layers = [case.layer]
     if case.layer.shares_with is not None:
         layers = [attrs.evolve(case.layer, name=case.layer.shares_with, shares_with=None), case.layer]
-    # A neighbour in the same group takes a part of each page, so that the layer's own parts do not touch.
+    # A second layer in the group takes a part of each page, so that the layer's own parts are not contiguous.
     grouping = group_layers([attrs.evolve(layers[0], name="neighbour"), *layers])
     longest = _longest(case)
     num_blocks = sum(-(-request.seq_len // case.spec.block_size) for request in case.requests)
@@ -34,9 +34,9 @@ def plan_pool(case: Case) -> tuple[str, Grouping, KVCachePlan]:
 
 
 def give_pages(manager: KVCacheManager, case: Case) -> None:
-    """Give each request its pages as an engine would: scattered over the pool, and without those that are dead."""
-    # Requests grow by turns, block by block, beside one that leaves: nobody's pages follow one another, and the rows
-    # of the block table are not in the batch's order.
+    """Allocate each request's pages as an engine would: scattered over the pool, with dead blocks freed."""
+    # Requests grow in turns, block by block, next to a request that is freed. So no request has consecutive pages, and
+    # the rows of the block table are not in the batch's order.
     size, longest = case.spec.block_size, _longest(case)
     requests = {str(index): request for index, request in reversed([*enumerate(case.requests)])}
     for name in (*requests, "leaves"):
@@ -62,7 +62,7 @@ def _extend(manager: KVCacheManager, name: str, num_tokens: int) -> None:
 
 
 def written_tokens(backend_class: type[AttentionBackend], case: Case, request: Request) -> list[int]:
-    """Return which cached tokens are there: live ones, and others in their pages where a backend reads those too."""
+    """Return the cached tokens that are written: live ones, and others in their pages if a backend reads those too."""
     spec, end = case.spec, request.num_cached
     ranges = spec.live_ranges(end)
     if backend_class.capabilities.reads_dead_tokens:
@@ -72,16 +72,16 @@ def written_tokens(backend_class: type[AttentionBackend], case: Case, request: R
 
 
 def slots_of(table: BlockTable, row: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return block id and offset of a request's tokens."""
+    """Return the block ids and offsets of a request's tokens."""
     return torch.from_numpy(table.ids[row])[tokens // table.block_size].long(), tokens % table.block_size
 
 
 def fill(storage: KVCacheStorage, case: Case, poison: float) -> None:
-    """Fill the pool with what a backend must not let through."""
+    """Fill the pool with poison, which must not reach a backend's output."""
     if case.spec.kv_format == PLAIN:
         storage.pool.view(case.stored_dtype).fill_(poison)
     else:
-        # Any format's parts of a page: NaN as floats, and large codes; or finite floats of any length, and such codes.
+        # In any format, the parts of a page then hold NaN or large codes, or finite floats and such codes.
         storage.pool.fill_(0xFF if math.isnan(poison) else 0x5E)
 
 
@@ -93,7 +93,7 @@ def write(
     storage: KVCacheStorage,
     slots: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
-    """Let a backend store tokens, and look at the bytes that it must not touch."""
+    """Let a backend store tokens, and check that all other bytes are unchanged."""
     kv_cache, before = storage.views[case.layer.name], storage.pool.clone()
     writer.write_kv(key.to(storage.pool.device), value.to(storage.pool.device), kv_cache, slots)
     num_changed = changed_beside(storage, case, before, slots)
@@ -104,11 +104,11 @@ def write(
 def changed_beside(
     storage: KVCacheStorage, case: Case, before: torch.Tensor, slots: tuple[torch.Tensor, torch.Tensor]
 ) -> int:
-    """Return how many bytes of the pool are not what they were before, those of the layer's slots left out."""
+    """Return the number of changed bytes in the pool outside the layer's slots."""
     views = storage.views[case.layer.name]
     expected = storage.pool.clone()
     for tensor in views.values():
-        # The same places of the pool as it was: what lies there may change.
+        # The slots are copied into the old pool, because they may change.
         allowed = before.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         kept = expected.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         kept[slots] = allowed[slots]

@@ -13,7 +13,7 @@ from kvframe.contract.specs import KVCacheSpec, QuerySpec, RelativeBias
 
 
 def visible_tokens(spec: KVCacheSpec, num_computed: int, seq_len: int) -> torch.Tensor:
-    """Return which tokens each new query attends to: what is live there, and itself.
+    """Return the tokens that each new query attends to: the live ones, and its own.
 
     Args:
         spec: The layer's cache spec, with a causal mask or none.
@@ -31,10 +31,10 @@ def visible_tokens(spec: KVCacheSpec, num_computed: int, seq_len: int) -> torch.
 
 
 def relative_bias(bias: RelativeBias, table: torch.Tensor, num_computed: int, seq_len: int) -> torch.Tensor:
-    """Return what a learned bias adds to the scores, from the definition of its buckets (T5, arXiv 1910.10683).
+    """Return the bias that is added to the scores, by the definition of its buckets (T5, arXiv 1910.10683).
 
     Args:
-        bias: How distances fall into buckets.
+        bias: The map from distances to buckets.
         table: ``[num_buckets, num_heads]``.
         num_computed: The first query's position.
         seq_len: Tokens of the request after the step.
@@ -74,7 +74,7 @@ def dense_attention(
     """Return one request's attention; zeros for a query that sees nothing.
 
     ``softmax(cap(scale * q k) + bias + mask) v`` with ``cap(x) = c * tanh(x / c)`` (Gemma 2, arXiv 2408.00118). A
-    learned sink is one more logit per head in the softmax's denominator, with no value behind it (GPT-OSS,
+    learned sink is one more logit per head in the softmax's denominator, without a value (GPT-OSS,
     arXiv 2508.10925).
 
     Args:

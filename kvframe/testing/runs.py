@@ -1,7 +1,7 @@
 """Runs at the sizes of real models: two layers on one instance of a backend, and two steps of many requests.
 
-The grid's cases are small, have one layer and one step. A mistake that needs a large head, many heads, many requests, a
-second layer or a second step shows in these runs only.
+The grid's cases are small, and have one layer and one step. A bug that needs a large head, many heads, many requests, a
+second layer or a second step appears in these runs only.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from kvframe.testing.state import KEYS_AND_VALUES, RELATIVE_BIAS, SOFT_CAP, Stat
 NUM_LAYERS = 2
 NUM_REQUESTS = 17
 NUM_PADDING = 7
-"""With these, the batches of padded runs have the sizes of a graph for 24 requests."""
+"""Padding with which the batches have the sizes of a graph for 24 requests."""
 
 TRAITS = ("kind", "feature", "head_size", "num_kv_heads", "dtype", "format")
-"""What runs are made of."""
+"""The properties of runs."""
 
 _LARGE = 32
 """Tokens of a block that is larger than most requests."""
 
 _LEAVING = (3, 9, 14)
-"""Requests of the first step that are not in the second one."""
+"""Requests of the first step that have left before the second step."""
 
 Step = Mapping[str, Request]
-"""What a step computes for each request, by the request's name, in the order of the batch."""
+"""A step's work for each request, by the request's name, in the order of the batch."""
 
 
 @attrs.frozen(kw_only=True)
@@ -43,13 +43,13 @@ class Run:
     """Two steps of two equal layers that one instance of a backend serves.
 
     Attributes:
-        name: What it is about (``"head_size=128-num_kv_heads=4-full-decodes"``).
-        layer: The layers, but for their names.
-        feature: The name of their mask and of what is done to scores.
+        name: The tested properties (``"head_size=128-num_kv_heads=4-full-decodes"``).
+        layer: The layers, without their names.
+        feature: The name of their mask and of the changes to scores.
         kind: The name of the steps.
-        steps: The steps. A request that is in both goes on where the first step left it.
+        steps: The steps. A request that is in both continues after its tokens of the first step.
         num_padding: Padded requests, tokens and generating rows after each batch.
-        form: What the layers store.
+        form: The form of the stored state.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Run:
         return tuple(attrs.evolve(self.layer, name=f"layers.{index}") for index in range(NUM_LAYERS))
 
     def case(self, layer: LayerSpec, step: int) -> Case:
-        """Return what one layer computes in one step."""
+        """Return one layer's case in one step."""
         return Case(
             name=f"{self.name}, {layer.name} in step {step + 1}",
             layer=layer,
@@ -84,13 +84,13 @@ def make_runs(
 ) -> tuple[Run, ...]:
     """Return every run that a backend with these capabilities must compute.
 
-    Head sizes are 64, 128 and 256, or those that it is limited to, with 32 query heads over 1, 4 and 8 KV heads. A step
-    has 17 requests.
+    Head sizes are 64, 128 and 256, or those in the backend's limits, with 32 query heads over 1, 4 and 8 KV heads. A
+    step has 17 requests.
 
     Args:
-        capabilities: What the backend declares.
-        device: Where it runs.
-        form: The state that it reads (``form_of``).
+        capabilities: The backend's capabilities.
+        device: The device of the backend.
+        form: The form of the state that it reads (``form_of``).
         formats: As for ``make_cases``.
 
     Raises:
@@ -117,18 +117,18 @@ def make_runs(
 
 
 def sample_runs(runs: Sequence[Run], names: Collection[str] = TRAITS) -> tuple[Run, ...]:
-    """Return few of the runs, in their order: every value of these traits that is in one of the runs is in the sample.
+    """Return a few of the runs, in their order, such that every value of the named traits occurs.
 
     Args:
         runs: What ``make_runs`` returned.
-        names: Names of ``run_traits``; fewer for a backend that takes seconds for a run.
+        names: Names of ``run_traits``; fewer for a backend that takes seconds per run.
     """
     wanted = [{item for item in run_traits(run).items() if item[0] in names} for run in runs]
     return tuple(runs[index] for index in cover(wanted, [_cost(run) for run in runs]))
 
 
 def run_traits(run: Run) -> dict[str, Hashable]:
-    """Return what a run is made of, by name."""
+    """Return the properties of a run, by name."""
     case = run.case(run.layer, 0)
     return {
         "kind": run.kind,
@@ -141,7 +141,7 @@ def run_traits(run: Run) -> dict[str, Hashable]:
 
 
 def _cost(run: Run) -> float:
-    """Return what a run costs: about as much as any other, and a little more if it is longer."""
+    """Return the cost of a run: about equal for all, and a little more for a longer one."""
     num_programs = sum(num_iterations(tuple(step.values())) for step in run.steps)
     return 1.0 + 1e-6 * getattr(run.layer.spec, "num_kv_heads", 1) * num_programs
 
@@ -153,7 +153,7 @@ _FEW_KINDS = ("decodes", "mixed")
 
 
 def _make_features(capabilities: Capabilities) -> dict[str, Mapping[str, Any]]:
-    """Return the masks of layers by name, most of them with all that the backend can do to scores."""
+    """Return the masks of layers by name, most of them with every change to scores that the backend supports."""
     scoring: dict[str, Any] = {}
     if capabilities.soft_cap:
         scoring["soft_cap"] = SOFT_CAP
@@ -175,9 +175,9 @@ def _make_features(capabilities: Capabilities) -> dict[str, Mapping[str, Any]]:
 def _make_layers(
     capabilities: Capabilities, form: StateForm, formats: Sequence[KVFormat]
 ) -> Iterator[tuple[str, str, str, tuple[str, ...], LayerSpec]]:
-    """Yield layers: their size, feature, and dtype or format as names, the kinds of steps for them, and the layer.
+    """Yield layers, each with its size, feature, and dtype or format as names, and with its kinds of steps.
 
-    Every size has every feature; some sizes have some features in other dtypes and formats.
+    Every size has every feature. Some sizes also have some features in other dtypes and formats.
     """
     sizes, features, dtypes = (
         form.real_sizes(capabilities.head_sizes),
@@ -188,7 +188,7 @@ def _make_layers(
     def layer(size: str, feature: str, dtype: str) -> LayerSpec:
         made = make_layer(capabilities, form, **{**sizes[size], **features[feature], "dtype": dtype})
         assert made.query is not None
-        # Scores of the same size as in the grid: of larger ones, only the largest would count.
+        # The scores have the grid's size. With larger ones, only the largest score would matter.
         scale = SCALE * (8 / made.query.head_size) ** 0.5
         return attrs.evolve(made, query=attrs.evolve(made.query, scale=scale))
 
@@ -210,13 +210,13 @@ def _make_layers(
 
 
 def make_steps(block_size: int) -> dict[str, tuple[Step, ...]]:
-    """Return both steps of a run by their kind, with lengths around the ends of blocks."""
+    """Return the two steps of a run for each kind, with lengths around the ends of blocks."""
     ends = (1, 2, block_size - 1, block_size, block_size + 1, 2 * block_size - 1, 7)
     lengths = [ends[index % len(ends)] for index in range(NUM_REQUESTS)]
     if block_size > _LARGE:
-        # Few long requests show the ends of large blocks as well as many.
+        # For large blocks, a few long requests are enough to reach the ends of blocks.
         lengths = [length if index < len(ends) else length % _LARGE for index, length in enumerate(lengths)]
-    # The longest one is in both steps, and its last block has a free slot for the second: the shapes of both are alike.
+    # The longest request is in both steps, and its last block has a free slot, so both steps have equal shapes.
     lengths[NUM_REQUESTS // 2] = 2 * block_size + 1
     decodes = {str(index): Request(length, 1) for index, length in enumerate(lengths)}
     prompts = {str(index): Request(0, length) for index, length in enumerate(lengths)}
@@ -232,11 +232,11 @@ def make_steps(block_size: int) -> dict[str, tuple[Step, ...]]:
 
 
 def _continued(first: Step, num_new: int) -> Step:
-    """Return the step after ``first``: some requests left, others joined, and the order is another.
+    """Return the step after ``first``: some requests have left, others have joined, and the order has changed.
 
     Args:
         first: The step before.
-        num_new: Tokens of the requests that have not computed their prompt.
+        num_new: New tokens of the requests that are still in their prompt.
     """
     found = {
         name: Request(request.seq_len, 1 if request.num_generating else num_new)

@@ -1,6 +1,6 @@
 """A small sample of the grid's cases in which every feature occurs, for a backend that is slow on each case.
 
-What a case is made of are its traits: the mask, the block size, the format, the dtype, the kind of batch and so on. A
+A case's traits are its properties: the mask, the block size, the format, the dtype, the kind of batch and so on. A
 sample has every trait of the grid, and every pair of those traits that kernels treat together.
 """
 
@@ -30,21 +30,21 @@ TOGETHER = (
     ("has_sinks", "soft_cap"),
     ("bias", "num_heads"),
 )
-"""Traits whose pairs come up in a sample, unless others are given."""
+"""Traits whose pairs all occur in a sample, unless others are given."""
 
 LONG = 200
-"""Tokens of a request that programs share, where others of its batch are short."""
+"""Tokens of a request that several programs share if the other requests of its batch are short."""
 
 ROW_TOKENS, COLUMN_TOKENS = 4, 16
-"""New tokens and tokens that an interpreted program takes at a time: what a case costs goes by them."""
+"""New tokens and tokens that an interpreted program takes at a time, from which a case's cost is estimated."""
 
 
 def sample(cases: Sequence[Case], together: Iterable[tuple[str, str]] = TOGETHER) -> tuple[Case, ...]:
-    """Return few of the cases, in the grid's order, with all that comes up in it.
+    """Return a few of the cases, in the grid's order, in which all traits and pairs occur.
 
     Args:
-        cases: What ``make_cases`` returned.
-        together: Names of ``traits`` whose pairs come up.
+        cases: The result of ``make_cases``.
+        together: Names of ``traits`` whose pairs must all occur.
 
     Raises:
         ConformanceError: There is no case.
@@ -56,16 +56,16 @@ def sample(cases: Sequence[Case], together: Iterable[tuple[str, str]] = TOGETHER
 
 
 def cover(parts: Sequence[Collection[Hashable]], costs: Sequence[float]) -> list[int]:
-    """Return which of several collections are enough to have every element in one, in order.
+    """Return the indices of collections that together contain every element, in order.
 
     Args:
         parts: The collections.
-        costs: What each costs.
+        costs: The cost of each.
     """
     missing: set[Hashable] = set().union(*parts)
     chosen: set[int] = set()
     while missing:
-        # Greedy, as set covers are: what brings most that is new for its cost.
+        # Greedy set cover: next is the collection with the most missing elements for its cost.
         best = max(range(len(parts)), key=lambda index: len(missing.intersection(parts[index])) / costs[index])
         chosen.add(best)
         missing.difference_update(parts[best])
@@ -73,14 +73,14 @@ def cover(parts: Sequence[Collection[Hashable]], costs: Sequence[float]) -> list
 
 
 def parts(cases: Sequence[Case], num_parts: int) -> list[tuple[Case, ...]]:
-    """Return the cases as parts of about the same length, for processes that check them side by side.
+    """Divide the cases into parts of about equal length, for processes that check them in parallel.
 
-    Neighbours in the grid are computed by the same kernels: a part is a run of them, so that few kernels are compiled
-    by more than one process.
+    A part is a run of neighbours in the grid. These use the same kernels, so that few kernels are compiled by more than
+    one process.
 
     Args:
-        cases: What ``make_cases`` or ``sample`` returned.
-        num_parts: How many parts, at least one; no more than there are cases.
+        cases: The result of ``make_cases`` or ``sample``.
+        num_parts: The number of parts, at least one and at most the number of cases.
 
     Raises:
         ConformanceError: There is no case for one of the parts.
@@ -96,7 +96,7 @@ def _require_some(cases: Sequence[Case], num_parts: int = 1) -> None:
 
 
 def traits(case: Case) -> dict[str, Hashable]:
-    """Return what a case is made of, by name."""
+    """Return the properties of a case, by name."""
     mask, query = case.spec.mask, case.query
     state = case.spec.in_format(PLAIN).state_tensors()
     return {
@@ -119,7 +119,7 @@ def traits(case: Case) -> dict[str, Hashable]:
 
 
 def _kind(requests: Sequence[Request]) -> Hashable:
-    """Return what tells a kind of batch from others."""
+    """Return the properties that distinguish a kind of batch from others."""
     return (
         requests[0].num_keys is not None,
         frozenset(_part(request) for request in requests),
@@ -135,17 +135,17 @@ def _part(request: Request) -> str:
 
 
 def _pairs(case: Case, together: Collection[frozenset[str]]) -> set[Hashable]:
-    """Return a case's traits, and the pairs of those that count together."""
+    """Return a case's traits, and those pairs of them that must occur together."""
     found = traits(case)
     pairs: set[Hashable] = set(found.items())
     return pairs.union(pair for pair in combinations(found.items(), 2) if {pair[0][0], pair[1][0]} in together)
 
 
 def _cost(case: Case) -> float:
-    """Return about what a case costs, in iterations of programs, beside what each costs to set up."""
+    """Return the approximate cost of a case, in iterations of programs, without the cost of starting them."""
     return 60.0 + num_iterations(case.requests)
 
 
 def num_iterations(requests: Sequence[Request]) -> int:
-    """Return how many iterations programs take for a batch, with tiles of a few rows and columns."""
+    """Return the number of iterations that programs take for a batch, with tiles of a few rows and columns."""
     return sum(-(-each.num_new // ROW_TOKENS) * -(-each.seq_len // COLUMN_TOKENS) for each in requests)

@@ -1,7 +1,7 @@
 """Runs two layers for two steps on one instance of a backend, and compares them with the reference.
 
-Between the steps, requests leave and others join, the batch has another order, and what the first step was computed
-from is overwritten: the tensors of its metadata hold those of the second one, or zeros.
+Between the steps, requests leave and join, the batch is reordered, and the inputs of the first step are overwritten:
+the tensors of its metadata hold those of the second step, or zeros.
 """
 
 from __future__ import annotations
@@ -36,26 +36,27 @@ from kvframe.testing.step import WriteGuard, tensors_of
 from kvframe.testing.step_metadata import make_step_metadata
 
 _BYSTANDER = "leaves"
-"""A request that is there while the others get their pages, so that nobody's pages follow one another."""
+"""A request that takes pages while the others get theirs, so that no request has consecutive pages."""
 
 
 POISONS = (float("nan"), 1e4)
-"""What lies in each step where no live state is: what NaN does not show because a backend hides it, large values do."""
+"""The value of all memory without live state, per step. If a backend hides NaN, the large value shows the error."""
 
 
 def check_run(
     backend_class: type[AttentionBackend], run: Run, device: str = "cpu", poisons: Sequence[float] = POISONS
 ) -> None:
-    """Check that a backend computes a run within the error that its dtype allows, and writes nowhere it may not.
+    """Check that a backend's output is within the error bound of the dtype, and that it writes to no other memory.
 
     Args:
         backend_class: The backend.
-        run: One that its capabilities cover (``make_runs``).
-        device: Where it runs.
-        poisons: What lies where no live state is, in each step.
+        run: A run that its capabilities cover (``make_runs``).
+        device: The device of the backend.
+        poisons: The value of all memory without live state, in each step.
 
     Raises:
-        ConformanceError: It does not; says in which layer and step, at which request and position, and by how much.
+        ConformanceError: The output is wrong, with the layer, the step, the request, the position and the error; or
+            other memory was written.
     """
     served = _Served(backend_class, run, torch.device(device))
     for step, poison in zip(range(len(run.steps)), poisons, strict=True):
@@ -64,11 +65,11 @@ def check_run(
 
 @attrs.frozen(eq=False)
 class _Content:
-    """A layer's tensors, for the whole run.
+    """A layer's tensors for the whole run.
 
     Attributes:
-        of_request: Each request's, with all tokens that it ever has.
-        learned: The layer's own.
+        of_request: Each request's tensors, for all tokens that it ever has.
+        learned: The layer's learned tensors.
     """
 
     of_request: Mapping[str, Inputs]
@@ -90,7 +91,7 @@ class _Content:
         return cls(drawn, Learned.draw(case, generator))
 
     def of_step(self, step: Mapping[str, Request]) -> list[Inputs]:
-        """Return what a case of one step is computed from."""
+        """Return the inputs of one step's case."""
         return [_until(self.of_request[name], request) for name, request in step.items()]
 
 
@@ -118,7 +119,7 @@ class _Served:
         grouping = group_layers(layers)
         longest = max(request.seq_len for step in run.steps for request in step.values())
         size = run.case(layers[0], 0).spec.block_size
-        # Those of a step, and the bystander's.
+        # The blocks of a step, and of the bystander.
         num_blocks = max(sum(-(-request.seq_len // size) for request in step.values()) for step in run.steps)
         memory_bytes = grouping.groups[0].page_bytes * (num_blocks + -(-longest // size) + 1)
         names = {name for step in run.steps for name in step}
@@ -136,14 +137,14 @@ class _Served:
         self._metadata: CommonAttentionMetadata | None = None
 
     def check_step(self, number: int, poison: float) -> None:
-        """Compute a step, and compare what each layer returns.
+        """Compute a step, and compare each layer's output.
 
         Args:
             number: The step's number, from 0.
-            poison: What lies where no live state is.
+            poison: The value of all memory without live state.
 
         Raises:
-            ConformanceError: It is wrong, or memory was written that must not be.
+            ConformanceError: The output is wrong, or other memory was written.
         """
         self._poison = poison
         step = self._packed(self._run.steps[number])
@@ -171,14 +172,14 @@ class _Served:
             self._manager.commit(name, [0] * self._longest, request.seq_len)
 
     def _packed(self, step: Mapping[str, Request]) -> dict[str, Request]:
-        """Return a step in the order in which an engine packs it."""
+        """Return a step's requests in the order in which an engine packs them."""
         lengths = np.array([(request.num_computed, request.num_new) for request in step.values()])
         order = self._attention.order_for(lengths[:, 0], lengths[:, 1])
         items = [*step.items()]
         return dict(items if order is None else [items[index] for index in order])
 
     def _give_pages(self, step: Mapping[str, Request]) -> set[str]:
-        """Free who left, and give pages to who joined and who goes on, by turns; return who joined."""
+        """Free requests that left, and give pages in turns to the others; return the names of those that joined."""
         manager, joined = self._manager, set(step) - self._running
         for name in sorted(self._running - set(step)):
             manager.free(name)
@@ -203,7 +204,7 @@ class _Served:
         assert has_room
 
     def _poison_the_dead(self, case: Case, step: Mapping[str, Request], joined: set[str]) -> None:
-        """Leave of the pool what earlier steps stored and is live; add the live tokens of who joined."""
+        """Keep only the live state of earlier steps in the pool, and add the cached tokens of requests that joined."""
         live = {
             name: torch.tensor(written_tokens(self._class, case, request), dtype=torch.int64)
             for name, request in step.items()
@@ -264,7 +265,7 @@ class _Served:
         problem = _find_error(case, inputs, content.learned, values, rows)
         if problem:
             raise self._failure(case, problem)
-        # What a backend keeps of these is of no use in the next layer and step.
+        # A backend must not use these tensors in a later layer or step.
         for tensor in (query, key, value):
             tensor.fill_(self._poison)
 
@@ -285,10 +286,10 @@ def _value(inputs: Inputs) -> torch.Tensor:
 
 
 def _after(before: CommonAttentionMetadata, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
-    """Return metadata after the tensors of the step before were overwritten.
+    """Return the old metadata after a step, with their tensors overwritten.
 
-    With static shapes, the step lies in the same memory as the one before, as the steps of a graph do. Without them,
-    the memory of the step before is zeros.
+    With static shapes, the step has the same memory as the step before, as in a graph. Without static shapes, the
+    memory of the step before is set to zeros.
     """
     for tensor in tensors_of(before):
         tensor.zero_()

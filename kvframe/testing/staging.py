@@ -1,6 +1,6 @@
 """Checks a backend's steps on a device without memory: one copy to the device, and no wait for it.
 
-The device is torch's ``meta``: whatever asks it for a value raises, and every copy to it is seen.
+The device is torch's ``meta``: any read of a value raises, and every copy to it can be counted.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from kvframe.testing.state import RELATIVE_BIAS, SOFT_CAP, StateForm, form_of
 META = torch.device("meta")
 
 MASKS = ("full", "window=5", "window=5-sink_tokens=3", "bidirectional", "chunk=6", "stride=6", "function-stride=6")
-"""The masks of layers, of those of the grid."""
+"""The masks of the grid that the layers have."""
 
 NUM_FORMATTED = 3
-"""Layers in a format: to a backend, pages are the same whatever reads them."""
+"""The number of layers in each format: a backend handles all pages in the same way."""
 
 Requests = tuple[tuple[int, int], ...]
-"""Of each request, the tokens that were computed before, and those that a step computes."""
+"""For each request, the computed tokens and the new tokens."""
 
 DECODES: Requests = ((5, 1), (13, 1), (4, 1))
 STEPS: Mapping[str, tuple[Requests, bool]] = {
@@ -52,13 +52,13 @@ STEPS: Mapping[str, tuple[Requests, bool]] = {
     "decodes of a graph": (DECODES, True),
     "a mixed batch": (((9, 1), (0, 7), (5, 3), (13, 1), (0, 300)), False),
 }
-"""Steps by name, and whether they are replayed, as far as the backend's can be captured."""
+"""Steps by name, and whether they are replayed, if the backend's steps can be captured."""
 
 MAX_LEN = 320
 
 
 class CopyCounter(TorchDispatchMode):
-    """While it is entered, notes the operations that bring tensors from the host to the device.
+    """A torch mode that records the operations that copy tensors from the host to the device.
 
     Attributes:
         found: Their names, in order.
@@ -69,7 +69,7 @@ class CopyCounter(TorchDispatchMode):
         self.found: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Call ``func``, and note it if it reads a tensor of the host and reads or makes one of the device."""
+        """Call ``func``, and record it if it reads a tensor of the host, and reads or makes one of the device."""
         result = func(*args, **(kwargs or {}))
         given = [each.device.type for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         made = [each.device.type for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
@@ -79,19 +79,19 @@ class CopyCounter(TorchDispatchMode):
 
 
 def check_staging(backend_class: type[AttentionBackend], formats: Sequence[KVFormat] | None = None) -> None:
-    """Check that a step on a backend copies once to its device, and never waits for it, whatever the step holds.
+    """Check that every step on a backend copies to its device once, and never waits for it.
 
-    Layers of each mask and feature that it serves compute decodes, those of a graph too where it can be captured, and
-    a mixed batch; a few do so in every format that it reads, and in one of which it gets copies. What a backend calls
-    outside of torch has no meaning on such a device: put functions in its place that return tensors of the right shape.
-    A copy that a library makes by itself is then not seen.
+    Layers of each mask and feature that the backend serves compute decodes and a mixed batch, and also the decodes of a
+    graph if these can be captured. A few layers do so in every format that the backend reads, and in one of which it
+    gets copies. Functions outside of torch do not work on such a device: replace them by functions that return tensors
+    of the right shape. Copies inside a library are not counted.
 
     Args:
         backend_class: The backend.
         formats: Formats that layers may be stored in beside the plain one; the installed ones unless given.
 
     Raises:
-        ConformanceError: It copies by itself, asks the device for a value, or returns another shape than it has to.
+        ConformanceError: The backend makes a copy itself, reads a value of the device, or returns a wrong shape.
     """
     form, capabilities = form_of(backend_class), backend_class.capabilities
     found = formats_of(capabilities, formats)
@@ -117,7 +117,7 @@ def check_staging(backend_class: type[AttentionBackend], formats: Sequence[KVFor
 
 
 def _is_of_torch(error: Exception) -> bool:
-    """Return whether an error, or the one that it was made of, is torch's."""
+    """Return whether torch raised an error, or the cause of the error."""
     return isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError)
 
 
@@ -143,9 +143,9 @@ def _copies_of_a_step(
     requests: Requests,
     is_replayed: bool,
 ) -> list[str] | None:
-    """Run a step of all layers; return the operations that brought something to the device.
+    """Run a step of all layers; return the operations that copied to the device.
 
-    None if it is to be replayed, and cannot be captured.
+    The result is None if the step is to be replayed but cannot be captured.
     """
     grouping = group_layers(layers)
     memory_bytes = 100 * sum(group.page_bytes for group in grouping.groups)
@@ -201,7 +201,7 @@ def _attend(layer: AttentionLayer, case: Case, learned: Learned, num_tokens: int
 
 
 def choose(layer: LayerSpec, backend_class: type[AttentionBackend]) -> Choice:
-    """Return the choice of a backend for a layer, without wrappers, with the options that the kit runs it with."""
+    """Return the choice of a backend for a layer, without wrappers, with the kit's options."""
     options = backend_class.options_class
     return Choice(
         layer=layer.name,

@@ -1,7 +1,7 @@
 """The state that the layers of a case store: keys and values, or another form.
 
-A backend that reads other state than keys and values names a form of its own (``AttentionBackend.conformance_form``),
-and is then checked on the same grid, against the same reference.
+A backend that reads other state than keys and values names its own form (``AttentionBackend.conformance_form``). It is
+then checked on the same grid, against the same reference.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvframe.contract.formats import PLAIN
 from kvframe.contract.specs import AttentionMask, AttentionSpec, KVCacheSpec, LayerSpec, TokenRange
 
 SOFT_CAP = 2.0
-"""Low enough to bend most scores."""
+"""A soft cap low enough to change most scores."""
 
 RELATIVE_BIAS: Mapping[str, Any] = {"num_buckets": 8, "max_distance": 20}
-"""With distances of their own, ranges of distances, and some beyond them, within the batches."""
+"""A bias with exact distances, ranges of distances, and distances beyond them, all within the batches."""
 
 HEAD_SIZES = frozenset({64, 128, 256})
 NUM_HEADS = 32
@@ -35,16 +35,16 @@ Draw = Callable[..., torch.Tensor]
 
 @attrs.frozen(kw_only=True, slots=False)
 class AnyMask:
-    """Any mask that kernels have a name for, and one that they have none for: a base beside that of what is stored.
+    """Any mask that kernels have a name for, and one without a name: a base class for the specs of stored state.
 
     Attributes:
         window: As in ``AttentionMask``.
         num_sink_tokens: As in ``AttentionMask``.
         causal: As in ``AttentionMask``.
         chunk: As in ``AttentionMask``.
-        stride: The fixed pattern of Sparse Transformers (arXiv 1904.10509), which no mask says: a query sees its run
-            of ``stride`` tokens and the last token of each run before; None for none.
-        has_function: Whether that pattern is said by a mask function too.
+        stride: The fixed pattern of Sparse Transformers (arXiv 1904.10509), which no ``AttentionMask`` can express: a
+            query sees its run of ``stride`` tokens and the last token of each run before; None for no pattern.
+        has_function: Whether the spec has a mask function for that pattern.
     """
 
     window: int | None = None
@@ -66,7 +66,7 @@ class AnyMask:
             parts = [(0, min(self.num_sink_tokens, start)), (start, n)]
         return tuple(part for part in parts if part[0] < part[1])
 
-    # Typed loosely, here and below, so that it stands before any type's own.
+    # Typed as Any, here and below, so that it can come before each spec type in the bases.
     @property
     def mask(self) -> Any:
         """The mask; None for the fixed pattern."""
@@ -78,7 +78,7 @@ class AnyMask:
 
     @property
     def mask_function(self) -> Any:
-        """The mask's function; of the fixed pattern its own, if it is to have one."""
+        """The mask's function; for the fixed pattern its own, if ``has_function``."""
         if self.stride is None:
             return self.mask.sees
         return self._sees_pattern if self.has_function else None
@@ -101,57 +101,57 @@ class GridSpec(AnyMask, AttentionSpec):
 
 
 class StateForm(ABC):
-    """What the layers of a case store, and the keys and values that it stands for.
+    """The form of the state that a case's layers store, and the keys and values that the state stands for.
 
     Attributes:
-        spec_class: The layers' cache spec: ``AnyMask``, and what is stored under it.
+        spec_class: The layers' cache spec: a subclass of ``AnyMask`` and of the stored state's spec.
     """
 
     spec_class: ClassVar[type[KVCacheSpec]]
 
     @abstractmethod
     def sizes(self, head_size: int) -> dict[str, Any]:
-        """Return the usual sizes of what is stored for queries of this size, as fields of ``spec_class``."""
+        """Return the usual sizes of the stored state for this head size, as fields of ``spec_class``."""
 
     def usual_head_size(self, limits: Mapping[str, frozenset[int]]) -> int:
-        """Return a small head size that goes with the sizes which a backend is limited to."""
+        """Return a small head size that fits the sizes that a backend is limited to."""
         return 8
 
     def real_sizes(self, head_sizes: frozenset[int] | None) -> Mapping[str, Mapping[str, Any]]:
         """Return sizes of real models by name, as fields of ``spec_class`` and of ``QuerySpec``.
 
         Args:
-            head_sizes: Those that a backend is limited to; None for any.
+            head_sizes: The head sizes that a backend is limited to; None for any.
         """
         sizes = sorted(HEAD_SIZES if head_sizes is None else HEAD_SIZES & head_sizes or head_sizes)
         return {f"head_size={size}": {"head_size": size, "num_heads": NUM_HEADS} for size in sizes}
 
     @abstractmethod
     def features(self, head_size: int) -> Mapping[str, Mapping[str, Any]]:
-        """Return other sizes that a backend has to serve, by name; fields of ``QuerySpec`` may be among them."""
+        """Return other sizes that a backend must serve, by name; fields of ``QuerySpec`` may be among them."""
 
     @abstractmethod
     def head_size_v(self, spec: KVCacheSpec) -> int:
-        """Return how long a head's value, and so its output, is."""
+        """Return the length of a head's value, which is also that of its output."""
 
     @abstractmethod
     def draw(self, spec: KVCacheSpec, num_tokens: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what ``write_kv`` is given for so many tokens: its ``key`` and its ``value``."""
+        """Return the ``key`` and the ``value`` that ``write_kv`` takes for ``num_tokens`` tokens."""
 
     def draw_parameters(self, layer: LayerSpec, draw: Draw) -> dict[str, torch.Tensor]:
-        """Return the learned tensors that a layer brings; none unless there are any."""
+        """Return a layer's learned tensors; none by default."""
         return {}
 
     def expand(
         self, layer: LayerSpec, key: torch.Tensor, value: torch.Tensor, parameters: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values that attention is defined on.
+        """Return the keys and values by which attention is defined.
 
         Args:
             layer: The layer.
-            key: What ``draw`` returned first.
-            value: What it returned second.
-            parameters: What ``draw_parameters`` returned, in the dtype of these.
+            key: The first result of ``draw``.
+            value: The second result of ``draw``.
+            parameters: The result of ``draw_parameters``, in the dtype of these.
 
         Returns:
             ``[num_tokens, num_kv_heads, head_size]`` and ``[num_tokens, num_kv_heads, head_size_v]``.
@@ -161,16 +161,16 @@ class StateForm(ABC):
     def magnitudes(
         self, layer: LayerSpec, key: torch.Tensor, value: torch.Tensor, parameters: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the elements of ``expand``'s keys and values may err by units of.
+        """Return the magnitudes that rounding errors of ``expand``'s keys and values are counted in.
 
-        The default is right for keys and values that are sums of products of what is stored and of parameters: the sums
-        of the products' magnitudes.
+        The default holds for keys and values that are sums of products of stored numbers and parameters: the sums of
+        the products' magnitudes.
 
         Args:
             layer: The layer.
-            key: What ``draw`` returned first, or the magnitudes of its elements.
-            value: What it returned second, likewise.
-            parameters: What ``draw_parameters`` returned.
+            key: The first result of ``draw``, or the magnitudes of its elements.
+            value: The second result of ``draw``, likewise.
+            parameters: The result of ``draw_parameters``.
 
         Returns:
             As ``expand``.
@@ -185,7 +185,7 @@ class KeysAndValues(StateForm):
     spec_class = GridSpec
 
     def sizes(self, head_size: int) -> dict[str, Any]:
-        """Return two KV heads, for four query heads."""
+        """Return two KV heads; the queries have four heads."""
         return {"num_kv_heads": 2, "head_size": head_size}
 
     def real_sizes(self, head_sizes: frozenset[int] | None) -> Mapping[str, Mapping[str, Any]]:

@@ -1,7 +1,7 @@
-"""A case's step in a paged cache that holds NaN wherever a backend must not look.
+"""Runs a case's step in a paged cache that holds NaN in all memory that a backend must not read.
 
-That is: other layers' parts of a page, tokens that are not live, the null page, free pages, the ends of blocks. One
-read of those shows in the output.
+That is: other layers' parts of a page, tokens that are not live, the null page, free pages, the ends of blocks. A read
+of such memory shows in the output.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from kvframe.testing.step_metadata import make_step_metadata
 BUILT = ""
 """Metadata that was built for the step."""
 REFRESHED = "with refreshed metadata, "
-"""Metadata that was built for other tables, and then refreshed. The two begin the sentence that says what is wrong."""
+"""Metadata that was built for other tables and then refreshed. ``BUILT`` and ``REFRESHED`` begin error sentences."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Output:
-    """What a backend made of a step.
+    """A backend's output in a step.
 
     Attributes:
-        values: ``[num_tokens, num_heads, head_size_v], device``: what it returned, for the tokens that its chain keeps,
-            by how its metadata was made: ``BUILT`` always, ``REFRESHED`` if its builder declares ``table_fields``.
-        rows: ``[num_actual_tokens], int64, host``: which of the packed tokens these are, without padding.
+        values: ``[num_tokens, num_heads, head_size_v], device``: its output for the tokens that its chain keeps, by how
+            its metadata was made: ``BUILT`` always, ``REFRESHED`` if its builder declares ``table_fields``.
+        rows: ``[num_actual_tokens], int64, host``: the packed tokens that the chain keeps, without padding.
     """
 
     values: Mapping[str, torch.Tensor]
@@ -63,15 +63,15 @@ def run_step(
 
     Args:
         backend_class: The backend.
-        case: What to run.
+        case: The case.
         inputs: Each request's tensors.
         learned: The layer's learned tensors.
-        device: Where.
-        poison: What lies where no live state is.
+        device: The device of the backend.
+        poison: The value of all memory without live state.
 
     Raises:
-        ConformanceError: The chain keeps other tokens than those that generate, the output is not what the contract
-            says, or memory was written that must not be.
+        ConformanceError: The chain keeps other tokens than the generating ones, the output breaks the contract, or
+            other memory was written.
         WrapperError: The chain refuses the layer or the step.
     """
     chain, seen, _ = bind_chain(case.wrappers, case.layer)
@@ -133,7 +133,7 @@ def run_step(
 
 
 def _build(builder: AttentionMetadataBuilder, common: CommonAttentionMetadata) -> Any:
-    """Return what a builder builds, brought to the device as the framework does."""
+    """Return a builder's metadata, copied to the device as the framework does it."""
     here, there = _on_host(builder, common)
     (built,) = builder.build_together([(builder, here)])
     return builder.finish(there.to_device(built))
@@ -142,14 +142,14 @@ def _build(builder: AttentionMetadataBuilder, common: CommonAttentionMetadata) -
 def _on_host(
     builder: AttentionMetadataBuilder, common: CommonAttentionMetadata
 ) -> tuple[CommonAttentionMetadata, Staging]:
-    """Return metadata where a builder is given it, and what brings its outcome to where the metadata was."""
+    """Return the metadata as a builder gets them, and a function that moves its result to the original device."""
     if not builder.on_host:
         return common, Staging(HOST)
     return replace_tensors(common, lambda tensor: tensor.to(HOST)), Staging(common.slot_mapping.device)
 
 
 def _build_and_refresh(builder: AttentionMetadataBuilder, common: CommonAttentionMetadata) -> Any:
-    """Return what a builder builds for a group without a page, brought to this one's tables as the framework does."""
+    """Return metadata that were built for an empty table, then refreshed for this one as the framework does it."""
     without_pages = attrs.evolve(
         common,
         block_table=torch.zeros_like(common.block_table),
@@ -181,7 +181,7 @@ def _make_backend(
 def _kept_rows(
     chain: WrapperChain, metadata: CommonAttentionMetadata, wrapped: CommonAttentionMetadata
 ) -> torch.Tensor:
-    """Return which rows of the packed batch a chain keeps: all of them, or those that generate."""
+    """Return the rows of the packed batch that a chain keeps: all of them, or those that generate."""
     drops = any(DROPS_TOKENS in wrapper.effects for wrapper in chain) and not metadata.all_generate
     kept = metadata.generating_indices_cpu if drops else torch.arange(metadata.slot_mapping.shape[0])
     expected = metadata.num_generating if drops else metadata.num_actual_tokens, len(kept)
@@ -203,7 +203,7 @@ class WriteGuard:
 
     def holds(self) -> bool:
         """Return whether they are unchanged."""
-        # As bytes: NaN is then the same as itself.
+        # Compared as bytes, because NaN is not equal to itself.
         pairs = zip(self._tensors, self._copies, strict=True)
         return all(torch.equal(tensor.view(torch.uint8), copy.view(torch.uint8)) for tensor, copy in pairs)
 
@@ -214,7 +214,7 @@ class WriteGuard:
 
 
 def tensors_of(metadata: CommonAttentionMetadata) -> list[torch.Tensor]:
-    """Return every tensor of a step's metadata, those of its extensions and those on the host too."""
+    """Return every tensor of a step's metadata, including host tensors and those of extensions."""
     values = [*attrs.asdict(metadata, recurse=False).values()]
     for extension in metadata.extensions.values():
         values += [extension.values, extension.values_cpu]

@@ -19,7 +19,7 @@ from kvframe.testing.case import Case
 def make_step_metadata(
     case: Case, manager: KVCacheManager, rows: Sequence[int], device: torch.device
 ) -> CommonAttentionMetadata:
-    """Return a step's metadata, of requests in these rows of the block table; padded if the case is."""
+    """Return a step's metadata for requests in given rows of the block table; padded if the case is."""
     ends = np.cumsum([request.num_new for request in case.requests])
     generating = [
         np.arange(end - request.num_generating, end) for request, end in zip(case.requests, ends, strict=True)
@@ -44,7 +44,7 @@ def make_step_metadata(
         num_reqs=metadata.num_reqs + case.num_padding,
         num_tokens=metadata.num_actual_tokens + case.num_padding,
         num_generating=len(metadata.generating_indices) + case.num_padding,
-        # A graph that is not of decodes alone is made for longer requests than any in the batch.
+        # A graph of other steps than decodes is captured for longer requests than any in the batch.
         max_query_len=metadata.max_query_len + (metadata.max_query_len > 1),
         max_seq_len=metadata.max_seq_len + metadata.block_size,
     )
@@ -53,7 +53,7 @@ def make_step_metadata(
 def _over_other_keys(
     metadata: CommonAttentionMetadata, case: Case, tables: npt.NDArray[np.int32]
 ) -> CommonAttentionMetadata:
-    """Return the metadata of the same queries over sequences that the step does not compute."""
+    """Return metadata of the same queries over sequences that the step does not compute."""
     seq_lens = torch.tensor([request.seq_len for request in case.requests], dtype=torch.int32)
     longest = int(seq_lens.max())
     device = metadata.seq_lens.device

@@ -1,9 +1,9 @@
-"""Checks a wrapper: runs it on batches of every kind, and compares what it does with what it declares.
+"""Checks a wrapper: runs it on batches of every kind, and compares its effect with its declarations.
 
 Attention after the wrapper is compared with attention before it: each query has to attend to the same slots, unless
 the wrapper declares another mask.
 
-What ``apply_wrapper`` refuses of every wrapper by itself, as an extension that it does not know, is not checked again.
+Errors that ``apply_wrapper`` finds in any wrapper, such as an unknown extension, are not checked again.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _LOOP_SIZES = (8, 256)
 
 
 def check_wrapper(wrapper: MetadataWrapper, layer: LayerSpec) -> None:
-    """Check a wrapper's declarations, and what it does, against the contract.
+    """Check a wrapper's declarations and its effect against the contract.
 
     Args:
         wrapper: The wrapper, as a stack gives it.
         layer: A layer that it can serve; choose small sizes, so that windows and chunks end within a few tokens.
 
     Raises:
-        ConformanceError: The first thing that does not hold, and for which batch.
+        ConformanceError: A check fails; the message names the first one, and the batch.
     """
     _check_declaration(wrapper)
     bound = wrapper.for_layer(layer)
@@ -86,7 +86,7 @@ def _variants(name: str, metadata: CommonAttentionMetadata) -> Iterator[tuple[st
 
 
 def _extend(wrapper: MetadataWrapper, metadata: CommonAttentionMetadata, axis: Axis) -> CommonAttentionMetadata:
-    """Return the batch with every extension that the wrapper takes, along ``axis`` where its name does not say."""
+    """Return the batch with every extension that the wrapper takes, along ``axis`` if its name leaves the axis open."""
     sizes = {Axis.REQUEST: metadata.num_reqs, Axis.TOKEN: metadata.slot_mapping.shape[0], Axis.STEP: 2}
 
     def extension(name: str) -> Extension:
@@ -112,7 +112,7 @@ def _check_declaration(wrapper: MetadataWrapper) -> None:
 
 
 def _check_batch(wrapper: MetadataWrapper, layer: LayerSpec, batch: str, metadata: CommonAttentionMetadata) -> bool:
-    """Check one batch; return whether the wrapper takes it."""
+    """Check one batch; return whether the wrapper accepts it."""
     before = _values(metadata, copy=True)
     try:
         first = apply_wrapper(wrapper, metadata)
@@ -155,7 +155,7 @@ def _check_extensions(
 
 
 def _check_loops(wrapper: MetadataWrapper, requests: Sequence[Request], block_size: int) -> None:
-    """Count the interpreter's instructions: with a loop over requests they grow."""
+    """Count the interpreter's instructions, whose number grows with a loop over requests."""
     for variant in range(3):
         counts = []
         for size in _LOOP_SIZES:
@@ -191,7 +191,7 @@ def _count_instructions(wrapper: MetadataWrapper, metadata: CommonAttentionMetad
 
 
 def _uniform_families(batches: Mapping[str, Sequence[Request]]) -> dict[GraphCapture, tuple[str, ...]]:
-    """Return for each level of capture batches that one graph may serve."""
+    """Return the batches that one graph may serve, for each level of capture."""
     return {
         GraphCapture.DECODE: ("decode", "later_decode"),
         GraphCapture.UNIFORM: ("drafts", "later_drafts"),
@@ -208,7 +208,7 @@ def _check_static_shapes(wrapper: MetadataWrapper, batches: Mapping[str, Sequenc
         "max_query_len": max(step.max_query_len for step in steps.values()),
         "max_seq_len": max(step.max_seq_len for step in steps.values()),
     }
-    # Graphs are for fewer requests, too, and these are rows without tokens then.
+    # Graphs also run with fewer requests; the other rows then have no tokens.
     fewer = {f"{name} but one": make_metadata(each[:-1], block_size) for name, each in batches.items() if len(each) > 1}
     shapes = {}
     for name, step in {**steps, **fewer}.items():
@@ -223,7 +223,7 @@ def _check_static_shapes(wrapper: MetadataWrapper, batches: Mapping[str, Sequenc
 
 
 def _values(metadata: CommonAttentionMetadata, *, copy: bool = False) -> dict[str, Any]:
-    """Return everything in the metadata by name; ``copy`` keeps it as it is now."""
+    """Return all values of the metadata by name; ``copy`` copies the tensors."""
     found = {name: getattr(metadata, name) for name in _FIELDS}
     for name, extension in metadata.extensions.items():
         found[f"extensions[{name!r}]"] = extension.values

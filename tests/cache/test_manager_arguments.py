@@ -207,7 +207,7 @@ def test_a_listener_that_raises_is_set_aside_and_leaks_nothing(kind: str, caplog
         manager.free("running")
         manager.reset_prefix_cache()
     assert 1 == len(told)
-    assert ["on_pages_freed raises ValueError: no idea; it is told nothing any more"] == caplog.messages
+    assert ["on_pages_freed raises ValueError: no idea; it was removed"] == caplog.messages
     manager.audit()
     assert (0, 4) == (manager.num_held_pages, manager.num_free_rows)
 

@@ -312,7 +312,7 @@ def test_a_token_that_is_none_ends_what_others_find_and_nothing_else(kind: str, 
             assert "bad_token" == error.code
             assert str(error) == (
                 "the request 'one' is committed, but no other request finds its tokens from there on: "
-                f"{wrong!r} is no token id; give whole numbers in [0, 2**32)"
+                f"{wrong!r} is not a token id; give whole numbers in [0, 2**32)"
             )
         assert sum(map(len, manager.block_ids("one")))
         if kind in ("one", "alike", "a block that ends where the longest does"):
@@ -338,7 +338,7 @@ def test_what_a_row_passed_behind_a_token_that_is_none_is_let_go_of() -> None:
         assert manager.extend_rows(rows, computed)
         manager.commit_rows(rows, computed)
     assert 8 == manager.find([2] * 24)
-    with pytest.raises(RequestError, match=r"^the request 'two' is committed, but .*: -1 is no token id"):
+    with pytest.raises(RequestError, match=r"^the request 'two' is committed, but .*: -1 is not a token id"):
         manager.commit_rows(rows, computed)
     manager.commit_rows(rows, computed)
     for name in tokens:
@@ -368,7 +368,7 @@ def test_a_request_that_follows_another_up_to_its_unreadable_token_continues_alo
     for end in range(8, 25, 4):
         run_on(manager, "two", tokens["two"], end)
         assert end == manager.find([*range(end), 1])
-    with pytest.raises(RequestError, match="-1 is no token id"):
+    with pytest.raises(RequestError, match="-1 is not a token id"):
         run_on(manager, "one", tokens["one"], 12)
     for name in tokens:
         manager.free(name)
@@ -401,7 +401,7 @@ def test_a_prompt_with_a_token_that_is_none_is_refused_where_it_is_read(wrong: A
         lambda: manager.pin(prompt),
         lambda: manager.restore(prompt[18:22], [[1]], fetch),
     ):
-        with pytest.raises(RequestError, match=r"is no token id; give whole numbers in \[0, 2\*\*32\)$") as caught:
+        with pytest.raises(RequestError, match=r"is not a token id; give whole numbers in \[0, 2\*\*32\)$") as caught:
             verb()
         assert caught.value.code == "bad_token"
         assert before == state_of(manager, "one")

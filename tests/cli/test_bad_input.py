@@ -52,7 +52,7 @@ UNREADABLE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "circle": (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
     "endless": (lambda path: path.symlink_to("/dev/zero"), "holds more than"),
     "huge": (lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 1 << 40), "holds more than"),
-    "bytes": (lambda path: path.write_bytes(b"\xff\xfe\x00"), "no UTF-8 text: invalid start byte at byte 0"),
+    "bytes": (lambda path: path.write_bytes(b"\xff\xfe\x00"), "not UTF-8 text: invalid start byte at byte 0"),
 }
 
 
@@ -121,7 +121,7 @@ def test_json_that_is_nested_deeply_is_refused(text: str) -> None:
     ],
 )
 def test_toml_that_is_nested_deeply_is_refused(text: str) -> None:
-    with pytest.raises(FileError, match="is no valid TOML"):
+    with pytest.raises(FileError, match="is not valid TOML"):
         parse_toml(text)
 
 
@@ -179,7 +179,7 @@ def test_nothing_is_written_over_what_kvframe_did_not_write(tmp_path: Path) -> N
         "theirs.txt": "is there already and is another kind of file; name another, or remove it first",
         "pipe": "it is a device or a pipe, not a file",
         ".": "it is a folder",
-        "ours.txt/below": "ours.txt is no folder",
+        "ours.txt/below": "ours.txt is not a folder",
         "x" * 300: "File name too long",
     }.items():
         with pytest.raises(FileError, match=reason):
@@ -324,7 +324,7 @@ def test_utf_8_is_utf_8_in_every_locale() -> None:
 def test_what_is_no_utf_8_is_one_sentence() -> None:
     command = [sys.executable, "-m", "kvframe", "generate", "none", "--prompt", b"\xff"]
     done = subprocess.run(command, stderr=subprocess.PIPE, check=False)
-    assert "Invalid value for '--prompt': '\\udcff' is no UTF-8 text" in sentence_of(done)
+    assert "Invalid value for '--prompt': '\\udcff' is not UTF-8 text" in sentence_of(done)
 
 
 def test_a_name_with_control_characters_is_shown_escaped() -> None:

@@ -282,7 +282,7 @@ def test_a_refused_prompt_has_an_error_and_the_others_finish(model: Path, tmp_pa
     assert ("refused", "length", "refused") == tuple(each["finish_reason"] for each in (empty, good, unknown))
     assert "the prompt is empty" in empty["error"]
     assert None is good["error"]
-    assert "100000 is no token id" in unknown["error"]
+    assert "100000 is not a token id" in unknown["error"]
 
 
 def test_a_seed_makes_sampling_repeatable(model: Path, prompts: Path) -> None:
@@ -458,7 +458,7 @@ def test_a_config_that_is_no_model_is_one_line(tmp_path: Path) -> None:
 def test_corrupt_json_is_one_line(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text('{"layers": [')
-    assert f"{path} is no valid JSON" in error_of("plan", path)
+    assert f"{path} is not valid JSON" in error_of("plan", path)
 
 
 def test_a_kind_that_no_plugin_provides_is_one_line(tmp_path: Path) -> None:
@@ -473,7 +473,7 @@ def test_a_kind_that_no_plugin_provides_is_one_line(tmp_path: Path) -> None:
         ("[cache]\nmemry = 1\n", "there is no key named 'memry'"),
         ('[[rules]]\nlayers = "*"\nbackend = "torhc"\n', "there is no backend named 'torhc'"),
         ("[cache]\nmemory = -1\n[engine]\nspeed = 3\n", "2 problems; "),
-        ("[cache", "the stack file is no valid TOML"),
+        ("[cache", "the stack file is not valid TOML"),
         ('[[rules]]\nlayers = "*"\nspec = {dtype = "floot16"}\n', "layer 'l.0' (sliding_window): there is no dtype"),
     ],
 )

@@ -41,7 +41,7 @@ def test_an_empty_list_of_token_ids_stays_for_the_engine_to_refuse(tmp_path: Pat
     ("name", "text", "says"),
     [
         ("p.txt", "\n\n", "holds no prompt"),
-        ("p.json", '["a"', r"p.json is no valid JSON"),
+        ("p.json", '["a"', r"p.json is not valid JSON"),
         ("p.json", '["a", 2]', r"p.json\[1\]: a prompt is a string, not 2"),
         ("p.jsonl", '"a"\n{"text": "b"}', "p.jsonl line 2: a prompt is a string, not null"),
     ],
@@ -54,7 +54,7 @@ def test_a_bad_file_of_prompts_is_named_with_its_place(tmp_path: Path, name: str
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[1]\n[2", "line 2 is no valid JSON"),
+        ("[1]\n[2", "line 2 is not valid JSON"),
         ("[[1], [2.0]]", r"\[1\]: a prompt is a list of token ids \(whole numbers\), not \[2.0\]"),
         ("[[1], [true]]", r"\[1\]: a prompt is a list of token ids \(whole numbers\), not \[true\]"),
         ('{"a": 1}', "prompts are JSON lists of token ids"),
@@ -74,5 +74,5 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
 def test_a_file_that_is_no_text_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "p.txt"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RequestError, match=r"is no UTF-8 text"):
+    with pytest.raises(RequestError, match=r"is not UTF-8 text"):
         read_prompts(path)

@@ -160,7 +160,7 @@ def test_refused_prompts_keep_their_places(here: Path) -> None:
     assert 1 == result.exit_code
     assert [3, 0, 0, 0, 0, 3] == [len(output["token_ids"]) for output in outputs]
     assert [2, 0, 2, 600, 300, 2] == [len(output["prompt_token_ids"]) for output in outputs]
-    says = ("prompt is empty", "999 is no token id", "has 600 tokens, but a request has at most 512", "more memory")
+    says = ("prompt is empty", "999 is not a token id", "has 600 tokens, but a request has at most 512", "more memory")
     assert [True] * 4 == [part in output["error"] for part, output in zip(says, outputs[1:5], strict=True)]
 
 
@@ -248,8 +248,8 @@ BY_STACK = generating("hybrid", "--stack", "stack.toml")
     ("prepare", "arguments", "says"),
     [
         (config('{"hello": 1}'), generating("model"), "model is no model that a plugin recognises (asked: transfo"),
-        (config('{"model_type":\n'), generating("model"), "model/config.json is no valid JSON: Expecting value: line"),
-        (config('{"model_type":\n'), ("plan", "model"), "model/config.json is no valid JSON: Expecting value: line"),
+        (config('{"model_type":\n'), generating("model"), "model/config.json is not valid JSON: Expecting value: line"),
+        (config('{"model_type":\n'), ("plan", "model"), "model/config.json is not valid JSON: Expecting value: line"),
         (config('{"model_type": "none"}'), ("plan", "model"), "the config of model cannot be read: ValueError"),
         (truncated_weights, generating("model"), "the weights of model cannot be loaded: SafetensorError"),
         (nothing, generating("huge"), "the weights of huge cannot be loaded: OSError"),

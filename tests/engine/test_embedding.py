@@ -301,7 +301,7 @@ def test_refused_texts_are_reported_in_their_places() -> None:
     errors = [output.error or "" for output in outputs]
     assert ["the text is empty"] * 2 == errors[1:3]
     assert "at most 40" in errors[4]
-    assert "100 is no token id" in errors[5]
+    assert "100 is not a token id" in errors[5]
     assert [(1.0, 0.0, 1.0), (7.0, 0.0, 1.0)] == [output.embedding for output in outputs if output.embedding]
 
 

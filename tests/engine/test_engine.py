@@ -185,7 +185,7 @@ def test_a_token_id_has_four_bytes_whatever_the_model_says_of_its_vocabulary() -
     model.description = attrs.evolve(model.description, vocab_size=None)
     with model.engine() as engine:
         engine.add_request([2**32 - 1])
-        with pytest.raises(RequestError, match="4294967296 is no token id"):
+        with pytest.raises(RequestError, match="4294967296 is not a token id"):
             engine.add_request([2**32])
 
 

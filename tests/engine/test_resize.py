@@ -111,7 +111,7 @@ def test_what_is_pinned_is_not_taken(llama: TinyModel) -> None:
         engine.unpin(pin)
 
 
-@pytest.mark.parametrize(("memory", "said"), [(1, "1 bytes hold"), ("much", "'much' is no size")])
+@pytest.mark.parametrize(("memory", "said"), [(1, "1 bytes hold"), ("much", "'much' is not a size")])
 def test_a_wrong_size_is_refused(llama: TinyModel, memory: int | str, said: str) -> None:
     with make(llama, LARGE) as engine, pytest.raises(KVFrameError, match=said):
         engine.resize_cache(memory)

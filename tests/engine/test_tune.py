@@ -89,11 +89,11 @@ def test_twice_as_fast_counts_by_the_weight_of_its_kind_alone() -> None:
 
 
 CORRUPT = [
-    ("{", "it is no valid JSON: Expecting property name"),
-    ("[]", "it is no table of measured times"),
+    ("{", "it is not valid JSON: Expecting property name"),
+    ("[]", "it is not a table of measured times"),
     ('{"format": 99}', "it has the format 99, and this kvframe reads 1"),
-    ('{"format": 1, "times": [{"key": {}, "seconds": {}}], "layers": {}}', "it is no table of measured times"),
-    ("\x80", "it is no UTF-8 text"),
+    ('{"format": 1, "times": [{"key": {}, "seconds": {}}], "layers": {}}', "it is not a table of measured times"),
+    ("\x80", "it is not UTF-8 text"),
 ]
 
 
@@ -288,7 +288,7 @@ def test_tune_adds_to_a_table_and_fills_an_empty_file(layers: Path, stack_file: 
 def test_a_table_whose_keys_are_no_texts_is_no_table(table: Path) -> None:
     TimesTable({key(TORCH): took(1)}).write(table)
     table.write_text(table.read_text().replace('"torch": "', '"torch": 3, "version": "', 1))
-    with pytest.raises(ValueError, match="it is no table of measured times"):
+    with pytest.raises(ValueError, match="it is not a table of measured times"):
         TimesTable.read(table)
 
 
@@ -315,7 +315,7 @@ def test_a_table_that_cannot_be_written_is_said_before_anything_is_measured(
     (tmp_path / "folder" / "file").touch()
     monkeypatch.setattr(tuning, "measure", lambda *_: pytest.fail("it was measured"))
     path = tmp_path / place
-    reason = "it is a folder" if place == "folder" else f"{path.parent} is no folder"
+    reason = "it is a folder" if place == "folder" else f"{path.parent} is not a folder"
     assert f"{path}: the table of times cannot be written: {reason}" in error_of(
         "tune", layers, "--stack", stack_file, "--table", path
     )

@@ -74,7 +74,7 @@ def test_contested_name_belongs_to_nobody(site: FakeSite) -> None:
     with pytest.raises(ContestedNameError) as caught:
         host.registry.backends.get("fast")
     assert str(caught.value) == (
-        "backend 'fast' is claimed by kvframe-a and kvframe-b and so belongs to nobody; choose with "
+        "backend 'fast' is claimed by kvframe-a and kvframe-b, so it belongs to none; choose with "
         '[plugins.owners.backend] fast = "kvframe-a" in the stack, or write "kvframe-a:fast"'
     )
 
@@ -153,7 +153,7 @@ def test_class_may_be_registered_itself() -> None:
         ("spec:WindowSpec", "raise SystemExit(3)", "importing 'kvframe_window.spec' failed: SystemExit: 3"),
         ("gone:WindowSpec", "", "importing 'kvframe_window.gone' failed: ModuleNotFoundError"),
         ("spec:WindowSpecs", WINDOW_SPEC, "looking for 'WindowSpecs' in 'kvframe_window.spec' failed: AttributeError"),
-        ("spec:attrs", WINDOW_SPEC, "is no subclass of kvframe.contract.specs.KVCacheSpec"),
+        ("spec:attrs", WINDOW_SPEC, "is not a subclass of kvframe.contract.specs.KVCacheSpec"),
         ("spec:AttentionSpec", WINDOW_SPEC, "does not implement live_ranges"),
         ("spec:WindowSpec", WINDOW_SPEC.replace("my_window", "other"), "has kind = 'other', not the registered name"),
     ],

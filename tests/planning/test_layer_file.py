@@ -91,7 +91,7 @@ def test_a_config_of_a_model_is_no_layer_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        ("{", "is no valid JSON: Expecting property name"),
+        ("{", "is not valid JSON: Expecting property name"),
         ("[1]", "holds a list, not a table with max_model_len and layers"),
         ({"max_model_len": 8, "layer": []}, "there is no key named 'layer'; known: .*; did you mean 'layers'"),
         ({"layers": []}, "max_model_len must be a whole number of at least 1 and at most 2147483647, not None"),

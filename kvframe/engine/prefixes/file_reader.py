@@ -195,10 +195,10 @@ class PrefixFileReader:
         try:
             return json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise self._other(f"its {what} is no JSON") from error
+            raise self._other(f"its {what} is not JSON") from error
 
     def _other(self, why: str) -> PrefixFileError:
-        return PrefixFileError(f"{self.path} is no file of saved prefixes, or is damaged: {why}", code="damaged")
+        return PrefixFileError(f"{self.path} is not a file of saved prefixes, or is damaged: {why}", code="damaged")
 
     def _damaged(self, why: str) -> PrefixFileError:
         return PrefixFileError(f"{self.path} is damaged: {why}", code="damaged")

@@ -132,7 +132,7 @@ class Admission:
         self._check_length(len(token_ids), params)
         if min(token_ids) < 0 or max(token_ids) >= vocab_size:
             wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
-            raise RequestError(f"{shown(wrong)} is no token id; the model has [0, {vocab_size})", code="bad_token")
+            raise RequestError(f"{shown(wrong)} is not a token id; the model has [0, {vocab_size})", code="bad_token")
         num_tokens = min(len(token_ids) + (0 if params is None else params.max_new_tokens), max_len)
         if not self.plan.fits(num_tokens, input_lens or {}):
             raise RequestError(

@@ -49,7 +49,7 @@ def ids_input(value: Any, vocab_size: int) -> ModelInput:
                 f"the encoder's token ids are whole numbers, not {type(token).__name__}", code="bad_input"
             )
         if not 0 <= token < vocab_size:
-            raise RequestError(f"{token} is no token id of the encoder; it has [0, {vocab_size})", code="bad_input")
+            raise RequestError(f"{token} is not a token id of the encoder; it has [0, {vocab_size})", code="bad_input")
     if not token_ids:
         raise RequestError("the encoder's input is empty; give at least one token", code="bad_input")
     data = torch.tensor([int(token) for token in token_ids])
