@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from kvframe_kernels.triton import attention_native
 from kvframe_kernels.triton.attention_parts import ALL, Mask
-from kvframe_kernels.triton.attention_plan import Programs, Work, cutter_for
+from kvframe_kernels.triton.attention_plan import Programs, Work, planner_for
 from kvframe_kernels.triton.attention_tiles import ALIGNMENT, Batch, Tiling
 
 ROW, FIRST_QUERY, NUM_QUERIES, POSITION, STOP, START, PART, PART_BLOCKS = range(8)
@@ -39,7 +39,7 @@ def batch(query_lens: Sequence[int], seq_lens: Sequence[int], padding: int = 0, 
 
 
 def cut_for(step: Batch, masks: Sequence[Mask], num_cores: int = CORES) -> list[Work]:
-    return cutter_for(HEADS, GROUP, TILINGS, num_cores).cut(step, masks)
+    return planner_for(HEADS, GROUP, TILINGS, num_cores).plan(step, masks)
 
 
 def cut_step(step: Batch, mask: Mask = ALL, num_cores: int = CORES) -> Work:
@@ -192,7 +192,7 @@ def test_decodes_and_prompts_of_a_step_have_programs_of_their_own() -> None:
 
 
 def test_one_kv_head_for_more_query_heads_than_a_program_has_rows() -> None:
-    (work,) = cutter_for(1, 128, TILINGS, CORES).cut(batch([1, 1], [5, 9]), [ALL])
+    (work,) = planner_for(1, 128, TILINGS, CORES).plan(batch([1, 1], [5, 9]), [ALL])
     (programs,) = work.programs
     assert (64, 64) == (programs.heads, programs.tiling.block_m)
 
@@ -232,12 +232,12 @@ def test_at_a_graphs_sizes_the_shapes_are_those_of_any_batch(name: str) -> None:
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", STEPS)
 def test_numpy_cuts_as_c_does(name: str, static: bool) -> None:
-    cutter = cutter_for(HEADS, GROUP, TILINGS, CORES)
+    planner = planner_for(HEADS, GROUP, TILINGS, CORES)
     for causal in (True, False):
         step = replace(STEPS[name], static=static, causal=causal)
         hidden = np.minimum(step.seq_lens - np.diff(step.query_start_loc), 200).clip(0)
         for each in (step, replace(step, seq_starts=hidden)):
-            assert_equal_work(cutter.cut(each, MASKS), cutter.cut_with_numpy(each, MASKS))
+            assert_equal_work(planner.plan(each, MASKS), planner.plan_with_numpy(each, MASKS))
 
 
 def test_numpy_cuts_any_step_as_c_does() -> None:
@@ -247,8 +247,8 @@ def test_numpy_cuts_any_step_as_c_does() -> None:
         query_lens[0] = max(query_lens[0], 1)
         seq_lens = query_lens + source.integers(0, 10 ** source.integers(1, 6), num_reqs)
         step = batch(query_lens.tolist(), seq_lens.tolist(), padding=int(source.choice([0, 1, 70])))
-        cutter = cutter_for(HEADS, int(source.choice([1, 3, 4, 16])), TILINGS, int(source.choice([2, 24, 132])))
-        assert_equal_work(cutter.cut(step, MASKS), cutter.cut_with_numpy(step, MASKS))
+        planner = planner_for(HEADS, int(source.choice([1, 3, 4, 16])), TILINGS, int(source.choice([2, 24, 132])))
+        assert_equal_work(planner.plan(step, MASKS), planner.plan_with_numpy(step, MASKS))
 
 
 def assert_equal_work(found: Sequence[Work], expected: Sequence[Work]) -> None:
@@ -281,13 +281,13 @@ def test_where_nothing_can_be_compiled_one_line_says_so_and_numpy_cuts(
     finally:
         attention_native.load.cache_clear()
     (line,) = capsys.readouterr().err.splitlines()
-    assert "kvframe-kernels: steps are cut by NumPy, which takes longer: Failed to find C compiler." == line
+    assert "kvframe-kernels: steps are planned by NumPy, which takes longer: Failed to find C compiler." == line
 
 
 def test_nothing_loops_over_requests_in_python() -> None:
     def count(num_reqs: int) -> int:
         step = batch([1] * num_reqs + [50], [40 * (index + 1) for index in range(num_reqs + 1)])
-        cutter = cutter_for(HEADS, GROUP, TILINGS, 4 * num_reqs)
+        planner = planner_for(HEADS, GROUP, TILINGS, 4 * num_reqs)
         num_instructions = 0
 
         def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -299,7 +299,7 @@ def test_nothing_loops_over_requests_in_python() -> None:
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            cutter.cut_with_numpy(step, [ALL])
+            planner.plan_with_numpy(step, [ALL])
         finally:
             sys.settrace(before)
         return num_instructions

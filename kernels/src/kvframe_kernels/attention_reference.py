@@ -1,4 +1,4 @@
-"""Attention over a paged cache in plain torch: what the attention kernels compute, one request after the other."""
+"""Attention over a paged cache in plain torch, one request at a time: the reference for the attention kernels."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 
 def read_tokens(kv_cache: Mapping[str, torch.Tensor], kv_format: str, name: str, places: torch.Tensor) -> torch.Tensor:
-    """Return stored vectors as numbers, ``[num_tokens, num_kv_heads, size]``, float32 or more.
+    """Return stored vectors as numbers, ``[num_tokens, num_kv_heads, size]``, float32 or wider.
 
     Args:
-        kv_cache: ``k``, ``v`` and, as the format has it, ``k_scale``, ``k_min``, ``v_scale``, ``v_min``: each
+        kv_cache: ``k``, ``v`` and, if the format has them, ``k_scale``, ``k_min``, ``v_scale``, ``v_min``: each
             ``[num_block_ids, block_size, num_kv_heads, …]``.
-        kv_format: ``"plain"``, ``"fp8_tensor"`` (whose scale for all is not in the cache, nor multiplied with
-            here), ``"fp8_token_head"``, ``"int8_token_head"`` or ``"int4_token_head"``.
+        kv_format: ``"plain"``, ``"fp8_tensor"`` (its one scale is not in the cache, and not applied here),
+            ``"fp8_token_head"``, ``"int8_token_head"`` or ``"int4_token_head"``.
         name: ``"k"`` or ``"v"``.
         places: ``[2, num_tokens], int64``: block id and offset of each token.
     """
@@ -39,14 +39,14 @@ def visible_tokens(
     chunk: int,
     seq_start: int,
 ) -> torch.Tensor:
-    """Return which tokens queries see, ``[num_queries, seq_len], bool``.
+    """Return which tokens each query sees, ``[num_queries, seq_len], bool``.
 
     Args:
-        positions: ``[num_queries]``: where they stand.
+        positions: ``[num_queries]``: the queries' positions.
         seq_len: Tokens of the sequence.
-        causal: Whether they see only their own and earlier positions; if not, only ``seq_start`` matters.
-        window: How many of these, counted from the query's own; 0 for all.
-        num_sink_tokens: Tokens at the start that are seen whatever the window.
+        causal: Whether queries see only their own and earlier positions; if not, only ``seq_start`` matters.
+        window: The number of these that they see, counted back from the query's own; 0 for all.
+        num_sink_tokens: Tokens at the start that are seen in spite of the window.
         chunk: Tokens of a chunk that queries stay within; 0 for none.
         seq_start: The first token that is not hidden.
     """
@@ -74,7 +74,7 @@ def attention(
 ) -> torch.Tensor:
     """Return one request's attention; zeros for a query that sees nothing.
 
-    ``softmax(cap(scale * q k) + bias) v`` over what is seen, with ``cap(x) = c * tanh(x / c)`` (Gemma 2, arXiv
+    ``softmax(cap(scale * q k) + bias) v`` over the seen tokens, with ``cap(x) = c * tanh(x / c)`` (Gemma 2, arXiv
     2408.00118), and a learned sink as one more logit in the denominator (GPT-OSS, arXiv 2508.10925).
 
     Args:

@@ -1,9 +1,9 @@
-"""What the paged functions of FlashAttention compute, in plain torch: the reference for wrappers around such libraries.
+"""A plain-torch reference for FlashAttention's paged functions, to test wrappers around such libraries.
 
-The algorithm is FlashAttention-2's (arXiv 2307.08691) over pages, as in https://github.com/Dao-AILab/flash-attention:
-keys are read in tiles, from the one that the first query's window begins in to the one that the last seen key is in.
-Scores that no query sees are masked. What their values hold is multiplied by zero, but for values after the sequence's
-end, which are never read.
+The algorithm is FlashAttention-2's (arXiv 2307.08691) over pages, as in https://github.com/Dao-AILab/flash-attention.
+It reads keys in tiles, from the tile in which the first query's window begins to the tile of the last seen key. Scores
+that no query sees are masked. Their values are still multiplied, by zero; values after the end of the sequence are
+never read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 KEYS_PER_TILE = 64
-"""Keys that are read together, as few as in any of the library's kernels."""
+"""Keys of a tile: the smallest number in any of the library's kernels."""
 
 
 def paged_attention(
@@ -29,9 +29,9 @@ def paged_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention of packed queries over pages, and the logarithm of each softmax's denominator.
 
-    Query ``i`` of ``q`` queries over ``k`` keys stands at ``i + k - q``. It sees the keys from ``window[0]`` before its
-    place to ``window[1]`` after it, -1 for no limit; ``causal`` is a limit of 0 after it. Queries that see no key get
-    zeros.
+    Query ``i`` of ``q`` queries over ``k`` keys is at position ``i + k - q``. It sees the keys from ``window[0]``
+    before its position to ``window[1]`` after it, with -1 for no limit; ``causal`` means a limit of 0 after it. Queries
+    that see no key get zeros.
 
     Args:
         query: ``[num_tokens, num_heads, head_size]``.
@@ -41,12 +41,12 @@ def paged_attention(
         seq_lens: ``[num_reqs], int32``: keys of each request.
         block_table: ``[num_reqs, max_blocks], int32``.
         scale: Factor on the products.
-        causal: Whether keys after a query's place are hidden.
-        window: Keys that are seen before and after a query's place.
+        causal: Whether keys after a query's position are hidden.
+        window: The numbers of keys that are seen before and after a query's position.
         soft_cap: ``c`` in ``c * tanh(score / c)``; 0 for none.
 
     Returns:
-        ``[num_tokens, num_heads, head_size_v]``, NaN in rows of no request, and ``[num_heads, num_tokens], float32``.
+        ``[num_tokens, num_heads, head_size_v]``, NaN in padding rows, and ``[num_heads, num_tokens], float32``.
     """
     left, right = window[0], 0 if causal else window[1]
     output = query.new_full((*query.shape[:2], value.shape[-1]), float("nan"))
@@ -81,7 +81,7 @@ def _attend(
         scores = soft_cap * torch.tanh(scores / soft_cap)
     scores = scores.masked_fill(~seen, float("-inf"))
     normaliser = torch.logsumexp(scores, dim=-1)
-    # As the library has it: a row without a key has a denominator of infinity.
+    # As in the library, a row without a key has a denominator of infinity.
     normaliser = normaliser.masked_fill(normaliser == float("-inf"), float("inf"))
     weights = torch.exp(scores - normaliser[..., None])
     return torch.einsum("hqk,khd->qhd", weights, value), normaliser

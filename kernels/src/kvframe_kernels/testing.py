@@ -1,6 +1,6 @@
-"""For tests of kernels: tensors as a kernel may get them, strided over something larger.
+"""For tests of kernels: tensors with unusual strides, as a kernel may get them, inside larger memory.
 
-Where nothing is lies NaN or, of whole numbers, all bits set.
+The memory around them holds NaN, or all bits set if it holds whole numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 
 def poisoned(shape: Sequence[int], dtype: torch.dtype, device: str | torch.device = "cpu") -> torch.Tensor:
-    """Return NaN; of whole numbers, all bits set."""
+    """Return a tensor of NaN, or of all bits set for whole numbers."""
     if dtype.is_floating_point:
         return torch.full(shape, float("nan"), dtype=dtype, device=device)
     bits = torch.full((*shape[:-1], shape[-1] * dtype.itemsize), 255, dtype=torch.uint8, device=device)
@@ -19,7 +19,7 @@ def poisoned(shape: Sequence[int], dtype: torch.dtype, device: str | torch.devic
 
 
 def scattered(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return the same values, with gaps along every dimension and the dimensions in another order in memory."""
+    """Return a tensor with equal values, but gaps along every dimension, and another order of dimensions in memory."""
     order = torch.randperm(tensor.dim(), generator=generator).tolist()
     gaps = torch.randint(1, 3, (tensor.dim(),), generator=generator).tolist()
     room = poisoned([tensor.shape[axis] * gaps[axis] + 1 for axis in order], tensor.dtype, tensor.device)
@@ -33,10 +33,10 @@ def scattered(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 def paged(
     num_ids: int, unit: int, shape: Sequence[int], dtype: torch.dtype, device: str | torch.device = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a pool of poison, and the view of it that a layer has: one block id every ``unit`` elements.
+    """Return a pool of poison, and a layer's view of it, with one block id every ``unit`` elements.
 
-    Views of neighbouring ids overlap if a page has more than ``unit`` elements; the part before the layer's own in each
-    page is another layer's.
+    If a page has more than ``unit`` elements, views of neighbouring ids overlap. The first part of each page belongs to
+    another layer.
     """
     size = int(torch.Size(shape).numel())
     offset = 3

@@ -11,18 +11,18 @@ import torch
 from kvframe_kernels.cpu.build import load_library
 
 DTYPES: Mapping[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""What queries may be of, with the number that the kernels know it by."""
+"""The dtypes of queries, with their numbers in the kernels."""
 
 STORED: Mapping[torch.dtype, int] = {**DTYPES, torch.float8_e4m3fn: 3, torch.int8: 4, torch.uint8: 5}
-"""What keys and values may be of; ``uint8`` stands for two codes of four bits."""
+"""The dtypes of keys and values, with their numbers in the kernels; ``uint8`` stands for two codes of four bits."""
 
 PLANES = ("key", "value", "key_scale", "value_scale", "key_min", "value_min")
 
 PIECE_TOKENS = 256
-"""Keys of a piece of work at least: what takes longer than the thread pool needs to hand out."""
+"""The fewest keys of a work item: its computation must take longer than its dispatch to the thread pool."""
 
 MOST_TOKENS = 2**31 - 1
-"""Longer than any sequence: lengths are of 32 bits."""
+"""A length greater than that of any sequence: lengths have 32 bits."""
 
 
 class _Plane(ctypes.Structure):
@@ -55,16 +55,16 @@ class _Step(ctypes.Structure):
 
 @attrs.frozen(kw_only=True, eq=False)
 class Batch:
-    """Which queries attend to which pages. All tensors are int32, on the host.
+    """The queries and pages of a step. All tensors are int32, on the host.
 
-    Query ``i`` of request ``r`` stands at position ``seq_lens[r] - query_len[r] + i``.
+    Query ``i`` of request ``r`` is at position ``seq_lens[r] - query_len[r] + i``.
 
     Attributes:
-        query_start_loc: ``[num_reqs + 1]``: where each request's queries start in the packed batch.
+        query_start_loc: ``[num_reqs + 1]``: the start of each request's queries in the packed batch.
         seq_lens: ``[num_reqs]``: keys of each request.
         block_table: ``[num_reqs, max_blocks]``: block ids by block index.
-        seq_starts: ``[num_reqs]``: keys before this one are not seen; None where all are.
-        causal: Whether queries see only their own and earlier positions, as far as the mask goes; if not, all keys.
+        seq_starts: ``[num_reqs]``: keys before this one are hidden; None if none are.
+        causal: Whether queries see only their own and earlier positions, within the mask; if not, all keys.
     """
 
     query_start_loc: torch.Tensor
@@ -76,16 +76,16 @@ class Batch:
 
 @attrs.frozen(kw_only=True)
 class Scoring:
-    """What a layer does with the products of queries and keys.
+    """A layer's changes to the products of queries and keys.
 
     Attributes:
-        scale: Multiplied into them.
-        soft_cap: ``soft_cap * tanh(score / soft_cap)`` follows; None for no cap.
-        window: Tokens that a causal query sees, its own included; None for all.
-        num_sink_tokens: Tokens at the start that are seen whatever the window.
+        scale: The factor on them.
+        soft_cap: The ``c`` of ``c * tanh(score / c)``, which follows; None for no cap.
+        window: Tokens that a causal query sees, including its own; None for all.
+        num_sink_tokens: Tokens at the start that are seen in spite of the window.
         chunk: A causal query at ``n`` sees ``[n - n % chunk, n]``; None for no chunks.
-        key_factor: What all stored keys are multiplied by.
-        value_factor: What all stored values are multiplied by.
+        key_factor: The factor on all stored keys.
+        value_factor: The factor on all stored values.
     """
 
     scale: float
@@ -99,10 +99,10 @@ class Scoring:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Scales:
-    """What turns codes back into numbers: ``code * scale + min``, for each token and head.
+    """The scales of codes: a number is ``code * scale + min``, for each token and head.
 
-    All are ``[num_block_ids, block_size, num_kv_heads]``, host, any strides, all in float32 or all in float16; None for
-    1 and 0.
+    All are ``[num_block_ids, block_size, num_kv_heads]``, host, with any strides, and all float32 or all float16. None
+    stands for a scale of 1 and a minimum of 0.
     """
 
     key_scale: torch.Tensor | None = None
@@ -129,23 +129,24 @@ def paged_attention(
     ``kvframe_kernels.cpu.reference.paged_attention`` computes the same in plain torch.
 
     Args:
-        query: ``[num_tokens, num_heads, head_size]``, host; those after the last request's are padding.
-        key: ``[num_block_ids, block_size, num_kv_heads, head_size]``, host, any strides but the last; of ``STORED``. In
-            ``uint8`` it is half as long: byte ``j`` has element ``j`` in its low half and ``j + head_size / 2`` above.
+        query: ``[num_tokens, num_heads, head_size]``, host; rows after the last request are padding.
+        key: ``[num_block_ids, block_size, num_kv_heads, head_size]``, host, in a dtype of ``STORED``; any strides,
+            except that the last is 1. In ``uint8`` it is half as long: byte ``j`` has element ``j`` in its low half and
+            element ``j + head_size / 2`` in its high half.
         value: ``[num_block_ids, block_size, num_kv_heads, head_size_v]``, likewise, in the dtype of ``key``.
         batch: The requests.
         scoring: The layer's scale, cap and mask.
         sinks: ``[num_heads]``: learned sink logits; None for none.
-        bias: ``[num_heads, 2 * max_distance + 1]``: added to the scores by the distance of a key from its query, held
-            at both ends; None for none.
-        scales: What belongs to keys and values that are codes.
+        bias: ``[num_heads, 2 * max_distance + 1]``: added to the scores by the distance of a key from its query; larger
+            distances use the nearest entry. None for none.
+        scales: The scales of keys and values that are codes.
 
     Returns:
-        ``[num_tokens, num_heads, head_size_v]``, in the query's dtype: zeros for queries that see no key, and padding.
+        ``[num_tokens, num_heads, head_size_v]``, in the query's dtype; zeros for padding and queries that see no key.
 
     Raises:
-        BuildError: The kernels cannot be built here.
-        ValueError: A dtype or a stride is none that the kernels read.
+        BuildError: The kernels cannot be built on this machine.
+        ValueError: The kernels do not support a dtype or a stride.
     """
     library = load_library()
     query, key, value = (

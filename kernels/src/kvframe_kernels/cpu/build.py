@@ -1,4 +1,4 @@
-"""Compiling the C++ sources for the machine at hand: once, into the user's cache folder, with the system's compiler."""
+"""Compiles the C++ sources for this machine: once, into the user's cache folder, with the system's compiler."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ TIMEOUT_S = 300
 
 
 class BuildError(Exception):
-    """The kernels cannot be built here; says why in one sentence."""
+    """The kernels cannot be built on this machine; the message says why in one sentence."""
 
 
 def cache_folder() -> Path:
-    """Return where compiled kernels are kept: ``KVFRAME_KERNELS_CACHE``, or a folder in the user's cache folder."""
+    """Return the folder of compiled kernels: ``KVFRAME_KERNELS_CACHE``, or a folder in the user's cache folder."""
     if chosen := os.environ.get("KVFRAME_KERNELS_CACHE"):
         return Path(chosen)
     default = Path("~/Library/Caches" if sys.platform == "darwin" else "~/.cache").expanduser()
@@ -35,18 +35,18 @@ def cache_folder() -> Path:
 
 
 def find_compiler() -> str | None:
-    """Return the path of the C++ compiler: ``CXX``, or the first that is found of those that systems have."""
+    """Return the path of the C++ compiler: ``CXX``, or the first usual one that is found; None if there is none."""
     chosen = os.environ.get("CXX")
     return next((path for name in ([chosen] if chosen else COMPILERS) if (path := shutil.which(name))), None)
 
 
 def load_library() -> ctypes.CDLL:
-    """Return the compiled kernels for this machine, building them first where they are not in the cache.
+    """Return the compiled kernels for this machine; build them if they are not in the cache.
 
-    Whether it works is found out once in a process.
+    The outcome is kept for the whole process.
 
     Raises:
-        BuildError: There is no compiler, or it fails, or what it made does not load.
+        BuildError: There is no compiler, it fails, or its library cannot be loaded.
     """
     found = _try_to_load()
     if isinstance(found, BuildError):
@@ -56,7 +56,7 @@ def load_library() -> ctypes.CDLL:
 
 @functools.cache
 def _try_to_load() -> ctypes.CDLL | BuildError:
-    # torch's thread pool has to be there first: the library finds it among the process's symbols.
+    # torch's thread pool must be loaded first, because the library looks it up among the process's symbols.
     import torch  # noqa: F401
 
     try:
@@ -70,15 +70,15 @@ def _try_to_load() -> ctypes.CDLL | BuildError:
 
 
 def build(machine_flags: Sequence[str]) -> Path:
-    """Return the library that was compiled with these flags, from the cache or made now.
+    """Return the library that was compiled with these flags, from the cache or built now.
 
-    Processes that want the same library at once wait for the first of them. What takes a while is said in one line.
+    Processes that want the same library at once wait for the first of them. A build is reported in one line on stderr.
 
     Args:
-        machine_flags: What the machine has, in the compiler's words.
+        machine_flags: The compiler's flags for this machine.
 
     Raises:
-        BuildError: There is no compiler, or it fails, or the cache folder cannot be written to.
+        BuildError: There is no compiler, it fails, or the cache folder cannot be written to.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -98,7 +98,7 @@ def build(machine_flags: Sequence[str]) -> Path:
 
 
 def fingerprint(compiler: str, machine_flags: Sequence[str]) -> str:
-    """Return what tells libraries apart: sources, flags, the compiler and the machine's processor."""
+    """Return a digest of all that a library depends on: sources, flags, the compiler and the machine's processor."""
     parts = [path.name.encode() + b"\n" + path.read_bytes() for path in sorted(SOURCES.iterdir())]
     where = Path(compiler).resolve()
     stat = where.stat()
@@ -108,7 +108,7 @@ def fingerprint(compiler: str, machine_flags: Sequence[str]) -> str:
 
 
 def _processor() -> str:
-    """Return what decides which instructions there are."""
+    """Return a text that changes with the processor's instruction sets."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -119,7 +119,7 @@ def _processor() -> str:
 
 
 def _is_whole(library: Path) -> bool:
-    """Return whether a library is in the cache as it was compiled: loading half of one ends the process."""
+    """Return whether the library in the cache is complete: loading an incomplete one would end the process."""
     try:
         return _digest(library) == _digest_file(library).read_text(encoding="ascii")
     except (OSError, ValueError):
@@ -141,7 +141,7 @@ def _compile(compiler: str, machine_flags: Sequence[str], library: Path) -> None
         flush=True,
     )
     started = time.monotonic()
-    # Made beside its place and then renamed: nobody ever sees half of it.
+    # Compiled in a temporary folder and then renamed, so that no process loads an incomplete library.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
         command = [compiler, *FLAGS, *machine_flags, "-o", str(made), str(SOURCES / "attention.cpp")]
@@ -161,7 +161,7 @@ def _compile(compiler: str, machine_flags: Sequence[str], library: Path) -> None
 
 
 class _Lock:
-    """Held by one process at a time."""
+    """A file lock that one process holds at a time."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

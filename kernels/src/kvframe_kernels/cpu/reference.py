@@ -1,8 +1,8 @@
-"""What the compiled kernels compute, in plain torch: one request and one query head at a time, scores and all.
+"""The reference for the compiled kernels, in plain torch: it computes one request and one query head at a time.
 
-The kernels do the same with the online softmax of Milakov and Gimelshein (arXiv 1805.02867), in tiles as in
-FlashAttention-2 (Dao, arXiv 2307.08691), with keys cut into pieces as in FlashDecoding (Dao et al., 2023), over
-pages as in vLLM's PagedAttention (Kwon et al., arXiv 2309.06180).
+The kernels compute the same with the online softmax of Milakov and Gimelshein (arXiv 1805.02867), in tiles as in
+FlashAttention-2 (Dao, arXiv 2307.08691), with keys split as in FlashDecoding (Dao et al., 2023), over pages as in
+vLLM's PagedAttention (Kwon et al., arXiv 2309.06180).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def paged_attention(
     scales: Scales = NO_SCALES,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Return what ``kvframe_kernels.cpu.attention.paged_attention`` does, computed in ``dtype``; arguments as there."""
+    """Compute ``kvframe_kernels.cpu.attention.paged_attention`` in ``dtype``; it has the same arguments."""
     key = numbers(key, scales.key_scale, scales.key_min, dtype) * scoring.key_factor
     value = numbers(value, scales.value_scale, scales.value_min, dtype) * scoring.value_factor
     output = query.new_zeros(query.shape[0], query.shape[1], value.shape[-1])
@@ -51,7 +51,7 @@ def paged_attention(
             if sinks is not None:
                 scores = torch.cat([scores, sinks[head].to(dtype).expand(stop - start, 1)], dim=1)
             weights = torch.softmax(scores, dim=-1)[:, : len(tokens)]
-            # What nobody sees may be anything, NaN included.
+            # Values of unseen tokens may be anything, including NaN.
             seen = torch.ones(len(tokens), dtype=torch.bool) if visible is None else visible.any(0)
             output[start:stop, head] = (weights[:, seen] @ values[seen, kv_head]).to(query.dtype)
     return output
@@ -60,7 +60,7 @@ def paged_attention(
 def numbers(
     codes: torch.Tensor, scale: torch.Tensor | None, low: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return what codes stand for, in ``dtype``: bytes of two, low halves first, as ``code * scale + low``."""
+    """Return the numbers of codes, ``code * scale + low``, in ``dtype``; a byte of two codes has the low half first."""
     if codes.dtype == torch.uint8:
         codes = torch.cat([codes & 15, codes >> 4], dim=-1)
     found = codes.to(dtype)
@@ -70,7 +70,7 @@ def numbers(
 
 
 def _visible(positions: torch.Tensor, tokens: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """Return which tokens queries at these positions see, ``[num_queries, num_tokens], bool``."""
+    """Return which tokens the queries at these positions see, ``[num_queries, num_tokens], bool``."""
     positions, tokens = positions[:, None], tokens[None]
     visible = tokens <= positions
     if scoring.window is not None:

@@ -17,7 +17,7 @@ FORMATS: Mapping[str, int] = {
     "int8_token_head": 3,
     "int4_token_head": 4,
 }
-"""The formats that are written, and their number in the kernels."""
+"""The formats that the kernels write, with their numbers in the kernels."""
 
 
 class _Side(ctypes.Structure):
@@ -51,22 +51,22 @@ def write_kv(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Store new tokens' keys and values, with the bits of the format's own torch code.
+    """Store new tokens' keys and values, bit for bit as the format's own torch code does.
 
     Args:
-        key: ``[num_tokens, num_kv_heads, head_size]``, host; what is of another dtype than ``DTYPES`` goes by float32.
+        key: ``[num_tokens, num_kv_heads, head_size]``, host; a dtype that is not in ``DTYPES`` is converted to float32.
         value: ``[num_tokens, num_kv_heads, head_size_v]``, host.
-        kv_cache: The layer's state tensors by name, ``[num_block_ids, block_size, num_kv_heads, …]``, host, any strides
-            but the last of ``k`` and ``v``; written to.
-        slots: Block id and offset of each token, ``[num_tokens], int64``, host both. Of tokens with one slot, which
-            padded ones have, any may stay.
-        format_name: How they are stored, of ``FORMATS``.
-        k_scale: Of ``fp8_tensor``, what stored keys are multiplied with when they are read.
+        kv_cache: The layer's state tensors by name, ``[num_block_ids, block_size, num_kv_heads, …]``, host, with any
+            strides, except that the last of ``k`` and ``v`` is 1; written to.
+        slots: Block id and offset of each token, ``[num_tokens], int64``, both on the host. If several tokens have one
+            slot, as padded tokens do, any of them is stored.
+        format_name: The format, of ``FORMATS``.
+        k_scale: For ``fp8_tensor``, the factor by which stored keys are multiplied when they are read.
         v_scale: Likewise for values.
 
     Raises:
-        BuildError: The kernels cannot be built here.
-        ValueError: The elements of a stored vector are not adjacent, or of a dtype that the kernels do not write.
+        BuildError: The kernels cannot be built on this machine.
+        ValueError: The elements of a stored vector are not adjacent, or the kernels do not write their dtype.
     """
     blocks, offsets = (part.contiguous() for part in slots)
     sources = [
@@ -87,7 +87,7 @@ def write_kv(
 
 
 def _source(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return what is read: of the stored dtype where nothing is encoded, of one that the kernels read otherwise."""
+    """Return the tensor to read: in the stored dtype if nothing is encoded, otherwise in one that the kernels read."""
     if dtype is None:
         dtype = tensor.dtype if tensor.dtype in DTYPES else torch.float32
     if dtype not in DTYPES:

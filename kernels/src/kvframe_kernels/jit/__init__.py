@@ -1,1 +1,1 @@
-"""Kernels for CPUs that numba compiles: a library does, and no compiler has to be there."""
+"""CPU kernels that numba compiles, for machines without a C++ compiler."""

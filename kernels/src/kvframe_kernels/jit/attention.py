@@ -1,4 +1,4 @@
-"""Paged attention on a CPU by loops that numba compiles. What it computes: ``kvframe_kernels.attention_reference``."""
+"""Paged attention on a CPU by loops that numba compiles; ``kvframe_kernels.attention_reference`` defines its result."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from kvframe_kernels.jit.plan import Mask, Work
 from kvframe_kernels.jit.threads import run
 
 STORED = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
-"""How the loops are given each dtype."""
+"""Each dtype, with the NumPy dtype in which the loops get it."""
 
 
 @attrs.frozen(eq=False)
 class Batch:
-    """What the loops read of a step.
+    """A step as the loops read it.
 
     Attributes:
-        work: The items.
+        work: The work items.
         block_table: ``[num_reqs, max_blocks], int32``.
-        mask: What queries see in this step.
+        mask: The mask of the step.
     """
 
     work: Work
@@ -41,9 +41,9 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend to pages where they lie.
+    """Compute attention over pages in place.
 
-    The first call for a dtype compiles the loops, in about five seconds; numba keeps them for the next process.
+    The first call for a dtype compiles the loops, in about five seconds; numba caches them for later processes.
 
     Args:
         query: ``[num_tokens, num_heads, head_size], CPU``.
@@ -53,8 +53,8 @@ def paged_attention(
         scale: Factor on the products.
         soft_cap: ``c`` in ``c * tanh(x / c)``; None for none.
         sinks: ``[num_heads]``: learned sink logits; None for none.
-        bias: ``[num_heads, 2 * max_distance + 1], float32``: added to the score of a token ``i - max_distance`` after
-            the query; None for none.
+        bias: ``[num_heads, 2 * max_distance + 1], float32``: entry ``i`` is added to the score of a token
+            ``i - max_distance`` after the query; None for none.
 
     Returns:
         ``[num_tokens, num_heads, head_size_v]``, in the query's dtype.
@@ -62,7 +62,7 @@ def paged_attention(
     num_tokens, num_heads, head_size = query.shape
     work = batch.work
     num_parts = int(work.first_part[-1])
-    # Rows of no item stay zeros.
+    # Rows without a work item stay zero.
     outputs = torch.zeros(num_tokens + num_parts, num_heads, value.shape[-1])
     sums = np.empty((num_parts, num_heads, 2), np.float32)
     key_memory, key_strides = _memory(key)
@@ -110,13 +110,13 @@ def paged_attention(
 
 
 def _join_parts(outputs: Any, sums: Any, first_part: Any, sinks: Any) -> None:
-    """Put the parts of split queries together: the formula is that of the softmax's own blocks.
+    """Merge the parts of split queries, by the formula of the online softmax.
 
     Args:
-        outputs: ``[num_tokens + num_parts, num_heads, head_size_v], float32``: what ``loops.attend`` wrote; the rows of
-            split queries are written.
-        sums: ``[num_parts, num_heads, 2], float32``: likewise.
-        first_part: ``[num_tokens + 1], int64``: where each query's parts start; none where it was not split.
+        outputs: ``[num_tokens + num_parts, num_heads, head_size_v], float32``: the outputs of ``loops.attend``; the
+            rows of split queries are written.
+        sums: ``[num_parts, num_heads, 2], float32``: likewise, of its ``sums``.
+        first_part: ``[num_tokens + 1], int64``: the first part of each query; a query that is not split has no parts.
         sinks: ``[num_heads], float32``: learned sink logits, or ``[0]`` for none.
     """
     counts = np.diff(first_part)
@@ -132,7 +132,7 @@ def _join_parts(outputs: Any, sums: Any, first_part: Any, sinks: Any) -> None:
 
 
 def _memory(state: torch.Tensor) -> tuple[Any, Any]:
-    """Return the memory from a state tensor's first element on, and its strides but the last, which is 1."""
+    """Return the memory from a state tensor's first element on, and its strides without the last, which is 1."""
     if state.stride(3) != 1:
         state = state.contiguous()
     state = state.view(STORED[state.dtype])

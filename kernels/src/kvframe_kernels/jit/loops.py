@@ -1,8 +1,8 @@
 """The compiled loops of paged attention over a range of a step's work items, with the interpreter's lock released.
 
-Tokens are taken a block at a time with an online softmax (Milakov and Gimelshein, arXiv 1805.02867; FlashAttention,
-arXiv 2205.14135). The query heads of a KV head, and a tile's queries, are rows that share each key and value; a few of
-them are computed together. Long single queries are split over their tokens (Flash-Decoding, PyTorch's blog, 2023).
+Tokens are read in blocks, with an online softmax (Milakov and Gimelshein, arXiv 1805.02867; FlashAttention, arXiv
+2205.14135). The query heads of a KV head, and a tile's queries, are rows that share each key and value; several rows
+are computed together. Long single queries are split over their tokens (Flash-Decoding, PyTorch's blog, 2023).
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ TOKENS = 32
 """Tokens of a block."""
 
 AHEAD_BYTES = 1 << 15
-"""How far ahead of what is computed memory is asked for: processors do so by themselves within a page at best."""
+"""Bytes that are prefetched ahead of the computation: processors prefetch within a page at best."""
 
 LINE_BYTES = 64
-"""How much a processor reads from memory at a time."""
+"""The size of a processor's cache line."""
 
 HIDDEN = np.float32(-1e30)
-"""A score that hides a token: finite, so that a row which sees nothing of a block stays a number."""
+"""The score of a hidden token: finite, so that a row that sees no token of a block does not become NaN."""
 
 
 class Rows(NamedTuple):
-    """The rows of an item: by KV head, then query, then head of the group. Each KV head's rows end with unused ones.
+    """The rows of a work item, sorted by KV head, then query, then query head. Unused rows fill up each KV head's rows.
 
     Attributes:
-        first_query: The query that the first ones are of.
-        first_head: The KV head that they are of.
+        first_query: The query of the first rows.
+        first_head: The KV head of the first rows.
         num_kv_heads: KV heads.
         group: Query heads of a KV head.
-        used: Rows of a KV head.
-        per_head: The same, with those after them: a multiple of ``ROWS``.
-        total: All rows, and more after them: a multiple of ``LANES``.
+        used: Rows of a KV head, without unused ones.
+        per_head: Rows of a KV head, with unused ones: a multiple of ``ROWS``.
+        total: All rows, padded to a multiple of ``LANES``.
     """
 
     first_query: int
@@ -71,7 +71,7 @@ def _query_head(rows: Any, head: int, row: int) -> Any:
 
 @njit(error_model="numpy")
 def _read_queries(query: Any, rows: Any) -> Any:
-    """Return the rows' queries one after the other, each filled up with zeros, as are rows that are nobody's."""
+    """Return the rows' queries one after the other, each padded with zeros; unused rows are zeros."""
     num_heads, head_size = query.shape[1:]
     numbers, width = query.reshape(query.size), padded(head_size, KEY_PART)
     queries = np.zeros(rows.total * width, np.float32)
@@ -86,7 +86,7 @@ def _read_queries(query: Any, rows: Any) -> Any:
 
 @njit(error_model="numpy")
 def _find_tokens(starts: Any, strides: Any, pages: Any, block_size: int, token: int, stop: int) -> None:
-    """Set where tokens from ``token`` on begin; after the last one it is read again, with no weight."""
+    """Set the offsets of tokens from ``token`` on; after the last token they repeat it, and it gets no weight."""
     page, offset = token // block_size, token % block_size
     for t in range(len(starts)):
         starts[t] = np.int64(pages[page]) * strides[0] + offset * strides[1]
@@ -98,7 +98,7 @@ def _find_tokens(starts: Any, strides: Any, pages: Any, block_size: int, token: 
 
 @njit(forceinline=True, error_model="numpy")
 def _first_seen(at: int, window: int, chunk: int) -> int:
-    """Return the first token, but for sinks, that a causal query at a position sees."""
+    """Return the first token, sink tokens aside, that a causal query at a position sees."""
     low = 0 if window == 0 else at + 1 - window
     return low if chunk == 0 else max(low, at - at % chunk)
 
@@ -107,7 +107,7 @@ def _first_seen(at: int, window: int, chunk: int) -> int:
 def _hide(
     scores: Any, rows: Any, token: int, count: int, position: int, window: int, num_sink_tokens: int, chunk: int
 ) -> None:
-    """Hide what causal queries, the first one at ``position``, do not see of a block of tokens."""
+    """Hide the tokens of a block that causal queries do not see; the first query is at ``position``."""
     last = position + (rows.used - 1) // rows.group
     if token + count <= position + 1 and token >= _first_seen(last, window, chunk):
         return
@@ -122,7 +122,7 @@ def _hide(
 
 @njit(error_model="numpy")
 def _add_bias(scores: Any, rows: Any, token: int, count: int, position: int, bias: Any) -> None:
-    """Add the bias by distance, of the nearest that there is."""
+    """Add the bias by distance; distances beyond the table use its nearest entry."""
     max_distance = bias.shape[1] // 2
     for head in range(rows.num_kv_heads):
         for row in range(rows.used):
@@ -141,14 +141,14 @@ def _cap(scores: Any, num_scores: int, soft_cap: Any) -> None:
 
 @njit(fastmath=FAST, error_model="numpy")
 def _weigh(scores: Any, count: int, largest: Any, weights: Any, shares: Any) -> None:
-    """Turn a block's scores into weights, zeros after them.
+    """Turn a block's scores into weights; the weights after the block's tokens are zero.
 
     Args:
         scores: ``[TOKENS * num_rows], float32``: token by token.
         count: Tokens of the block.
-        largest: ``[num_rows], float32``: the rows' largest scores yet.
-        weights: ``[num_rows], float32``: their sums of weights.
-        shares: ``[num_rows], float32``: written: what was summed before is worth that much of itself.
+        largest: ``[num_rows], float32``: the rows' largest scores so far.
+        weights: ``[num_rows], float32``: their sums of weights so far.
+        shares: ``[num_rows], float32``: written: the factor by which earlier sums must be multiplied.
     """
     num_rows = len(largest)
     for row in range(0, num_rows, LANES):
@@ -171,7 +171,7 @@ def _weigh(scores: Any, count: int, largest: Any, weights: Any, shares: Any) -> 
 
 @njit(fastmath=FAST, error_model="numpy")
 def _shrink(totals: Any, shares: Any) -> None:
-    """Multiply each row's totals with its share."""
+    """Multiply each row's totals by its share."""
     width = len(totals) // len(shares)
     for row in range(len(shares)):
         if shares[row] != 1:
@@ -183,7 +183,7 @@ def _shrink(totals: Any, shares: Any) -> None:
 def _write(
     outputs: Any, sums: Any, first_row: int, rows: Any, totals: Any, largest: Any, weights: Any, sinks: Any
 ) -> None:
-    """Write what the rows found: an output for a query, what is to be put together for a part of one."""
+    """Write the result of the rows: an output for a whole query, sums to merge for a part of one."""
     num_tokens, width = len(outputs) - len(sums), len(totals) // rows.total
     for head in range(rows.num_kv_heads):
         for used in range(rows.used):
@@ -195,7 +195,7 @@ def _write(
                 sums[place - num_tokens, query_head, 1] = weight
             elif weight != 0:
                 if len(sinks):
-                    # One more logit in the denominator (GPT-OSS, arXiv 2508.10925).
+                    # The sink is one more logit in the denominator (GPT-OSS, arXiv 2508.10925).
                     weight += math.exp(min(sinks[query_head] - largest[row], np.float32(80)))
                 factor /= weight
             output, total = outputs[place, query_head], totals[row * width : (row + 1) * width]
@@ -225,29 +225,29 @@ def attend(
     outputs: Any,
     sums: Any,
 ) -> None:
-    """Attend to the pages of one work item.
+    """Compute the attention of one work item.
 
     Args:
         items: ``[num_items, 11], int64``: see ``plan.Work``.
-        item: Which of them.
+        item: The index of the item.
         query: ``[num_tokens, num_heads, head_size], float32``: scaled.
-        key: The memory that the pages' keys lie in, from the null page's first element on: ``[num_elements]``, float32,
-            uint16 for bfloat16 or int16 for float16.
+        key: The memory of the pages' keys, from the null page's first element on: ``[num_elements]``, float32, uint16
+            for bfloat16 or int16 for float16.
         value: Likewise.
-        key_strides: From page to page, token to token and head to head: ``[3], int64``, in elements.
+        key_strides: The strides of pages, tokens and heads: ``[3], int64``, in elements.
         value_strides: Likewise.
         num_kv_heads: Key and value heads.
         table: ``[num_reqs, max_blocks], int32``.
         block_size: Tokens per page.
         causal: Whether queries see only their own and earlier positions.
-        window: How many of these; 0 for all.
-        num_sink_tokens: Tokens at the start that are seen whatever the window.
+        window: The number of these that they see; 0 for all.
+        num_sink_tokens: Tokens at the start that are seen in spite of the window.
         chunk: Tokens of a chunk that queries stay within; 0 for none.
-        soft_cap: Of scores; 0 for none.
+        soft_cap: The soft cap of scores; 0 for none.
         bias: ``[num_heads, 2 * max_distance + 1], float32``: added by distance; ``[num_heads, 0]`` for none.
         sinks: ``[num_heads], float32``: learned sink logits; ``[0]`` for none.
-        outputs: ``[num_tokens + num_parts, num_heads, value_size], float32``: written: for each query its output, zeros
-            where it sees nothing; after these, for each part its sum of weighted values.
+        outputs: ``[num_tokens + num_parts, num_heads, value_size], float32``: written: first each query's output, zeros
+            if it sees no token; then each part's sum of weighted values.
         sums: ``[num_parts, num_heads, 2], float32``: written: each part's largest score, and its sum of weights.
     """
     head_size, value_size = query.shape[2], outputs.shape[2]

@@ -1,4 +1,4 @@
-"""What the compiled loops are made of beside vectors: an exponential and a hyperbolic tangent, and addresses."""
+"""Functions for the compiled loops: an exponential and a hyperbolic tangent of vectors, and access to addresses."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from numba.extending import intrinsic
 from kvframe_kernels.jit.vectors import larger, power_of_two, with_sign
 
 FAST = {"contract"}
-"""Products may go into sums unrounded; every order, NaN and infinity keep their meaning."""
+"""Fast-math flags: products may be added without rounding, in any order; NaN and infinity keep their meaning."""
 
 LOG2_E = np.float32(math.log2(math.e))
 LOG_2_HIGH, LOG_2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-"""The logarithm of 2 in two parts, the first of so few digits that small multiples of it are exact."""
+"""The logarithm of 2 as the sum of two numbers. The first has so few bits that small multiples of it are exact."""
 
 LOWEST = np.float32(-87.0)
-"""Where the exponential, in float32, is next to nothing."""
+"""An argument for which the exponential, in float32, is nearly zero."""
 
 ROUNDING = np.float32(1.5 * 2**23)
-"""A number so large that a small one becomes a whole number when it is added."""
+"""A number so large that adding it rounds a small number to a whole number."""
 
 
 @njit(forceinline=True, fastmath=FAST)
 def exponential(x: Any) -> Any:
-    """Return e to the power of a vector, at most 0, within 1.2e-7, relative.
+    """Return e to the power of a vector, at most 0, with a relative error below 1.2e-7.
 
-    What ``x`` has beyond a multiple of log 2 is found in two steps, as the logarithm has more digits than a float32
-    (Cody and Waite, Software Manual for the Elementary Functions, 1980). Its exponential is Cephes' polynomial (expf,
-    Stephen Moshier, netlib.org/cephes), and the multiple becomes an exponent.
+    The remainder of ``x`` beyond a multiple of log 2 is computed in two steps, as the logarithm has more digits than a
+    float32 (Cody and Waite, Software Manual for the Elementary Functions, 1980). The remainder's exponential is Cephes'
+    polynomial (expf, Stephen Moshier, netlib.org/cephes). The multiple becomes the exponent of the result.
     """
     limited = larger(x, LOWEST)
     rounded = limited * LOG2_E + ROUNDING
@@ -49,7 +49,7 @@ def exponential(x: Any) -> Any:
 
 @njit(forceinline=True, fastmath=FAST)
 def tangent(x: Any) -> Any:
-    """Return the hyperbolic tangent of a vector, within 1.2e-7."""
+    """Return the hyperbolic tangent of a vector, with an error below 1.2e-7."""
     shrunk = exponential(with_sign(x + x, np.float32(-1)))
     return with_sign((np.float32(1) - shrunk) / (np.float32(1) + shrunk), x)
 
@@ -66,7 +66,7 @@ def memory_at(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def take_next(typing_context: Any, address: Any) -> Any:
-    """Return the int64 at an address and count it up, at once for all threads."""
+    """Return the int64 at an address and increment it atomically."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         counter = builder.bitcast(arguments[0], ir.PointerType(ir.IntType(64)))

@@ -1,4 +1,4 @@
-"""A step as work items for threads: tiles of queries, and of single long queries parts of their tokens."""
+"""Divides a step into work items for threads: tiles of queries, or parts of the tokens of single long queries."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.signedinteger[Any]]
 
 MAX_ROWS = 32
-"""Query heads of a KV head times queries, of a tile of several queries: what a core's first cache holds."""
+"""Rows of a tile of several queries (queries times query heads of a KV head): as many as a core's L1 cache holds."""
 
 MIN_PART_TOKENS = 512
-"""Tokens of a part of a single query at least."""
+"""The fewest tokens of a part of a single query."""
 
 PARTS_PER_THREAD = 4
-"""Parts that a step of one long query is cut into, for each thread."""
+"""The number of parts of one long query, for each thread."""
 
 
 @attrs.frozen
 class Mask:
-    """What queries see.
+    """The mask of a step.
 
     Attributes:
-        causal: Whether only their own and earlier positions.
-        window: How many of these, counted from the query's own; 0 for all.
-        num_sink_tokens: Tokens at the start that are seen whatever the window.
+        causal: Whether queries see only their own and earlier positions.
+        window: The number of these that they see, counted back from the query's own; 0 for all.
+        num_sink_tokens: Tokens at the start that are seen in spite of the window.
         chunk: Tokens of a chunk that queries stay within; 0 for none.
     """
 
@@ -39,14 +39,14 @@ class Mask:
 
 @attrs.frozen(eq=False)
 class Work:
-    """A step's items.
+    """A step's work items.
 
     Attributes:
-        items: ``[num_items, 11], int64``: the request; its first query's row in the packed batch, and how many queries;
-            the first token and the one after the last; likewise of sink tokens before these; the first query's
-            position; the first KV head and the one after the last; the first row that is written.
-        first_part: ``[num_tokens + 1], int64``: where each query's parts start among all; none where it is whole.
-        num_threads: Threads that are worth waking.
+        items: ``[num_items, 11], int64``: the request; its first query's row in the packed batch, and the number of
+            queries; the first token and the one after the last; likewise of sink tokens before these; the first
+            query's position; the first KV head and the one after the last; the first row that is written.
+        first_part: ``[num_tokens + 1], int64``: the first part of each query; a query that is not split has no parts.
+        num_threads: The number of threads to use.
     """
 
     items: IntArray
@@ -55,7 +55,7 @@ class Work:
 
 
 SMALL = 1 << 12
-"""Tokens times KV heads times rows, by fours, of all items: waking threads for less costs more than it saves."""
+"""The least work for several threads, in tokens times KV heads times groups of four rows; less costs more to start."""
 
 
 def plan(
@@ -68,17 +68,17 @@ def plan(
     num_kv_heads: int,
     num_threads: int,
 ) -> Work:
-    """Return a step's work.
+    """Return a step's work items.
 
     Args:
-        starts: ``[num_reqs + 1]``: where each request's queries start.
-        seq_lens: ``[num_reqs]``: tokens of each request, or of the sequence that its keys are of.
+        starts: ``[num_reqs + 1]``: the start of each request's queries.
+        seq_lens: ``[num_reqs]``: tokens of each request, or of the sequence of its keys.
         seq_starts: ``[num_reqs]``: tokens before these are hidden; None for none.
-        num_tokens: Rows of the query, padding included.
-        mask: What queries see.
+        num_tokens: Rows of the query, including padding.
+        mask: The mask of the step.
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
-        num_threads: Threads that there are.
+        num_threads: The number of threads in the pool.
     """
     starts, seq_lens = starts.astype(np.int64), seq_lens.astype(np.int64)
     first_seen = np.zeros_like(seq_lens) if seq_starts is None else seq_starts.astype(np.int64)
@@ -124,6 +124,6 @@ def plan(
 
 
 def _counted(counts: IntArray) -> IntArray:
-    """Return ``0, 1, …`` for each count, one after the other."""
+    """Return ``0, 1, …`` up to each count, one after the other."""
     places: IntArray = np.arange(int(counts.sum())) - (counts.cumsum() - counts).repeat(counts)
     return places

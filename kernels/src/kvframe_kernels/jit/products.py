@@ -1,6 +1,6 @@
-"""The two products of attention, each key and value once for four rows: both sides stay in the processor's registers.
+"""The two products of attention, each with a key or value for four rows at once, so that all stay in registers.
 
-Rows are as wide as whole vectors, filled up with zeros; keys and values are read as they are stored.
+Rows are padded with zeros to whole vectors; keys and values are read as they are stored.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ VALUES = 4
 """Values that are added together."""
 
 KEY_PART, VALUE_PART = LANES, 2 * LANES
-"""Numbers that a query's row, and a row of totals, are a multiple of."""
+"""The rows of queries and of totals are padded to a multiple of this."""
 
 ZERO = np.float32(0)
 
 
 @njit(forceinline=True)
 def padded(size: int, part: int) -> int:
-    """Return the next multiple of ``part``."""
+    """Return ``size`` rounded up to a multiple of ``part``."""
     return (size + part - 1) // part * part
 
 
 @njit(forceinline=True)
 def fetch_row(stored: Any, start: int, size: int, line: int) -> None:
-    """Ask for the memory of a key or value that is read soon, in steps of ``line`` numbers."""
-    # No range: it divides by its step.
+    """Prefetch a key or value, in steps of ``line`` numbers."""
+    # A while loop, because range() divides by its step.
     place = start
     while place < start + size:
         fetch(stored, place)
@@ -51,14 +51,14 @@ def multiply_keys(
     """Set the scores of four rows for two keys.
 
     Args:
-        scores: ``[num_scores], float32``: written: four from ``place`` on for key a, and ``step`` after these for b.
+        scores: ``[num_scores], float32``: written: four from ``place`` on for key a, and ``step`` later for key b.
         place: The first score.
-        step: From a token's scores to the next one's.
+        step: The distance from a token's scores to the next token's.
         queries: ``[num_numbers], float32``: rows of ``padded(head_size, KEY_PART)``.
         row: The first of them.
         key: ``[num_elements]``: the memory of keys.
-        at_a: Where key a begins.
-        at_b: Where key b begins.
+        at_a: The offset of key a.
+        at_b: The offset of key b.
         head_size: Numbers of a key.
     """
     a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = spread(ZERO)
@@ -89,18 +89,18 @@ def add_values(
     shift: int,
     value_size: int,
 ) -> None:
-    """Add four tokens' values, each times its weight, to the totals of four rows.
+    """Add four tokens' weighted values to the totals of four rows.
 
     Args:
         totals: ``[num_numbers], float32``: added to: rows of ``padded(value_size, VALUE_PART)``.
         row: The first of them.
-        weights: ``[num_weights], float32``: four from ``place`` on for the first token, ``step`` behind for the next.
+        weights: ``[num_weights], float32``: four from ``place`` on for the first token, ``step`` later for the next.
         place: The first weight.
-        step: From a token's weights to the next one's.
+        step: The distance from a token's weights to the next token's.
         value: ``[num_elements]``: the memory of values.
-        starts: ``[num_tokens], int64``: where tokens' values begin.
+        starts: ``[num_tokens], int64``: the offsets of tokens' values.
         t: The first token.
-        shift: From there to the head's value.
+        shift: The offset of the head's value after that.
         value_size: Numbers of a value.
     """
     width = padded(value_size, VALUE_PART)

@@ -1,6 +1,6 @@
-"""A step's items over threads: those of torch where they can be had, so that no two pools wait for one core.
+"""Runs a step's work items in threads: in torch's own if possible, so that no two thread pools share the cores.
 
-torch's OpenMP threads spin for milliseconds after each of its operations: others would find the cores taken.
+torch's OpenMP threads spin for milliseconds after each operation, and would take the cores from other threads.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ ARRAYS = ("items", "query", "key", "value", "key_strides", "value_strides", "tab
 CALL = np.dtype(
     [("counter", np.int64), ("soft_cap", np.float64), *((name, np.int64) for name in (*SIZES, *ARRAYS))], align=True
 )
-"""What ``loops.attend`` is called with: numbers, the addresses of arrays, and how many items were taken."""
+"""The argument of the compiled function: numbers, the addresses of arrays, and the counter of started items."""
 
 Entry = Any
-"""A compiled function that each thread calls with the address of a ``CALL``, and that ends when no item is left."""
+"""A compiled function that each thread calls with the address of a ``CALL``; it returns when no item is left."""
 
 
 @njit(nogil=True, error_model="numpy")
@@ -96,10 +96,10 @@ def _digest() -> str:
 
 @cache
 def make_entry(dtype: np.dtype[Any]) -> Entry:
-    """Return the entry for pages of float32, uint16 (bfloat16) or int16 (float16); compiles it if nobody has yet.
+    """Return the entry for pages of float32, uint16 (bfloat16) or int16 (float16), compiled or from numba's cache.
 
-    Of what is compiled, numba's cache looks at this file and at what the function closes over: a change of another file
-    is seen by the digest.
+    numba's cache depends on this file and on the variables that the function closes over. The function closes over a
+    digest of the other files, so that a change of these is noticed.
     """
     sources = _digest()
 
@@ -116,9 +116,9 @@ def make_entry(dtype: np.dtype[Any]) -> Entry:
 
 @cache
 def _start_in_torchs_threads() -> Any:
-    """Return ``GOMP_parallel`` of the OpenMP library that torch has loaded; None where it is another one."""
+    """Return ``GOMP_parallel`` of the OpenMP library that torch has loaded; None if that is another library."""
     try:
-        # By the name that torch's own copy goes by: what is loaded already is returned.
+        # torch's own copy has this name. As it is loaded already, it is returned.
         start = ctypes.CDLL("libgomp.so.1").GOMP_parallel
     except (OSError, AttributeError):
         return None
@@ -128,21 +128,21 @@ def _start_in_torchs_threads() -> Any:
 
 
 _pools: dict[int, ThreadPoolExecutor] = {}
-# The threads of a process are not there in one that is forked from it.
+# A forked process does not have its parent's threads.
 os.register_at_fork(after_in_child=_pools.clear)
 
 
 def run(
     dtype: np.dtype[Any], sizes: Mapping[str, int], arrays: Mapping[str, Any], soft_cap: float, threads: int
 ) -> None:
-    """Attend to all items of a step.
+    """Compute all work items of a step.
 
     Args:
-        dtype: Of the pages, as the loops are given it.
+        dtype: The dtype of the pages, as the loops get it.
         sizes: ``SIZES``, by name.
         arrays: ``ARRAYS``, by name, each contiguous.
-        soft_cap: Of scores; 0 for none.
-        threads: How many to use.
+        soft_cap: The soft cap of scores; 0 for none.
+        threads: The number of threads to use.
     """
     call = np.zeros(1, CALL)
     call["soft_cap"] = soft_cap

@@ -1,7 +1,7 @@
-"""Vectors of float32 for loops that numba compiles: written out, as LLVM finds few of them by itself.
+"""Vectors of float32 for loops that numba compiles. They are explicit, because LLVM vectorises few of these loops.
 
-``vector`` is a type of numba's with the operators ``+``, ``-``, ``*`` and ``/``, between vectors and with single
-numbers. To LLVM, a vector that is wider than the processor's is two of these or more: any processor runs it.
+``vector`` is a numba type with the operators ``+``, ``-``, ``*`` and ``/``, between vectors and with single numbers.
+LLVM splits a vector that is wider than the processor's registers, so it runs on any processor.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from numba.extending import intrinsic, lower_builtin, models, register_model, ty
 
 _platform, _, _features = cpu_target.target_context.codegen().magic_tuple()
 LANES = 16 if "+avx512f" in _features else 8
-"""Numbers of a vector: the processor's that is compiled for has registers for eight and more of them."""
+"""Numbers of a vector: sixteen if the processor that is compiled for has AVX-512, otherwise eight."""
 
 SUMS = 4
-"""Vectors whose numbers are added up at a time."""
+"""The number of vectors whose lanes ``store_sums`` adds up."""
 
 _CONVERTS_HALVES = "+f16c" in _features or not _platform.startswith(("x86", "i"))
-"""Whether the processor does; LLVM would call a function that is not there."""
+"""Whether the processor converts float16; otherwise LLVM would call a function that does not exist."""
 
 _INT, _FLOAT = ir.IntType(32), ir.FloatType()
 _INTS, _VECTOR = ir.VectorType(_INT, LANES), ir.VectorType(_FLOAT, LANES)
@@ -43,12 +43,12 @@ class _Model(models.PrimitiveModel):  # type: ignore[misc]
 
 
 def _constant(number: int) -> Any:
-    """Return the vector with a constant in each lane."""
+    """Return a vector with a constant in each lane."""
     return ir.Constant(_INTS, [number] * LANES)
 
 
 def _spread(builder: Any, value: Any) -> Any:
-    """Return the vector with a value in each lane; a vector as it is."""
+    """Return a vector with a value in each lane; a vector is returned unchanged."""
     if isinstance(value.type, ir.VectorType):
         return value
     nothing = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
@@ -57,12 +57,12 @@ def _spread(builder: Any, value: Any) -> Any:
 
 
 def _shuffle(builder: Any, one: Any, other: Any, lanes: Sequence[int]) -> Any:
-    """Return the lanes of two vectors, those of the other one counted on from the first one's."""
+    """Return the given lanes of two vectors; lanes of the second are numbered after those of the first."""
     return builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(_INT, len(lanes)), list(lanes)))
 
 
 def _call(builder: Any, name: str, returned: Any, arguments: Sequence[Any]) -> Any:
-    """Return what one of LLVM's own functions returns."""
+    """Return the result of an LLVM intrinsic."""
     signature = ir.FunctionType(returned, [each.type for each in arguments])
     function = builder.module.globals.get(name) or ir.Function(builder.module, signature, name)
     return builder.call(function, arguments)
@@ -72,7 +72,7 @@ def _call(builder: Any, name: str, returned: Any, arguments: Sequence[Any]) -> A
 
 
 def _declare(function: Any, instruction: str) -> None:
-    """Make an operator of Python's an instruction."""
+    """Implement a Python operator on vectors by an instruction."""
 
     @type_callable(function)
     def find_type(context: Any) -> Any:
@@ -93,7 +93,7 @@ _declare(operator.truediv, "fdiv")
 
 @intrinsic
 def spread(typing_context: Any, number: Any) -> Any:
-    """Return the vector with a number in each lane."""
+    """Return a vector with a number in each lane."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return _spread(builder, *arguments)
@@ -103,7 +103,7 @@ def spread(typing_context: Any, number: Any) -> Any:
 
 @intrinsic
 def larger(typing_context: Any, value: Any, other: Any) -> Any:
-    """Return the larger of a vector and another one, or a number; ``value`` where that is not a number."""
+    """Return the larger of a vector and another one, or a number; ``value`` in lanes where the other is NaN."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         left, right = (_spread(builder, each) for each in arguments)
@@ -114,7 +114,7 @@ def larger(typing_context: Any, value: Any, other: Any) -> Any:
 
 @intrinsic
 def zero_where_at_most(typing_context: Any, limit: Any, compared: Any, value: Any) -> Any:
-    """Return a vector, with zeros where the lanes of one that is compared are at most the limit."""
+    """Return ``value``, with zeros in the lanes where ``compared`` is at most ``limit``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         limit, compared, value = arguments
@@ -126,7 +126,7 @@ def zero_where_at_most(typing_context: Any, limit: Any, compared: Any, value: An
 
 @intrinsic
 def with_sign(typing_context: Any, value: Any, other: Any) -> Any:
-    """Return a vector with the signs of another one, or of a number."""
+    """Return a vector with the signs of another vector or of a number."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         sides = [_spread(builder, each) for each in arguments]
@@ -137,10 +137,10 @@ def with_sign(typing_context: Any, value: Any, other: Any) -> Any:
 
 @intrinsic
 def power_of_two(typing_context: Any, exponent: Any) -> Any:
-    """Return two to the power of whole numbers between -126 and 127 to which 1.5 times 2 to the 23rd was added."""
+    """Return two to the power of whole numbers between -126 and 127, which are given with 1.5 * 2**23 added."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        # In floats of that size the last bits are the whole number; shifted up, they are an exponent.
+        # In floats of that size, the last bits are the whole number. Shifted up, they become an exponent.
         bits = builder.shl(builder.bitcast(arguments[0], _INTS), _constant(23))
         return builder.bitcast(builder.add(bits, _constant(127 << 23)), _VECTOR)
 
@@ -154,11 +154,11 @@ def _address(context: Any, builder: Any, kind: Any, place: Sequence[Any], target
     """Return the address of a contiguous array's element, to read or write a ``target`` there.
 
     Args:
-        context: Of the compilation.
-        builder: Where instructions are added.
+        context: The compilation's context.
+        builder: The builder of instructions.
         kind: The array's type.
         place: The array, and the element's index.
-        target: The type of what is there.
+        target: The type to read or write.
     """
     array, index = place
     element = builder.gep(context.make_array(kind)(context, builder, array).data, [index])
@@ -167,7 +167,7 @@ def _address(context: Any, builder: Any, kind: Any, place: Sequence[Any], target
 
 @intrinsic
 def load(typing_context: Any, array: Any, index: Any) -> Any:
-    """Return the vector that lies in an array of float32 from an element on."""
+    """Return the vector of an array of float32 from an element on."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load(_address(context, builder, array, arguments, _VECTOR), align=4)
@@ -177,7 +177,7 @@ def load(typing_context: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def load_spread(typing_context: Any, array: Any, index: Any) -> Any:
-    """Return the vector with an element of an array of float32 in each lane."""
+    """Return a vector with one element of an array of float32 in each lane."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return _spread(builder, builder.load(_address(context, builder, array, arguments, _FLOAT)))
@@ -225,14 +225,14 @@ def load_stored(typing_context: Any, array: Any, index: Any, count: Any) -> Any:
 
 
 def _load_few(builder: Any, address: Any, kind: Any, count: Any) -> Any:
-    """Return the vector at an address of which only the first ``count`` lanes are read."""
+    """Return the vector at an address; only the first ``count`` lanes are read."""
     mask = builder.icmp_signed("<", ir.Constant(_INTS, list(range(LANES))), _spread(builder, count))
     name = f"llvm.masked.load.v{LANES}{'f32' if kind == _VECTOR else 'i16'}.p0"
     return _call(builder, name, kind, [address, ir.Constant(_INT, 1), mask, ir.Constant(kind, None)])
 
 
 def _widen(builder: Any, stored: Any, bits: Any) -> Any:
-    """Return the numbers that these bits are."""
+    """Return the float32 numbers of stored bits."""
     if stored == types.float32:
         return bits
     if stored == types.int16 and _CONVERTS_HALVES:
@@ -245,8 +245,8 @@ def _widen(builder: Any, stored: Any, bits: Any) -> Any:
 
 
 def _widen_halves(builder: Any, wide: Any) -> Any:
-    """Return the numbers that bits of float16 are."""
-    # Where a float32 has its exponent, that of a float16 is too small by 112; its largest one means infinity or NaN.
+    """Return the float32 numbers of bits of float16."""
+    # The exponent of a float16 is 112 smaller than that of a float32; its largest exponent means infinity or NaN.
     size = builder.and_(wide, _constant(0x7FFF))
     scaled = builder.fmul(
         builder.bitcast(builder.shl(size, _constant(13)), _VECTOR), ir.Constant(_VECTOR, [2.0**112] * LANES)
@@ -260,7 +260,7 @@ def _widen_halves(builder: Any, wide: Any) -> Any:
 
 @intrinsic
 def store_sums(typing_context: Any, array: Any, index: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """Write the sums of four vectors' lanes to an array of float32 from an element on."""
+    """Write the sum of the lanes of each of four vectors to an array of float32, from an element on."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         *place, a, b, c, d = arguments
@@ -279,7 +279,7 @@ def store_sums(typing_context: Any, array: Any, index: Any, a: Any, b: Any, c: A
 
 
 def _add_shuffled(builder: Any, one: Any, other: Any, low: Sequence[int]) -> Any:
-    """Return the sum of two choices of each four lanes: those said, and those two lanes higher."""
+    """Return the sum of two selections from each four lanes: the given lanes, and the lanes two higher."""
     fours = range(0, LANES, SUMS)
     return builder.fadd(
         *(_shuffle(builder, one, other, [four + lane + high for four in fours for lane in low]) for high in (0, 2))
@@ -288,11 +288,11 @@ def _add_shuffled(builder: Any, one: Any, other: Any, low: Sequence[int]) -> Any
 
 @intrinsic
 def fetch(typing_context: Any, array: Any, index: Any) -> Any:
-    """Ask for the memory that an element of an array lies in, to be read soon."""
+    """Prefetch the memory of an array's element."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         address = _address(context, builder, array, arguments, ir.IntType(8))
-        # To read, for all caches, data.
+        # For reading, into all cache levels, as data.
         hints = [ir.Constant(_INT, each) for each in (0, 3, 1)]
         _call(builder, "llvm.prefetch.p0", ir.VoidType(), [address, *hints])
         return context.get_dummy_value()

@@ -1,1 +1,1 @@
-"""Triton kernels over paged caches. They run on CUDA, and under Triton's interpreter on tensors of the host."""
+"""Triton kernels over paged caches. They run on CUDA, or under Triton's interpreter on host tensors."""

@@ -1,7 +1,7 @@
-"""Compile launches for a GPU that is not there, and read what they take of it.
+"""Compiles launches for a GPU that need not exist, and reads the resources that they take.
 
-A launch's tensors may be ``meta`` tensors: only their dtypes and the launch's numbers decide what is compiled, and they
-decide it as they do when the kernel is launched. Under ``TRITON_INTERPRET=1`` there is nothing to compile.
+A launch's tensors may be ``meta`` tensors. Only their dtypes and the launch's numbers decide what is compiled, as in a
+real launch. Under ``TRITON_INTERPRET=1`` nothing can be compiled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HOPPER = 90
 """Compute capability 9.0."""
 
 MAX_SHARED_BYTES = {90: 227 * 1024}
-"""Shared memory that one program may ask for, by compute capability (CUDA programming guide, table of capabilities)."""
+"""The most shared memory of one program, by compute capability (CUDA programming guide, table of capabilities)."""
 
 _POINTERS = {
     torch.float32: "*fp32",
@@ -43,12 +43,12 @@ _ALIGNED = 16
 
 @dataclass(frozen=True)
 class Resources:
-    """What one program of a compiled launch takes.
+    """The resources of one program of a compiled launch.
 
     Attributes:
         registers: Registers of a thread.
         shared_bytes: Shared memory.
-        stack_bytes: Local memory of a thread: registers that were spilled to device memory, above all.
+        stack_bytes: Local memory of a thread, mostly registers that were spilled to device memory.
         num_warps: Its warps.
         cubin: The compiled program.
     """
@@ -65,12 +65,12 @@ class Resources:
         return _read(self.cubin, "-sass")
 
     def count(self, instruction: str) -> int:
-        """Return how many instructions there are that begin like this (``"HGMMA"``)."""
+        """Return the number of instructions that begin with ``instruction`` (``"HGMMA"``)."""
         return len(re.findall(rf"\b{re.escape(instruction)}", self.assembly))
 
 
 def compile_launch(launch: Launch, capability: int = HOPPER) -> Resources:
-    """Return what a launch takes of a GPU; raises Triton's own error where it does not compile.
+    """Return the resources of a launch on a GPU; raise Triton's own error if it does not compile.
 
     Args:
         launch: The launch; nothing is run.
@@ -93,7 +93,7 @@ def compile_launch(launch: Launch, capability: int = HOPPER) -> Resources:
 
 
 def _source(launch: Launch) -> Any:
-    """Return the kernel as it is specialised for these arguments: as ``triton.jit`` does it at a launch."""
+    """Return the kernel, specialised for these arguments as ``triton.jit`` does it in a launch."""
     signature, constants, hints = {}, {}, {}
     for index, parameter in enumerate(launch.kernel.params):
         value = launch.arguments.get(parameter.name, parameter.default)
@@ -119,7 +119,7 @@ def _kind(value: Any) -> str:
 
 
 def _read(cubin: bytes, option: str) -> str:
-    """Return what Triton's own copy of cuobjdump says of a binary."""
+    """Return the output of Triton's copy of cuobjdump for a binary."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -1,7 +1,7 @@
 """Attention over a paged cache, for prefill, extend and decode alike.
 
-``PagedAttention`` holds what is known of a layer at set-up: its ``plan`` cuts a step into work on the host, and its
-``launches`` are the kernel calls that compute it. ``kvframe_kernels.attention_reference`` says what is computed.
+``PagedAttention`` holds a layer's properties. Its ``plan`` divides a step into work items on the host. Its ``launches``
+are the kernel calls that compute the step. ``kvframe_kernels.attention_reference`` defines the result.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from triton import knobs
 
 from kvframe_kernels.triton import attention_kernel
 from kvframe_kernels.triton.attention_parts import Mask
-from kvframe_kernels.triton.attention_plan import Cutter, Programs, Work, cutter_for
+from kvframe_kernels.triton.attention_plan import Programs, StepPlanner, Work, planner_for
 from kvframe_kernels.triton.attention_tiles import Batch, Tiling
 from kvframe_kernels.triton.attention_tilings import suitable_tilings
 from kvframe_kernels.triton.launch import Launch
@@ -32,7 +32,7 @@ FORMATS: Mapping[str, int] = {
     "int8_token_head": 2,
     "int4_token_head": 3,
 }
-"""The formats of keys and values that the kernel reads, and what it calls their kind."""
+"""The formats of keys and values that the kernel reads, with their kinds in the kernel."""
 
 TENSOR_SCALED, NIBBLES = 1, 3
 
@@ -43,7 +43,7 @@ _DOT_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloa
 
 @dataclass(frozen=True, kw_only=True)
 class PagedAttention:
-    """Attention of layers that are alike.
+    """Attention of layers with equal properties.
 
     Attributes:
         num_heads: Query heads.
@@ -52,17 +52,17 @@ class PagedAttention:
         head_size_v: Elements of a value.
         block_size: Tokens per block.
         scale: Factor on the products of queries and keys.
-        causal: Whether queries see only their own and earlier positions; a batch may say that they see all.
-        window: How many of these, counted from the query's own; 0 for all.
-        num_sink_tokens: Tokens at the start that are seen whatever the window.
+        causal: Whether queries see only their own and earlier positions; a batch may override it, so that they see all.
+        window: The number of these that they see, counted back from the query's own; 0 for all.
+        num_sink_tokens: Tokens at the start that are seen in spite of the window.
         chunk: Tokens of a chunk that its queries stay within: a query at ``n`` sees ``[n - n % chunk, n]``; 0 for none.
         soft_cap: ``c`` in ``c * tanh(score / c)``; None for none.
-        max_distance: Of a bias by distance, the distances that it tells apart; 0 for no such bias.
-        format: How keys and values are stored, of ``FORMATS``.
-        k_scale: What keys stored as ``fp8_tensor`` are to be multiplied with.
+        max_distance: The largest distance with its own bias; 0 if there is no bias by distance.
+        format: The format of keys and values, of ``FORMATS``.
+        k_scale: The factor on keys stored as ``fp8_tensor``.
         v_scale: Likewise for values.
         num_cores: The device's multiprocessors.
-        tilings: Shapes of programs, by ascending rows; None for those that suit the sizes.
+        tilings: Shapes of programs, by ascending rows; None for shapes that suit the sizes.
     """
 
     num_heads: int
@@ -85,22 +85,22 @@ class PagedAttention:
 
     @property
     def mask(self) -> Mask:
-        """What is hidden of the past."""
+        """The mask of past tokens."""
         return Mask(self.window, self.chunk)
 
-    def cutter(self, dtype: torch.dtype) -> Cutter:
-        """Return what cuts steps, for queries of this dtype; the same for layers that differ in their masks only."""
+    def planner(self, dtype: torch.dtype) -> StepPlanner:
+        """Return the planner of steps for queries of this dtype; layers that differ only in their masks share it."""
         group = self.num_heads // self.num_kv_heads
-        return cutter_for(self.num_kv_heads, group, self.tilings_for(dtype), self.num_cores)
+        return planner_for(self.num_kv_heads, group, self.tilings_for(dtype), self.num_cores)
 
     def plan(self, batch: Batch, dtype: torch.dtype) -> Work:
         """Return a step's work.
 
         Args:
             batch: The step.
-            dtype: Of its queries.
+            dtype: The dtype of its queries.
         """
-        (work,) = self.cutter(dtype).cut(batch, (self.mask,))
+        (work,) = self.planner(dtype).plan(batch, (self.mask,))
         return work
 
     def tilings_for(self, dtype: torch.dtype) -> tuple[Tiling, ...]:
@@ -127,22 +127,22 @@ class PagedAttention:
 
         Args:
             query: ``[num_tokens, num_heads, head_size], device``; the last axis is contiguous.
-            kv_cache: ``k``, ``v`` and, as the format has it, scales: ``[num_block_ids, block_size, num_kv_heads, …],
+            kv_cache: ``k``, ``v`` and, if the format has them, scales: ``[num_block_ids, block_size, num_kv_heads, …],
                 device``, strided over the pool.
             block_table: ``[num_reqs, max_blocks], int32, device``.
-            numbers: What ``plan`` returned, on the device.
-            programs: Likewise.
+            numbers: The numbers of ``plan``'s result, on the device.
+            programs: The programs of ``plan``'s result.
             output: ``[num_tokens, num_heads, head_size_v], device``, contiguous; every row is written.
             causal: The batch's.
-            has_starts: Whether the batch has tokens that are hidden.
+            has_starts: Whether the batch has hidden tokens.
             sinks: ``[num_heads], device``: learned sink logits; None for none.
-            bias: ``[num_heads, 2 * max_distance + 1], float32, device``: what is added to the scores by distance,
-                times ``log2(e)``; None for none.
+            bias: ``[num_heads, 2 * max_distance + 1], float32, device``: added to the scores by distance, given times
+                ``log2(e)``; None for none.
         """
         kind = FORMATS[self.format]
         score_scale = self.scale * (self.k_scale if kind == TENSOR_SCALED else 1.0)
         if score_scale < 0:
-            # The kernel takes a row's largest product for that of its largest score.
+            # The kernel needs a positive scale: it takes a row's largest product as that of its largest score.
             query, score_scale = -query, -score_scale
         soft_cap = 0.0
         if self.soft_cap is not None:
@@ -238,15 +238,15 @@ def join_launch(
     part_weight: torch.Tensor,
     sizes: Mapping[str, int],
 ) -> Launch:
-    """Return the kernel call that puts together what the parts of split tiles found.
+    """Return the kernel call that merges the results of split tiles' parts.
 
     Args:
-        programs: Those that computed the parts.
+        programs: The programs that computed the parts.
         numbers: The step's.
         output: ``[num_tokens, num_heads, head_size_v], device``, contiguous; the rows of split tiles are written.
         part_output: ``[num_slots, num_head_programs, block_m, head_size_v], float32, device``.
         part_weight: ``[num_slots, num_head_programs, block_m], float32, device``.
-        sizes: The kernel's constants that say how heads are shared out.
+        sizes: The kernel's constants for the distribution of heads over programs.
     """
     head_size_v = output.shape[2]
     return Launch(
@@ -269,6 +269,6 @@ def join_launch(
 
 
 def dot_dtype(dtype: torch.dtype) -> Any:
-    """Return what products are computed in: the queries' dtype, where there is one."""
-    # The interpreter takes bfloat16's bits for those of integers in a product.
+    """Return the dtype in which products are computed: that of the queries, if Triton has it."""
+    # In a product, Triton's interpreter reads the bits of bfloat16 as integers.
     return tl.float32 if dtype == torch.bfloat16 and knobs.runtime.interpret else _DOT_DTYPES[dtype]

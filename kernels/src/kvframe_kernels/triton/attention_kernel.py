@@ -1,9 +1,9 @@
-"""The device side of paged attention: one kernel for prefill, extend and decode, and one that joins split requests.
+"""The device side of paged attention: one kernel for prefill, extend and decode, and one that merges split tiles.
 
-Each program computes one tile, a few consecutive queries of one request with the query heads of one KV head side by
-side as rows, over one range of the request's tokens. The loop, in ``attention_loop``, has masks only on the blocks at
-the ends of what a tile sees; long requests are split over programs as in Flash-Decoding
-(https://crfm.stanford.edu/2023/10/12/flashdecoding.html). ``attention`` says what the arguments are.
+Each program computes one tile over one range of the request's tokens. A tile's rows are a few consecutive queries of
+one request, each with the query heads of one KV head. The loop, in ``attention_loop``, masks only the blocks at the
+ends of the tokens that a tile sees. Long requests are split over programs as in Flash-Decoding
+(https://crfm.stanford.edu/2023/10/12/flashdecoding.html). ``attention`` describes the arguments.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,type-arg,misc"
@@ -16,11 +16,11 @@ import triton.language as tl
 from kvframe_kernels.triton.attention_loop import HEAD_SCALED, NIBBLES, TENSOR_SCALED, attend_run
 
 ITEM_FIELDS = tl.constexpr(8)
-"""Numbers of a work item: row of the block table, first packed query, queries, position of the first, token after the
-last that is seen, first token that is not hidden, which part of a tile it is, blocks of ``BLOCK_N`` tokens of a part (0
-for a whole tile). A part's place among the items is the slot of its outcome."""
+"""Numbers of a work item: row of the block table, first packed query, queries, position of the first query, token after
+the last seen one, first token that is not hidden, index of the part of a tile, blocks of ``BLOCK_N`` tokens of a part
+(0 for a whole tile). A part's index among the items is also the slot of its result."""
 SPLIT_FIELDS = tl.constexpr(4)
-"""Numbers of a tile that was computed in parts: first packed query, queries, slot of the first part, parts."""
+"""Numbers of a split tile: first packed query, queries, slot of the first part, parts."""
 
 
 @triton.jit
@@ -78,9 +78,9 @@ def attend(
     MASK_ALL: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """Compute one work item for the ``HEADS`` first, second, … query heads of one KV head."""
-    # Programs with numbers that follow one another run at a time. Decodes of all heads then read the same pages; a
-    # prompt's tiles read the same head, which stays in the cache.
+    """Compute one work item for the first, second, … ``HEADS`` query heads of one KV head."""
+    # Programs with consecutive numbers run at the same time. In decodes, these are the heads of one request, which read
+    # the same pages. In a prompt, these are tiles of one head, whose keys and values stay in the cache.
     slot = tl.program_id(1 if MASK_ALL else 0)
     item = numbers + first_item + slot * ITEM_FIELDS
     num_queries = tl.load(item + 2)
@@ -120,7 +120,7 @@ def attend(
     else:
         is_column = columns < HEAD_SIZE
         q = tl.load(query_rows[:, None] + columns[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0)
-        # These three stand for what only nibbles have.
+        # Placeholders: only codes of four bits have these three.
         q_high = 0
         q_sum = 0
         acc_high = 0
@@ -131,12 +131,12 @@ def attend(
     weight = tl.zeros([BLOCK_M], dtype=tl.float32)
     maximum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     if HAS_SINKS:
-        # One more logit in the denominator, once per request.
+        # The sink is one more logit in the denominator, once per request.
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
         maximum = tl.where(part == 0, sink, maximum)
         weight = tl.where(part == 0, 1.0, weight)
 
-    # The first token that the tile's first query, and its last one, see; but for sink tokens.
+    # The first token that the tile's first query sees, and the one that its last query sees, sink tokens aside.
     low = seq_start
     last_low = seq_start
     last_position = position + num_queries - 1
@@ -161,7 +161,7 @@ def attend(
     if MAX_DISTANCE:
         bias_rows = bias + heads * (2 * MAX_DISTANCE + 1) + MAX_DISTANCE
 
-    # Up to four runs of blocks: sink tokens, then such of which some queries see a part, all see all, some see a part.
+    # Up to four runs of blocks: sink tokens, blocks that some queries see in part, blocks that all see, some in part.
     if CAUSAL and WINDOW and NUM_SINK_TOKENS:
         sink_lo = seq_start // BLOCK_N * BLOCK_N
         sink_hi = tl.minimum(
@@ -274,7 +274,7 @@ def attend(
 
 @triton.jit
 def part_of(low, stop, part, part_blocks, BLOCK_N: tl.constexpr):
-    """Return the range of tokens, in whole blocks, that a part of a tile reads which sees ``[low, stop)``."""
+    """Return the range of tokens, in whole blocks, of one part of a tile that sees ``[low, stop)``."""
     lo = (low // BLOCK_N + part * part_blocks) * BLOCK_N
     hi = tl.where(part_blocks == 0, stop, tl.minimum(stop, lo + part_blocks * BLOCK_N))
     return lo, hi
@@ -295,7 +295,7 @@ def join_parts(
     BLOCK_M: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
-    """Add up what the parts of a tile found for one query and head, by their shares in the softmax's denominator."""
+    """Merge the results of a tile's parts for one query and head, weighted by their shares of the denominator."""
     split = numbers + first_split + tl.program_id(0) * SPLIT_FIELDS
     query_in_tile = tl.program_id(1)
     if query_in_tile >= tl.load(split + 1):

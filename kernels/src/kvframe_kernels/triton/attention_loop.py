@@ -1,6 +1,6 @@
-"""The loop of paged attention over blocks of tokens: scores, masks, softmax as it goes, and sums of values.
+"""The loop of paged attention over blocks of tokens: scores, masks, an online softmax, and sums of values.
 
-It is that of FlashAttention-2 (arXiv 2307.08691), over pages, with keys and values of every format read as they are
+It is the loop of FlashAttention-2 (arXiv 2307.08691) over pages; keys and values of every format are read as they are
 stored.
 """
 
@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 
 PLAIN = tl.constexpr(0)
-"""Keys and values as they are."""
+"""Keys and values without a format."""
 TENSOR_SCALED = tl.constexpr(1)
-"""Numbers of fewer bits, one scale for all: the caller folds it into ``score_scale`` and ``value_scale``."""
+"""Codes with one scale for all: the caller multiplies ``score_scale`` and ``value_scale`` by it."""
 HEAD_SCALED = tl.constexpr(2)
-"""Numbers of fewer bits, a scale for each token and head. From here on, formats have these."""
+"""Codes with a scale for each token and head. The kinds from here on have such scales."""
 NIBBLES = tl.constexpr(3)
-"""Two numbers of four bits per byte, one of each half of a head; a scale and a minimum per token and head."""
+"""Codes of four bits, two in a byte, one from each half of a head; with a scale and a minimum per token and head."""
 
 
 @triton.jit
@@ -72,16 +72,16 @@ def attend_run(
     MASKED: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """Return the accumulators after the blocks of ``[lo, hi)``; ``MASKED`` if not all rows see all tokens of them."""
+    """Return the accumulators after the blocks of ``[lo, hi)``; ``MASKED`` if a row does not see all their tokens."""
     columns = tl.arange(0, BLOCK_D)
     columns_v = tl.arange(0, BLOCK_DV)
     STORED: tl.constexpr = HEAD_SIZE // 2 if FORMAT == NIBBLES else HEAD_SIZE
     STORED_V: tl.constexpr = HEAD_SIZE_V // 2 if FORMAT == NIBBLES else HEAD_SIZE_V
-    # An iteration reads the block ids of the next one, so that loads of keys and values wait for no other load.
+    # An iteration loads the block ids of the next one, so that its loads of keys and values need not wait for them.
     next_block = load_blocks(block_table, lo, hi, BLOCK_SIZE, BLOCK_N)
     for start in tl.range(lo, hi, BLOCK_N):
         tokens = start + tl.arange(0, BLOCK_N)
-        # What no row of the tile sees may be anything, NaN too, and its page may be gone.
+        # Tokens that no row sees may hold anything, including NaN, and their page may be freed.
         live = tokens < stop
         if HAS_STARTS:
             live = live & (tokens >= seq_start)
@@ -113,9 +113,9 @@ def attend_run(
             k_min = _load_each(key_min + scale_rows, live, MASKED)
             scores = scores + q_sum[:, None] * k_min[None, :]
 
-        # Scores from here on are for powers of two, once scaled.
+        # From here on, scaled scores are exponents of two.
         if HAS_SOFT_CAP:
-            # tanh(x) = 2 / (1 + exp(-2 x)) - 1, and score_scale has 2 log2(e) / soft_cap in it.
+            # tanh(x) = 2 / (1 + exp(-2 x)) - 1, and score_scale includes 2 log2(e) / soft_cap.
             scores = soft_cap * (2.0 / (1.0 + tl.exp2(-scores * score_scale)) - 1.0)
         elif MAX_DISTANCE:
             scores = scores * score_scale
@@ -139,7 +139,7 @@ def attend_run(
             peak = tl.maximum(maximum, tl.max(scores, 1))
         else:
             peak = tl.maximum(maximum, tl.max(scores, 1) * score_scale)
-        # Of a row that has seen nothing yet, both are -inf.
+        # For a row that has seen no token yet, both are -inf.
         shift = tl.where(peak == float("-inf"), 0.0, peak) if MASKED else peak
         if HAS_SOFT_CAP or MAX_DISTANCE:
             p = tl.exp2(scores - shift[:, None])
@@ -161,7 +161,7 @@ def attend_run(
         if FORMAT >= HEAD_SCALED:
             v_scale = _load_each(value_scales + scale_rows, live, MASKED)
             if tl.float16 == DOT_DTYPE:
-                # Weights times scales would be too small for it.
+                # The products of weights and scales would be too small for DOT_DTYPE.
                 v = (v.to(tl.float32) * v_scale[:, None]).to(DOT_DTYPE)
                 if FORMAT == NIBBLES:
                     v_high = (v_high.to(tl.float32) * v_scale[:, None]).to(DOT_DTYPE)
@@ -175,7 +175,7 @@ def attend_run(
 
 @triton.jit
 def load_blocks(block_table, start, hi, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the block ids of the tokens from ``start`` on: one for all, where all lie in one block."""
+    """Return the block ids of the tokens from ``start`` on: a single id if all tokens are in one block."""
     if BLOCK_SIZE % BLOCK_N == 0:
         blocks = tl.load(block_table + start // BLOCK_SIZE, mask=start < hi, other=0)
     else:
@@ -187,7 +187,7 @@ def load_blocks(block_table, start, hi, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.co
 @triton.jit
 def _as_numbers(nibbles, DOT_DTYPE: tl.constexpr):
     """Return numbers below 16 in a floating-point dtype."""
-    # Put into the lowest bits of the mantissa of a power of two, they are what exceeds it: no conversion is needed.
+    # In the lowest mantissa bits of a power of two, a code is the excess over that power, so no conversion is needed.
     if tl.bfloat16 == DOT_DTYPE:
         numbers = (nibbles.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True) - 128.0
     elif tl.float16 == DOT_DTYPE:
@@ -199,7 +199,7 @@ def _as_numbers(nibbles, DOT_DTYPE: tl.constexpr):
 
 @triton.jit
 def _load_rows(rows, columns, live, IS_PADDED: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr):
-    """Return the tokens' vectors; zeros for tokens that are not live, where that is asked for, and in the padding."""
+    """Return the tokens' vectors; zeros in the padding, and for tokens that are not live if ``MASKED``."""
     places = rows[:, None] + columns[None, :]
     if MASKED and IS_PADDED:
         vectors = tl.load(places, mask=live[:, None] & (columns < SIZE)[None, :], other=0.0)
@@ -214,6 +214,6 @@ def _load_rows(rows, columns, live, IS_PADDED: tl.constexpr, SIZE: tl.constexpr,
 
 @triton.jit
 def _load_each(places, live, MASKED: tl.constexpr):
-    """Return one number for each token, as float32; likewise."""
+    """Return one number for each token, as float32; zeros for tokens that are not live if ``MASKED``."""
     numbers = tl.load(places, mask=live, other=0.0) if MASKED else tl.load(places)
     return numbers.to(tl.float32)

@@ -1,6 +1,6 @@
-"""The cutting of steps in C, for NumPy's calls on arrays this small cost more than what they compute.
+"""Compiles and loads the C code that plans steps: for such small arrays, NumPy's calls take longer than their work.
 
-It is built as Triton builds what launches its kernels: by the compiler that it needs for that, into its cache folder.
+Like Triton's own launchers, it is built by the compiler that Triton needs, into Triton's cache folder.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ SOURCES = Path(__file__).parent / "src"
 
 @cache
 def load() -> ModuleType | None:
-    """Return the compiled module; None where it cannot be built, which is said in one line, once."""
-    source = "\n".join((SOURCES / name).read_text(encoding="utf-8") for name in ("tiles.h", "parts.h", "cut.c"))
+    """Return the compiled module; None if it cannot be built, which is reported once in one line on stderr."""
+    source = "\n".join((SOURCES / name).read_text(encoding="utf-8") for name in ("tiles.h", "parts.h", "plan.c"))
     try:
-        # Triton does not promise to have it at this place in every version, or to be there at all.
+        # A version of Triton may have it elsewhere, or Triton may be missing.
         from triton.runtime.build import compile_module_from_src
 
-        module: ModuleType = compile_module_from_src(source, "kvframe_kernels_cut")
+        module: ModuleType = compile_module_from_src(source, "kvframe_kernels_plan")
     except (RuntimeError, ImportError, OSError, subprocess.CalledProcessError) as error:
-        print(f"kvframe-kernels: steps are cut by NumPy, which takes longer: {error}", file=sys.stderr, flush=True)
+        print(f"kvframe-kernels: steps are planned by NumPy, which takes longer: {error}", file=sys.stderr, flush=True)
         return None
     return module

@@ -1,7 +1,8 @@
-"""The second half of a cut: tiles that see much more than a program's fair share of the step, in parts.
+"""The second half of planning: splits tiles that see much more than a program's fair share of the step into parts.
 
-The parts of a tile are joined afterwards (Flash-Decoding; the shares as in FlashInfer's planner, arXiv 2501.01005).
-What tiles read is worked out for all masks at once, and a mask's tiles are gone through only where some are split.
+The parts of a tile are merged afterwards (Flash-Decoding; the shares are as in FlashInfer's planner, arXiv 2501.01005).
+The tokens that tiles read are computed for all masks at once. The tiles of a mask are visited one by one only if some
+of them are split.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from kvframe_kernels.triton.attention_tiles import (
 )
 
 NUM_SPLIT_FIELDS = 4
-"""Of a tile that is split: its first query, its queries, the slot of its first part, its parts."""
+"""Numbers of a split tile: its first query, its queries, the slot of its first part, its parts."""
 SPLIT_FIELDS = np.array([FIRST_QUERY, NUM_QUERIES, PART, PART_BLOCKS])
-"""Where a work item has these, before its parts are numbered."""
+"""The fields of a work item that hold these, before its parts are numbered."""
 EIGHTHS = np.arange(8, 17) / 8
 LONG = 1.25
-"""A tile that sees this many times a program's fair share is split, where there are enough tiles for all programs."""
+"""If there are enough tiles for all programs, a tile is split when it sees this many times a program's fair share."""
 UNBOUNDED = 1 << 30
 
 
 class Mask(NamedTuple):
-    """What a layer hides of the past.
+    """The past tokens that a layer hides.
 
     Attributes:
-        window: How many positions a query sees, counted from its own; 0 for all.
+        window: The number of positions that a query sees, counted back from its own; 0 for all.
         chunk: Tokens of a chunk that its queries stay within; 0 for none.
     """
 
@@ -51,12 +52,12 @@ class Mask(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The work items of programs of one shape, of which some are parts of tiles.
+    """The work items of programs of one shape, some of which are parts of tiles.
 
     Attributes:
-        parts: ``[num_parts, 8]``: these.
-        whole: ``[num_others, 8]``: the tiles in one piece.
-        splits: ``[num_splits, 4]``: the tiles that are split.
+        parts: ``[num_parts, 8]``: the parts of split tiles.
+        whole: ``[num_others, 8]``: the whole tiles.
+        splits: ``[num_splits, 4]``: the split tiles.
     """
 
     parts: IntArray
@@ -68,7 +69,7 @@ ALL = Mask()
 
 
 def masks_in_effect(batch: Batch, masks: Sequence[Mask]) -> Sequence[Mask]:
-    """Return masks that hide as much of a batch, with the one that hides nothing for those that are too wide to."""
+    """Return equivalent masks for a batch: one that is too wide to hide a token is replaced by one that hides none."""
     if not batch.causal:
         return [ALL] * len(masks)
     if batch.static or not any(mask.window or mask.chunk for mask in masks):
@@ -78,7 +79,7 @@ def masks_in_effect(batch: Batch, masks: Sequence[Mask]) -> Sequence[Mask]:
 
 
 def num_tokens_read(tiles: Tiles, batch: Batch, masks: tuple[Mask, ...]) -> IntArray:
-    """Return what tiles read, ``[num_masks, num_rows]``: from the first token that they see on, in whole blocks."""
+    """Return the tokens that tiles read, ``[num_masks, num_rows]``, in whole blocks from the first seen token on."""
     items = tiles.items
     stop: IntArray = items[:, STOP]
     if masks == (ALL,) and batch.seq_starts is None:
@@ -94,14 +95,14 @@ def num_tokens_read(tiles: Tiles, batch: Batch, masks: tuple[Mask, ...]) -> IntA
 
 @lru_cache(maxsize=256)
 def _before_windows(masks: tuple[Mask, ...]) -> tuple[IntArray, tuple[tuple[int, int], ...]]:
-    """Return by how much windows start before a position, ``[num_masks, 1]``; and the sizes of chunks, by mask."""
+    """Return how far before a position windows start, ``[num_masks, 1]``, and the sizes of chunks by mask."""
     hidden = [[1 - (mask.window or UNBOUNDED)] for mask in masks]
     chunks = tuple((row, mask.chunk) for row, mask in enumerate(masks) if mask.chunk)
     return np.array(hidden, dtype=np.int32), chunks
 
 
 def _first_tokens(tiles: Tiles) -> IntArray:
-    """Return what is left of a token's number when it is made that of the first one of its block, for each tile."""
+    """Return for each tile a bit mask that turns a token's number into that of the first token of its block."""
     sizes = [-shape.tiling.block_n for shape in tiles.shapes]
     if sizes[0] == sizes[-1]:
         return np.array(sizes[0], dtype=np.int32)
@@ -110,12 +111,12 @@ def _first_tokens(tiles: Tiles) -> IntArray:
 
 
 def longest_parts(tiles: Tiles, num_tokens: IntArray, waves: Sequence[int]) -> list[list[int | None]]:
-    """Return how many blocks of tokens a part has at most, for each mask and shape; None if no tile is split.
+    """Return the most blocks of a part, for each mask and shape; None if no tile is split.
 
     Args:
         tiles: The tiles.
-        num_tokens: ``[num_masks, num_rows]``: what each reads.
-        waves: For each shape, work items that run at a time.
+        num_tokens: ``[num_masks, num_rows]``: the tokens that each reads.
+        waves: For each shape, the work items that run at the same time.
     """
     firsts = FIRST if len(tiles.shapes) == 1 else [shape.first for shape in tiles.shapes]
     longest = np.maximum.reduceat(num_tokens, firsts, axis=1).tolist()
@@ -135,7 +136,7 @@ def _longest_part(num_tokens: IntArray, longest: int, total: int, wave: int, til
         return None
     block_n = tiling.block_n
     if 2 * len(num_tokens) <= wave:
-        # One wave holds all parts: the shortest parts that fit into it. Those of twice the fair share always do.
+        # All parts run in one wave: the shortest parts that fit into it. Parts of twice the fair share always fit.
         num_blocks = -(-num_tokens // block_n)
         candidates = np.ceil(int(np.add.reduce(num_blocks)) / wave * EIGHTHS)
         sums = np.ceil(num_blocks / candidates[:, None]).sum(1)
@@ -149,11 +150,11 @@ def _longest_part(num_tokens: IntArray, longest: int, total: int, wave: int, til
 
 
 def split(items: IntArray, num_tokens: IntArray, length: int, block_n: int) -> Parts:
-    """Return work items of which none reads more than so many blocks.
+    """Return work items, none of which reads more than ``length`` blocks.
 
     Args:
         items: ``[num_tiles, 8]``: tiles of programs of one shape as work items; some read more.
-        num_tokens: ``[num_tiles]``: what each reads.
+        num_tokens: ``[num_tiles]``: the tokens that each reads.
         length: The most blocks of a part.
         block_n: Tokens of a block.
     """
@@ -162,7 +163,7 @@ def split(items: IntArray, num_tokens: IntArray, length: int, block_n: int) -> P
     tiles = items.take(index, axis=0)
     num_blocks = -(-num_tokens.take(index) // block_n)
     counts = -(-num_blocks // length)
-    # Parts of a tile are of even length, and none is empty.
+    # Parts of a tile have about equal lengths, and none is empty.
     part_blocks = -(-num_blocks // counts)
     counts = -(-num_blocks // part_blocks)
     ends = np.add.accumulate(counts, dtype=np.int32)

@@ -1,8 +1,8 @@
-"""The host side of paged attention: a step cut into work items of about the same length, from host arrays only.
+"""The host side of paged attention: divides a step into work items of about equal length, from host arrays only.
 
-A tile that sees much more than a program's fair share of the step is split over the tokens that it sees. Everything is
-NumPy over all requests and all layers at once, and what comes of it is one array for each mask, so that one tensor goes
-to the device.
+A tile that sees much more than a program's fair share of the step is split over the tokens that it sees. All requests
+and layers are planned by the same NumPy calls. The result is one array for each mask, so that one tensor is copied to
+the device.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ NO_SPLITS = np.zeros((0, NUM_SPLIT_FIELDS), dtype=np.int32)
 
 @dataclass(frozen=True)
 class Programs:
-    """Programs of one shape, and where their work stands among a step's numbers.
+    """Programs of one shape, and the places of their work in the step's numbers.
 
     Attributes:
         tiling: Their shape.
         heads: Query heads of a program.
-        first_item: Where their work items begin.
-        num_items: How many these are. Parts of tiles stand in front: an item's place is the slot of its outcome.
-        num_slots: For how many parts there is to be room.
-        first_split: Where it begins which tiles were split.
-        num_splits: How many these are.
-        split_queries: Queries of each of these at most.
+        first_item: The offset of their work items.
+        num_items: The number of these. Parts of tiles come first: an item's index is the slot of its result.
+        num_slots: The capacity for results of parts.
+        first_split: The offset of the split tiles.
+        num_splits: The number of these.
+        split_queries: The most queries of one of these.
     """
 
     tiling: Tiling
@@ -72,7 +72,7 @@ class Work:
 
     Attributes:
         numbers: ``[num_numbers], int32``: as the kernels read them.
-        programs: Who reads which of them.
+        programs: The programs, and the numbers that each of them reads.
     """
 
     numbers: IntArray
@@ -80,7 +80,7 @@ class Work:
 
     @cached_property
     def tensor(self) -> torch.Tensor:
-        """The numbers as a tensor on the host, always the same."""
+        """The numbers as a tensor on the host; every call returns the same tensor."""
         return torch.from_numpy(self.numbers)
 
     def items(self, programs: Programs) -> IntArray:
@@ -88,7 +88,7 @@ class Work:
         return self._rows(programs.first_item, programs.num_items, NUM_ITEM_FIELDS)
 
     def splits(self, programs: Programs) -> IntArray:
-        """Return tiles that were split: ``[num_splits, 4]``."""
+        """Return the split tiles: ``[num_splits, 4]``."""
         return self._rows(programs.first_split, programs.num_splits, NUM_SPLIT_FIELDS)
 
     def _rows(self, first: int, num_rows: int, num_fields: int) -> IntArray:
@@ -96,13 +96,13 @@ class Work:
 
 
 @dataclass(frozen=True, eq=False)
-class Cutter:
-    """Cuts steps for layers that differ in their masks only.
+class StepPlanner:
+    """Divides steps for layers that differ only in their masks.
 
     Attributes:
         num_kv_heads: Their KV heads.
         group: Query heads of each.
-        tilings: Shapes of programs, by ascending rows; the last one takes what is too long for the others.
+        tilings: Shapes of programs, by ascending rows; the last one takes requests that are too long for the others.
         num_cores: Multiprocessors of the device.
     """
 
@@ -118,19 +118,19 @@ class Cutter:
 
     @cached_property
     def _programs(self) -> int:
-        """How many compute a work item: one for every KV head, or more."""
+        """Programs that compute a work item: one for every KV head, or more."""
         return self.num_kv_heads * -(-self.group // self.heads)
 
-    def cut(self, batch: Batch, masks: Sequence[Mask]) -> list[Work]:
+    def plan(self, batch: Batch, masks: Sequence[Mask]) -> list[Work]:
         """Return the step's work for each mask.
 
-        What is the same for some of them, because they hide equally much of this step, is one value, but in a graph's
-        step: which values there are does not depend on what is in it.
+        Masks that hide equally many tokens of this step share one value. This does not hold in a graph's step, whose
+        values must not depend on its content.
         """
         native = attention_native.load()
         if native is None:
-            return self.cut_with_numpy(batch, masks)
-        found, places = native.cut(
+            return self.plan_with_numpy(batch, masks)
+        found, places = native.plan(
             batch.query_start_loc,
             batch.seq_lens,
             batch.seq_starts,
@@ -153,16 +153,16 @@ class Cutter:
 
     @cached_property
     def _shapes(self) -> bytes:
-        """Of each tiling, its rows, the tokens of an iteration, the work items at a time, and tokens of a part."""
+        """For each tiling, its rows, the tokens of an iteration, the work items at a time, and tokens of a part."""
         numbers = [(each.block_m, each.block_n, self._wave(each), each.min_split) for each in self.tilings]
         return np.array(numbers, dtype=np.int32).tobytes()
 
     def _wave(self, tiling: Tiling) -> int:
-        """Return how many work items run at a time."""
+        """Return the number of work items that run at the same time."""
         return max(1, self.num_cores * tiling.programs_per_core // self._programs)
 
-    def cut_with_numpy(self, batch: Batch, masks: Sequence[Mask]) -> list[Work]:
-        """Return what ``cut`` returns, where nothing can be compiled."""
+    def plan_with_numpy(self, batch: Batch, masks: Sequence[Mask]) -> list[Work]:
+        """Return the same as ``plan``, without compiled code."""
         tiles = tiles_of(batch, self.heads, self.tilings)
         waves = [self._wave(shape.tiling) for shape in tiles.shapes]
         in_effect = masks_in_effect(batch, masks)
@@ -171,7 +171,7 @@ class Cutter:
         lengths = longest_parts(tiles, num_tokens, waves)
         if batch.static:
             found = [every.index(mask) for mask in in_effect]
-            return [self._with_room(tiles, num_tokens[row], lengths[row], batch, waves) for row in found]
+            return [self._with_capacity(tiles, num_tokens[row], lengths[row], batch, waves) for row in found]
         whole: Work | None = None
         works: dict[Mask, Work] = {}
         for mask, reads, most in zip(every, num_tokens, lengths, strict=True):
@@ -183,34 +183,34 @@ class Cutter:
 
     def _in_parts(self, tiles: Tiles, num_tokens: IntArray, lengths: Sequence[int | None]) -> Work:
         cuts = _cut(tiles, num_tokens, lengths)
-        rooms = [
-            Room(len(cut.parts) + len(cut.whole), len(cut.parts), len(cut.splits), shape.max_queries)
+        capacities = [
+            Capacity(len(cut.parts) + len(cut.whole), len(cut.parts), len(cut.splits), shape.max_queries)
             for cut, shape in zip(cuts, tiles.shapes, strict=True)
         ]
-        return _packed(tiles.shapes, cuts, rooms, self.heads)
+        return _packed(tiles.shapes, cuts, capacities, self.heads)
 
-    def _with_room(
+    def _with_capacity(
         self, tiles: Tiles, num_tokens: IntArray, lengths: Sequence[int | None], batch: Batch, waves: Sequence[int]
     ) -> Work:
-        rooms = []
+        capacities = []
         for shape, wave in zip(tiles.shapes, waves, strict=True):
             queries_per_tile = shape.tiling.block_m // self.heads
             num_tiles = min(batch.num_tokens, len(batch.seq_lens) + 1 + batch.num_tokens // queries_per_tile)
-            # A wave holds so many parts that those of all tiles are no more than two.
+            # The parts of all split tiles fill at most two waves.
             max_queries = min(queries_per_tile, batch.max_query_len)
-            rooms.append(Room(num_tiles + wave, 2 * wave, min(wave, num_tiles), max_queries))
-        return _packed(tiles.shapes, _cut(tiles, num_tokens, lengths), rooms, self.heads)
+            capacities.append(Capacity(num_tiles + wave, 2 * wave, min(wave, num_tiles), max_queries))
+        return _packed(tiles.shapes, _cut(tiles, num_tokens, lengths), capacities, self.heads)
 
 
 @cache
-def cutter_for(num_kv_heads: int, group: int, tilings: tuple[Tiling, ...], num_cores: int) -> Cutter:
-    """Return what cuts steps; it is the same for the same arguments."""
+def planner_for(num_kv_heads: int, group: int, tilings: tuple[Tiling, ...], num_cores: int) -> StepPlanner:
+    """Return the planner for these arguments; equal arguments give the same object."""
     attention_native.load()  # at set-up, and not in the first step
-    return Cutter(num_kv_heads, group, tilings, num_cores)
+    return StepPlanner(num_kv_heads, group, tilings, num_cores)
 
 
-class Room(NamedTuple):
-    """For how much there is to be room; the fields are those of ``Programs``."""
+class Capacity(NamedTuple):
+    """The sizes for which an array has capacity; the fields are those of ``Programs``."""
 
     num_items: int
     num_slots: int
@@ -231,25 +231,25 @@ def _cut(tiles: Tiles, num_tokens: IntArray, lengths: Sequence[int | None]) -> l
     return cuts
 
 
-def _packed(shapes: Sequence[Shape], cuts: Sequence[Parts], rooms: Sequence[Room], heads: int) -> Work:
-    """Return the work of all programs as one array, with zeros where there is room for more."""
+def _packed(shapes: Sequence[Shape], cuts: Sequence[Parts], capacities: Sequence[Capacity], heads: int) -> Work:
+    """Return the work of all programs as one array, with zeros in unused capacity."""
     programs: list[Programs] = []
     end = 0
-    for shape, room in zip(shapes, rooms, strict=True):
-        first_split = end + _aligned(room.num_items * NUM_ITEM_FIELDS)
+    for shape, capacity in zip(shapes, capacities, strict=True):
+        first_split = end + _aligned(capacity.num_items * NUM_ITEM_FIELDS)
         programs.append(
             Programs(
                 shape.tiling,
                 heads,
                 end,
-                room.num_items,
-                room.num_slots,
+                capacity.num_items,
+                capacity.num_slots,
                 first_split,
-                room.num_splits,
-                room.split_queries if room.num_splits else 0,
+                capacity.num_splits,
+                capacity.split_queries if capacity.num_splits else 0,
             )
         )
-        end = first_split + _aligned(room.num_splits * NUM_SPLIT_FIELDS)
+        end = first_split + _aligned(capacity.num_splits * NUM_SPLIT_FIELDS)
     numbers = np.zeros(end, dtype=np.int32)
     for cut, place in zip(cuts, programs, strict=True):
         first_whole = place.first_item + cut.parts.size

@@ -1,8 +1,8 @@
-"""The first half of a cut: a step's requests as tiles, from host arrays only.
+"""The first half of planning: divides a step's requests into tiles, from host arrays only.
 
-A tile is as many consecutive queries of one request as fill a program's rows. What a layer hides of the past changes
-nothing here: layers with other masks share the tiles of a step. There are few calls: NumPy's work on a step is their
-number, and each is of all requests.
+A tile has as many consecutive queries of one request as fill a program's rows. It does not depend on the mask, so
+layers with different masks share the tiles of a step. The time that NumPy takes depends on the number of its calls, so
+there are few calls, each for all requests.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ IntArray = npt.NDArray[np.int32]
 
 NUM_ITEM_FIELDS = 8
 ROW, FIRST_QUERY, NUM_QUERIES, POSITION, STOP, START, PART, PART_BLOCKS = range(NUM_ITEM_FIELDS)
-"""Of a work item: its row in the block table, the queries, the first one's position, where what they see stops and what
-is hidden ends, which part of a tile it is, and blocks of tokens of a part; 0 and 0 for a tile in one piece."""
+"""Fields of a work item: row in the block table, queries, position of the first query, end of the seen tokens, end of
+the hidden tokens, index of the part of a tile, and blocks of tokens of a part; the last two are 0 for a whole tile."""
 ALIGNMENT = 16
-"""Numbers: where a kernel begins to read is a multiple of this, for which Triton compiles one variant of it alone."""
+"""The alignment of the numbers that a kernel reads, so that Triton compiles a single variant of the kernel."""
 ROWS_ALIGNED = ALIGNMENT // NUM_ITEM_FIELDS
 MAX_SMALL_ROWS = 64
-"""Rows of a request, its queries times the query heads of a program, up to which it is one tile of small programs."""
+"""The most rows (queries times query heads of a program) for which a request is one tile of a small program."""
 ZERO, ONE = np.array(0, dtype=np.int32), np.array(1, dtype=np.int32)
 FIRST = np.array([0])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """How a kind of programs is shaped.
+    """The shape of a kind of programs.
 
     Attributes:
         block_m: Rows: queries times query heads.
         block_n: Tokens of an iteration, a power of two.
         num_warps: Warps.
         num_stages: Iterations whose loads are in flight.
-        programs_per_core: Programs that a multiprocessor runs at a time.
-        min_split: Tokens of a part at least.
-        mask_all: Whether every block is masked: of few rows that costs nothing, and one loop is shorter than three.
+        programs_per_core: Programs that a multiprocessor runs at the same time.
+        min_split: The fewest tokens of a part.
+        mask_all: Whether every block is masked. With few rows, masks cost nothing, and one loop is shorter than three.
     """
 
     block_m: int
@@ -54,13 +54,13 @@ class Tiling:
 
 
 class Shape(NamedTuple):
-    """Programs of one shape, and which of a step's tiles are theirs.
+    """Programs of one shape, and their tiles in a step.
 
     Attributes:
-        tiling: The programs.
-        max_queries: Queries of a tile at most.
+        tiling: The programs' shape.
+        max_queries: The most queries of a tile.
         first: The row of their first tile.
-        num_tiles: How many these are.
+        num_tiles: The number of their tiles.
     """
 
     tiling: Tiling
@@ -73,8 +73,8 @@ class Tiles(NamedTuple):
     """The tiles of a step.
 
     Attributes:
-        items: ``[num_rows, 8]``: each as a work item, in one piece; not written to. A row between those of two shapes
-            may be of no tile, and then it is of zeros.
+        items: ``[num_rows, 8]``: each tile as a work item, not split; read-only. Rows between the tiles of two shapes
+            may be unused, and are then zeros.
         shapes: At most one shape of small programs, and one of large ones.
     """
 
@@ -87,13 +87,13 @@ class Batch:
     """A step's requests, on the host.
 
     Attributes:
-        query_start_loc: ``[num_reqs + 1]``: where each request's new tokens start.
+        query_start_loc: ``[num_reqs + 1]``: the start of each request's new tokens.
         seq_lens: ``[num_reqs]``: tokens of the sequence that its queries attend to.
         seq_starts: ``[num_reqs]``: tokens before this one are hidden; None for none.
-        num_tokens: Packed tokens, padding after the requests' included.
+        num_tokens: Packed tokens, including padding after the requests' tokens.
         causal: Whether queries see only their own and earlier positions.
-        max_query_len: The most new tokens of one request; with ``static``, of any request in such a batch.
-        static: Whether the work's shapes may follow from the other sizes and ``max_query_len`` only.
+        max_query_len: The most new tokens of one request; with ``static``, the most in any batch of this graph.
+        static: Whether the work's shapes must follow from the other sizes and ``max_query_len`` only.
     """
 
     query_start_loc: IntArray
@@ -106,19 +106,19 @@ class Batch:
 
     @property
     def num_padding(self) -> int:
-        """Packed tokens of no request."""
+        """Packed tokens of padding."""
         return self.num_tokens - int(self.query_start_loc[-1])
 
 
 def tiles_of(batch: Batch, heads: int, tilings: tuple[Tiling, ...]) -> Tiles:
     """Return the step's tiles.
 
-    Every packed token is in one tile: padding is a request that sees nothing, and gets zeros.
+    Every packed token is in one tile: padding is like a request that sees no token, and gets zeros.
 
     Args:
         batch: The step.
         heads: Query heads of a program.
-        tilings: Shapes of programs, by ascending rows; the last one takes what is too long for the others.
+        tilings: Shapes of programs, by ascending rows; the last one takes requests that are too long for the others.
     """
     requests = _requests(batch)
     limit = min(MAX_SMALL_ROWS, tilings[-1].block_m) // heads
@@ -138,7 +138,7 @@ def tiles_of(batch: Batch, heads: int, tilings: tuple[Tiling, ...]) -> Tiles:
         if not num_small:
             return Tiles(large, (Shape(tilings[-1], queries_per_tile, 0, num_large),))
         limit = int(np.maximum.reduceat(query_lens.take(small), FIRST)[0])
-    # Some rows before the second shape's, which start at a place of the alignment, even where there are none.
+    # The second shape's rows start at a multiple of the alignment, even if the first shape has no rows.
     first = -(-max(num_small, 1) // ROWS_ALIGNED) * ROWS_ALIGNED
     items = np.zeros((first + max(num_large, 1), NUM_ITEM_FIELDS), dtype=np.int32)
     requests.take(small, axis=0, out=items[:num_small], mode="clip")
@@ -152,7 +152,7 @@ def _tiling_for(rows: int, tilings: Sequence[Tiling]) -> Tiling:
 
 
 def _requests(batch: Batch) -> IntArray:
-    """Return each request with queries as a work item, ``[num_reqs, 8]``; padding is one more, which sees nothing."""
+    """Return each request with queries as a work item, ``[num_reqs, 8]``; padding is one more, which sees no token."""
     starts, num_reqs, num_padding = batch.query_start_loc, len(batch.seq_lens), batch.num_padding
     if not num_padding and batch.max_query_len == 1 and batch.num_tokens == num_reqs:
         requests = _decodes(num_reqs).copy()
@@ -178,7 +178,7 @@ def _requests(batch: Batch) -> IntArray:
 
 @lru_cache(maxsize=64)
 def _rows(num_rows: int) -> IntArray:
-    """Return work items of which nothing is said but their rows in the block table; not to be written to."""
+    """Return read-only work items with only their rows in the block table set."""
     rows = np.zeros((num_rows, NUM_ITEM_FIELDS), dtype=np.int32)
     rows[:, ROW] = np.arange(num_rows)
     return rows
@@ -186,7 +186,7 @@ def _rows(num_rows: int) -> IntArray:
 
 @lru_cache(maxsize=64)
 def _decodes(num_reqs: int) -> IntArray:
-    """Return work items of one query each, of which nothing is said but which these are; not to be written to."""
+    """Return read-only work items of one query each, with only their indices set."""
     rows = _rows(num_reqs).copy()
     rows[:, FIRST_QUERY] = rows[:, ROW]
     rows[:, NUM_QUERIES] = 1
@@ -194,17 +194,17 @@ def _decodes(num_reqs: int) -> IntArray:
 
 
 def _cut(requests: IntArray, queries_per_tile: int, batch: Batch) -> IntArray:
-    """Return the tiles of some requests, ``[num_tiles, 8]``: the last ones of long sequences first."""
+    """Return the tiles of some requests, ``[num_tiles, 8]``, those with the last queries of long sequences first."""
     most, less_one = _numbers(queries_per_tile)
     counts = (requests[:, NUM_QUERIES] + less_one) // most
     ends = np.add.accumulate(counts, dtype=np.int32)
     num_tiles = int(ends[-1]) if len(ends) else 0
     steps = _steps(queries_per_tile, num_tiles.bit_length())
-    # Each tile is so many steps after its request's first one.
+    # Each tile is a number of steps after its request's first tile.
     requests -= steps.take(ends - counts, axis=0)
     tiles = requests.repeat(counts, axis=0)
     tiles += steps[:num_tiles]
-    # The longest first, so that none is left over when the others are done.
+    # The longest tiles start first, so that none is left when the others are done.
     tiles = tiles.take((-tiles[:, POSITION]).argsort(kind="stable"), axis=0)
     num_queries = tiles[:, NUM_QUERIES]
     np.minimum(num_queries, most, out=num_queries)
@@ -212,20 +212,20 @@ def _cut(requests: IntArray, queries_per_tile: int, batch: Batch) -> IntArray:
         stop = tiles[:, STOP]
         np.add(tiles[:, POSITION], num_queries, out=stop)
         if batch.num_padding:
-            # Padding sees nothing, whatever its position.
+            # Padding sees no token, at any position.
             np.maximum(stop, ZERO, out=stop)
     return tiles
 
 
 @lru_cache(maxsize=64)
 def _numbers(queries_per_tile: int) -> tuple[IntArray, IntArray]:
-    """Return a number and the one before it, as NumPy computes with them soonest."""
+    """Return ``queries_per_tile`` and ``queries_per_tile - 1`` in the form that is fastest for NumPy."""
     return np.array(queries_per_tile, dtype=np.int32), np.array(queries_per_tile - 1, dtype=np.int32)
 
 
 @lru_cache(maxsize=64)
 def _steps(queries_per_tile: int, num_bits: int) -> IntArray:
-    """Return how work items differ from another that is 0, 1, 2, … tiles before them, as many as the bits can say."""
+    """Return the differences between a work item and the ones 0, 1, 2, … tiles later, ``2 ** num_bits`` of them."""
     step = np.zeros(NUM_ITEM_FIELDS, dtype=np.int32)
     step[[FIRST_QUERY, NUM_QUERIES, POSITION]] = queries_per_tile, -queries_per_tile, queries_per_tile
     return np.arange(1 << num_bits, dtype=np.int32)[:, None] * step

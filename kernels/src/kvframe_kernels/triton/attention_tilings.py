@@ -1,12 +1,12 @@
-"""Shapes of programs for the sizes of heads.
+"""The shapes of programs for each head size.
 
-They were chosen by what programs take of a Hopper multiprocessor (65,536 registers, 227 KiB of shared memory), as
-``ahead_of_time`` reports it: no register is spilled, and
+They were chosen by the resources that programs take of a Hopper multiprocessor (65,536 registers, 227 KiB of shared
+memory), as ``ahead_of_time`` reports them. No register is spilled. In addition:
 
-- decodes, which wait for memory, have two or three programs on a multiprocessor, each with the loads of two iterations
-  in flight: 4.3 TB/s times the microsecond that a load takes under load are 33 KiB for each of 132 multiprocessors;
-- prompts, which wait for the tensor cores, have as many rows as the accumulators leave registers for: with 128 rows of
-  bfloat16 a key is used for 128 products per element that is read from the L2 cache.
+- Decodes wait for memory. Two or three programs run on a multiprocessor, each with the loads of two iterations in
+  flight: 4.3 TB/s times the microsecond that a load takes under load are 33 KiB for each of 132 multiprocessors.
+- Prompts wait for the tensor cores. They have as many rows as the accumulators leave registers for: with 128 rows of
+  bfloat16, a key is used for 128 products per element that is read from the L2 cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cache
 from kvframe_kernels.triton.attention_tiles import Tiling
 
 _DECODE_PART, _PROMPT_PART = 256, 1024
-"""Tokens of a part at least: a part costs as much as a few dozen tokens when it is joined."""
+"""The fewest tokens of a part: the merge of a part costs as much as a few dozen tokens."""
 
 
 @cache
@@ -24,12 +24,12 @@ def suitable_tilings(head_size: int, item_bytes: int, kv_format: str) -> tuple[T
     """Return shapes of programs, by ascending rows.
 
     Args:
-        head_size: The larger of those of keys and values.
+        head_size: The larger of the head sizes of keys and values.
         item_bytes: Bytes of an element of the queries.
-        kv_format: How keys and values are stored.
+        kv_format: The format of keys and values.
     """
     if item_bytes == 4:
-        # Products of float32 are no tensor cores' work: a program's operands are in registers.
+        # Tensor cores do not multiply float32, so a program's operands are in registers.
         tokens = 32 if head_size <= 128 else 16
         return _masked(16, tokens, warps=8), _masked(32, 16, warps=8, programs=1)
     if head_size > 512:
@@ -50,7 +50,7 @@ def suitable_tilings(head_size: int, item_bytes: int, kv_format: str) -> tuple[T
 
 
 def _masked(rows: int, tokens: int, *, warps: int = 4, stages: int = 3, programs: int = 3) -> Tiling:
-    """Return a shape whose every block is masked, for few queries."""
+    """Return a shape in which every block is masked, for few queries."""
     return Tiling(
         block_m=rows,
         block_n=tokens,
@@ -63,7 +63,7 @@ def _masked(rows: int, tokens: int, *, warps: int = 4, stages: int = 3, programs
 
 
 def _open(rows: int, tokens: int, *, warps: int = 8, stages: int = 3) -> Tiling:
-    """Return a shape whose blocks are masked at the ends only, for many queries."""
+    """Return a shape in which only the blocks at the ends are masked, for many queries."""
     return Tiling(
         block_m=rows,
         block_n=tokens,

@@ -1,4 +1,4 @@
-"""One token's step of the short convolutions in front of state layers, on inputs that lie in pages."""
+"""One token's step of the short convolutions before state layers, on inputs that are stored in pages."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def conv_update(
     *,
     silu: bool = False,
 ) -> torch.Tensor:
-    """Take one token's step of a short causal convolution over each channel, and shift its inputs by one.
+    """Compute one token's step of a short causal convolution over each channel, and shift its inputs by one.
 
-    The algorithm is that of ``causal_conv1d_update`` in Dao-AILab/causal-conv1d; the indices of pages are our own.
+    The algorithm is that of ``causal_conv1d_update`` in Dao-AILab/causal-conv1d; reading from pages is added.
 
     Args:
         pages: ``[num_block_ids, num_places, num_channels, num_inputs], device``: the last inputs, the latest last;
             written to at ``target``.
-        source: Where each row's inputs before the token lie.
-        target: Where those after it go; no two are one, and none is another row's source.
+        source: The place of each row's inputs before the token.
+        target: The place of each row's inputs after it; all are different, and none is another row's source.
         x: ``[num_rows, num_channels], device``: the token's input.
         weight: ``[num_channels, width], device``, with ``width <= num_inputs + 1``.
         bias: ``[num_channels], device``; None for none.
@@ -55,7 +55,7 @@ def conv_launch(
     out: torch.Tensor,
     silu: bool,
 ) -> Launch:
-    """Return what ``conv_update`` launches; ``out`` is what it returns."""
+    """Return the launch of ``conv_update``, which writes to ``out``."""
     num_rows, num_channels = x.shape
     num_inputs, width = pages.shape[-1], weight.shape[-1]
     block_l = triton.next_power_of_2(num_inputs + 1)
@@ -93,7 +93,7 @@ def conv_update_reference(
     *,
     silu: bool = False,
 ) -> torch.Tensor:
-    """Do what ``conv_update`` does, in plain torch."""
+    """Compute ``conv_update`` in plain torch."""
     inputs = torch.cat([pages[source].float(), x.float()[..., None]], dim=-1)
     pages[target] = inputs[..., 1:].to(pages.dtype)
     out = (inputs[..., -weight.shape[-1] :] * weight.float()).sum(-1)
@@ -121,7 +121,7 @@ def _conv_step(  # type: ignore[no-untyped-def]
     tap = at - (num_inputs + 1 - width)
     taps = in_c[:, None] & ((tap >= 0) & (tap < width))[None, :]
     weights = tl.load(weight + c[:, None] * w_channel + tap[None, :] * w_input, mask=taps, other=0.0)
-    # Every input moves to where another thread may still have to read one.
+    # An input is written to a place that another thread may still have to read.
     tl.debug_barrier()
     moved = in_c[:, None] & ((at > 0) & (at <= num_inputs))[None, :]
     tl.store(pages + target + c[:, None] * s_channel + (at - 1)[None, :] * s_input, inputs, mask=moved)

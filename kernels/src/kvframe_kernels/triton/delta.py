@@ -1,4 +1,4 @@
-"""One token's step of the gated delta rule, on states that lie in pages: Gated DeltaNet, Kimi's linear attention."""
+"""One token's step of the gated delta rule on states in pages, for Gated DeltaNet and Kimi's linear attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvframe_kernels.triton.launch import Launch
 from kvframe_kernels.triton.places import Place, places, strides
 
 NORM_EPS = 1e-6
-"""What keeps the norm of queries and keys from zero, as in flash-linear-attention."""
+"""The number that keeps the norm of queries and keys from zero, as in flash-linear-attention."""
 
 
 def gated_delta_update(
@@ -26,23 +26,23 @@ def gated_delta_update(
     *,
     normalise: bool = False,
 ) -> torch.Tensor:
-    """Take one token's step of each row's state: ``S = exp(g) S``, ``S += k (beta (v - k S))``, ``o = scale q S``.
+    """Compute one token's step of each row's state: ``S = exp(g) S``, ``S += k (beta (v - k S))``, ``o = scale q S``.
 
-    That is equation 10 of Gated DeltaNet (arXiv 2412.06464); with one gate per channel of the key, Kimi Delta Attention
-    (arXiv 2510.26692). The tiling is that of ``fused_recurrent_gated_delta_rule`` in fla-org/flash-linear-attention,
-    which takes and returns dense states; here they are read from pages and written to pages.
+    That is equation 10 of Gated DeltaNet (arXiv 2412.06464) or, with one gate per channel of the key, Kimi Delta
+    Attention (arXiv 2510.26692). The tiling is that of ``fused_recurrent_gated_delta_rule`` in
+    fla-org/flash-linear-attention, which takes and returns dense states; here they are read from and written to pages.
 
     Args:
         pages: ``[num_block_ids, num_places, num_heads, key_size, value_size], device``; written to at ``target``.
-        source: Where each row's state before the token lies.
-        target: Where the state after it goes; no two are one, and none is another row's source.
+        source: The place of each row's state before the token.
+        target: The place of the state after it; all are different, and none is another row's source.
         query: ``[num_rows, num_key_heads, key_size], device``; ``num_heads // num_key_heads`` heads in a row share one.
         key: ``[num_rows, num_key_heads, key_size], device``.
         value: ``[num_rows, num_heads, value_size], device``.
         gate: ``[num_rows, num_heads], device``, or ``[num_rows, num_heads, key_size]``: logarithms of decays.
-        beta: ``[num_rows, num_heads], device``: how much of what the state says of the key is replaced.
-        scale: What queries are multiplied with.
-        normalise: Whether queries and keys are divided by their length first.
+        beta: ``[num_rows, num_heads], device``: the share of the state's value for the key that is replaced.
+        scale: The factor on queries.
+        normalise: Whether queries and keys are first divided by their length.
 
     Returns:
         ``[num_rows, num_heads, value_size], device``, in the dtype of ``value``.
@@ -66,7 +66,7 @@ def gated_delta_launch(
     scale: float,
     normalise: bool,
 ) -> Launch:
-    """Return what ``gated_delta_update`` launches; ``out`` is what it returns."""
+    """Return the launch of ``gated_delta_update``, which writes to ``out``."""
     num_rows, num_heads, value_size = value.shape
     key_size = key.shape[-1]
     block_k = triton.next_power_of_2(key_size)
@@ -115,7 +115,7 @@ def gated_delta_update_reference(
     *,
     normalise: bool = False,
 ) -> torch.Tensor:
-    """Do what ``gated_delta_update`` does, in plain torch."""
+    """Compute ``gated_delta_update`` in plain torch."""
     heads_per_key = value.shape[1] // key.shape[1]
     wanted, shown = (each.float().repeat_interleave(heads_per_key, 1) for each in (query, key))
     if normalise:
@@ -142,7 +142,7 @@ def _delta_step(  # type: ignore[no-untyped-def]
     in_k, in_v = k < key_size, v < value_size
     inside = in_k[:, None] & in_v[None, :]
     tile = head * s_head + k[:, None] * s_key + v[None, :] * s_value
-    # Pages may lie further apart than 32 bits count.
+    # Distances between pages may need more than 32 bits.
     source = tl.load(source_pages + row) * s_page + tl.load(source_places + row) * s_place
     target = tl.load(target_pages + row) * s_page + tl.load(target_places + row) * s_place
     state = tl.load(pages + source + tile, mask=inside, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""A kernel and everything that one call of it is given: what can be run can be compiled ahead of time as well."""
+"""A kernel call with all its arguments, which can be run, or compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Launch:
     Attributes:
         kernel: The function, decorated with ``triton.jit``.
         grid: Programs along each of up to three axes.
-        arguments: All its arguments by name, those that are constant at compile time included.
+        arguments: All its arguments by name, including those that are constant at compile time.
         num_warps: Warps of a program.
-        num_stages: How many iterations of a loop's loads are in flight.
+        num_stages: The number of iterations of a loop whose loads are in flight.
     """
 
     kernel: Any

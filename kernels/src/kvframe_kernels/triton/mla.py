@@ -1,7 +1,7 @@
-"""Attention over paged latents in the absorbed form, for decodes and whatever else is to be read as it lies there.
+"""Attention over paged latents in the absorbed form, for decodes and other queries that read latents in place.
 
-``LatentAttention`` holds what is known of a layer at set-up; its ``plan`` cuts a step into work on the host, as that of
-keys and values does, and ``launches`` are the one to four kernel calls that compute it.
+``LatentAttention`` holds a layer's properties. Its ``plan`` divides a step into work items on the host, as for keys and
+values. Its ``launches`` are the one to four kernel calls that compute the step.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import triton
 from kvframe_kernels.triton import mla_kernel
 from kvframe_kernels.triton.attention import LOG2_E, dot_dtype, join_launch
 from kvframe_kernels.triton.attention_parts import ALL
-from kvframe_kernels.triton.attention_plan import Cutter, Programs, Work, cutter_for
+from kvframe_kernels.triton.attention_plan import Programs, StepPlanner, Work, planner_for
 from kvframe_kernels.triton.attention_tiles import Batch, Tiling
 from kvframe_kernels.triton.launch import Launch
 
 
 def heads_per_program(num_heads: int, most: int) -> int:
-    """Return the most query heads that a program can take so that all programs take as many."""
+    """Return the largest number of query heads per program, up to ``most``, that divides ``num_heads``."""
     return next(heads for heads in range(min(num_heads, most), 0, -1) if num_heads % heads == 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention:
-    """Attention of layers over latents that are alike.
+    """Attention over latents, of layers with equal properties.
 
     Attributes:
         num_heads: Query heads.
@@ -36,9 +36,9 @@ class LatentAttention:
         rope_size: Elements of the rotated part after it.
         block_size: Tokens per block.
         scale: Factor on the products of queries and keys.
-        causal: Whether queries see only their own and earlier positions; a batch may say that they see all.
+        causal: Whether queries see only their own and earlier positions; a batch may override it, so that they see all.
         num_cores: The device's multiprocessors.
-        tilings: Shapes of programs, by ascending rows; None for those that suit the sizes.
+        tilings: Shapes of programs, by ascending rows; None for shapes that suit the sizes.
     """
 
     num_heads: int
@@ -55,19 +55,19 @@ class LatentAttention:
 
         Args:
             batch: The step.
-            dtype: Of its queries.
+            dtype: The dtype of its queries.
         """
-        (work,) = self.cutter(dtype).cut(batch, (ALL,))
+        (work,) = self.planner(dtype).plan(batch, (ALL,))
         return work
 
     def tilings_for(self, dtype: torch.dtype) -> tuple[Tiling, ...]:
         """Return the shapes of programs, for queries of this dtype."""
         return self.tilings or suitable_tilings(self.latent_size, dtype.itemsize, self.block_size)
 
-    def cutter(self, dtype: torch.dtype) -> Cutter:
-        """Return what cuts steps: as if each program's share of the heads had keys of its own."""
+    def planner(self, dtype: torch.dtype) -> StepPlanner:
+        """Return the planner of steps, for which each program's share of the heads is a KV head."""
         heads = self.heads_for(dtype)
-        return cutter_for(self.num_heads // heads, heads, self.tilings_for(dtype), self.num_cores)
+        return planner_for(self.num_heads // heads, heads, self.tilings_for(dtype), self.num_cores)
 
     def heads_for(self, dtype: torch.dtype) -> int:
         """Return the query heads of a program, for queries of this dtype."""
@@ -89,17 +89,17 @@ class LatentAttention:
         """Yield the kernel calls that write a step's ``output``, in their order.
 
         Args:
-            absorbed: ``[num_tokens, num_heads, latent_size], device``: the queries' other part, multiplied with what
-                makes keys of latents; the last axis is contiguous.
+            absorbed: ``[num_tokens, num_heads, latent_size], device``: the part of the queries that is not rotated,
+                multiplied by the matrix that makes keys of latents; the last axis is contiguous.
             rotated: ``[num_tokens, num_heads, rope_size], device``: their rotated part; likewise.
             latent: ``[num_block_ids, block_size, latent_size + rope_size], device``, strided over the pool.
             block_table: ``[num_reqs, max_blocks], int32, device``.
-            numbers: What ``plan`` returned, on the device.
-            programs: Likewise.
-            output: ``[num_tokens, num_heads, latent_size], device``, contiguous; every row is written. It is still to
-                be multiplied with what makes values of latents.
+            numbers: The numbers of ``plan``'s result, on the device.
+            programs: The programs of ``plan``'s result.
+            output: ``[num_tokens, num_heads, latent_size], device``, contiguous; every row is written. The caller
+                multiplies it by the matrix that makes values of latents.
             causal: The batch's.
-            has_starts: Whether the batch has tokens that are hidden.
+            has_starts: Whether the batch has hidden tokens.
         """
         heads = self.heads_for(absorbed.dtype)
         num_head_programs = self.num_heads // heads
@@ -157,7 +157,7 @@ class LatentAttention:
 
 
 def suitable_tilings(latent_size: int, item_bytes: int, block_size: int) -> tuple[Tiling, ...]:
-    """Return shapes of programs, by ascending rows, that a Hopper multiprocessor has the registers and the memory for.
+    """Return shapes of programs, by ascending rows, that fit a Hopper multiprocessor's registers and shared memory.
 
     Args:
         latent_size: Elements of a latent.
@@ -166,8 +166,8 @@ def suitable_tilings(latent_size: int, item_bytes: int, block_size: int) -> tupl
     """
     if item_bytes > 2 or latent_size > 512:
         return (_tiling(block_m=16, block_n=16, num_warps=8, num_stages=2, programs_per_core=1),)
-    # The sums of 64 rows of 512 elements fill the registers of two warp groups, and two stages the shared memory. Where
-    # each token's page has to be looked up, more tokens at a time would spill.
+    # The sums of 64 rows of 512 elements fill the registers of two warp groups, and two stages fill the shared memory.
+    # If each token's page has to be looked up, more tokens at a time would spill.
     block_n, num_stages = (64, 2) if block_size % 64 == 0 else (32, 3)
     return (
         _tiling(block_m=16, block_n=32, num_warps=4, num_stages=3, programs_per_core=2),
@@ -186,7 +186,7 @@ def attend_latents_reference(
     batch: Batch,
     scale: float,
 ) -> torch.Tensor:
-    """Return what ``LatentAttention`` computes, in plain torch; arguments as for its ``launches`` and ``plan``."""
+    """Compute ``LatentAttention`` in plain torch; arguments as for its ``launches`` and ``plan``."""
     latent_size = absorbed.shape[-1]
     output = torch.zeros_like(absorbed, memory_format=torch.contiguous_format)
     starts = [0] * len(batch.seq_lens) if batch.seq_starts is None else batch.seq_starts.tolist()

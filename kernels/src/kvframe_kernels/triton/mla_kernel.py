@@ -1,7 +1,7 @@
-"""The device side of latent attention: queries of all heads over one vector per token, whose first part is its value.
+"""The device side of latent attention: all query heads share one vector per token, whose first part is the value too.
 
-The absorbed form of DeepSeek-V2 (arXiv 2405.04434, 2.1). A tile of latents is loaded once and multiplied twice, as in
-FlashMLA (github.com/deepseek-ai/FlashMLA); the loop is that of ``attention_loop``, the items those of
+It is the absorbed form of DeepSeek-V2 (arXiv 2405.04434, 2.1). A tile of latents is loaded once and multiplied twice,
+as in FlashMLA (github.com/deepseek-ai/FlashMLA). The loop is that of ``attention_loop``, the work items are those of
 ``attention_kernel``.
 """
 
@@ -83,12 +83,12 @@ def attend_latents(
     weight = tl.zeros([BLOCK_M], dtype=tl.float32)
     maximum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     block_table += table_row.to(tl.int64) * table_stride
-    # An iteration reads the block ids of the next one, so that loads of latents wait for no other load.
+    # An iteration loads the block ids of the next one, so that its loads of latents need not wait for them.
     next_block = load_blocks(block_table, lo, hi, BLOCK_SIZE, BLOCK_N)
     for start in tl.range(lo, hi, BLOCK_N):
         tokens = start + tl.arange(0, BLOCK_N)
-        # What no row of the tile sees may be anything, NaN too, and its page may be gone. Masks cost little here beside
-        # the products, and a second loop for blocks without any would cost registers that there are none of.
+        # Tokens that no row sees may hold anything, including NaN, and their page may be freed. Masks cost little
+        # beside the products here, and a second loop without masks would need more registers than there are.
         live = tokens < stop
         if HAS_STARTS:
             live = live & (tokens >= seq_start)
@@ -101,14 +101,14 @@ def attend_latents(
         r = tl.load(vectors[:, None] + columns_r[None, :], mask=live[:, None] & in_r[None, :], other=0.0)
         c = c.to(DOT_DTYPE)
         scores = tl.dot(q_r, tl.trans(r.to(DOT_DTYPE)), input_precision="ieee")
-        # Scores from here on are for powers of two.
+        # From here on, scores are exponents of two.
         scores = tl.dot(q, tl.trans(c), scores, input_precision="ieee") * score_scale
         seen = live[None, :]
         if CAUSAL:
             seen = seen & (tokens[None, :] <= positions[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         peak = tl.maximum(maximum, tl.max(scores, 1))
-        # Of a row that has seen nothing yet, both are -inf.
+        # For a row that has seen no token yet, both are -inf.
         shift = tl.where(peak == float("-inf"), 0.0, peak)
         p = tl.exp2(scores - shift[:, None])
         fade = tl.exp2(maximum - shift)

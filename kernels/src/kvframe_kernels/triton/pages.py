@@ -1,7 +1,7 @@
-"""Copies of whole pages, scattered in one place or both: any number of them in one launch.
+"""Copies whole pages, any number of them in one launch; the source, the target, or both may be scattered.
 
-A copy engine takes one contiguous range at a time. What moves many small pages, to a host store or another pool, puts
-them side by side first, or takes them apart afterwards; pinned host memory may also be read and written directly.
+A copy engine copies one contiguous range at a time. To move many small pages to a host store or another pool, the
+kernel first gathers them side by side, or scatters them afterwards. It can also read and write pinned host memory.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def copy_pages(
 
     Args:
         source: ``[num_bytes], uint8, device``.
-        target: ``[num_bytes], uint8, device``, apart from ``source``; written to. Two pages of it must not overlap.
+        target: ``[num_bytes], uint8, device``, not overlapping ``source``; written to. Its pages must not overlap.
         source_ids: ``[num_pages], int64, device``: page ``i`` begins ``source_ids[i] * id_bytes`` into ``source``. None
             if the pages lie side by side.
         target_ids: Likewise for ``target``.
-        num_pages: How many pages to copy.
+        num_pages: The number of pages to copy.
         page_bytes: Bytes of a page, a multiple of 8.
         id_bytes: Bytes from one id to the next, a multiple of 8.
     """
@@ -54,7 +54,7 @@ def copy_launch(
     page_bytes: int,
     id_bytes: int,
 ) -> Launch:
-    """Return what ``copy_pages`` launches."""
+    """Return the launch of ``copy_pages``."""
     words = page_bytes // _WORD.itemsize
     arguments = {
         "source": _in_words(source),
@@ -78,7 +78,7 @@ def copy_pages_reference(
     page_bytes: int,
     id_bytes: int,
 ) -> None:
-    """Do what ``copy_pages`` does, in plain torch."""
+    """Compute ``copy_pages`` in plain torch."""
     for index in range(num_pages):
         start = index * page_bytes if source_ids is None else int(source_ids[index]) * id_bytes
         target_start = index * page_bytes if target_ids is None else int(target_ids[index]) * id_bytes
@@ -94,7 +94,7 @@ def _copy(source, target, source_ids, target_ids, num_words, id_words, BLOCK: tl
     page = tl.program_id(0).to(tl.int64)
     source_start = page * num_words
     target_start = page * num_words
-    # A pool may have more words than 32 bits count.
+    # A pool may have more words than 32 bits can count.
     if source_ids is not None:
         source_start = tl.load(source_ids + page) * id_words
     if target_ids is not None:

@@ -1,7 +1,7 @@
-"""One token's step of selective state spaces, on states that lie in pages: Mamba, Mamba-2.
+"""One token's step of selective state spaces (Mamba, Mamba-2) on states in pages.
 
-A step reads each row's state from one page and writes it to another, or the same: that is the least there is to move.
-With a gather in front and a scatter after, as kernels over dense states need them, it is three times as much.
+A step reads each row's state from one page and writes it to another page, or the same one; it moves no more bytes than
+that. Kernels over dense states need a gather before and a scatter after, and so move three times as many.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ def selective_state_update(
     *,
     softplus: bool = False,
 ) -> torch.Tensor:
-    """Take one token's step of each row's state: ``h = exp(dt A) h + dt B x``, ``y = C h + D x``, gated by ``silu(z)``.
+    """Compute one token's step of each row's state: ``h = exp(dt A) h + dt B x``, ``y = C h + D x``, with a gate.
 
-    That is equation 2 of Mamba (arXiv 2312.00752) and of Mamba-2 (arXiv 2405.21060), in float32 whatever the dtypes.
-    Mamba is one head whose ``head_size`` is the layer's width. What a model has one of for a whole head (the ``dt``,
-    ``A`` and ``D`` of Mamba-2) is given expanded, with strides of 0, and then read once. The tiling is that of
-    ``selective_state_update`` in state-spaces/mamba; the indices of pages are our own.
+    That is equation 2 of Mamba (arXiv 2312.00752) and of Mamba-2 (arXiv 2405.21060), in float32 for all dtypes. The
+    gate is ``silu(z)``. Mamba is one head whose ``head_size`` is the layer's width. The ``dt``, ``A`` and ``D`` of
+    Mamba-2, which are equal for a whole head, are given expanded, with strides of 0, and are then read once. The tiling
+    is that of ``selective_state_update`` in state-spaces/mamba; reading from pages is added.
 
     Args:
         pages: ``[num_block_ids, num_places, num_heads, head_size, state_size], device``; written to at ``target``.
-        source: Where each row's state before the token lies.
-        target: Where the state after it goes; no two are one, and none is another row's source.
+        source: The place of each row's state before the token.
+        target: The place of the state after it; all are different, and none is another row's source.
         x: ``[num_rows, num_heads, head_size], device``.
         dt: ``[num_rows, num_heads, head_size], device``.
         A: ``[num_heads, head_size, state_size], device``.
-        B: ``[num_rows, num_groups, state_size], device``; ``num_heads // num_groups`` heads in a row share one.
+        B: ``[num_rows, num_groups, state_size], device``; ``num_heads // num_groups`` consecutive heads share one.
         C: ``[num_rows, num_groups, state_size], device``.
         D: ``[num_heads, head_size], device``; None for none.
         z: ``[num_rows, num_heads, head_size], device``; None for no gate.
@@ -78,7 +78,7 @@ def selective_state_launch(
     out: torch.Tensor,
     softplus: bool,
 ) -> Launch:
-    """Return what ``selective_state_update`` launches; ``out`` is what it returns."""
+    """Return the launch of ``selective_state_update``, which writes to ``out``."""
     num_rows, num_heads, head_size = x.shape
     state_size = pages.shape[-1]
     block_n = triton.next_power_of_2(state_size)
@@ -135,7 +135,7 @@ def selective_state_update_reference(
     *,
     softplus: bool = False,
 ) -> torch.Tensor:
-    """Do what ``selective_state_update`` does, in plain torch."""
+    """Compute ``selective_state_update`` in plain torch."""
     heads_per_group = x.shape[1] // B.shape[1]
     step = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     step = functional.softplus(step)[..., None] if softplus else step[..., None]
@@ -152,7 +152,7 @@ def selective_state_update_reference(
 
 @triton.jit
 def _softplus(x):  # type: ignore[no-untyped-def]
-    # log(1 + e) with the rounding of 1 + e taken out again (W. Kahan); a plain log loses small steps altogether.
+    # log(1 + e), with the rounding error of 1 + e corrected (W. Kahan); a plain log would lose small steps completely.
     e = tl.exp(tl.minimum(x, 20.0))
     u = 1.0 + e
     small = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
@@ -174,7 +174,7 @@ def _selective_step(  # type: ignore[no-untyped-def]
     in_p, in_n = p < head_size, n < state_size
     inside = in_p[:, None] & in_n[None, :]
     tile = head * s_head + p[:, None] * s_size + n[None, :] * s_state
-    # Pages may lie further apart than 32 bits count.
+    # Distances between pages may need more than 32 bits.
     source = tl.load(source_pages + row) * s_page + tl.load(source_places + row) * s_place
     target = tl.load(target_pages + row) * s_page + tl.load(target_places + row) * s_place
     state = tl.load(pages + source + tile, mask=inside, other=0.0).to(tl.float32)

@@ -1,7 +1,7 @@
-"""Writing keys and values into pages, in every format of the distribution kvframe-kv-formats and as they are.
+"""Writes keys and values into pages, plain or in any format of the distribution kvframe-kv-formats.
 
-One launch for keys and values together. What a format stores is computed as its plain-torch write computes it, with the
-same divisions and the same rounding, so that the same bits lie in the pages whoever wrote them.
+One launch writes keys and values. The kernel encodes as the format's plain-torch write does, with the same divisions
+and the same rounding, so that both write the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FORMATS: Mapping[str, int] = {
     "int8_token_head": 3,
     "int4_token_head": 4,
 }
-"""The formats of keys and values that are written, and their number in the kernel."""
+"""The formats of keys and values that the kernel writes, with their numbers in it."""
 
 _PLAIN, _FP8_TENSOR = tl.constexpr(0), tl.constexpr(1)
 _FP8_HEAD, _INT8_HEAD, _INT4_HEAD = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
@@ -49,10 +49,10 @@ def write_kv(
         key: ``[num_tokens, num_kv_heads, head_size], device``.
         value: ``[num_tokens, num_kv_heads, head_size_v], device``.
         kv_cache: The layer's state tensors, ``[num_block_ids, block_size, num_kv_heads, …], device``; written to.
-        slots: Block id and offset of each token, ``[num_tokens], int64, device`` both. Of tokens with one slot, which
-            padded ones have, any may stay.
-        format_name: How they are stored, of ``FORMATS``.
-        k_scale: Of ``fp8_tensor``, what stored keys are multiplied with when they are read.
+        slots: Block id and offset of each token, ``[num_tokens], int64``, both on the device. If several tokens have
+            one slot, as padded tokens do, any of them is stored.
+        format_name: The format, of ``FORMATS``.
+        k_scale: For ``fp8_tensor``, the factor by which stored keys are multiplied when they are read.
         v_scale: Likewise for values.
     """
     if key.shape[0]:
@@ -68,7 +68,7 @@ def write_launch(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Launch:
-    """Return what ``write_kv`` launches."""
+    """Return the launch of ``write_kv``."""
     num_tokens, num_heads, _ = key.shape
     arguments: dict[str, Any] = {"blocks": slots[0], "offsets": slots[1], "num_rows": num_tokens * num_heads}
     arguments |= {"num_heads": num_heads, "FORMAT": FORMATS[format_name]}
@@ -78,7 +78,7 @@ def write_launch(
         strides = (0, 0, 0) if scales is None else scales.stride()
         arguments |= {
             side: source,
-            # Codes are computed as whole numbers, whatever a platform's own conversion would make of them.
+            # The kernel computes codes as whole numbers, because platforms convert floats differently.
             f"{side}_stored": stored.view(torch.uint8) if stored.dtype == torch.float8_e4m3fn else stored,
             f"{side}_scales": scales,
             f"{side}_mins": mins,
@@ -110,7 +110,7 @@ def write_kv_reference(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Do what ``write_kv`` does, in plain torch."""
+    """Compute ``write_kv`` in plain torch."""
     for side, source, scale in (("k", key, k_scale), ("v", value, v_scale)):
         for name, part in _encode(source, side, kv_cache[side].dtype, format_name, scale).items():
             stored = kv_cache[name]
@@ -155,11 +155,11 @@ def _nearest(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _fp8(x):  # type: ignore[no-untyped-def]
-    """Return the bits of ``float8_e4m3fn``: to the nearest, ties to even; saturated; NaN stays."""
+    """Return the bits of ``float8_e4m3fn``: rounded to the nearest, ties to even; saturated; NaN stays NaN."""
     bits = x.to(tl.int32, bitcast=True)
     size = tl.minimum(tl.where(x == x, tl.abs(x), 0.0), 448.0)
     size_bits = size.to(tl.int32, bitcast=True)
-    # Three bits after the point are left of 23, and the exponent's bias is 7 instead of 127.
+    # Three of 23 bits after the point remain, and the exponent's bias is 7 instead of 127.
     normal = ((size_bits + 0x7FFFF + ((size_bits >> 20) & 1)) >> 20) - (120 << 3)
     # Below 2**-6 the numbers are multiples of 2**-9, which is the unit of a float32 at 2**14.
     small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
@@ -178,7 +178,7 @@ def _write_side(  # type: ignore[no-untyped-def]
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     in_row = row < num_rows
     token, head = row // num_heads, row % num_heads
-    # Pages may lie further apart than 32 bits count, and so may tokens.
+    # Distances between pages, and between tokens, may need more than 32 bits.
     block = tl.load(blocks + token, mask=in_row, other=0).to(tl.int64)
     offset = tl.load(offsets + token, mask=in_row, other=0).to(tl.int64)
     source += token.to(tl.int64)[:, None] * token_stride + head[:, None] * head_stride

@@ -58,14 +58,14 @@ class TritonMetadataBuilder(AttentionMetadataBuilder):
             attention: Their attention.
             dtype: The dtype that it is computed in.
         """
-        self._cutter = attention.cutter(dtype)
+        self._planner = attention.planner(dtype)
         self._mask = attention.mask
         self._causal = attention.causal
 
     @property
     def reuse_key(self) -> Hashable:
         """What of the layers decides how a step is cut."""
-        return self._cutter, self._mask, self._causal
+        return self._planner, self._mask, self._causal
 
     def build(self, metadata: CommonAttentionMetadata) -> TritonMetadata:
         """Return the step's work items."""
@@ -77,12 +77,12 @@ class TritonMetadataBuilder(AttentionMetadataBuilder):
         """Return the work items of all groups; the steps of those that differ in their masks only are cut together."""
         alike: dict[Hashable, list[int]] = {}
         for index, (builder, metadata) in enumerate(builds):
-            alike.setdefault((builder._cutter, batch_key(metadata, builder._causal)), []).append(index)
+            alike.setdefault((builder._planner, batch_key(metadata, builder._causal)), []).append(index)
         found: dict[int, TritonMetadata] = {}
         for indices in alike.values():
             builder, metadata = builds[indices[0]]
             batch = batch_of(metadata, builder._causal)
-            works = builder._cutter.cut(batch, [builds[index][0]._mask for index in indices])
+            works = builder._planner.plan(batch, [builds[index][0]._mask for index in indices])
             for index, work in zip(indices, works, strict=True):
                 found[index] = TritonMetadata.of(batch, work, builds[index][1].block_table)
         return [found[index] for index in range(len(builds))]

@@ -1,5 +1,5 @@
-// Paged attention on a CPU, and writing keys and values into pages: the functions with C linkage that `attention.py` and
-// `write.py` call. `reference.py` says what attention computes.
+// Paged attention on a CPU, and writes of keys and values into pages: the functions with C linkage that `attention.py`
+// and `write.py` call. `reference.py` defines attention.
 #include <type_traits>
 
 #include "decode.h"
@@ -74,5 +74,5 @@ extern "C" void kvframe_write(const kvframe::Write* write) {
   run_on_threads(work_on_write, &job, (int)std::min(write->num_threads, portions));
 }
 
-// How many floats a vector has: which of the variants was built.
+// The floats of a vector: shows which of the variants was built.
 extern "C" int kvframe_lanes() { return kvframe::kLanes; }

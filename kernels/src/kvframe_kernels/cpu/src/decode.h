@@ -1,6 +1,6 @@
-// Few queries per request, all heads at once: keys and values are read from their pages just once, a few tokens at a time in
-// the order in which they lie there, and nothing is copied. A chunk of tokens is multiplied by all queries, then its values
-// are added. The rows are the queries of a request and their heads, those of one KV head side by side.
+// Few queries per request, with all heads at once: keys and values are read from their pages just once, a few tokens at a
+// time in the order of memory, without a copy. A chunk of tokens is multiplied by all queries, then its values are added.
+// The rows are the queries of a request with their heads; those of one KV head are adjacent.
 #pragma once
 
 #include "decode_tiles.h"
@@ -12,13 +12,13 @@ template <class Stored, class Keys>
 class Decode {
  public:
   using Values = FloatOperand<Stored>;
-  // Tokens that are read at a time. While they are computed with, as many behind them are fetched: the processor's own
-  // prefetching stops at the end of a run of pages and keeps too few lines on their way.
+  // Tokens that are read at a time. During the computation, as many later ones are prefetched: the processor's own
+  // prefetching stops at the end of a run of pages and keeps too few lines in flight.
   static constexpr int kTogether = Stored::kScaled ? 8 : 4;
-  // Tokens whose weights are computed at a time: in a long chunk the queries, and then the outputs, stay in the first-level
-  // cache, where a miss waits behind all that is being fetched. Of codes the scales have to stay there, too.
+  // Tokens whose weights are computed at a time. In a long chunk the queries, and then the outputs, stay in the L1 cache,
+  // where a miss waits for all prefetches. The scales of codes have to stay there, too.
   static constexpr int kChunk = Stored::kScaled ? 16 : 64;
-  static constexpr int kKnown = kChunk + kTileSums;  // tokens of which it is known where they lie
+  static constexpr int kKnown = kChunk + kTileSums;  // tokens whose addresses are known
 
   Decode(const Step& step, Plan& plan, Scratch& scratch, const Piece& piece)
       : step_(step),
@@ -54,7 +54,7 @@ class Decode {
     find_order<Values>((int)step_.head_size_v, value_stride_, value_order_);
     for_each_tile([&](auto rows, int, int row) { pack<rows.value>(row); });
     std::fill(outputs_, outputs_ + (size_t)rows_ * value_stride_, 0.0f);
-    // Low enough to stand for none, and finite: differences are numbers.
+    // Low enough to stand for minus infinity, but finite, so that differences are numbers.
     std::fill(tops_, tops_ + stride_, kNone);
     std::fill(totals_, totals_ + stride_, 0.0f);
     std::fill(lows_, lows_ + stride_, 0.0f);
@@ -79,7 +79,7 @@ class Decode {
  private:
   static constexpr float kNone = -1e30f;
 
-  // Lays the queries of `kRows` rows out in the order of keys, vectors of one place side by side, with zeros behind.
+  // Lays the queries of `kRows` rows out in the order of keys, with equal places of the rows adjacent, padded with zeros.
   template <int kRows>
   void pack(int row) {
     constexpr int kPerVec = Keys::kPerVec;
@@ -98,20 +98,20 @@ class Decode {
     }
   }
 
-  // Which element stands at each place of an order, and `size` where none does.
+  // The element at each place of an order, and `size` if a place has none.
   template <class Operand>
   void find_order(int size, int places, int* order) {
     for (int at = 0; at < places; at++) order[at] = std::min(Operand::element(at, size), size);
   }
 
-  // Of `count` tokens, and of those behind them that are fetched; for those that are not there the last one is repeated.
+  // For `count` tokens, and the later ones that are prefetched; missing tokens repeat the last one.
   void find(const Pages& pages, int at, int count, const Plane& plane, const char** found) {
     int known = std::min(count + kTileSums, piece_.keys.stop - at);
     pages.find(unit_.seen, at, known, plane, found);
     for (int i = known; i < kKnown; i++) found[i] = found[known - 1];
   }
 
-  // Calls `tile<kRows>(kv_head, row)` for all rows, as many of a KV head at a time as tiles have.
+  // Calls `tile<kRows>(kv_head, row)` for all rows, with as many rows of a KV head at a time as a tile has.
   template <class Tile>
   void for_each_tile(Tile tile) {
     for (int head = 0; head < step_.num_kv_heads; head++) {
@@ -150,7 +150,7 @@ class Decode {
     }
   }
 
-  // Writes what a plane has for this chunk's tokens to [count, stride], for each row. That of the next tokens is fetched.
+  // Writes a plane's numbers for this chunk's tokens to [count, stride], for each row, and prefetches the next tokens'.
   void read_scales(const Pages& pages, int at, int count, const Plane& plane, float* to) {
     if (!plane.at) return;
     const char* found[kKnown];
@@ -158,14 +158,14 @@ class Decode {
     for (int t = 0; t < count; t++, to += stride_) {
       fetch(found[t + kTogether]);
       for (int head = 0; head < step_.num_kv_heads; head++) {
-        // Whole vectors: what is too much is written over by the next head's.
+        // Whole vectors: the next head overwrites the excess.
         Vec scale = all(read_scale(step_, found[t] + head * plane.head_stride));
         for (int r = 0; r < head_rows_; r += kLanes) store(to + head * head_rows_ + r, scale);
       }
     }
   }
 
-  // A sum of codes times the scale is the sum of what they stand for, but for what codes of zero stand for.
+  // A sum of codes times the scale is the sum of their numbers, except for the number of code zero.
   void scale_products(int count) {
     for (int i = 0; i < count * stride_; i += kLanes) {
       Vec score = load(scores_ + i);
@@ -175,7 +175,7 @@ class Decode {
     }
   }
 
-  // Makes weights of values those of their codes, and sums up what codes of zero stand for, which all elements have.
+  // Turns weights of values into weights of codes, and sums up the numbers of code zero, which all elements have.
   void scale_weights(int count) {
     for (int row = 0; row < stride_; row += kLanes) {
       Vec lows = load(lows_ + row) * load(shrinks_ + row);
@@ -188,7 +188,7 @@ class Decode {
     }
   }
 
-  // Whether tiles of so many rows are worth code of their own for the usual size of a head.
+  // Whether tiles of so many rows have separate code for the usual head size.
   template <int kRows>
   static constexpr bool is_usual() {
     return kRows == 4 && !Stored::kScaled;
@@ -197,8 +197,8 @@ class Decode {
   template <int kRows>
   void multiply(int head, int row, int t, int stop) {
     constexpr int kTokens = kTileSums / kRows;
-    if (t % kTokens) return;  // of an earlier tile
-    // The last tile may go on behind the chunk's tokens: what it finds there is not looked at.
+    if (t % kTokens) return;  // read by an earlier tile
+    // The last tile may extend beyond the chunk's tokens; its results there are not used.
     for (; t < stop; t += kTokens) {
       with_size<is_usual<kRows>()>(step_.head_size, [&](auto size) {
         multiply_tile<Keys, kRows>(queries_ + (size_t)row * query_stride_, keys_ + t, keys_ + t + std::max(kTogether, kTokens),
@@ -207,7 +207,7 @@ class Decode {
     }
   }
 
-  // Hides what single queries do not see of `count` tokens from position `first` on.
+  // Hides the tokens that single queries do not see, of `count` tokens from position `first` on.
   void hide_rows(int first, int count) {
     Visible visible(step_, unit_.request);
     int group = step_.group_size();
@@ -233,13 +233,13 @@ class Decode {
     });
   }
 
-  // Rows of sums in the order of their elements, as `finish` takes them.
+  // Puts rows of sums into the order of their elements, as `finish` takes them.
   void put_in_order() {
     int size = (int)step_.head_size_v, stride = floats_of_row(step_);
     for (int r = 0; r < rows_; r++) {
       const float* from = outputs_ + (size_t)r * value_stride_;
       for (int at = 0; at < value_stride_; at++) row_[value_order_[at]] = from[at] + lows_[r];
-      // At most as far on as it was, so that rows to come are not written over.
+      // Never moved to a later place, so that rows that are still to come are not overwritten.
       std::copy_n(row_, size, outputs_ + (size_t)r * stride);
     }
   }
@@ -248,14 +248,14 @@ class Decode {
   Plan& plan_;
   const Piece& piece_;
   const Unit& unit_;
-  int rows_, head_rows_;  // of all heads, of a KV head
-  int stride_;  // of scores: rows, and room behind them
+  int rows_, head_rows_;  // of all heads; of a KV head
+  int stride_;  // of scores: rows, and padding
   int query_stride_, value_stride_;
   float *queries_, *outputs_, *tops_, *totals_, *shrinks_, *query_sums_, *lows_, *scores_;
   float* row_;  // one query, or one output
   int *query_order_, *value_order_;
   float *key_scales_, *key_lows_, *value_scales_, *value_lows_;
-  // Of this chunk, and of what is fetched behind it.
+  // Of this chunk, and of the later tokens that are prefetched.
   const char *keys_[kKnown], *values_[kKnown];
 };
 

@@ -1,6 +1,6 @@
-// The two products of a decode, for a few rows of queries and a few tokens that lie in their pages: sums stay in registers,
-// each key is read once for several queries and each query once for several keys. Memory that is needed later is fetched
-// meanwhile, spread evenly, as only so many requests fit in the processor's queue.
+// The two products of a decode, for a few rows of queries and a few tokens in their pages. Sums stay in registers; each
+// key is read once for several queries, and each query once for several keys. Memory for later tokens is prefetched
+// meanwhile, evenly spread, because the processor's queue holds few requests.
 #pragma once
 
 #include "operands.h"
@@ -9,14 +9,14 @@ namespace kvframe {
 
 #if defined(KVFRAME_AVX512)
 constexpr int kTileSums = 16;  // products of a tile: rows times tokens
-constexpr int kValueVecs = 4;  // of a row of values, whose sums are in registers
+constexpr int kValueVecs = 4;  // vectors of a row of values whose sums are in registers
 #else
 constexpr int kTileSums = 8;
 constexpr int kValueVecs = 2;
 #endif
 
 #if defined(KVFRAME_AVX512)
-// The sums of sixteen vectors, each in the lane of its number.
+// The sums of sixteen vectors, each in the lane of its index.
 __attribute__((always_inline)) inline __m512 sums_of_sixteen(const __m512* v) {
   __m512 pairs[8], fours[4];
 #pragma GCC unroll 8
@@ -34,7 +34,7 @@ __attribute__((always_inline)) inline __m512 sums_of_sixteen(const __m512* v) {
 }
 #endif
 
-// A vector that stays in a register: compilers read it again for each use otherwise, and a core reads two at a time at most.
+// A vector that stays in a register: otherwise compilers load it again for each use, and a core loads two at a time.
 __attribute__((always_inline)) inline Vec keep(Vec vec) {
 #if defined(KVFRAME_AVX512)
   asm("" : "+v"(vec));
@@ -42,7 +42,7 @@ __attribute__((always_inline)) inline Vec keep(Vec vec) {
   return vec;
 }
 
-// Calls `tile` with the size of a head: as a constant where it is the usual one, if `kConstant`, for shorter code.
+// Calls `tile` with the size of a head: as a constant if it is the usual one and `kConstant`, for shorter code.
 template <bool kConstant, class Tile>
 inline void with_size(int64_t size, Tile tile) {
   if constexpr (kConstant) {
@@ -51,9 +51,9 @@ inline void with_size(int64_t size, Tile tile) {
   tile((int)size);
 }
 
-// scores[t * stride + r]: the product of the query in row r with the key of token t, `offset` bytes behind keys[t]. The
-// queries' first vectors lie side by side, then their second ones, and so on. Meanwhile the same of the tokens
-// `later` is fetched.
+// scores[t * stride + r]: the product of the query in row r with the key of token t, at `offset` bytes after keys[t]. The
+// queries' first vectors are adjacent, then their second ones, and so on. Meanwhile the same bytes of the tokens `later`
+// are prefetched.
 template <class Keys, int kRows, class Size>
 inline void multiply_tile(const float* queries, const char* const* keys, const char* const* later, int64_t offset,
                           Size head_size, float* scores, int stride) {
@@ -102,7 +102,7 @@ inline void multiply_tile(const float* queries, const char* const* keys, const c
   for (int t = 0; t < kTokens; t++) std::memcpy(scores + t * stride, products + t * kRows, sizeof(float) * kRows);
 }
 
-// For `kVecs` vectors of each row of outputs from place `at` of the values' order on, all of which are there if `kWhole`.
+// For `kVecs` vectors of each row of outputs from place `at` of the values' order on; all vectors exist if `kWhole`.
 template <class Values, int kRows, int kVecs, int kCount, bool kWhole>
 __attribute__((always_inline)) inline void add_part(const float* weights, int weight_stride, const float* shrinks,
                                                     const char* const* values, const char* const* later, int at, int size,
@@ -141,8 +141,8 @@ __attribute__((always_inline)) inline void add_part(const float* weights, int we
   }
 }
 
-// outputs[r] = outputs[r] * shrinks[r] + the sum over kCount tokens of weights[t][r] * value, which lies `offset` bytes behind
-// values[t]. Meanwhile the same of the tokens `later` is fetched.
+// outputs[r] = outputs[r] * shrinks[r] + the sum over kCount tokens of weights[t][r] * value, which is at `offset` bytes
+// after values[t]. Meanwhile the same bytes of the tokens `later` are prefetched.
 template <class Values, int kRows, int kCount, class Size>
 inline void add_tile(const float* weights, int weight_stride, const float* shrinks, const char* const* values,
                      const char* const* later, int64_t offset, Size head_size, float* outputs, int stride) {
@@ -154,7 +154,7 @@ inline void add_tile(const float* weights, int weight_stride, const float* shrin
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; r++) rows[r] = outputs + r * stride;
   int at = 0;
-  // Single tokens are the last ones of a request, and not worth code of their own.
+  // Single tokens are the last ones of a request, for which separate code does not pay.
   if constexpr (kCount > 1) {
 #pragma GCC unroll 1
     for (; at + kValueVecs * kLanes <= size; at += kValueVecs * kLanes) {

@@ -1,15 +1,15 @@
-// What a cache stores, as vectors for the decode kernel, in the order of elements that costs least to make. `read` reads
-// `kElements` elements of a row, from place `at` of that order on, into `kVecs` vectors; `read_few` does where fewer are left
-// of `size`, with zeros behind. `bytes` says where a place lies, `element` which element stands there. Queries are laid out
-// in the order of keys, and sums of values are put back into their own at the end. Codes come as they are: their scales are
-// for the sums.
+// Stored numbers as vectors for the decode kernel, in the order of elements that is cheapest to make. `read` reads
+// `kElements` elements of a row, from place `at` of that order on, into `kVecs` vectors. `read_few` does so if fewer than
+// that remain of `size`, padded with zeros. `bytes` returns the byte of a place, `element` its element. Queries are laid
+// out in the order of keys, and sums of values are put back into their own order at the end. Codes are read unscaled:
+// the sums are multiplied by the scales.
 #pragma once
 
 #include "stored.h"
 
 namespace kvframe {
 
-// In the row's own order: what serves every stored type on every machine.
+// The row's own order, for every stored type on every machine.
 template <class Stored>
 struct PlainOperand {
   static constexpr int kElements = kLanes, kVecs = 1;
@@ -25,12 +25,12 @@ template <class Stored>
 struct FloatOperand : PlainOperand<Stored> {};
 
 #if defined(KVFRAME_AVX512)
-// The `count` bytes at `from`, up to 64, with zeros behind.
+// The `count` bytes at `from`, up to 64, padded with zeros.
 inline __m512i load_bytes(const char* from, int count) {
   return _mm512_maskz_loadu_epi8(count >= 64 ? ~(__mmask64)0 : ((__mmask64)1 << count) - 1, from);
 }
 
-// Numbers of bfloat16 in pairs as floats: the even ones, then the odd ones. A float's upper half is a bfloat16.
+// Pairs of bfloat16 numbers as floats: the even ones, then the odd ones. A float's upper half is a bfloat16.
 inline void split_pairs(__m512i pairs, Vec* to) {
   to[0] = (Vec)_mm512_slli_epi32(pairs, 16);
   to[1] = (Vec)_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000u));
@@ -47,7 +47,7 @@ struct FloatOperand<BFloat16> {
   }
 };
 
-// Four bits an element: sixteen bytes are the elements `at / 2 …`, in their low halves, and those half a row further on.
+// Four bits an element: sixteen bytes are the elements `at / 2 …` in their low halves, and those half a row later.
 template <>
 struct FloatOperand<Nibble> {
   static constexpr int kElements = 32, kVecs = 2;
@@ -66,7 +66,7 @@ struct FloatOperand<Nibble> {
 
  private:
   static void look_up(__m128i bytes, Vec* to) {
-    // A look-up by the lowest four bits of each lane, whatever stands above them.
+    // A look-up by the lowest four bits of each lane; the upper bits do not matter.
     __m512i wide = _mm512_cvtepu8_epi32(bytes);
     __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     to[0] = (Vec)_mm512_permutexvar_ps(wide, numbers);
@@ -76,8 +76,8 @@ struct FloatOperand<Nibble> {
 #endif
 
 #if defined(KVFRAME_AVX512) && defined(__AVX512VBMI__)
-// The bfloat16 of each of the 128 eight-bit floats that are not negative, its lower and its upper bytes: exact, as three
-// bits behind the point fit into seven, and all exponents into eight.
+// The bfloat16 of each of the 128 eight-bit floats that are not negative, as lower and upper bytes. They are exact, since
+// three bits after the point fit into seven, and all exponents into eight.
 struct Float8Table {
   alignas(64) unsigned char low[128], high[128];
   Float8Table() {
@@ -91,10 +91,10 @@ struct Float8Table {
 
 inline const Float8Table kFloat8Table;
 
-// Sixty-four eight-bit floats as two vectors of bfloat16: of each 16, the first eight and the others.
+// Sixty-four eight-bit floats as two vectors of bfloat16: the first eight of each 16, and the others.
 inline void widen_float8(__m512i codes, __m512i* to) {
   const Float8Table& table = kFloat8Table;
-  // Looked up by the lowest seven bits; the sign is put back.
+  // Looked up by the lowest seven bits; then the sign is put back.
   __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(table.low), codes, _mm512_load_si512(table.low + 64));
   __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(table.high), codes, _mm512_load_si512(table.high + 64));
   high = _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8((char)0x80), 0xf8);  // high | (codes & sign)
@@ -124,7 +124,7 @@ struct FloatOperand<Float8> {
 // Keys and queries as floats.
 template <class Stored>
 struct FloatKeys : FloatOperand<Stored> {
-  static constexpr int kPerVec = kLanes;  // numbers in the place of a vector
+  static constexpr int kPerVec = kLanes;  // numbers of a vector
   static void put(float* to, const float* numbers) { store(to, load(numbers)); }
   static Vec multiply_add(Vec query, Vec key, Vec sum) { return fma(query, key, sum); }
 };

@@ -1,5 +1,5 @@
-// Products of small matrices that lie packed in the first-level cache, with the result in registers (the scheme of Goto
-// and van de Geijn, 2008, without its outer loops: what calls this cuts the operands into tiles itself).
+// Products of small packed matrices in the L1 cache, with the result in registers (the scheme of Goto and van de Geijn,
+// 2008, without its outer loops: the caller divides the operands into tiles).
 #pragma once
 
 #include "vectors.h"
@@ -13,7 +13,7 @@ struct FloatProduct {
 };
 
 #if defined(KVFRAME_AVX512) && defined(__AVX512BF16__)
-// The same of pairs of bfloat16, which lie in the place of a float: two products at once, summed up in float.
+// The same for pairs of bfloat16 in the place of a float: two products at once, summed up in float.
 struct PairProduct {
   static constexpr int kDepth = 2;
   static Vec multiply_add(const float* left, Vec right, Vec sum) {
@@ -30,7 +30,7 @@ struct PairProduct {
 };
 #endif
 
-// result[r][0 .. kVecs * kLanes) = scale[r] * result[r] + left[r] . right, or without the first term where `scale` is null.
+// result[r][0 .. kVecs * kLanes) = scale[r] * result[r] + left[r] . right, or without the first term if `scale` is null.
 template <class Product, int kRows, int kVecs>
 inline void multiply_block(const float* left, int left_stride, const float* right, int right_stride, int depth,
                            const float* scale, float* result, int result_stride) {

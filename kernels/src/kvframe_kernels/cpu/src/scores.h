@@ -1,5 +1,5 @@
-// From the products of queries and keys to weights: scale, soft cap, learned bias, mask, and the running softmax of
-// Milakov and Gimelshein (arXiv 1805.02867). Scores are in powers of two from here on.
+// From the products of queries and keys to weights: scale, soft cap, learned bias, mask, and the online softmax of
+// Milakov and Gimelshein (arXiv 1805.02867). From here on, scores are exponents of two.
 #pragma once
 
 #include "work.h"
@@ -7,7 +7,7 @@
 namespace kvframe {
 
 // Turns `count` products (a multiple of kLanes) of one query with tokens at consecutive positions from `first` on into
-// scores. `products` holds what the scale has been multiplied into already.
+// scores. `products` already includes the scale.
 inline void cap_and_bias(const Step& step, int head, int query_position, int first, int count, float* products) {
   if (step.soft_cap) {
     Vec inverse = all((float)(1 / step.soft_cap)), cap = all((float)(step.soft_cap * kLog2e));
@@ -25,7 +25,7 @@ inline void cap_and_bias(const Step& step, int head, int query_position, int fir
   }
 }
 
-// Replaces scores that are not of [low, stop) by minus infinity; `first` is the number of the first.
+// Replaces scores outside of [low, stop) by minus infinity; `first` is the index of the first score.
 inline void hide(float* scores, int count, int first, int low, int stop) {
   IntVec number = lane_numbers() + first;
   for (int i = 0; i < count; i += kLanes, number += kLanes) {
@@ -33,7 +33,7 @@ inline void hide(float* scores, int count, int first, int low, int stop) {
   }
 }
 
-// Replaces scores by weights, and returns by how much what was summed up before has shrunk.
+// Replaces scores by weights, and returns the factor by which earlier sums have to shrink.
 inline float weigh(float* scores, int count, float& top, float& total) {
   Vec most = load(scores);
   for (int i = kLanes; i < count; i += kLanes) most = max(most, load(scores + i));
@@ -54,8 +54,8 @@ inline float weigh(float* scores, int count, float& top, float& total) {
   return shrink;
 }
 
-// The same of a chunk of tokens and all rows of a unit of all heads, `scores: [num_tokens, stride]`, rows side by side; what
-// is behind the last row is computed, too.
+// The same for a chunk of tokens and all rows of a unit of all heads, `scores: [num_tokens, stride]`, with adjacent rows.
+// The padding after the last row is computed, too.
 inline void cap_and_bias_rows(const Step& step, const Unit& unit, float factor, int first, int num_tokens, int stride,
                               float* scores) {
   if (step.soft_cap) {
@@ -77,7 +77,7 @@ inline void cap_and_bias_rows(const Step& step, const Unit& unit, float factor, 
   }
 }
 
-// Replaces scores by weights, updates each row's largest score and sum, and says by how much its sum has shrunk.
+// Replaces scores by weights, updates each row's largest score and sum, and returns the factor by which its sum shrinks.
 inline void weigh_rows(int num_tokens, int stride, float* scores, float* tops, float* totals, float* shrinks) {
   for (int row = 0; row < stride; row += kLanes) {
     float* mine = scores + row;

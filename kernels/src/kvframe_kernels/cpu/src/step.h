@@ -1,5 +1,5 @@
-// One call's arguments, as Python fills them in (`attention.py` has the same fields in the same order), and what
-// follows from them: which tokens a query sees, and where these lie.
+// One call's arguments, as Python fills them in (`attention.py` has the same fields in the same order), and values that
+// follow from them: the tokens that a query sees, and their addresses.
 #pragma once
 
 #include <algorithm>
@@ -10,21 +10,21 @@ namespace kvframe {
 
 enum Dtype { kFloat32, kBFloat16, kFloat16, kFloat8, kInt8, kNibble };
 
-// A tensor [num_block_ids, block_size, num_kv_heads, ...] of the cache, null for none, with its strides in bytes.
+// A tensor [num_block_ids, block_size, num_kv_heads, ...] of the cache, or null, with its strides in bytes.
 struct Plane {
   const char* at;
   int64_t block_stride, token_stride, head_stride;
 };
 
 struct Step {
-  // What is computed: [num_tokens, num_heads, head_size] to [num_tokens, num_heads, head_size_v], strides in elements.
+  // The input and the output: [num_tokens, num_heads, head_size] and [num_tokens, num_heads, head_size_v], in elements.
   const char* query;
   char* output;
   int64_t query_token_stride, query_head_stride;
-  // The cache. Scales and smallest elements are of one token and head; null where there are none.
+  // The cache. Scales and smallest elements belong to one token and head; null if there are none.
   Plane key, value;
   Plane key_scale, value_scale, key_min, value_min;
-  // The batch: int32 all.
+  // The batch, all int32.
   const int32_t *query_start_loc, *seq_lens, *seq_starts, *block_table;
   int64_t block_table_stride;
   const float* sinks;  // [num_heads] or null
@@ -36,9 +36,9 @@ struct Step {
   int64_t causal;
   int64_t window, num_sink_tokens, chunk;  // 0 for none
   int64_t num_threads;
-  int64_t piece_tokens;  // keys of a piece of work at least
+  int64_t piece_tokens;  // the fewest keys of a work item
   double scale, soft_cap;  // 0 for no cap
-  double value_factor;  // of all values
+  double value_factor;  // the factor on all values
 
   int group_size() const { return (int)(num_heads / num_kv_heads); }
 };
@@ -49,7 +49,7 @@ struct Range {
   int size() const { return stop > start ? stop - start : 0; }
 };
 
-// What the queries of one request see, as a function of their position.
+// The tokens that the queries of one request see, by position.
 struct Visible {
   int seq_start, seq_len, window, num_sinks, chunk;
   bool causal;
@@ -62,7 +62,7 @@ struct Visible {
         chunk((int)step.chunk),
         causal(step.causal != 0) {}
 
-  // The tokens that the query at `position` sees, but for sinks before them.
+  // The tokens that the query at `position` sees, without the sinks before them.
   Range near(int position) const {
     if (!causal) return {seq_start, seq_len};
     int start = seq_start;
@@ -71,11 +71,11 @@ struct Visible {
     return {start, position + 1};
   }
 
-  // The sinks that lie before `start`.
+  // The sinks before `start`.
   Range sinks(int start) const { return {seq_start, std::min(num_sinks, start)}; }
 };
 
-// The tokens that a tile of consecutive queries sees, in order: sinks, then a run. Indices count both as one.
+// The tokens that a tile of consecutive queries sees, in order: sinks, then a run. Indices count both together.
 struct Seen {
   Range sinks, run;
 
@@ -87,18 +87,18 @@ struct Seen {
   int position(int index) const {
     return index < sinks.size() ? sinks.start + index : run.start + index - sinks.size();
   }
-  // The first index behind `index` where positions do not go on by one.
+  // The first index after `index` at which positions are not consecutive.
   int stretch_end(int index) const { return index < sinks.size() ? sinks.size() : size(); }
 };
 
-// Where the keys and values of tokens lie.
+// The addresses of tokens' keys and values.
 struct Pages {
   const Step& step;
   const int32_t* blocks;
 
   Pages(const Step& step, int request) : step(step), blocks(step.block_table + request * step.block_table_stride) {}
 
-  // Fills in where what belongs to tokens [index, index + count) of `seen` lies in a plane, of the first head.
+  // Fills in the addresses in a plane of tokens [index, index + count) of `seen`, for the first head.
   void find(const Seen& seen, int index, int count, const Plane& plane, const char** found) const {
     int size = (int)step.block_size;
     for (int i = 0; i < count;) {
@@ -114,7 +114,7 @@ inline float read_scale(const Step& step, const char* at) {
   return step.scale_dtype == kFloat32 ? Float32::element(at, 0) : Float16::element(at, 0);
 }
 
-// A row of the queries as floats, times `factor`, with zeros behind it up to `padded` elements.
+// A row of the queries as floats, times `factor`, padded with zeros to `padded` elements.
 inline void read_query(const Step& step, int64_t token, int head, float factor, int padded, float* to) {
   int64_t at = token * step.query_token_stride + head * step.query_head_stride;
   int size = (int)step.head_size;
@@ -130,7 +130,7 @@ inline void read_query(const Step& step, int64_t token, int head, float factor, 
   std::fill(to + size, to + padded, 0.0f);
 }
 
-// A row of the output, `factor` times what is given.
+// A row of the output: the given numbers times `factor`.
 inline void write_output(const Step& step, int64_t token, int head, float factor, const float* from) {
   int size = (int)step.head_size_v;
   int64_t at = (token * step.num_heads + head) * size;

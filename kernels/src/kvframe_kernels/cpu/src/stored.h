@@ -1,12 +1,12 @@
-// What a cache stores, read as floats. Each type reads `kLanes` elements of a row of `size` from element `i` on, or the
-// `count` that are left of it, with zeros behind. What a scaled type reads is still to be multiplied by its row's scale.
+// Stored numbers, read as floats. Each type reads `kLanes` elements of a row of `size` from element `i` on, or the `count`
+// that remain, padded with zeros. The caller multiplies the numbers of a scaled type by their row's scale.
 #pragma once
 
 #include "vectors.h"
 
 namespace kvframe {
 
-// Asks for the memory at an address, which is read soon.
+// Prefetches the memory at an address.
 __attribute__((always_inline)) inline void fetch(const char* from) { __builtin_prefetch(from, 0, 3); }
 
 inline float from_bits(uint32_t bits) {
@@ -22,7 +22,7 @@ inline uint32_t to_bits(float value) {
 }
 
 inline float float_of_half(uint16_t half) {
-  // IEEE 754 binary16: the exponent's bias differs by 112, and numbers below 2^-14 come out right by the product.
+  // IEEE 754 binary16: the exponent's bias differs by 112, and the product is right for numbers below 2^-14 too.
   uint32_t sign = (half & 0x8000u) << 16, rest = half & 0x7fffu;
   if (rest >= 0x7c00u) return from_bits(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
   return from_bits(sign | to_bits(from_bits(rest << 13) * from_bits(0x77800000u)));
@@ -36,7 +36,7 @@ inline uint16_t half_of_float(float value) {
   bits &= 0x7fffffffu;
   if (bits > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);
   if (bits >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);
-  // Below 2^-14 the steps are of 2^-24: adding 1/2 lets the float itself round to them.
+  // Below 2^-14 the steps are 2^-24: adding 1/2 lets the float addition round to them.
   if (bits < 0x38800000u) return (uint16_t)(sign | (to_bits(from_bits(bits) + 0.5f) - 0x3f000000u));
   return (uint16_t)(sign | ((bits + 0xfffu + (bits >> 13 & 1u)) >> 13) - 0x1c000u);
 #endif
@@ -48,7 +48,7 @@ inline uint16_t bfloat_of_float(float value) {
   return (uint16_t)((is_nan ? bits | 0x400000u : bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-// The first `count` elements of a vector, by a copy of their bytes.
+// The first `count` elements of a vector, copied byte by byte.
 template <class Stored>
 inline Vec load_few(const char* row, int i, int count, int size = 0) {
   alignas(64) float values[kLanes] = {};
@@ -138,7 +138,7 @@ struct Float16 {
   }
 };
 
-// Eight-bit floats with four bits of exponent (arXiv 2209.05433): a half's bits, but for an exponent that is 8 too low.
+// Eight-bit floats with four bits of exponent (arXiv 2209.05433): a half's bits, with an exponent that is 8 too low.
 struct Float8 {
   static constexpr bool kScaled = true;
   static constexpr int kBytes = 1;

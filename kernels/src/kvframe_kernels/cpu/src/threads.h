@@ -4,8 +4,8 @@
 #include <thread>
 #include <vector>
 
-// The thread pool of the process that torch uses, too, where that is GNU's or one that speaks its interface: a second pool
-// would spin on the same cores. Weak: where there is none, threads are made for the call.
+// The thread pool of the process, which torch uses too, if it is GNU's or has its interface: a second pool would spin on
+// the same cores. A weak symbol: if it is missing, threads are made for the call.
 extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned) __attribute__((weak));
 
 namespace kvframe {

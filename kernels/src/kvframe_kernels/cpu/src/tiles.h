@@ -1,6 +1,6 @@
 // Tiles of queries of one KV head's group over tiles of keys: FlashAttention-2's loop (Dao, arXiv 2307.08691) on a CPU.
-// A tile of keys is turned round and packed once, and serves all queries of the tile; strips of a few rows then go through
-// products, softmax and products while they are in the first-level cache.
+// A tile of keys is transposed and packed once for all queries of the tile. Then strips of a few rows go through product,
+// softmax and product while they are in the L1 cache.
 #pragma once
 
 #include "product.h"
@@ -53,7 +53,7 @@ class Tiles {
     const Seen& seen = unit_.seen;
     for (int at = piece_.keys.start; at < piece_.keys.stop;) {
       int count = std::min({kTileTokens, piece_.keys.stop - at, seen.stretch_end(at) - at});
-      // Of this tile and of the next one, which is fetched while this one is packed.
+      // Of this tile and of the next one, which is prefetched while this one is packed.
       const char *keys[2 * kTileTokens], *values[2 * kTileTokens];
       int known = std::min(2 * kTileTokens, piece_.keys.stop - at);
       find(pages, at, known, step_.key, keys);
@@ -86,7 +86,7 @@ class Tiles {
     for (int t = 0; t < count; t++) lows[t] = low.at ? read_scale(step_, found[t]) : 0.0f;
   }
 
-  // Elements from `i` on of a row of codes, as what they stand for.
+  // The numbers of a row of codes from element `i` on.
   static Vec decode(const char* row, int i, int size, float scale, float low) {
     int left = size - i;
     if (left <= 0) return Vec{};
@@ -98,13 +98,13 @@ class Tiles {
 
   void pack_queries() {
     for (int row = 0; row < round_up(rows_, kTileRows); row++) {
-      // Rows behind the last repeat it.
+      // Rows after the last one repeat it.
       Place place = place_of(step_, unit_, std::min(row, rows_ - 1));
       float* to = queries_ + (size_t)row * depth_;
       if constexpr (kDepth == 1) {
         read_query(step_, place.token, place.head, (float)step_.scale, depth_, to);
       } else {
-        // The queries are of bfloat16, and stay as they are: the scale is for the products.
+        // The queries are bfloat16 and stay unscaled: the products are multiplied by the scale.
         int64_t from = place.token * step_.query_token_stride + place.head * step_.query_head_stride;
         std::memset(to, 0, 4 * depth_);
         std::memcpy(to, step_.query + 2 * from, 2 * size_);
@@ -112,7 +112,7 @@ class Tiles {
     }
   }
 
-  // keys_[i][t]: element i (or pair i) of token t, zeros behind `count`.
+  // keys_[i][t]: element i (or pair i) of token t, padded with zeros after `count`.
   void pack_keys(const char* const* keys, int count) {
     for (int t = 0; t < kTileTokens; t += kLanes) {
       for (int i = 0; i < depth_; i += kLanes) {
@@ -174,7 +174,7 @@ class Tiles {
 #endif
   }
 
-  // values_[t][i], or [t / 2][i] for pairs of tokens; zeros behind `count`.
+  // values_[t][i], or [t / 2][i] for pairs of tokens; padded with zeros after `count`.
   void pack_values(const char* const* values, int count) {
     for (int t = 0; t < count; t += kDepth) {
       float* to = values_ + (size_t)(t / kDepth) * value_stride_;
@@ -203,7 +203,7 @@ class Tiles {
     int low_position = unit_.position + row / group_, high_position = unit_.position + last_row / group_;
     Range low = visible_.near(low_position), high = visible_.near(high_position);
     int behind = first + count;
-    // What all rows see, beside sinks, is [high.start, low.stop).
+    // The tokens that all rows see, without sinks, are [high.start, low.stop).
     bool has_sinks = first < visible_.num_sinks;
     if (!has_sinks && (behind <= low.start || first >= high.stop)) return;
     bool masked = has_sinks || first < high.start || behind > low.stop;
@@ -236,7 +236,7 @@ class Tiles {
                                       value_stride_, shrink, outputs_ + (size_t)row * value_stride_, value_stride_);
   }
 
-  // Hides what is neither a sink nor in `range`; sinks that a query sees lie before `stop`.
+  // Hides tokens that are neither a sink nor in `range`; sinks that a query sees are before `stop`.
   void hide_both(float* scores, int count, int first, Range range, int stop) {
     IntVec number = lane_numbers() + first;
     for (int i = 0; i < count; i += kLanes, number += kLanes) {

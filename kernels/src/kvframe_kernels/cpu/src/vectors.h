@@ -1,5 +1,5 @@
-// Vectors of floats as wide as the machine has them, by the vector extensions of GCC and Clang, with intrinsics where
-// these say more. Everything else in this folder is written in terms of `Vec`.
+// Vectors of floats as wide as the machine's, by the vector extensions of GCC and Clang, and by intrinsics if these are
+// better. All other files of this folder are written in terms of `Vec`.
 #pragma once
 
 #include <cmath>
@@ -19,7 +19,7 @@ namespace kvframe {
 
 #if defined(KVFRAME_AVX512)
 constexpr int kLanes = 16;
-// A product's tile in registers: rows, and vectors a row.
+// A product's tile in registers: rows, and vectors per row.
 constexpr int kTileRows = 6, kTileVecs = 4;
 #elif defined(__AVX2__) && defined(__FMA__)
 #define KVFRAME_AVX2 1
@@ -118,7 +118,7 @@ inline Vec exp2(Vec x) {
 #else
   Vec y = max(all(-200.0f), x);
   Vec shifted = max(all(-126.0f), y);
-  // Adding 1.5 * 2^23 rounds to whole numbers, which then stand in the low bits.
+  // Adding 1.5 * 2^23 rounds to whole numbers, which are then in the low bits.
   Vec magic = all(12582912.0f);
   Vec moved = shifted + magic;
   Vec rest = shifted - (moved - magic);

@@ -1,10 +1,10 @@
-// How a step is cut into pieces of work, and how the parts of an output are put together.
+// Divides a step into work items, and merges the parts of an output.
 //
-// A *unit* is a set of output rows: few queries of all heads, or a tile of queries of one KV head's group. Its keys are cut
-// into *pieces* where there are too few units for the threads, or where units differ too much (split-KV, as in
-// FlashDecoding, Dao et al. 2023). Each piece leaves its rows' largest score, the sum of their weights and the weighted
-// sum of values; the last piece of a unit to finish puts them together. Threads take the next piece when they are done
-// with one, so that the lengths of requests do not matter.
+// A *unit* is a set of output rows: few queries of all heads, or a tile of queries of one KV head's group. Its keys are
+// split into *pieces* if there are too few units for the threads, or if units differ too much (split-KV, as in
+// FlashDecoding, Dao et al. 2023). Each piece writes its rows' largest score, the sum of their weights and the weighted
+// sum of values. The piece of a unit that finishes last merges them. Threads take the next piece when they are done with
+// one, so requests of any lengths balance.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@
 
 namespace kvframe {
 
-// So many queries of a request, and of these so many times the group of a KV head, are few: reading their keys takes longer
+// Up to so many queries of a request, and so many times the group of a KV head, are few: reading their keys takes longer
 // than multiplying them.
 constexpr int kMostFew = 4, kMostFewRows = 32;
 
@@ -27,12 +27,12 @@ struct Unit {
   int num_rows;
   Seen seen;
   int num_pieces;
-  int64_t partial;  // where the rows of its first piece lie
+  int64_t partial;  // the first row of its first piece
 };
 
 struct Piece {
   int unit, number;
-  Range keys;  // indices into what its unit sees
+  Range keys;  // indices into the tokens that its unit sees
 };
 
 struct Plan {
@@ -77,7 +77,7 @@ inline void Plan::make(const Step& step, int max_rows) {
       }
     }
   }
-  // Sixteen pieces a thread: then one that others wait for at the end is 3 % of the whole on average.
+  // Sixteen pieces per thread: the last piece, for which the other threads wait, then is 3 % of the whole on average.
   int64_t wanted = step.num_threads > 1 ? total / (16 * step.num_threads) + 1 : total;
   row_floats = floats_of_row(step) + 2;
   int64_t num_partial = 0;
@@ -104,10 +104,10 @@ inline void Plan::make(const Step& step, int max_rows) {
   next = 0;
 }
 
-// Memory of one thread that its pieces reuse.
+// One thread's memory, which its pieces reuse.
 class Scratch {
  public:
-  // Forgets what was taken.
+  // Frees all memory for the next piece.
   void reset() { used_ = 0; }
   float* take(size_t count) {
     size_t at = used_;
@@ -125,20 +125,20 @@ class Scratch {
   size_t used_ = 0;
 };
 
-// Where a row's output goes.
+// The place of a row's output.
 struct Place {
   int64_t token;
   int head;
 };
 
-// Rows are those of one KV head after the other, and of each its queries', with their group of heads side by side.
+// Rows are sorted by KV head, then query, then head of the group.
 inline Place place_of(const Step& step, const Unit& unit, int row) {
   int group = step.group_size(), head_rows = unit.num_queries * group, kv_head = unit.kv_head;
   if (kv_head < 0) kv_head = row / head_rows, row %= head_rows;
   return {unit.first_token + row / group, kv_head * group + row % group};
 }
 
-// Writes a row: a learned sink is one more score, with no value behind it.
+// Writes a row: a learned sink is one more score without a value.
 inline void write_row(const Step& step, Place place, float top, float total, const float* values) {
   float share = 1;
   if (step.sinks && total != 0) {
@@ -146,11 +146,11 @@ inline void write_row(const Step& step, Place place, float top, float total, con
     share = exp2(top - both);
     total = total * share + exp2(sink - both);
   }
-  // Queries that see nothing get zeros.
+  // Queries that see no token get zeros.
   write_output(step, place.token, place.head, total == 0 ? 0 : share / total * (float)step.value_factor, values);
 }
 
-// Takes what a piece found: `values: [num_rows, floats_of_row]`, scores in powers of two.
+// Adds the result of a piece: `values: [num_rows, floats_of_row]`, with scores as exponents of two.
 inline void finish(const Step& step, Plan& plan, const Piece& piece, const float* tops, const float* totals,
                    const float* values) {
   const Unit& unit = plan.units[piece.unit];

@@ -1,6 +1,6 @@
-// Keys and values into their slots, in every format: the arithmetic of the formats' own torch code, division by division and
-// rounding by rounding, so that the same bits lie in the pages whoever wrote them. What the formats are is said there: one
-// scale for all, one for each token and head (LLM.int8, arXiv 2208.07339), four bits between extremes (KIVI, 2402.02750).
+// Writes keys and values into their slots, in every format. It has the divisions and the rounding of the formats' own torch
+// code, so that both write the same bits. The formats are described there: one scale for all, one for each token and head
+// (LLM.int8, arXiv 2208.07339), four bits between extremes (KIVI, 2402.02750).
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,7 @@ namespace kvframe {
 
 enum Format { kPlain, kFloat8Tensor, kFloat8Head, kInt8Head, kInt4Head };
 
-// Keys, or values, as Python fills them in (`write.py`). Strides of what is written are in elements.
+// Keys or values, as Python fills them in (`write.py`). Strides of the target are in elements.
 struct Side {
   const char* from;
   int64_t token_stride, head_stride, size, dtype;
@@ -26,18 +26,18 @@ struct Write {
   int64_t num_tokens, num_heads, format, num_threads;
 };
 
-// Rounds to whole numbers, ties to even, below 2^22: where a float's unit is one.
+// Rounds to whole numbers, ties to even, below 2^22: after adding 1.5 * 2^23, the unit of a float is 1.
 inline float nearest(float x) { return (x + 12582912.0f) - 12582912.0f; }
 
 inline float between(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
 
-// The eight-bit float that is nearest, ties to even; what is too large saturates, NaN stays.
+// The nearest eight-bit float, ties to even; too large numbers saturate, NaN stays NaN.
 inline unsigned char float8_of_float(float x) {
   uint32_t bits = to_bits(x), size_bits = bits & 0x7fffffffu;
   bool is_nan = size_bits > 0x7f800000u;
   float size = from_bits(std::min(size_bits, 0x43e00000u));  // 448
   size_bits = to_bits(size);
-  // Three bits behind the point are left of 23, and the exponent's bias is 7 instead of 127.
+  // Three of 23 bits after the point remain, and the exponent's bias is 7 instead of 127.
   uint32_t normal = ((size_bits + 0x7ffffu + (size_bits >> 20 & 1u)) >> 20) - (120u << 3);
   // Below 2^-6 the numbers are multiples of 2^-9, which is the unit of a float at 2^14.
   uint32_t small = to_bits(size + 16384.0f) - 0x46800000u;
@@ -59,7 +59,7 @@ inline Row read_row(const char* from, int size, float* to) {
     int left = size - i;
     Vec values = left >= kLanes ? Stored::full(from, i, size) : Stored::few(from, i, left, size);
     store(to + i, values);
-    // Zero of all numbers but those that are not finite.
+    // Zero for finite numbers, NaN for others.
     nothing += values - values;
     if (left < kLanes) values = choose(lane_numbers() < left, values, all(to[0]));
     low = -max(-low, -values), high = max(high, values);
@@ -124,7 +124,7 @@ inline void write_side(const Write& write, const Side& side, int64_t token, floa
   }
 }
 
-constexpr int kWriteTokens = 32;  // that a thread takes at a time
+constexpr int kWriteTokens = 32;  // tokens that a thread takes at a time
 
 struct WriteJob {
   const Write& write;

@@ -1,6 +1,6 @@
-// Tiles that see much more than a program's fair share, in parts: the numbers of attention_parts.py.
+// Splits tiles that see much more than a program's fair share into parts, with the numbers of attention_parts.py.
 
-// Return a mask that hides as much of the batch.
+// Return an equivalent mask for the batch: one that hides no token if `mask` is too wide to hide one.
 static Mask in_effect(Mask mask, const Batch *batch, int64_t longest) {
     if (batch->causal && (batch->is_static || longest > (mask.window ? mask.window : mask.chunk))) return mask;
     return (Mask){0, 0};
@@ -18,7 +18,7 @@ static void read_tokens(Shape *shape, Mask mask, int32_t block_n) {
     }
 }
 
-// Return how many blocks of tokens a part of a tile has at most; 0 if no tile is split.
+// Return the most blocks of tokens of a part of a tile; 0 if no tile is split.
 static int64_t longest_part(const Shape *shape, Tiling tiling) {
     int64_t longest = 0, total = 0, num_blocks = 0, length = 0;
     for (int64_t index = 0; index < shape->num_tiles; index++) {
@@ -28,7 +28,7 @@ static int64_t longest_part(const Shape *shape, Tiling tiling) {
     }
     if (longest <= tiling.min_split) return 0;
     if (2 * shape->num_tiles <= tiling.wave) {
-        // One wave holds all parts: the shortest parts that fit into it. Those of twice the fair share always do.
+        // All parts run in one wave: the shortest parts that fit into it. Parts of twice the fair share always fit.
         for (int eighths = 8; eighths <= 16; eighths++) {
             length = (int64_t)ceil((double)num_blocks / tiling.wave * (eighths / 8.0));
             int64_t num_parts = 0;
@@ -45,7 +45,7 @@ static int64_t longest_part(const Shape *shape, Tiling tiling) {
     return longest > length * tiling.block_n ? length : 0;
 }
 
-// Return the parts of a tile that reads so many tokens, of even length and none empty; 0 if it stays whole.
+// Return the number of parts of a tile, of about equal length and none empty; 0 if it stays whole.
 static int64_t parts_of(const Shape *shape, int64_t index, int64_t block_n, int64_t *part_blocks) {
     int64_t num_tokens = shape->num_tokens[index];
     if (!shape->length || num_tokens <= shape->length * block_n) return 0;

@@ -1,4 +1,4 @@
-// A step's requests as tiles: the numbers of attention_tiles.py.
+// Divides a step's requests into tiles, with the numbers of attention_tiles.py.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -34,16 +34,16 @@ typedef struct {
 } Batch;
 
 typedef struct {
-    int tiling;  // its number
+    int tiling;  // its index
     int64_t max_queries, num_tiles;
     Item *tiles;
-    int32_t *num_tokens;  // what each reads, for the mask at hand
-    int64_t length;       // blocks of a part at most; 0 if no tile is split
+    int32_t *num_tokens;  // the tokens that each reads, for the current mask
+    int64_t length;       // the most blocks of a part; 0 if no tile is split
 } Shape;
 
 typedef struct {
     int64_t num_items, num_slots, num_splits, split_queries;
-} Room;
+} Capacity;
 
 static inline int64_t at(const Py_buffer *numbers, int64_t index) {
     return *(const int32_t *)((const char *)numbers->buf + index * numbers->strides[0]);
@@ -54,7 +54,7 @@ static inline int64_t least(int64_t one, int64_t other) { return one < other ? o
 static inline int64_t most(int64_t one, int64_t other) { return one > other ? one : other; }
 static inline int64_t aligned(int64_t numbers) { return ceil_div(numbers, ALIGNMENT) * ALIGNMENT; }
 
-// Return request `row` as a work item; the one behind the last is the padding, which sees nothing.
+// Return request `row` as a work item; the one after the last request is the padding, which sees no token.
 static Item request_of(const Batch *batch, int64_t row) {
     int64_t start = at(&batch->query_start_loc, row);
     if (row == batch->num_reqs) {
@@ -66,8 +66,8 @@ static Item request_of(const Batch *batch, int64_t row) {
     return (Item){row, start, queries, stop - queries, stop, hidden, 0, 0};
 }
 
-// Write the tiles of a request of any length; return how many there are.
-static int64_t cut_request(Item request, int64_t queries_per_tile, int causal, Item *tiles) {
+// Write the tiles of a request of any length; return their number.
+static int64_t tile_request(Item request, int64_t queries_per_tile, int causal, Item *tiles) {
     int64_t count = 0;
     for (int64_t done = 0; done < request.num_queries; done += queries_per_tile, count++) {
         Item tile = request;
@@ -92,7 +92,7 @@ static int tiling_for(int64_t rows, const Tiling *tilings, int num_tilings) {
     return num_tilings - 1;
 }
 
-// Write the step's tiles, small ones in front; return the number of shapes, or -1 if memory is short.
+// Write the step's tiles, small ones first; return the number of shapes, or -1 if memory cannot be allocated.
 static int tiles_of(const Batch *batch, int64_t heads, const Tiling *tilings, int num_tilings, Shape *shapes,
                     Item **items) {
     int last = num_tilings - 1;
@@ -101,14 +101,14 @@ static int tiles_of(const Batch *batch, int64_t heads, const Tiling *tilings, in
     int only = tiling_for(batch->max_query_len * heads, tilings, num_tilings);
     int64_t per_tile = tilings[is_one_shape ? only : last].block_m / heads;
     if (is_one_shape) limit = per_tile;
-    int64_t num_small = 0, num_large = 0, room = 0;
+    int64_t num_small = 0, num_large = 0, capacity = 0;
     for (int64_t row = 0; row <= batch->num_reqs; row++) {
         int64_t queries = request_of(batch, row).num_queries;
-        if (queries > 0) room += queries > limit ? ceil_div(queries, per_tile) : 1;
+        if (queries > 0) capacity += queries > limit ? ceil_div(queries, per_tile) : 1;
     }
-    Item *tiles = *items = malloc((room + 1) * sizeof(Item));
+    Item *tiles = *items = malloc((capacity + 1) * sizeof(Item));
     if (!tiles) return -1;
-    Item *large = tiles + room;  // filled from the end
+    Item *large = tiles + capacity;  // filled from the end
     for (int64_t row = 0; row <= batch->num_reqs; row++) {
         Item request = request_of(batch, row);
         if (request.num_queries <= 0) continue;
@@ -118,12 +118,12 @@ static int tiles_of(const Batch *batch, int64_t heads, const Tiling *tilings, in
         } else {
             int64_t count = ceil_div(request.num_queries, per_tile);
             large -= count;
-            num_large += cut_request(request, per_tile, batch->causal, large);
+            num_large += tile_request(request, per_tile, batch->causal, large);
         }
     }
     qsort(large, num_large, sizeof(Item), later_first);
     if (is_one_shape) {
-        shapes[0] = (Shape){only, batch->max_query_len, room, tiles};
+        shapes[0] = (Shape){only, batch->max_query_len, capacity, tiles};
         return 1;
     }
     Shape of_large = {last, per_tile, num_large, large};

@@ -1,7 +1,7 @@
-// A step's work as one array for each mask, the numbers of attention_plan.py; and the call from Python.
+// Plans a step: one array for each mask, with the numbers of attention_plan.py. Also the function that Python calls.
 
-// Count the parts of a shape's tiles and those that are split; return the room for them.
-static Room room_for(const Shape *shape, Tiling tiling, int64_t heads, const Batch *batch, int *fits) {
+// Count the parts of a shape's tiles and the split tiles; return the capacity for them.
+static Capacity capacity_for(const Shape *shape, Tiling tiling, int64_t heads, const Batch *batch, int *fits) {
     int64_t num_parts = 0, num_splits = 0, part_blocks;
     for (int64_t index = 0; shape->length && index < shape->num_tiles; index++) {
         int64_t parts = parts_of(shape, index, tiling.block_n, &part_blocks);
@@ -10,14 +10,14 @@ static Room room_for(const Shape *shape, Tiling tiling, int64_t heads, const Bat
     }
     int64_t num_items = shape->num_tiles - num_splits + num_parts;
     if (!batch->is_static)
-        return (Room){num_items, num_parts, num_splits, num_splits ? shape->max_queries : 0};
+        return (Capacity){num_items, num_parts, num_splits, num_splits ? shape->max_queries : 0};
     int64_t per_tile = tiling.block_m / heads;
     int64_t num_tiles = least(batch->num_tokens, batch->num_reqs + 1 + batch->num_tokens / per_tile);
-    // A wave holds so many parts that those of all tiles are no more than two.
-    Room room = {num_tiles + tiling.wave, 2 * tiling.wave, least(tiling.wave, num_tiles), 0};
-    room.split_queries = room.num_splits ? least(per_tile, batch->max_query_len) : 0;
-    *fits &= num_items <= room.num_items && num_parts <= room.num_slots && num_splits <= room.num_splits;
-    return room;
+    // The parts of all split tiles fill at most two waves.
+    Capacity capacity = {num_tiles + tiling.wave, 2 * tiling.wave, least(tiling.wave, num_tiles), 0};
+    capacity.split_queries = capacity.num_splits ? least(per_tile, batch->max_query_len) : 0;
+    *fits &= num_items <= capacity.num_items && num_parts <= capacity.num_slots && num_splits <= capacity.num_splits;
+    return capacity;
 }
 
 static void write_shape(const Shape *shape, int64_t block_n, Item *items, Split *splits) {
@@ -40,25 +40,25 @@ static void write_shape(const Shape *shape, int64_t block_n, Item *items, Split 
 
 // Return (numbers, ((tiling, first_item, num_items, num_slots, first_split, num_splits, split_queries), ...)).
 static PyObject *packed(const Shape *shapes, int num_shapes, const Tiling *tilings, int64_t heads, const Batch *batch) {
-    Room rooms[MAX_SHAPES];
+    Capacity capacities[MAX_SHAPES];
     int64_t first_items[MAX_SHAPES], first_splits[MAX_SHAPES], end = 0;
     int fits = 1;
     PyObject *programs = PyTuple_New(num_shapes);
     if (!programs) return NULL;
     for (int s = 0; s < num_shapes; s++) {
-        Room room = rooms[s] = room_for(&shapes[s], tilings[shapes[s].tiling], heads, batch, &fits);
+        Capacity capacity = capacities[s] = capacity_for(&shapes[s], tilings[shapes[s].tiling], heads, batch, &fits);
         first_items[s] = end;
-        first_splits[s] = end + aligned(room.num_items * ITEM_NUMBERS);
-        end = first_splits[s] + aligned(room.num_splits * SPLIT_NUMBERS);
+        first_splits[s] = end + aligned(capacity.num_items * ITEM_NUMBERS);
+        end = first_splits[s] + aligned(capacity.num_splits * SPLIT_NUMBERS);
         PyObject *place = Py_BuildValue("(iLLLLLL)", shapes[s].tiling, (long long)first_items[s],
-                                        (long long)room.num_items, (long long)room.num_slots,
-                                        (long long)first_splits[s], (long long)room.num_splits,
-                                        (long long)room.split_queries);
+                                        (long long)capacity.num_items, (long long)capacity.num_slots,
+                                        (long long)first_splits[s], (long long)capacity.num_splits,
+                                        (long long)capacity.split_queries);
         if (!place) goto failed;
         PyTuple_SET_ITEM(programs, s, place);
     }
     if (!fits) {
-        PyErr_SetString(PyExc_AssertionError, "a step has more parts than there is room for in a graph");
+        PyErr_SetString(PyExc_AssertionError, "a step has more parts than there is capacity for in a graph");
         goto failed;
     }
     PyObject *numbers = PyByteArray_FromStringAndSize(NULL, end * sizeof(int32_t));
@@ -74,7 +74,7 @@ failed:
     return NULL;
 }
 
-// Append what a mask's layers compute to `works` unless it is there; return its place, or -1.
+// Append the work for a mask to `works` unless it is there already; return its index, or -1.
 static Py_ssize_t work_for(Mask mask, const Batch *batch, Shape *shapes, int num_shapes, const Tiling *tilings,
                            int64_t heads, PyObject *works, Py_ssize_t *whole) {
     int is_split = 0;
@@ -96,7 +96,7 @@ static Py_ssize_t work_for(Mask mask, const Batch *batch, Shape *shapes, int num
     return place;
 }
 
-// Return (works, the place of each mask's among them).
+// Return (works, the index of each mask's work).
 static PyObject *works_for(PyObject *masks, const Batch *batch, Shape *shapes, int num_shapes, const Tiling *tilings,
                            int64_t heads) {
     Py_ssize_t num_masks = PySequence_Fast_GET_SIZE(masks), whole = -1;
@@ -138,7 +138,7 @@ static int numbers_of(PyObject *array, int64_t least_length, Py_buffer *found) {
     return 0;
 }
 
-static PyObject *cut(PyObject *self, PyObject *arguments) {
+static PyObject *plan(PyObject *self, PyObject *arguments) {
     PyObject *query_start_loc, *seq_lens, *seq_starts, *masks, *result = NULL;
     Py_buffer tilings = {0};
     long long num_tokens, max_query_len, heads;
@@ -180,6 +180,6 @@ done:
     return result;
 }
 
-static PyMethodDef methods[] = {{"cut", cut, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "kvframe_kernels_cut", NULL, -1, methods};
-PyMODINIT_FUNC PyInit_kvframe_kernels_cut(void) { return PyModule_Create(&module); }
+static PyMethodDef methods[] = {{"plan", plan, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "kvframe_kernels_plan", NULL, -1, methods};
+PyMODINIT_FUNC PyInit_kvframe_kernels_plan(void) { return PyModule_Create(&module); }
