@@ -95,7 +95,7 @@ def test_the_command_line_shows_the_policies_and_the_one_in_use(tmp_path: Path) 
     (listed,) = [each for each in names if each["name"] == "scan_resistant"]
     assert ("eviction", "kvframe-scan-resistant", []) == (listed["kind"], listed["owner"], listed["missing"])
     policy = "scan_resistant (patience = 2)"
-    assert f"eviction policy {policy}" in invoke("explain", str(layers), "--stack", str(stack))
+    assert f"by the policy {policy}" in invoke("explain", str(layers), "--stack", str(stack))
     assert policy == json.loads(invoke("explain", str(layers), "--stack", str(stack), "--json"))["eviction"]
     assert "eviction policy" not in invoke("explain", str(layers))
     assert "lru" == json.loads(invoke("explain", str(layers), "--json"))["eviction"]

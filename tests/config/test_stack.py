@@ -139,7 +139,7 @@ def test_folder_is_no_stack_file(tmp_path: Path) -> None:
 def test_file_that_is_no_toml_says_where(tmp_path: Path, content: bytes, reason: str) -> None:
     path = tmp_path / "torn.toml"
     path.write_bytes(content)
-    with pytest.raises(StackError, match=rf"torn\.toml: the stack file is no .*{reason}"):
+    with pytest.raises(StackError, match=rf"torn\.toml: the stack file is not .*{reason}"):
         Stack.from_file(path)
 
 

@@ -1,4 +1,4 @@
-"""Runs of block ids, cut out of a block table."""
+"""Copies runs of consecutive block ids from a block table."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from kvframe_chunked_local.pieces import IntArray
 
 
 class BlockRuns:
-    """All runs of consecutive block ids of a block table, by where in the table's memory they start.
+    """All runs of consecutive block ids of a block table, identified by their offset in the table's memory.
 
-    Every run lies in the table as it is. Seen with a stride of one element from row to row, the table is the array of
-    all its runs, and one ``index_select`` copies those that are asked for.
+    With a stride of one element between rows, the table's memory is the array of all its runs. So one ``index_select``
+    copies any number of runs.
     """
 
     def __init__(self, table: torch.Tensor) -> None:
-        """Take a block table, ``[num_reqs, max_blocks], int32, device``."""
-        # Rows side by side, so that what follows a row is an id too, which a backend may look up in vain.
+        """Keep a block table, ``[num_reqs, max_blocks], int32, device``."""
+        # Contiguous, so that the entries after a row's end are valid ids, which a backend may look up.
         self._table = table.contiguous()
 
     def starts(self, requests: IntArray, first_blocks: IntArray) -> IntArray:
-        """Return where the runs start that begin at these blocks of these requests."""
+        """Return the offsets of the runs that begin at these blocks of these requests."""
         return requests * self._table.shape[1] + first_blocks
 
     def requests(self, starts: torch.Tensor) -> torch.Tensor:
-        """Return the requests whose runs start there."""
+        """Return the requests of the runs at these offsets."""
         return starts.div(self._table.shape[1], rounding_mode="floor")
 
     def select(self, starts: torch.Tensor, starts_cpu: IntArray, num_columns: int) -> torch.Tensor:
-        """Return runs; one that reaches past the end of its row goes on with other ids of the table.
+        """Return runs; a run that exceeds its row continues with other ids of the table.
 
         Args:
-            starts: ``[num_runs], int32, device``: growing; after those, any number of zeros.
+            starts: ``[num_runs], int32, device``: ascending offsets, then any number of zeros.
             starts_cpu: The same on the host.
             num_columns: Blocks of a run, at most ``max_blocks``.
 
@@ -45,7 +45,7 @@ class BlockRuns:
         if len(late) == 0:
             return runs.index_select(0, starts)
         found = runs.index_select(0, starts.clamp(max=last))
-        # Runs past the end of the whole table, where nothing follows: one copy for all that start at one block.
+        # Runs that exceed the whole table have no entries after it: one copy for all runs with one start.
         for start in {*late.tolist()}:
             rows = np.flatnonzero(starts_cpu == start)
             shift = start - last

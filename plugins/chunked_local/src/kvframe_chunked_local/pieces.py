@@ -1,4 +1,4 @@
-"""Where chunks cut the requests of a step: index arithmetic on the host, without a loop over requests."""
+"""Splits the requests of a step at the ends of chunks: index arithmetic on the host, without a loop over requests."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ IntArray = npt.NDArray[np.int32]
 
 @attrs.frozen(eq=False)
 class Pieces:
-    """The new tokens of one chunk of one request each, in the order of the packed batch.
+    """Parts of requests, each with the new tokens of one chunk, in the order of the packed batch.
 
     Attributes:
         requests: ``[num_pieces]``: the row of the batch.
         chunk_starts: ``[num_pieces]``: the position of the chunk's first token.
         seq_ends: ``[num_pieces]``: the position after the piece's last token.
-        query_start_loc: ``[num_pieces + 1]``: where each piece's tokens start in the packed batch.
-        one_each: Whether the pieces are the batch's requests, uncut.
+        query_start_loc: ``[num_pieces + 1]``: the start of each piece's tokens in the packed batch.
+        one_each: Whether each piece is a whole request of the batch.
     """
 
     requests: IntArray
@@ -34,10 +34,10 @@ class Pieces:
 
 
 def cut_requests(query_start_loc: IntArray, seq_lens: IntArray, chunk: int) -> Pieces:
-    """Return the pieces of a step; a request without a new token has none, a step without any token one without tokens.
+    """Return the pieces of a step. A request without a new token has none; a step without any has one without tokens.
 
     Args:
-        query_start_loc: ``[num_reqs + 1]``: where each request's new tokens start.
+        query_start_loc: ``[num_reqs + 1]``: the start of each request's new tokens.
         seq_lens: ``[num_reqs]``: tokens of each request after the step.
         chunk: Tokens of a chunk.
     """
@@ -56,7 +56,7 @@ def cut_requests(query_start_loc: IntArray, seq_lens: IntArray, chunk: int) -> P
     chunk_starts = chunks * chunk
     seq_ends = np.minimum(chunk_starts + chunk, seq_lens.repeat(counts))
     piece_start_loc = np.zeros(num_pieces + 1, dtype=np.int32)
-    # All tokens of a request are equally far from their positions in the packed batch.
+    # In a request, the position and the index in the packed batch differ by the same number for all tokens.
     np.add(seq_ends, (query_start_loc[1:] - seq_lens).repeat(counts), out=piece_start_loc[1:])
     return Pieces(requests.repeat(counts), chunk_starts, seq_ends, piece_start_loc, one_each=False)
 
@@ -64,12 +64,12 @@ def cut_requests(query_start_loc: IntArray, seq_lens: IntArray, chunk: int) -> P
 def most_pieces(num_reqs: int, num_tokens: int, max_query_len: int, chunk: int) -> int:
     """Return the most pieces that a batch of these sizes can have, at least one.
 
-    Two tokens are enough to cut a request once, and each further cut takes a whole chunk: ``q`` tokens lie in at most
-    ``2 + (q - 2) // chunk`` chunks.
+    Two tokens are enough to split a request once, and each further split takes a whole chunk: ``q`` tokens are in at
+    most ``2 + (q - 2) // chunk`` chunks.
 
     Args:
-        num_reqs: Requests, padded ones included.
-        num_tokens: Packed tokens, padded ones included.
+        num_reqs: Requests, including padded ones.
+        num_tokens: Packed tokens, including padded ones.
         max_query_len: The most new tokens of a request.
         chunk: Tokens of a chunk.
     """

@@ -1,4 +1,4 @@
-"""Chunked local attention: the tokens of the current chunk stay live, and none before. Imports no torch."""
+"""Chunked local attention: only the tokens of the current chunk are live. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvframe.contract import AttentionMask, AttentionSpec, TokenRange, positive_
 
 @attrs.frozen(kw_only=True)
 class ChunkedLocalSpec(AttentionSpec):
-    """Keys and values of the current chunk of tokens; a chunk is dead as soon as the next one begins.
+    """Keys and values of the current chunk of tokens; a chunk is dead when the next one begins.
 
     The live range at ``n`` is ``[n - n % chunk, n)``: the local layers of Llama 4's iRoPE (Meta, 2025).
 
@@ -27,7 +27,7 @@ class ChunkedLocalSpec(AttentionSpec):
     chunk: int = positive_int
 
     def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
-        """Return the chunk's tokens before ``n``; nothing where a chunk begins."""
+        """Return the chunk's tokens before ``n``; no range at the start of a chunk."""
         return ((n - n % self.chunk, n),) if n % self.chunk else ()
 
     @property
@@ -44,10 +44,10 @@ class ChunkedLocalSpec(AttentionSpec):
         return -(-(n + num_new_tokens) // self.block_size) - (n - n % self.chunk) // self.block_size
 
     def peak_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
-        """Return the peak from the few chunks that can reach it.
+        """Return the peak, from the few chunks that can reach it.
 
-        Within a chunk, the step that begins at its last token holds most. Chunks whose largest step is not cut short
-        by the end differ only in where in a block they begin, which repeats; of the others the first holds most.
+        Within a chunk, the step that begins at its last token holds most. Chunks whose largest step is not limited by
+        the request's end differ only in their offset in a block, which repeats; of the others, the first holds most.
         """
         if num_tokens < 1:
             return 0

@@ -1,4 +1,4 @@
-"""The wrapper: attention within chunks, as full attention of one virtual request for each chunk of a request."""
+"""The wrapper for chunked attention: each chunk of a request becomes a virtual request with full attention."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from kvframe_chunked_local.pieces import IntArray, cut_requests, most_pieces
 
 @attrs.frozen(kw_only=True)
 class ChunkedLocal(MetadataWrapper):
-    """Makes each chunk that a step's tokens lie in a request of its own, whose tokens are those of the chunk.
+    """Makes a virtual request of each chunk that has new tokens; its tokens are those of the chunk.
 
-    A virtual request's block table starts with the block that holds the chunk's first token, and its positions count
-    from that block's first token. Where chunks begin inside of a block, ``SEQ_STARTS`` hides the tokens before. A
-    request without a new token makes no virtual one; a batch without any token makes one, without tokens. With
-    ``static_shapes`` the batch is padded to the most virtual requests that a batch of its sizes can make.
+    A virtual request's block table starts with the block of the chunk's first token, and its positions count from that
+    block's first token. If chunks begin inside of a block, ``SEQ_STARTS`` hides the tokens before them. A request
+    without a new token gets no virtual request; a batch without any new token gets one, without tokens. With
+    ``static_shapes`` the batch is padded to the most virtual requests that a batch of its sizes can have.
 
-    A step in which nobody has left the first chunk comes back as it is.
+    If every request is still in its first chunk, the batch is returned unchanged.
 
     Attributes:
         chunk: Tokens of a chunk; taken from the layer's mask.
@@ -65,14 +65,14 @@ class ChunkedLocal(MetadataWrapper):
         "causal": FieldUse.REJECT,
         "static_shapes": FieldUse.CARRY,
     }
-    # Both tell something of the request that a virtual one is cut from, so each of its virtual requests is told.
+    # Both describe the original request, so each of its virtual requests gets the same value.
     extensions: ClassVar[Mapping[str, FieldUse]] = {
         NUM_ACCEPTED_TOKENS: FieldUse.SLICE,
         ENCODER_SEQ_LENS: FieldUse.SLICE,
         SEQ_STARTS: FieldUse.REJECT,
     }
     effects: ClassVar[frozenset[str]] = frozenset({VIRTUAL_REQUESTS})
-    # A virtual request's positions are not those of the chunks.
+    # After this wrapper, positions count from a virtual request's first block, so chunks cannot be found again.
     not_after: ClassVar[frozenset[str]] = frozenset({VIRTUAL_REQUESTS})
     capture: ClassVar[GraphCapture] = GraphCapture.ALWAYS
 
@@ -102,7 +102,7 @@ class ChunkedLocal(MetadataWrapper):
         return attrs.evolve(layer, spec=layer.spec.retain_all())
 
     def added_extensions(self, layer: LayerSpec) -> frozenset[str]:
-        """Return ``SEQ_STARTS`` where chunks begin inside of a block."""
+        """Return ``SEQ_STARTS`` if chunks begin inside of a block."""
         assert layer.spec is not None
         assert self.chunk is not None
         return frozenset({SEQ_STARTS}) if self.chunk % layer.spec.block_size else frozenset()
@@ -112,7 +112,7 @@ class ChunkedLocal(MetadataWrapper):
         assert self.chunk is not None
         chunk, block_size, is_static = self.chunk, metadata.block_size, metadata.static_shapes
         max_blocks = metadata.block_table.shape[1]
-        # Static shapes do not follow from how long the requests are, only from how long they can be.
+        # Static shapes depend on the largest possible length of requests, not on their lengths in this step.
         if (max_blocks * block_size if is_static else metadata.max_seq_len) <= chunk:
             return metadata
         pieces = cut_requests(metadata.query_start_loc_cpu.numpy(), metadata.seq_lens_cpu.numpy(), chunk)
@@ -126,7 +126,7 @@ class ChunkedLocal(MetadataWrapper):
 
         runs = BlockRuns(metadata.block_table)
         starts = runs.starts(pieces.requests, first_blocks)
-        # Nor may it depend on them which tensors are made.
+        # The set of tensors must not depend on these lengths either.
         is_cut = is_static or not pieces.one_each
         arrays = {"starts": starts, "seq_lens": seq_lens}
         if is_cut:
@@ -161,7 +161,7 @@ def _upload(
 ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
     """Return arrays as tensors on the host and on the device, with one copy for all.
 
-    Padding is added after the copy: zeros, where ``query_start_loc`` has its last element again.
+    Padding is added after the copy: zeros, but in ``query_start_loc`` its last element.
     """
     packed = torch.from_numpy(np.concatenate([*arrays.values()]))
     lengths = [len(array) for array in arrays.values()]

@@ -1,4 +1,4 @@
-"""Attention on a CPU by compiled kernels, which read keys and values where they lie in their pages."""
+"""Attention on a CPU by compiled kernels, which read keys and values in their pages."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from kvframe.contract import (
 
 
 class CpuMetadataBuilder(AttentionMetadataBuilder):
-    """Hands on what the kernels read: they cut a step into pieces themselves, in a few microseconds."""
+    """Passes the batch to the kernels, which divide a step into work items themselves, in a few microseconds."""
 
     capture = GraphCapture.ALWAYS
     table_fields = frozenset({"block_table"})
 
     def __init__(self, causal: bool) -> None:
-        """Take whether the layers' mask is causal."""
+        """Keep whether the layers' mask is causal."""
         self._causal = causal
 
     @property
     def reuse_key(self) -> Hashable:
-        """Whether the layers' mask is causal: nothing else of them is read."""
+        """Whether the layers' mask is causal, which is all that the builder uses of them."""
         return self._causal
 
     def build(self, metadata: CommonAttentionMetadata) -> Batch:
@@ -74,7 +74,7 @@ class CpuBackend(AttentionBackend):
 
     @classmethod
     def unusable_reason(cls) -> str | None:
-        """Return why the kernels cannot be built here; builds them where they are not yet."""
+        """Return why the kernels cannot be built on this machine; build them if they are not built yet."""
         try:
             load_library()
         except BuildError as error:
@@ -82,7 +82,7 @@ class CpuBackend(AttentionBackend):
         return None
 
     def __init__(self, layers: Sequence[LayerSpec], device: torch.device) -> None:
-        """Take the group's layers."""
+        """Keep the group's layers."""
         super().__init__(layers, device)
         query, spec = layers[0].query, layers[0].spec
         assert query is not None
@@ -96,14 +96,14 @@ class CpuBackend(AttentionBackend):
             window=spec.mask.window,
             num_sink_tokens=spec.mask.num_sink_tokens,
             chunk=spec.mask.chunk,
-            # A format with one scale for all has it as a parameter.
+            # A format with one scale for all tokens has it as a parameter.
             key_factor=getattr(spec.kv_format, "k_scale", 1.0),
             value_factor=getattr(spec.kv_format, "v_scale", 1.0),
         )
         self._bias_by_distance: dict[str, torch.Tensor] = {}
 
     def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Keep the layer's tensors, and its bias as the kernels look it up."""
+        """Keep the layer's tensors, with the bias as a table by distance."""
         super().bind(layer, parameters)
         assert layer.query is not None
         if layer.query.relative_bias is not None:
@@ -117,14 +117,14 @@ class CpuBackend(AttentionBackend):
     def write_kv(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: KVCache, slots: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
-        """Store keys and values in the layers' format, with the bits that the format itself would store."""
+        """Store keys and values in the layers' format, bit for bit as the format itself would."""
         scoring = self._scoring
         write_kv(key, value, kv_cache, slots, self._format, scoring.key_factor, scoring.value_factor)
 
     def forward(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attend to the pages where they lie."""
+        """Compute attention over the pages in place."""
         assert isinstance(metadata, Batch)
         bias = self._bias_by_distance.get(layer.name)
         scales = Scales(

@@ -1,4 +1,4 @@
-"""Cross attention: every query sees all of the encoder's tokens, whatever its own position."""
+"""Cross attention: every query sees all of the encoder's tokens, at any position."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvframe.contract import ENCODER, AttentionMask, AttentionSpec, TokenRange
 class CrossAttentionSpec(AttentionSpec):
     """Keys and values of an encoder's tokens, computed once and then only read.
 
-    Positions are those of the encoder's sequence, which is whole before the first token of the request is computed. All
-    of it stays live for as long as the request runs.
+    Positions are those of the encoder's sequence, which is complete before the first token of the request is computed.
+    All of it stays live for as long as the request runs.
     """
 
     kind: ClassVar[str] = "cross_attention"
@@ -26,5 +26,5 @@ class CrossAttentionSpec(AttentionSpec):
 
     @property
     def mask(self) -> AttentionMask:
-        """A mask without order: a query sees every token that is stored for its request."""
+        """A mask under which a query sees every token that is stored for its request."""
         return AttentionMask(causal=False)

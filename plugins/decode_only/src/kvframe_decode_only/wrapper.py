@@ -1,4 +1,4 @@
-"""The batch as a layer sees it that computes generating tokens only."""
+"""The wrapper for prefill skipping: a layer gets only the generating tokens of a batch."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from kvframe.contract import (
 class DecodeOnly(MetadataWrapper):
     """Keeps the tokens that generate: the last one of each completed prompt, every decode and draft token.
 
-    The requests stay, those without a generating token with a query length of 0. Generating tokens are the last ones
-    of their request, so their positions follow from the sequence lengths, which stay too. A layer can leave the
-    others out only if nothing reads what it would have stored for them, that is if it reads another layer's cache
-    (YOCO, arXiv 2405.05254; SwiftKV, arXiv 2410.03960).
+    The number of requests stays; a request without a generating token gets a query length of 0. Generating tokens are
+    the last ones of their request, so their positions follow from the sequence lengths, which also stay. A layer can
+    leave other tokens out only if it stores no keys and values for them, because it reads another layer's cache (YOCO,
+    arXiv 2405.05254; SwiftKV, arXiv 2410.03960).
     """
 
     name: ClassVar[str] = "decode_only"
@@ -80,7 +80,7 @@ class DecodeOnly(MetadataWrapper):
         return self
 
     def __call__(self, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        """Return the batch of generating tokens; the very input where all tokens generate.
+        """Return the batch of generating tokens; the unchanged input if all tokens generate.
 
         Args:
             metadata: The step's metadata.
@@ -89,7 +89,7 @@ class DecodeOnly(MetadataWrapper):
             return metadata
         kept, num_kept = metadata.generating_indices, metadata.num_generating
         num_rows, device = kept.shape[0], kept.device
-        # A request's new start is the number of kept tokens before its old one.
+        # The new start of a request is the number of kept tokens before its old start.
         starts = metadata.generating_indices_cpu.numpy()[:num_kept].searchsorted(metadata.query_start_loc_cpu.numpy())
         starts = starts.astype(np.int32)
         starts_cpu = torch.from_numpy(starts)
@@ -101,9 +101,9 @@ class DecodeOnly(MetadataWrapper):
         if metadata.static_shapes:
             max_query_len = min(metadata.max_query_len, num_rows)
         else:
-            # At least 1: where nothing generates, the layer still computes a padded token.
+            # At least 1: if no token generates, the layer still computes a padded one.
             max_query_len = max(1, int(np.maximum.reduce(starts[1:] - starts[:-1])))
-        # By its constructor, which takes a third of the time of attrs.evolve.
+        # The constructor takes a third of the time of attrs.evolve.
         return CommonAttentionMetadata(
             query_start_loc=starts_cpu.to(device, non_blocking=True),
             query_start_loc_cpu=starts_cpu,

@@ -23,14 +23,14 @@ from kvframe_flash_attn.shared import DTYPES, HEAD_SIZES, sees, unusable_reason,
 
 @attrs.frozen(eq=False)
 class FlashAttnMetadata:
-    """A step as the library takes it.
+    """A step in the form that the library takes.
 
     Attributes:
         common: The batch.
-        num_queries: Queries of each request, where all have as many and lie in the order of the requests; else 0.
-        key_start_loc: ``[num_reqs + 1], int32, device``: where each request's keys would start, side by side. The
-            function for requests of any length knows the number of keys by the difference; where pages are, the block
-            table says.
+        num_queries: Queries of each request if all requests have equally many, in order; otherwise 0.
+        key_start_loc: ``[num_reqs + 1], int32, device``: the starts that the requests' keys would have in a packed
+            tensor. The function for requests of any length takes only the numbers of keys from it; their place in pages
+            is in the block table.
     """
 
     common: CommonAttentionMetadata
@@ -39,7 +39,7 @@ class FlashAttnMetadata:
 
 
 class FlashAttnMetadataBuilder(AttentionMetadataBuilder):
-    """Finds out which of the library's two functions a step is for."""
+    """Decides which of the library's two functions computes a step."""
 
     capture = GraphCapture.UNIFORM
     on_host = True
@@ -55,9 +55,9 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder):
 
 
 def _num_queries(metadata: CommonAttentionMetadata) -> int:
-    """Return how many queries each request has, if that is one number and there is a row for each; else 0.
+    """Return the number of queries of each request if it is equal for all and every row has a query; otherwise 0.
 
-    Padded requests count as others: their rows are padded tokens.
+    Padded requests count like others: their rows are padded tokens.
     """
     most, num_tokens = metadata.max_query_len, metadata.slot_mapping.shape[0]
     if not most or num_tokens < metadata.num_reqs * most or metadata.num_actual_tokens % most:
@@ -88,7 +88,7 @@ class FlashAttnBackend(AttentionBackend):
 
     @classmethod
     def unusable_reason(cls) -> str | None:
-        """Return why there is no device to run on."""
+        """Return why the device cannot be used; None if it can."""
         return unusable_reason((8, 0))
 
     def make_builder(self) -> FlashAttnMetadataBuilder:
@@ -98,7 +98,7 @@ class FlashAttnBackend(AttentionBackend):
     def forward(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attend to the pages where they lie."""
+        """Compute attention over the pages in place."""
         assert isinstance(metadata, FlashAttnMetadata)
         assert layer.query is not None
         common, keys = metadata.common, kv_cache["k"]
@@ -127,7 +127,7 @@ class FlashAttnBackend(AttentionBackend):
     def _uniform(
         query: torch.Tensor, kv_cache: KVCache, metadata: FlashAttnMetadata, options: dict[str, Any], with_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return attention of as many queries for each request, by the function that splits long requests."""
+        """Return attention of requests with equally many queries, by the function that splits long requests."""
         common, num_queries = metadata.common, metadata.num_queries
         num_rows = common.num_reqs * num_queries
         result = flash_attn.flash_attn_with_kvcache(
@@ -155,7 +155,7 @@ class FlashAttnBackend(AttentionBackend):
             kv_cache["v"],
             cu_seqlens_q=common.query_start_loc,
             cu_seqlens_k=metadata.key_start_loc,
-            # It takes 1 as a word for row r being the one query of request r, which the other function is for.
+            # With 1, the library assumes one query per request, which is the case of the other function.
             max_seqlen_q=max(2, common.max_query_len),
             max_seqlen_k=common.max_seq_len,
             return_attn_probs=with_lse,

@@ -23,27 +23,27 @@ from kvframe_flash_attn.shared import DTYPES, HEAD_SIZES, sees, unusable_reason,
 
 @attrs.frozen(eq=False)
 class FlashAttn3Metadata:
-    """A step as the library takes it.
+    """A step in the form that the library takes.
 
     Attributes:
-        common: The batch, with the requests cut to the pages that a window reaches.
+        common: The batch, with the requests shortened to the pages that a window reaches.
     """
 
     common: CommonAttentionMetadata
 
 
 class FlashAttn3MetadataBuilder(AttentionMetadataBuilder):
-    """Cuts requests to the pages that their first query's window reaches.
+    """Shortens requests to the pages that their first query's window reaches.
 
-    The kernels read tiles of more tokens than a page, so that what lies before those pages, the null page, would be
-    read, and multiplied by zero.
+    The kernels read tiles of more tokens than a page. Without this, they would read the null page before those pages,
+    and multiply its content by zero, which for NaN is NaN.
     """
 
     capture = GraphCapture.ALWAYS
     on_host = True
 
     def __init__(self, layer: LayerSpec) -> None:
-        """Take any layer of the group."""
+        """Keep the properties of the group's layers, from any of them."""
         assert layer.spec is not None
         mask = layer.spec.mask
         assert mask is not None
@@ -88,7 +88,7 @@ class FlashAttn3Backend(AttentionBackend):
 
     @classmethod
     def unusable_reason(cls) -> str | None:
-        """Return why there is no device to run on."""
+        """Return why the device cannot be used; None if it can."""
         return unusable_reason((9, 0))
 
     def make_builder(self) -> FlashAttn3MetadataBuilder:
@@ -98,7 +98,7 @@ class FlashAttn3Backend(AttentionBackend):
     def forward(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attend to the pages where they lie."""
+        """Compute attention over the pages in place."""
         assert isinstance(metadata, FlashAttn3Metadata)
         assert layer.query is not None
         common, keys = metadata.common, kv_cache["k"]

@@ -1,4 +1,4 @@
-"""What both backends do around the library's functions."""
+"""Shared by both backends: the device check, the mask, and learned sinks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ HEAD_SIZES = frozenset(range(8, 257, 8))
 
 
 def unusable_reason(least: tuple[int, int]) -> str | None:
-    """Return why there is no device to run on, in one sentence; None if there is one.
+    """Return in one sentence why the device cannot be used; None if it can.
 
     Args:
-        least: The compute capability that the library's kernels are for.
+        least: The compute capability that the library's kernels require.
     """
     if not torch.cuda.is_available():
         return "needs a CUDA device; torch sees none"
@@ -26,7 +26,7 @@ def unusable_reason(least: tuple[int, int]) -> str | None:
 
 
 def sees(layer: LayerSpec, metadata: CommonAttentionMetadata) -> tuple[bool, tuple[int, int]]:
-    """Return whether keys after a query are hidden, and how many it sees before and after it; -1 for all."""
+    """Return whether keys after a query are hidden, and how many keys it sees before and after it; -1 for all."""
     assert layer.spec is not None
     mask = layer.spec.mask
     assert mask is not None
@@ -38,7 +38,8 @@ def sees(layer: LayerSpec, metadata: CommonAttentionMetadata) -> tuple[bool, tup
 def with_sinks(output: torch.Tensor, normaliser: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """Return attention with one more logit per head in the denominator (GPT-OSS, arXiv 2508.10925).
 
-    It scales every weight by the softmax's share against the logit, so it can be added after the kernel.
+    The logit scales every output by the same factor, which follows from the denominator, so it can be applied
+    afterwards.
 
     Args:
         output: ``[num_tokens, num_heads, head_size], device``: attention without it.

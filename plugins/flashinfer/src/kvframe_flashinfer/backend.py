@@ -23,8 +23,8 @@ class FlashInferOptions:
     """Options of the backend.
 
     Attributes:
-        kernels: Which of FlashInfer's kernels prompts are computed with: ``"fa2"``, ``"fa3"`` on Hopper GPUs, or
-            ``"auto"`` for what FlashInfer takes on the device.
+        kernels: The FlashInfer kernels for prompts: ``"fa2"``, ``"fa3"`` on Hopper GPUs, or ``"auto"`` for FlashInfer's
+            own choice on the device.
     """
 
     kernels: str = attrs.field(default="auto", validator=attrs.validators.in_(KERNELS))
@@ -49,7 +49,7 @@ class FlashInferBackend(AttentionBackend):
 
     @classmethod
     def unusable_reason(cls) -> str | None:
-        """Return why there is no device, or no way to get at the kernels."""
+        """Return why the device cannot be used, or why there are no kernels for it; None if it can be used."""
         if not torch.cuda.is_available():
             return "needs a CUDA device; torch sees none"
         found = torch.cuda.get_device_capability()
@@ -60,7 +60,7 @@ class FlashInferBackend(AttentionBackend):
         return None
 
     def __init__(self, layers: Sequence[LayerSpec], device: torch.device, options: FlashInferOptions) -> None:
-        """Take the group's layers, and let FlashInfer load their kernels, or compile them once, which takes minutes."""
+        """Keep the group's layers, and let FlashInfer load their kernels, or compile them once, which takes minutes."""
         super().__init__(layers, device, options)
         self._problem = Problem.of(layers[0])
         self._builder = FlashInferMetadataBuilder(self._problem, device, options.kernels)
@@ -73,7 +73,7 @@ class FlashInferBackend(AttentionBackend):
     def forward(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Run the step's plans."""
+        """Compute attention by the step's plans."""
         assert isinstance(metadata, FlashInferMetadata)
         pages = kv_cache["k"], kv_cache["v"]
         scales = {"k_scale": self._problem.key_scale, "v_scale": self._problem.value_scale}
@@ -85,8 +85,8 @@ class FlashInferBackend(AttentionBackend):
                 result = part.wrapper.run(rows[part.rows], pages, **scales)
             else:
                 result, normaliser = part.wrapper.run(rows[part.rows], pages, return_lse=True, **scales)
-                # Its logarithms are to the base of 2. One more logit in the denominator scales every weight by the
-                # softmax's share against it.
+                # The logarithms have base 2. One more logit in the denominator scales every weight by the softmax's
+                # share against it.
                 result = result * torch.sigmoid(normaliser * math.log(2) - sinks.float())[..., None]
             if len(result) == len(query):
                 return result.to(query.dtype)
@@ -99,5 +99,5 @@ class FlashInferBackend(AttentionBackend):
 def _has_compiler() -> bool:
     try:
         return (Path(get_cuda_path()) / "bin" / "nvcc").exists()
-    except RuntimeError:  # what it raises where there is no CUDA at all
+    except RuntimeError:  # FlashInfer raises it if there is no CUDA at all
         return False

@@ -1,4 +1,4 @@
-"""Planning a step on the host: decodes by one wrapper, all other requests by another."""
+"""Plans a step on the host: one FlashInfer wrapper for the decodes, and one for all other requests."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from kvframe_flashinfer.pages import IntArray, PageLists
 from kvframe_flashinfer.plans import Wrappers, workspace
 
 MIN_GROUP_FOR_TENSOR_CORES = 4
-"""Query heads of a KV head from which on decodes are faster on the tensor cores; below, on the others."""
+"""Query heads of a KV head from which on decodes are faster on the tensor cores."""
 
 
 @attrs.frozen
 class Problem:
-    """What of a group's layers the plans depend on.
+    """The properties of a group's layers that plans depend on.
 
     Attributes:
         num_heads: Query heads.
         num_kv_heads: Key/value heads.
         head_size: Elements of a query, key or value vector.
-        query_dtype: What the kernels compute in.
-        stored_dtype: What pages hold.
+        query_dtype: The dtype that the kernels compute in.
+        stored_dtype: The dtype of the pages.
         scale: Factor on the scores.
         key_scale: Factor on stored keys.
         value_scale: Factor on stored values.
         soft_cap: As in ``QuerySpec``.
-        causal: Whether the layers' mask is.
+        causal: Whether the layers' mask is causal.
         window: As in ``AttentionMask``.
     """
 
@@ -56,7 +56,7 @@ class Problem:
 
     @classmethod
     def of(cls, layer: LayerSpec) -> Problem:
-        """Return what any layer of the group says."""
+        """Return the properties, from any layer of the group."""
         assert layer.spec is not None
         assert layer.query is not None
         key, mask = layer.spec.state_tensors()["k"], layer.spec.mask
@@ -80,16 +80,16 @@ class Problem:
 
 @attrs.frozen(eq=False)
 class Part:
-    """Some requests of a step, side by side, that one plan is made for.
+    """Some consecutive requests of a step, with one plan.
 
     Attributes:
         rows: Their queries, in the packed batch.
-        pages: What they read.
-        query_starts: ``[num_reqs + 1], int32``: where each one's queries begin among these; None for decodes.
+        pages: The pages that they read.
+        query_starts: ``[num_reqs + 1], int32``: the start of each request's queries among these; None for decodes.
         page_size: Tokens per page.
         causal: Whether a query sees only its own and earlier positions.
-        window: Tokens that a query sees, its own included; None for all.
-        wrapper: FlashInfer's wrapper, with their plan; None as long as the pages are on their way to the device.
+        window: Tokens that a query sees, including its own; None for all.
+        wrapper: FlashInfer's wrapper, with their plan; None until the pages are copied to the device.
     """
 
     rows: slice
@@ -103,7 +103,7 @@ class Part:
 
 @attrs.define(eq=False)
 class FlashInferMetadata:
-    """A step's parts, and their plans.
+    """The parts of a step, and their plans.
 
     Attributes:
         parts: The decodes, and the other requests; either may be missing.
@@ -113,17 +113,17 @@ class FlashInferMetadata:
 
 
 class FlashInferMetadataBuilder(AttentionMetadataBuilder):
-    """Plans a step. Graphs cannot be captured: a plan decides how many blocks a kernel is launched with."""
+    """Plans a step. Graphs cannot be captured, because a plan decides the number of blocks of a kernel launch."""
 
     batch_order = BatchOrder()
     on_host = True
 
     def __init__(self, problem: Problem, device: torch.device, kernels: str) -> None:
-        """Take what the layers have in common.
+        """Keep the properties of the layers.
 
         Args:
-            problem: The layers' sizes.
-            device: Where they run.
+            problem: The layers' properties.
+            device: The device of the layers.
             kernels: FlashInfer's name of the kernels for prompts.
         """
         self._problem = problem
@@ -139,7 +139,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder):
         )
 
     def load_kernels(self) -> None:
-        """Plan a request of one token in both ways, so that what cannot be loaded or compiled fails at set-up."""
+        """Plan a request of one token in both ways, so that missing or uncompilable kernels fail at set-up."""
         one = np.array([0, 1], dtype=np.int32)
         pages = PageLists(one, one[1:], torch.zeros(1, dtype=torch.int32, device=self._device))
         causal, window = self._problem.causal, self._problem.window
@@ -156,7 +156,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder):
         num_decodes = split.num_decodes
         num_reqs = num_decodes + split.num_extends + split.num_prefills
         if not metadata.seq_lens_cpu.numpy()[:num_decodes].all():
-            # Its decode kernel divides by zero where a request, over keys of another sequence, has none.
+            # The decode kernel divides by zero for a request without keys, which cross attention may have.
             num_decodes = 0
         pages, size = PageLists.of(metadata, window), metadata.block_size
         parts = []
@@ -169,7 +169,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder):
         return FlashInferMetadata(tuple(parts))
 
     def finish(self, built: Any) -> FlashInferMetadata:
-        """Return the parts with their plans, which the library makes on the host of lists that lie on the device."""
+        """Return the parts with their plans, which the library makes on the host, with the page lists on the device."""
         planned = FlashInferMetadata()
         planned.parts = tuple(
             attrs.evolve(

@@ -1,4 +1,4 @@
-"""FlashInfer's attention over latents, in the absorbed form: one read of a latent is key and value of all heads.
+"""FlashInfer's attention over latents, in the absorbed form: a latent is read once, as key and value of all heads.
 
 Its kernels follow FlashMLA (https://github.com/deepseek-ai/FlashMLA) and DeepSeek-V2 (arXiv 2405.04434, 2.1.2).
 """
@@ -15,8 +15,8 @@ from kvframe_flashinfer.backend import FlashInferBackend, FlashInferOptions
 from kvframe_flashinfer.latents_builder import LatentMetadata, LatentMetadataBuilder, LatentProblem
 
 KV_UP = "kv_up"
-"""The layer's parameter ``[num_heads, nope_size + head_size_v, latent_size]``: what makes a head's key, then its value,
-of a latent. The query's head size is ``nope_size``, and after it the rotated part."""
+"""The layer's parameter ``[num_heads, nope_size + head_size_v, latent_size]``. It turns a latent into a head's key, and
+its value. The query's head size is ``nope_size`` plus the size of the rotated part, which comes last."""
 
 
 class FlashInferMLABackend(AttentionBackend):
@@ -36,17 +36,17 @@ class FlashInferMLABackend(AttentionBackend):
 
     @classmethod
     def unusable_reason(cls) -> str | None:
-        """Return why there is no device, or no way to get at the kernels."""
+        """Return why the device cannot be used, or why there are no kernels for it; None if it can be used."""
         return FlashInferBackend.unusable_reason()
 
     def __init__(self, layers: Sequence[LayerSpec], device: torch.device, options: FlashInferOptions) -> None:
-        """Take the group's layers, and let FlashInfer load their kernels, or compile them once, which takes minutes.
+        """Keep the group's layers, and let FlashInfer load their kernels, or compile them once, which takes minutes.
 
         Raises:
-            BackendError: Sizes do not fit together.
+            BackendError: The layers' sizes are inconsistent.
         """
         super().__init__(layers, device, options)
-        # The spec is another distribution's: its fields are known by name.
+        # The spec is defined in another distribution, so its fields are accessed by name.
         spec: Any = layers[0].spec
         query = layers[0].query
         assert query is not None
@@ -68,7 +68,7 @@ class FlashInferMLABackend(AttentionBackend):
         self._builder.load_kernels()
 
     def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Take ``kv_up`` of a layer; raises ``BackendError`` where it is missing or of another shape."""
+        """Keep ``kv_up`` of a layer; raise ``BackendError`` if it is missing or has another shape."""
         problem = self._problem
         expected = problem.num_heads, self._nope_size + self._head_size_v, problem.latent_size
         found = tuple(parameters[KV_UP].shape) if KV_UP in parameters else None
@@ -89,7 +89,7 @@ class FlashInferMLABackend(AttentionBackend):
             key: ``[num_tokens, 1, latent_size], device``: the latents.
             value: ``[num_tokens, 1, rope_size], device``: the rotated parts.
             kv_cache: The layer's state tensors; written to.
-            slots: Block id and offset of each token, ``[num_tokens], int64, device`` both.
+            slots: Block id and offset of each token, ``[num_tokens], int64``, both on the device.
         """
         latent = kv_cache["latent"]
         latent.index_put_(slots, torch.cat([key, value], dim=-1)[:, 0].to(latent.dtype))
@@ -97,7 +97,7 @@ class FlashInferMLABackend(AttentionBackend):
     def forward(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Run the step's plan, with the up-projection multiplied into queries before and outputs after."""
+        """Compute attention by the step's plan; the up-projection is applied to queries before, to outputs after."""
         assert isinstance(metadata, LatentMetadata)
         if layer.name not in self.parameters:
             raise BackendError(f"layer {layer.name!r} attends to latents, and its model bound no {KV_UP}")
@@ -112,7 +112,7 @@ class FlashInferMLABackend(AttentionBackend):
         absorbed = torch.bmm(nope.transpose(0, 1), key_up).transpose(0, 1)
         latents, rotated_keys = kv_cache["latent"].split_with_sizes([problem.latent_size, problem.rope_size], dim=-1)
         found = absorbed.new_empty(absorbed.shape)
-        # Rows of 16 bytes are read at a time, and those of the rotated part begin wherever the other part ends.
+        # The kernel reads 16 bytes at a time, and the rotated part of a row may begin at any element.
         metadata.wrapper.run(absorbed, rotated.contiguous(), latents, rotated_keys, out=found)
         output[:num_tokens] = torch.bmm(found.transpose(0, 1), value_up.transpose(1, 2)).transpose(0, 1)
         return output

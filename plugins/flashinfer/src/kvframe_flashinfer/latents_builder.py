@@ -1,4 +1,4 @@
-"""Planning a step over latents on the host: all its requests by one wrapper."""
+"""Plans a step over latents on the host: one FlashInfer wrapper for all its requests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvframe_flashinfer.plans import Wrappers, workspace
 
 @attrs.frozen(kw_only=True)
 class LatentProblem:
-    """What of a group's layers the plans depend on.
+    """The properties of a group's layers that plans depend on.
 
     Attributes:
         num_heads: Query heads.
         latent_size: Elements of a latent.
         rope_size: Elements of the rotated part of a key.
-        dtype: What pages hold, and the kernels compute in.
+        dtype: The dtype of the pages, which the kernels compute in.
         scale: Factor on the scores.
     """
 
@@ -39,13 +39,13 @@ class LatentMetadata:
 
     Attributes:
         num_tokens: Tokens of the batch that belong to requests; they come first.
-        pages: What these requests read.
-        query_starts: ``[num_reqs + 1], int32``: where each one's queries begin.
+        pages: The pages that these requests read.
+        query_starts: ``[num_reqs + 1], int32``: the start of each request's queries.
         seq_lens: ``[num_reqs], int32``: tokens of each.
         page_size: Tokens per page.
         causal: Whether a query sees only its own and earlier positions.
-        wrapper: FlashInfer's wrapper, with the plan; None if there are no tokens, and as long as the pages are on their
-            way to the device.
+        wrapper: FlashInfer's wrapper, with the plan; None if there are no tokens, and until the pages are copied to the
+            device.
     """
 
     num_tokens: int
@@ -58,16 +58,16 @@ class LatentMetadata:
 
 
 class LatentMetadataBuilder(AttentionMetadataBuilder):
-    """Plans a step. Graphs cannot be captured: a plan decides how many blocks a kernel is launched with."""
+    """Plans a step. Graphs cannot be captured, because a plan decides the number of blocks of a kernel launch."""
 
     on_host = True
 
     def __init__(self, problem: LatentProblem, device: torch.device, kernels: str) -> None:
-        """Take what the layers have in common.
+        """Keep the properties of the layers.
 
         Args:
-            problem: The layers' sizes.
-            device: Where they run.
+            problem: The layers' properties.
+            device: The device of the layers.
             kernels: FlashInfer's name of the kernels.
         """
         self._problem = problem
@@ -75,15 +75,15 @@ class LatentMetadataBuilder(AttentionMetadataBuilder):
         self._wrappers = Wrappers(lambda: BatchMLAPagedAttentionWrapper(workspace(device), backend=kernels))
 
     def load_kernels(self) -> None:
-        """Plan a request of one token, so that what cannot be loaded or compiled fails at set-up."""
+        """Plan a request of one token, so that kernels that cannot be loaded or compiled fail at set-up."""
         one = np.array([0, 1], dtype=np.int32)
         pages = PageLists(one, one[1:], torch.zeros(1, dtype=torch.int32, device=self._device))
         self.finish(LatentMetadata(1, pages, one, one[1:], 1, causal=True))
 
     def build(self, metadata: CommonAttentionMetadata) -> LatentMetadata:
-        """Return what there is to plan."""
+        """Return the step, not planned yet."""
         starts = metadata.query_start_loc_cpu.numpy()
-        # What lies after the last request with tokens fills a batch up.
+        # The requests after the last one with tokens are padding.
         num_reqs = int(np.searchsorted(starts, starts[-1]))
         return LatentMetadata(
             num_tokens=int(starts[-1]),
@@ -95,7 +95,7 @@ class LatentMetadataBuilder(AttentionMetadataBuilder):
         )
 
     def finish(self, built: Any) -> LatentMetadata:
-        """Return the step with its plan, which the library makes on the host of lists that lie on the device."""
+        """Return the step with its plan, which the library makes on the host, with the page list on the device."""
         planned: LatentMetadata = attrs.evolve(built)
         if planned.num_tokens:
             planned.wrapper = self._plan(planned)

@@ -1,4 +1,4 @@
-"""A step's pages as FlashInfer takes them: one list of page ids, request after request, and where each one's begin."""
+"""A step's pages in FlashInfer's form: one list of page ids, request by request, and the start of each request."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ IntArray = npt.NDArray[np.signedinteger[Any]]
 
 @attrs.frozen(eq=False)
 class PageLists:
-    """The pages of a batch's requests, from the first one that a window reaches on.
+    """The pages of a batch's requests, from the first page that a window reaches on.
 
-    What lies before it is not in the lists, so that it is never read: neither the null page nor the past of a window.
+    Earlier pages are not in the lists, so neither the null page nor tokens before a window are ever read.
 
     Attributes:
-        starts: ``[num_reqs + 1], int32``: where each request's pages begin in ``ids``.
-        last_page_lens: ``[num_reqs], int32``: tokens in each one's last page; 0 for a request without pages.
-        ids: ``[starts[-1]], int32, device``: block ids; on the host as long as they are on their way.
+        starts: ``[num_reqs + 1], int32``: the start of each request's pages in ``ids``.
+        last_page_lens: ``[num_reqs], int32``: tokens in each request's last page; 0 for a request without pages.
+        ids: ``[starts[-1]], int32, device``: block ids; on the host until they are copied.
     """
 
     starts: IntArray
@@ -36,7 +36,7 @@ class PageLists:
 
         Args:
             metadata: The batch, on the host.
-            window: Tokens that a query sees, its own included; None for all.
+            window: Tokens that a query sees, including its own; None for all.
         """
         block_size, table = metadata.block_size, metadata.block_table
         seq_lens = metadata.seq_lens_cpu.numpy()
@@ -48,7 +48,7 @@ class PageLists:
         starts = np.zeros(len(seq_lens) + 1, dtype=np.int32)
         np.cumsum(counts, out=starts[1:])
         last_page_lens = np.where(counts > 0, seq_lens - (first + counts - 1) * block_size, 0).astype(np.int32)
-        # Where each page stands in the block table, row after row.
+        # The index of each page in the flattened block table.
         places = np.arange(starts[-1]) + np.repeat(
             np.arange(len(seq_lens)) * table.shape[1] + first - starts[:-1], counts
         )

@@ -1,4 +1,4 @@
-"""The backend: a step's pages are gathered, and FlexAttention computes what the layers' mask function says."""
+"""The backend: it gathers a step's pages, and calls FlexAttention with the layers' mask function."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from kvframe_flex.kernel import Kernel, Scores, keep_static
 from kvframe_flex.pages import Sight
 
 MIN_CUDA_SIZE = 16
-"""Elements of a vector that FlexAttention's kernels for GPUs take at least; shorter ones get zeros after them."""
+"""The smallest size of a vector in FlexAttention's GPU kernels; shorter vectors are padded with zeros."""
 
 
 @attrs.frozen
 class FlexOptions:
-    """What a stack may say of the backend.
+    """The backend's options in a stack.
 
     Attributes:
-        compile: Whether kernels are compiled, when a kind of batch first comes: ``auto`` where a compiler is found,
-            ``always`` or not at all, ``never``, which is slow and needs memory for all scores.
+        compile: Whether kernels are compiled for each new kind of batch: ``auto`` if a compiler is found; ``always``,
+            or fail; ``never``, which is slow and needs memory for all scores.
     """
 
     compile: str = attrs.field(default="auto", validator=attrs.validators.in_(("auto", "always", "never")))
 
 
 class FlexBackend(AttentionBackend):
-    """Serves every type of attention over keys and values that a mask function says."""
+    """Serves every type of attention over keys and values that has a mask function."""
 
     capabilities = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
@@ -59,7 +59,7 @@ class FlexBackend(AttentionBackend):
     conformance_options: ClassVar[Mapping[str, Any]] = MappingProxyType({"compile": "never"})
 
     def __init__(self, layers: Sequence[LayerSpec], device: torch.device, options: Any = None) -> None:
-        """Take the group's layers; raises ``BackendError`` where no compiler is and one has to be."""
+        """Keep the group's layers; raise ``BackendError`` if ``compile`` is ``always`` and there is no compiler."""
         super().__init__(layers, device, options)
         spec, query = layers[0].spec, layers[0].query
         assert spec is not None
@@ -72,7 +72,7 @@ class FlexBackend(AttentionBackend):
         self._scratch: dict[str, torch.Tensor] = {}
 
     def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Keep the layer's tensors, and its bias as the kernel looks it up."""
+        """Keep the layer's tensors, with the bias as a table by distance."""
         super().bind(layer, parameters)
         assert layer.query is not None
         if layer.query.relative_bias is not None:
@@ -87,7 +87,7 @@ class FlexBackend(AttentionBackend):
     def forward(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Gather each piece's pages and attend to them."""
+        """Gather each piece's pages, and compute its attention."""
         size_v = kv_cache["v"].shape[-1]
         bias = self._bias_by_distance.get(layer.name)
         if sinks is not None:
@@ -122,10 +122,10 @@ class FlexBackend(AttentionBackend):
         return tokens.to(dtype).view(piece.num_tiles, piece.num_keys, *state.shape[2:]).transpose(1, 2)
 
     def _take(self, name: str, num_elements: int, like: torch.Tensor) -> torch.Tensor:
-        """Return memory that the calls reuse: the system takes a while to map fresh pages."""
+        """Return memory that later calls reuse, because the system takes long to map fresh pages."""
         scratch = self._scratch.get(name)
         if scratch is None or len(scratch) < num_elements:
-            # Made outside of inference mode, so that a later call may write to it in either mode.
+            # A tensor made in inference mode could not be written to outside of it.
             with torch.inference_mode(False):
                 scratch = self._scratch[name] = torch.empty(num_elements, dtype=like.dtype, device=like.device)
         return scratch[:num_elements]

@@ -1,4 +1,4 @@
-"""The metadata of a step: dense batches of tiles, worked out on the host, and their block masks, made on the device."""
+"""The metadata of a step: dense batches of tiles, made on the host, and their block masks, made on the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvframe_flex.kernel import Places, find_blocks, keep_static
 from kvframe_flex.pages import SINK, HostPiece, IntArray, Sight, cut_pieces
 
 MIN_CAPACITY = 1 << 14
-"""Positions that a piece has room for at least; the room is part of a compiled kernel, and doubles when it is full."""
+"""The smallest capacity of a piece in positions. It is part of a compiled kernel, and doubles when it is too small."""
 
 
 @attrs.frozen(eq=False)
@@ -25,17 +25,17 @@ class Piece:
         num_tiles: Tiles in the batch.
         num_queries: Queries per tile; shorter tiles repeat their last one.
         num_keys: Gathered tokens per tile, whole pages.
-        causal: Whether the layers' mask function holds.
-        query_rows: ``[num_tiles * num_queries], int64, device``: rows of the packed batch; None where they are its
-            first ones in order.
-        outputs: ``[num_outputs], int64, device``: which of these are no repetitions; None for all.
-        output_rows: ``[num_outputs], int64, device``: the rows of the packed batch that they are; None likewise.
+        causal: Whether the layers' mask function applies.
+        query_rows: ``[num_tiles * num_queries], int64, device``: rows of the packed batch; None if they are its first
+            rows in order.
+        outputs: ``[num_outputs], int64, device``: the queries that are not repetitions; None for all.
+        output_rows: ``[num_outputs], int64, device``: the rows of these in the packed batch; None likewise.
         hidden: ``[num_hidden], int64, device``: gathered tokens that no query sees, which may hold anything.
-        key_positions: ``[num_tiles * num_keys], int32, device``: where the gathered tokens stand, or ``HIDDEN``, or
-            ``SINK``.
-        query_positions: ``[num_tiles * num_queries], int32, device``: where the queries stand.
+        key_positions: ``[num_tiles * num_keys], int32, device``: the positions of the gathered tokens, or ``HIDDEN``,
+            or ``SINK``.
+        query_positions: ``[num_tiles * num_queries], int32, device``: the positions of the queries.
         sizes: ``[3], int64, device``: as in ``Places``.
-        places: Where they stand, as the kernel looks it up; None as long as the piece is on its way to the device.
+        places: These positions as the kernel reads them; None until the piece is copied to the device.
     """
 
     num_tiles: int
@@ -56,8 +56,8 @@ class Piece:
         """Return a piece, on the host.
 
         Args:
-            piece: What there is to compute.
-            causal: Whether the layers' mask function holds.
+            piece: The piece on the host.
+            causal: Whether the layers' mask function applies.
             num_rows: Rows of the packed batch.
         """
         num_all = len(piece.query_rows)
@@ -78,10 +78,10 @@ class Piece:
         )
 
     def finish(self, sight: Sight) -> Piece:
-        """Return the piece with its places, made where it lies: the mask that blocks are found from is large.
+        """Return the piece with its ``places``, made on the device, because the mask from which blocks follow is large.
 
         Args:
-            sight: What the layers' queries see.
+            sight: The visible tokens of the layers' queries.
         """
         return attrs.evolve(self, places=self._places(sight))
 
@@ -104,12 +104,12 @@ class Piece:
 
 @attrs.frozen(eq=False)
 class FlexMetadata:
-    """What the layers of an attention group read in a step.
+    """A step's metadata for the layers of an attention group.
 
     Attributes:
         pieces: The dense batches.
-        pages: For each ``[num_tiles * num_pages], int32, device``: block ids to gather.
-        page_rows_cpu: ``[num_pages], int64, host``: of all pieces, the rows of the block table where they stand.
+        pages: For each piece ``[num_tiles * num_pages], int32, device``: block ids to gather.
+        page_rows_cpu: ``[num_pages], int64, host``: the rows of the block table with the pages of all pieces.
         page_columns_cpu: ``[num_pages], int64, host``: likewise the columns.
     """
 
@@ -126,12 +126,12 @@ class FlexMetadataBuilder(AttentionMetadataBuilder):
     table_fields = frozenset({"pages"})
 
     def __init__(self, sight: Sight, num_heads: int, is_compiled: bool) -> None:
-        """Take what the layers of the group have in common.
+        """Keep the properties of the group's layers.
 
         Args:
-            sight: What their queries see.
+            sight: The visible tokens of their queries.
             num_heads: Their query heads.
-            is_compiled: Whether they are for a compiled kernel, which never has all scores at a time.
+            is_compiled: Whether kernels are compiled. A compiled kernel never has all scores in memory.
         """
         self._sight = sight
         self._num_heads_at_once = 1 if is_compiled else num_heads

@@ -1,6 +1,6 @@
-"""FlexAttention from its definition (Dong et al., arXiv 2412.05496) over dense scores, for where nothing is compiled.
+"""FlexAttention by its definition (Dong et al., arXiv 2412.05496) over dense scores, for systems without a compiler.
 
-The two functions are called once with all indices, as arrays that broadcast. Memory for all scores is needed.
+The two functions are called once, with broadcast arrays of all indices. All scores are in memory at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def dense_flex_attention(
     block_size: int,
     scale: float,
 ) -> torch.Tensor:
-    """Return ``[num_tiles, num_heads, num_queries, head_size_v]``; zeros for queries that see nothing.
+    """Return ``[num_tiles, num_heads, num_queries, head_size_v]``; zeros for queries that see no key.
 
     Args:
         query: ``[num_tiles, num_heads, num_queries, head_size], device``.
@@ -30,8 +30,8 @@ def dense_flex_attention(
         value: ``[num_tiles, num_kv_heads, num_keys, head_size_v], device``.
         score: ``score(score, tile, head, query_index, key_index)`` returns the changed score; None for no change.
         is_seen: ``is_seen(tile, head, query_index, key_index)`` returns whether a query sees a key.
-        blocks: ``[num_tiles, 1, query_blocks, key_blocks], bool, device``: where ``is_seen`` is asked.
-        full_blocks: The same shape: where it is not, because every query sees every key.
+        blocks: ``[num_tiles, 1, query_blocks, key_blocks], bool, device``: blocks for which ``is_seen`` is called.
+        full_blocks: The same shape: blocks in which every query sees every key.
         block_size: Queries, and keys, of a block.
         scale: Factor on the products.
     """
@@ -43,7 +43,7 @@ def dense_flex_attention(
         for place, size in enumerate((num_tiles, num_heads, num_queries, num_keys))
     )
     folded = query.reshape(num_tiles, num_kv_heads, -1, head_size)
-    # Products are rounded once, whatever the order in which a matrix library adds them up.
+    # Products are computed in a wider dtype and rounded once, so the order of a matrix library's sums does not matter.
     wide = torch.float64 if query.dtype == torch.float32 else torch.float32
     scores = (folded.to(wide) @ key.to(wide).transpose(2, 3)).mul_(scale).float()
     scores = scores.view(num_tiles, num_heads, num_queries, num_keys)

@@ -1,7 +1,7 @@
 """FlexAttention (Dong et al., arXiv 2412.05496) called on gathered tokens: compiled, or over dense scores.
 
-What a query sees and what becomes of a score are two small functions that FlexAttention makes part of its kernel. Both
-look up where a token stands in its request, so they know neither pages nor the batch.
+Two small functions, which FlexAttention compiles into its kernel, decide which tokens a query sees and how a score is
+changed. Both look up the positions of tokens in their requests, so they do not depend on pages or on the batch.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ BLOCK = 128
 """Queries, and tokens, of a block of the block mask: FlexAttention's own."""
 
 COMPILER = "inductor"
-"""What compiles a kernel, of torch's backends for graphs."""
+"""The torch backend that compiles a kernel."""
 
 MIN_BLOCKS = 2
-"""Blocks that a block mask has at least: a size of one would be a kernel of its own."""
+"""The fewest blocks of a block mask: with a size of one, torch would compile a separate kernel."""
 
 _log = logging.getLogger("kvframe")
 
 
 @attrs.frozen
 class Scores:
-    """What becomes of the scores of a group's layers.
+    """The changes to the scores of a group's layers.
 
     Attributes:
         scale: As in ``QuerySpec``.
         soft_cap: As in ``QuerySpec``.
         has_sinks: As in ``QuerySpec``.
-        max_distance: Of the learned bias; None where there is none.
+        max_distance: The largest distance of the learned bias; None if there is none.
     """
 
     scale: float
@@ -51,7 +51,7 @@ class Scores:
 
     @classmethod
     def of(cls, query: QuerySpec) -> Scores:
-        """Return what a layer's query side says."""
+        """Return the changes of a layer's query side."""
         bias = query.relative_bias
         return cls(query.scale, query.soft_cap, query.has_sinks, None if bias is None else bias.max_distance)
 
@@ -63,15 +63,15 @@ class Scores:
 
 @attrs.frozen(eq=False)
 class Places:
-    """Where the queries and the gathered tokens of a piece stand, and which blocks of tokens are read.
+    """The positions of the queries and the gathered tokens of a piece, and the blocks of tokens that are read.
 
     Attributes:
         positions: ``[capacity], int32, device``: those of the tokens, tile after tile, then those of the queries.
-        sizes: ``[3], int64, device``: where the queries' start, queries per tile, tokens per tile.
+        sizes: ``[3], int64, device``: the start of the queries' positions, queries per tile, tokens per tile.
         num_blocks: ``[num_tiles, 1, query_blocks], int32, device``: blocks of tokens that some query sees in part.
-        blocks: ``[num_tiles, 1, query_blocks, key_blocks], int32, device``: these, in front of the others.
-        num_full_blocks: The same shape: blocks that all queries see.
-        full_blocks: Likewise.
+        blocks: ``[num_tiles, 1, query_blocks, key_blocks], int32, device``: the indices of these, then of the others.
+        num_full_blocks: The same shape as ``num_blocks``: blocks that all queries see completely.
+        full_blocks: Likewise, the indices.
     """
 
     positions: torch.Tensor
@@ -85,22 +85,22 @@ class Places:
 class Kernel:
     """Attention of one group's layers over the pieces of a step.
 
-    Invariants: each kind of piece has compiled code of its own, so that torch's limit of variants of one code, past
-    which it runs the code as it stands, is not reached by kinds that come later; and whatever is compiled, for what
-    reason ever, is compiled as ``_compiling`` says.
+    Invariants: each kind of piece has its own code object, so that later kinds do not reach torch's limit of compiled
+    variants per code object, after which torch runs the code uncompiled. Every compilation, for any reason, runs inside
+    ``_compiling``.
     """
 
     def __init__(self, sees: MaskFunction, scores: Scores, device: torch.device, compile_mode: str) -> None:
-        """Take what the layers have in common.
+        """Keep the properties of the layers.
 
         Args:
             sees: Their mask function.
-            scores: What becomes of a score.
-            device: Where it runs.
+            scores: The changes to their scores.
+            device: The device of the layers.
             compile_mode: ``auto``, ``always`` or ``never``.
 
         Raises:
-            BackendError: It is to be compiled always, and no compiler is there.
+            BackendError: The mode is ``always``, and there is no compiler.
         """
         self._sees = sees
         self._scores = scores
@@ -115,7 +115,7 @@ class Kernel:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether calls go through the compiler."""
+        """Whether calls run compiled code."""
         return self._is_compiled
 
     def __call__(
@@ -134,17 +134,17 @@ class Kernel:
             query: ``[num_tiles, num_heads, num_queries, head_size], device``.
             key: ``[num_tiles, num_kv_heads, num_keys, head_size], device``.
             value: ``[num_tiles, num_kv_heads, num_keys, head_size_v], device``.
-            places: Where they stand.
-            causal: Whether the mask function holds; if not, queries see all tokens that are not hidden.
+            places: The positions and the blocks.
+            causal: Whether the mask function applies; if not, queries see all tokens that are not hidden.
             bias: ``[num_heads, 2 * max_distance + 1], device``: the learned bias by distance; None for none.
             sinks: ``[num_heads], device``: the learned sink logits; None for none.
 
         Raises:
-            BackendError: It is to be compiled always, and that failed.
+            BackendError: The mode is ``always``, and the compilation failed.
         """
         arguments = query, key, value, places, causal, bias, sinks
         if self._is_compiled:
-            # What torch makes a kernel of its own for.
+            # torch compiles a separate kernel for each of these.
             kind = len(query) == 1, query.shape[2] == 1, causal, query.dtype, len(places.positions)
             try:
                 return self._run_compiled(kind, arguments)
@@ -165,7 +165,7 @@ class Kernel:
 
         compiled = self._compiled.get(kind)
         if compiled is not None:
-            # Torch compiles a known kind once more where something else differs, such as whether gradients are wanted.
+            # torch recompiles a known kind if something else changes, such as whether gradients are required.
             with contextlib.suppress(TorchDynamoException):
                 return compiled(*arguments)
         else:
@@ -181,9 +181,9 @@ class Kernel:
         def attend(*arguments: Any) -> torch.Tensor:
             return self._attend(*arguments)
 
-        # What was compiled is kept with the code, of which there is one for all functions that are made here.
+        # torch keeps compiled code with the code object, which would be shared by all functions made here.
         attend.__code__ = attend.__code__.replace()
-        # As one graph: where torch cannot compile it, or no longer does, it says so instead of running it as it stands.
+        # With fullgraph, torch raises if it cannot compile, instead of running the code uncompiled.
         return torch.compile(attend, dynamic=True, fullgraph=True, backend=_compile_graph)
 
     def _attend(
@@ -222,7 +222,7 @@ class Kernel:
     def _functions(
         self, places: Places, causal: bool, bias: torch.Tensor | None, sinks: torch.Tensor | None
     ) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
-        """Return what becomes of a score, None for nothing, and whether a query sees a token."""
+        """Return the function that changes a score, or None, and the one that says whether a query sees a token."""
         sees, scores, positions, sizes = self._sees, self._scores, places.positions, places.sizes
 
         def position_of_query(tile: Any, index: Any) -> Any:
@@ -258,7 +258,7 @@ def missing_compiler(device: torch.device) -> str:
         from torch._inductor.cpp_builder import get_cpp_compiler
 
         get_cpp_compiler()
-    except Exception as error:  # torch says in several ways that there is none
+    except Exception as error:  # torch raises different errors if there is no compiler
         return str(error).strip().splitlines()[0] if str(error).strip() else "no C++ compiler was found"
     return ""
 
@@ -274,7 +274,7 @@ def find_blocks(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
     columns = torch.nn.functional.pad(seen, (0, key_blocks * BLOCK - num_keys))
     columns = columns.view(num_tiles, num_queries, key_blocks, BLOCK)
     rows = 0, 0, 0, query_blocks * BLOCK - num_queries
-    # Rows that are no queries see what the others do.
+    # Padding rows see the same tokens as the other rows.
     some = torch.nn.functional.pad(columns.any(-1), rows).view(num_tiles, query_blocks, BLOCK, key_blocks).any(2)
     full = torch.nn.functional.pad(columns.all(-1), rows, value=True)
     full = full.view(num_tiles, query_blocks, BLOCK, key_blocks).all(2) & some
@@ -282,14 +282,14 @@ def find_blocks(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 
 def _in_front(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how many blocks of each row are chosen, and all block indices with these in front."""
+    """Return the number of chosen blocks of each row, and all block indices with the chosen ones first."""
     counts = chosen.sum(-1, dtype=torch.int32)[:, None]
     order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return counts, order.to(torch.int32)[:, None]
 
 
 def _chosen(counts: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Return which blocks stand in front, ``bool``, in the shape of ``blocks``: the way back from ``_in_front``."""
+    """Return which blocks come first, ``bool``, in the shape of ``blocks``: the inverse of ``_in_front``."""
     is_chosen = torch.arange(blocks.shape[-1], device=blocks.device) < counts[..., None]
     return torch.empty_like(is_chosen).scatter_(-1, blocks.long(), is_chosen)
 
@@ -297,7 +297,7 @@ def _chosen(counts: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 def keep_static(*tensors: torch.Tensor) -> None:
     """Let the compiler take the sizes of tensors as constants.
 
-    What the two functions look up must be so: torch 2.13's template for CPUs mixes up the names of other sizes.
+    The tensors that the two functions read need this: torch 2.13's CPU template confuses the names of other sizes.
     """
     for tensor in tensors:
         torch._dynamo.mark_static(tensor)
@@ -308,7 +308,7 @@ def _say_uncompiled(reason: str) -> None:
 
 
 def _compile_graph(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Compile what torch traced; raises where it did so outside of ``_compiling``."""
+    """Compile a graph that torch traced; raise if it was traced outside of ``_compiling``."""
     from torch._dynamo import lookup_backend
     from torch.fx.experimental import _config as shapes_config
 
@@ -320,9 +320,9 @@ def _compile_graph(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[.
 
 @contextlib.contextmanager
 def _compiling() -> Iterator[None]:
-    """Let the compiler tell sizes apart that happen to be equal, and take numbers that are no sizes as constants.
+    """Let the compiler distinguish sizes that happen to be equal, and treat other numbers as constants.
 
-    A mask function's numbers are part of the kernel. What torch deprecates of itself is not for its user to hear.
+    The numbers of a mask function are part of the kernel. Deprecation warnings of torch about itself are suppressed.
     """
     from torch._dynamo import config as dynamo_config
     from torch.fx.experimental import _config as shapes_config

@@ -1,6 +1,6 @@
-"""Host arithmetic of the metadata: which queries are computed together, and which pages they read.
+"""Host arithmetic of the metadata: groups queries that are computed together, and finds the pages that they read.
 
-Everything is NumPy over all requests of a step at once.
+The NumPy calls are for all requests of a step at once.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import numpy.typing as npt
 from kvframe.contract import SEQ_STARTS, AttentionMask, CommonAttentionMetadata, MaskFunction
 
 MAX_TILE_QUERIES = 1024
-"""Queries of a tile at most. A longer prompt is several tiles, each of which gathers what it sees."""
+"""The most queries of a tile. A longer prompt has several tiles; each gathers the tokens that it sees."""
 
 MAX_PIECE_TOKENS = 1 << 16
-"""Gathered tokens of a piece of more than one tile: bounds the gathered copy's memory."""
+"""The most gathered tokens of a piece of more than one tile: bounds the gathered copy's memory."""
 
 MAX_PIECE_PAIRS = 1 << 24
-"""Pairs of a query and a gathered token of a piece of more than one tile: bounds the memory of its mask."""
+"""The most pairs of a query and a gathered token of a piece of more than one tile: bounds the memory of its mask."""
 
 HIDDEN = -1
-"""Stands for the position of a gathered token that no query sees."""
+"""The position of a gathered token that no query sees."""
 
 SINK = -2
-"""Stands for the position of a slot for the learned sink logit: every query sees it."""
+"""The position of a slot for the learned sink logit, which every query sees."""
 
 IntArray = npt.NDArray[np.signedinteger[Any]]
 BoolArray = npt.NDArray[np.bool_]
@@ -36,12 +36,12 @@ BoolArray = npt.NDArray[np.bool_]
 
 @attrs.frozen
 class Sight:
-    """What the queries of a group's layers see.
+    """The visible tokens of a group's queries.
 
     Attributes:
         sees: The layers' mask function.
-        mask: Their mask, which says faster which pages are read; None where only the function is there.
-        has_sinks: Whether each query sees a learned logit besides.
+        mask: Their mask, from which the pages to read follow faster; None if there is only the function.
+        has_sinks: Whether each query also sees a learned logit.
     """
 
     sees: MaskFunction
@@ -55,11 +55,11 @@ class Tiles:
 
     Attributes:
         request: The row of the batch.
-        first_row: Where the tile's queries start in the packed batch.
-        position: The first query's position; it says nothing where the keys are of another sequence.
+        first_row: The start of the tile's queries in the packed batch.
+        position: The first query's position; not used if the keys are of another sequence.
         num_queries: The tile's queries, at least one.
         start: The first token that is not hidden.
-        stop: The token after the last one that is seen.
+        stop: The token after the last visible one.
     """
 
     request: IntArray
@@ -71,7 +71,7 @@ class Tiles:
 
     @classmethod
     def of(cls, metadata: CommonAttentionMetadata, causal: bool) -> Tiles:
-        """Return the tiles of a step: none for a request without a new token, or without anything to see."""
+        """Return the tiles of a step: none for a request without a new token or without a visible one."""
         first_row = metadata.query_start_loc_cpu.numpy().astype(np.int64)
         num_queries, seq_len = np.diff(first_row), metadata.seq_lens_cpu.numpy().astype(np.int64)
         start = np.zeros_like(seq_len)
@@ -105,7 +105,7 @@ class Reads:
 
     Attributes:
         block: ``[num_reads]``: block indices, tile after tile, ascending.
-        counts: ``[num_tiles]``: how many of them are each tile's.
+        counts: ``[num_tiles]``: the number of blocks of each tile.
     """
 
     block: IntArray
@@ -113,9 +113,9 @@ class Reads:
 
     @classmethod
     def of(cls, tiles: Tiles, sight: Sight, causal: bool, block_size: int) -> Reads:
-        """Return what tiles read: the blocks of what their first query sees, and of their own tokens.
+        """Return the blocks that tiles read: those that their first query sees, and those of their own tokens.
 
-        By the law of forgetting no later query of a tile sees more of the past than the first.
+        By the law of forgetting, no later query of a tile sees more of the past than the first.
         """
         top = -(-tiles.stop // block_size)
         if causal and sight.mask is None:
@@ -138,7 +138,7 @@ class Reads:
 
     @classmethod
     def _by_function(cls, tiles: Tiles, sees: MaskFunction, block_size: int, top: IntArray) -> Reads:
-        """Return the blocks with a token that the function shows the first query; all tokens are asked for."""
+        """Return the blocks with a token that the function shows the first query; it is called for all tokens."""
         tile = np.arange(len(top)).repeat(top * block_size)
         block_start = (top.cumsum() - top).repeat(top)
         key = (np.arange(len(block_start)) - block_start).repeat(block_size) * block_size
@@ -163,10 +163,10 @@ class HostPiece:
         page_rows: ``[num_tiles * num_pages]``: the row in the block table of each page to gather.
         page_columns: ``[num_tiles * num_pages]``: its column.
         query_rows: ``[num_tiles * num_queries]``: rows of the packed batch.
-        query_positions: ``[num_tiles * num_queries]``: where the queries stand.
-        outputs: ``[num_outputs]``: which of these are no repetitions.
-        key_positions: ``[num_tiles * num_keys]``: where the gathered tokens stand, or ``HIDDEN``, or ``SINK``.
-        hidden: ``[num_hidden]``: which of these no query sees.
+        query_positions: ``[num_tiles * num_queries]``: the positions of the queries.
+        outputs: ``[num_outputs]``: the queries that are not repetitions.
+        key_positions: ``[num_tiles * num_keys]``: the positions of the gathered tokens, or ``HIDDEN``, or ``SINK``.
+        hidden: ``[num_hidden]``: the gathered tokens that no query sees.
     """
 
     num_queries: int
@@ -188,19 +188,19 @@ class HostPiece:
 def cut_pieces(
     metadata: CommonAttentionMetadata, sight: Sight, causal: bool, num_heads_at_once: int
 ) -> Iterator[HostPiece]:
-    """Yield the dense batches of a step: tiles of similar lengths together.
+    """Yield the dense batches of a step, each of tiles with similar lengths.
 
     Args:
         metadata: The step.
-        sight: What queries see.
+        sight: The visible tokens of queries.
         causal: Whether they see only their own and earlier positions.
-        num_heads_at_once: For how many heads scores exist at a time: one more factor in what bounds the memory.
+        num_heads_at_once: The number of heads whose scores are in memory at once; a factor in the bound on memory.
     """
     tiles = Tiles.of(metadata, causal)
     if not len(tiles.request):
         return
     reads = Reads.of(tiles, sight, causal, metadata.block_size)
-    # Tiles within a power of two of queries, and of four of pages, are not worth a batch of their own.
+    # Tiles within a power of two of queries, and of four of pages, share a batch: a further batch would cost more.
     kind = np.frexp(tiles.num_queries - 1)[1] * 64 + np.frexp(reads.counts)[1] // 2
     order = np.lexsort([-reads.counts, kind])
     starts = reads.counts.cumsum() - reads.counts
@@ -226,7 +226,7 @@ def _lay_out(
     causal: bool,
 ) -> HostPiece:
     size, num_tiles = metadata.block_size, len(counts)
-    # A slot for the sink logit is the last one of a page that repeats another, which nobody sees.
+    # The slot for the sink logit is the last one of a page that repeats another page, and that no query sees.
     num_pages = int(counts.max()) + sight.has_sinks
     place = np.arange(num_pages)
     is_read = place < counts[:, None]

@@ -1,4 +1,4 @@
-"""The arithmetic of the formats, in plain torch: the definition that kernels are held against.
+"""The arithmetic of the formats in plain torch: the reference for kernels.
 
 Everything is computed in float32. Divisions and products are those of IEEE 754, rounded to the nearest, ties to even.
 """
@@ -19,7 +19,7 @@ FP16_MAX = 65504.0
 MAX_NIBBLE = 15
 
 CHUNK_ELEMENTS = 1 << 17
-"""Elements that are read at once on a CPU: as float32 they stay in a core's cache until they are written out."""
+"""Elements that are read at once on a CPU: as float32 they stay in a core's cache until they are written."""
 
 
 def put(state: torch.Tensor, slots: tuple[torch.Tensor, torch.Tensor], part: torch.Tensor) -> None:
@@ -27,7 +27,7 @@ def put(state: torch.Tensor, slots: tuple[torch.Tensor, torch.Tensor], part: tor
 
     Args:
         state: ``[num_block_ids, block_size, num_kv_heads, …], device``; written to.
-        slots: Block id and offset of each token, ``[num_tokens], int64, device`` both.
+        slots: Block id and offset of each token, ``[num_tokens], int64``, both on the device.
         part: ``[num_tokens, num_kv_heads, …], device``, of the same dtype.
     """
     if state.dtype == torch.float8_e4m3fn:
@@ -48,8 +48,8 @@ def read_pages(
         parts: The parts' state tensors by name, ``[num_block_ids, block_size, num_kv_heads, …], device``.
         block_ids: ``[num_pages], int32 or int64, device``.
         out: ``[num_pages, block_size, num_kv_heads, size], device``; written to.
-        decode: What turns parts into vectors, in float32.
-        side: What it is told they are.
+        decode: Turns parts into vectors, in float32.
+        side: ``"k"`` or ``"v"``, which is passed to ``decode``.
     """
     num_pages = block_ids.shape[0]
     step = max(1, CHUNK_ELEMENTS // max(1, math.prod(out.shape[1:]))) if out.device.type == "cpu" else num_pages
@@ -74,7 +74,7 @@ def widen_fp8(codes: torch.Tensor, out: torch.Tensor) -> None:
         out: Of the same shape, ``float32, device``; written to.
     """
     if codes.device.type == "cpu" and codes.is_contiguous() and out.is_contiguous():
-        # There, looking all 256 of them up is several times as fast as converting each.
+        # On a CPU, a look-up in all 256 values is several times as fast as converting each.
         index = codes.view(torch.uint8).flatten().int()
         torch.index_select(_fp8_values(), 0, index, out=out.view(-1))
     else:
@@ -95,14 +95,14 @@ def _take(state: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def to_fp8(values: torch.Tensor) -> torch.Tensor:
-    """Return float32 values as ``float8_e4m3fn``; what is too large saturates, NaN stays."""
+    """Return float32 values as ``float8_e4m3fn``; too large values saturate, NaN stays NaN."""
     return values.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
 def absmax_scale(values: torch.Tensor, largest: float) -> torch.Tensor:
-    """Return what turns ``largest`` into the largest element of each vector, ``[…], float32``.
+    """Return the scale that maps ``largest`` to the largest element of each vector, ``[…], float32``.
 
-    NaN where an element is not finite; 0 for a vector of zeros.
+    It is NaN if an element is not finite, and 0 for a vector of zeros.
     """
     absmax = values.abs().amax(-1)
     return torch.where(absmax < math.inf, absmax / largest, math.nan)
@@ -111,7 +111,7 @@ def absmax_scale(values: torch.Tensor, largest: float) -> torch.Tensor:
 def to_codes(values: torch.Tensor, scale: torch.Tensor, dtype: str, largest: float) -> torch.Tensor:
     """Return ``values / scale`` as codes; 0 where the scale is 0 or NaN."""
     scale = scale.unsqueeze(-1)
-    # What cannot be divided is 0 over 1: a code that no platform converts in a way of its own.
+    # Elements without a valid scale are 0 / 1, because platforms convert NaN to different codes.
     codes = torch.where(scale > 0, values, 0) / torch.where(scale > 0, scale, 1)
     codes = codes.clamp_(-largest, largest)
     if dtype == "int8":
@@ -120,9 +120,9 @@ def to_codes(values: torch.Tensor, scale: torch.Tensor, dtype: str, largest: flo
 
 
 def range_scale(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scale and the smallest element of each vector, ``[…], float16`` both.
+    """Return the scale and the smallest element of each vector, both ``[…], float16``.
 
-    Both are NaN where an element is not finite. The scale is 0 where all elements are alike, as far as float16 tells.
+    Both are NaN if an element is not finite. The scale is 0 if all elements are equal in float16.
     """
     low, high = values.aminmax(dim=-1)
     is_finite = (low > -math.inf) & (high < math.inf)
@@ -134,7 +134,7 @@ def range_scale(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def to_nibbles(values: torch.Tensor, scale: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """Return ``(values - low) / scale`` in four bits, two to a byte, ``[…, size / 2], uint8``."""
     scale, low = scale.float().unsqueeze(-1), low.float().unsqueeze(-1)
-    # Not so where either is NaN.
+    # False if either is NaN.
     is_usable = scale > 0
     codes = torch.where(is_usable, values - low, 0) / torch.where(is_usable, scale, 1)
     first, second = codes.clamp_(0, MAX_NIBBLE).round_().to(torch.uint8).chunk(2, -1)

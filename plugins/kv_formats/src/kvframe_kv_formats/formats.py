@@ -1,6 +1,6 @@
-"""The formats as values: what they are called, what they take, what a page of them holds.
+"""The formats as values: their names, their options, and the content of their pages.
 
-Planning reads this module, so it loads no torch; ``codes`` has the arithmetic.
+Planning imports this module, so it imports no torch; ``codes`` has the arithmetic.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     import torch
 
 COMPUTED_IN = ("float64", "float32", "float16", "bfloat16")
-"""The dtypes of keys and values that are stored so."""
+"""The dtypes of keys and values that the formats store."""
 
 SIDES = ("k", "v")
 
 
 @attrs.frozen(kw_only=True)
 class CodedFormat(KVFormat):
-    """Keys and values as codes, with what turns them back beside them: the base of this distribution's formats."""
+    """Keys and values as codes, stored with the numbers that decode them: the base of this distribution's formats."""
 
     def state_tensors(
         self, block_size: int, num_kv_heads: int, head_size: int, head_size_v: int, dtype: str
     ) -> Mapping[str, StateTensor]:
-        """Return ``k``, what belongs to it, then ``v`` and the same of it.
+        """Return the state tensors: ``k`` and the numbers that decode it, then ``v`` likewise.
 
         Raises:
             SpecError: Attention does not compute in ``dtype``, or a vector has a length that the format cannot store.
@@ -45,7 +45,7 @@ class CodedFormat(KVFormat):
 
     @abstractmethod
     def parts(self, side: str, size: int) -> Mapping[str, tuple[tuple[int, ...], str]]:
-        """Return what one token and head takes, by name: shape and dtype, the codes first.
+        """Return the parts that store one token and head, by name: shape and dtype, the codes first.
 
         Args:
             side: ``"k"`` or ``"v"``.
@@ -97,7 +97,7 @@ class CodedFormat(KVFormat):
 
 
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**119
-"""The smallest normal float32, and the largest power of two that it can multiply the largest code, 448, by."""
+"""The smallest normal float32, and the largest power of two whose product with the largest code, 448, is finite."""
 
 
 def _usable_scale(instance: Any, attribute: attrs.Attribute[float], value: float) -> None:
@@ -110,14 +110,14 @@ def _usable_scale(instance: Any, attribute: attrs.Attribute[float], value: float
 
 @attrs.frozen(kw_only=True)
 class Fp8Tensor(CodedFormat):
-    """Eight-bit floats under one scale for all keys of a layer, and one for all values.
+    """Eight-bit floats with one scale for all keys of a layer, and one for all values.
 
-    A value is the stored number (``float8_e4m3fn``: 448 at most) times the scale. What is larger saturates, infinities
-    too; NaN stays NaN.
+    A value is the stored number (``float8_e4m3fn``: 448 at most) times the scale. Larger values saturate, including
+    infinities; NaN stays NaN.
 
     Attributes:
-        k_scale: What a stored key is multiplied by.
-        v_scale: What a stored value is multiplied by.
+        k_scale: The factor on stored keys.
+        v_scale: The factor on stored values.
     """
 
     name: ClassVar[str] = "fp8_tensor"
@@ -156,7 +156,7 @@ class ScaledTokenHead(CodedFormat):
     """
 
     dtype: ClassVar[str]
-    """Of the codes."""
+    """The dtype of the codes."""
     largest: ClassVar[float]
     """The largest code."""
 
@@ -187,7 +187,7 @@ class ScaledTokenHead(CodedFormat):
 
 @attrs.frozen(kw_only=True)
 class Fp8TokenHead(ScaledTokenHead):
-    """Eight-bit floats, the largest element of each vector as 448."""
+    """Eight-bit floats; the largest element of each vector becomes 448."""
 
     name: ClassVar[str] = "fp8_token_head"
     rounding: ClassVar[float] = 0.125
@@ -197,7 +197,7 @@ class Fp8TokenHead(ScaledTokenHead):
 
 @attrs.frozen(kw_only=True)
 class Int8TokenHead(ScaledTokenHead):
-    """Eight-bit integers, symmetric, the largest element of each vector as 127.
+    """Eight-bit integers, symmetric; the largest element of each vector becomes 127.
 
     This is the vector-wise quantisation of LLM.int8 (arXiv 2208.07339), applied to keys and values.
     """
@@ -212,8 +212,8 @@ class Int8TokenHead(ScaledTokenHead):
 class Int4TokenHead(CodedFormat):
     """Four-bit integers between the smallest and the largest element of each vector.
 
-    This is the per-token scheme of KIVI (arXiv 2402.02750), with one group per head and for keys too.
-    Scale and smallest element are float16: what is beyond 65504 saturates. A vector with an element that is not finite
+    This is the per-token scheme of KIVI (arXiv 2402.02750), with one group per head, and for keys too.
+    Scale and smallest element are float16: numbers beyond 65504 saturate. A vector with an element that is not finite
     reads as NaN.
     """
 
@@ -234,7 +234,7 @@ class Int4TokenHead(CodedFormat):
         """Return ``(values - min) / scale``, rounded to the nearest, ties to even, in nibbles.
 
         The low nibble of byte ``j`` is element ``j``, the high one element ``j + size / 2``. The scale is
-        ``(max - min) / 15``, of ``min`` as it is stored.
+        ``(max - min) / 15``, with ``min`` as it is stored.
         """
         from kvframe_kv_formats.codes import range_scale, to_nibbles
 

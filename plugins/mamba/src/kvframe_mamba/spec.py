@@ -1,4 +1,4 @@
-"""Recurrent and convolution state: of the past, the state after the last token is needed, and nothing else."""
+"""Recurrent and convolution state: of the past, only the state after the last token is needed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvframe.contract import KVCacheSpec, SpecError, StateTensor, TokenRange, al
 Shapes = tuple[tuple[int, ...], ...]
 
 CHECKPOINTS = ("none", "aligned", "all")
-"""How densely states are kept for prefix caching."""
+"""Where states are kept for prefix caching: at all block ends, at few, or at none."""
 
 WHOLE_REQUEST = 1 << 30
-"""Tokens of a block that no request fills, so that it is one block from its first token to its last."""
+"""Tokens of a block that is longer than any request, so that a request has a single block."""
 
 AUTO = "auto"
-"""Stands for the model's dtype."""
+"""The name for the model's dtype."""
 
 
 def _as_shapes(value: Any) -> Any:
@@ -65,21 +65,21 @@ def _not_negative(instance: Any, attribute: attrs.Attribute[int], value: Any) ->
 class MambaSpec(KVCacheSpec):
     """The state of one recurrent or convolution layer: Mamba, Mamba-2, gated delta, short convolution.
 
-    Live at ``n`` is the state after token ``n - 1``. A request writes the state into the page of the block that its
-    token lies in, so a full block's page is never written again: it is a checkpoint that any number of requests
-    continue from, each in the page of its own next block. A page holds one state. With draft tokens, a running request
-    has a second page, of its rollback states; without checkpoints, its only page holds all of its states.
+    The state after token ``n - 1`` is live at ``n``. A request writes the state into the page of its current block. A
+    full block's page is never written again: it is a checkpoint from which any number of requests continue, each in a
+    page of its own for the next block. A page holds one state. With draft tokens, a running request has a second page,
+    for its rollback states; without checkpoints, its only page holds all of its states.
 
     Attributes:
         conv_shapes: Shapes of the convolution states (``((128, 4),)``).
         recurrent_shapes: Shapes of the recurrent states.
         conv_dtypes: Their dtypes by torch's name, or ``"auto"`` for the model's; empty if all have the model's.
         recurrent_dtypes: Likewise.
-        model_dtype: The model's dtype. What a cache dtype says of keys and values does not hold for states: an error in
-            them adds up from token to token.
-        checkpoints: Where states are kept for prefix caching: ``"all"`` at every block's end; ``"aligned"`` at the last
-            one before a step's last token, and where a request's tokens parted from an earlier request's; ``"none"``
-            nowhere, whatever the block size.
+        model_dtype: The model's dtype. The dtype of the cache is for keys and values only: in a state, an error adds up
+            from token to token.
+        checkpoints: Where states are kept for prefix caching: ``"all"``: at every block's end. ``"aligned"``: at the
+            last block's end before a step's last token, and where a request's tokens differ from an earlier request's.
+            ``"none"``: nowhere, for any block size.
         num_draft_tokens: Speculative tokens of a step that may be rejected; a running request keeps as many states
             beside its last one.
     """
@@ -98,7 +98,7 @@ class MambaSpec(KVCacheSpec):
     num_draft_tokens: int = attrs.field(default=0, validator=_not_negative)
 
     def __attrs_post_init__(self) -> None:
-        """Give every state a dtype, and a request a single block where nothing is to be found again."""
+        """Give every state a dtype, and a request a single block if there are no checkpoints."""
         if not self.conv_shapes and not self.recurrent_shapes:
             raise SpecError(
                 f"{type(self).__name__} needs conv_shapes or recurrent_shapes: without them it keeps no state"
@@ -114,15 +114,15 @@ class MambaSpec(KVCacheSpec):
             object.__setattr__(self, f"{kind}_dtypes", dtypes)
         if self.checkpoints == "none":
             object.__setattr__(self, "block_size", WHOLE_REQUEST)
-        self.state_tensors()  # refuses a dtype that there is none of
+        self.state_tensors()  # raises for a dtype that does not exist
 
     def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
-        """Return the last token: it is the state after it that is needed."""
+        """Return the last token, because the state after it is needed."""
         return ((n - 1, n),) if n else ()
 
     @property
     def states_per_block(self) -> int:
-        """One state; without checkpoints, one more for each token that may be rejected."""
+        """One state; without checkpoints, also one for each token that may be rejected."""
         return 1 if self.checkpoints != "none" else 1 + self.num_draft_tokens
 
     @property
@@ -144,9 +144,9 @@ class MambaSpec(KVCacheSpec):
     def stored_blocks(self, n: int, num_new_tokens: int, branch: int = 0) -> tuple[tuple[int, int], ...]:
         """Return the blocks of ``[n, n + num_new_tokens)`` that get a page.
 
-        Sparse are, of ``"aligned"``: the block that the request continues in; the one that ends at ``branch``; the last
-        one and those before it that a rollback may lead to. The one before the last is always among these: a request
-        that comes again is continued there, for its last token is always computed.
+        With ``"aligned"``, these are: the block that the request continues in; the block that ends at ``branch``; the
+        last block, and those before it to which a rollback may lead. These include the block before the last one: a
+        request that is repeated continues there, because its last token is always computed.
         """
         size = self.block_size
         first, stop = n // size, align_up(n + num_new_tokens, size) // size
@@ -167,13 +167,13 @@ class MambaSpec(KVCacheSpec):
 
     @property
     def _num_last_blocks(self) -> int:
-        """The blocks at a step's end that get a page of ``"aligned"``."""
+        """The number of blocks at a step's end that get a page with ``"aligned"``."""
         return 1 + max(1, align_up(self.num_draft_tokens, self.block_size) // self.block_size)
 
     def num_resident_blocks(self, n: int, num_new_tokens: int) -> int:
-        """Return the block with the state after ``n - 1``, and the most that the step adds, wherever it branches."""
+        """Return the block with the state after ``n - 1``, and the most blocks that the step adds, for any branch."""
         size = self.block_size
-        # A block that has begun is both: the state is in it, and it is written.
+        # A partly filled block counts once: it has that state, and the step writes it.
         num_new = align_up(n + num_new_tokens, size) // size - align_up(n, size) // size
         return bool(n) + self._num_stored_of(num_new)
 
@@ -181,10 +181,10 @@ class MambaSpec(KVCacheSpec):
         return min(num_new, self._num_last_blocks + 1) if self.checkpoints == "aligned" else num_new
 
     def peak_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
-        """Return the peak of the first step or of one that begins at the first block's end.
+        """Return the peak: that of the first step, or of a step that begins at the first block's end.
 
-        Steps of one length begin the most blocks where they start at a block's end, and a later such start has no more
-        tokens left.
+        Steps of one length begin the most blocks if they start at a block's end. A later such step has no more tokens
+        left than the first one.
         """
         starts = [n for n in (0, self.block_size) if n < num_tokens]
         return max((self.num_resident_blocks(n, min(max_new_tokens, num_tokens - n)) for n in starts), default=0)

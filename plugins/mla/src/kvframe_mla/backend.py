@@ -1,4 +1,4 @@
-"""Latent attention in plain torch: absorbed where requests generate, with keys and values where they are read in."""
+"""Latent attention in plain torch: absorbed for decodes, with expanded keys and values for prompts."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from kvframe_mla.cost import Cost
 from kvframe_mla.pieces import ABSORBED, SQUARE
 
 KV_UP = "kv_up"
-"""The layer's parameter ``[num_heads, nope_size + head_size_v, latent_size]``: what makes a head's key, then its value,
-of a latent. ``nope_size`` is the query's head size without the rotated part, which comes last in queries and keys."""
+"""The layer's parameter ``[num_heads, nope_size + head_size_v, latent_size]``. It turns a latent into a head's key, and
+its value. ``nope_size`` is the query's head size without the rotated part, which comes last in queries and keys."""
 
 MAX_EXPANDED = 1 << 25
-"""Elements of expanded keys and values that exist at a time, unless those of one head are more."""
+"""The most elements of expanded keys and values at once, unless a single head has more."""
 
 MAX_MASK = 1 << 24
-"""Elements of a mask that exists at a time, unless that of one query is more."""
+"""The most elements of a mask at once, unless a single query has more."""
 
 
 class MLABackend(AttentionBackend):
     """Serves layers that keep latents, on any device that torch knows.
 
-    Each request is computed in the form that costs less (``kvframe_mla.cost``), together with all others that have it.
+    Each request is computed in the form that costs less (``kvframe_mla.cost``), together with the others of that form.
     """
 
     capabilities = Capabilities(
@@ -41,7 +41,7 @@ class MLABackend(AttentionBackend):
     conformance_form = "kvframe_mla.testing:Latents"
 
     def __init__(self, layers: Sequence[LayerSpec], device: torch.device) -> None:
-        """Take the group's layers; raises ``BackendError`` where sizes do not fit together."""
+        """Keep the group's layers; raise ``BackendError`` if their sizes are inconsistent."""
         super().__init__(layers, device)
         spec: Any = layers[0].spec
         assert layers[0].query is not None
@@ -57,7 +57,7 @@ class MLABackend(AttentionBackend):
             )
 
     def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Take ``kv_up`` of a layer; raises ``BackendError`` where it is missing or of another shape."""
+        """Keep ``kv_up`` of a layer; raise ``BackendError`` if it is missing or has another shape."""
         expected = self._num_heads, self._nope_size + self._head_size_v, self._latent_size
         found = tuple(parameters[KV_UP].shape) if KV_UP in parameters else None
         if found != expected:
@@ -78,7 +78,7 @@ class MLABackend(AttentionBackend):
             key: ``[num_tokens, 1, latent_size], device``: the latents.
             value: ``[num_tokens, 1, rope_size], device``: the rotated parts.
             kv_cache: The layer's state tensors; written to.
-            slots: Block id and offset of each token, ``[num_tokens], int64, device`` both.
+            slots: Block id and offset of each token, ``[num_tokens], int64``, both on the device.
         """
         latent = kv_cache["latent"]
         latent.index_put_(slots, torch.cat([key, value], dim=-1)[:, 0].to(latent.dtype))
@@ -86,7 +86,7 @@ class MLABackend(AttentionBackend):
     def forward(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Gather each piece's latents, and attend to them in its form."""
+        """Gather each piece's latents, and compute attention in the piece's form."""
         if layer.name not in self.parameters:
             raise BackendError(f"layer {layer.name!r} attends to latents, and its model bound no {KV_UP}")
         kv_up = self.parameters[layer.name][KV_UP].to(query.dtype)
@@ -113,7 +113,7 @@ class MLABackend(AttentionBackend):
         key_up, value_up = kv_up.split_with_sizes([self._nope_size, self._head_size_v], dim=1)
         nope, rope = rows.split_with_sizes([self._nope_size, self._rope_size], dim=-1)
         absorbed = torch.bmm(nope.transpose(0, 1), key_up).transpose(0, 1)
-        # All heads read the same latents: they are more queries of one head.
+        # All heads read the same latents, so they are folded into the queries of one head.
         folded = torch.cat([absorbed, rope], dim=-1).view(piece.num_tiles, -1, tokens.shape[-1]) * self._scale
         scores = torch.bmm(folded, tokens.transpose(1, 2))
         if scores.dtype in (torch.float16, torch.bfloat16):
@@ -130,7 +130,7 @@ class MLABackend(AttentionBackend):
     def _expanded(self, piece: Piece, rows: torch.Tensor, tokens: torch.Tensor, kv_up: torch.Tensor) -> torch.Tensor:
         """Return attention with keys and values; arguments and result as for ``_absorbed``.
 
-        Heads are expanded a few at a time, so that a long context's keys and values never exist for all of them.
+        Heads are expanded a few at a time, so that a long context's keys and values are never in memory for all heads.
         """
         query = rows.view(piece.num_tiles, piece.num_queries, self._num_heads, -1).transpose(1, 2)
         size = max(query.shape[-1], self._head_size_v)
@@ -145,9 +145,9 @@ class MLABackend(AttentionBackend):
         return result.transpose(1, 2).reshape(len(rows), self._num_heads, self._head_size_v)
 
     def _expand(self, tokens: torch.Tensor, kv_up: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return some heads' keys and values, ``[num_tiles, num_heads, num_tokens, size]`` both.
+        """Return some heads' keys and values, both ``[num_tiles, num_heads, num_tokens, size]``.
 
-        The shorter of the two gets zeros after it: torch's fused kernels take one size for both.
+        The shorter of the two is padded with zeros, because torch's fused kernels take one size for both.
         """
         latents, rope = tokens.split_with_sizes([self._latent_size, self._rope_size], dim=-1)
         num_tiles, num_tokens, _ = tokens.shape

@@ -1,4 +1,4 @@
-"""The metadata of latent attention: each request's form is chosen by its cost, then the step is cut into pieces."""
+"""The metadata of latent attention: chooses each request's form by cost, then groups requests into dense batches."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Piece:
         num_tokens: Gathered tokens per tile, whole pages.
         pages: ``[num_tiles * num_pages], int32, device``: block ids to gather.
         query_rows: ``[num_tiles * num_queries], int64, device``: rows of the packed batch.
-        outputs: ``[num_outputs], int64, device``: which of these are no repetitions; None for all.
-        output_rows: ``[num_outputs], int64, device``: the rows of the packed batch that they are.
+        outputs: ``[num_outputs], int64, device``: the queries that are not repetitions; None for all.
+        output_rows: ``[num_outputs], int64, device``: the rows of these in the packed batch.
         last_seen: ``[num_tiles, num_queries], int64, device``: the last gathered token that each query sees.
-        low: ``[num_tiles, 1], int64, device``: the first gathered token that they see; None where that is 0 for all.
-        hidden: ``[num_hidden], int64, device``: gathered tokens that nobody sees, which may hold anything, NaN
-            included; they are zeroed.
+        low: ``[num_tiles, 1], int64, device``: the first gathered token that they see; None if that is 0 for all.
+        hidden: ``[num_hidden], int64, device``: gathered tokens that no query sees. They may hold anything, including
+            NaN, and are set to zero.
     """
 
     form: int
@@ -49,10 +49,10 @@ class MLAMetadataBuilder(AttentionMetadataBuilder):
     on_host = True
 
     def __init__(self, cost: Cost, num_heads: int) -> None:
-        """Take what the layers of the group have in common.
+        """Keep the properties of the group's layers.
 
         Args:
-            cost: What decides a request's form.
+            cost: Decides a request's form.
             num_heads: Query heads.
         """
         self._cost = cost

@@ -1,4 +1,4 @@
-"""Which form of latent attention costs less: absorbed, or with keys and values."""
+"""The costs of the two forms of latent attention: absorbed, or with expanded keys and values."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from kvframe_mla.pieces import IntArray
 
 @attrs.frozen
 class Cost:
-    """Multiply-adds per head, from the sizes of a layer; a projection is what takes a latent to a head's key and value.
+    """Multiply-adds per head, from the sizes of a layer. A projection turns one latent into one head's key and value.
 
-    Both forms project once per query or token, ``projection = latent_size * (nope_size + head_size_v)``, and once per
-    visible pair of query and token multiply:
+    Both forms have projections, of ``projection = latent_size * (nope_size + head_size_v)`` each, and products for each
+    visible pair of query and token:
 
-    * *absorbed* (DeepSeek-V2, arXiv 2405.04434, section 2.1.2: the up-projection of keys moves to the queries, that of
-      values after the sum): ``num_queries`` projections, and per pair ``(latent_size + rope_size) + latent_size``;
+    * *absorbed* (DeepSeek-V2, arXiv 2405.04434, section 2.1.2: the up-projection of keys is applied to the queries,
+    that
+      of values after the sum): ``num_queries`` projections, and per pair ``(latent_size + rope_size) + latent_size``;
     * *expanded*: ``num_tokens`` projections, and per pair ``(nope_size + rope_size) + head_size_v``.
 
-    So absorbed attention costs less where what it saves in projections, ``(num_tokens - num_queries) * projection``,
-    is more than what its longer vectors cost, ``num_pairs * (2 * latent_size - nope_size - head_size_v)``. For
-    DeepSeek-V3's sizes that is up to 170 queries on a long context, and never for a prompt without one.
+    Absorbed attention saves ``(num_tokens - num_queries) * projection``. It costs more for its longer vectors:
+    ``num_pairs * (2 * latent_size - nope_size - head_size_v)``. With DeepSeek-V3's sizes it is cheaper for up to 170
+    queries on a long context, and never for a prompt without a past.
 
     Attributes:
         projection: Multiply-adds of one projection.
-        extra: What a pair costs more where it is absorbed; negative where it costs less.
+        extra: The additional cost of a pair in the absorbed form; negative if it costs less.
     """
 
     projection: int
@@ -40,9 +41,9 @@ class Cost:
 
         Args:
             num_queries: ``[num_reqs]``: each request's new tokens.
-            num_tokens: ``[num_reqs]``: the tokens that the last of them sees, its own included.
+            num_tokens: ``[num_reqs]``: the tokens that the last of them sees, including its own.
         """
-        # As floats: a long prompt's pairs times an element count may pass 2**63.
+        # As floats, because a long prompt's pairs times a number of elements may exceed 2**63.
         queries, tokens = num_queries.astype(float), num_tokens.astype(float)
         pairs = queries * (tokens - (queries - 1) / 2)
         cheaper: IntArray = (tokens - queries) * self.projection > pairs * self.extra

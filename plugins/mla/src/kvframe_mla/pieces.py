@@ -1,7 +1,7 @@
-"""A step as pieces: dense batches of queries that read about the same number of tokens. Host arithmetic, in NumPy.
+"""Groups a step's queries into dense batches that read about the same number of tokens. Host arithmetic, in NumPy.
 
-A request's queries are a *tile*, or several tiles where the scores of all of them would take too much memory. Tiles of
-one form whose numbers of queries and of pages lie within the same powers of two are one piece, padded to the largest.
+A request's queries are one *tile*, or several tiles if all their scores would take too much memory. Tiles of one form
+whose numbers of queries and of pages are within the same powers of two are one *piece*, padded to the largest tile.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import numpy.typing as npt
 IntArray = npt.NDArray[Any]
 
 ABSORBED, SQUARE, EXPANDED = range(3)
-"""Forms: absorbed attention; with keys and values, of a whole causal prompt; with keys and values, of anything else."""
+"""The forms: absorbed; expanded, for a whole causal prompt; expanded, for all other requests."""
 
 MAX_SCORES = 1 << 23
-"""Scores of an absorbed piece at most, if it has more than one query: bounds the memory that they take."""
+"""The most scores of an absorbed piece with more than one query: bounds their memory."""
 
 MAX_PIECE_TOKENS = 1 << 16
-"""Gathered tokens of a piece of more than one tile: bounds the memory of the gathered copy."""
+"""The most gathered tokens of a piece of more than one tile: bounds the memory of the gathered copy."""
 
 SMALL_PAGES_TOKENS = 256
-"""Requests shorter than this are in one piece however different: the padding costs less than another piece."""
+"""Requests shorter than this share a piece for any lengths, because the padding costs less than another piece."""
 
 
 @attrs.frozen(eq=False)
@@ -36,9 +36,9 @@ class Tiles:
     Attributes:
         form: ``ABSORBED``, ``SQUARE`` or ``EXPANDED``.
         request: The row of the batch.
-        first_row: Where the queries start in the packed batch.
+        first_row: The start of the queries in the packed batch.
         position: The first query's position in its request.
-        num_queries: How many they are, at least one.
+        num_queries: The number of queries, at least one.
         low: The first token that they see.
         stop: The token after the last one that any of them sees.
         first_page: The block of ``low``.
@@ -60,8 +60,8 @@ class Tiles:
         return Tiles(*(getattr(self, field.name)[index] for field in attrs.fields(Tiles)))
 
     def split(self, num_heads: int, block_size: int) -> Tiles:
-        """Return the tiles, absorbed ones cut so that the scores of each are bounded."""
-        # At least one query each: the scores of one are fewer elements than the latents that it reads.
+        """Return the tiles; absorbed ones are split so that the scores of each are bounded."""
+        # At least one query per tile: its scores are fewer elements than the latents that it reads.
         limit = np.maximum(MAX_SCORES // (num_heads * self.num_pages * block_size), 1)
         limit = np.where(self.form == ABSORBED, limit, self.num_queries)
         counts = -(-self.num_queries // limit)
@@ -85,9 +85,9 @@ class HostPiece:
         num_queries: Queries per tile; shorter tiles repeat their last one.
         num_pages: Pages per tile; shorter tiles repeat their last one.
         query_rows: ``[num_tiles * num_queries]``: rows of the packed batch.
-        outputs: ``[num_outputs]``: which of these are no repetitions.
-        last_seen: ``[num_tiles, num_queries]``: the last token that a query sees, counted from the first that the tile
-            gathers.
+        outputs: ``[num_outputs]``: the queries that are not repetitions.
+        last_seen: ``[num_tiles, num_queries]``: the last token that a query sees, counted from the first token that the
+            tile gathers.
         low: ``[num_tiles]``: the first token that its queries see, counted likewise.
         page_rows: ``[num_tiles * num_pages]``: the batch's rows whose block tables hold the pages.
         page_columns: ``[num_tiles * num_pages]``: the columns of these rows.
@@ -135,7 +135,7 @@ def lay_out(tiles: Tiles, block_size: int) -> HostPiece:
     """Return the piece of these tiles.
 
     Args:
-        tiles: They have one form.
+        tiles: Tiles of one form.
         block_size: Tokens per block.
     """
     num_queries, num_pages = int(tiles.num_queries.max()), int(tiles.num_pages.max())

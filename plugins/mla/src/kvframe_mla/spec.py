@@ -27,16 +27,16 @@ def _known_dtype(instance: Any, attribute: attrs.Attribute[str], value: str) -> 
 class MLASpec(KVCacheSpec):
     """The latents of every past token: the live range at ``n`` is ``[0, n)`` (DeepSeek-V2, arXiv 2405.04434, 2.1).
 
-    A head's key is what the layer's up-projection makes of the latent, and after it the rotated part that all heads
-    share; its value is made of the latent alone. Both lie side by side in one tensor: absorbed attention then has one
-    key of ``latent_size + rope_size`` elements per token, whose first part is also its value, so that it reads a token
-    once. FlashMLA reads exactly this; kernels that want two tensors (FlashInfer's) take two views of it.
+    The layer's up-projection turns the latent into each head's key and value; a key then gets the rotated part, which
+    all heads share. Latent and rotated part are stored side by side in one tensor. So absorbed attention has one key of
+    ``latent_size + rope_size`` elements per token, whose first part is also its value, and reads a token once. FlashMLA
+    reads this layout; kernels that take two tensors (FlashInfer's) take two views of it.
 
     Attributes:
         latent_size: Elements of the latent (``kv_lora_rank``).
         rope_size: Elements of the rotated part of a key (``qk_rope_head_dim``).
         head_size_v: Elements of a head's value, after the up-projection (``v_head_dim``).
-        dtype: Element type of what is stored, by torch's name.
+        dtype: Element type of the stored tensors, by torch's name.
     """
 
     kind: ClassVar[str] = "mla"
@@ -61,7 +61,7 @@ class MLASpec(KVCacheSpec):
         return AttentionMask()
 
     def num_resident_blocks(self, n: int, num_new_tokens: int) -> int:
-        """Return the blocks of ``n + num_new_tokens`` tokens: none is ever given back."""
+        """Return the blocks of ``n + num_new_tokens`` tokens, because none is freed before the end."""
         return -(-(n + num_new_tokens) // self.block_size)
 
     def peak_blocks(self, num_tokens: int, max_new_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""What the conformance kit has to know of latents: how to draw them, and the keys and values that they stand for."""
+"""Latents for the conformance kit: how to draw them, and the keys and values that they stand for."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class LatentGridSpec(AnyMask, MLASpec):
 
 
 class Latents(StateForm):
-    """A latent and a rotated part per token, for all heads; the up-projection makes keys and values of them."""
+    """A latent and a rotated part per token, for all heads; the up-projection turns them into keys and values."""
 
     spec_class = LatentGridSpec
 
     def sizes(self, head_size: int) -> dict[str, Any]:
-        """Return sizes that differ from each other, with the larger part of a key made of the latent."""
+        """Return sizes that all differ; the larger part of a key is made from the latent."""
         return {"latent_size": head_size + 4, "rope_size": head_size // 4, "head_size_v": head_size // 2}
 
     def usual_head_size(self, limits: Mapping[str, frozenset[int]]) -> int:
-        """Return a size that leaves something beside the rotated part."""
+        """Return a head size that is larger than the rotated part."""
         return 8 + min(limits.get("rope_size", {0}))
 
     def real_sizes(self, head_sizes: frozenset[int] | None) -> Mapping[str, Mapping[str, Any]]:
@@ -43,7 +43,7 @@ class Latents(StateForm):
         return {name: {**options, "num_heads": 32} for name, options in sizes.items()}
 
     def features(self, head_size: int) -> Mapping[str, Mapping[str, Any]]:
-        """Return values longer than keys, a latent that costs more absorbed and one that never does, one head."""
+        """Return values longer than keys, a latent that is more expensive absorbed, one that never is, and one head."""
         return {
             "long_values": {"head_size_v": head_size + 8},
             "large_latent": {"latent_size": 8 * head_size},
@@ -52,7 +52,7 @@ class Latents(StateForm):
         }
 
     def head_size_v(self, spec: KVCacheSpec) -> int:
-        """Return what the spec says."""
+        """Return the size in the spec."""
         assert isinstance(spec, MLASpec)
         return spec.head_size_v
 

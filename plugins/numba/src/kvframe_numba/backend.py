@@ -1,4 +1,4 @@
-"""The backend: a step is cut into work for threads once, and each layer's pages are read where they lie."""
+"""The backend: it divides a step into work items for threads once, and each layer reads its pages in place."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from kvframe.contract import (
 
 
 class NumbaMetadataBuilder(AttentionMetadataBuilder):
-    """Cuts a step into work items."""
+    """Divides a step into work items."""
 
     table_fields = frozenset({"block_table"})
 
     def __init__(self, layer: LayerSpec) -> None:
-        """Take what the layers of the group have in common."""
+        """Keep the properties of the group's layers."""
         assert layer.spec is not None
         assert layer.query is not None
         mask = layer.spec.mask
@@ -45,11 +45,11 @@ class NumbaMetadataBuilder(AttentionMetadataBuilder):
 
     @property
     def reuse_key(self) -> Hashable:
-        """What of the mask and of the layers' heads decides how a step is cut."""
+        """The properties of the mask and of the layers' heads that the division depends on."""
         return self._mask, self._num_heads, self._num_kv_heads
 
     def build(self, metadata: CommonAttentionMetadata) -> Batch:
-        """Return the step's work, one thread's after the other's."""
+        """Return the step's work items."""
         mask = attrs.evolve(self._mask, causal=self._mask.causal and metadata.causal)
         seq_starts = None
         if SEQ_STARTS in metadata.extensions:
@@ -90,12 +90,12 @@ class NumbaBackend(AttentionBackend):
     )
 
     def __init__(self, layers: Sequence[LayerSpec], device: torch.device) -> None:
-        """Take the group's layers."""
+        """Keep the group's layers."""
         super().__init__(layers, device)
         self._bias_by_distance: dict[str, torch.Tensor] = {}
 
     def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Keep the layer's tensors, and its bias as the loops look it up."""
+        """Keep the layer's tensors, with the bias as a table by distance."""
         super().bind(layer, parameters)
         assert layer.query is not None
         if layer.query.relative_bias is not None:
@@ -109,7 +109,7 @@ class NumbaBackend(AttentionBackend):
     def forward(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attend to the pages where they lie."""
+        """Compute attention over the pages in place."""
         assert isinstance(metadata, Batch)
         assert layer.query is not None
         return paged_attention(

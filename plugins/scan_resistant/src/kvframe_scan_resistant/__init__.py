@@ -1,1 +1,1 @@
-"""The eviction policy ``scan_resistant``: pages that were used again stay while one-off prompts pass."""
+"""The eviction policy ``scan_resistant``: pages that were used again are not evicted for one-off prompts."""

@@ -1,4 +1,4 @@
-"""The policy: least recently used, with a later due for pages of the kind that is found again."""
+"""The policy: least recently used, but pages of a kind that is often used again are evicted later."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def _is_patience(policy: object, attribute: attrs.Attribute[float], value: objec
 
 @attrs.frozen(kw_only=True)
 class ScanResistant(EvictionPolicy):
-    """Pages that were used again stay while one-off prompts pass.
+    """Pages that were used again are not evicted for one-off prompts.
 
-    A page is due when it was let go of, and later by ``patience * (1 - new / its) ** 2`` times the size of the pool: of
-    pages that were used as often as it, or less often, *its* is the largest share that was found again lately, and
-    *new* the share of pages that were never used. Where new pages are found again as the others are, as those of
-    conversations, this is least recently used. Where few are, one-off prompts go first. Nothing stays for ever: by
-    ``patience`` times the pool, at most, is a page due later.
+    A page is due at the clock of its release, plus ``patience * (1 - new / its) ** 2`` times the size of the pool.
+    Here, *new* is the recent share of never used pages that were hit again. *Its* is the largest such share of the
+    pages that were used at most as often as this page. If new pages are hit as often as others, as in conversations,
+    this is least recently used. If they are rarely hit, one-off prompts are evicted first. No page is kept for ever: a
+    page is due later by ``patience`` times the pool at most.
 
     Attributes:
-        patience: So many times the pool may be filled anew before a page goes whose kind is always found again, when
-            no new one ever is; 0 is least recently used.
+        patience: The number of times that the pool may be refilled before a page is evicted whose kind is always hit
+            again, if no new page ever is; 0 is least recently used.
     """
 
     name: ClassVar[str] = "scan_resistant"
@@ -39,7 +39,7 @@ class ScanResistant(EvictionPolicy):
     patience: float = attrs.field(default=4.0, validator=_is_patience)
 
     def due(self, pages: LetGo) -> npt.NDArray[np.int64]:
-        """Return the clock, later by what the kind of each page is worth."""
+        """Return for each page the clock of its release, plus the delay of its kind."""
         worth = np.maximum.accumulate(pages.reuse)
         better = 1.0 - np.divide(worth[0], worth, out=np.ones_like(worth), where=worth > 0)
         later = (self.patience * better**2 * pages.capacity).astype(np.int64)

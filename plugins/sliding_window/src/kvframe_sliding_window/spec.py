@@ -1,4 +1,4 @@
-"""Sliding-window attention: the last ``window`` tokens stay live, and the sink tokens at the start."""
+"""Sliding-window attention: the last ``window`` tokens and the sink tokens at the start are live."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def _not_negative(instance: Any, attribute: attrs.Attribute[int], value: int) ->
 
 @attrs.frozen(kw_only=True)
 class SlidingWindowSpec(AttentionSpec):
-    """Keys and values of a window of tokens that moves along, and of sink tokens that stay.
+    """Keys and values of a moving window of tokens, and of sink tokens that stay.
 
-    The live range at ``n`` is ``[max(0, n - window + 1), n)`` and ``[0, num_sink_tokens)``. Sink tokens that never
-    leave are those of StreamingLLM (arXiv 2309.17453).
+    The live range at ``n`` is ``[max(0, n - window + 1), n)`` and ``[0, num_sink_tokens)``. Sink tokens are those of
+    StreamingLLM (arXiv 2309.17453).
 
     Attributes:
-        window: Tokens that a query sees, its own included.
-        num_sink_tokens: Tokens at the start that every query sees besides.
+        window: Tokens that a query sees, including its own.
+        num_sink_tokens: Tokens at the start that every query sees in addition.
     """
 
     kind: ClassVar[str] = "sliding_window"
@@ -35,7 +35,7 @@ class SlidingWindowSpec(AttentionSpec):
     num_sink_tokens: int = attrs.field(default=0, validator=_not_negative)
 
     def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
-        """Return the sinks and the window before ``n``; one range where they touch."""
+        """Return the sinks and the window before ``n``; one range if they touch."""
         start = max(0, n - self.window + 1)
         if self.num_sink_tokens >= start:
             return ((0, n),) if n else ()
@@ -59,11 +59,11 @@ class SlidingWindowSpec(AttentionSpec):
         return last - first_live + min(sink_blocks, first_live)
 
     def peak_blocks(self, num_tokens: int, max_new_tokens: int) -> int:
-        """Return the peak from the two steps that can reach it.
+        """Return the peak, from the two steps that can reach it.
 
-        Once the window has left the sinks, the blocks held repeat with a period of one block and are most where the
-        window starts at a block's last token; before, they only grow. Steps that are cut short by the end hold no
-        more than the last full one.
+        Once the window has left the sinks, the number of held blocks repeats with a period of one block. It is largest
+        when the window starts at a block's last token; before, it only grows. A last step that is shortened by the end
+        of the request holds no more than the last full step.
         """
         if num_tokens < 1:
             return 0

@@ -25,13 +25,13 @@ from kvframe_transformers.encoders import find_first_position, generates, num_un
 from kvframe_transformers.model import TransformersModel
 
 UNLIMITED = 1 << 20
-"""The most tokens of a request of a model without positions: a state has no length, and tables need some limit."""
+"""The most tokens of a request for a model without positions: a state has no length, but tables need a limit."""
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 class TransformersAdapter(ModelAdapter):
-    """Reads folders (or their config.json) as ``save_pretrained`` writes them, by transformers' own classes."""
+    """Reads folders (or their config.json) in the format of ``save_pretrained``, by transformers' own classes."""
 
     def recognises(self, path: Path) -> bool:
         """Return whether ``path`` has a config that names a model type or architectures."""
@@ -39,7 +39,7 @@ class TransformersAdapter(ModelAdapter):
         return config is not None and ("model_type" in config or "architectures" in config)
 
     def describe(self, path: Path) -> ModelDescription:
-        """Read the layers by one forward of the model without weights; raises ``ModelError`` if it has none."""
+        """Read the layers by a forward of the model without weights; raise ``ModelError`` if that is not possible."""
         config = read_config(path)
         folder = path if path.is_dir() else path.parent
         name = folder.resolve().name if path.is_dir() or path.name == "config.json" else path.name
@@ -65,7 +65,7 @@ class TransformersAdapter(ModelAdapter):
         )
 
     def load(self, path: Path, *, device: str, dtype: str) -> LoadedModel:
-        """Load the weights and the tokenizer of a folder; raises ``ModelError`` for a checkpoint that is not whole."""
+        """Load the weights and the tokenizer of a folder; raise ``ModelError`` if the checkpoint is incomplete."""
         if not path.is_dir():
             raise ModelError(f"{path} is a config without weights; to run a model, give the folder of its checkpoint")
         if dtype not in _DTYPES:

@@ -1,4 +1,4 @@
-"""Reads a checkpoint folder: config, generation config, weights, tokenizer. What cannot be read is a ``ModelError``."""
+"""Reads a checkpoint folder: config, generation config, weights, tokenizer; raises ``ModelError`` on any failure."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from transformers.utils import logging
 from kvframe.contract import ModelError, shown
 from kvframe_transformers.encoders import BodyLoader, generates
 
-# Their type hints are incomplete.
+# transformers' type hints are incomplete.
 _CausalLM: Any = AutoModelForCausalLM
 _ENCODER_DECODERS: tuple[Any, ...] = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
 _logging: Any = logging
 
 _DEFAULT_POSITIONS = 512
-"""Positions of a model that has no last one, where its config names none: what T5 was trained on."""
+"""The limit for a model without a last position, if its config names none: the length that T5 was trained on."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 
 _MAX_PARTS = 10_000
-"""The most layers, experts or labels of a model: transformers makes a module or a text for each."""
+"""The most layers, experts or labels of a model: transformers creates a module or a string for each."""
 
 _COUNTS_PARTS = re.compile(r"(.*_)?(layers?|experts|labels|codebooks|blocks|stages)")
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers by itself inside the block.
+    """Keep transformers quiet and offline inside the block.
 
-    It prints no notes, and progress bars only where someone watches a terminal. It opens no connection to the Hub: what
-    a checkpoint names, such as a kernel, is used if it is here already, and is never fetched.
+    It prints no notes, and progress bars only on a terminal. It opens no connection to the Hub: anything that a
+    checkpoint names, such as a kernel, is used if it is on the machine already, and is never downloaded.
     """
     verbosity, bars = _logging.get_verbosity(), _logging.is_progress_bar_enabled()
     offline, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
@@ -67,7 +67,7 @@ def quiet() -> Iterator[None]:
 
 
 def read_config_file(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object of a model's config, from its folder or the file itself; None if there is none."""
+    """Return the JSON object of a model's config, from its folder or the file itself; None if it cannot be read."""
     file = path / "config.json" if path.is_dir() else path
     if file.suffix != ".json" or not file.is_file():
         return None
@@ -79,9 +79,9 @@ def read_config_file(path: Path) -> dict[str, Any] | None:
 
 
 def read_config(path: Path) -> Any:
-    """Return the transformers config of a folder or a config file; raises ``ModelError`` if there is none.
+    """Return the transformers config of a folder or a config file; raise ``ModelError`` if there is none.
 
-    It names no implementation of attention or experts: a checkpoint may not choose code that runs.
+    Implementations of attention or experts in it are removed: a checkpoint may not choose the code that runs.
     """
     content = read_config_file(path)
     if content is None:
@@ -92,16 +92,16 @@ def read_config(path: Path) -> Any:
     try:
         with quiet():
             config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-            # These are properties; their setters reach the configs inside.
+            # These are properties whose setters also change nested configs.
             config._attn_implementation = None
             config._experts_implementation = None
             return config
-    except Exception as error:  # transformers raises many types for a config that is none
+    except Exception as error:  # transformers raises many types for an invalid config
         raise ModelError(f"the config of {path} cannot be read: {one_sentence(error)}") from error
 
 
 def _check_parts(content: Any, name: str) -> None:
-    """Refuse a config of more layers, experts or labels than could be built."""
+    """Raise for a config with more layers, experts or labels than can be built."""
     if isinstance(content, list):
         for each in content:
             _check_parts(each, name)
@@ -114,24 +114,24 @@ def _check_parts(content: Any, name: str) -> None:
 
 
 def auto_model(config: Any) -> Any:
-    """Return what makes models of a config: one of transformers' auto classes, or what stands for one."""
+    """Return the class that creates models for a config: one of transformers' auto classes, or ``BodyLoader``."""
     if config.is_encoder_decoder:
         return next((each for each in _ENCODER_DECODERS if type(config) in each._model_mapping), _ENCODER_DECODERS[0])
     return _CausalLM if generates(config) else BodyLoader(config)
 
 
 def build_without_weights(config: Any, name: str) -> PreTrainedModel:
-    """Return the model of ``config`` on the meta device; raises ``ModelError`` if it is no text model."""
+    """Return the model of ``config`` on the meta device; raise ``ModelError`` if it is not a text model."""
     try:
         with quiet(), torch.device("meta"):
             model: PreTrainedModel = auto_model(config).from_config(config, trust_remote_code=False).eval()
-    except Exception as error:  # any mistake in a config's numbers shows as any error of a module's __init__
+    except Exception as error:  # a wrong number in a config may raise any error in a module's __init__
         raise ModelError(f"no text model can be built from the config of {name}: {one_sentence(error)}") from error
     return model
 
 
 def load_weights(path: Path, config: Any, device: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model of a folder with its weights; raises ``ModelError`` for any that are missing or do not fit."""
+    """Return the model of a folder with its weights; raise ``ModelError`` if any are missing or do not fit."""
     if (path / "adapter_config.json").is_file():
         raise ModelError(
             f"{path} holds an adapter of another model's weights (adapter_config.json); merge it into its model, and "
@@ -145,10 +145,10 @@ def load_weights(path: Path, config: Any, device: str, dtype: torch.dtype) -> Pr
                 dtype=dtype,
                 local_files_only=True,
                 trust_remote_code=False,
-                ignore_mismatched_sizes=True,  # reported, and refused below with the weight's name
+                ignore_mismatched_sizes=True,  # reported, and raised below with the weight's name
                 output_loading_info=True,
             )
-    except Exception as error:  # a corrupt file shows as an error of safetensors, pickle, json, torch or transformers
+    except Exception as error:  # a corrupt file raises an error of safetensors, pickle, json, torch or transformers
         raise ModelError(f"the weights of {path} cannot be loaded: {one_sentence(error)}") from error
     for what, keys in (("has no", report["missing_keys"]), ("has another shape for", report["mismatched_keys"])):
         if keys:
@@ -162,7 +162,7 @@ def load_weights(path: Path, config: Any, device: str, dtype: torch.dtype) -> Pr
 
 
 def load_tokenizer(path: Path) -> Any:
-    """Return the folder's tokenizer; None if it has none; raises ``ModelError`` if it has one that cannot be read."""
+    """Return the folder's tokenizer; None if it has none; raise ``ModelError`` if it cannot be read."""
     if not any((path / file).is_file() for file in _TOKENIZER_FILES):
         return None
     try:
@@ -174,10 +174,10 @@ def load_tokenizer(path: Path) -> Any:
 
 
 def _has_vocabulary(path: Path, tokenizer: Any) -> bool:
-    """Return whether a folder has a file of its tokenizer's vocabulary, or the tokenizer needs none.
+    """Return whether a folder has the file of its tokenizer's vocabulary, or the tokenizer needs none.
 
-    Of a folder that has its settings alone, transformers makes a tokenizer that knows only special tokens: it reads
-    every text as no tokens, or as unknown ones.
+    From a folder with only the settings, transformers makes a tokenizer that knows only special tokens: it turns every
+    text into no tokens, or into unknown ones.
     """
     names = set(tokenizer.vocab_files_names.values())
     return not names or any(path.glob("tokenizer.*")) or any((path / name).is_file() for name in names)
@@ -195,13 +195,13 @@ def max_model_len(config: Any) -> int | None:
 
 
 def max_encoder_len(config: Any) -> int | None:
-    """Return the most tokens that an encoder makes of its input; None if its config does not say."""
-    own = getattr(config, "encoder", None)  # of a model that is made of two, such as T5Gemma
+    """Return the most tokens that an encoder makes of its input; None if the config does not say."""
+    own = getattr(config, "encoder", None)  # for a model of two nested configs, such as T5Gemma
     return _positions(config if own is None else own, "max_source_positions")
 
 
 def _positions(config: Any, name: str) -> int | None:
-    """Return how many positions one side of a model has, by the name for that side or those for both."""
+    """Return the number of positions of one side of a model, by the config's name for that side or for both."""
     for each in (name, "max_position_embeddings", "n_positions"):
         length = getattr(config, each, None)
         if isinstance(length, int) and length > 0:
@@ -220,10 +220,10 @@ def _long_rope_limits(parameters: dict[str, Any]) -> list[int]:
 def eos_token_ids(path: Path, config: Any) -> frozenset[int]:
     """Return the ids that end a request.
 
-    Those that the generation config names, none if it says so by null; if it does not name any, those of the config.
+    The ids of the generation config, or none if it has null there; if it has no entry, those of the config.
 
     Raises:
-        ModelError: It is no generation config, or they are no token ids.
+        ModelError: The generation config is invalid, or the entry does not hold token ids.
     """
     file = path / "generation_config.json"
     ids = config.get_text_config(decoder=True).eos_token_id
@@ -239,7 +239,7 @@ def eos_token_ids(path: Path, config: Any) -> frozenset[int]:
 
 
 def one_sentence(error: BaseException) -> str:
-    """Return an error's type and the first line of its message, with the next where the first ends in a colon."""
+    """Return an error's type and the first line of its message, and the second line if the first ends in a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__

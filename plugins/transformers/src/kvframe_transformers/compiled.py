@@ -1,4 +1,4 @@
-"""A model compiled around its attention."""
+"""Compiles a model around its attention."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _log = logging.getLogger("kvframe")
 
 
 class CompiledBody:
-    """Stands for a model: the same call, compiled for any number of tokens.
+    """A compiled model with the call of the original, for any number of tokens.
 
-    Invariant: until ``give_back``, each attention module holds what the compiled code calls in its place.
+    Invariant: until ``give_back``, each attention module has an attribute that the compiled code calls instead of it.
 
     Attributes:
         num_graphs: Graphs that were compiled so far, for all numbers of tokens.
-        num_graph_breaks: Places where the model has to go back to Python; 0 where it is one graph.
+        num_graph_breaks: Times that the model returns to Python in a run; 0 if it is one graph.
     """
 
     def __init__(self, body: nn.Module, head_sizes: Mapping[nn.Module, int], backend: Any) -> None:
@@ -32,7 +32,7 @@ class CompiledBody:
         Args:
             body: The model.
             head_sizes: Its attention modules, and the size of the heads of their outputs.
-            backend: What compiles: a name that torch knows, or a callable.
+            backend: The compiler: a name that torch knows, or a callable.
         """
         self._modules = list(head_sizes)
         for module, size in head_sizes.items():
@@ -48,7 +48,7 @@ class CompiledBody:
         def run(**inputs: Any) -> Any:
             return body(**inputs)
 
-        # What was compiled is kept with the code, of which there is one for all functions that are made here.
+        # torch keeps compiled code with the code object, which would be shared by all functions made here.
         run.__code__ = run.__code__.replace()
         self._run = torch.compile(run, backend=counted, dynamic=True)
 
@@ -57,12 +57,12 @@ class CompiledBody:
         return self._run(**inputs)
 
     def note_probe(self) -> None:
-        """Take note of how many graphs one run took."""
+        """Record the number of graphs of one run."""
         self.num_graph_breaks = self.num_graphs - 1
         if self.num_graph_breaks:
             _log.warning("the compiled model goes back to Python in %d places", self.num_graph_breaks)
 
     def give_back(self) -> None:
-        """Take what was put into the modules away."""
+        """Remove the attributes from the attention modules."""
         for module in self._modules:
             vars(module).pop(OPAQUE, None)

@@ -1,4 +1,4 @@
-"""Hooks on a decoder's modules: what they would work out from a batch of one request, they are told in a packed one."""
+"""Hooks on a decoder's modules: they replace values that the modules would compute for a batch of one request."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _POSITIONS, _BIAS = "position_ids", "position_bias"
 
 
 class DecoderHooks:
-    """Tells position embeddings the true positions, and keeps attention modules from working out biases.
+    """Passes the true positions to position embeddings, and keeps attention modules from computing biases.
 
-    Invariant: without a running step, the hooks change nothing.
+    Invariant: if no step runs, the hooks change nothing.
     """
 
     def __init__(self, model: nn.Module, attention: Iterable[nn.Module]) -> None:
         """Hook a model.
 
         Args:
-            model: The model, whose embeddings of positions are told them.
-            attention: Its attention modules that an engine runs. A bias is the engine's matter; a module would make one
-                of all pairs of packed tokens.
+            model: The model, whose position embeddings get the positions.
+            attention: Its attention modules that an engine runs. The engine adds the bias; a module would compute one
+                for all pairs of packed tokens.
         """
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(_tell_positions, with_kwargs=True)
@@ -43,7 +43,7 @@ class DecoderHooks:
         ]
 
     def remove(self) -> None:
-        """Take every hook away."""
+        """Remove every hook."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -1,4 +1,4 @@
-"""Finds a model's attention layers by one forward without weights: by what they do, not by the model's name."""
+"""Finds a model's attention layers by one forward without weights: by their calls, not by the model's name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvframe_transformers.relative_bias import BiasReader
 
 _KEEPS_STATE = re.compile(r"\b(past_key_values?|layer_past|cache_params)\.update\w*\(")
 _KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position", "position_bias"})
-"""Tensors that may come with an attention call: those that are served, and those that change nothing here."""
+"""Tensors that may come with an attention call: those that kvframe serves, and those that change nothing."""
 
 
 def discover_layers(
@@ -35,14 +35,14 @@ def discover_layers(
     """Return the layers of a model on the meta device that attend or keep state, in the order they run.
 
     Args:
-        model: A ``PreTrainedModel`` that nobody else uses: its attention implementation is changed, and its dtype.
-        name: What the model is called in errors.
-        max_model_len: The most tokens of a request: masks are looked at up to here.
-        generates: Whether tokens are generated one after the other, so that none may see later ones.
+        model: A ``PreTrainedModel`` for this call only: its attention implementation and its dtype are changed.
+        name: The model's name in errors.
+        max_model_len: The most tokens of a request: masks are examined up to here.
+        generates: Whether tokens are generated one after the other, so that no token may see later ones.
 
     Raises:
-        ModelError: The model keeps state, or masks attention, in a way that kvframe has no words for, or it cannot be
-            told the positions of a packed batch.
+        ModelError: The model keeps state, or masks attention, in a way that no cache spec describes, or it cannot take
+            the positions of a packed batch.
     """
     recording = record(model, name)
     layers = _Reader(model, name, max_model_len, recording, generates).layers()
@@ -60,19 +60,19 @@ def _can_be_told_positions(model: Any, layers: Sequence[LayerDescription], ran: 
         return True
     if any(takes_position_ids(module) for module in ran):
         return bool(model.config.is_encoder_decoder)
-    # Distances in the scores are all that such a model knows of positions.
+    # Such a model uses positions only as distances in the scores.
     return all("relative_bias" in layer.query or layer.kind == "cross_attention" for layer in layers)
 
 
 def takes_position_ids(module: nn.Module) -> bool:
-    """Return whether a module looks up positions that it is told."""
+    """Return whether a module takes positions as an argument and looks them up."""
     return isinstance(module, nn.Embedding) and "position_ids" in inspect.signature(module.forward).parameters
 
 
 def _forward_source(module_class: type) -> str:
     try:
         return inspect.getsource(module_class.forward)  # type: ignore[attr-defined]
-    except (AttributeError, OSError, TypeError):  # no forward, or one that was made at run time
+    except (AttributeError, OSError, TypeError):  # there is no forward, or it was made at run time
         return ""
 
 
@@ -90,7 +90,7 @@ class _Reader:
         self._biases = BiasReader()
 
     def layers(self) -> tuple[LayerDescription, ...]:
-        """Return a description of every recorded call; raises ``ModelError`` for what has none."""
+        """Return a description of every recorded call; raise ``ModelError`` for a call that has none."""
         calls = self._recording.calls
         if not calls:
             raise ModelError(
@@ -112,7 +112,7 @@ class _Reader:
             if isinstance(call, RecordedState):
                 found[path] = self._describe_state(call, path)
                 continue
-            # A layer that is handed the very key tensor of an earlier one reads that layer's cache.
+            # A layer whose key is the same tensor object as an earlier layer's key reads that layer's cache.
             producer = producers.setdefault(id(call.key), path)
             found[path] = self._describe(call, path, None if producer == path else producer)
         return tuple(found.values())
@@ -201,5 +201,5 @@ class _Reader:
 
 
 def scale_of(scaling: float | None, head_size: int) -> float:
-    """Return the factor on the query-key products; transformers' default where the call names none."""
+    """Return the factor on the query-key products; transformers' default if the call names none."""
     return head_size**-0.5 if scaling is None else float(scaling)

@@ -1,4 +1,4 @@
-"""Encoder-decoder models: the encoder runs as transformers has it, the decoder through an engine's layers."""
+"""Encoder-decoder models: transformers runs the encoder, and an engine's layers run the decoder's attention."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from kvframe_transformers.self_check import RunPacked, compare_runs
 
 _DECODER_POSITIONS = "decoder_position_ids"
 _CHECK_LENS = range(3, 24)
-"""Encoder tokens of the self-check's prompts: fewer and more than a block's, than the decoder's own tokens."""
+"""Encoder tokens of the self-check's prompts: fewer and more than a block, and than the decoder's own tokens."""
 
 
 class EncoderDecoderModel(TransformersModel):
     """Runs a transformers encoder-decoder model.
 
-    A new input is encoded by transformers' own encoder, once; a step's decoder gets the states of the new inputs alone,
-    packed, so that its cross-attention layers hand on keys and values of just what is to be stored.
+    transformers' own encoder encodes each new input once. In a step, the decoder gets only the states of the new
+    inputs, packed, so that its cross-attention layers produce exactly the keys and values that have to be stored.
 
-    Invariant: as for a model without encoder; while it is attached, hooks tell the decoder's modules true positions.
+    Invariant: as for a model without encoder; while it is attached, hooks pass true positions to the decoder's modules.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class EncoderDecoderModel(TransformersModel):
             model: The model, with its weights, on its device.
             tokenizer: Its tokenizer, or None.
             description: Its decoder's layers, as planned.
-            build_without_weights: Builds it on the meta device, to ask what becomes of features of a shape.
+            build_without_weights: Builds it on the meta device, to find how many tokens features of a shape become.
         """
         super().__init__(model, tokenizer, description)
         self._encoder: Any = self.model.get_encoder()
@@ -61,12 +61,12 @@ class EncoderDecoderModel(TransformersModel):
         self._num_tokens: dict[torch.Size, int] = {}
         self._takes_decoder_positions = _DECODER_POSITIONS in inspect.signature(model.forward).parameters
         self._no_states = torch.zeros(1, 1, width_of_encoder(model), device=model.device, dtype=model.dtype)
-        """One row: modules cannot be given none. What becomes of it is not looked at."""
+        """One row, because modules cannot take none. Its output is not used."""
         self._states = self._no_states
         self._hooks: DecoderHooks | None = None
 
     def without_head(self) -> LoadedModel:
-        """Refuse: there are hidden states of an encoder and of a decoder, and nothing says which an embedding is of."""
+        """Raise: such a model has hidden states of an encoder and of a decoder, and an embedding could be of either."""
         raise ModelError(
             f"{self.description.name} has an encoder and a decoder, and nothing says whose hidden states an embedding "
             "would be of"
@@ -75,15 +75,15 @@ class EncoderDecoderModel(TransformersModel):
     # --- what requests bring ------------------------------------------------------------------------------------------
 
     def prepare_input(self, sequence: str, value: Any) -> ModelInput | None:
-        """Return what the encoder is to read: of text, its token ids; of ids and features, these.
+        """Return the encoder's input: the token ids of a text, or the given ids or features.
 
         Args:
             sequence: ``"encoder"``.
             value: Text, token ids, or features as a tensor or an array.
 
         Raises:
-            RequestError: It is not what the encoder reads, or None.
-            ModelError: It is text, and the model has no tokenizer.
+            RequestError: ``value`` is None, or not an input of the encoder.
+            ModelError: ``value`` is text, and the model has no tokenizer.
         """
         if sequence != ENCODER:
             return super().prepare_input(sequence, value)
@@ -107,13 +107,13 @@ class EncoderDecoderModel(TransformersModel):
         return ids_input(value, self._encoder.get_input_embeddings().num_embeddings)
 
     def start_token_ids(self, text: str | None = None) -> list[int]:
-        """Return the decoder's start token, then that which the generation config forces, or those of a text.
+        """Return the decoder's start token, then the token that the generation config forces, or the ids of a text.
 
         Args:
-            text: How the decoder's tokens go on.
+            text: The first text of the decoder.
 
         Raises:
-            ModelError: The configs name no start token, or there is text and no tokenizer.
+            ModelError: The configs name no start token, or there is a text and no tokenizer.
         """
         generation, config = self.model.generation_config, self.model.config
         named = (
@@ -157,7 +157,7 @@ class EncoderDecoderModel(TransformersModel):
         return states
 
     def _num_tokens_of(self, shape: torch.Size) -> int:
-        """Return how many tokens the encoder makes of features, by running it without data, once for each shape."""
+        """Return the number of tokens that the encoder makes of features: a run without data, once for each shape."""
         if shape not in self._num_tokens:
             encoder = self._build_without_weights().get_encoder()
             features = torch.empty(1, *shape, device="meta", dtype=encoder.dtype)
@@ -175,7 +175,7 @@ class EncoderDecoderModel(TransformersModel):
             layers: The run-time layers, by the names of the description.
 
         Raises:
-            ModelError: A layer was not reached, or the model is attached already.
+            ModelError: A layer was not called, or the model is attached already.
         """
         super().attach(layers)
         modules = self._modules()
@@ -188,7 +188,7 @@ class EncoderDecoderModel(TransformersModel):
             raise
 
     def detach(self) -> None:
-        """Give the model its own attention back. Safe to call twice."""
+        """Restore the model's own attention. Safe to call twice."""
         super().detach()
         if self._hooks is not None:
             self._hooks.remove()
@@ -196,10 +196,10 @@ class EncoderDecoderModel(TransformersModel):
         self._states = self._no_states
 
     def self_check(self, run_packed: RunPacked) -> None:
-        """Compare a packed run of the decoder with its own plain forward, over states like an encoder's.
+        """Compare a packed run of the decoder with its own plain forward, on random states instead of an encoder's.
 
         Args:
-            run_packed: Runs prompts, and what they bring, through the attached layers in one batch.
+            run_packed: Runs prompts with their inputs through the attached layers in one batch.
         """
 
         def packed(
@@ -212,7 +212,7 @@ class EncoderDecoderModel(TransformersModel):
         compare_runs(self.description, self.model, modules, packed, self._run_plain, stored=dtypes)
 
     def _check_input(self, prompt: Sequence[int]) -> ModelInput:
-        """Return random states for a prompt, the same ones whenever it is asked."""
+        """Return random states for a prompt, which are equal in each call."""
         generator = torch.Generator().manual_seed(prompt[0])
         num_tokens = _CHECK_LENS[prompt[0] % len(_CHECK_LENS)]
         num_tokens = min(num_tokens, self.description.max_input_lens[ENCODER])
@@ -220,7 +220,7 @@ class EncoderDecoderModel(TransformersModel):
         return ModelInput(num_tokens=num_tokens, key=str(prompt[0]).encode(), data=EncoderStates(states))
 
     def _run(self, input_ids: torch.Tensor, positions: torch.Tensor | None, **inputs: Any) -> torch.Tensor:
-        # The positions reach a decoder that takes none through the hooks.
+        # A decoder that takes no positions gets them through the hooks.
         if positions is not None and self._takes_decoder_positions:
             inputs[_DECODER_POSITIONS] = positions.unsqueeze(0)
         return self._decode(input_ids, self._states, **inputs)

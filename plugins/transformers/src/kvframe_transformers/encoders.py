@@ -1,4 +1,4 @@
-"""Models that are for their hidden states: encoders, and decoders that were saved without a head."""
+"""Models that give hidden states instead of logits: encoders, and decoders that were saved without a head."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _PROBE_TOKENS = 4
 
 
 def generates(config: Any) -> bool:
-    """Return whether a config is of a model that gives logits for a next token.
+    """Return whether a config's model gives logits for a next token.
 
-    A family with a masked language model is one of encoders, unless the config says that it was made a decoder of. Of
-    the others, a checkpoint that was saved without a head is for its hidden states.
+    A family with a masked language model is an encoder, unless the config says that the model is a decoder. In other
+    families, a checkpoint that was saved without a head gives hidden states.
     """
     architectures, family = set(config.architectures or ()), config.model_type
     if config.is_encoder_decoder or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family) in architectures:
@@ -36,7 +36,7 @@ def generates(config: Any) -> bool:
     if not architectures or type(config) not in _Body._model_mapping:
         return True
     bodies = _bodies_of(config)
-    # Of models of text and images, the body has the head.
+    # In models of text and images, the body includes the head.
     return not architectures <= {body.__name__ for body in bodies} or any(body.can_generate() for body in bodies)
 
 
@@ -46,11 +46,11 @@ def _bodies_of(config: Any) -> tuple[Any, ...]:
 
 
 class BodyLoader:
-    """Makes the body of a config's model, as transformers' auto classes make models: without any head or pooler."""
+    """Creates the body of a config's model, like transformers' auto classes, but without any head or pooler."""
 
     def __init__(self, config: Any) -> None:
-        """Take the config of a model that does not generate."""
-        # What a pooler makes of the first token is not asked for, and checkpoints with a head have none.
+        """Keep the config of a model that does not generate."""
+        # The pooler's output is not used, and checkpoints with a head have no pooler.
         takes_it = "add_pooling_layer" in inspect.signature(_bodies_of(config)[0].__init__).parameters
         self._options: dict[str, Any] = {"add_pooling_layer": False} if takes_it else {}
 
@@ -60,12 +60,12 @@ class BodyLoader:
         return model
 
     def from_pretrained(self, path: str, **options: Any) -> Any:
-        """Return the model with the weights of a folder, and what ``options`` ask for beside it."""
+        """Return the model with the weights of a folder, and what ``options`` ask for in addition."""
         return _Body.from_pretrained(path, **self._options, **options)
 
 
 def num_unused_positions(model: PreTrainedModel) -> int:
-    """Return how many rows of a table of positions stand for no position: RoBERTa's positions begin after padding."""
+    """Return the number of unused first rows in a table of positions; RoBERTa's positions start after the padding."""
     length = getattr(model.config, "max_position_embeddings", None)
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     for table in tables:
@@ -76,15 +76,15 @@ def num_unused_positions(model: PreTrainedModel) -> int:
 
 
 def find_first_position(model: PreTrainedModel) -> int:
-    """Return the number that a model has for the position of a prompt's first token, by what it looks up for a prompt.
+    """Return the model's number for the position of a prompt's first token, found by its look-ups for a prompt.
 
     Args:
         model: The model, with its weights; its own forward runs.
 
     Raises:
-        ModelError: It counts from elsewhere than the size of its table lets one think.
+        ModelError: The number does not fit the size of the model's table.
     """
-    # No token is another's neighbour, so that only positions count up.
+    # Neighbouring tokens are equal, so only positions increase.
     token = next(index for index in range(model.config.vocab_size) if index != model.config.pad_token_id)
     ids = torch.full((1, _PROBE_TOKENS), token, device=model.device)
     with torch.inference_mode(), _lookups(model) as seen:
@@ -103,7 +103,7 @@ def find_first_position(model: PreTrainedModel) -> int:
 
 @contextmanager
 def _lookups(model: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Collect what every table looks up for one prompt, ``[num_tokens], int64, host`` each."""
+    """Collect the indices that every table looks up for one prompt, each ``[num_tokens], int64, host``."""
     seen: list[torch.Tensor] = []
 
     def note(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:

@@ -1,7 +1,7 @@
-"""Multi-head latent attention: modules that make their heads' keys and values of one latent vector per token.
+"""Multi-head latent attention: modules that compute their heads' keys and values from one latent vector per token.
 
-transformers gives such modules a method ``expand_kv(latents, rotated)``. While a model is attached, it hands both
-through as they are, so that the attention function gets what is to be stored.
+Such modules of transformers have a method ``expand_kv(latents, rotated)``. While a model is attached, that method
+returns both arguments unchanged, so that the attention function gets the tensors that are to be stored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CHECKED_TOKENS = 3
 
 @attrs.frozen(eq=False)
 class Expansion:
-    """One call of ``expand_kv``: what came in, and what it made of it.
+    """The arguments and the result of one call of ``expand_kv``.
 
     Attributes:
         latents: ``[1, 1, num_tokens, latent_size]``.
@@ -41,7 +41,7 @@ class Expansion:
     value: torch.Tensor
 
     def is_of(self, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """Return whether attention got just these keys and values."""
+        """Return whether these keys and values are the result of this call."""
         return key is self.key and value is self.value
 
     @property
@@ -53,7 +53,7 @@ class Expansion:
 
 @contextmanager
 def noting_expansions(model: nn.Module, found: dict[nn.Module, Expansion]) -> Iterator[None]:
-    """Note inside the block what the modules of ``model`` expand, the last call of each."""
+    """Record the last call of ``expand_kv`` of each module of ``model`` inside the block."""
 
     def noting(module: nn.Module, expand: Callable[..., Any]) -> Callable[..., Any]:
         def noted(latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,39 +76,39 @@ def noting_expansions(model: nn.Module, found: dict[nn.Module, Expansion]) -> It
 class Latents:
     """The latent layers of a model, and their modules' own expansions.
 
-    Invariant: between ``hand_through`` and ``give_back`` each module has an ``expand_kv`` of its own that expands
-    nothing; outside, the one of its class.
+    Invariant: between ``hand_through`` and ``give_back`` each module has an ``expand_kv`` that expands nothing;
+    otherwise it has the one of its class.
     """
 
     def __init__(self, layers: Mapping[str, LayerDescription], modules: Mapping[str, nn.Module], name: str) -> None:
-        """Note the latent layers; nothing is changed.
+        """Record the latent layers; nothing is changed.
 
         Args:
             layers: A model's layers by name.
-            modules: Their modules, likewise.
-            name: What the model is called in errors.
+            modules: Their modules, by the same names.
+            name: The model's name in errors.
         """
         self._layers = {path: layer for path, layer in layers.items() if layer.kind == KIND}
         self._modules: dict[str, Any] = {path: modules[path] for path in self._layers if path in modules}
         self._name = name
 
     def hand_through(self) -> None:
-        """Let every module hand its latents to its attention as they are."""
+        """Make every module pass its latents to its attention unchanged."""
         for module in self._modules.values():
             setattr(module, _EXPAND, lambda latents, rotated: (latents, rotated))
 
     def give_back(self) -> None:
-        """Give every module its own expansion back. Safe to call twice."""
+        """Restore every module's own expansion. Safe to call twice."""
         for module in self._modules.values():
             vars(module).pop(_EXPAND, None)
 
     def parameters(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return what each layer's backend needs: ``kv_up: [num_heads, nope_size + head_size_v, latent_size]``.
+        """Return the parameters of each layer's backend: ``kv_up: [num_heads, nope_size + head_size_v, latent_size]``.
 
-        To be called while the modules have their own expansions: each is compared with what the weights say.
+        Call it while the modules have their own expansions: each is compared with the result from the weights.
 
         Raises:
-            ModelError: A module expands its latents in another way than by the weights of ``kv_b_proj`` alone.
+            ModelError: A module expands its latents otherwise than by the weights of ``kv_b_proj`` alone.
         """
         return {path: {_KV_UP: self._up_projection(path)} for path in self._modules}
 
@@ -129,7 +129,7 @@ class Latents:
 
 
 def _expands_by(module: Any, kv_up: torch.Tensor, nope_size: int, rope_size: int) -> bool:
-    """Return whether a module's keys and values are what ``kv_up`` says, on a few random tokens."""
+    """Return whether ``kv_up`` gives a module's keys and values, on a few random tokens."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(size: int) -> torch.Tensor:

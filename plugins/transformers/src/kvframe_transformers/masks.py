@@ -1,4 +1,4 @@
-"""What a transformers mask function lets a query see, found by asking it, not by its name."""
+"""Finds which tokens a transformers mask function shows to a query, by calling it, not by its name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 """transformers' ``mask_function(batch, head, query position, key position)``: True where the key is seen."""
 
 _MAX_POSITIONS = 1 << 18
-"""Key positions that are evaluated at most: a window longer than these 262,144 tokens counts as full attention."""
+"""The most key positions that are evaluated: a window longer than these 262,144 tokens counts as full attention."""
 
 
 @attrs.frozen
@@ -21,10 +21,10 @@ class MaskKind:
     """A mask in the terms of cache specs.
 
     Attributes:
-        kind: The registered name of the cache spec whose live range it is; None if no name is known for it.
+        kind: The registered name of the cache spec with this live range; None if there is none.
         options: The spec's options that the mask fixes (``{"window": 512}``).
-        why: For an unknown mask, what was seen, as the end of a sentence.
-        sees_all: Whether every token sees every other: of a model that generates nothing, a known mask.
+        why: For an unknown mask, its description, as the end of a sentence.
+        sees_all: Whether every token sees every other one, as in a model that does not generate.
     """
 
     kind: str | None
@@ -36,15 +36,15 @@ class MaskKind:
 def classify_mask(
     mask_function: MaskFunction, length: int, local_size: int | None = None, chunk_size: int | None = None
 ) -> MaskKind:
-    """Return which cache spec has ``mask_function`` as its live range.
+    """Return the cache spec whose live range is that of ``mask_function``.
 
     Args:
-        mask_function: What the model gave to transformers' mask interface.
+        mask_function: The function that the model passed to transformers' mask interface.
         length: The most tokens of a request; the mask is known up to here.
-        local_size: The window or chunk that the model announced with the mask, if any: the positions around it are
-            looked at.
-        chunk_size: The chunk size of the model's config, if any. A chunk mask counts padding in a tensor of the
-            model, so it cannot be asked without the model's data; it is known by having announced this size.
+        local_size: The window or chunk that the model passed with the mask, if any: the positions around it are
+            examined.
+        chunk_size: The chunk size of the model's config, if any. A chunk mask counts padding in a tensor of the model,
+            so it cannot be called without the model's data; it is recognised by this size in ``local_size``.
     """
     around = local_size or 0
     total = min(max(length, 4 * around + 4), _MAX_POSITIONS)
@@ -88,12 +88,12 @@ def _query_positions(total: int, around: int) -> Iterable[int]:
 
 
 def _visible(mask_function: MaskFunction, query: int, total: int) -> tuple[int, int, int] | None:
-    """Return the first visible key, the one after the last, and how many are visible; None if it cannot be known."""
+    """Return the first visible key, the one after the last, and the number of visible keys; None if unknown."""
     zero = torch.tensor(0)
     try:
         seen = mask_function(zero, zero, torch.tensor(query), torch.arange(total))
         keys = torch.as_tensor(seen).broadcast_to(total).nonzero()
-    except (RuntimeError, NotImplementedError, IndexError):  # it indexes tensors of the model, which hold no data
+    except (RuntimeError, NotImplementedError, IndexError):  # it indexes tensors of the model, which have no data
         return None
     if not len(keys):
         return 0, 0, 0

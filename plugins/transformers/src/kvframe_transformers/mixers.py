@@ -1,4 +1,4 @@
-"""Runs state mixers over an engine's pages: one sequence is all that they know, and a step holds many."""
+"""Runs state mixers over an engine's pages: a mixer handles one sequence, and a step has many."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class MixerDriver:
-    """Stands for a mixer's forward while its model is attached.
+    """Replaces a mixer's forward while its model is attached.
 
-    The single tokens of all requests are one batch; the tokens of a prompt are a sequence, run in as many pieces as
-    states of it are kept. A mixer whose scan starts from nothing, whatever state there is, is given one that goes on
-    from it; where that cannot be, the sequence is continued token by token. Where there are kernels that step its
-    states in their pages, single tokens are computed by them.
+    The single tokens of all requests are one batch. The tokens of a prompt are a sequence, which is run in as many
+    pieces as it has states to keep. If a mixer's scan cannot start from a state, it gets another scan that can; if that
+    is not possible either, the sequence is computed token by token. If there are kernels that step the mixer's states
+    in their pages, they compute single tokens.
     """
 
     def __init__(self, name: str, module: nn.Module, forward: Forward, layer: AttachedState) -> None:
-        """Take a mixer and the layer that has its pages.
+        """Keep a mixer and the layer with its pages.
 
         Args:
             name: The layer's name.
@@ -58,19 +58,19 @@ class MixerDriver:
         self._noted: Inputs = {}
 
     def note(self, num_rows: dict[str, int], *args: Any, **kwargs: Any) -> Output:
-        """Run the mixer without a state, and note what it gets, and how many rows it gives."""
+        """Run the mixer without a state; record its arguments, and the number of rows that it returns."""
         output: Output = self._forward(*args, **kwargs)
         self._noted = self._call.inputs_of(args, kwargs)
         num_rows[self._name] = next(_tensors(output)).shape[1]
         return output
 
     def check(self) -> None:
-        """See that a sequence in pieces gives what the whole gives, and how to continue one by several tokens.
+        """Check that a sequence in pieces gives the same output as the whole, and find how to continue one.
 
         Called after ``note``.
 
         Raises:
-            ModelError: The mixer's states are not those that were planned, or are not all that it keeps.
+            ModelError: The mixer's states differ from the planned ones, or it keeps other state, too.
         """
         generator = torch.Generator().manual_seed(0)
 
@@ -84,15 +84,15 @@ class MixerDriver:
             self._numbers = view.numbers
             self._check_planned(view.named(), whole.dtype)
             if not whole.isfinite().all():
-                self._continue = self._token_by_token  # nothing can be compared, and this is what always holds
+                self._continue = self._token_by_token  # nothing can be compared, and this is always correct
                 return
-            # A scan computes in float32 whatever the model does.
+            # A scan computes in float32 for any dtype of the model.
             tolerance, difference = max(map(tolerance_of, (whole.dtype, torch.float32))), 0.0
             for way in self._ways(inputs):
                 self._continue = way
                 try:
                     difference = relative_difference(self._second_half(inputs), whole)
-                except (RuntimeError, ValueError, TypeError):  # a scan that is not as the one it stands for
+                except (RuntimeError, ValueError, TypeError):  # the scan differs from the one that is replaced
                     continue
                 if difference <= tolerance:
                     self._paged_step = self._check_paged_step(inputs, tolerance)
@@ -113,18 +113,18 @@ class MixerDriver:
 
     @property
     def _is_its_own(self) -> bool:
-        """Whether the mixer's forward is the one that its class is written with."""
+        """Whether the mixer's forward is that of its class."""
         return getattr(self._forward, "__func__", None) is type(self._module).forward
 
     def _check_paged_step(self, inputs: Inputs, tolerance: float) -> PagedStep | None:
-        """Return what computes single tokens in their pages, if there is such a thing and it gives the same."""
+        """Return the kernels' step for single tokens, if there is one and it gives the same output."""
         device = next(iter(self._layer.pages.values())).device
         step = PagedStep.of(self._module) if self._is_its_own and kernels_run_on(device) else None
         if step is None:
             return None
         befores = [self._first_half(each).named() for each in (inputs, _each(inputs, lambda tensor: tensor.flip(1)))]
         index = torch.arange(4, device=device)
-        # One state goes to another page, and one stays in its own.
+        # One state is written to another page, and one to its own page.
         part = StateRound(index[:2], index[1:3], index[:2] * 0, index[[3, 2]], index[:2] * 0)
         pages = {
             name: torch.stack([torch.zeros_like(first[0]), first[0], second[0], first[0]]).unsqueeze(1)
@@ -138,7 +138,7 @@ class MixerDriver:
             found = _join(step(part, others, self._numbers, lambda view: self._arguments(tokens, view)))
             differences = [relative_difference(found, output)]
             differences += [relative_difference(others[name], tensor) for name, tensor in pages.items()]
-        except Exception as error:  # whatever Triton or a forward of another kind raises; the mixer runs without
+        except Exception as error:  # Triton or another kind of forward may raise anything; the mixer runs without it
             _log.warning("%s is computed without kernels for its states: %s", self._name, error)
             return None
         if max(differences) > tolerance:
@@ -151,7 +151,7 @@ class MixerDriver:
     def _check_planned(self, states: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
         found = {key: (tuple(state.shape[1:]), state.dtype) for key, state in states.items()}
         planned = {key: (tuple(pages.shape[2:]), pages.dtype) for key, pages in self._layer.pages.items()}
-        if dtype == torch.float64:  # pages of what is always float32 otherwise stay so
+        if dtype == torch.float64:  # states that are usually float32 stay so in pages
             found, planned = ({key: (shape, dtype) for key, (shape, _) in each.items()} for each in (found, planned))
         if found != planned:
             raise ModelError(
@@ -222,7 +222,7 @@ class MixerDriver:
         joined = tuple(torch.cat(parts, dim=1) for parts in zip(*map(_tensors, outputs), strict=True))
         return joined if isinstance(outputs[0], tuple) else joined[0]
 
-    # --- how it goes on from a state ----------------------------------------------------------------------------------
+    # --- how it continues from a state --------------------------------------------------------------------------------
 
     def _first_half(self, inputs: Inputs) -> StateView:
         """Return the states after the first half of a sequence."""
@@ -231,12 +231,12 @@ class MixerDriver:
         return view
 
     def _second_half(self, inputs: Inputs) -> torch.Tensor:
-        """Return the outputs of the second half, in a run of its own."""
+        """Return the outputs of the second half, in a separate run."""
         rest = _each(inputs, _within(_CHECK_TOKENS // 2, _CHECK_TOKENS))
         return _join(self._continue(rest, self._first_half(inputs)))
 
     def _reads_its_states(self, inputs: Inputs) -> bool:
-        """Return whether several tokens at once depend on every state that is there before them."""
+        """Return whether the output of several tokens depends on every earlier state."""
         rest = _each(inputs, _within(_CHECK_TOKENS // 2, _CHECK_TOKENS))
         for name in self._first_half(inputs).named():
             states = self._first_half(inputs).named()
@@ -247,17 +247,17 @@ class MixerDriver:
 
 
 def _rows(rows: torch.Tensor) -> Change:
-    """Return what makes a batch of single tokens of some rows."""
+    """Return the change that makes a batch of single tokens of some rows."""
     return lambda tensor: tensor[0].index_select(0, rows).unsqueeze(1)
 
 
 def _within(start: int, stop: int) -> Change:
-    """Return what cuts a piece out of a sequence."""
+    """Return the change that takes a part of a sequence."""
     return lambda tensor: tensor[:, start:stop]
 
 
 def _turned(tensor: torch.Tensor) -> torch.Tensor:
-    """Make one sequence of single tokens, or single tokens of one sequence."""
+    """Turn one sequence into a batch of single tokens, or the reverse."""
     return tensor.transpose(0, 1)
 
 
@@ -277,12 +277,12 @@ def _tensors(output: Output) -> Iterator[torch.Tensor]:
 
 
 def _join(output: Output) -> torch.Tensor:
-    """Return all that an output holds of each token, as one tensor ``[1, num_tokens, size]``."""
+    """Return all that an output holds for each token, as one tensor ``[1, num_tokens, size]``."""
     return torch.cat([tensor.flatten(2) for tensor in _tensors(output)], dim=-1)
 
 
 def _room(found: Output, num_tokens: int) -> Output:
-    """Return the output of a step to be filled in; zero for padding, which nobody computes."""
+    """Return an output of a step to be filled in; the rows of padding stay zero."""
     room: Output = _each_of(found, lambda tensor: tensor.new_zeros(1, num_tokens, *tensor.shape[2:]))
     return room
 

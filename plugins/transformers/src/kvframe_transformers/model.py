@@ -43,13 +43,12 @@ _NO_LATENTS = Latents({}, {}, "")
 class TransformersModel(LoadedModel):
     """Runs a transformers model on packed batches, through transformers' attention interface.
 
-    Invariant: outside of ``attach`` … ``detach`` the model is exactly as transformers loaded it, and while it is
-    attached nothing differs but the name of its attention implementation, the switches of temperatures that are taken
-    over, latents that are handed through unexpanded, the forwards of mixers that keep a state, and hooks on the layers
-    that leave rows out.
+    Invariant: outside of ``attach`` … ``detach`` the model is exactly as transformers loaded it. While it is attached,
+    only these differ: the name of its attention implementation, the switches of replaced temperatures, the expansions
+    of latents, the forwards of mixers that keep a state, and hooks on the layers that leave rows out.
 
     Attributes:
-        compiled: The compiled model; None where it runs as it is.
+        compiled: The compiled model; None if it is not compiled.
     """
 
     def __init__(
@@ -66,8 +65,8 @@ class TransformersModel(LoadedModel):
             model: The model, with its weights, on its device.
             tokenizer: Its tokenizer, or None.
             description: Its layers, as planned. If it does not generate, its body runs, without a head.
-            folder: Where it was loaded from; None if nowhere.
-            first_position: The number that it has for the position of a prompt's first token.
+            folder: The folder that it was loaded from; None if there is none.
+            first_position: The model's number for the position of a prompt's first token.
         """
         self.description = description
         self.model: Any = model
@@ -89,18 +88,18 @@ class TransformersModel(LoadedModel):
         self.compiled: CompiledBody | None = None
 
     def without_head(self) -> LoadedModel:
-        """Return the same model, of which the body runs and gives its last hidden states."""
+        """Return the same model without its head; it gives its last hidden states."""
         if not self.description.generates:
             return self
         description = attrs.evolve(self.description, generates=False)
         return TransformersModel(self.model, self.tokenizer, description, self._folder, self._first_position)
 
     def pooling(self) -> Pooling | None:
-        """Return what the checkpoint's files for sentence-transformers say; None if it has none."""
+        """Return the pooling in the checkpoint's files for sentence-transformers; None if it has none."""
         return None if self._folder is None else read_pooling(self._folder)
 
     def identity(self) -> ModelIdentity:
-        """Return the config, without where it lies and what saved it, and all parameters and buffers."""
+        """Return the config, without its path and transformers' version, and all parameters and buffers."""
         config = self.model.config.to_dict()
         for key in ("_name_or_path", "transformers_version"):
             config.pop(key, None)
@@ -108,7 +107,7 @@ class TransformersModel(LoadedModel):
         return ModelIdentity(config=json.dumps(config, sort_keys=True, default=str), weights=weights)
 
     def can_skip(self, layers: Sequence[str]) -> bool:
-        """Return whether the blocks from the first of these layers on can be given only some rows.
+        """Return whether the blocks from the first of these layers on can compute only some rows.
 
         Args:
             layers: The names of attention layers, in the order they run.
@@ -122,7 +121,7 @@ class TransformersModel(LoadedModel):
             layers: The run-time layers, by the names of the description.
 
         Raises:
-            ModelError: A layer was not reached, or cannot leave rows out, or the model is attached already.
+            ModelError: A layer was not called, or cannot leave rows out, or the model is attached already.
         """
         if self._original or self.model.config._attn_implementation == RUN_TIME:
             raise ModelError(f"{self.description.name} serves another engine already; close that engine first")
@@ -166,10 +165,10 @@ class TransformersModel(LoadedModel):
         """Compile the model around its attention, and run a few tokens through it.
 
         Args:
-            backend: What compiles: a name that torch knows, or a callable as ``torch.compile`` takes it.
+            backend: The compiler: a name that torch knows, or a callable as ``torch.compile`` takes it.
 
         Raises:
-            ModelError: It keeps a state, which mixers read in Python, or torch cannot compile it here.
+            ModelError: It keeps a state, which mixers read in Python, or torch cannot compile it.
         """
         if self._drivers or self.description.max_input_lens:
             why = "keeps a state" if self._drivers else "has an encoder"
@@ -178,16 +177,16 @@ class TransformersModel(LoadedModel):
         sizes = {modules[layer.name]: _value_size(layer) for layer in self._attending}
         self.compiled = CompiledBody(self._body, sizes, backend)
         try:
-            # As a step calls it: called otherwise, the model would be compiled once more for the first of these.
+            # Called as in a step: with other arguments, the first step would compile the model again.
             self._note_rows(modules, 3, None, num_wanted=2)
-        except Exception as error:  # whatever a compiler does
+        except Exception as error:  # a compiler may raise anything
             raise ModelError(
                 f"{self.description.name} cannot be compiled here ({one_sentence(error)}); leave compile out"
             ) from error
         self.compiled.note_probe()
 
     def detach(self) -> None:
-        """Give the model its own attention back. Safe to call twice."""
+        """Restore the model's own attention. Safe to call twice."""
         for config, implementation in self._original:
             config._attn_implementation_internal = implementation
         self._temperatures.switch_on()
@@ -216,8 +215,8 @@ class TransformersModel(LoadedModel):
             logits_indices: ``[num_wanted], int64, device``: the rows of the packed batch whose logits are wanted.
 
         Returns:
-            Logits ``[num_wanted, vocab_size], device``; of the kept rows, in a step whose layers keep only some. Of a
-            model that does not generate, hidden states ``[num_wanted, hidden_size]``.
+            Logits ``[num_wanted, vocab_size], device``; if the step's last layers keep only some rows, of these rows.
+            For a model that does not generate, hidden states ``[num_wanted, hidden_size]``.
         """
         kept_rows = None if self._layers is None else self._layers.kept_rows
         with torch.inference_mode(), running(RunningStep(self._routes, positions, kept_rows)):
@@ -228,12 +227,12 @@ class TransformersModel(LoadedModel):
             return self._run(input_ids, positions)[logits_indices]
 
     def self_check(self, run_packed: RunPacked) -> None:
-        """Compare a packed run with the model's own plain forward; raises ``ModelError`` where logits differ.
+        """Compare a packed run with the model's own plain forward; raise ``ModelError`` if logits differ.
 
         Args:
             run_packed: ``run_packed(prompts)`` returns the logits ``[len(prompt), vocab_size]`` of each prompt,
-                computed through the attached layers in one batch; ``run_packed(prompts, last_only=True)`` those of its
-                last token, ``[1, vocab_size]``.
+                computed through the attached layers in one batch; ``run_packed(prompts, last_only=True)`` returns
+                those of its last token, ``[1, vocab_size]``.
         """
         assert self._layers is not None
         modules, layers = list(self._modules().items()), self._layers
@@ -243,7 +242,7 @@ class TransformersModel(LoadedModel):
             )
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of ``text``, with the special tokens that the tokenizer adds by itself."""
+        """Return the token ids of ``text``, with the special tokens that the tokenizer adds."""
         if self.tokenizer is None:
             raise self._no_tokenizer()
         return list(self.tokenizer(text)["input_ids"])
@@ -259,7 +258,7 @@ class TransformersModel(LoadedModel):
         if self._takes_positions:
             inputs["position_ids"] = None if positions is None else positions.unsqueeze(0) + self._first_position
         step, body = running_step(), self._body
-        # Rows are left out by hooks, which a compiler does not see; plain runs are those of the model as it is.
+        # Rows are left out by hooks, which compiled code ignores; plain runs use the model as it was loaded.
         if self.compiled is not None and step is not None and step.kept_rows is None:
             body = self.compiled
         output = body(input_ids=input_ids.unsqueeze(0), use_cache=False, **inputs)
@@ -297,7 +296,7 @@ class TransformersModel(LoadedModel):
         return [layer for layer in self.description.layers if layer.query]
 
     def _check_reached(self, modules: Mapping[str, nn.Module]) -> None:
-        """Run two tokens through layers that only note that they were called, and see how mixers go on."""
+        """Run two tokens through layers that only record their calls, and find how mixers continue a sequence."""
         for layer in self.description.layers:
             if layer.name not in modules:
                 raise ModelError(f"{self.description.name} has no module {layer.name!r}, which its config describes")
@@ -312,7 +311,7 @@ class TransformersModel(LoadedModel):
             driver.check()
 
     def _cut_rows(self, modules: Mapping[str, nn.Module], skipped: Sequence[str]) -> None:
-        """Hook the blocks that leave rows out, and see in a step of three tokens that they do."""
+        """Hook the blocks that leave rows out, and check in a step of three tokens that they do."""
         blocks = self._blocks_from(skipped)
         refusal = (
             f"{self.description.name} ({type(self.model).__name__}) cannot leave rows out from layer {skipped[0]!r} on"
@@ -323,7 +322,7 @@ class TransformersModel(LoadedModel):
         kept_rows = torch.tensor([1], device=self.model.device)
         try:
             num_rows, logits = self._note_rows(modules, 3, kept_rows)
-        except (RuntimeError, IndexError, ValueError) as error:  # whatever a model does with rows that do not fit
+        except (RuntimeError, IndexError, ValueError) as error:  # the model's error for rows that do not fit
             raise ModelError(f"{refusal} ({one_sentence(error)}); turn prefill skipping off for it") from error
         wrong = [name for name, rows in num_rows.items() if rows != (1 if name in skipped else 3)]
         if wrong or len(logits) != 1:
@@ -339,7 +338,7 @@ class TransformersModel(LoadedModel):
         kept_rows: torch.Tensor | None,
         num_wanted: int | None = None,
     ) -> tuple[dict[str, int], torch.Tensor]:
-        """Run tokens through layers that only note how many queries they got; return those numbers and the logits."""
+        """Run tokens through layers that only record their numbers of queries; return those and the logits."""
         num_rows: dict[str, int] = {}
         routes = {modules[layer.name]: Route.of(layer, _noting_layer(layer, num_rows)) for layer in self._attending}
         noting = {module: partial(driver.note, num_rows) for module, driver in self._drivers.items()}
@@ -363,7 +362,7 @@ def _body_of(model: Any) -> Any:
     body = model.base_model
     if body is not model or model.get_output_embeddings() is None:
         return body
-    # transformers looks for the body by a name that this model does not have for it.
+    # transformers looks for the body under a name that this model does not use.
     return next((part for part in model.children() if isinstance(part, PreTrainedModel)), body)
 
 

@@ -1,4 +1,4 @@
-"""What an encoder reads, checked and hashed on the host: token ids, or features."""
+"""An encoder's input, checked and hashed on the host: token ids, or features."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvframe.contract import ModelInput, RequestError
 
 @attrs.frozen(eq=False)
 class EncoderStates:
-    """What an encoder gave: the data of an input that is not to be encoded.
+    """An encoder's output: the data of an input that need not be encoded.
 
     Attributes:
         states: ``[num_tokens, hidden_size], device``.
@@ -30,16 +30,16 @@ def ids_input(value: Any, vocab_size: int) -> ModelInput:
 
     Args:
         value: The ids, as a sequence, a tensor or an array.
-        vocab_size: What the encoder knows.
+        vocab_size: The number of token ids of the encoder.
 
     Raises:
-        RequestError: They are none of the encoder's, or there is none.
+        RequestError: They are not ids of the encoder, or there are none.
     """
     try:
-        # Bytes are text, and the rest has no order.
+        # Bytes are text, and sets and mappings have no order.
         is_other = isinstance(value, bytes | bytearray | Set | Mapping)
         token_ids = None if is_other else list(value.tolist() if isinstance(value, torch.Tensor) else value)
-    except (TypeError, RuntimeError):  # a tensor without its numbers
+    except (TypeError, RuntimeError):  # for example, a tensor without data
         token_ids = None
     if token_ids is None:
         raise RequestError(f"the encoder reads text or token ids, not {type(value).__name__}", code="bad_input")
@@ -60,13 +60,13 @@ def features_input(value: Any, num_tokens_of: Callable[[torch.Size], int]) -> Mo
     """Return an input of features.
 
     Args:
-        value: Numbers as a tensor or an array, as a feature extractor gives them for one request; a batch dimension of
-            one in front is left out.
-        num_tokens_of: Returns how many tokens the encoder makes of features of a shape; raises ``ValueError`` or
-            ``RuntimeError`` for a shape that it does not take.
+        value: Numbers as a tensor or an array, as a feature extractor returns them for one request; a leading batch
+            dimension of one is removed.
+        num_tokens_of: Returns the number of tokens that the encoder makes of features of a shape; raises ``ValueError``
+            or ``RuntimeError`` for a shape that the encoder does not take.
 
     Raises:
-        RequestError: It is no such thing.
+        RequestError: ``value`` is not such an input.
     """
     try:
         given = torch.as_tensor(value).detach()
@@ -82,7 +82,7 @@ def features_input(value: Any, num_tokens_of: Callable[[torch.Size], int]) -> Mo
         data = data[0]
     try:
         num_tokens = num_tokens_of(data.shape)
-    except (ValueError, TypeError, RuntimeError, IndexError) as error:  # a model's own check, or its first layer
+    except (ValueError, TypeError, RuntimeError, IndexError) as error:  # raised by the model's check or first layer
         why = str(error).partition("\n")[0] or type(error).__name__
         raise RequestError(
             f"the encoder takes no features of shape {list(data.shape)}: {why}", code="bad_input"

@@ -1,8 +1,8 @@
-"""Single tokens of state mixers computed on the pages themselves, by the kernels of kvframe-kernels.
+"""Computes single tokens of state mixers in the pages themselves, by the kernels of kvframe-kernels.
 
-A mixer's forward asks its cache for states and hands them, unseen, to the functions that take a token's step of them.
-In a copy of the forward these functions are others: the cache then says where states lie, and each is read from its
-page and written to its page once, where a gather, a step and a scatter move it three times.
+A mixer's forward takes states from its cache and passes them, without reading them, to functions that compute a token's
+step. In a copy of the forward, these functions are replaced: the cache returns the places of states, and each state is
+read from its page and written to its page once. A gather, a step and a scatter would move it three times.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def kernels_run_on(device: torch.device) -> bool:
 
 @attrs.frozen(eq=False)
 class PagedState:
-    """Stands for a state that a forward hands from its cache to the function that steps it.
+    """The place of a state, which a forward passes from its cache to the function that steps the state.
 
     Attributes:
         pages: ``[num_block_ids, states_per_block, *shape], device``.
         source: Page and place of each row's state before the token.
-        target: Page and place of that after it.
+        target: Page and place of each row's state after it.
     """
 
     pages: torch.Tensor
@@ -47,7 +47,7 @@ class PagedState:
     target: tuple[torch.Tensor, torch.Tensor]
 
     def to(self, *_: Any) -> PagedState:
-        """Return itself: it is stored in the dtype that its pages have."""
+        """Return itself: the state keeps the dtype of its pages."""
         return self
 
 
@@ -60,7 +60,7 @@ class PagedStep:
         Args:
             module: The mixer.
             function: Its forward, as it is written.
-            steps: What stands for the functions that it calls for a step, by global name.
+            steps: The replacements of the functions that it calls for a step, by global name.
         """
         self._forward = with_globals(module, function, steps)
 
@@ -83,10 +83,10 @@ class PagedStep:
         """Compute the tokens; their states go from page to page.
 
         Args:
-            part: Where the states lie, and where they go.
+            part: The places of the states that are read and written.
             pages: The layer's state tensors.
             numbers: The mixer's own numbers of them.
-            arguments: What the forward is called with, given the cache for it.
+            arguments: The other arguments of the forward.
         """
         source, target = (part.source_pages, part.source_places), (part.target_pages, part.target_places)
         states: dict[str, Any] = {name: PagedState(tensor, source, target) for name, tensor in pages.items()}
@@ -95,7 +95,7 @@ class PagedStep:
 
 
 class _PagedView(StateView):
-    """The cache of a forward whose states are where they belong when it has called its steps."""
+    """The cache of a forward whose steps write the states to their pages themselves."""
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise TypeError("a convolution's inputs are asked for beside its step")
@@ -106,7 +106,7 @@ class _PagedView(StateView):
 
 
 def _step_for(parameters: frozenset[str]) -> Callable[..., Any] | None:
-    """Return what stands for a function with these parameters; None for any other than the steps."""
+    """Return the replacement for a function with these parameters; None if it is not a step."""
     if parameters >= _CONV:
         return _conv_step
     if parameters >= _SELECTIVE:
@@ -169,7 +169,7 @@ def _delta_step(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, PagedState]:
-    """Step the state of a gated delta rule, ``query: [batch, 1, num_heads, size]``; what comes of it is in its page."""
+    """Step the state of a gated delta rule, ``query: [batch, 1, num_heads, size]``; it is written to its page."""
     from kvframe_kernels.triton.delta import gated_delta_update
 
     place = initial_state.pages, initial_state.source, initial_state.target

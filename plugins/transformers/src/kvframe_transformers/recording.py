@@ -1,4 +1,4 @@
-"""One forward of a model without weights, in which attention, masks and mixers are only noted."""
+"""Runs one forward of a model without weights, in which attention, masks and mixers are only recorded."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ PROBE_TOKENS = 4
 """Tokens of the probe forward."""
 
 PROBE_ENCODER_TOKENS = 7
-"""Tokens that a probed encoder made; not as many as there are tokens, so that lengths tell which is which."""
+"""Tokens that a probed encoder made; another number than that of the tokens, so that shapes tell which is which."""
 
 PROBE_DTYPE = torch.bfloat16
-"""The dtype of a probed model; no other one, so that what a module keeps in another one shows."""
+"""The dtype of a probed model; an unusual one, so that a module's state in another dtype can be recognised."""
 
 
 @attrs.frozen(eq=False)
 class RecordedCall:
-    """One attention call of the probe forward: tensors without data, and what came with them."""
+    """One attention call of the probe forward: tensors without data, and its other arguments."""
 
     module: nn.Module
     query: torch.Tensor
@@ -45,13 +45,13 @@ class RecordedCall:
 
     @property
     def is_cross(self) -> bool:
-        """Whether the keys are of another sequence than the queries: that of an encoder."""
+        """Whether the keys are of another sequence than the queries: an encoder's."""
         return self.key.shape[2] != self.query.shape[2]
 
 
 @attrs.frozen(eq=False)
 class RecordedState:
-    """One call of a state mixer in the probe forward: the states that it left, what it got and returned."""
+    """One call of a state mixer in the probe forward: the states that it left, its arguments and its output."""
 
     module: nn.Module
     states: Mapping[str, torch.Tensor]
@@ -61,7 +61,7 @@ class RecordedState:
 
 @attrs.frozen(eq=False)
 class RecordedMask:
-    """One mask of the probe forward: the tensor that stands for it, and what would have made it."""
+    """One mask of the probe forward: the tensor in its place, and the function that would have made it."""
 
     marker: torch.Tensor
     function: MaskFunction
@@ -71,7 +71,7 @@ class RecordedMask:
 
 @attrs.frozen(eq=False)
 class Recording:
-    """What the probe forward showed: attention, mixers and masks in order, latents, and every module that ran."""
+    """The result of the probe forward: attention, mixers and masks in order, latents, and every module that ran."""
 
     calls: list[RecordedCall | RecordedState] = attrs.field(factory=list)
     masks: list[RecordedMask] = attrs.field(factory=list)
@@ -85,7 +85,7 @@ _RECORDING: ContextVar[Recording] = ContextVar("kvframe_transformers_recording")
 def _record_mask(
     *, batch_size: int, q_length: int, kv_length: int, mask_function: MaskFunction, config: Any = None, **inputs: Any
 ) -> torch.Tensor:
-    """Stand for a mask: the tensor shows, when it reaches an attention call, which function would have made it."""
+    """Return a tensor in place of a mask; in an attention call, it identifies the function that makes the mask."""
     marker = torch.empty(batch_size, 1, q_length, kv_length, device="meta")
     chunk_size = getattr(config, "attention_chunk_size", None)
     _RECORDING.get().masks.append(RecordedMask(marker, mask_function, inputs.get("local_size"), chunk_size))
@@ -100,7 +100,7 @@ def _record_attention(
     attention_mask: Any = None,
     **inputs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Note the call and return an output of the right shape, as transformers' attention functions do."""
+    """Record the call, and return an output of the right shape, as transformers' attention functions do."""
     _RECORDING.get().calls.append(RecordedCall(module, query, key, value, attention_mask, inputs))
     batch, heads, tokens, _ = query.shape
     return query.new_empty(batch, tokens, heads, value.shape[-1]), None
@@ -113,31 +113,31 @@ AttentionMaskInterface.register(DISCOVERY, _record_mask)
 
 
 def width_of_encoder(model: Any) -> int:
-    """Return the elements of what a model's encoder gives for a token: as its own config says, where it has one."""
+    """Return the size of an encoder's output for a token, by the encoder's own config if there is one."""
     width: int = model.get_encoder().config.hidden_size
     return width
 
 
 def record(model: Any, name: str) -> Recording:
-    """Run a model without weights once, and return what it called.
+    """Run a model without weights once, and return its recorded calls.
 
     Args:
-        model: A ``PreTrainedModel`` on the meta device that nobody else uses: its implementations are changed.
-        name: What the model is called in errors.
+        model: A ``PreTrainedModel`` on the meta device for this call only: its implementations are changed.
+        name: The model's name in errors.
 
     Raises:
         ModelError: The forward fails.
     """
     model.set_attn_implementation(DISCOVERY)
     for module in model.modules():
-        # A dynamic rotary embedding decides by the positions' values, which are not there; layers do not depend on it.
+        # A dynamic rotary embedding depends on the positions' values, which do not exist here; layers do not.
         if getattr(module, "rope_type", None) == "dynamic":
             module.rope_type = "default"
     if model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")  # its control flow does not depend on the routing
     mixers = Mixers(module for module in model.modules() if is_mixer(module))
     if mixers.modules:
-        model.to(PROBE_DTYPE)  # shows which states have the model's dtype, and which one of their own
+        model.to(PROBE_DTYPE)  # shows which states have the model's dtype, and which have another one
     recording = Recording()
     token = _RECORDING.set(recording)
     recorders = {module: _recorder(module, mixers.own_forward(module)) for module in mixers.modules}
@@ -160,7 +160,7 @@ def record(model: Any, name: str) -> Recording:
 
 
 def _recorder(module: nn.Module, forward: Forward) -> Forward:
-    """Return a forward that notes the states that ``forward`` leaves."""
+    """Return a forward that records the states that ``forward`` leaves."""
     call = MixerCall.of(module)
     if call is None:
         return forward
@@ -176,12 +176,12 @@ def _recorder(module: nn.Module, forward: Forward) -> Forward:
 
 def _probe_inputs(model: Any, *, reads_mask: bool) -> dict[str, Any]:
     ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device="meta")
-    # A padding mask keeps transformers from looking for packed sequences, which would take data. For mixers it looks at
-    # the mask itself.
+    # A padding mask keeps transformers from searching for packed sequences, which needs data. For mixers, transformers
+    # reads the mask itself.
     mask = torch.ones_like(ids, device="cpu" if reads_mask else "meta")
     if not model.config.is_encoder_decoder:
         return {"input_ids": ids, "attention_mask": mask}
-    # The encoder does not run: it keeps nothing, and is no part of a step.
+    # The encoder does not run: it keeps no state, and is not part of a step.
     states = torch.empty(1, PROBE_ENCODER_TOKENS, width_of_encoder(model), device="meta")
     encoded = BaseModelOutput(last_hidden_state=states)
     return {"encoder_outputs": encoded, "decoder_input_ids": ids, "decoder_attention_mask": mask}
@@ -189,7 +189,7 @@ def _probe_inputs(model: Any, *, reads_mask: bool) -> dict[str, Any]:
 
 @contextmanager
 def _noting(model: nn.Module, recording: Recording) -> Iterator[None]:
-    """Note every module that runs."""
+    """Record every module that runs."""
     handles = [
         module.register_forward_pre_hook(lambda module, _: recording.ran.append(module)) for module in model.modules()
     ]

@@ -1,4 +1,4 @@
-"""Learned biases of the scores by distance (T5): which table a layer reads."""
+"""Learned biases of the scores by distance (T5): finds the table that each layer reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from kvframe.contract import LayerDescription
 
 PARAMETER = "relative_bias"
-"""The query side's field, and the name by which a layer's table reaches its backend."""
+"""The query side's field, and the name of a layer's table in its backend's parameters."""
 
 
 def table_of(module: nn.Module) -> torch.Tensor | None:
@@ -21,9 +21,9 @@ def table_of(module: nn.Module) -> torch.Tensor | None:
 
 
 class BiasReader:
-    """Says of recorded attention calls what is added to their scores.
+    """Finds the bias of recorded attention calls.
 
-    A bias is made by one layer and handed on from layer to layer: the tensor itself shows whose it is.
+    One layer makes a bias and passes it to the others; the tensor object identifies the layer that made it.
     """
 
     def __init__(self) -> None:
@@ -38,11 +38,11 @@ class BiasReader:
             bias: The tensor that came with the call, or None.
 
         Raises:
-            LookupError: It is a bias of an unknown kind; the message is the end of a sentence.
+            LookupError: The bias is of an unknown kind; the message is the end of a sentence.
         """
         if bias is None:
             return None
-        # The tensor is kept, so that no later one gets its id.
+        # The tensor is kept alive, so that no later one gets its id.
         maker, _ = self._makers.setdefault(id(bias), (module, bias))
         if table_of(maker) is not None:
             return {
@@ -58,7 +58,7 @@ class BiasReader:
 def tables_of(
     layers: Iterable[LayerDescription], modules: Mapping[str, nn.Module]
 ) -> Iterator[tuple[LayerDescription, torch.Tensor]]:
-    """Yield the layers with a bias and the table of each: its own, or that of the layer before that has one.
+    """Yield the layers with a bias and the table of each: its own, or that of the nearest earlier layer with one.
 
     Args:
         layers: The model's layers, in the order they run.

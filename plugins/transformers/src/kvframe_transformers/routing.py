@@ -17,7 +17,7 @@ from kvframe_transformers.discovery import scale_of
 from kvframe_transformers.temperature import Temperature
 
 OPAQUE = "kvframe_attend"
-"""The attribute of a compiled model's attention modules that holds what the compiler does not look into."""
+"""The attribute of a compiled model's attention modules that holds objects that the compiler must not trace."""
 
 RUN_TIME = "kvframe"
 """The attention implementation of an attached model. It has no mask implementation, so that no mask is built."""
@@ -25,15 +25,15 @@ RUN_TIME = "kvframe"
 
 @attrs.frozen(eq=False)
 class Route:
-    """Where one attention module's calls go, and what every call must agree with.
+    """The target of one attention module's calls, and the values that every call must agree with.
 
     Attributes:
         layer: The engine's layer.
         name: The layer's name.
-        scale: The factor on the query-key products that it was planned with.
-        soft_cap: Likewise, its soft cap.
+        scale: The planned factor on the query-key products.
+        soft_cap: The planned soft cap.
         shares: Whether it reads another layer's cache and stores nothing itself.
-        temperature: What its queries are scaled with by their positions, if anything.
+        temperature: The factor on its queries by position, if there is one.
         skipped: Whether it computes only the rows that a step keeps.
     """
 
@@ -66,15 +66,15 @@ class Route:
 
 
 Routes = Mapping[nn.Module, Route]
-"""The routes of one loaded model, by the attention module itself."""
+"""The routes of one loaded model, by attention module."""
 
 
 @attrs.frozen(eq=False)
 class RunningStep:
-    """What the attention and the hooks of a model need to know of the step that runs.
+    """The running step, for the attention and the hooks of a model.
 
     Attributes:
-        routes: Where its attention goes.
+        routes: The targets of its attention calls.
         positions: ``[num_tokens], int64, device``: of the packed tokens.
         kept_rows: ``[num_kept], int64, device``: the packed tokens that the skipped layers compute; None for all.
     """
@@ -88,13 +88,13 @@ _STEP: ContextVar[RunningStep | None] = ContextVar("kvframe_transformers_step", 
 
 
 def running_step() -> RunningStep | None:
-    """Return the step that runs; None where a model runs outside of its engine."""
+    """Return the running step; None if a model runs outside of its engine."""
     return _STEP.get()
 
 
 @contextmanager
 def running(step: RunningStep) -> Iterator[None]:
-    """Run the model inside the block as ``step`` says."""
+    """Make ``step`` the running step inside the block."""
     token = _STEP.set(step)
     try:
         yield
@@ -113,14 +113,14 @@ def _run_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend by the engine's layer.
+    """Compute attention by the engine's layer.
 
     Args:
         module: The model's attention module.
         query: ``[1, num_heads, num_tokens, head_size], device``.
-        key: ``[1, num_kv_heads, num_tokens, head_size], device``; ``[1, 1, num_tokens, latent_size]`` of latents.
-        value: ``[1, num_kv_heads, num_tokens, head_size_v], device``; ``[1, 1, num_tokens, rope_size]`` likewise.
-        attention_mask: Not used: the engine's metadata says which tokens are seen.
+        key: ``[1, num_kv_heads, num_tokens, head_size], device``; for latents ``[1, 1, num_tokens, latent_size]``.
+        value: ``[1, num_kv_heads, num_tokens, head_size_v], device``; likewise ``[1, 1, num_tokens, rope_size]``.
+        attention_mask: Not used: the engine's metadata contain the mask.
         scaling: Factor on the query-key products.
         softcap: Soft cap of the scores.
         s_aux: ``[num_heads], device``: learned sink logits.
@@ -149,14 +149,14 @@ def attend_now(
     value: torch.Tensor | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend by the engine's layer, in the step that runs; arguments and result are those of ``AttentionLayer``.
+    """Compute attention by the engine's layer, in the running step; arguments and result as for ``AttentionLayer``.
 
     Args:
         module: The model's attention module.
-        query: As the module gives it.
-        key: Likewise; of a layer that shares another's cache, not looked at.
+        query: The module's query.
+        key: The module's key; not used if the layer shares another layer's cache.
         value: Likewise.
-        sinks: Likewise.
+        sinks: The module's sinks.
     """
     step, route = _route_of(module)
     if route.temperature is not None:

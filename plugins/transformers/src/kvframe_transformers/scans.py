@@ -1,4 +1,4 @@
-"""Selective scans that go on from a state, for mixers whose own scan starts from nothing."""
+"""Selective scans that continue from a state, for mixers whose own scan cannot."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from kvframe_transformers.states import Output, StateView
 
 _SCAN_PARAMETERS = frozenset({"A", "B", "C", "D", "z", "delta_bias", "delta_softplus", "return_last_state"})
 _CHUNK = 256
-"""Tokens whose correction is computed at once: it takes room for a whole state for each of them."""
+"""Tokens whose correction is computed at once: each of them takes the memory of a whole state."""
 
 
 class ContinuedScan:
-    """A mixer's forward with another scan in it.
+    """A mixer's forward with another scan.
 
-    The scan of Mamba (arXiv 2312.00752), ``h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t]``, is linear in the state that
-    it begins with: from ``h`` it gives what it gives from nothing, and ``C[t] exp(A (dt[0] + … + dt[t])) h`` beside it.
-    So a forward that calls its scan without the state can be corrected at that one call. It is a copy of the function,
-    which looks the scan up elsewhere; the mixer and the module that it is written in stay as they are.
+    The scan of Mamba (arXiv 2312.00752), ``h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t]``, is linear in its first
+    state: started from ``h``, its output is the output without a state plus ``C[t] exp(A (dt[0] + … + dt[t])) h``. So a
+        forward
+    that calls its scan without the state can be corrected at that one call. It is a copy of the function, with another
+    scan among its globals; the mixer and the module in which it is defined stay unchanged.
     """
 
     def __init__(self, module: nn.Module, function: FunctionType, scans: Mapping[str, Callable[..., Any]]) -> None:
@@ -33,7 +34,7 @@ class ContinuedScan:
         Args:
             module: The mixer.
             function: Its forward, as it is written.
-            scans: What it calls for a scan, by global name.
+            scans: The functions that it calls for a scan, by global name.
         """
         scans = {name: self._continuing(scan) for name, scan in scans.items()}
         self._forward = with_globals(module, function, scans)
@@ -41,8 +42,8 @@ class ContinuedScan:
 
     @classmethod
     def of(cls, module: nn.Module) -> ContinuedScan | None:
-        """Return the copy of a mixer's forward that calls such a scan; None if there is none to copy."""
-        # What wraps a forward moves the weights of offloaded modules, of which there are none here.
+        """Return the copy of a mixer's forward that calls such a scan; None if there is no such call."""
+        # A wrapper around a forward moves the weights of offloaded modules, of which there are none here.
         function = inspect.unwrap(type(module).forward)
         if not isinstance(function, FunctionType) or any(hasattr(each, "_hf_hook") for each in module.modules()):
             return None
@@ -51,7 +52,7 @@ class ContinuedScan:
         return cls(module, function, scans) if scans else None
 
     def __call__(self, view: StateView, **arguments: Any) -> Output:
-        """Run the forward on several tokens; its scan goes on from the one recurrent state of ``view``."""
+        """Run the forward on several tokens; its scan continues from the one recurrent state of ``view``."""
         (self._state,) = view.recurrent.values()
         try:
             output: Output = self._forward(**arguments)
@@ -95,7 +96,7 @@ class ContinuedScan:
 
 
 def with_globals(module: nn.Module, function: FunctionType, replaced: Mapping[str, Callable[..., Any]]) -> MethodType:
-    """Return a copy of a module's function that finds other things by some global names."""
+    """Return a copy of a module's function with some globals replaced."""
     places = {**function.__globals__, **replaced}
     copy = FunctionType(function.__code__, places, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -103,8 +104,8 @@ def with_globals(module: nn.Module, function: FunctionType, replaced: Mapping[st
 
 
 def parameters_of(function: Any) -> frozenset[str]:
-    """Return the names of a function's parameters; none of what is no function."""
+    """Return the names of a function's parameters; none for a value that is not a function."""
     try:
         return frozenset(inspect.signature(inspect.unwrap(function)).parameters) if callable(function) else frozenset()
-    except (TypeError, ValueError):  # what has no signature
+    except (TypeError, ValueError):  # it has no signature
         return frozenset()

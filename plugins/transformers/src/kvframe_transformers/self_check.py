@@ -13,21 +13,21 @@ from kvframe.contract import ModelDescription, ModelError, ModelInput
 
 _PROMPT_LENS = (5, 9)
 _MAX_LOCAL = 64
-"""Windows and chunks up to this are crossed by the longer prompt."""
+"""The longer prompt exceeds windows and chunks up to this size."""
 
 
 class RunPacked(Protocol):
-    """Runs prompts through the attached layers, as many in one batch as the pool holds."""
+    """Runs prompts through the attached layers, with as many prompts per batch as the pool holds."""
 
     def __call__(
         self, prompts: list[list[int]], last_only: bool = False, inputs: Sequence[Mapping[str, ModelInput]] = ()
     ) -> list[torch.Tensor]:
-        """Return each prompt's logits ``[len(prompt), vocab_size]``; if ``last_only``, its last row's alone.
+        """Return each prompt's logits ``[len(prompt), vocab_size]``; if ``last_only``, only the last row.
 
         Args:
             prompts: Token ids.
-            last_only: Whether only the last token of each generates.
-            inputs: For each prompt, what it brings beside its tokens, by sequence; empty for nothing.
+            last_only: Whether only the last token of each prompt generates.
+            inputs: For each prompt, its inputs beside the tokens, by sequence; empty for none.
         """
 
 
@@ -40,7 +40,7 @@ def compare_runs(
     skipped: Sequence[str] = (),
     stored: Collection[torch.dtype] = (),
 ) -> None:
-    """Raise ``ModelError`` where the two runs' logits, or hidden states, differ by more than the dtype explains.
+    """Raise ``ModelError`` if the two runs' logits, or hidden states, differ by more than rounding explains.
 
     Args:
         description: The model's layers.
@@ -49,12 +49,12 @@ def compare_runs(
         run_packed: Runs prompts through the engine.
         run_plain: Logits ``[len(prompt), vocab_size]`` of one prompt by the model's own attention.
         skipped: The attention layers that compute only the generating tokens of a step.
-        stored: The dtypes of what is stored, where a run through the engine may round more than the model does.
+        stored: The dtypes of stored state, if the engine may round more than the model does.
     """
     what = "logits" if description.generates else "hidden states"
     prompts = check_prompts(description, model.config)
     packed = run_packed(prompts)
-    # The engine may take shorter requests only.
+    # The engine may limit requests to fewer tokens.
     prompts = [prompt[: len(logits)] for prompt, logits in zip(prompts, packed, strict=True)]
     plain = [run_plain(prompt) for prompt in prompts]
     tolerance = tolerance_of(plain[0].dtype, *stored)
@@ -82,7 +82,7 @@ def _worst_difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tenso
 
 
 def tolerance_of(*dtypes: torch.dtype) -> float:
-    """Return the relative difference that rounding explains: half of the digits of the coarsest of these dtypes."""
+    """Return the relative difference that rounding explains: half of the digits of the least precise dtype."""
     return max(float(torch.finfo(dtype).eps ** 0.5) for dtype in dtypes if dtype.is_floating_point)
 
 
@@ -95,7 +95,7 @@ def relative_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def check_prompts(description: ModelDescription, config: Any) -> list[list[int]]:
-    """Return two prompts of random ordinary tokens, the longer of which crosses every small window and chunk."""
+    """Return two prompts of random ordinary tokens; the longer one exceeds every small window and chunk."""
     local = [value for layer in description.layers for key in ("window", "chunk") if (value := layer.options.get(key))]
     crossing = max((size + 5 for size in local if size <= _MAX_LOCAL), default=0)
     lengths = [min(length, description.max_model_len) for length in (_PROMPT_LENS[0], max(_PROMPT_LENS[1], crossing))]
@@ -105,7 +105,7 @@ def check_prompts(description: ModelDescription, config: Any) -> list[list[int]]
 
 
 def _ordinary_ids(config: dict[str, Any], vocab_size: int) -> torch.Tensor:
-    """Return the ids that the config gives no special meaning (an image token would want an image)."""
+    """Return the ids without a special meaning in the config (an image token, for example, would need an image)."""
     special: set[int] = set()
     for key, value in config.items():
         if value is not None and key.endswith(("token_id", "token_index")):
@@ -121,7 +121,7 @@ def _where_they_part(
     run_plain: Callable[[list[int]], torch.Tensor],
     tolerance: float,
 ) -> str:
-    """Return from which layer on the runs differ, as the end of a clause; empty of a compiled model, which hides it."""
+    """Return the first layer at which the runs differ, as the end of a clause; empty for a compiled model."""
     with _outputs(modules) as plain:
         for prompt in prompts:
             run_plain(prompt)

@@ -1,4 +1,4 @@
-"""What a checkpoint of sentence-transformers says about embeddings: a few JSON files beside the model's own."""
+"""Reads how a sentence-transformers checkpoint makes embeddings, from a few JSON files beside the model's own."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MODES: Mapping[str, PoolingMode] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_lasttoken": "last",
 }
-"""The poolings that kvframe knows, by their switches in ``config.json`` of the pooling module."""
+"""The poolings that kvframe supports, by their switches in ``config.json`` of the pooling module."""
 
 _NAMES: Mapping[str, PoolingMode] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
-"""The same by name, as later versions write them."""
+"""The same by name, as in the files of later versions."""
 
 
 def read_pooling(folder: Path) -> Pooling | None:
@@ -27,7 +27,7 @@ def read_pooling(folder: Path) -> Pooling | None:
         folder: The checkpoint's folder.
 
     Raises:
-        ModelError: Its files cannot be read, or name a step that kvframe does not know.
+        ModelError: Its files cannot be read, or name a step that kvframe does not support.
     """
     file = folder / "modules.json"
     if not file.is_file():
@@ -50,7 +50,7 @@ def read_pooling(folder: Path) -> Pooling | None:
 
 
 def _check_prompt(file: Path) -> None:
-    """Refuse a checkpoint that wants words of its own before each text."""
+    """Raise for a checkpoint that puts a prompt of its own before each text."""
     config = _read(file, dict) if file.is_file() else {}
     name, prompts = config.get("default_prompt_name"), config.get("prompts")
     if name is not None and not (isinstance(prompts, dict) and prompts.get(str(name)) == ""):

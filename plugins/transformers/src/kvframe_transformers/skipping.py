@@ -1,4 +1,4 @@
-"""Leaves rows out of a model's last layers, by hooks that cut what these layers are given."""
+"""Leaves rows out of a model's last layers, by hooks that slice these layers' inputs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from kvframe_transformers.routing import RunningStep, running_step
 def blocks_from(model: nn.Module, attention: Sequence[str], skipped: Sequence[str]) -> tuple[nn.Module, ...] | None:
     """Return the blocks of a model from the first skipped attention layer on.
 
-    A block is an element of a ``ModuleList``: what comes before the list's first skipped layer computes all rows, what
-    comes after it computes the kept ones.
+    A block is an element of a ``ModuleList``. Blocks before the list's first skipped layer compute all rows, later ones
+    compute the kept rows.
 
     Args:
         model: The model.
         attention: Paths of all its attention layers, in the order they run.
-        skipped: Those that are to compute only some rows.
+        skipped: The attention layers that are to compute only some rows.
 
     Returns:
-        The blocks; None if rows cannot be left out there: an attention layer that computes all of them runs later or in
+        The blocks; None if rows cannot be left out there: an attention layer that computes all rows runs later or in
         one of these blocks, or a skipped one is in no such block.
     """
     if not skipped or tuple(attention[-len(skipped) :]) != tuple(skipped):
@@ -45,7 +45,7 @@ def blocks_from(model: nn.Module, attention: Sequence[str], skipped: Sequence[st
 
 
 def _place(path: str, lists: Mapping[str, nn.ModuleList]) -> tuple[str, int] | None:
-    """Return the path of the innermost list with a module that holds ``path``, and the module's index in it."""
+    """Return the path of the innermost list that contains ``path``, and the index of the module in it."""
     parts = path.split(".")
     for length in range(len(parts) - 1, 1, -1):
         list_path = ".".join(parts[: length - 1])
@@ -55,9 +55,9 @@ def _place(path: str, lists: Mapping[str, nn.ModuleList]) -> tuple[str, int] | N
 
 
 class RowCutter:
-    """Hooks on blocks: in a step that keeps only some rows, whatever has a row per token is cut before a block runs.
+    """Hooks on blocks: in a step that keeps only some rows, inputs with a row per token are sliced before a block runs.
 
-    Invariant: without a running step, or in one that keeps all rows, the hooks change nothing.
+    Invariant: if no step runs, or the step keeps all rows, the hooks change nothing.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
@@ -72,7 +72,7 @@ class RowCutter:
             ]
 
     def remove(self) -> None:
-        """Take every hook away."""
+        """Remove every hook."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -106,9 +106,9 @@ class RowCutter:
         return any(tensor is cut for tensor in _tensors((*args, *kwargs.values())) for cut in self._cut_already)
 
     def _cut(self, value: Any, rows: torch.Tensor, num_tokens: int) -> Any:
-        """Return the kept rows of a tensor with a row per packed token, or of those in a tuple or list.
+        """Return the kept rows of a tensor with a row per packed token, or of such tensors in a tuple or list.
 
-        Rows are the last dimension but one of numbers, and the last one of indices.
+        The rows are the last dimension but one of floats, and the last dimension of indices.
         """
         if type(value) in (tuple, list):
             return type(value)(self._cut(item, rows, num_tokens) for item in value)
@@ -121,8 +121,8 @@ class RowCutter:
 
 
 def _is_ambiguous(step: RunningStep) -> bool:
-    """Return whether padding makes the kept rows as many as the tokens, so that no shape says what was cut."""
-    # The row of a single token is kept however often it is cut.
+    """Return whether padding makes the number of kept rows that of the tokens, so that shapes do not show slices."""
+    # The row of a single token stays in any number of slices.
     return step.kept_rows is not None and len(step.kept_rows) == len(step.positions) > 1
 
 

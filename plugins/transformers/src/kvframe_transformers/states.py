@@ -1,4 +1,4 @@
-"""State mixers: which modules keep a recurrent or convolution state, and the cache that they are given for it."""
+"""State mixers: the modules that keep a recurrent or convolution state, and the cache object that they get."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _STATE_CALLS = frozenset({"update_conv_state", "update_recurrent_state", "set_li
 _PADDING_CALL = "create_recurrent_attention_mask"
 _CACHE_NAMES = ("cache_params", "past_key_values")
 _HARMLESS = frozenset({"attention_mask", "conv_mask", "position_ids", "cache_position"})
-"""Tensors that a mixer may be given beside its tokens and that change nothing here: there is no padding."""
+"""Tensors that a mixer may get beside its tokens and that have no effect, because there is no padding."""
 
 Forward = Callable[..., Any]
 Inputs = dict[str, Any]
-"""What a mixer is called with, by name; tensors, in tuples too, have a row per token: ``[batch, num_tokens, …]``."""
+"""The arguments of a mixer by name; tensors, in tuples too, have a row per token: ``[batch, num_tokens, …]``."""
 Output = torch.Tensor | tuple[torch.Tensor, ...]
-"""What it returns, with a row per token too."""
+"""A mixer's result, with a row per token too."""
 Numbers = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class StateView:
-    """The states of one mixer, as transformers' cache shows them to it. The mixer may change them in place.
+    """The states of one mixer, with the interface of transformers' cache. The mixer may change them in place.
 
     Attributes:
-        conv: ``[batch, …, kernel_size]`` by the mixer's own number; what is missing has no past.
+        conv: ``[batch, …, kernel_size]`` by the mixer's own number; a missing state has no past.
         recurrent: ``[batch, …]`` likewise.
     """
 
     def __init__(
         self, conv: Mapping[int, torch.Tensor] | None = None, recurrent: Mapping[int, torch.Tensor] | None = None
     ) -> None:
-        """Take the states of the past; none where nothing is before the tokens."""
+        """Keep the states of the past; none if there are no earlier tokens."""
         self.conv = dict(conv or {})
         self.recurrent = dict(recurrent or {})
 
@@ -48,7 +48,7 @@ class StateView:
 
     @classmethod
     def of(cls, states: Mapping[str, torch.Tensor] | None, numbers: Numbers) -> StateView:
-        """Return the view of states that ``named`` gave; of nothing, if None."""
+        """Return the view of states that ``named`` returned, or of none."""
         if states is None:
             return cls()
         conv, recurrent = numbers
@@ -58,17 +58,17 @@ class StateView:
         )
 
     def named(self) -> dict[str, torch.Tensor]:
-        """Return all states, by the names that a cache spec has for them."""
+        """Return all states, by their names in a cache spec."""
         conv, recurrent = self.numbers
         return {
             **{f"conv_{index}": self.conv[number] for index, number in enumerate(conv)},
             **{f"recurrent_{index}": self.recurrent[number] for index, number in enumerate(recurrent)},
         }
 
-    # --- what a mixer asks of transformers' Cache ---------------------------------------------------------------------
+    # --- the methods of transformers' Cache that mixers call ----------------------------------------------------------
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return whether anything is before the tokens."""
+        """Return whether there are earlier tokens."""
         return bool(self.conv or self.recurrent)
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -76,11 +76,11 @@ class StateView:
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Return a convolution state; None if nothing is before the tokens."""
+        """Return a convolution state; None if there are no earlier tokens."""
         return self.conv.get(state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Return a recurrent state; None if nothing is before the tokens."""
+        """Return a recurrent state; None if there are no earlier tokens."""
         return self.recurrent.get(state_idx)
 
     def update_conv_state(
@@ -91,7 +91,7 @@ class StateView:
         conv_kernel_size: int | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Append inputs, keep the last ``conv_kernel_size`` of them, and return all with what was before them."""
+        """Append inputs, keep the last ``conv_kernel_size`` of them, and return the earlier and the new ones."""
         before = self.conv.get(state_idx)
         if before is not None:
             size = before.shape[-1]
@@ -105,14 +105,14 @@ class StateView:
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> torch.Tensor:
-        """Keep the state after the last token."""
+        """Set the state after the last token."""
         self.recurrent[state_idx] = recurrent_states
         return recurrent_states
 
 
 @attrs.frozen
 class MixerCall:
-    """How a mixer is called.
+    """The signature of a mixer's call.
 
     Attributes:
         signature: The signature of its forward.
@@ -126,14 +126,14 @@ class MixerCall:
 
     @classmethod
     def of(cls, module: nn.Module) -> MixerCall | None:
-        """Return how ``module`` is called; None if it takes no cache."""
+        """Return the signature of ``module``; None if it takes no cache."""
         signature = inspect.signature(type(module).forward)
         signature = signature.replace(parameters=list(signature.parameters.values())[1:])
         cache = next((name for name in _CACHE_NAMES if name in signature.parameters), None)
         return None if cache is None else cls(signature, next(iter(signature.parameters)), cache)
 
     def inputs_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inputs:
-        """Return what a call gives, by name, without the cache and what changes nothing here."""
+        """Return the arguments of a call by name, without the cache and tensors that have no effect."""
         bound = self.signature.bind_partial(*args, **kwargs).arguments
         for name, parameter in self.signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -142,17 +142,17 @@ class MixerCall:
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Return whether a module keeps a state: by what its methods call, not by its name."""
+    """Return whether a module keeps a state, by the names that its methods use, not by its own name."""
     return bool(_calls(type(module)) & _STATE_CALLS)
 
 
 def reads_padding(module: nn.Module) -> bool:
-    """Return whether a module looks at a padding mask's values to make the mask of mixers."""
+    """Return whether a module reads a padding mask's values to make the mask of mixers."""
     return _PADDING_CALL in _calls(type(module))
 
 
 def _calls(module_class: type) -> frozenset[str]:
-    """Return the names that a model's module uses in its methods, its bases' among them."""
+    """Return the names that the methods of a module's class and of its bases use."""
     names: set[str] = set()
     for base in module_class.__mro__:
         if base.__module__.startswith("transformers.models."):
@@ -165,29 +165,29 @@ def _calls(module_class: type) -> frozenset[str]:
 class Mixers:
     """The mixers of a model.
 
-    Invariant: between ``switch_on`` and ``switch_off`` every mixer's forward is the one it was given; otherwise it is
+    Invariant: between ``switch_on`` and ``switch_off`` every mixer has the forward that it was given; otherwise it has
     its own.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        """Take the mixers among ``modules`` that keep a state, each with its forward."""
+        """Keep the mixers among ``modules`` that have a state, each with its forward."""
         self.modules = tuple(modules)
         self._own = {module: module.__dict__.get("forward") for module in self.modules}
         self._forwards: dict[nn.Module, Forward] = {}
 
     def own_forward(self, module: nn.Module) -> Forward:
-        """Return a mixer's own forward, whatever stands for it now."""
+        """Return a mixer's own forward, even while it is replaced."""
         own = self._own[module]
         return type(module).forward.__get__(module) if own is None else own  # type: ignore[no-any-return]
 
     def switch_on(self, forwards: Mapping[nn.Module, Forward] | None = None) -> None:
-        """Let other functions stand for the forwards: those given, or those that did before."""
+        """Replace the forwards: by the given ones, or by those of the call before."""
         self._forwards = dict(forwards) if forwards is not None else self._forwards
         for module, forward in self._forwards.items():
             module.forward = forward
 
     def switch_off(self) -> None:
-        """Give every mixer its own forward back."""
+        """Restore every mixer's own forward."""
         for module in self._forwards:
             own = self._own[module]
             if own is None:
@@ -197,7 +197,7 @@ class Mixers:
 
     @contextmanager
     def switched(self, forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
-        """Let other functions stand for the forwards inside the block, and what did before after it."""
+        """Replace the forwards inside the block, and restore the earlier ones after it."""
         before = self._forwards
         self.switch_off()
         self.switch_on(forwards)

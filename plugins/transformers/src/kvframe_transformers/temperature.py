@@ -1,4 +1,4 @@
-"""Attention temperatures that grow with the position: taken over from modules that read positions off their cache."""
+"""Attention temperatures that grow with the position, for modules that take the position from their cache."""
 
 from __future__ import annotations
 
@@ -48,35 +48,35 @@ def temperature_of(module: nn.Module) -> Temperature | None:
 class Temperatures:
     """The temperatures of a model's attention modules, and the modules' own switches for them.
 
-    A packed batch has no cache whose length would be a position, so while the model is attached the modules' own
-    temperatures are off and the queries are scaled by ``of``.
+    A packed batch has no cache whose length is a position. So while the model is attached, the modules' own
+    temperatures are off and ``of`` scales the queries.
 
     Attributes:
         of: The temperature of each module that applies one.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        """Note what ``modules`` apply; nothing is switched."""
+        """Record the temperatures of ``modules``; nothing is switched."""
         self.of: Mapping[nn.Module, Temperature] = {
             module: found for module in modules if (found := temperature_of(module)) is not None
         }
         self._original = {module: getattr(module, _SWITCH) for module in self.of}
 
     def switch_off(self) -> None:
-        """Let no module apply its temperature."""
+        """Switch every module's temperature off."""
         for module in self._original:
             setattr(module, _SWITCH, False)
 
     def switch_on(self) -> None:
-        """Give every module its temperature back."""
+        """Switch every module's temperature on."""
         for module, value in self._original.items():
             setattr(module, _SWITCH, value)
 
     @contextmanager
     def in_short_steps(self) -> Iterator[None]:
-        """Let the factors change every few tokens inside the block, those of the modules and of ``of`` alike.
+        """Let the factors change every few tokens inside the block, both in the modules and in ``of``.
 
-        Published models have steps of thousands of tokens, within which a short prompt shows nothing of the formula.
+        Published models have steps of thousands of tokens, so that a short prompt would not test the formula.
         """
         original = {module: getattr(module, _STEP) for module in self.of}
         try:

@@ -1,4 +1,4 @@
-"""Tiny random models of many families, for tests: they run in milliseconds, and mistakes show in their logits."""
+"""Tiny random models of many families for tests: they run in milliseconds, and an error shows in their logits."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ _CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "gpt_bigcode": {},
     "gpt_neox": {},
     "granite": {"attention_multiplier": 0.3},
-    # Its temperature rises within a short prompt.
+    # Its temperature increases within a short prompt.
     "llama4_text": {
         "head_dim": 16,
         "num_hidden_layers": 4,
@@ -185,7 +185,7 @@ _STATE_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]},
 }
 
-# Tables of positions are small enough for a test to reach their ends.
+# Tables of positions are small, so that a test can reach their ends.
 _ENCODER_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "bert": {"pad_token_id": 0, "max_position_embeddings": 128},
     "roberta": {"pad_token_id": 1, "max_position_embeddings": 130},
@@ -223,7 +223,7 @@ _T5: Mapping[str, Any] = {"d_kv": 16, "d_ff": 96, "num_layers": 3, "num_decoder_
 _GEMMA_SIDE: Mapping[str, Any] = {
     **_SHARED,
     "vocab_size": 129,
-    "pad_token_id": 128,  # no token of a test: the model itself hides it wherever it stands
+    "pad_token_id": 128,  # not a token of any test, because the model itself hides it
     "head_dim": 16,
     "num_hidden_layers": 4,
     "sliding_window": _WINDOW,
@@ -300,13 +300,13 @@ _ALL_CONFIGS: Mapping[str, Mapping[str, Any]] = {
 }
 
 ROUNDINGS = 8
-"""Two float32 runs lie twice the largest error apart, and on another machine that may be a few times as large."""
+"""The difference of two float32 runs is at most twice the largest error, which may be larger on another machine."""
 
 FAMILIES: tuple[str, ...] = ("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss")
 """The families, by transformers' ``model_type``, that every cross-distribution test covers."""
 
 MORE_FAMILIES: tuple[str, ...] = tuple(sorted(set(_CONFIGS) - set(FAMILIES)))
-"""Families that the adapter serves by rule: no code names them."""
+"""Families that the adapter serves by rule, without their names in the code."""
 
 
 STATE_FAMILIES: tuple[str, ...] = tuple(_STATE_CONFIGS)
@@ -316,12 +316,12 @@ MORE_STATE_FAMILIES: tuple[str, ...] = tuple(_MORE_STATE_CONFIGS)
 """Likewise, families that the adapter serves by rule."""
 
 ENCODER_DECODER_FAMILIES: tuple[str, ...] = ("bart", "t5", "t5gemma", "whisper")
-"""Families with an encoder that the tests of them cover."""
+"""Families with an encoder that are tested."""
 
 MORE_ENCODER_DECODER_FAMILIES: tuple[str, ...] = tuple(
     sorted(set(_ENCODER_DECODER_CONFIGS) - set(ENCODER_DECODER_FAMILIES))
 )
-"""Further ones, served by rule."""
+"""Further families with an encoder, served by rule."""
 
 
 ENCODER_FAMILIES: tuple[str, ...] = tuple(_ENCODER_CONFIGS)
@@ -332,8 +332,8 @@ def tiny_config(family: str, **overrides: Any) -> Any:
     """Return a transformers config of ``family`` with a few small layers.
 
     Args:
-        family: One of the families that are named here.
-        overrides: Fields of the config to set otherwise.
+        family: One of the families in this file.
+        overrides: Other values for fields of the config.
     """
     if family in _ENCODER_DECODER_CONFIGS:
         fields = {**_ENCODER_DECODER, **_ENCODER_DECODER_CONFIGS[family]}
@@ -345,15 +345,16 @@ def tiny_config(family: str, **overrides: Any) -> Any:
 def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Return a random float32 model of ``family`` whose attention is far from uniform.
 
-    Random weights of the usual size make every key look alike, so that a wrong mask hardly changes the logits:
-    matrices are scaled up, and vectors that start at a constant (biases, norms, sinks) are made random. Embeddings
-    stay as they are: where the output head is tied to them, large ones make each token predict itself. A decoder with
-    an encoder has a head of its own and larger embeddings, or what it attends to would drown its own tokens.
+    Random weights of the usual size make all keys alike, so that a wrong mask hardly changes the logits. So matrices
+    are scaled up, and vectors that start at a constant (biases, norms, sinks) are made random. Embeddings stay
+    unchanged: if the output head is tied to them, large ones make each token predict itself. A decoder with an encoder
+        has a
+    separate head and larger embeddings, because the encoder's states would outweigh its own tokens.
 
     Args:
-        family: One of the families that are named here.
+        family: One of the families in this file.
         seed: Seed of the weights.
-        overrides: Fields of the config to set otherwise.
+        overrides: Other values for fields of the config.
     """
     config = tiny_config(family, **overrides)
     with torch.random.fork_rng(devices=[]):
@@ -375,15 +376,15 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
 def exact_copy(model: PreTrainedModel) -> Any:
     """Return a model with the same weights that computes in float64."""
     exact: Any = copy.deepcopy(model).double()
-    exact.set_experts_implementation("eager")  # the others know no float64
+    exact.set_experts_implementation("eager")  # other implementations do not support float64
     return exact
 
 
 def rounding_of(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> float:
-    """Return how far a decoder's logits in float32 may lie from each other, whatever the order that they are summed in.
+    """Return the largest difference between a decoder's logits in float32 for any order of sums.
 
-    It is ``ROUNDINGS`` times the largest error of any logit, which the model in float64 shows: a figure of the model,
-    of thousands of logits, and nearly the same on every machine. Mistakes change logits by a thousand times as much.
+    It is ``ROUNDINGS`` times the largest error of any logit, compared with the model in float64. It depends on the
+    model, and hardly on the machine. Bugs change logits by a thousand times as much.
 
     Args:
         model: A float32 model that attends by itself.
@@ -404,7 +405,7 @@ def save_tiny(path: Path | str, family: str, seed: int = 0, **overrides: Any) ->
 
     Args:
         path: The folder; made if missing.
-        family: One of the families that are named here.
+        family: One of the families in this file.
         seed: Seed of the weights.
         overrides: Fields of the config to set otherwise.
     """

@@ -24,7 +24,7 @@ from kvframe.contract import (
 from kvframe_triton.builder import TritonMetadata, TritonMetadataBuilder
 
 DEFAULT_NUM_CORES = 132
-"""Multiprocessors of a Hopper GPU: for what work is cut where there is no device to ask."""
+"""Multiprocessors of a Hopper GPU, for plans without a device."""
 
 
 class TritonBackend(AttentionBackend):
@@ -46,12 +46,12 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def unusable_reason(cls) -> str | None:
-        """Return that there is no CUDA device, if there is none."""
+        """Return that there is no CUDA device; None if there is one."""
         return None if torch.cuda.is_available() else "needs a CUDA device; torch sees none"
 
     @classmethod
     def page_copier(cls) -> PageCopier:
-        """Return the kernel."""
+        """Return the kernel that copies pages."""
         return copy_pages
 
     def __init__(self, layers: Sequence[LayerSpec], device: torch.device) -> None:
@@ -84,7 +84,7 @@ class TritonBackend(AttentionBackend):
         self._bias_by_distance: dict[str, torch.Tensor] = {}
 
     def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Keep the layer's tensors, and its bias as the kernel looks it up."""
+        """Keep the layer's tensors, with the bias as a table by distance."""
         super().bind(layer, parameters)
         assert layer.query is not None
         if layer.query.relative_bias is not None:
@@ -127,7 +127,7 @@ class TritonBackend(AttentionBackend):
 
 
 def num_cores(device: torch.device) -> int:
-    """Return a device's multiprocessors, for which work is cut."""
+    """Return the number of a device's multiprocessors, for which work is divided."""
     if device.type != "cuda":
         return DEFAULT_NUM_CORES
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,4 +1,4 @@
-"""The metadata of attention in Triton: a step's work items, cut on the host."""
+"""The metadata of attention in Triton: a step's work items, planned on the host."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvframe.contract import SEQ_STARTS, AttentionMetadataBuilder, CommonAttenti
 
 @attrs.frozen(eq=False)
 class TritonMetadata:
-    """What the layers of an attention group read in a step.
+    """A step's metadata for the layers of an attention group.
 
     Attributes:
         block_table: ``[num_reqs, max_blocks], int32, device``.
         numbers: ``[num_numbers], int32, device``: the work of all programs.
         programs: The programs, by shape.
         causal: Whether queries see only their own and earlier positions.
-        has_starts: Whether the batch has tokens that are hidden.
+        has_starts: Whether the batch has hidden tokens.
     """
 
     block_table: torch.Tensor
@@ -34,7 +34,7 @@ class TritonMetadata:
 
     @classmethod
     def of(cls, batch: Batch, work: Work, block_table: torch.Tensor) -> Self:
-        """Return work as a tensor on the host, which the step's copy brings to the device."""
+        """Return work as a tensor on the host, which is copied to the device with the step."""
         return cls(
             with_whole_rows(block_table),
             work.tensor,
@@ -45,14 +45,14 @@ class TritonMetadata:
 
 
 class TritonMetadataBuilder(AttentionMetadataBuilder):
-    """Cuts a step into work items."""
+    """Divides a step into work items."""
 
     capture = GraphCapture.ALWAYS
     on_host = True
     table_fields = frozenset({"block_table"})
 
     def __init__(self, attention: PagedAttention, dtype: torch.dtype) -> None:
-        """Take what the layers of the group have in common.
+        """Keep the properties of the group's layers.
 
         Args:
             attention: Their attention.
@@ -64,7 +64,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder):
 
     @property
     def reuse_key(self) -> Hashable:
-        """What of the layers decides how a step is cut."""
+        """The properties of the layers that the division of a step depends on."""
         return self._planner, self._mask, self._causal
 
     def build(self, metadata: CommonAttentionMetadata) -> TritonMetadata:
@@ -74,7 +74,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder):
 
     @classmethod
     def build_together(cls, builds: Sequence[tuple[Self, CommonAttentionMetadata]]) -> list[TritonMetadata]:
-        """Return the work items of all groups; the steps of those that differ in their masks only are cut together."""
+        """Return the work items of all groups; groups whose layers differ only in their masks are planned together."""
         alike: dict[Hashable, list[int]] = {}
         for index, (builder, metadata) in enumerate(builds):
             alike.setdefault((builder._planner, batch_key(metadata, builder._causal)), []).append(index)
@@ -93,7 +93,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder):
 
 
 def batch_of(metadata: CommonAttentionMetadata, causal: bool) -> Batch:
-    """Return a step as its work is cut; ``causal`` is what the layers' mask says."""
+    """Return a step as the planner takes it; ``causal`` is whether the layers' mask is causal."""
     seq_starts = None
     if SEQ_STARTS in metadata.extensions:
         values_cpu = metadata.extensions[SEQ_STARTS].values_cpu
@@ -111,7 +111,7 @@ def batch_of(metadata: CommonAttentionMetadata, causal: bool) -> Batch:
 
 
 def batch_key(metadata: CommonAttentionMetadata, causal: bool) -> Hashable:
-    """Return what tells apart what ``batch_of`` returns for values that exist at the same time."""
+    """Return a key that is equal for equal results of ``batch_of``, among values that exist at the same time."""
     starts = metadata.extensions.get(SEQ_STARTS)
     return (
         id(metadata.query_start_loc_cpu),
@@ -125,5 +125,5 @@ def batch_key(metadata: CommonAttentionMetadata, causal: bool) -> Hashable:
 
 
 def with_whole_rows(block_table: torch.Tensor) -> torch.Tensor:
-    """Return the table with the entries of a row side by side, as the kernel reads them."""
+    """Return the table with contiguous rows, as the kernel reads them."""
     return block_table if block_table.stride(1) == 1 else block_table.contiguous()

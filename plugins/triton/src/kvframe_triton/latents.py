@@ -1,7 +1,7 @@
 """Attention over paged latents in Triton.
 
-Where requests generate it is absorbed, so that one read of a latent is key and value of all heads; where prompts are
-read in, keys and values are made of the latents first, for a few heads at a time.
+For decodes, attention is absorbed: a latent is read once, as key and value of all heads. For prompts, latents are first
+expanded to keys and values, for a few heads at a time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kvframe_triton.backend import num_cores
 from kvframe_triton.latents_builder import ExpandedMetadata, Forms, LatentMetadata, LatentMetadataBuilder
 
 KV_UP = "kv_up"
-"""The layer's parameter ``[num_heads, nope_size + head_size_v, latent_size]``: what makes a head's key, then its value,
-of a latent. The query's head size is ``nope_size``, and after it the rotated part."""
+"""The layer's parameter ``[num_heads, nope_size + head_size_v, latent_size]``. It turns a latent into a head's key, and
+its value. The query's head size is ``nope_size`` plus the size of the rotated part, which comes last."""
 
 
 class TritonMLABackend(AttentionBackend):
@@ -39,21 +39,21 @@ class TritonMLABackend(AttentionBackend):
 
     @classmethod
     def unusable_reason(cls) -> str | None:
-        """Return that there is no CUDA device, if there is none."""
+        """Return that there is no CUDA device; None if there is one."""
         return None if torch.cuda.is_available() else "needs a CUDA device; torch sees none"
 
     @classmethod
     def page_copier(cls) -> PageCopier:
-        """Return the kernel."""
+        """Return the kernel that copies pages."""
         return copy_pages
 
     def __init__(self, layers: Sequence[LayerSpec], device: torch.device) -> None:
-        """Take the group's layers; raises ``BackendError`` where sizes do not fit together."""
+        """Keep the group's layers; raise ``BackendError`` if their sizes are inconsistent."""
         super().__init__(layers, device)
         spec, query = layers[0].spec, layers[0].query
         assert spec is not None
         assert query is not None
-        # The spec is another distribution's: its fields are known by name.
+        # The spec is defined in another distribution, so its fields are accessed by name.
         sizes: Any = spec
         self._head_size_v: int = sizes.head_size_v
         self._nope_size = query.head_size - sizes.rope_size
@@ -74,7 +74,7 @@ class TritonMLABackend(AttentionBackend):
             )
 
     def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Take ``kv_up`` of a layer; raises ``BackendError`` where it is missing or of another shape."""
+        """Keep ``kv_up`` of a layer; raise ``BackendError`` if it is missing or has another shape."""
         attention = self._forms.latents
         expected = attention.num_heads, self._nope_size + self._head_size_v, attention.latent_size
         found = tuple(parameters[KV_UP].shape) if KV_UP in parameters else None
@@ -95,7 +95,7 @@ class TritonMLABackend(AttentionBackend):
             key: ``[num_tokens, 1, latent_size], device``: the latents.
             value: ``[num_tokens, 1, rope_size], device``: the rotated parts.
             kv_cache: The layer's state tensors; written to.
-            slots: Block id and offset of each token, ``[num_tokens], int64, device`` both.
+            slots: Block id and offset of each token, ``[num_tokens], int64``, both on the device.
         """
         latent = kv_cache["latent"].unsqueeze(2)
         parts = latent.split_with_sizes([self._forms.latents.latent_size, self._forms.latents.rope_size], dim=-1)
@@ -122,7 +122,7 @@ class TritonMLABackend(AttentionBackend):
     def _absorbed(
         self, query: torch.Tensor, latent: torch.Tensor, kv_up: torch.Tensor, metadata: LatentMetadata
     ) -> torch.Tensor:
-        """Attend to latents, with the up-projection multiplied into queries before and outputs after."""
+        """Attend to latents; queries are first multiplied by the up-projection, outputs afterwards."""
         attention, step = self._forms.latents, metadata.absorbed
         key_up, value_up = kv_up.split_with_sizes([self._nope_size, self._head_size_v], dim=1)
         nope, rotated = query.tensor_split([self._nope_size], dim=-1)
@@ -150,7 +150,7 @@ class TritonMLABackend(AttentionBackend):
         expanded: ExpandedMetadata,
         output: torch.Tensor,
     ) -> None:
-        """Make keys and values of the latents for a few heads at a time, and attend to these."""
+        """Expand the latents to keys and values for a few heads at a time, and attend to these."""
         attention, step = expanded.attention, expanded.metadata
         latent_size, nope_size = self._forms.latents.latent_size, self._nope_size
         tokens = latent.index_select(0, expanded.pages).to(query.dtype)

@@ -1,4 +1,4 @@
-"""The metadata of latent attention in Triton: few queries attend to latents, many to keys and values made of them."""
+"""The metadata of latent attention in Triton: few queries attend to latents, many to expanded keys and values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvframe.contract import AttentionMetadataBuilder, BatchOrder, CommonAttenti
 from kvframe_triton.builder import TritonMetadata, batch_of
 
 MAX_EXPANDED = 1 << 27
-"""Elements of keys and values made of latents that exist at a time, unless those of one head are more."""
+"""The most elements of expanded keys and values at once, unless a single head has more."""
 
 
 @attrs.frozen(kw_only=True)
@@ -32,7 +32,7 @@ class Forms:
 
     @property
     def most_absorbed(self) -> int | None:
-        """The most queries of a long context that cost less absorbed; None if any number does.
+        """The most queries on a long context for which absorbed attention is cheaper; None if it always is.
 
         Absorbed, a query and a token that it sees take ``2 * latent_size + rope_size`` products per head; expanded they
         take ``nope_size + rope_size + head_size_v``, and each token ``latent_size * (nope_size + head_size_v)`` once.
@@ -42,13 +42,13 @@ class Forms:
         return self.latents.latent_size * made // more if more > 0 else None
 
     def heads_at_once(self, num_tokens: int) -> int:
-        """Return for how many heads so many tokens are expanded at a time; it is the same number each time."""
+        """Return the number of heads that are expanded at once; it is equal in each round."""
         per_head = num_tokens * (2 * self.nope_size + self.latents.rope_size + self.head_size_v)
         most = min(max(1, MAX_EXPANDED // max(1, per_head)), self.latents.num_heads)
         return next(heads for heads in range(most, 0, -1) if self.latents.num_heads % heads == 0)
 
     def expanded(self, num_heads: int) -> PagedAttention:
-        """Return attention over the keys and values of so many heads."""
+        """Return attention over the expanded keys and values of ``num_heads`` heads."""
         return PagedAttention(
             num_heads=num_heads,
             num_kv_heads=num_heads,
@@ -62,12 +62,12 @@ class Forms:
 
 @attrs.frozen(eq=False)
 class ExpandedMetadata:
-    """The part of a step whose latents are made into keys and values.
+    """The part of a step whose latents are expanded to keys and values.
 
     Attributes:
-        pages: ``[num_pages], int32, device``: the pages of its requests, one request's after the other's.
-        attention: Attention over the heads that are computed at a time.
-        metadata: Its work; the block table says where in ``pages`` each block is.
+        pages: ``[num_pages], int32, device``: the pages of its requests, one request after the other.
+        attention: Attention over the heads that are computed at once.
+        metadata: Its work; its block table has each block's index in ``pages``.
     """
 
     pages: torch.Tensor
@@ -77,12 +77,12 @@ class ExpandedMetadata:
 
 @attrs.frozen(eq=False)
 class LatentMetadata:
-    """What the layers of an attention group read in a step.
+    """A step's metadata for the layers of an attention group.
 
     Attributes:
-        num_absorbed: The packed tokens, the first ones, that attend to latents.
+        num_absorbed: The number of packed tokens, the first ones, that attend to latents.
         absorbed: The work of these.
-        expanded: The others; None if there are none.
+        expanded: The work of the others; None if there are none.
     """
 
     num_absorbed: int
@@ -91,13 +91,13 @@ class LatentMetadata:
 
 
 class LatentMetadataBuilder(AttentionMetadataBuilder):
-    """Cuts a step into work items, in the form that costs less."""
+    """Divides a step into work items, in the form that costs less."""
 
     capture = GraphCapture.ALWAYS
     on_host = True
 
     def __init__(self, forms: Forms, dtype: torch.dtype) -> None:
-        """Take what the layers of the group have in common.
+        """Keep the properties of the group's layers.
 
         Args:
             forms: Their attention.
@@ -115,7 +115,7 @@ class LatentMetadataBuilder(AttentionMetadataBuilder):
         num_reqs, most = len(batch.seq_lens), self._most
         if most is not None and not batch.static and batch.max_query_len > most:
             is_long = np.diff(batch.query_start_loc) > most
-            # Longer requests are after the others, and rows of padding after these.
+            # Long requests come after the others, and padding rows after these.
             num_reqs = int(is_long.argmax()) if is_long.any() else num_reqs
         if num_reqs == len(batch.seq_lens):
             return LatentMetadata(batch.num_tokens, self._absorbed(batch, metadata.block_table), None)
