@@ -9,7 +9,6 @@ benchmarks/README.md says how, and what the figures mean.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import statistics
 import sys
@@ -22,11 +21,12 @@ import click
 import torch
 
 from benchmarks.attention.cpu_kvframe import usable_backends
-from benchmarks.attention.cpu_report import write_report
 from benchmarks.attention.cpu_shapes import Buffers, Shape, reference, standard_shapes, tiny_shapes
-from benchmarks.attention.cpu_worker import timed
-from benchmarks.harness.machine import PEER, RESULTS, describe_machine
-from benchmarks.harness.process import EngineProcess
+from benchmarks.harness.machine import PEER
+from benchmarks.harness.pages import heading, medians, spread, table
+from benchmarks.harness.process import EngineProcess, timed
+from benchmarks.harness.record import benchmark, ratios
+from benchmarks.harness.record import rounds as by_turns
 from kvframe.cli.render import progress
 
 VLLM = "vllm"
@@ -91,9 +91,8 @@ def measure(
     expected = reference(shape, buffers)
     ceilings, refused = [], {}
     found: dict[str, dict[str, Any]] = {}
-    for turn in range(rounds):
-        for index in range(len(workers)):
-            worker = workers[(index + turn) % len(workers)]
+    for _, order in by_turns(workers, rounds):
+        for worker in order:
             if worker.name in refused:
                 continue
             answer = worker.turn(shape, calls)
@@ -114,8 +113,7 @@ def measure(
     for values in found.values():
         values["share"] = shares(shape, values["seconds"], ceilings)
         if VLLM in found:
-            pairs = zip(found[VLLM]["seconds"], values["seconds"], strict=True)
-            values["times_as_fast_as_vllm"] = [theirs / own for theirs, own in pairs]
+            values["times_as_fast_as_vllm"] = ratios(found[VLLM]["seconds"], values["seconds"])
     return {"shape": dataclasses.asdict(shape), "ceiling": ceilings, "systems": found, "refused": refused}
 
 
@@ -141,9 +139,67 @@ def find_systems(names: Sequence[str], shapes: Sequence[Shape], peer: Path) -> M
     return {name: python if name == VLLM else sys.executable for name in chosen}
 
 
-@click.command(
+def write_report(record: Mapping[str, Any]) -> str:
+    """Return the page of results as Markdown."""
+    note = "float32 and bfloat16, the outputs of all systems agree in every turn."
+    title = "Attention on a CPU: kvframe's backends and vLLM's"
+    lines = heading(title, record["machine"], medians(record), note)
+    versions = (f"{name} ({', '.join(map(' '.join, parts.items()))})" for name, parts in record["versions"].items())
+    lines += ["", f"Systems: {'; '.join(versions)}."]
+    for name, measured in record["shapes"].items():
+        lines += ["", f"## {name}", "", _shape(measured), "", *_systems(measured)]
+        for system, reason in measured["refused"].items():
+            lines += ["", f"Not measured: {system} ({reason})."]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _shape(measured: Mapping[str, Any]) -> str:
+    shape = measured["shape"]
+    window = "" if shape["window"] is None else f", window of {shape['window']:,} tokens"
+    ceiling = spread(measured["ceiling"], "{:,.1f}", scale=1e-9)
+    what = "GB/s read" if shape["kind"] == "decode" else "GFLOP/s in a matrix product"
+    return (
+        f"{_requests(shape['requests'])}; {shape['num_heads']} query heads, {shape['num_kv_heads']} key and value "
+        f"heads of {shape['head_size']}; {shape['dtype']}, pages of {shape['block_size']}{window}. "
+        f"Ceiling: {ceiling} {what}."
+    )
+
+
+def _requests(requests: list[list[int]]) -> str:
+    parts: dict[tuple[int, ...], int] = {}
+    for request in requests:
+        parts[tuple(request)] = parts.get(tuple(request), 0) + 1
+    return ", ".join(
+        f"{count} {'request' if count == 1 else 'requests'} of {new:,} new {'token' if new == 1 else 'tokens'} "
+        f"after {computed:,}"
+        for (computed, new), count in parts.items()
+    )
+
+
+def _systems(measured: Mapping[str, Any]) -> list[str]:
+    rows = []
+    fastest_first = sorted(measured["systems"].items(), key=lambda item: statistics.median(item[1]["seconds"]))
+    for name, values in fastest_first:
+        ratio = values.get("times_as_fast_as_vllm")
+        rows.append(
+            (
+                name,
+                spread(values["seconds"], "{:,.2f}", scale=1e3),
+                spread(values["share"], "{:,.0f} %", scale=100),
+                "" if ratio is None else spread(ratio, "{:.2f}"),
+                f"{1e6 * statistics.median(values['metadata_seconds']):,.0f}",
+                f"{values['error']:.1e}",
+            )
+        )
+    heads = ("", "ms", "share of the ceiling", "times as fast as vLLM", "metadata, µs", "largest error")
+    return table(heads, rows)
+
+
+@benchmark(
+    "cpu_attention",
+    write_report,
     epilog="On a machine with other work, `chrt -f 1 python -m benchmarks.attention.cpu …` (as root) keeps that work "
-    "from the processor while something is timed; without it, threads that wait for each other wait for it too."
+    "from the processor while something is timed; without it, threads that wait for each other wait for it too.",
 )
 @click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True, help="Turns of each system.")
 @click.option("--calls", type=click.IntRange(min=1), default=3, show_default=True, help="Timed calls of a turn.")
@@ -163,25 +219,12 @@ def find_systems(names: Sequence[str], shapes: Sequence[Shape], peer: Path) -> M
     help="A backend's registered name, naive or vllm. The default is every backend that runs here, and both others.",
 )
 @click.option("--peer", type=click.Path(path_type=Path), default=PEER, help="Where make peer installed vLLM.")
-@click.option(
-    "--results",
-    type=click.Path(path_type=Path),
-    default=RESULTS,
-    help="Where cpu_attention.json and cpu_attention.md are written.",
-)
 def main(
-    rounds: int, calls: int, threads: int, shapes: Sequence[str], systems: Sequence[str], peer: Path, results: Path
-) -> None:
+    rounds: int, calls: int, threads: int, shapes: Sequence[str], systems: Sequence[str], peer: Path
+) -> dict[str, Any]:
     """Measure attention steps of one layer, each with all systems by turns, and write one JSON file and one page."""
-    torch.set_num_threads(threads)
     chosen = [SHAPES[name] for name in dict.fromkeys(shapes)]
-    record: dict[str, Any] = {
-        "machine": describe_machine(threads),
-        "repeats": rounds,
-        "calls": calls,
-        "versions": {},
-        "shapes": {},
-    }
+    record: dict[str, Any] = {"repeats": rounds, "calls": calls, "versions": {}, "shapes": {}}
     file = os.memfd_create("attention")
     os.truncate(file, max(map(Buffers.num_bytes, chosen)))
     workers: list[Worker] = []
@@ -198,11 +241,7 @@ def main(
         for worker in workers:
             worker.close()
         os.close(file)
-    results.mkdir(parents=True, exist_ok=True)
-    (results / "cpu_attention.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    page = write_report(record)
-    (results / "cpu_attention.md").write_text(page, encoding="utf-8")
-    click.echo(page)
+    return record
 
 
 if __name__ == "__main__":

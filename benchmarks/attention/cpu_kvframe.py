@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from kvframe_sliding_window.spec import SlidingWindowSpec
 
-from benchmarks.attention.cpu_engine import Step
-from benchmarks.attention.cpu_shapes import Buffers, Shape
+from benchmarks.attention.cpu_shapes import Buffers, Shape, Step
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.block_table import BlockTables

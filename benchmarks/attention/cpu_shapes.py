@@ -1,10 +1,10 @@
-"""The steps that attention is measured on, as every engine's own environment reads them: torch and nothing else."""
+"""The steps that attention is measured on, and what is asked of an engine. Torch is the only package needed."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -210,3 +210,29 @@ def reference(shape: Shape, buffers: Buffers) -> torch.Tensor:
         result = scaled_dot_product_attention(*heads, attn_mask=seen, enable_gqa=True)
         outputs.append(result[0].transpose(0, 1))
     return torch.cat(outputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A shape that an engine has set up.
+
+    Attributes:
+        build: Makes the step's metadata from what the engine knows of the batch.
+        attend: Computes attention with the metadata that ``build`` returned last, into the output buffer or not.
+    """
+
+    build: Callable[[], Any]
+    attend: Callable[[], torch.Tensor]
+
+
+class Engine(Protocol):
+    """An engine's attention."""
+
+    def describe(self) -> dict[str, str]:
+        """Return the versions that its figures depend on."""
+
+    def why_not(self, shape: Shape) -> str:
+        """Return in one sentence why it cannot compute a step; empty if it can."""
+
+    def prepare(self, shape: Shape, buffers: Buffers) -> Step:
+        """Write keys and values to the pool, in the engine's layout and by its own code, and set up the step."""

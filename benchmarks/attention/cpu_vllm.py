@@ -12,8 +12,7 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from benchmarks.attention.cpu_engine import Step
-from benchmarks.attention.cpu_shapes import Buffers, Shape
+from benchmarks.attention.cpu_shapes import Buffers, Shape, Step
 
 current_platform.import_kernels()
 

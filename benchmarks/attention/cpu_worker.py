@@ -9,15 +9,13 @@ descriptor of shared memory. Each line of its input is a turn as JSON, each line
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from benchmarks.attention.cpu_engine import Engine, Step
-from benchmarks.attention.cpu_shapes import Buffers, Shape
-from benchmarks.harness.process import answer_questions
+from benchmarks.attention.cpu_shapes import Buffers, Engine, Shape, Step
+from benchmarks.harness.process import answer_questions, timed
 
 SLOW_SECONDS = 0.1
 """A step that takes longer is timed once in a turn."""
@@ -66,13 +64,6 @@ def make_engine(system: str) -> Engine:
     from benchmarks.attention.cpu_kvframe import KVFrame
 
     return KVFrame(system)
-
-
-def timed(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds that ``run`` takes, and what it returns."""
-    start = time.perf_counter()
-    result = run()
-    return time.perf_counter() - start, result
 
 
 def do_turn(engine: Engine, shape: Shape, file: int, calls: int) -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from pathlib import Path
 
 import attrs
 import numpy as np
 import torch
 
+from benchmarks.harness.machine import ROOT
+from benchmarks.harness.process import timed
 from kvframe import FullAttentionSpec, Stack, group_layers, plan_cache
 from kvframe.attention.layer import AttentionLayers
 from kvframe.attention.step import StepBatch, build_metadata
@@ -28,7 +28,7 @@ from kvframe.testing.reference import dense_attention
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 32, 8, 128
 QUERY = QuerySpec(num_heads=NUM_HEADS, head_size=HEAD_SIZE, scale=HEAD_SIZE**-0.5)
-LLAMA = Path(__file__).parents[2] / "examples" / "layers" / "llama_3_1_8b.toml"
+LLAMA = ROOT / "examples" / "layers" / "llama_3_1_8b.toml"
 MEMORY_BYTES = 8 * 2**30
 
 
@@ -172,10 +172,9 @@ def decode_seconds(decodes: Mapping[str, Decode], repeats: int) -> dict[str, lis
     found: dict[str, list[float]] = {name: [] for name in decodes}
     for repeat in range(repeats + 1):
         for name, decode in decodes.items():
-            started = time.perf_counter()
-            decode()
+            seconds, _ = timed(decode)
             if repeat:  # the first one warms up
-                found[name].append(time.perf_counter() - started)
+                found[name].append(seconds)
     return found
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ from benchmarks.attention.format_layers import (
 from benchmarks.attention.formats_report import write_report
 from benchmarks.engine.generate import SEED
 from benchmarks.harness import models
-from benchmarks.harness.machine import RESULTS, describe_machine
+from benchmarks.harness.record import benchmark
 from kvframe import Engine, SamplingParams, Stack
 from kvframe.contract.formats import PLAIN
 from kvframe.loading.plugins import load_plugins
@@ -192,17 +190,15 @@ def measure_speed(context: int, repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
-@click.command()
+@benchmark("formats", write_report)
 @click.option("--repeats", type=click.IntRange(min=1), default=7)
 @click.option("--threads", type=click.IntRange(min=1), default=2)
 @click.option("--texts", "num_texts", type=click.IntRange(min=2), default=16)
 @click.option("--context", type=click.IntRange(min=16), default=2048, help="Tokens of each request, whole pages of 16.")
 @click.option("--model", type=click.Path(path_type=Path), default=None, help="The demo's model unless given.")
-@click.option("--results", type=click.Path(path_type=Path), default=RESULTS)
-def main(repeats: int, threads: int, num_texts: int, context: int, model: Path | None, results: Path) -> None:
+def main(repeats: int, threads: int, num_texts: int, context: int, model: Path | None) -> dict[str, Any]:
     """Measure all of it and write one JSON file and one page of results."""
     transformers_logging.disable_progress_bar()
-    torch.set_num_threads(threads)
     path = models.demo() if model is None else model
     texts = make_texts(path, num_texts)
     tasks = make_copy_tasks(num_texts) if model is None else []
@@ -211,8 +207,7 @@ def main(repeats: int, threads: int, num_texts: int, context: int, model: Path |
     click.echo("the model is done", err=True)
     data = {name: draw_data(context, name == "outliers") for name in ("normal", "outliers")}
     registry = load_plugins().registry
-    record = {
-        "machine": describe_machine(threads),
+    return {
         "repeats": repeats,
         "model": {
             "num_texts": num_texts,
@@ -231,12 +226,7 @@ def main(repeats: int, threads: int, num_texts: int, context: int, model: Path |
         },
         "speed": {"num_reqs": NUM_REQS, "context": context, "rows": measure_speed(context, repeats)},
     }
-    results.mkdir(parents=True, exist_ok=True)
-    (results / "formats.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    page = write_report(record)
-    (results / "formats.md").write_text(page, encoding="utf-8")
-    click.echo(page)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

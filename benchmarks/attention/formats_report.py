@@ -6,12 +6,13 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.harness.pages import heading, spread, table
+from benchmarks.harness.pages import heading, medians, spread, table
 
 
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page as Markdown."""
-    lines = heading("Formats of stored keys and values", record, "but where a dtype is named")
+    note = "float32, but where a dtype is named."
+    lines = heading("Formats of stored keys and values", record["machine"], medians(record), note)
     return "\n".join([*lines, *_model(record["model"]), *_random(record), *_memory(record), *_speed(record)]) + "\n"
 
 
@@ -113,7 +114,7 @@ def _speed(record: Mapping[str, Any]) -> list[str]:
             f"`{row['format']}`",
             "copies" if row["on_copies"] else "itself",
             f"{row['num_bytes'] / 1e6:.1f}",
-            spread([1000 * each for each in row["seconds"]], "{:.1f}"),
+            spread(row["seconds"], "{:.1f}", scale=1000),
             f"{statistics.median(row['seconds']) / plain[row['backend'], row['dtype']]:.2f}",
         )
         for row in speed["rows"]

@@ -7,11 +7,9 @@ benchmarks/README.md says how, and what the figures mean.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -36,9 +34,9 @@ from benchmarks.attention.metadata_cases import (
     tables_of,
     windowed_layers,
 )
-from benchmarks.attention.metadata_report import write_report
 from benchmarks.attention.metadata_triton import triton_parts
-from benchmarks.harness.machine import RESULTS, describe_machine
+from benchmarks.harness.pages import heading, medians, spread, table
+from benchmarks.harness.record import benchmark
 from kvframe.attention.step import build_metadata
 from kvframe.cli.render import progress
 from kvframe.contract.metadata import CommonAttentionMetadata
@@ -145,28 +143,44 @@ def measure(part: Part, repeats: int) -> dict[str, Any]:
     }
 
 
-@click.command()
+def write_report(record: Mapping[str, Any]) -> str:
+    """Return the page of results as Markdown."""
+    lines = heading(
+        "Attention metadata: host time per step", record["machine"], medians(record), "float32, all on the host."
+    )
+    rows = []
+    for name, part in record["parts"].items():
+        limit, num_bytes = part["limit"], part["uploaded_bytes"]
+        rows.append(
+            (
+                name,
+                spread(part["microseconds"], "{:,.1f}"),
+                "" if limit is None else f"{limit:,.0f}",
+                f"{statistics.median(part['dense_microseconds']):,.1f}",
+                f"{part['times_dense']:.1f}",
+                "" if num_bytes is None else f"{num_bytes:,}",
+            )
+        )
+    heads = ("", "µs per step", "at most", "one dense operation, µs", "times that", "bytes uploaded")
+    return "\n".join([*lines, "", *table(heads, rows)]) + "\n"
+
+
+@benchmark("metadata", write_report)
 @click.option("--repeats", type=click.IntRange(min=1), default=11, show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of torch.")
-@click.option("--results", type=click.Path(path_type=Path), default=RESULTS)
-def main(repeats: int, threads: int, results: Path) -> None:
+def main(repeats: int, threads: int) -> dict[str, Any]:
     """Measure the parts and write one JSON file and one page of results."""
-    torch.set_num_threads(threads)
     parts = [*chunked_parts(), *decode_only_parts(), *model_parts(), *triton_parts()]
-    record: dict[str, Any] = {"machine": describe_machine(threads), "repeats": repeats, "parts": {}}
+    found: dict[str, Any] = {}
     with progress("measuring", len(parts)) as advance, torch.inference_mode():
         for part in parts:
             # The C library keeps memory for a process that has freed large tensors, as one that runs a model has: all
             # parts are to find it so.
             part.run()
         for part in parts:
-            record["parts"][part.name] = measure(part, repeats)
+            found[part.name] = measure(part, repeats)
             advance(1)
-    results.mkdir(parents=True, exist_ok=True)
-    (results / "metadata.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    page = write_report(record)
-    (results / "metadata.md").write_text(page, encoding="utf-8")
-    click.echo(page)
+    return {"repeats": repeats, "parts": found}
 
 
 if __name__ == "__main__":

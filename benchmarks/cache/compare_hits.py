@@ -22,6 +22,8 @@ from typing import Any
 import click
 
 from benchmarks.harness.machine import RESULTS, ROOT, describe_machine
+from benchmarks.harness.pages import table
+from benchmarks.harness.record import write
 from benchmarks.memory.plans import MODELS
 from benchmarks.memory.traces import TRACES
 from benchmarks.memory.traffic import Job
@@ -81,23 +83,21 @@ def write_report(record: Mapping[str, Any]) -> str:
         "simulation, the simulator's own work included.",
         "",
     ]
+    heads = ("model", "trace", "found before", "found after", "preemptions", "seconds before", "seconds after", "ratio")
     for size in record["sizes"]:
-        lines += [
-            f"## Memory for {size} requests",
-            "",
-            "| model | trace | found before | found after | preemptions | seconds before | seconds after | ratio |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-        for row in record["rows"]:
-            if row["size"] == size:
-                before, after = row["before"], row["after"]
-                lines.append(
-                    f"| {row['title']} | {row['trace']} | {before['hit_rate']:.1%} | {after['hit_rate']:.1%} "
-                    f"| {before['preemptions']} → {after['preemptions']} | {before['seconds']:.1f} "
-                    f"| {after['seconds']:.1f} | {before['seconds'] / after['seconds']:.2f} |"
-                )
-        lines.append("")
+        rows = [row for row in record["rows"] if row["size"] == size]
+        lines += [f"## Memory for {size} requests", "", *table(heads, [_row(row) for row in rows]), ""]
     return "\n".join(lines)
+
+
+def _row(row: Mapping[str, Any]) -> tuple[str, ...]:
+    before, after = row["before"], row["after"]
+    return (
+        *(row["title"], row["trace"], f"{before['hit_rate']:.1%}", f"{after['hit_rate']:.1%}"),
+        f"{before['preemptions']} → {after['preemptions']}",
+        *(f"{each['seconds']:.1f}" for each in (before, after)),
+        f"{before['seconds'] / after['seconds']:.2f}",
+    )
 
 
 @click.command()
@@ -150,12 +150,9 @@ def main(
             for old, new in zip(before, after, strict=True)
         ],
     }
-    results.mkdir(parents=True, exist_ok=True)
-    file = results / "compare_hits.json"
-    if file.exists():
-        add_other_rows(record, json.loads(file.read_text(encoding="utf-8")))
-    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    (results / "compare_hits.md").write_text(write_report(record), encoding="utf-8")
+    if (results / "compare_hits.json").exists():
+        add_other_rows(record, json.loads((results / "compare_hits.json").read_text(encoding="utf-8")))
+    write(results, "compare_hits", record, write_report(record))
     click.echo(write_report(record))
 
 

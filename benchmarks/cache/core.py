@@ -9,29 +9,32 @@ benchmarks/README.md says how, and what the figures mean.
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
 from benchmarks.cache.core_cases import Case, Side, standard_cases, tiny_cases
-from benchmarks.cache.core_report import write_report
 from benchmarks.cache.worst_cases import MAX_ROUNDS, tiny_worst_cases, worst_cases
-from benchmarks.harness.machine import PEER, RESULTS, describe_machine
+from benchmarks.harness.machine import PEER
+from benchmarks.harness.pages import heading, medians, spread, table
 from benchmarks.harness.process import EngineProcess
+from benchmarks.harness.record import benchmark, ratios
+from benchmarks.harness.record import rounds as by_turns
 from kvframe.cli.render import progress
 
 STANDARD = (*standard_cases(), *worst_cases())
 CASES = {case.name: case for case in (*STANDARD, *tiny_cases(), *tiny_worst_cases())}
 
 
-def start_engines(peer: Path) -> dict[str, EngineProcess]:
-    """Start kvframe's process and, where it is installed, vLLM's; say so where it is not."""
+@contextmanager
+def start_engines(peer: Path) -> Iterator[dict[str, EngineProcess]]:
+    """Start kvframe's process and, if it is installed, vLLM's; say so if it is not. Both end with the block."""
     worker = ("-m", "benchmarks.cache.worker")
     engines = {"kvframe": EngineProcess("kvframe", [sys.executable, *worker, "kvframe"])}
     python = peer / "bin" / "python"
@@ -39,7 +42,16 @@ def start_engines(peer: Path) -> dict[str, EngineProcess]:
         engines["vllm"] = EngineProcess("vLLM", [python, *worker, "vllm"], is_of_other_environment=True)
     else:
         click.echo(f"vLLM is not in {peer}: measured without it; make peer installs it", err=True)
-    return engines
+    try:
+        yield engines
+    finally:
+        for engine in engines.values():
+            engine.close()
+
+
+def versions_of(engines: Mapping[str, EngineProcess]) -> dict[str, str]:
+    """Return the versions that the engines' figures depend on."""
+    return {name: number for engine in engines.values() for name, number in engine.versions.items()}
 
 
 def measure(
@@ -62,22 +74,89 @@ def measure(
     for side in present:
         ask(side, "set up")
     turns: dict[str, list[float]] = {side.name: [] for side in present}
-    for turn in range(rounds):
-        for index in range(len(present)):
-            side = present[(index + turn) % len(present)]
+    for _, order in by_turns(present, rounds):
+        for side in order:
             turns[side.name].append(statistics.median(ask(side, "turn")))
         advance(1)
     found = {side.name: {"seconds": turns[side.name], **ask(side, "check")} for side in present}
     first = present[0].name
     for name, values in found.items():
-        pairs = zip(turns[first], turns[name], strict=True)
-        values["times_as_fast"] = [theirs / own for theirs, own in pairs] if name != first else []
+        values["times_as_fast"] = ratios(turns[first], turns[name]) if name != first else []
     return {**case.to_dict(), "sides": found}
 
 
-@click.command(
+FACTS = {
+    "num_groups": ("groups", "{:,}"),
+    "calls_per_request": ("Python calls for each request", "{:,.1f}"),
+    "num_held": ("blocks held at the end", "{:,}"),
+    "slowest_us": ("slowest step of the last round, µs", "{:,.1f}"),
+    "lookup_us": ("lookup, µs", "{:,.1f}"),
+    "release_us": ("release, µs", "{:,.1f}"),
+    "empty_bytes_per_block": ("bytes a block, new", "{:,.1f}"),
+    "cached_bytes_per_block": ("bytes a block, all cached", "{:,.1f}"),
+}
+"""Of what a check says, what is shown: its column, and how a number is written."""
+
+
+RATIO = "{:.3g}"
+
+
+def core_heading(title: str, record: Mapping[str, Any]) -> list[str]:
+    """Return the first lines of a page on the cache core, the versions of its sides included."""
+    note = (
+        "Blocks of 16 tokens, every side is checked to hold and find the blocks that it should, in a process that used "
+        "memory before."
+    )
+    versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    return [*heading(title, record["machine"], medians(record), note), "", f"Sides: {versions}."]
+
+
+def write_report(record: Mapping[str, Any]) -> str:
+    """Return the page of results as Markdown."""
+    lines = [*core_heading("The cache core: kvframe's and vLLM's", record), "", *_summary(record["cases"])]
+    for name, measured in record["cases"].items():
+        lines += ["", f"## {name}", "", f"{measured['title']}. {measured['words']}", "", *_sides(measured)]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(cases: Mapping[str, Any]) -> list[str]:
+    rows = []
+    for measured in cases.values():
+        names = [name for name, values in measured["sides"].items() if values["times_as_fast"]]
+        aim = "" if measured["aim"] is None else f"{measured['aim']:g}"
+        for index, name in enumerate(names):
+            ratio = spread(measured["sides"][name]["times_as_fast"], RATIO)
+            rows.append((measured["title"] if index == 0 else "", name, ratio, aim if index == 0 else ""))
+    return table(("", "", "times as fast as vLLM", "aim"), rows) if rows else []
+
+
+def _sides(measured: Mapping[str, Any]) -> list[str]:
+    sides, num_requests = measured["sides"], measured["sizes"].get("num_requests")
+    shown = [name for name in FACTS if any(name in values for values in sides.values())]
+    fastest = min(min(values["seconds"]) for values in sides.values())
+    unit, scale = ("ms", 1e3) if fastest > 1e-3 else ("µs", 1e6)
+    rows = []
+    for name, values in sides.items():
+        ratio = values["times_as_fast"]
+        facts = [FACTS[fact][1].format(values[fact]) for fact in shown]
+        if num_requests is not None:
+            facts.insert(0, f"{1e6 * statistics.median(values['seconds']) / num_requests:,.2f}")
+        time = spread(values["seconds"], "{:,.1f}", scale=scale)
+        rows.append((name, time, spread(ratio, RATIO) if ratio else "", *facts))
+    each = [] if num_requests is None else ["µs for each request"]
+    return table(("", unit, "times as fast", *each, *(FACTS[fact][0] for fact in shown)), rows)
+
+
+peer_option = click.option(
+    "--peer", type=click.Path(path_type=Path), default=PEER, help="Where make peer installed vLLM."
+)
+
+
+@benchmark(
+    "cache",
+    write_report,
     epilog="On a machine with other work, `chrt -f 1 python -m benchmarks.cache.core …` (as root) keeps that work "
-    "from the processor while something is timed."
+    "from the processor while something is timed.",
 )
 @click.option("--rounds", type=click.IntRange(1, MAX_ROUNDS), default=7, show_default=True, help="Turns of each side.")
 @click.option(
@@ -88,33 +167,16 @@ def measure(
     default=[case.name for case in STANDARD],
     help="What is measured; several are named one by one. The default is all but the tiny ones.",
 )
-@click.option("--peer", type=click.Path(path_type=Path), default=PEER, help="Where make peer installed vLLM.")
-@click.option(
-    "--results",
-    type=click.Path(path_type=Path),
-    default=RESULTS,
-    help="Where cache.json and cache.md are written.",
-)
-def main(rounds: int, cases: Sequence[str], peer: Path, results: Path) -> None:
+@peer_option
+def main(rounds: int, cases: Sequence[str], peer: Path) -> dict[str, Any]:
     """Measure pieces of work of the cache core, all sides by turns, and write one JSON file and one page."""
-    record: dict[str, Any] = {"machine": describe_machine(1), "repeats": rounds, "versions": {}, "cases": {}}
-    engines = start_engines(peer)
-    try:
-        for engine in engines.values():
-            record["versions"] |= engine.versions
-        with progress("measuring", len(cases) * rounds) as advance:
-            start = time.perf_counter()
-            for name in dict.fromkeys(cases):
-                record["cases"][name] = measure(CASES[name], engines, rounds, advance)
-            record["seconds"] = time.perf_counter() - start
-    finally:
-        for engine in engines.values():
-            engine.close()
-    results.mkdir(parents=True, exist_ok=True)
-    (results / "cache.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    page = write_report(record)
-    (results / "cache.md").write_text(page, encoding="utf-8")
-    click.echo(page)
+    chosen = dict.fromkeys(cases)
+    with start_engines(peer) as engines, progress("measuring", len(chosen) * rounds) as advance:
+        start = time.perf_counter()
+        found = {name: measure(CASES[name], engines, rounds, advance) for name in chosen}
+        seconds = time.perf_counter() - start
+        versions = versions_of(engines)
+    return {"repeats": rounds, "versions": versions, "cases": found, "seconds": seconds}
 
 
 if __name__ == "__main__":

@@ -7,20 +7,17 @@ benchmarks/README.md says how, and what the figures mean.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks.harness.machine import RESULTS, describe_machine
-from benchmarks.harness.pages import table
+from benchmarks.harness.pages import heading, table
+from benchmarks.harness.record import benchmark
 from tests.cache.lives import Tally, draw_lives
 
 NUM_EVENTS = 400
@@ -39,10 +36,10 @@ def live(seed: int, tally: Tally, check_every: int) -> str | None:
     return None
 
 
-def run(seeds: Iterable[int], operations: int, check_every: int, seconds: float) -> dict[str, Any]:
-    """Live from one seed after the other until there were enough operations, or time is up."""
+def run(first: int, step: int, operations: int, check_every: int, seconds: float) -> dict[str, Any]:
+    """Live from every so many seeds on, until there were enough operations or time is up."""
     tally, failures, num_seeds, begin, told = Tally(), {}, 0, time.monotonic(), 0
-    for seed in seeds:
+    for seed in count(first, step):
         failure = live(seed, tally, check_every)
         num_seeds += 1
         if failure is not None:
@@ -67,11 +64,6 @@ def run(seeds: Iterable[int], operations: int, check_every: int, seconds: float)
     }
 
 
-def run_turn(first: int, step: int, operations: int, check_every: int, seconds: float) -> dict[str, Any]:
-    """Live from every so many seeds on."""
-    return run(count(first, step), operations, check_every, seconds)
-
-
 def merge(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what several processes found, as one."""
 
@@ -91,18 +83,13 @@ def merge(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page as Markdown."""
-    machine, failures = record["machine"], record["failures"]
+    failures = record["failures"]
     verbs = sorted(record["verbs"].items(), key=lambda item: -item[1])
     every = record["check_every"]
     how_often = "each operation" if every == 1 else f"every {every} operations"
+    what = f": {record['operations']:,} operations in {record['seconds']:,.0f} seconds, {len(failures)} failures."
     lines = [
-        "# The cache core against the cache by its definition",
-        "",
-        f"Run on {machine['date']} by `{machine['command']}`: {record['operations']:,} operations in "
-        f"{record['seconds']:,.0f} seconds, {len(failures)} failures.",
-        "",
-        f"{machine['processor']}, {machine['system']}; Python {machine['python']}, kvframe {machine['kvframe']} at "
-        f"{machine['commit']}.",
+        *heading("The cache core against the cache by its definition", record["machine"], what, how="Run"),
         "",
         f"{record['seeds']:,} mixtures of types, of {record['events']} events each, from as many seeds, the first of "
         f"which is {record['first_seed']:,}, in {record['processes']} processes. What an operation returns, reads and "
@@ -123,7 +110,7 @@ def write_report(record: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-@click.command()
+@benchmark("cache_model", write_report, fails=lambda record: bool(record["failures"]))
 @click.option("--operations", type=click.IntRange(min=1), default=10_000_000, show_default=True, help="How many.")
 @click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True, help="The first seed.")
 @click.option(
@@ -141,28 +128,16 @@ def write_report(record: Mapping[str, Any]) -> str:
     help="How many at once, which share the seeds.",
 )
 @click.option("--minutes", type=click.FloatRange(min=0), default=1e9, help="Stop then at the latest.")
-@click.option(
-    "--results",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=RESULTS,
-    help="Where to write cache_model.json and cache_model.md.",
-)
-def main(operations: int, seed: int, check_every: int, processes: int, minutes: float, results: Path) -> None:
+def main(operations: int, seed: int, check_every: int, processes: int, minutes: float) -> dict[str, Any]:
     """Run the cache manager against the cache by its definition, and record what happened."""
-    machine = describe_machine(1)
     share = -(-operations // processes)
     turns = [(seed + index, processes, share, check_every, 60 * minutes) for index in range(processes)]
     if processes == 1:
-        found = [run_turn(*turns[0])]
+        found = [run(*turns[0])]
     else:
         with ProcessPoolExecutor(processes) as executor:
-            found = list(executor.map(run_turn, *zip(*turns, strict=True)))
-    settings = {"first_seed": seed, "check_every": check_every, "processes": processes}
-    record = {"machine": machine, **settings, **merge(found)}
-    results.mkdir(parents=True, exist_ok=True)
-    (results / "cache_model.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    (results / "cache_model.md").write_text(write_report(record), encoding="utf-8")
-    sys.exit(1 if record["failures"] else 0)
+            found = list(executor.map(run, *zip(*turns, strict=True)))
+    return {"first_seed": seed, "check_every": check_every, "processes": processes, **merge(found)}
 
 
 if __name__ == "__main__":

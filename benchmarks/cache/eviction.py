@@ -7,22 +7,23 @@ benchmarks/README.md says what the figures mean.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import attrs
 import click
+import matplotlib as mpl
+from matplotlib.figure import Figure
 
 from benchmarks.cache.eviction_bound import BLOCK, block_ids, most_found
-from benchmarks.cache.eviction_report import draw_plot, write_report
 from benchmarks.cache.eviction_traces import LONGEST, TRACES, Asked
-from benchmarks.harness.machine import RESULTS, describe_machine
+from benchmarks.harness.pages import heading, table
+from benchmarks.harness.record import benchmark
 from kvframe import FullAttentionSpec, KVCacheManager, Stack, group_layers, load_plugins, plan_cache
 from kvframe.config.eviction_choice import make_policy
 from kvframe.contract import LayerSpec
@@ -89,22 +90,129 @@ def run(name: str, size: int) -> dict[str, Any]:
     }
 
 
-@click.command()
+STYLES: dict[str, dict[str, Any]] = {
+    "at best": {"color": "#7a7a7a", "linestyle": ":", "marker": "^", "markersize": 4},
+    "lru": {"color": "#d95f02", "marker": "o", "markersize": 6, "markerfacecolor": "none", "linewidth": 2.2},
+    "scan_resistant": {"color": "#1b6ca8", "marker": "s", "markersize": 3.5, "linewidth": 1.2},
+}
+
+
+def write_report(record: Mapping[str, Any]) -> str:
+    """Return the page of results as Markdown."""
+    traces = record["traces"]
+    pools = [str(pool) for pool in record["pools"]]
+    heads = [_thousands(pool) for pool in pools]
+    note = "What is found depends on no machine; times are of this one, with others at work on it."
+    lines = [
+        *heading("What the cache gives up", record["machine"], ".", note, how="Replayed"),
+        "",
+        "![Share of prompt tokens that are found, by the size of the cache](eviction.svg)",
+        "",
+        "## Prompt tokens that are found",
+        "",
+        "In % of all that are asked for once the cache is full, for pools with room for so many tokens: by `lru`, by "
+        "`scan_resistant`, and at best.",
+        "",
+        *table(
+            ("", "requests", "tokens", *heads),
+            [
+                (name, f"{trace['requests']:,}", _thousands(trace["tokens"]), *(_hits(trace, pool) for pool in pools))
+                for name, trace in traces.items()
+            ],
+        ),
+        "",
+        *(f"- *{name}*: {trace['words']}." for name, trace in traces.items()),
+        "",
+        "## More than least recently used finds",
+        "",
+        "In percentage points. In brackets, the part of what is to be had beyond `lru`: 100 % is as good as can be.",
+        "",
+        *table(("", *heads), [(name, *(_gain(trace, pool) for pool in pools)) for name, trace in traces.items()]),
+        "",
+        "## Requests whose shared prompt is found as a whole",
+        "",
+        "In %, by `lru` and by `scan_resistant`.",
+        "",
+        *table(
+            ("", *heads),
+            [
+                (name, *(_shared(trace, pool) for pool in pools))
+                for name, trace in traces.items()
+                if trace["has_shared"]
+            ],
+        ),
+        "",
+        "## Time",
+        "",
+        "Microseconds a request, all of the cache's work: by `lru` and by `scan_resistant`.",
+        "",
+        *table(("", *heads), [(name, *(_times(trace, pool) for pool in pools)) for name, trace in traces.items()]),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _thousands(count: int | str) -> str:
+    return f"{round(int(count) / 1024):,} Ki"
+
+
+def share(trace: Mapping[str, Any], pool: str, side: str) -> float:
+    """Return the percentage of prompt tokens that are found."""
+    return float(100 * trace["pools"][pool][side]["found"] / trace["counted_tokens"])
+
+
+def _hits(trace: Mapping[str, Any], pool: str) -> str:
+    return " / ".join(f"{share(trace, pool, side):.1f}" for side in ("lru", "scan_resistant", "at best"))
+
+
+def _gain(trace: Mapping[str, Any], pool: str) -> str:
+    lru, policy, best = (share(trace, pool, side) for side in ("lru", "scan_resistant", "at best"))
+    part = f" ({100 * (policy - lru) / (best - lru):.0f} %)" if best - lru > 0.5 else ""
+    return f"{policy - lru:+.1f}{part}"
+
+
+def _shared(trace: Mapping[str, Any], pool: str) -> str:
+    sides = trace["pools"][pool]
+    return " / ".join(f"{100 * sides[side]['shared_found']:.0f}" for side in ("lru", "scan_resistant"))
+
+
+def _times(trace: Mapping[str, Any], pool: str) -> str:
+    sides = trace["pools"][pool]
+    return " / ".join(f"{sides[side]['us']:,.0f}" for side in ("lru", "scan_resistant"))
+
+
+def draw_plot(record: Mapping[str, Any], path: Path) -> None:
+    """Draw what is found against the size of the cache, one plot for each trace."""
+    # Text stays text, and an element's name does not depend on when it was drawn.
+    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "kvframe", "font.size": 9})
+    traces = record["traces"]
+    rows = max(1, -(-len(traces) // 3))
+    figure = Figure(figsize=(11, 3.0 * rows), layout="constrained")
+    places = [*figure.subplots(rows, 3, squeeze=False).flat]
+    for place, (name, trace) in zip(places, traces.items(), strict=False):
+        for side, style in STYLES.items():
+            values = [share(trace, str(pool), side) for pool in record["pools"]]
+            place.plot([_thousands(pool) for pool in record["pools"]], values, label=side, **style)
+        place.set(xlabel="room for so many tokens", ylabel="% of prompt tokens found", ylim=(0, None))
+        place.set_title(name, fontsize=8)
+        place.grid(alpha=0.25, linewidth=0.5)
+    for place in places[len(traces) :]:
+        place.set_axis_off()
+    handles, labels = places[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(path, format="svg", metadata={"Date": None})
+
+
+@benchmark("eviction", write_report, plots={"eviction": draw_plot})
 @click.option("--trace", "names", multiple=True, type=click.Choice(list(TRACES)), help="Traces; all unless given.")
 @click.option("--size", type=click.IntRange(min=20), default=SIZE, show_default=True, help="Scales the traces.")
-@click.option("--results", type=click.Path(path_type=Path), default=RESULTS, help="Where to write.")
-def main(names: tuple[str, ...], size: int, results: Path) -> None:
+def main(names: tuple[str, ...], size: int) -> dict[str, Any]:
     """Measure which tokens the cache finds again under eviction policies."""
     chosen = list(names) or list(TRACES)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(len(chosen), os.cpu_count() or 1), mp_context=context) as pool:
         traces = dict(zip(chosen, pool.map(run, chosen, [size] * len(chosen)), strict=True))
-    record = {"machine": describe_machine(1), "size": size, "pools": list(POOLS), "traces": traces}
-    results.mkdir(parents=True, exist_ok=True)
-    (results / "eviction.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    (results / "eviction.md").write_text(write_report(record), encoding="utf-8")
-    draw_plot(record, results / "eviction.svg")
-    click.echo(write_report(record))
+    return {"size": size, "pools": list(POOLS), "traces": traces}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ benchmarks/README.md says how, and what the figures mean.
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 
 import click
 
-from benchmarks.cache.core import measure, start_engines
+from benchmarks.cache.core import measure, peer_option, start_engines, versions_of
 from benchmarks.cache.growth_cases import (
     MAX_ROUNDS,
     NUM_DRAWS,
@@ -32,9 +31,9 @@ from benchmarks.cache.growth_cases import (
 )
 from benchmarks.cache.growth_plots import plot_growth, plot_hits
 from benchmarks.cache.growth_report import write_report
-from benchmarks.cache.loss import loss_by_definition
-from benchmarks.harness.machine import PEER, RESULTS, describe_machine
+from benchmarks.cache.studies import loss_by_definition
 from benchmarks.harness.process import EngineProcess
+from benchmarks.harness.record import benchmark
 from kvframe.cli.render import progress
 
 AXES = {axis.name: axis for axis in (*standard_axes(), *tiny_axes())}
@@ -96,7 +95,15 @@ def losses(population: Population, engines: Mapping[str, EngineProcess]) -> dict
     return found
 
 
-@click.command()
+@benchmark(
+    "cache_growth",
+    write_report,
+    plots={
+        "cache_growth": lambda record, path: plot_growth(record["axes"], path),
+        "cache_hits": lambda record, path: plot_hits(record["populations"], path),
+        "cache_losses": lambda record, path: plot_hits(record["losses"], path),
+    },
+)
 @click.option("--rounds", type=click.IntRange(1, MAX_ROUNDS), default=7, show_default=True, help="Turns of each side.")
 @click.option(
     "--axis",
@@ -114,50 +121,24 @@ def losses(population: Population, engines: Mapping[str, EngineProcess]) -> dict
     default=[each.name for each in standard_populations()],
     help="The prompts whose blocks are evicted; several are named one by one. The default is all but the tiny one.",
 )
-@click.option("--peer", type=click.Path(path_type=Path), default=PEER, help="Where make peer installed vLLM.")
-@click.option(
-    "--results",
-    type=click.Path(path_type=Path),
-    default=RESULTS,
-    help="Where cache_growth.json, cache_growth.md, cache_growth.svg, cache_hits.svg and cache_losses.svg are written.",
-)
-def main(rounds: int, axes: Sequence[str], populations: Sequence[str], peer: Path, results: Path) -> None:
+@peer_option
+def main(rounds: int, axes: Sequence[str], populations: Sequence[str], peer: Path) -> dict[str, Any]:
     """Measure decode steps as one size grows, and what is found after evictions; write a record, a page and plots."""
-    record: dict[str, Any] = {"machine": describe_machine(1), "repeats": rounds, "versions": {}, "axes": {}}
-    engines = start_engines(peer)
-    try:
-        for engine in engines.values():
-            record["versions"] |= engine.versions
-        start = time.perf_counter()
-        with progress("measuring", rounds * sum(len(AXES[name].cases) for name in dict.fromkeys(axes))) as advance:
-            for name in dict.fromkeys(axes):
-                axis = AXES[name]
+    start, sized = time.perf_counter(), [AXES[name] for name in dict.fromkeys(axes)]
+    chosen = [POPULATIONS[name] for name in dict.fromkeys(populations)]
+    with start_engines(peer) as engines:
+        found: dict[str, Any] = {"repeats": rounds, "versions": versions_of(engines), "axes": {}}
+        with progress("measuring", rounds * sum(len(axis.cases) for axis in sized)) as advance:
+            for axis in sized:
                 points = {value: measure(case, engines, rounds, advance) for value, case in axis.cases.items()}
-                record["axes"][name] = {"title": axis.title, "words": axis.words, "points": points}
-        record["siblings"] = study("siblings", siblings(), engines, lambda make: make())
-        record["populations"] = {}
-        for name in dict.fromkeys(populations):
-            chosen = POPULATIONS[name]
-            record["populations"][name] = study(
-                "eviction", chosen, engines, lambda make, chosen=chosen: hits_left(chosen, make)
-            )
-        record["losses"] = {
-            name: losses(POPULATIONS[name], engines)
-            for name in dict.fromkeys(populations)
-            if "num_visits" not in POPULATIONS[name].sizes
+                found["axes"][axis.name] = {"title": axis.title, "words": axis.words, "points": points}
+        found["siblings"] = study("siblings", siblings(), engines, lambda make: make())
+        found["populations"] = {
+            each.name: study("eviction", each, engines, lambda make, each=each: hits_left(each, make))
+            for each in chosen
         }
-        record["seconds"] = time.perf_counter() - start
-    finally:
-        for engine in engines.values():
-            engine.close()
-    results.mkdir(parents=True, exist_ok=True)
-    (results / "cache_growth.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    page = write_report(record)
-    (results / "cache_growth.md").write_text(page, encoding="utf-8")
-    plot_growth(record["axes"], results / "cache_growth.svg")
-    plot_hits(record["populations"], results / "cache_hits.svg")
-    plot_hits(record["losses"], results / "cache_losses.svg")
-    click.echo(page)
+        found["losses"] = {each.name: losses(each, engines) for each in chosen if "num_visits" not in each.sizes}
+    return {**found, "seconds": time.perf_counter() - start}
 
 
 if __name__ == "__main__":

@@ -7,16 +7,14 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.cache.core_report import RATIO
-from benchmarks.harness.pages import heading, spread, table
+from benchmarks.cache.core import RATIO, core_heading
+from benchmarks.harness.pages import spread, table
 
 
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page of results as Markdown."""
-    note = "every side is checked to hold and find the blocks that it should, in a process that used memory before"
-    lines = heading("The cache core as sizes grow", record, note, dtype="Blocks of 16 tokens")
-    versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
-    lines += ["", f"Sides: {versions}.", "", "## A decode step", "", "![Time of a step](cache_growth.svg)"]
+    lines = core_heading("The cache core as sizes grow", record)
+    lines += ["", "## A decode step", "", "![Time of a step](cache_growth.svg)"]
     for axis in record["axes"].values():
         lines += ["", f"### Against {axis['title']}", "", f"{axis['words']}.", "", *_axis(axis)]
         lines += ["", _growth_of(axis)]
@@ -71,7 +69,7 @@ def _axis(axis: Mapping[str, Any]) -> list[str]:
     rows = []
     for value, point in axis["points"].items():
         sides = point["sides"]
-        times = (spread([1e6 * each for each in values["seconds"]], "{:,.1f}") for values in sides.values())
+        times = (spread(values["seconds"], "{:,.1f}", scale=1e6) for values in sides.values())
         ratios = [values["times_as_fast"] for values in sides.values() if values["times_as_fast"]]
         rows.append((f"{int(value):,}", *times, *(spread(ratio, RATIO) for ratio in ratios)))
     first = next(iter(axis["points"].values()))["sides"]

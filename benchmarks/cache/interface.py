@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, Protocol
@@ -26,99 +25,71 @@ class Core(Protocol):
 
     def describe(self) -> dict[str, str]:
         """Return the versions that its figures depend on."""
-        ...
 
     def build(self, setting: Setting) -> None:
         """Make the manager; what an earlier one holds is given up."""
-        ...
 
     def receive(self, token_ids: TokenIds) -> Any:
         """Return a prompt as it arrives: nothing is made for its lookup."""
-        ...
 
     def make_keys(self, prompt: Any) -> Any:
         """Return what a lookup needs of a prompt."""
-        ...
 
     def prepare(self, token_ids: TokenIds) -> Any:
         """Return a prompt that is ready for a lookup."""
-        ...
 
     def look_up(self, prompt: Any) -> int:
         """Return the tokens of a prompt that need not be computed."""
-        ...
 
     def admit(self, prompt: Any) -> int:
         """Look a prompt up, take its cached blocks and make room for the rest of its tokens; return what was cached."""
-        ...
 
     def begin(self, prompt: Any) -> int:
         """Look a prompt up and take its cached blocks, now or with the first tokens; return what was cached."""
-        ...
 
     def advance(self, prompts: Sequence[Any], num_tokens: int) -> None:
         """Do a step in which each prompt that has begun is computed as far as ``num_tokens``."""
-        ...
 
     def compute(self, prompt: Any, chunk: int) -> int:
         """Look a prompt up and compute the rest, ``chunk`` tokens in a step; return what was cached."""
-        ...
 
     def pass_through(self, prompt: Any) -> None:
         """Look a prompt up, compute the rest in one step, and let the request go."""
-        ...
 
     def let_go(self, prompt: Any) -> None:
         """End a request, or a lookup, and release what it holds."""
-        ...
 
     def generate_from(self, prompts: Sequence[Any]) -> None:
         """Take note of who takes part in steps; all are computed."""
-        ...
 
     def step(self, token_ids: TokenIds) -> None:
         """Do a decode step: room for one more token of each request, then its id, then it is computed."""
-        ...
 
     def grow(self, prompt: Any, num_tokens: int) -> bool:
         """Make room for ``num_tokens`` tokens of a prompt, which stay uncomputed; False if there is none."""
-        ...
 
     def held(self, prompt: Any) -> list[tuple[int | None, list[int]]]:
         """Return each group's window, and the request's block ids in it, 0 where a block is not held."""
-        ...
 
     def num_held(self) -> int:
         """Return the blocks that requests hold."""
-        ...
 
     def cached(self) -> list[Any]:
         """Return what names each cached block, while nothing is computed."""
-        ...
 
     def cached_states(self) -> list[Any]:
         """Return what names each cached block that holds a recurrent state, while nothing is computed."""
-        ...
 
     def lose(self, blocks: Sequence[Any]) -> None:
         """Give up cached blocks; some of them may have gone with others."""
-        ...
 
     def num_evicted(self) -> int:
         """Return a count that grows by one with each cached block that is given up, while nothing is computed."""
-        ...
 
 
 def draw(random: Random, num_tokens: int) -> TokenIds:
     """Return random tokens."""
     return random.choices(range(VOCABULARY), k=num_tokens)
-
-
-def timed(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds that ``run`` takes, and what it returns."""
-    start = time.perf_counter()
-    result = run()
-    return time.perf_counter() - start, result
 
 
 def count_calls(run: Callable[[], Any]) -> int:

@@ -8,14 +8,13 @@ benchmarks/README.md says how, and what the figures mean.
 from __future__ import annotations
 
 import gc
-import json
 import random
+import statistics
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -24,9 +23,9 @@ from kvframe_transformers.testing import save_tiny
 
 from benchmarks.cache.core_cases import Setting
 from benchmarks.cache.kvframe_core import plan_of
-from benchmarks.cache.salts_report import write_report
 from benchmarks.cache.salts_statistics import tell_apart
-from benchmarks.harness.machine import RESULTS, describe_machine
+from benchmarks.harness.pages import heading, table
+from benchmarks.harness.record import benchmark
 from kvframe import Engine, SamplingParams, Stack
 from kvframe.cache.manager import KVCacheManager
 from kvframe.cli.render import progress
@@ -153,23 +152,58 @@ def judged(title: str, times: Times) -> dict[str, Any]:
     }
 
 
-@click.command()
+WORDS = (
+    "One tenant's prompt is timed after, or beside, another prompt: the same one, or another one of the same length. "
+    "*Right* is how often the longer of two times is that of the prompt that nobody had asked for before: 0.5 is a "
+    "guess. Times across salts must not tell; those within one salt must, or the benchmark could not."
+)
+
+
+def write_report(record: Mapping[str, Any]) -> str:
+    """Return the page of results as Markdown."""
+    what = (
+        f": processor time, {record['lookups']:,} lookups and {record['requests']:,} requests of each kind of two "
+        "salts, in random order; medians, with the 5th and 95th percentile in brackets."
+    )
+    lines = [*heading("What times tell of other tenants' prompts", record["machine"], what), "", WORDS]
+    for measured in record["measured"].values():
+        lines += ["", f"## {measured['title'].capitalize()}", "", *_times(measured), "", *_told(measured)]
+        lines += ["", "As it must be." if measured["as_expected"] else "**Not as it must be.**"]
+    return "\n".join(lines) + "\n"
+
+
+def _times(measured: Mapping[str, Any]) -> list[str]:
+    rows = []
+    for kind, times in measured["nanoseconds"].items():
+        parts = statistics.quantiles([each / 1000 for each in times], n=20, method="inclusive")
+        rows.append((kind, f"{parts[9]:,.1f} ({parts[0]:,.1f} to {parts[18]:,.1f})"))
+    return table(("before it", "µs"), rows)
+
+
+def _told(measured: Mapping[str, Any]) -> list[str]:
+    rows = []
+    for name, words in (("across", "of two salts"), ("within", "of one salt")):
+        told = measured[name]
+        p_value = f"{told['p_value']:.2g}" if told["p_value"] >= 1e-12 else "below 1e-12"
+        rows.append((words, f"{told['right']:.3f} ({told['low']:.3f} to {told['high']:.3f})", p_value))
+    return table(("", "right (95 % interval)", "p for a guess"), rows)
+
+
+def has_failed(record: Mapping[str, Any]) -> bool:
+    """Return whether times across salts tell anything, or times within one tell nothing."""
+    return not all(each["as_expected"] for each in record["measured"].values())
+
+
+@benchmark("cache_salts", write_report, fails=has_failed)
 @click.option("--lookups", "num_lookups", type=click.IntRange(min=2), default=3000, show_default=True, help="Likewise.")
 @click.option(
     "--requests", "num_requests", type=click.IntRange(min=2), default=2000, show_default=True, help="Likewise."
 )
-@click.option(
-    "--results",
-    type=click.Path(path_type=Path),
-    default=RESULTS,
-    help="Where cache_salts.json and cache_salts.md are written.",
-)
-def main(num_lookups: int, num_requests: int, results: Path) -> None:
+def main(num_lookups: int, num_requests: int) -> dict[str, Any]:
     """Time prompts that another tenant has cached, and others; write one JSON file and one page.
 
     The exit code is 1 if times across salts tell anything, or times within one tell nothing.
     """
-    record: dict[str, Any] = {"machine": describe_machine(1), "lookups": num_lookups, "requests": num_requests}
     chance = random.Random(SEED)
     stack = Stack.from_mapping({"cache": {"memory": "4MiB"}, "engine": {"max_model_len": REQUEST_TOKENS + 16}})
     chosen = [
@@ -187,18 +221,12 @@ def main(num_lookups: int, num_requests: int, results: Path) -> None:
         with Engine.from_pretrained(folder, stack=stack) as engine:
             after = first_tokens(engine, chosen[1], False, advance)
             beside = first_tokens(engine, chosen[2], True, advance)
-    record["measured"] = {
+    measured = {
         "lookup": judged(f"start of a prompt of {LOOKUP_TOKENS:,} tokens in the cache", of_lookups),
         "after": judged(f"first token of a prompt of {REQUEST_TOKENS} tokens, the other one done", after),
         "beside": judged(f"first token of a prompt of {QUEUED_TOKENS} tokens, the other one in the same queue", beside),
     }
-    results.mkdir(parents=True, exist_ok=True)
-    (results / "cache_salts.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
-    page = write_report(record)
-    (results / "cache_salts.md").write_text(page, encoding="utf-8")
-    click.echo(page)
-    if not all(each["as_expected"] for each in record["measured"].values()):
-        click.get_current_context().exit(1)
+    return {"lookups": num_lookups, "requests": num_requests, "measured": measured}
 
 
 if __name__ == "__main__":

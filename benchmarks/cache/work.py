@@ -10,7 +10,8 @@ from random import Random
 from typing import Any
 
 from benchmarks.cache.core_cases import BLOCK_SIZE, Setting
-from benchmarks.cache.interface import Core, TokenIds, count_calls, draw, expect, timed
+from benchmarks.cache.interface import Core, TokenIds, count_calls, draw, expect
+from benchmarks.harness.process import timed
 
 SEED = 5
 PASSING = 16 * BLOCK_SIZE

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.cache.core_cases import Setting
 from benchmarks.cache.interface import Core, settle
-from benchmarks.cache.sharing import STUDIES
+from benchmarks.cache.studies import STUDIES
 from benchmarks.cache.work import WORKS, Work
 from benchmarks.cache.worst_work import WORST_WORKS
 from benchmarks.harness.process import answer_questions

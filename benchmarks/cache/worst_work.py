@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.cache.core_cases import BLOCK_SIZE, Setting
-from benchmarks.cache.interface import Core, TokenIds, draw, expect, timed
+from benchmarks.cache.interface import Core, TokenIds, draw, expect
 from benchmarks.cache.work import Work, find
+from benchmarks.harness.process import timed
 
 
 class Turns(Work):

@@ -34,6 +34,7 @@ from benchmarks.cli.fuzz_cases import Case, Inputs, draw_case, make_inputs
 from benchmarks.cli.fuzz_report import write_report
 from benchmarks.cli.fuzz_words import COMMANDS
 from benchmarks.harness.machine import RESULTS, describe_machine
+from benchmarks.harness.record import write
 
 PLACE = "FOLDER"
 """Stands in the record for the folder of the run, which is another one in each."""
@@ -103,9 +104,7 @@ def main() -> None:
             say(number, *endings[number], is_shown=options.only is not None)
     record = json.loads(json.dumps(summarize(endings, options)).replace(folder, PLACE))
     if options.only is None:
-        options.results.mkdir(parents=True, exist_ok=True)
-        (options.results / "fuzz_cli.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        (options.results / "fuzz_cli.md").write_text(write_report(record), encoding="utf-8")
+        write(options.results, "fuzz_cli", record, write_report(record))
     sys.exit(1 if record["faults"] else 0)
 
 

@@ -23,8 +23,8 @@ import attrs
 import click
 
 from benchmarks.cli.broken_plugins import PRELUDE, Broken, make_broken, stack_that_names
-from benchmarks.harness.machine import RESULTS, describe_machine
-from benchmarks.harness.pages import table
+from benchmarks.harness.pages import heading, table
+from benchmarks.harness.record import benchmark
 
 PROMPTS = [[5, 17, 3, 99, 42, 7, 8, 20, 64], [1, 2]]
 NUM_NEW_TOKENS = 8
@@ -248,47 +248,32 @@ def fuzz(count: int, seed: int, together: int, with_commands: bool = True) -> di
     return {"count": count, "seed": seed, "ended": {what: dict(ways) for what, ways in ended.items()}, "wrong": said}
 
 
-def write(record: Mapping[str, Any], folder: Path) -> None:
-    """Write the record for programs and for people."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "fuzz_plugins.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    machine = ", ".join(f"{name} {value}" for name, value in record["machine"].items())
+def write_report(record: Mapping[str, Any]) -> str:
+    """Return the page as Markdown."""
+    ends = ("refused", "used", "wrong")
     rows = [
-        (
-            what,
-            str(sum(ways.values())),
-            str(ways.get("refused", 0)),
-            str(ways.get("used", 0)),
-            str(ways.get("wrong", 0)),
-        )
+        (what, str(sum(ways.values())), *(str(ways.get(end, 0)) for end in ends))
         for what, ways in sorted(record["ended"].items())
     ]
-    lines = [
-        "# Broken plugins",
-        "",
-        f"{record['count']} plugins, broken at random (seed {record['seed']}): {len(record['wrong'])} ended in a",
-        "traceback, a crash, a hang, a wrong token or a sentence that does not name them.",
-        "",
-        *table(("what is broken", "plugins", "refused by name when a stack names it", "hurts nothing", "wrong"), rows),
-        "",
-        machine,
-        "",
-    ]
-    (folder / "fuzz_plugins.md").write_text("\n".join(lines), encoding="utf-8")
+    what = (
+        f": {record['count']} plugins, broken at random (seed {record['seed']}): {len(record['wrong'])} ended in a "
+        "traceback, a crash, a hang, a wrong token or a sentence that does not name them."
+    )
+    lines = [*heading("Broken plugins", record["machine"], what, how="Run"), ""]
+    heads = ("what is broken", "plugins", "refused by name when a stack names it", "hurts nothing", "wrong")
+    return "\n".join([*lines, *table(heads, rows)]) + "\n"
 
 
-@click.command()
+@benchmark("fuzz_plugins", write_report, fails=lambda record: bool(record["wrong"]))
 @click.option("--count", default=300, show_default=True, help="How many plugins to break.")
 @click.option("--seed", default=1, show_default=True, help="Draws what is broken.")
 @click.option("--together", default=100, show_default=True, help="How many are installed beside each other.")
-@click.option("--results", type=click.Path(path_type=Path), default=RESULTS, help="Where to record.")
-def main(count: int, seed: int, together: int, results: Path) -> None:
+def main(count: int, seed: int, together: int) -> dict[str, Any]:
     """Break plugins, and record how that ends."""
-    record = {**fuzz(count, seed, together), "machine": describe_machine(1)}
-    write(record, results)
-    for where, what in record["wrong"].items():
+    found = fuzz(count, seed, together)
+    for where, what in found["wrong"].items():
         click.echo(f"{where}: {what}", err=True)
-    sys.exit(1 if record["wrong"] else 0)
+    return found
 
 
 if __name__ == "__main__":

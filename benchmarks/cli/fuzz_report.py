@@ -5,28 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.harness.pages import table
+from benchmarks.harness.pages import heading, table
 
 CODES = {"0": "served", "1": "some refused", "2": "refused", "130": "interrupted"}
 
 
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page of results as Markdown."""
-    machine, ended = record["machine"], record["ended"]
+    ended = record["ended"]
     codes = [*CODES, *sorted({code for counts in ended.values() for code in counts} - {*CODES})]
     rows = [
         (f"`kvframe {command}`", *(str(counts.get(code, 0)) for code in codes), str(sum(counts.values())))
         for command, counts in ended.items()
     ]
+    what = (
+        f": {record['count']} calls drawn from seed {record['seed']}, {record['processes']} of them in a Python of "
+        "their own, the others forked."
+    )
     lines = [
-        "# The command line with hostile input",
-        "",
-        f"Run on {machine['date']} by `{machine['command']}`: {record['count']} calls drawn from seed "
-        f"{record['seed']}, {record['processes']} of them in a Python of their own, the others forked.",
-        "",
-        f"{machine['processor']}, {machine['cores']} cores, {machine['system']}; Python {machine['python']}, torch "
-        f"{machine['torch']}, transformers {machine['transformers']}, kvframe {machine['kvframe']} at "
-        f"{machine['commit']}.",
+        *heading("The command line with hostile input", record["machine"], what, how="Run"),
         "",
         f"**{len(record['faults'])} faults**: tracebacks, crashes, hangs, other exit codes, more than one line for a "
         "mistake, files that changed or were left behind.",

@@ -7,26 +7,24 @@ benchmarks/README.md says how, and what the figures mean.
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import click
-import torch
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.engine.peers import ContinuousBatching, KVFrame, PaddedGenerate, System
 from benchmarks.harness import models
-from benchmarks.harness.machine import RESULTS, describe_machine
-from benchmarks.harness.pages import write_report
+from benchmarks.harness.pages import heading, medians, spread, table
+from benchmarks.harness.process import timed
+from benchmarks.harness.record import benchmark, rounds
 from kvframe.cli.render import progress
 
 SEED = 11
@@ -118,13 +116,6 @@ WORKLOADS = (
 MEASURED = tuple(workload.name for workload in WORKLOADS if workload.name != "tiny")
 
 
-def timed(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds that ``run`` takes, and what it returns."""
-    start = time.perf_counter()
-    result = run()
-    return time.perf_counter() - start, result
-
-
 def measure_throughput(workload: Workload, path: Path, repeats: int, advance: Callable[[int], None]) -> dict[str, Any]:
     """Run all systems on the same batches, the order turned by one at each repeat.
 
@@ -142,11 +133,10 @@ def measure_throughput(workload: Workload, path: Path, repeats: int, advance: Ca
     seconds: dict[str, list[float]] = {system.name: [] for system in systems}
     dense_bytes = 0
     try:
-        for repeat in range(-1, repeats):  # the first is a warm-up
+        for repeat, order in rounds(systems, repeats, warm_up=True):
             prompts = workload.prompts(repeat, vocab_size)
             outputs = {}
-            for index in range(len(systems)):
-                system = systems[(index + repeat) % len(systems)]
+            for system in order:
                 took, outputs[system.name] = timed(lambda: system.generate(prompts, workload.num_new_tokens))  # noqa: B023
                 if repeat >= 0:
                     seconds[system.name].append(took)
@@ -219,20 +209,55 @@ def summarise(measured: dict[str, Any]) -> dict[str, float]:
     }
 
 
-@click.command()
+def write_report(record: Mapping[str, Any]) -> str:
+    """Return the page as Markdown."""
+    note = "float32, greedy; the tokens of all systems are equal in every repeat."
+    lines = heading("Generating: kvframe and transformers", record["machine"], medians(record), note)
+    for name, measured in record["workloads"].items():
+        lines += ["", f"## {name}", "", _batch(measured), "", *_speeds(measured)]
+        if "first_token_seconds" in measured:
+            lines += ["", *_first_token(measured["first_token_seconds"])]
+    return "\n".join(lines) + "\n"
+
+
+def _batch(measured: Mapping[str, Any]) -> str:
+    batch = measured["batch"]
+    prefix = f" after a common prefix of {batch['prefix']}" if batch["prefix"] else ", nothing in common"
+    return (
+        f"Model `{measured['model']}`; {batch['num_prompts']} prompts of {batch['shortest']} to {batch['longest']} "
+        f"tokens{prefix}; {batch['num_new_tokens']} new tokens each."
+    )
+
+
+def _speeds(measured: Mapping[str, Any]) -> list[str]:
+    rows = []
+    dense = measured["dense_bytes"]
+    for name, speeds in measured["tokens_per_second"].items():
+        ratio = measured["times_as_fast"].get(name)
+        num_bytes = measured["cache_bytes"][name]
+        held = "not reported" if num_bytes is None else f"{num_bytes / 1e6:.1f} MB"
+        rows.append((name, spread(speeds, "{:,.0f}"), "" if ratio is None else f"{ratio:.2f}", held))
+    rows.append(("every layer full, padded, contiguous", "", "", f"{dense / 1e6:.1f} MB"))
+    return table(("", "generated tokens/s", "kvframe is … times as fast", "keys and values held at most"), rows)
+
+
+def _first_token(seconds: Mapping[str, Sequence[float]]) -> list[str]:
+    rows = [(name, spread(times, "{:,.1f}", scale=1000)) for name, times in seconds.items()]
+    return table(("one request alone", "time to its first token, ms"), rows)
+
+
+@benchmark("generate", write_report)
 @click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of torch.")
 @click.option(
     "--workload", "names", multiple=True, type=click.Choice([each.name for each in WORKLOADS]), default=MEASURED
 )
-@click.option("--results", type=click.Path(path_type=Path), default=RESULTS)
-def main(repeats: int, threads: int, names: Sequence[str], results: Path) -> None:
+def main(repeats: int, threads: int, names: Sequence[str]) -> dict[str, Any]:
     """Measure the workloads and write one JSON file and one page of results."""
-    torch.set_num_threads(threads)
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it asks for packages it can do without
-    record: dict[str, Any] = {"machine": describe_machine(threads), "repeats": repeats, "workloads": {}}
+    found: dict[str, Any] = {}
     chosen = [workload for workload in WORKLOADS if workload.name in names]
     with progress("measuring", len(chosen) * (repeats + 1)) as advance:
         for workload in chosen:
@@ -242,12 +267,8 @@ def main(repeats: int, threads: int, names: Sequence[str], results: Path) -> Non
             if workload.prefix:
                 measured["first_token_seconds"] = measure_first_token(workload, path, repeats)
             shape = attrs.asdict(workload, filter=lambda field, _: field.name != "model")
-            record["workloads"][workload.name] = {"batch": shape, "model": path.name, **measured}
-    results.mkdir(parents=True, exist_ok=True)
-    (results / "generate.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    page = write_report(record)
-    (results / "generate.md").write_text(page, encoding="utf-8")
-    click.echo(page)
+            found[workload.name] = {"batch": shape, "model": path.name, **measured}
+    return {"repeats": repeats, "workloads": found}
 
 
 if __name__ == "__main__":

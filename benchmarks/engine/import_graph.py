@@ -19,7 +19,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.harness.machine import ROOT
+
 CORE = ROOT / "kvframe"
 
 

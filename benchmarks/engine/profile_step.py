@@ -7,23 +7,21 @@ benchmarks/README.md says how, and what the figures mean.
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import attrs
 import click
-import torch
 
 from benchmarks.engine.generate import SEED
-from benchmarks.engine.profile_report import write_report
 from benchmarks.harness import models
-from benchmarks.harness.machine import RESULTS, describe_machine
+from benchmarks.harness.pages import heading, spread, table
+from benchmarks.harness.record import benchmark
 from kvframe import Engine, Stack
 from kvframe.attention.layer import AttentionLayer
 from kvframe.cli.render import progress
@@ -190,27 +188,68 @@ def _in_columns(steps: Sequence[dict[str, float]]) -> dict[str, Any]:
     return columns
 
 
-@click.command()
+COLUMNS = ("tokens", "host_share")
+
+
+def write_report(record: Mapping[str, Any]) -> str:
+    """Return the page of results as Markdown."""
+    what = (
+        f": medians over {record['repeats']} decodes of all requests, and over the steps that compute prompts (lowest "
+        "to highest in brackets)."
+    )
+    lines = heading("Where the time of an engine's step goes", record["machine"], what, "float32.")
+    for name, measured in record["workloads"].items():
+        backends = ", ".join(f"`{backend}`" for backend in measured["backends"])
+        compiled = ", compiled around the attention" if measured["is_compiled"] else ""
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            f"Model `{measured['model']}`{compiled}; {measured['num_requests']} requests with prompts of "
+            f"{measured['prompt_len']} tokens; attention by {backends}.",
+            "",
+            *_steps(measured["steps"]),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _steps(steps: Mapping[str, Any]) -> list[str]:
+    rows = []
+    parts = [part for part in steps["decode"] if part not in COLUMNS]
+    totals = {
+        kind: [sum(each) for each in zip(*(found[part] for part in parts), strict=True)]
+        for kind, found in steps.items()
+    }
+    for part in parts:
+        row = [part]
+        for kind in ("decode", "prefill"):
+            seconds = steps[kind][part]
+            share = statistics.median(one / whole for one, whole in zip(seconds, totals[kind], strict=True))
+            row += [spread(seconds, "{:,.3f}", scale=1000), f"{100 * share:.1f} %"]
+        rows.append(row)
+    whole, host = ["the step"], ["all but attention and the model"]
+    for kind in ("decode", "prefill"):
+        whole += [spread(totals[kind], "{:,.3f}", scale=1000), "100 %"]
+        host += ["", f"{100 * steps[kind]['host_share']:.1f} %"]
+    heads = ("", "decode, ms", "share", "prompts, ms", "share")
+    return table(heads, [*rows, whole, host])
+
+
+@benchmark("step_profile", write_report)
 @click.option("--steps", type=click.IntRange(min=1), default=16, show_default=True, help="Decodes that are timed.")
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of torch.")
 @click.option(
     "--workload", "names", type=click.Choice([each.name for each in WORKLOADS]), multiple=True, default=MEASURED
 )
-@click.option("--results", type=click.Path(path_type=Path), default=RESULTS)
-def main(steps: int, threads: int, names: Sequence[str], results: Path) -> None:
+def main(steps: int, threads: int, names: Sequence[str]) -> dict[str, Any]:
     """Measure the workloads and write one JSON file and one page of results."""
-    torch.set_num_threads(threads)
-    record: dict[str, Any] = {"machine": describe_machine(threads), "repeats": steps, "workloads": {}}
+    found: dict[str, Any] = {}
     chosen = [workload for workload in WORKLOADS if workload.name in names]
     with progress("measuring", len(chosen)) as advance:
         for workload in chosen:
-            record["workloads"][workload.name] = measure(workload, steps)
+            found[workload.name] = measure(workload, steps)
             advance(1)
-    results.mkdir(parents=True, exist_ok=True)
-    (results / "step_profile.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    page = write_report(record)
-    (results / "step_profile.md").write_text(page, encoding="utf-8")
-    click.echo(page)
+    return {"repeats": steps, "workloads": found}
 
 
 if __name__ == "__main__":

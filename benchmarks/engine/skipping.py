@@ -7,12 +7,11 @@ benchmarks/README.md says how, and what the figures mean.
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -20,13 +19,12 @@ from typing import Any
 
 import attrs
 import click
-import torch
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.engine.generate import SEED
-from benchmarks.engine.skipping_report import write_report
 from benchmarks.harness import models
-from benchmarks.harness.machine import RESULTS, describe_machine
+from benchmarks.harness.pages import heading, medians, spread, table
+from benchmarks.harness.record import benchmark
 from kvframe import Engine, SamplingParams, Stack
 from kvframe.cli.render import progress
 
@@ -230,28 +228,64 @@ def summarise(off: Sequence[Prefill], on: Sequence[Prefill], clock: str) -> dict
     }
 
 
-@click.command()
+def write_report(record: Mapping[str, Any]) -> str:
+    """Return the page of results as Markdown."""
+    note = "float32, the first token is equal in every repeat."
+    lines = heading("Prefill skipping: on and off", record["machine"], medians(record), note)
+    for name, measured in record["workloads"].items():
+        lines += ["", f"## {name}", "", _shape(measured), "", *_seconds(measured), "", *_predictions(measured)]
+    lines += [
+        "",
+        "Published, on a GPU: in vLLM pull request 19719, with Qwen2 and a prompt of 8,192 tokens, the second group of "
+        "layers takes 9.7 ms with skipping and 16.6 ms without, 0.58.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _shape(measured: Mapping[str, Any]) -> str:
+    rows = measured["rows"]
+    return (
+        f"Model `{measured['model']}`: the last {measured['num_trailing_layers']} of {measured['num_layers']} layers "
+        f"share keys and values of earlier ones. Prompts of {measured['num_prompt_tokens']:,} tokens in steps of at "
+        f"most {measured['max_num_batched_tokens']:,}; each trailing layer computes {rows['off']:,} rows of a prompt "
+        f"without skipping and {rows['on']:,} with it."
+    )
+
+
+def _seconds(measured: Mapping[str, Any]) -> list[str]:
+    rows = []
+    for clock, figures in measured["clocks"].items():
+        for title, part in (("trailing layers", "trailing"), ("whole prefill", "whole")):
+            times = figures["seconds"][part]
+            shown = [spread(times[name], "{:,.1f}", scale=1000) for name in ("off", "on")]
+            rows.append((f"{title}, {clock}", *shown, f"{figures[f'{part}_ratio']:.3f}"))
+    return table(("", "off, ms", "on, ms", "on is … of off"), rows)
+
+
+def _predictions(measured: Mapping[str, Any]) -> list[str]:
+    rows = [
+        (clock, *(f"{figures[key]:.2f}" for key in ("trailing_share", "predicted_whole_ratio", "whole_ratio")))
+        for clock, figures in measured["clocks"].items()
+    ]
+    return table(("", "trailing layers' share, off", "so of the whole is left", "measured"), rows)
+
+
+@benchmark("skipping", write_report)
 @click.option("--repeats", type=click.IntRange(min=1), default=11, show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of torch.")
 @click.option(
     "--workload", "names", multiple=True, type=click.Choice([each.name for each in WORKLOADS]), default=MEASURED
 )
-@click.option("--results", type=click.Path(path_type=Path), default=RESULTS)
-def main(repeats: int, threads: int, names: Sequence[str], results: Path) -> None:
+def main(repeats: int, threads: int, names: Sequence[str]) -> dict[str, Any]:
     """Measure the workloads and write one JSON file and one page of results."""
-    torch.set_num_threads(threads)
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    record: dict[str, Any] = {"machine": describe_machine(threads), "repeats": repeats, "workloads": {}}
+    found: dict[str, Any] = {}
     chosen = [workload for workload in WORKLOADS if workload.name in names]
     with progress("measuring", len(chosen) * (repeats + 1)) as advance:
         for workload in chosen:
-            record["workloads"][workload.name] = measure(workload, repeats, advance)
-    results.mkdir(parents=True, exist_ok=True)
-    (results / "skipping.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    page = write_report(record)
-    (results / "skipping.md").write_text(page, encoding="utf-8")
-    click.echo(page)
+            found[workload.name] = measure(workload, repeats, advance)
+    return {"repeats": repeats, "workloads": found}
 
 
 if __name__ == "__main__":

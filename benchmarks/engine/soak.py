@@ -8,15 +8,13 @@ at once. Everything else is real. benchmarks/README.md says what is compared.
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,11 +24,10 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.engine.soak_faults import KINDS, Faults, InjectedError
-from benchmarks.engine.soak_operator import OPERATIONS, Operator
 from benchmarks.engine.soak_report import write_report
 from benchmarks.engine.soak_scenarios import SCENARIOS, Scenario, Served
-from benchmarks.engine.soak_traffic import Arrival, draw_arrivals
-from benchmarks.harness.machine import RESULTS, describe_machine
+from benchmarks.engine.soak_traffic import OPERATIONS, Arrival, Operator, draw_arrivals
+from benchmarks.harness.record import benchmark
 from kvframe import Engine, RequestOutput, SamplingParams
 from kvframe.cache.events import CacheEvent
 from kvframe.cli.render import progress
@@ -277,30 +274,29 @@ def soak(
     }
 
 
-@click.command()
+def has_failed(record: Mapping[str, Any]) -> bool:
+    """Return whether anything differs or leaks."""
+    wrong = ("differences", "mirror_differences", "leaks")
+    return any(each[what] for each in record["scenarios"].values() for what in wrong)
+
+
+@benchmark("soak", write_report, fails=has_failed)
 @click.option("--minutes", type=click.FloatRange(min=0.1), default=60, show_default=True, help="Of simulated traffic.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--scenario", "names", multiple=True, type=click.Choice([each.name for each in SCENARIOS]))
-@click.option("--results", type=click.Path(path_type=Path), default=RESULTS)
-def main(minutes: float, seed: int, names: Sequence[str], results: Path) -> None:
+def main(minutes: float, seed: int, names: Sequence[str]) -> dict[str, Any]:
     """Serve every scenario's traffic and write one JSON file and one page; fail if anything differs or leaks."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background jobs have none.
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     logging.getLogger("kvframe").setLevel(logging.CRITICAL)  # a listener that raises is said each time
-    record: dict[str, Any] = {"machine": describe_machine(1), "minutes": minutes, "seed": seed, "scenarios": {}}
+    found: dict[str, Any] = {}
     num_prompts = NUM_PROMPTS if minutes > MINUTES_IN_SHORT else NUM_PROMPTS_IN_SHORT
     for scenario in [each for each in SCENARIOS if not names or each.name in names]:
         with progress(scenario.name, int(60 * minutes * scenario.per_second)) as advance:
-            record["scenarios"][scenario.name] = soak(scenario, minutes, seed, num_prompts, advance)
-    results.mkdir(parents=True, exist_ok=True)
-    (results / "soak.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    page = write_report(record)
-    (results / "soak.md").write_text(page, encoding="utf-8")
-    click.echo(page)
-    if any(each["differences"] or each["mirror_differences"] or each["leaks"] for each in record["scenarios"].values()):
-        sys.exit("what differs, and what leaks, is in soak.json")
+            found[scenario.name] = soak(scenario, minutes, seed, num_prompts, advance)
+    return {"minutes": minutes, "seed": seed, "scenarios": found}
 
 
 if __name__ == "__main__":

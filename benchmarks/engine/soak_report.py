@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.engine.soak_faults import KINDS
-from benchmarks.harness.pages import table
+from benchmarks.harness.pages import heading, table
 
 COUNTS = {
     "requests": "requests, each sample counted",
@@ -34,16 +34,10 @@ ENDS = {"length": "served", "aborted": "given up by their owners", "error": "fai
 
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page of results as Markdown."""
-    machine, scenarios = record["machine"], record["scenarios"]
+    scenarios = record["scenarios"]
+    what = f": {record['minutes']:g} minutes of simulated traffic for each scenario, seed {record['seed']}."
     lines = [
-        "# Soak: traffic while things break",
-        "",
-        f"Run on {machine['date']} by `{machine['command']}`: {record['minutes']:g} minutes of simulated traffic for "
-        f"each scenario, seed {record['seed']}.",
-        "",
-        f"{machine['processor']}, {machine['cores']} cores, {machine['system']}; Python {machine['python']}, torch "
-        f"{machine['torch']}, transformers {machine['transformers']}, kvframe {machine['kvframe']} at "
-        f"{machine['commit']}. float32, greedy.",
+        *heading("Soak: traffic while things break", record["machine"], what, "float32, greedy.", how="Run"),
         "",
         *(
             f"- **{name}**: tiny `{each['family']}`; {each['what']}; {each['slabs']} slabs."

@@ -1,13 +1,18 @@
-"""What comes to a soak, and when: requests at random on a simulated clock, in bursts, some of them given up."""
+"""What comes to a soak at random, on a simulated clock: requests in bursts, and what an operator does meanwhile."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import attrs
 
+from benchmarks.engine.soak_faults import Faults
 from benchmarks.engine.soak_scenarios import Asked, Scenario
+from kvframe import Engine
+from kvframe.cache.pins import Pin
+from kvframe.contract.errors import PlanError, RequestError
 
 SALTS = ("", "", "", "anna", "ben")
 SECONDS_BETWEEN_BURSTS = 180
@@ -63,3 +68,85 @@ def draw_arrivals(scenario: Scenario, asked: Sequence[Asked], seconds: float, se
                 patience=source.randint(0, 20) if source.random() < ABORTED else None,
             )
         )
+
+
+# --- the operator
+
+RESETS = 1 / 500
+"""Steps before which the prefix cache is reset."""
+GROWTHS, SHRINKS, PINS = 1 / 150, 1 / 40, 1 / 10
+"""Steps before which a tight cache grows, and before which a larger one is made tight, or a prefix is pinned in it."""
+NO_MEMORY = 0.2
+"""Of the sizes that are asked for, those for which there is no memory."""
+UNPINNED = 0.7
+"""Of the times that a cache is to be made tight, those at which what is pinned is let go of before."""
+
+OPERATIONS = ("resets", "resizes", "resizes_refused", "pins_asked", "pins")
+
+
+@attrs.define
+class Operator:
+    """Whoever runs an engine.
+
+    Attributes:
+        counts: What was done, by ``OPERATIONS``.
+        mistakes: What should not have happened, in words.
+    """
+
+    engine: Engine
+    faults: Faults
+    asked: Sequence[Asked]
+    source: random.Random
+    counts: Counter[str] = attrs.field(factory=Counter)
+    mistakes: list[str] = attrs.field(factory=list)
+    _pins: list[Pin] = attrs.field(factory=list)
+    _tight: int = attrs.field(init=False, default=attrs.Factory(lambda self: self.engine.plan.num_slabs, True))
+
+    def chosen(self) -> list[Callable[[], None]]:
+        """Return what is to be done before a step; what breaks meanwhile raises, as a step does."""
+        is_tight = self.engine.plan.num_slabs == self._tight
+        chances = [(self._reset, RESETS)]
+        chances += [(self._grow, GROWTHS)] if is_tight else [(self._shrink, SHRINKS), (self._pin, PINS)]
+        return [act for act, chance in chances if self.source.random() < chance]
+
+    def _reset(self) -> None:
+        self._pins.clear()
+        self.counts["resets"] += 1
+        self.engine.reset_prefix_cache()
+
+    def _grow(self) -> None:
+        # Beside what is pinned there has to be room for the longest request with the longest input, which is not tight.
+        plan = self.engine.plan
+        self._resize(self._tight + self.source.randint(1, plan.num_slabs_for(plan.peak_blocks(plan.max_model_len))))
+
+    def _shrink(self) -> None:
+        if self.source.random() < UNPINNED:
+            while self._pins:
+                self.engine.unpin(self._pins.pop())
+        self._resize(self._tight)
+
+    def _resize(self, num_slabs: int) -> None:
+        plan = self.engine.plan
+        breaks = not self.faults.is_armed and self.source.random() < NO_MEMORY
+        if breaks:
+            self.faults.arm("resize")
+        try:
+            self.engine.resize_cache(plan.total_bytes + (num_slabs - plan.num_slabs) * plan.slab_bytes)
+            self.counts["resizes"] += 1
+        except PlanError as error:
+            self.counts["resizes_refused"] += 1
+            if self.engine.plan != plan or not (breaks or self._pins):
+                self.mistakes.append(f"{plan.num_slabs} slabs did not become {num_slabs}: {error}")
+        finally:
+            if breaks:
+                self.faults.disarm()
+
+    def _pin(self) -> None:
+        self.counts["pins_asked"] += 1
+        try:
+            self._pins.append(
+                self.engine.pin_prefix(self.source.choice(self.asked).prompt, cache_salt=self.source.choice(SALTS))
+            )
+            self.counts["pins"] += 1
+        except RequestError:
+            pass  # It has no whole block, failed as others do, or leaves no room for the longest request.

@@ -27,6 +27,7 @@ from benchmarks.gpu.measure import measure_case, measure_host
 from benchmarks.gpu.report import write_report
 from benchmarks.gpu.timing import measure_ceilings
 from benchmarks.harness.machine import RESULTS, command_line
+from benchmarks.harness.record import write
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.errors import KVFrameError
 from kvframe.loading.plugins import load_plugins
@@ -101,8 +102,7 @@ def main(budget: float, device: str, tiny: bool, names: tuple[str, ...], results
         workload, before = TINY_WORKLOAD if tiny else WORKLOAD, record
         for found in run(torch.device(device), wanted, names, time.monotonic() + budget, command_line(), workload):
             record = merged(before, found)
-            path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-            page.write_text(write_report(record, wanted), encoding="utf-8")
+            write(results, "gpu", record, write_report(record, wanted))
     page.write_text(write_report(record, wanted), encoding="utf-8")
     print(page.read_text(encoding="utf-8"))
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, LlamaConfig, LlamaForCausalLM
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.harness.machine import ROOT
+
 CACHE = ROOT / ".cache"
 
 

@@ -1,4 +1,4 @@
-"""The page of results: the record as tables for people."""
+"""What all pages of results are made of: headings, tables, and medians with their range."""
 
 from __future__ import annotations
 
@@ -7,61 +7,36 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def write_report(record: Mapping[str, Any]) -> str:
-    """Return the page as Markdown."""
-    note = "greedy; the tokens of all systems are equal in every repeat"
-    lines = heading("Generating: kvframe and transformers", record, note)
-    for name, measured in record["workloads"].items():
-        lines += ["", f"## {name}", "", _batch(measured), "", *_speeds(measured)]
-        if "first_token_seconds" in measured:
-            lines += ["", *_first_token(measured["first_token_seconds"])]
-    return "\n".join(lines) + "\n"
+def heading(title: str, machine: Mapping[str, Any], what: str, note: str = "", *, how: str = "Measured") -> list[str]:
+    """Return a page's first lines.
 
-
-def heading(title: str, record: Mapping[str, Any], note: str, *, dtype: str = "float32") -> list[str]:
-    """Return a page's first lines: its title, and where and how its figures were measured."""
-    machine = record["machine"]
+    Args:
+        title: The page's.
+        machine: Where, when and by which command its figures were found.
+        what: What the command's figures are; it follows the command.
+        note: A last sentence, on what is the same for all figures.
+        how: The first word.
+    """
     return [
         f"# {title}",
         "",
-        f"Measured on {machine['date']} by `{machine['command']}`, median of {record['repeats']} alternating repeats "
-        "(lowest to highest in brackets).",
+        f"{how} on {machine['date']} by `{machine['command']}`{what}",
         "",
         f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} torch thread(s), {machine['system']}; "
         f"Python {machine['python']}, torch {machine['torch']}, transformers {machine['transformers']}, "
-        f"kvframe {machine['kvframe']} at {machine['commit']}. {dtype}, {note}.",
+        f"kvframe {machine['kvframe']} at {machine['commit']}. {note}".rstrip(),
     ]
 
 
-def _batch(measured: Mapping[str, Any]) -> str:
-    batch = measured["batch"]
-    prefix = f" after a common prefix of {batch['prefix']}" if batch["prefix"] else ", nothing in common"
-    return (
-        f"Model `{measured['model']}`; {batch['num_prompts']} prompts of {batch['shortest']} to {batch['longest']} "
-        f"tokens{prefix}; {batch['num_new_tokens']} new tokens each."
-    )
+def medians(record: Mapping[str, Any]) -> str:
+    """Return what is said of figures that are medians of rounds by turns."""
+    return f", median of {record['repeats']} alternating repeats (lowest to highest in brackets)."
 
 
-def _speeds(measured: Mapping[str, Any]) -> list[str]:
-    rows = []
-    dense = measured["dense_bytes"]
-    for name, speeds in measured["tokens_per_second"].items():
-        ratio = measured["times_as_fast"].get(name)
-        num_bytes = measured["cache_bytes"][name]
-        held = "not reported" if num_bytes is None else f"{num_bytes / 1e6:.1f} MB"
-        rows.append((name, spread(speeds, "{:,.0f}"), "" if ratio is None else f"{ratio:.2f}", held))
-    rows.append(("every layer full, padded, contiguous", "", "", f"{dense / 1e6:.1f} MB"))
-    return table(("", "generated tokens/s", "kvframe is … times as fast", "keys and values held at most"), rows)
-
-
-def _first_token(seconds: Mapping[str, Sequence[float]]) -> list[str]:
-    rows = [(name, spread([1000 * each for each in times], "{:,.1f}")) for name, times in seconds.items()]
-    return table(("one request alone", "time to its first token, ms"), rows)
-
-
-def spread(values: Sequence[float], form: str) -> str:
-    """Return the median with the lowest and highest in brackets, each as ``form`` writes a number."""
-    middle, low, high = (form.format(value) for value in (statistics.median(values), min(values), max(values)))
+def spread(values: Sequence[float], form: str, *, scale: float = 1) -> str:
+    """Return the median with the lowest and highest in brackets, each times ``scale`` and as ``form`` writes it."""
+    figures = (statistics.median(values), min(values), max(values))
+    middle, low, high = (form.format(scale * value) for value in figures)
     return f"{middle} ({low} to {high})"
 
 

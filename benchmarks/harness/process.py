@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -94,3 +96,10 @@ def answer_questions(load: Callable[[], tuple[Mapping[str, str], Callable[[dict[
     print(json.dumps(versions), file=answers)
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), file=answers)
+
+
+def timed(run: Callable[[], T]) -> tuple[float, T]:
+    """Return the seconds that ``run`` takes, and what it returns."""
+    start = time.perf_counter()
+    result = run()
+    return time.perf_counter() - start, result

@@ -9,7 +9,6 @@ import attrs
 import numpy as np
 
 from benchmarks.memory.pools import EqualBlocks
-from benchmarks.memory.slabs import SlabPool
 from benchmarks.memory.tables import Inputs, TableManager
 from benchmarks.memory.traces import Tokens
 from kvframe.cache.manager import KVCacheManager
@@ -232,7 +231,7 @@ class EqualPages:
         self._memory_bytes = memory_bytes
         self._pool = EqualBlocks(memory_bytes // layout.block_bytes)
         specs = [group.spec for group in layout.groups]
-        self._manager = TableManager(specs, self._pool, tokens_a_step=tokens_a_step, few_checkpoints=True)
+        self._manager = TableManager(specs, self._pool, tokens_a_step)
         self.start = self._manager.start
         self.has_room = self._manager.has_room
         self.extend = self._manager.extend
@@ -280,60 +279,5 @@ class EqualPages:
             partly_used=0,
             cached=0,
             padding=self._memory_bytes - needed - unfinished - idle,
-            idle=idle,
-        )
-
-
-# --- slabs and pages as a model ---------------------------------------------------------------------------------------
-
-
-class ModelOfSlabs:
-    """kvframe's plan on a pool that is a model, whose placement can be chosen."""
-
-    def __init__(self, plan: KVCachePlan, pool: SlabPool, *, prefix_caching: bool) -> None:
-        """Start with an empty pool."""
-        self._plan, self._pool = plan, pool
-        specs = [group.spec for group in plan.groups]
-        self._manager = TableManager(
-            specs,
-            pool,
-            tokens_a_step=plan.max_num_batched_tokens,
-            few_checkpoints=False,
-            prefix_caching=prefix_caching,
-        )
-        self.start = self._manager.start
-        self.has_room = self._manager.has_room
-        self.extend = self._manager.extend
-        self.commit = self._manager.commit
-        self.free = self._manager.free
-
-    def chunk(self, request_id: str, start: int, stop: int, prompt_end: int, limit: int) -> int:
-        """Return ``stop``: a step may end anywhere."""
-        return stop
-
-    @property
-    def use(self) -> float:
-        """Share of the slabs with a held page."""
-        return 1 - self._pool.num_idle / self._plan.num_slabs
-
-    def memory_use(self, computed: Mapping[str, int]) -> MemoryUse:
-        """Return where the pool's bytes are; what is unfinished counts as needed."""
-        plan = self._plan
-        held = free = cached = tails = idle = 0
-        for slab in self._pool.slabs:
-            if not slab.num_held:
-                idle += plan.slab_bytes
-                continue
-            group = plan.groups[slab.group]
-            held += slab.num_held * group.page_bytes
-            free += len(slab.free) * group.page_bytes
-            cached += len(slab.cached) * group.page_bytes
-            tails += plan.slab_bytes - group.pages_per_slab * group.page_bytes
-        return MemoryUse(
-            needed=held,
-            unfinished=0,
-            partly_used=free,
-            cached=cached,
-            padding=tails + plan.memory_bytes - plan.num_slabs * plan.slab_bytes,
             idle=idle,
         )

@@ -7,10 +7,9 @@ from typing import Any
 
 import attrs
 
-from benchmarks.memory.caches import Cache, EqualGroup, EqualLayout, EqualPages, ModelOfSlabs, SlabsAndPages
+from benchmarks.memory.caches import Cache, EqualGroup, EqualLayout, EqualPages, SlabsAndPages
 from benchmarks.memory.padded_groups import PaddedGroups, PaddedType
 from benchmarks.memory.plans import DTYPE, LAYER_FILES, STATES_ONCE
-from benchmarks.memory.slabs import SlabPool
 from kvframe.config.stack import Stack
 from kvframe.contract.description import ModelDescription
 from kvframe.contract.specs import KVCacheSpec, LayerSpec, align_up
@@ -97,24 +96,6 @@ class Shape:
         layers = _layers(self.description, {})
         equal = equal_groups(layers) if layout == PADDED else one_size_fits_all(layers)
         return EqualPages(equal, self.memory_bytes, TOKENS_A_STEP)
-
-    def model_of_slabs(self, placement: str, reuse: str, *, prefix_caching: bool) -> Cache:
-        """Return kvframe's plan on a pool that is a model.
-
-        Args:
-            placement: One of ``traffic_slabs.PLACEMENTS``.
-            reuse: One of ``traffic_slabs.REUSES``.
-            prefix_caching: Whether anything is cached.
-        """
-        plan = self.plan()
-        pool = SlabPool(
-            [group.pages_per_slab for group in plan.groups],
-            plan.num_slabs,
-            reserve=min(plan.num_slabs, plan.num_slabs_for(group.peak_blocks for group in plan.groups)),
-            placement=placement,
-            reuse=reuse,
-        )
-        return ModelOfSlabs(plan, pool, prefix_caching=prefix_caching)
 
 
 def _layers(description: ModelDescription, rules: dict[str, Any]) -> Sequence[LayerSpec]:

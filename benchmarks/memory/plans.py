@@ -7,19 +7,17 @@ benchmarks/README.md says what the figures mean. Nothing is loaded or run: the m
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Sequence
-from importlib.metadata import version
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import click
 
-from benchmarks.harness.machine import RESULTS, command_line
+from benchmarks.harness.machine import ROOT
+from benchmarks.harness.pages import heading, table
+from benchmarks.harness.record import benchmark
 from benchmarks.memory.padded_groups import PaddedGroups
-from benchmarks.memory.plans_report import write_report
+from kvframe.cli.render import format_bytes
 from kvframe.config.stack import Stack
 from kvframe.contract.description import ModelDescription
 from kvframe.contract.specs import LayerSpec
@@ -30,7 +28,7 @@ from kvframe.planning.layer_file import read_layer_file
 from kvframe.planning.plan import KVCachePlan
 from kvframe.planning.sizing import plan_for_stack
 
-LAYER_FILES = Path(__file__).parents[2] / "examples" / "layers"
+LAYER_FILES = ROOT / "examples" / "layers"
 MEMORY_BYTES = 80_000_000_000
 MAX_MODEL_LEN = 131_072
 LENGTHS = (8_192, MAX_MODEL_LEN)
@@ -143,28 +141,94 @@ def wasted_share(plan: KVCachePlan) -> float:
     return 1 - used / plan.memory_bytes
 
 
-@click.command()
+SYSTEMS = ("hybrid", "full", "padded")
+"""kvframe, every layer full, equal padded groups."""
+
+
+def write_report(record: Mapping[str, Any]) -> str:
+    """Return the page of results as Markdown."""
+    note = (
+        f"80 GB of cache ({record['memory_bytes']:,} bytes; weights are not counted), keys and values in "
+        f"{record['dtype']}, blocks of {record['block_size']} tokens, steps of at most "
+        f"{record['max_num_batched_tokens']:,} tokens."
+    )
+    lines = [
+        *heading("Planned memory of published models", record["machine"], ".", note, how="Planned"),
+        "",
+        "## What is planned",
+        "",
+        *table(
+            ("", "groups", "one more token", "each request, whatever its length", "wasted"),
+            [_planned(row) for row in record["models"]],
+        ),
+        "",
+        "## Requests that fit at once",
+        "",
+        *table(
+            (
+                *("", "tokens each", "kvframe", "every layer full", "equal padded groups"),
+                *("MiB a request: kvframe", "every layer full", "equal padded groups", "of these wasted"),
+            ),
+            [line for row in record["models"] for line in _requests(row)],
+        ),
+        "",
+        "## The equal padded groups",
+        "",
+        *table(
+            ("", "groups", "layers a group", "layers that are not there", "tokens a block", "groups of kvframe"),
+            [_padded(row) for row in record["models"]],
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _planned(row: Mapping[str, Any]) -> tuple[str, ...]:
+    groups = ", ".join(f"{group['num_layers']} {group['kind']}" for group in row["groups"])
+    held = [format_bytes(row["bytes_per_request"])] if row["bytes_per_request"] else []
+    for sequence, num_bytes in row["bytes_per_input_token"].items():
+        longest = row["max_input_lens"][sequence]
+        held.append(f"{format_bytes(num_bytes * longest)} for {longest:,} {sequence} tokens")
+    wasted = f"{format_bytes(row['wasted_bytes'])}, {row['wasted']:.2%}"
+    return row["title"], groups, format_bytes(row["bytes_per_token"]), ", ".join(held), wasted
+
+
+def _requests(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    found = []
+    for index, length in enumerate(row["lengths"]):
+        counts = (row["requests"][name][index] for name in SYSTEMS)
+        sizes = (row["request_bytes"][name][index] / 2**20 for name in SYSTEMS)
+        found.append(
+            (
+                row["title"] if index == 0 else "",
+                f"{length:,}",
+                *(f"{count:,}" for count in counts),
+                *(f"{size:,.1f}" for size in sizes),
+                f"{row['padded']['wasted'][index]:.1%}",
+            )
+        )
+    return found
+
+
+def _padded(row: Mapping[str, Any]) -> tuple[str, ...]:
+    padded = row["padded"]
+    sizes = ", ".join(f"{size:,}" for size in sorted(set(padded["block_sizes"])))
+    numbers = padded["num_groups"], padded["group_size"], padded["num_missing_layers"]
+    return row["title"], *map(str, numbers), sizes, str(len(row["groups"]))
+
+
+@benchmark("memory", write_report)
 @click.option("--model", "files", multiple=True, type=click.Choice([model.file for model in MODELS]))
-@click.option("--results", type=click.Path(path_type=Path), default=RESULTS)
-def main(files: Sequence[str], results: Path) -> None:
+def main(files: Sequence[str]) -> dict[str, Any]:
     """Plan the models and write one JSON file and one page of results."""
     registry = load_plugins().registry
-    chosen = [model for model in MODELS if model.file in (files or [each.file for each in MODELS])]
-    record = {
-        "command": command_line(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "kvframe": version("kvframe"),
+    chosen = [model for model in MODELS if not files or model.file in files]
+    return {
         "memory_bytes": MEMORY_BYTES,
         "dtype": DTYPE,
         "block_size": Stack().cache.block_size,
         "max_num_batched_tokens": Stack().engine.max_num_batched_tokens,
         "models": [row for model in chosen for row in measure(model, registry)],
     }
-    results.mkdir(parents=True, exist_ok=True)
-    (results / "memory.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    page = write_report(record)
-    (results / "memory.md").write_text(page, encoding="utf-8")
-    click.echo(page)
 
 
 if __name__ == "__main__":

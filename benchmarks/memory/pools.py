@@ -1,35 +1,12 @@
-"""What a model of a cache asks of its pool, and the pool whose blocks all have one size."""
+"""A pool whose blocks all have one size: who holds which, what is found by its key, what is evicted first."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Protocol
 
 Key = tuple[int, int]
 """A group and the hash of a prefix."""
-
-
-class Pool(Protocol):
-    """Who owns which block, what is found by its key, and what is evicted first."""
-
-    def find(self, key: Key) -> int:
-        """Return the block with this key; 0 if there is none."""
-
-    def has_room(self, num_blocks: Sequence[int]) -> bool:
-        """Return whether ``allocate`` would find as many blocks for each group."""
-
-    def allocate(self, num_blocks: Sequence[int]) -> list[list[int]] | None:
-        """Take blocks for each group, evicting where needed; None, and nothing changed, if there are not enough."""
-
-    def reference(self, group: int, block: int) -> None:
-        """Hold a block once more."""
-
-    def release(self, group: int, blocks: Sequence[int]) -> None:
-        """Hold each block once less, in the order in which they shall be evicted."""
-
-    def publish(self, block: int, key: Key) -> None:
-        """Make a held block findable, unless another one is already found by that key."""
 
 
 class EqualBlocks:

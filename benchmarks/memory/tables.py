@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import attrs
 
-from benchmarks.memory.pools import Pool
+from benchmarks.memory.pools import EqualBlocks
 from benchmarks.memory.traces import Tokens
 from kvframe.cache.input_index import InputSequence
 from kvframe.contract.specs import TOKENS, KVCacheSpec
@@ -36,11 +36,8 @@ class TableManager:
     def __init__(
         self,
         specs: Sequence[KVCacheSpec],
-        pool: Pool,
-        *,
+        pool: EqualBlocks,
         tokens_a_step: int,
-        few_checkpoints: bool,
-        prefix_caching: bool = True,
     ) -> None:
         """Start with no request.
 
@@ -48,16 +45,11 @@ class TableManager:
             specs: The groups'.
             pool: Where blocks come from.
             tokens_a_step: The most tokens that a step computes.
-            few_checkpoints: Whether a step stores the state after its last token alone, and windows and states are
-                findable only where a later request may want to continue; else what the spec says, everywhere.
-            prefix_caching: Whether anything is found again.
         """
         self._specs = tuple(specs)
         self._keeps_states = [spec.is_per_block for spec in specs]
         self._pool = pool
         self._tokens_a_step = tokens_a_step
-        self._few_checkpoints = few_checkpoints
-        self._prefix_caching = prefix_caching
         self._entries: dict[str, _Entry] = {}
         self._sizes = sorted({spec.block_size for spec in specs if spec.sequence == TOKENS})
         self._alignment = math.lcm(*self._sizes)
@@ -132,18 +124,9 @@ class TableManager:
             return range(len(ids), -(-num_tokens // size))
         if num_tokens <= entry.num_computed:
             return ()
+        # A step stores the state after its last token alone.
         last = (num_tokens - 1) // size
-        stored: Sequence[tuple[int, int]] = ((last, last + 1),)
-        if not self._few_checkpoints:
-            branch = (num_tokens - 1) // self._alignment * self._alignment
-            stored = spec.stored_blocks(entry.num_computed, num_tokens - entry.num_computed, branch)
-        first = entry.num_computed // size
-        return [
-            index
-            for start, stop in stored
-            for index in range(max(start, first), stop)
-            if index >= len(ids) or not ids[index]
-        ]
+        return () if last < len(ids) and ids[last] else (last,)
 
     def commit(self, request_id: str, token_ids: Tokens[int], num_computed: int) -> None:
         """Take note that tokens ``[0, num_computed)`` are computed."""
@@ -174,7 +157,7 @@ class TableManager:
     def _findable(self, entry: _Entry, spec: KVCacheSpec) -> list[tuple[int, int]]:
         """Return which of a request's blocks of a group are to be findable once they are full."""
         every = [(0, len(entry.keys[spec.block_size]))]
-        if not self._few_checkpoints or not _passes_each_token(spec):
+        if not _passes_each_token(spec):
             return every
         return [live for boundary in entry.boundaries for live in spec.live_blocks(boundary)]
 
@@ -192,7 +175,7 @@ class TableManager:
         return self._entries[request_id].ids[group]
 
     def _is_shared(self, entry: _Entry) -> bool:
-        return self._prefix_caching and not entry.inputs
+        return not entry.inputs
 
     def _make_keys(self, entry: _Entry, token_ids: Tokens[int], num_tokens: int) -> None:
         for size in self._sizes:

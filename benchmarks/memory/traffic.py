@@ -7,20 +7,18 @@ benchmarks/README.md says what the figures mean.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import attrs
 import click
 
-from benchmarks.harness.machine import RESULTS, describe_machine
-from benchmarks.memory.caches import Cache, MemoryUse
+from benchmarks.harness.record import benchmark
+from benchmarks.memory.caches import MemoryUse
 from benchmarks.memory.layouts import (
     FEW_STATES,
     KVFRAME,
@@ -33,7 +31,6 @@ from benchmarks.memory.layouts import (
 )
 from benchmarks.memory.plans import DTYPE, MODELS
 from benchmarks.memory.simulator import Outcome, Simulation
-from benchmarks.memory.slabs import PLACEMENTS
 from benchmarks.memory.traces import TRACES, Lengths, draw, typical_tokens
 from benchmarks.memory.traffic_report import draw_plot, write_report
 from kvframe.cli.render import progress
@@ -46,18 +43,6 @@ turns, of which they share tokens, and where they have one."""
 CONVERSATIONS = {True: 1.2, False: 1.6}
 """Conversations for each user, where these have several turns and where they have one."""
 
-PLACED = (
-    ("gemma_3_27b.json", "multi-turn", True),
-    ("gemma_3_27b.json", "log-normal", False),
-    ("phi_4_mini_flash.toml", "multi-turn", True),
-    ("phi_4_mini_flash.toml", "log-normal", False),
-    ("falcon_h1_7b.toml", "long documents", True),
-    ("falcon_h1_7b.toml", "long documents", False),
-)
-"""Models and traces on which placements are compared, and whether prefixes are cached."""
-
-POLICIES = (*((placement, "oldest") for placement in PLACEMENTS), ("fullest", "fullest"))
-
 
 @attrs.frozen
 class Job:
@@ -67,32 +52,20 @@ class Job:
         file: The model's layer file.
         trace: A trace's name.
         size: Requests that the memory is for.
-        layout: A layout's name; unused where placements are compared.
-        policy: Placement and reuse, where they are.
-        prefix_caching: Whether anything is cached.
+        layout: A layout's name.
     """
 
     file: str
     trace: str
     size: int
     layout: str = KVFRAME
-    policy: tuple[str, str] | None = None
-    prefix_caching: bool = True
 
     def run(self) -> dict[str, Any]:
         """Run the trace and return what came of it."""
         shape, lengths = Shape.read(self.file, self.size), TRACES[self.trace]
-        cache: Cache
-        if self.policy is None:
-            cache = shape.cache(self.layout)
-            names = {"layout": self.layout}
-        else:
-            placement, reuse = self.policy
-            cache = shape.model_of_slabs(placement, reuse, prefix_caching=self.prefix_caching)
-            names = {"placement": placement, "reuse": reuse}
         num_users = users(shape, lengths)
         outcome = Simulation(
-            cache,
+            shape.cache(self.layout),
             draw(lengths, round(num_users * CONVERSATIONS[lengths.turns[1] > 1]), shape.longest),
             num_users=num_users,
             max_num_seqs=MAX_NUM_SEQS,
@@ -103,8 +76,7 @@ class Job:
         return {
             "title": title,
             "trace": self.trace,
-            **names,
-            "prefix_caching": self.prefix_caching,
+            "layout": self.layout,
             "memory_bytes": shape.memory_bytes,
             "users": num_users,
             **figures(outcome, shape.memory_bytes),
@@ -142,22 +114,15 @@ def _jobs(files: Sequence[str], traces: Sequence[str], size: int) -> list[Job]:
         if Shape.read(file, size).keeps_states:
             layouts.insert(1, FEW_STATES)
         jobs += [Job(file, trace, size, layout) for trace in traces for layout in layouts]
-    jobs += [
-        Job(file, trace, size, policy=policy, prefix_caching=caches)
-        for file, trace, caches in PLACED
-        if file in files and trace in traces
-        for policy in POLICIES
-    ]
     return jobs
 
 
-@click.command()
+@benchmark("memory_traffic", write_report, plots={"memory_traffic": draw_plot})
 @click.option("--model", "files", multiple=True, type=click.Choice([model.file for model in MODELS]))
 @click.option("--trace", "traces", multiple=True, type=click.Choice(list(TRACES)))
 @click.option("--size", type=click.IntRange(1), default=SIZE, help="Requests that the memory is for.")
 @click.option("--workers", type=click.IntRange(1), default=os.cpu_count(), help="Processes.")
-@click.option("--results", type=click.Path(path_type=Path), default=RESULTS)
-def main(files: Sequence[str], traces: Sequence[str], size: int, workers: int, results: Path) -> None:
+def main(files: Sequence[str], traces: Sequence[str], size: int, workers: int) -> dict[str, Any]:
     """Run the traces and write one JSON file, one page of results and one plot."""
     jobs = _jobs(files or [model.file for model in MODELS], traces or list(TRACES), size)
     rows: list[dict[str, Any]] = []
@@ -166,20 +131,14 @@ def main(files: Sequence[str], traces: Sequence[str], size: int, workers: int, r
         for row in pool.map(Job.run, jobs):
             rows.append(row)
             show(len(rows))
-    record = {
-        "machine": describe_machine(1),
+    return {
         "dtype": DTYPE,
         "size": size,
         "state_block": STATE_BLOCK,
         "tokens_a_step": TOKENS_A_STEP,
         "traces": {name: attrs.asdict(lengths) for name, lengths in TRACES.items()},
-        "layouts": [row for row in rows if "layout" in row],
-        "placements": [row for row in rows if "placement" in row],
+        "layouts": rows,
     }
-    results.mkdir(parents=True, exist_ok=True)
-    (results / "memory_traffic.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    (results / "memory_traffic.md").write_text(write_report(record), encoding="utf-8")
-    draw_plot(record, results / "memory_traffic.svg")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.pages import table
+from benchmarks.harness.pages import heading, table
 
 SHORT = {
     "kvframe": "kvframe",
@@ -23,13 +23,13 @@ Rows = Sequence[Mapping[str, Any]]
 
 def write_report(record: Mapping[str, Any]) -> str:
     """Return the page of results as Markdown."""
-    machine, rows = record["machine"], record["layouts"]
+    rows = record["layouts"]
+    note = (
+        f"Keys and values are {record['dtype']}, steps have at most {record['tokens_a_step']:,} tokens; *few states* "
+        f"keeps one every {record['state_block']} tokens. The figures depend on no machine."
+    )
     lines = [
-        "# Traffic on the caches of published models",
-        "",
-        f"Simulated on {machine['date']} by `{machine['command']}`, kvframe {machine['kvframe']} at "
-        f"{machine['commit']}. Keys and values are {record['dtype']}, steps have at most {record['tokens_a_step']:,} "
-        f"tokens; *few states* keeps one every {record['state_block']} tokens. The figures depend on no machine.",
+        *heading("Traffic on the caches of published models", record["machine"], ".", note, how="Simulated"),
         "",
         "![Requests at once, and the memory that is wasted](memory_traffic.svg)",
         "",
@@ -71,22 +71,6 @@ def write_report(record: Mapping[str, Any]) -> str:
             [line for row in rows for line in _memory(row)],
         ),
     ]
-    if record["placements"]:
-        lines += [
-            "",
-            "## Which page to take",
-            "",
-            "By a model of kvframe's pool.",
-            "",
-            *table(
-                (
-                    *("", "", "takes the free page", "gives up the cached page", "requests at once"),
-                    *("prompt tokens found", "preemptions", "free pages in partly used slabs"),
-                    "cached pages there",
-                ),
-                [_placement(row) for row in record["placements"]],
-            ),
-        ]
     return "\n".join(lines) + "\n"
 
 
@@ -160,21 +144,6 @@ def _memory(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
     use = row["use"]
     shares = (use["unfinished"], use["partly_used"], use["padding"], wasted(row), row["most_wasted"], use["cached"])
     return [(row["title"], row["trace"], SHORT[row["layout"]], *(f"{share:.2%}" for share in shares))]
-
-
-def _placement(row: Mapping[str, Any]) -> tuple[str, ...]:
-    use = row["use"] or {"partly_used": 0.0, "cached": 0.0}
-    return (
-        row["title"],
-        row["trace"] + ("" if row["prefix_caching"] else ", nothing cached"),
-        f"of the slab {'with most held pages' if row['placement'] == 'fullest' else row['placement']}",
-        "unused for longest" if row["reuse"] == "oldest" else "of the slab with most held pages",
-        f"{row['concurrency']:.1f}",
-        f"{row['hit_rate']:.1%}",
-        f"{row['preemptions']:,}",
-        f"{use['partly_used']:.2%}",
-        f"{use['cached']:.2%}",
-    )
 
 
 def draw_plot(record: Mapping[str, Any], path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cache import core_cases, core_report, interface, kvframe_core, worker, worst_cases
+from benchmarks.cache import core, core_cases, interface, kvframe_core, worker, worst_cases
 from tests.benchmarks.calling import ROOT, call, record_of
 
 SLOW = {"tiny-build"}
@@ -117,9 +117,9 @@ def _computed(self: Any, prompt: Any, chunk: int) -> int:
     ],
 )
 def test_a_core_that_does_not_do_the_work_is_noticed(case: str, work: str, broken: Mapping[str, Any]) -> None:
-    core = type(worker.make_core("kvframe"))
+    kind = type(worker.make_core("kvframe"))
     broken = {"let_go": lambda self, prompt: None, **broken} if "look_up" in broken else broken
-    answers = worker.Answers(type("Broken", (core,), broken))
+    answers = worker.Answers(type("Broken", (kind,), broken))
     tiny = (*core_cases.tiny_cases(), *worst_cases.tiny_worst_cases())
     chosen = names(tiny)[case]
     with pytest.raises(interface.Mistake, match=work):
@@ -136,7 +136,7 @@ def test_the_page_says_the_work_in_words_and_compares_what_was_done_in_one_round
     machine = dict.fromkeys((*places, "python", "torch", "transformers", "kvframe"), "?")
     cases = {case.name: {**case.to_dict(), "sides": found}}
     record = {"machine": machine, "repeats": 3, "versions": {}, "cases": cases}
-    page = core_report.write_report(record)
+    page = core.write_report(record)
     assert "| Pass | kvframe | 2 (1 to 3) | 1 |" in page
     assert f"Pass. {case.words}" in page
     assert "for each request" not in page
@@ -152,7 +152,7 @@ def test_the_page_says_what_a_step_costs_for_each_request() -> None:
         "calls_per_request": 4.0,
         "num_held": 5,
     }
-    lines = core_report._sides({**case.to_dict(), "sides": {"vLLM": values}})
+    lines = core._sides({**case.to_dict(), "sides": {"vLLM": values}})
     assert "|  | µs | times as fast | µs for each request | groups |" in lines[0]
     assert "| vLLM | 8.0 (7.0 to 9.0) |  | 2.00 | 3 | 4.0 | 5 |" == lines[2]
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.cache import core, growth, growth_cases, growth_plots, growth_report, loss, worker
+from benchmarks.cache import core, growth, growth_cases, growth_plots, growth_report, studies, worker
 
 
 class Here:
@@ -77,7 +77,7 @@ def test_random_losses_evict_the_chosen_blocks_alone(record: dict[str, Any]) -> 
 
 
 def test_the_longest_prefix_whose_live_blocks_are_left() -> None:
-    longest = loss._longest
+    longest = studies._longest
     whole = np.zeros((2, 6), dtype=bool)
     assert 6 == longest((None, 32), whole)
     for group, block, expected in [(0, 4, 4), (1, 5, 5), (1, 4, 4), (1, 3, 6), (0, 0, 0)]:
@@ -85,7 +85,7 @@ def test_the_longest_prefix_whose_live_blocks_are_left() -> None:
         lost[group, block] = True
         assert expected == longest((None, 32), lost), (group, block)
     sizes = {"length": 128, "num_prompts": 2}
-    found = loss.loss_by_definition((None, 32), sizes, (0, 20, 100))["found"]
+    found = studies.loss_by_definition((None, 32), sizes, (0, 20, 100))["found"]
     assert [100, 0] == [found[0], found[-1]]
     assert 0 < found[1] < 80
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cache import eviction, eviction_bound, eviction_report, eviction_traces
-from tests.benchmarks.calling import page_of, record_of
+from benchmarks.cache import eviction, eviction_bound, eviction_traces
+from tests.benchmarks.calling import record_of
 
 SCANS = ("shared prompts, one-off documents between", "shared prompts, one-off documents in bursts")
 CONVERSATIONS = ("conversations", "conversations on shared prompts")
@@ -66,7 +66,7 @@ def test_a_trace_is_the_same_each_time() -> None:
 
 
 def gains(record: dict[str, Any], name: str) -> list[float]:
-    trace, share = record["traces"][name], eviction_report.share
+    trace, share = record["traces"][name], eviction.share
     return [share(trace, pool, "scan_resistant") - share(trace, pool, "lru") for pool in trace["pools"]]
 
 
@@ -88,8 +88,3 @@ def test_every_pool_of_every_trace_is_within_the_bound(record: dict[str, Any]) -
     for trace in record["traces"].values():
         for pool in trace["pools"].values():
             assert max(pool["lru"]["found"], pool["scan_resistant"]["found"]) <= pool["at best"]["found"]
-
-
-def test_the_page_is_that_of_the_record(record: dict[str, Any]) -> None:
-    page = page_of("eviction")
-    assert page == eviction_report.write_report(record)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.memory import pools, slabs, traces, traffic, traffic_report
+from benchmarks.memory import pools, traces, traffic, traffic_report
 from tests.benchmarks.calling import measured, page_of, record_of
 
 LLAMA, GEMMA, FALCON = "llama_3_1_8b.toml", "gemma_3_27b.json", "falcon_h1_7b.toml"
@@ -32,12 +32,6 @@ def test_a_model_with_one_kind_of_layer_runs_alike_in_every_layout() -> None:
     assert [padded[name] for name in SAME] == [one_size[name] for name in SAME]
     # The pool gives up short runs of pages as a whole, the models page by page.
     assert [ours[name] for name in SAME] == pytest.approx([padded[name] for name in SAME], rel=0.05)
-
-
-def test_the_model_of_slabs_runs_as_the_pool_does() -> None:
-    ours = figures(GEMMA, "log-normal")
-    model = figures(GEMMA, "log-normal", policy=("first opened", "oldest"))
-    assert [ours[name] for name in SAME] == [model[name] for name in SAME]
 
 
 @pytest.mark.parametrize("layout", ["kvframe", "kvframe, few states", "equal padded groups", "one size fits all"])
@@ -98,39 +92,6 @@ def test_equal_blocks_without_content_are_taken_first_and_then_the_oldest() -> N
     assert (1, 0) == (pool.find((0, 111)), pool.find((0, 333)))
     assert pool.allocate([2]) is None
     assert 1 == pool.find((0, 111))
-
-
-@pytest.mark.parametrize(
-    ("placement", "expected"), [("first opened", 5), ("last freed", 9), ("lowest", 1), ("fullest", 9)]
-)
-def test_a_free_page_is_taken_of_the_slab_that_the_placement_says(placement: str, expected: int) -> None:
-    pool = slabs.SlabPool([4], 3, placement=placement)
-    assert [[*range(1, 13)]] == pool.allocate([12])
-    pool.release(0, [5, 1, 2, 6, 7, 9])
-    slab = (expected - 1) // 4
-    [[page]] = pool.allocate([1])
-    assert slab == (page - 1) // 4
-
-
-@pytest.mark.parametrize(("reuse", "expected"), [("oldest", 2), ("fullest", 6)])
-def test_a_cached_page_is_given_up_as_the_reuse_says(reuse: str, expected: int) -> None:
-    pool = slabs.SlabPool([4], 2, reuse=reuse)
-    pool.allocate([8])
-    for page in (2, 3, 6):
-        pool.publish(page, (0, page))
-    pool.release(0, [2, 3, 6])
-    assert [[expected]] == pool.allocate([1])
-
-
-def test_an_idle_slab_goes_to_another_group_whole() -> None:
-    pool = slabs.SlabPool([4, 2], 2)
-    pool.allocate([8, 0])
-    pool.publish(1, (0, 1))
-    pool.release(0, [1, 2, 3])
-    assert pool.allocate([0, 1]) is None
-    pool.release(0, [4])
-    assert [[], [1, 2]] == pool.allocate([0, 2])
-    assert 0 == pool.find((0, 1))
 
 
 # --- the script and its record ----------------------------------------------------------------------------------------

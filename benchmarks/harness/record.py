@@ -1,0 +1,84 @@
+"""How a benchmark is called, takes its turns and writes what it found: a record as JSON, a page, plots."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from benchmarks.harness.machine import RESULTS, describe_machine
+
+Record = Mapping[str, Any]
+T = TypeVar("T")
+
+
+def benchmark(
+    name: str,
+    page: Callable[[Record], str],
+    *,
+    plots: Mapping[str, Callable[[Any, Path], None]] | None = None,
+    fails: Callable[[Record], bool] | None = None,
+    epilog: str | None = None,
+) -> Callable[[Callable[..., dict[str, Any]]], click.Command]:
+    """Turn a function that returns what it measured into a command that writes it and prints its page.
+
+    The command has the options of the function, and ``--results``. An option ``--threads`` is the number of torch's
+    threads. The record begins with the machine.
+
+    Args:
+        name: Of the record and the page, without an ending.
+        page: Returns a record as Markdown.
+        plots: By name, what draws a record into an SVG file.
+        fails: Whether the command ends with exit code 1 for a record.
+        epilog: The last words of the command's help.
+    """
+
+    def decorate(measure: Callable[..., dict[str, Any]]) -> click.Command:
+        @functools.wraps(measure)
+        def command(results: Path, **options: Any) -> None:
+            if "threads" in options:
+                import torch
+
+                torch.set_num_threads(options["threads"])
+            record = {"machine": describe_machine(options.get("threads", 1)), **measure(**options)}
+            write(results, name, record, page(record))
+            for plot, draw in (plots or {}).items():
+                draw(record, results / f"{plot}.svg")
+            click.echo(page(record))
+            if fails is not None and fails(record):
+                sys.exit(1)
+
+        place = click.option("--results", type=click.Path(path_type=Path), default=RESULTS, help="Where to write.")
+        return click.command(epilog=epilog)(place(command))
+
+    return decorate
+
+
+def write(results: Path, name: str, record: Record, page: str) -> None:
+    """Write a record for programs and its page for people."""
+    results.mkdir(parents=True, exist_ok=True)
+    (results / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (results / f"{name}.md").write_text(page, encoding="utf-8")
+
+
+def rounds(sides: Sequence[T], count: int, *, warm_up: bool = False) -> Iterator[tuple[int, list[T]]]:
+    """Yield each round's number and its order of sides, which is turned by one from round to round.
+
+    Args:
+        sides: Those that take turns.
+        count: The rounds, numbered from 0.
+        warm_up: Whether a round of the number -1 comes first, which is not to be counted.
+    """
+    for number in range(-warm_up, count):
+        first = number % len(sides) if sides else 0
+        yield number, [*sides[first:], *sides[:first]]
+
+
+def ratios(seconds: Sequence[float], own: Sequence[float]) -> list[float]:
+    """Return how many times as fast ``own`` is in each round."""
+    return [theirs / ours for theirs, ours in zip(seconds, own, strict=True)]

@@ -1,0 +1,62 @@
+"""Every committed page is what its record says, written by the present code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from benchmarks.attention import cpu, formats, metadata
+from benchmarks.cache import compare_hits, core, definition, eviction, growth, salts
+from benchmarks.cli import fuzz, fuzz_plugins
+from benchmarks.engine import generate, profile_step, skipping, soak
+from benchmarks.harness import pages, record
+from benchmarks.memory import plans, traffic
+from tests.benchmarks.calling import RESULTS, page_of, record_of
+
+PAGES: Mapping[str, Callable[[Any], str]] = {
+    "cache": core.write_report,
+    "cache_growth": growth.write_report,
+    "cache_model": definition.write_report,
+    "cache_salts": salts.write_report,
+    "compare_hits": compare_hits.write_report,
+    "cpu_attention": cpu.write_report,
+    "eviction": eviction.write_report,
+    "formats": formats.write_report,
+    "fuzz_cli": fuzz.write_report,
+    "fuzz_plugins": fuzz_plugins.write_report,
+    "generate": generate.write_report,
+    "memory": plans.write_report,
+    "memory_traffic": traffic.write_report,
+    "metadata": metadata.write_report,
+    "skipping": skipping.write_report,
+    "soak": soak.write_report,
+    "step_profile": profile_step.write_report,
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_committed_page_is_that_of_its_record(name: str) -> None:
+    assert page_of(name) == PAGES[name](record_of(name))
+
+
+def test_every_committed_page_is_checked() -> None:
+    assert {path.stem for path in RESULTS.glob("*.md")} == {*PAGES, "gpu"}
+
+
+# --- what benchmarks share --------------------------------------------------------------------------------------------
+
+
+def test_the_order_is_turned_by_one_in_each_round() -> None:
+    assert [(0, ["a", "b"]), (1, ["b", "a"]), (2, ["a", "b"])] == [*record.rounds("ab", 3)]
+    assert [-1, 0, 1] == [number for number, _ in record.rounds("abc", 2, warm_up=True)]
+    assert [(0, [])] == [*record.rounds([], 1)]
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    assert [3.0, 0.5] == record.ratios([6.0, 2.0], [2.0, 4.0])
+
+
+def test_a_median_is_shown_with_its_range() -> None:
+    assert "2.0 (1.0 to 6.0)" == pages.spread([0.001, 0.006, 0.002], "{:.1f}", scale=1000)
