@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from kvframe.attention.step import StepBatch
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.errors import PlanError
 from kvframe.contract.model import ModelInput
@@ -73,8 +74,13 @@ def run_packed(
                 "self-check; give more memory, or set self_check = false in the stack's [engine]"
             )
         wanted = np.cumsum(lens) - 1 if last_only else np.arange(sum(lens))
-        nothing_computed = np.zeros(len(rows), dtype=np.int64)
-        packed = runner.forward(np.array(rows), nothing_computed, np.array(lens), wanted, new_inputs=new_inputs)
+        batch = StepBatch(
+            rows=np.array(rows),
+            num_computed=np.zeros(len(rows), dtype=np.int64),
+            query_lens=np.array(lens),
+            generating_indices=wanted,
+        )
+        packed = runner.forward(batch, new_inputs)
         logits.extend(packed.split([1] * len(rows) if last_only else lens))
         for index in range(len(rows)):
             manager.free(str(index))

@@ -21,6 +21,7 @@ from kvframe.attention.layer import AttentionLayers
 from kvframe.attention.local import LocalCaches
 from kvframe.attention.nested import host_tensors, replace_tensors
 from kvframe.attention.staging import ALIGNMENT, HOST, StagedMemory, Staging
+from kvframe.attention.step import StepBatch
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.builtin.torch_reference import TorchReferenceBackend
@@ -194,9 +195,10 @@ def copies_of_a_step(
     rows = np.array([manager.row(str(index)) for index in range(len(requests))])
     fresh = {int(row): encoded for row in rows[computed == 0]}
     with CopyCounter() as copies:
-        logits = runner.forward(
-            rows, computed, new, np.cumsum(new) - 1, new_inputs={"encoder": fresh} if fresh else {}, **options
+        batch = StepBatch(
+            rows=rows, num_computed=computed, query_lens=new, generating_indices=np.cumsum(new) - 1, **options
         )
+        logits = runner.forward(batch, {"encoder": fresh} if fresh else {})
     assert (len(requests), 8) == logits.shape
     found: list[str] = copies.found
     return found

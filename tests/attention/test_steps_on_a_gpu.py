@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvframe import Engine, load_plugins
+from kvframe.attention.step import StepBatch
 from kvframe.engine.requests.request import SamplingParams
 from kvframe.planning.groups import make_layer_specs
 from kvframe.planning.recognise import find_adapter
@@ -76,16 +77,21 @@ def test_a_step_waits_for_nothing_and_is_copied_at_once(tmp_path: Path, family: 
             runner.set_row(engine._manager.row(str(index)), [1] * 64)
         rows = np.array([engine._manager.row(str(index)) for index in range(4)])
         query_lens = np.array(num_new, dtype=np.int64)
-        step = rows, np.arange(29, 33), query_lens, np.cumsum(query_lens) - 1
-        runner.forward(*step)  # kernels are compiled, memory is pinned, graphs captured
+        step = StepBatch(
+            rows=rows,
+            num_computed=np.arange(29, 33),
+            query_lens=query_lens,
+            generating_indices=np.cumsum(query_lens) - 1,
+        )
+        runner.forward(step)  # kernels are compiled, memory is pinned, graphs captured
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            runner.forward(*step)
+            runner.forward(step)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            runner.forward(*step)
+            runner.forward(step)
             torch.cuda.synchronize()
         assert 1 == len([event for event in profile.events() if "HtoD" in event.name])
         assert graphs == "off" or runner.graphs.num_replays >= 2

@@ -14,7 +14,7 @@ from benchmarks.engine import soak_faults
 from kvframe import Engine, RequestOutput, SamplingParams
 from kvframe.engine.core import STEP_FAILED
 from kvframe.engine.graphs.captured_step import CalledGraph
-from kvframe.engine.interrupts import HeldInterrupts
+from kvframe.engine.turns import HeldInterrupts
 from kvframe.loading.plugins import load_plugins
 from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableReference

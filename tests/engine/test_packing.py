@@ -17,8 +17,7 @@ from kvframe.contract import hookimpl
 from kvframe.contract.order import BatchOrder
 from kvframe.engine.requests.request import Request, SamplingParams
 from kvframe.engine.running.runner import are_last_tokens
-from kvframe.engine.scheduling.packing import PackedStep
-from kvframe.engine.scheduling.step import ScheduledStep
+from kvframe.engine.scheduling.step import PackedStep, ScheduledStep
 from kvframe.planning.groups import make_layer_specs
 from tests.engine.scripted_model import ScriptedModel
 
@@ -74,7 +73,7 @@ def test_each_wanted_row_is_sampled_from_or_tells_of_the_next_prompt_token(
             token += 1
     assert in_order == list(packed.requests)
     assert [request.row for request in in_order] == packed.rows.tolist()
-    assert wanted == packed.logits_indices.tolist()
+    assert wanted == packed.generating_indices.tolist()
     found_rows = zip(packed.prompt_rows, packed.prompt_requests, packed.prompt_positions, strict=True)
     assert prompt_rows == list(found_rows)
     generating = [request for request in in_order if request.request_id in sampled]

@@ -192,11 +192,13 @@ class Rows:
         rows = [self.engine._manager.row(str(index)) for index, _, _ in chunks]
         lens = [stop - start for _, start, stop in chunks]
         found = self.engine._runner.forward(
-            np.array(rows),
-            np.array([start for _, start, _ in chunks]),
-            np.array(lens),
-            np.array(wanted, dtype=np.int64),
-            extensions,
+            StepBatch(
+                rows=np.array(rows),
+                num_computed=np.array([start for _, start, _ in chunks]),
+                query_lens=np.array(lens),
+                generating_indices=np.array(wanted, dtype=np.int64),
+                extensions=extensions,
+            )
         )
         expected = torch.cat([self.plain[index][start:stop] for index, start, stop in chunks])[list(wanted)]
         torch.testing.assert_close(found, expected)

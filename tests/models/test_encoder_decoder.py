@@ -18,6 +18,7 @@ from tokenizers import models as tokenizer_models
 from transformers import PreTrainedTokenizerFast
 
 from kvframe import Engine, Prompt, RequestOutput, SamplingParams
+from kvframe.attention.step import StepBatch
 from kvframe.cli import main
 from kvframe.contract.errors import ModelError, RequestError
 from kvframe.engine.requests.progress import input_sequences
@@ -174,11 +175,13 @@ def test_draft_tokens_are_judged_by_the_logits_of_the_plain_model(models: Any, f
             runner.set_row(row, tokens, brought)
             logits.append(
                 runner.forward(
-                    np.array([row]),
-                    np.array([num_computed]),
-                    np.array([num_new]),
-                    np.arange(num_new),
-                    new_inputs={name: {row: brought[name]} for name in new},
+                    StepBatch(
+                        rows=np.array([row]),
+                        num_computed=np.array([num_computed]),
+                        query_lens=np.array([num_new]),
+                        generating_indices=np.arange(num_new),
+                    ),
+                    {name: {row: brought[name]} for name in new},
                 )
             )
             manager.commit(request, tokens, num_computed + num_accepted)

@@ -13,6 +13,7 @@ import torch
 from kvframe_transformers.testing import STATE_FAMILIES, rounding_of
 
 from kvframe import Engine
+from kvframe.attention.step import StepBatch
 from tests.models.serving import ids
 
 NUM_DRAFTS = 3
@@ -27,7 +28,9 @@ def compute(engine: Engine, fed: dict[str, tuple[int, list[int]]]) -> dict[str, 
     rows = np.array([manager.row(request_id) for request_id in fed])
     starts = np.array([start for start, _ in fed.values()])
     lens = np.array([len(tokens) for _, tokens in fed.values()])
-    logits = runner.forward(rows, starts, lens, np.arange(lens.sum()))
+    logits = runner.forward(
+        StepBatch(rows=rows, num_computed=starts, query_lens=lens, generating_indices=np.arange(lens.sum()))
+    )
     return dict(zip(fed, logits.split(lens.tolist()), strict=True))
 
 

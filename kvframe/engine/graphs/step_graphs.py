@@ -27,7 +27,7 @@ from kvframe.contract.errors import StackError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.engine.graphs.captured_step import CaptureError, StepGraph, graph_factory
 from kvframe.engine.graphs.sizes import GraphSizes, SizeChoice, asked_sizes, context_sizes
-from kvframe.engine.scheduling.packing import IntArray
+from kvframe.engine.scheduling.running_requests import IntArray
 
 _log = logging.getLogger("kvframe")
 

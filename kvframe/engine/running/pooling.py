@@ -15,8 +15,7 @@ from kvframe.contract.description import Pooling
 from kvframe.engine.requests.progress import FinishReason, RequestProgress
 from kvframe.engine.running.next_tokens import FAILED
 from kvframe.engine.running.runner import ModelRunner
-from kvframe.engine.scheduling.packing import PackedStep
-from kvframe.engine.scheduling.step import ScheduledStep
+from kvframe.engine.scheduling.step import PackedStep, ScheduledStep
 
 COMPUTED = 0
 """Stands for the outcome of a request whose embedding is there."""
@@ -119,7 +118,7 @@ class PoolingRunner(ModelRunner):
             embedding is not numbers.
         """
         packed = self.pack(step)
-        hidden = self.forward(packed.rows, packed.num_computed, packed.query_lens, packed.logits_indices)
+        hidden = self.forward(packed)
         with torch.inference_mode():
             pooled = hidden[self.to_device(packed.sampled)] if self._mode == "last" else self._pool(packed, hidden)
             embeddings = pooled.float()

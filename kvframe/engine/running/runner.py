@@ -16,14 +16,14 @@ from kvframe.attention.staging import HOST
 from kvframe.attention.step import InputBatch, StepBatch, build_metadata
 from kvframe.cache.block_table import BlockTables
 from kvframe.contract.errors import ModelError
-from kvframe.contract.metadata import NO_EXTENSIONS, CommonAttentionMetadata, Extension
+from kvframe.contract.metadata import CommonAttentionMetadata, Extension
 from kvframe.contract.model import LoadedModel, ModelInput
 from kvframe.engine.graphs.step_graphs import StepGraphs
 from kvframe.engine.requests.progress import NO_INPUTS, RequestT
 from kvframe.engine.requests.request import Request
 from kvframe.engine.running.next_tokens import sample, token_logprobs
-from kvframe.engine.scheduling.packing import IntArray, PackedStep
-from kvframe.engine.scheduling.step import ScheduledStep
+from kvframe.engine.scheduling.running_requests import IntArray
+from kvframe.engine.scheduling.step import PackedStep, ScheduledStep
 from kvframe.planning.memory import allocating
 
 SkipPolicy = Callable[[StepBatch], bool]
@@ -113,28 +113,17 @@ class ModelRunner:
             lens[row] = inputs[name].num_tokens if name in inputs else 0
 
     def forward(
-        self,
-        rows: IntArray,
-        num_computed: IntArray,
-        query_lens: IntArray,
-        logits_indices: IntArray,
-        extensions: Mapping[str, Extension] = NO_EXTENSIONS,
-        new_inputs: Mapping[str, Mapping[int, ModelInput]] = NO_NEW_INPUTS,
+        self, batch: StepBatch, new_inputs: Mapping[str, Mapping[int, ModelInput]] = NO_NEW_INPUTS
     ) -> torch.Tensor:
         """Run the model over one packed batch whose rows were set.
 
-        Where the layers skip tokens, they compute those whose logits are wanted. They compute all if the policy says
-        so, and also if the wanted tokens of a request are not its last ones: only what is not needed later is
-        skipped.
+        If layers can skip tokens, they compute only those whose logits are wanted. They compute all tokens if the
+        policy says so, and also if the wanted tokens of a request are not its last ones: only what is not needed later
+        is skipped.
 
         Args:
-            rows: ``[num_reqs]``: each request's row.
-            num_computed: ``[num_reqs]``: tokens that were computed before.
-            query_lens: ``[num_reqs]``: tokens to compute.
-            logits_indices: ``[num_wanted]``: the packed tokens whose logits are wanted, in order.
-            extensions: Further inputs of the step, by name.
-            new_inputs: By sequence and row, what is computed and stored in this step of what requests bring beside
-                their tokens.
+            batch: The batch. Its ``generating_indices`` are the tokens whose logits are wanted.
+            new_inputs: By sequence and row, the inputs beside tokens that this step computes and stores.
 
         Returns:
             Logits ``[num_wanted, vocab_size], device``.
@@ -144,19 +133,15 @@ class ModelRunner:
             BackendError: A backend returned something else than was agreed.
             ModelError: The model did.
         """
-        batch = StepBatch(
-            rows=rows,
-            num_computed=num_computed,
-            query_lens=query_lens,
-            generating_indices=logits_indices,
-            extensions=extensions,
-            inputs={name: self._input_batch(name, rows, new_inputs) for name in self.input_lens},
-        )
+        if self.input_lens:
+            inputs = {name: self._input_batch(name, batch.rows, new_inputs) for name in self.input_lens}
+            batch = attrs.evolve(batch, inputs=inputs)
+        rows, logits_indices = batch.rows, batch.generating_indices
         requests, positions = batch.token_positions
         if self._layers.skipped and len(logits_indices) < len(positions) and not self._may_skip(batch):
             batch = attrs.evolve(batch, generating_indices=np.arange(len(positions)))
-        metadata = (*self._build_metadata(batch), *self._layers.local.metadata(batch))
-        inputs = (self.tokens[rows[requests], positions], positions, logits_indices)
+        metadata = self._build_metadata(batch)
+        tensors = (self.tokens[rows[requests], positions], positions, logits_indices)
         sizes = None if self.graphs is None else self.graphs.sizes_for(batch, len(logits_indices))
         with torch.inference_mode():
             if self.input_lens:
@@ -167,11 +152,11 @@ class ModelRunner:
                     }
                 )
             if self.graphs is not None and sizes is not None:
-                rows_of_graph = self.graphs.run(sizes, metadata, *inputs)
+                rows_of_graph = self.graphs.run(sizes, metadata, *tensors)
                 if rows_of_graph is not None:
                     return rows_of_graph[: len(logits_indices)]
             token_ids, positions_there, wanted = self._layers.begin_step(
-                metadata, batch=batch, tables=self._tables, inputs=tuple(torch.from_numpy(each) for each in inputs)
+                metadata, batch=batch, tables=self._tables, inputs=tuple(torch.from_numpy(each) for each in tensors)
             )
             logits = self._model.forward(token_ids, positions_there, wanted)
             kept_rows = self._layers.kept_rows
@@ -198,9 +183,13 @@ class ModelRunner:
             for name, extension in batch.extensions.items()
             if extension.values_cpu is not None
         }
+        device = HOST
         if len(extensions) < len(batch.extensions):
-            return build_metadata(batch, self._tables, self.device)
-        return build_metadata(attrs.evolve(batch, extensions=extensions), self._tables, HOST)
+            device = self.device
+        elif extensions:
+            batch = attrs.evolve(batch, extensions=extensions)
+        metadata = build_metadata(batch, self._tables, device)
+        return metadata if not self._layers.local.places else (*metadata, *self._layers.local.metadata(batch))
 
     def _input_batch(self, name: str, rows: IntArray, new_inputs: Mapping[str, Collection[int]]) -> InputBatch:
         lens = self.input_lens[name]
@@ -231,13 +220,7 @@ class TokenRunner(ModelRunner):
             Token ids in the step's order; ``sampling.FAILED`` where the logits are not numbers.
         """
         packed = self.pack(step)
-        logits = self.forward(
-            packed.rows,
-            packed.num_computed,
-            packed.query_lens,
-            packed.logits_indices,
-            new_inputs=new_inputs_of(step) if self.input_lens else NO_NEW_INPUTS,
-        )
+        logits = self.forward(packed, new_inputs_of(step) if self.input_lens else NO_NEW_INPUTS)
         if len(packed.prompt_rows):
             self._add_prompt_logprobs(packed, logits)
             logits = logits[self.to_device(packed.sampled)]

@@ -1,23 +1,28 @@
-"""What one step computes: made by the scheduler, read by the runner."""
+"""What one step computes: chosen by the scheduler, then packed into a batch for the model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Generic
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
+from kvframe.attention.step import StepBatch
 from kvframe.engine.requests.progress import RequestT
 from kvframe.engine.scheduling.running_requests import IntArray
+
+FindOrder = Callable[[IntArray, IntArray], IntArray | None]
 
 
 @attrs.frozen(eq=False)
 class ScheduledStep(Generic[RequestT]):
-    """The work of one step. Each request's scheduled tokens follow its computed ones.
+    """What one step computes. Each request's scheduled tokens follow its computed ones.
 
     Attributes:
-        requests: The requests of the step, each once, in the order in which they are packed.
-        admitted: The requests that were admitted in this step.
+        requests: The requests of the step, each once.
+        admitted: Those that got a row in this step.
         rows: ``[num_reqs], int64, host``: the row of each request.
         num_computed: Likewise, its tokens that were computed before.
         num_known: Likewise, all its tokens that are known.
@@ -35,5 +40,79 @@ class ScheduledStep(Generic[RequestT]):
 
     @property
     def generating(self) -> IntArray:
-        """``[num_generating], int64, host``: the indices of the requests whose last known token is computed."""
+        """``[num_generating], int64, host``: the places of the requests whose last known token is computed."""
         return np.flatnonzero(self.num_computed + self.num_scheduled == self.num_known)
+
+
+@attrs.frozen(kw_only=True, eq=False, slots=False)
+class PackedStep(StepBatch, Generic[RequestT]):
+    """A step's batch, with its requests in the order in which their tokens are packed, and the use of each logits row.
+
+    The logits of the tokens that generate (``generating_indices``) are wanted. Each such token has one logits row. They
+    are the last tokens of a request: its last known token, from whose logits the next token is sampled, and prompt
+    tokens, if the request wants log-probabilities of its prompt.
+
+    Attributes:
+        requests: The requests.
+        num_wanted: ``[num_reqs]``: the number of logits rows of each request.
+        is_sampled: ``[num_reqs], bool``: whether a request gets a token: the step computes its last known one.
+        sampled: ``[num_sampled]``: the logits rows that tokens are sampled from, in the order of requests.
+        places: ``[num_sampled]``: for each request that gets a token, in the scheduler's order, its index in
+            ``sampled``; None if both orders are the same.
+        prompt_rows: ``[num_prompt_rows]``: the other logits rows.
+        prompt_positions: ``[num_prompt_rows]``: the positions of their tokens.
+        prompt_requests: ``[num_prompt_rows]``: the indices of their requests, in order.
+    """
+
+    requests: Sequence[RequestT]
+    num_wanted: IntArray
+    is_sampled: npt.NDArray[np.bool_]
+    sampled: IntArray
+    places: IntArray | None
+    prompt_rows: IntArray
+    prompt_positions: IntArray
+    prompt_requests: IntArray
+
+    @classmethod
+    def of(cls, step: ScheduledStep[RequestT], order_for: FindOrder) -> PackedStep[RequestT]:
+        """Pack a step's requests.
+
+        Args:
+            step: The step.
+            order_for: Returns the order in which to pack requests, given their ``num_computed`` and ``query_lens``;
+                None for the order that they have.
+        """
+        requests, rows = step.requests, step.rows
+        num_computed, query_lens, num_known = step.num_computed, step.num_scheduled, step.num_known
+        order = order_for(num_computed, query_lens)
+        if order is not None:
+            requests, rows = [requests[i] for i in order], rows[order]
+            num_computed, query_lens, num_known = num_computed[order], query_lens[order], num_known[order]
+        first_wanted = num_known - 1
+        for index, request in enumerate(requests):
+            if request.wants_prompt_rows:
+                first_wanted[index] = request.first_prompt_row
+        num_after = num_computed + query_lens
+        num_wanted = np.maximum(num_after - np.maximum(num_computed, first_wanted), 0)
+        ends = np.cumsum(num_wanted)
+        logits_rows = np.arange(ends[-1])
+        is_sampled = num_after == num_known
+        sampled = (ends - 1)[is_sampled]
+        prompt_rows = prompt_requests = logits_rows[:0]
+        if len(sampled) < len(logits_rows):
+            prompt_rows = np.delete(logits_rows, sampled)
+            prompt_requests = np.repeat(np.arange(len(requests)), num_wanted)[prompt_rows]
+        return cls(
+            requests=requests,
+            rows=rows,
+            num_computed=num_computed,
+            query_lens=query_lens,
+            num_wanted=num_wanted,
+            generating_indices=logits_rows + np.repeat(np.cumsum(query_lens) - ends, num_wanted),
+            is_sampled=is_sampled,
+            sampled=sampled,
+            places=None if order is None else np.argsort(order[is_sampled]),
+            prompt_rows=prompt_rows,
+            prompt_positions=prompt_rows + (num_after - ends)[prompt_requests],
+            prompt_requests=prompt_requests,
+        )
