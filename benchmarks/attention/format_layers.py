@@ -11,7 +11,7 @@ import torch
 from benchmarks.harness.machine import ROOT
 from benchmarks.harness.process import timed
 from kvframe import FullAttentionSpec, Stack, group_layers, plan_cache
-from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.cache.manager import KVCacheManager

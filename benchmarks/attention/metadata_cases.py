@@ -13,7 +13,7 @@ from kvframe_sliding_window.spec import SlidingWindowSpec
 
 from benchmarks.engine.generate import SEED
 from kvframe import Stack
-from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.block_table import BlockTables

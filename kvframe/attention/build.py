@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -12,33 +12,83 @@ import torch
 from kvframe.attention.group import AttentionGroup
 from kvframe.attention.request_order import Permutation, is_ordered, permute
 from kvframe.attention.returned import build_all, refresh_fields, replace_fields
+from kvframe.attention.step import PackedSlots, Slots, unpack_slots
 from kvframe.attention.step_failures import step_failure
-from kvframe.attention.trust import WrapperCall
+from kvframe.attention.wrapping import WrapperCall
 from kvframe.contract.backend import AttentionMetadataBuilder, Refusal
 from kvframe.contract.errors import BackendError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.order import BatchOrder
+from kvframe.contract.state import StateStep
 from kvframe.selection.identity import Identity
 
 
+@attrs.define(eq=False)
+class Build:
+    """What one builder makes in a step, for one attention group or for several that read the same.
+
+    Attributes:
+        reuse: The number of the builder.
+        common: What it builds from: wrapped metadata, in the order of requests that it asks for; None once it ran.
+        num_rows: As in ``GroupMetadata``.
+        permutation: Likewise.
+        like: The index of an earlier build that differs in block tables and slots only; None for none.
+        built: What the builder made.
+    """
+
+    reuse: int
+    common: CommonAttentionMetadata | None
+    num_rows: int
+    permutation: Permutation | None
+    like: int | None
+    built: Any = None
+
+    def take(self) -> CommonAttentionMetadata:
+        """Return what the builder builds from, once: after that, nothing of it needs to go to the device."""
+        common, self.common = self.common, None
+        assert common is not None
+        return common
+
+
+@attrs.define(eq=False)
+class PreparedStep:
+    """What the host worked out for a step: everything that goes to the device.
+
+    Attributes:
+        builds: What builders made on the host, or are to make on the device.
+        of_groups: For each attention group, the index of its build.
+        slots: Where the cache groups store what the step computes.
+        states: What the state layers compute; empty if there are none.
+        kept_rows: ``[num_kept], int64``: the rows of the packed batch that the skipped layers compute; None for all.
+    """
+
+    builds: list[Build]
+    of_groups: tuple[int, ...]
+    slots: tuple[PackedSlots, ...] = ()
+    states: Sequence[StateStep] = ()
+    kept_rows: torch.Tensor | None = None
+
+
 @attrs.frozen(eq=False)
-class BuiltMetadata:
+class GroupMetadata:
     """What one attention group's layers read in a step.
 
     Attributes:
         metadata: What the backend's builder made.
         num_rows: Query rows that a layer has to give, padding included.
         permutation: The way into the order of tokens that the backend asked for, and back; None if it is the batch's.
+        slots: Where the layers store what they are given; None if they store nothing.
     """
 
     metadata: Any
     num_rows: int
     permutation: Permutation | None
+    slots: Slots | None
 
 
 @attrs.frozen(eq=False)
-class _Recipe:
-    """How one group's metadata comes about, with small numbers for what it has in common with other groups'.
+class _Reader:
+    """One attention group, with small numbers for what it has in common with others.
 
     Attributes:
         group: The group.
@@ -83,11 +133,11 @@ class MetadataPlan:
         # Of each wrapper call: the metadata that it takes, by its place in the step's list, which starts with one per
         # cache group.
         self._calls: list[tuple[int, WrapperCall]] = []
-        self._recipes: list[_Recipe] = []
+        self._readers: list[_Reader] = []
         self._builders: dict[int, AttentionMetadataBuilder] = {}
         self._audited = audited
         places: dict[tuple[int, tuple[Identity, ...]], int] = {}
-        readers: dict[int, list[str]] = {}
+        layers_after: dict[int, list[str]] = {}
         numbers: dict[Hashable, int] = {}
         for group in groups:
             place = group.cache_group
@@ -95,174 +145,137 @@ class MetadataPlan:
                 beginning = (group.cache_group, group.wrapper_ids[:length])
                 if beginning not in places:
                     places[beginning] = num_cache_groups + len(self._calls)
-                    layers = readers[places[beginning]] = []
+                    layers = layers_after[places[beginning]] = []
                     call = WrapperCall(wrapper, layers, pages.get(group.cache_group))
                     self._calls.append((place, call))
                 place = places[beginning]
-                readers[place].extend(layer.name for layer in group.layers)
+                layers_after[place].extend(layer.name for layer in group.layers)
             reuse = numbers.setdefault(group.reuse_key, len(numbers))
             chain = numbers.setdefault((group.sequence, group.wrapper_ids), len(numbers))
-            self._recipes.append(_Recipe(group, place, reuse, chain, group.not_causal))
+            self._readers.append(_Reader(group, place, reuse, chain, group.not_causal))
             self._builders.setdefault(reuse, group.builder)
 
-    def prepare(self, metadata: Sequence[CommonAttentionMetadata]) -> PreparedMetadata:
-        """Apply every chain, put requests into the order that a builder asks for, and build what is built on the host.
+    def prepare(self, metadata: Sequence[CommonAttentionMetadata]) -> PreparedStep:
+        """Apply every chain, put requests into the order that a builder asks for, and run the builders of the host.
 
         Args:
-            metadata: A step, one value per cache group; on the host, if the tensors of what
-                comes out are to go to the device together.
+            metadata: A step, one value per cache group; on the host, if the tensors of the result are to go to the
+                device together.
 
         Raises:
             WrapperError: A wrapper cannot take the step.
-            BackendError: What comes out of a chain is not causal, and its backend takes causal batches only; or a
-                builder raised something (``failed``).
+            BackendError: What a chain returns is not causal, and its backend takes causal batches only; or a builder
+                raised something (``failed``).
         """
         wrapped = list(metadata)
         for place, call in self._calls:
             wrapped.append(call.audit(wrapped[place]) if self._audited else call(wrapped[place]))
-        step = _Step()
-        keys = tuple(step.ask(recipe, wrapped[recipe.place]) for recipe in self._recipes)
-        at_once = {key: need for key, need in step.needs.items() if self._builders[key[0]].on_host}
-        later = {key: need for key, need in step.needs.items() if key not in at_once}
-        built = self._run(at_once, step.refreshed)
-        num_rows = {key: need.num_rows for key, need in step.needs.items()}
-        permutations = {key: need.permutation for key, need in step.needs.items() if need.permutation is not None}
-        return PreparedMetadata(keys, built, later, step.refreshed, num_rows, permutations)
+        sharing = _Sharing()
+        of_groups = tuple(sharing.build_of(reader, wrapped[reader.place]) for reader in self._readers)
+        self._run(sharing.builds, [each for each in sharing.builds if self._builders[each.reuse].on_host])
+        return PreparedStep(sharing.builds, of_groups)
 
-    def build(self, prepared: PreparedMetadata) -> list[BuiltMetadata]:
-        """Return what each attention group reads: the builders of a class build together, then what needs other tables.
+    def build(self, prepared: PreparedStep) -> list[GroupMetadata]:
+        """Return what each attention group reads, after the builders that did not run on the host.
 
         Args:
-            prepared: What ``prepare`` returned, its tensors where the builders are to find them.
-        """
-        there = {**prepared.built, **self._run(prepared.needs, prepared.refreshed)}
-        found = {
-            key: BuiltMetadata(finished, prepared.num_rows[key], prepared.permutations.get(key))
-            for key, finished in self._finish(there, prepared.refreshed).items()
-        }
-        return [found[key] for key in prepared.keys]
+            prepared: What ``prepare`` returned, its tensors on the device.
 
-    def _finish(self, there: Mapping[Key, Any], refreshed: Mapping[Key, Key]) -> dict[Key, Any]:
-        finished = {}
-        for key, built in there.items():
-            if key not in refreshed:
+        Raises:
+            BackendError: A builder raised something (``failed``).
+        """
+        builds, slots = prepared.builds, unpack_slots(prepared.slots)
+        self._run(builds, [each for each in builds if each.common is not None])
+        finished = self._finish(builds)
+        return [
+            GroupMetadata(
+                finished[index], builds[index].num_rows, builds[index].permutation, slots.get(reader.group.cache_group)
+            )
+            for index, reader in zip(prepared.of_groups, self._readers, strict=True)
+        ]
+
+    def _run(self, builds: Sequence[Build], due: Sequence[Build]) -> None:
+        """Run the builders of some of a step's builds: those of a class together, then those that differ in tables."""
+        together: dict[type[AttentionMetadataBuilder], list[Build]] = {}
+        for build in due:
+            if build.like is None:
+                together.setdefault(type(self._builders[build.reuse]), []).append(build)
+        for builder_class, alike in together.items():
+            try:
+                made = build_all(builder_class, [(self._builders[each.reuse], each.take()) for each in alike])
+            except Exception as error:
+                raise self._failure(alike, "build_together", error) from error
+            for build, built in zip(alike, made, strict=True):
+                build.built = built
+        for build in due:
+            if build.like is not None:
                 try:
-                    finished[key] = self._builders[key[0]].finish(built)
+                    build.built = refresh_fields(self._builders[build.reuse], builds[build.like].built, build.take())
                 except Exception as error:
-                    raise self._failure([key], "finish", error) from error
-        for key in there.keys() & refreshed.keys():
-            other, built = refreshed[key], there[key]
-            if finished[other] is there[other]:
-                finished[key] = built
+                    raise self._failure([build], "refreshed_fields", error) from error
+
+    def _finish(self, builds: Sequence[Build]) -> list[Any]:
+        """Return what the builders make of what they built."""
+        finished: list[Any] = []
+        for build in builds:
+            builder = self._builders[build.reuse]
+            if build.like is None:
+                try:
+                    finished.append(builder.finish(build.built))
+                except Exception as error:
+                    raise self._failure([build], "finish", error) from error
+            elif finished[build.like] is builds[build.like].built:
+                finished.append(build.built)
             else:
-                builder = self._builders[key[0]]
-                fields = {name: getattr(built, name) for name in builder.table_fields or ()}
-                finished[key] = replace_fields(builder, finished[other], fields)
+                fields = {name: getattr(build.built, name) for name in builder.table_fields or ()}
+                finished.append(replace_fields(builder, finished[build.like], fields))
         return finished
 
-    def _run(self, needs: Mapping[Key, _Need], refreshed: Mapping[Key, Key]) -> dict[Key, Any]:
-        built: dict[Key, Any] = {}
-        together: dict[type[AttentionMetadataBuilder], list[Key]] = {}
-        for key in needs:
-            if key not in refreshed:
-                together.setdefault(type(self._builders[key[0]]), []).append(key)
-        for builder_class, keys in together.items():
-            pairs = [(self._builders[key[0]], needs[key].common) for key in keys]
-            try:
-                built.update(zip(keys, build_all(builder_class, pairs), strict=True))
-            except Exception as error:
-                raise self._failure(keys, "build_together", error) from error
-        for key, need in needs.items():
-            if key in refreshed:
-                try:
-                    built[key] = refresh_fields(self._builders[key[0]], built[refreshed[key]], need.common)
-                except Exception as error:
-                    raise self._failure([key], "refreshed_fields", error) from error
-        return built
-
-    def _failure(self, keys: Sequence[Key], method: str, error: Exception) -> Exception:
-        """Return the error for what the builders of these needs raised."""
-        groups = [recipe.group for recipe in self._recipes if recipe.reuse in {key[0] for key in keys}]
+    def _failure(self, builds: Iterable[Build], method: str, error: Exception) -> Exception:
+        """Return the error for what the builders raised."""
+        numbers = {build.reuse for build in builds}
+        groups = [reader.group for reader in self._readers if reader.reuse in numbers]
         layers = [layer.name for group in groups for layer in group.layers]
         return step_failure(groups[0].backend_name, layers, f"its builder's {method}", error)
 
 
-Key = tuple[int, int]
-"""The number of a reuse key, and what tells wrapped metadata apart within a step."""
-
-
-@attrs.frozen(eq=False)
-class _Need:
-    """What is to be built for one or more groups.
+class _Sharing:
+    """Finds what has to be built in a step: once for groups that read the same.
 
     Attributes:
-        common: Their wrapped metadata, in the order of requests that their builder asked for.
-        num_rows: Query rows that their layers have to give.
-        permutation: How it came into that order; None if it was.
-    """
-
-    common: CommonAttentionMetadata
-    num_rows: int
-    permutation: Permutation | None
-
-
-@attrs.frozen(eq=False)
-class PreparedMetadata:
-    """A step: wrapped, ordered, and built as far as that is done on the host.
-
-    Attributes:
-        keys: For each attention group, what it needs.
-        built: What builders made.
-        needs: What there is to be built.
-        refreshed: Of all needs, those that differ from another in tables only, and from which.
-        num_rows: Of all needs, the query rows that their layers have to give.
-        permutations: Of those that came into another order, how.
-    """
-
-    keys: tuple[Key, ...]
-    built: Mapping[Key, Any]
-    needs: Mapping[Key, _Need]
-    refreshed: Mapping[Key, Key]
-    num_rows: Mapping[Key, int]
-    permutations: Mapping[Key, Permutation]
-
-
-class _Step:
-    """What one step needs.
-
-    Attributes:
-        needs: By key.
-        refreshed: The needs that differ from another in tables only, and from which.
+        builds: What has to be built.
     """
 
     def __init__(self) -> None:
-        self.needs: dict[Key, _Need] = {}
-        self.refreshed: dict[Key, Key] = {}
-        self._first: dict[tuple[int, int, int], Key] = {}
+        self.builds: list[Build] = []
+        self._known: dict[tuple[int, int], int] = {}
+        self._first: dict[tuple[int, int, int], int] = {}
         self._ordered: dict[tuple[BatchOrder, int, int], tuple[CommonAttentionMetadata, Permutation]] = {}
 
-    def ask(self, recipe: _Recipe, common: CommonAttentionMetadata) -> Key:
-        """Note what a group needs, unless another group needs the same; return its key."""
-        key = (recipe.reuse, id(common))
-        if key in self.needs:
-            return key
-        if recipe.not_causal is not None and not common.causal:
-            group = recipe.group
+    def build_of(self, reader: _Reader, common: CommonAttentionMetadata) -> int:
+        """Return the index of the build that a group reads, which is a new one unless another group reads it too."""
+        key = (reader.reuse, id(common))
+        known = self._known.get(key)
+        if known is not None:
+            return known
+        if reader.not_causal is not None and not common.causal:
+            group = reader.group
             raise BackendError(
                 f"backend {group.backend_name!r}, of layer {group.layers[0].name!r}, cannot take a batch that is not "
-                f"causal: it {recipe.not_causal.reason}; give such layers another backend",
-                code=recipe.not_causal.code,
+                f"causal: it {reader.not_causal.reason}; give such layers another backend",
+                code=reader.not_causal.code,
             )
-        builder, num_rows, permutation = recipe.group.builder, common.slot_mapping.shape[0], None
+        builder, num_rows, permutation = reader.group.builder, common.slot_mapping.shape[0], None
         if builder.batch_order is not None and not is_ordered(builder.batch_order, common):
-            common, permutation = self._permute(builder.batch_order, recipe.chain, common)
-        self.needs[key] = _Need(common, num_rows, permutation)
+            common, permutation = self._permute(builder.batch_order, reader.chain, common)
+        index, like = len(self.builds), None
         if builder.table_fields is not None:
-            # Behind equal chains, cache groups of one sequence and block size see the same step but for their tables.
-            first = self._first.setdefault((recipe.reuse, recipe.chain, common.block_size), key)
-            if first != key:
-                self.refreshed[key] = first
-        return key
+            # After equal chains, cache groups of one sequence and block size see the same step but for their tables.
+            first = self._first.setdefault((reader.reuse, reader.chain, common.block_size), index)
+            like = None if first == index else first
+        self.builds.append(Build(reader.reuse, common, num_rows, permutation, like))
+        self._known[key] = index
+        return index
 
     def _permute(
         self, order: BatchOrder, chain: int, common: CommonAttentionMetadata

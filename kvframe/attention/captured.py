@@ -2,62 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 import numpy as np
 import torch
 
-from kvframe.attention.build import BuiltMetadata, MetadataPlan, PreparedMetadata
+from kvframe.attention.build import GroupMetadata, MetadataPlan, PreparedStep
 from kvframe.attention.nested import field_names, replace_tensors
-from kvframe.attention.slots import PackedSlots, Slots, unpack_slots
 from kvframe.attention.staging import StagedMemory, Staging
 from kvframe.contract.capture import NotReplayableError
 from kvframe.contract.metadata import CommonAttentionMetadata
-from kvframe.contract.state import StateStep
-
-T = TypeVar("T")
-
-
-@attrs.frozen(eq=False)
-class PreparedStep:
-    """What was worked out on the host of a step: all that goes to the device."""
-
-    metadata: PreparedMetadata
-    slots: tuple[PackedSlots, ...]
-    states: list[StateStep]
-    kept_rows: torch.Tensor | None
-
-    def build(self, plan: MetadataPlan) -> BuiltStep:
-        """Return what the layers read."""
-        return BuiltStep(plan.build(self.metadata), unpack_slots(self.slots), self.states, self.kept_rows)
-
-
-@attrs.frozen(eq=False)
-class BuiltStep:
-    """What the layers of all groups read in a step; slots by cache group, if the group stores something."""
-
-    built: list[BuiltMetadata]
-    slots: dict[int, Slots]
-    states: list[StateStep]
-    kept_rows: torch.Tensor | None
 
 
 @attrs.frozen(eq=False)
 class CapturedStep:
     """A step that a graph was captured of.
 
-    Invariant: the tensors that the graph reads are those of ``step`` and ``inputs``, from the capture on.
+    Invariant: the tensors that the graph reads are those of ``groups``, ``kept_rows`` and ``inputs``, from the capture
+    on.
 
     Attributes:
         memory: Where what came from the host lies.
-        step: What the layers read.
+        groups: What the layers of each attention group read.
+        kept_rows: The rows that the skipped layers compute; None for all.
         inputs: The step's further tensors, on the device.
     """
 
     memory: StagedMemory
-    step: BuiltStep
+    groups: Sequence[GroupMetadata]
+    kept_rows: torch.Tensor | None
     inputs: tuple[torch.Tensor, ...]
 
     @classmethod
@@ -74,8 +49,9 @@ class CapturedStep:
         """
         memory = StagedMemory.of((prepared, inputs), staging.device)
         prepared, inputs = staging.to_device((prepared, inputs), memory)
-        step = prepared.build(plan)
-        return cls(memory, replace_tensors(step, lambda tensor: _keep(tensor, memory)), inputs)
+        read = plan.build(prepared), prepared.kept_rows
+        groups, kept_rows = replace_tensors(read, lambda tensor: _keep(tensor, memory))
+        return cls(memory, groups, kept_rows, inputs)
 
     def refresh(
         self, prepared: PreparedStep, inputs: tuple[torch.Tensor, ...], plan: MetadataPlan, staging: Staging
@@ -89,7 +65,8 @@ class CapturedStep:
             prepared, inputs = staging.to_device((prepared, inputs), self.memory)
         except ValueError as error:
             raise NotReplayableError(str(error)) from error
-        refresh(self.step, prepared.build(plan), self.memory.memory, "the step")
+        fresh = plan.build(prepared), prepared.kept_rows
+        refresh((self.groups, self.kept_rows), fresh, self.memory.memory, "the step")
 
 
 def _keep(tensor: torch.Tensor, memory: StagedMemory) -> torch.Tensor:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.order import IntArray
 from kvframe.contract.specs import AttentionMask
-
-IntArray = npt.NDArray[np.int64]
 
 
 def live_places(metadata: CommonAttentionMetadata, mask: AttentionMask) -> IntArray:

@@ -1,258 +1,158 @@
-"""All attention layers of a model at run time, and the step that they compute."""
+"""One attention layer at run time: it holds its cache, its backend and the metadata of the current step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+import attrs
 import torch
 
-from kvframe.attention.attending import AttentionLayer as AttentionLayer
-from kvframe.attention.attending import GroupStep
-from kvframe.attention.build import MetadataPlan
-from kvframe.attention.captured import BuiltStep, CapturedStep, PreparedStep
-from kvframe.attention.copies import CopyScratch
-from kvframe.attention.group import form_groups
-from kvframe.attention.local import LocalCaches
-from kvframe.attention.request_order import find_order
-from kvframe.attention.slots import pack_slots
-from kvframe.attention.staging import Staging
-from kvframe.attention.state import StateLayers
-from kvframe.attention.step import StepBatch, input_slots
-from kvframe.cache.block_table import BlockTables
+from kvframe.attention.build import GroupMetadata
+from kvframe.attention.group import AttentionGroup
+from kvframe.attention.step_failures import step_failure
 from kvframe.contract.backend import KVCache
-from kvframe.contract.capture import GraphCapture
-from kvframe.contract.errors import BackendError
+from kvframe.contract.errors import BackendError, PluginError
+from kvframe.contract.foreign import call
 from kvframe.contract.formats import PLAIN
-from kvframe.contract.metadata import CommonAttentionMetadata
-from kvframe.contract.specs import TOKENS, LayerSpec
-from kvframe.planning.groups import Grouping
-from kvframe.selection.choice import Choice
-
-IntArray = npt.NDArray[np.int64]
+from kvframe.contract.relative_bias import RELATIVE_BIAS
+from kvframe.contract.specs import LayerSpec
 
 
-class AttentionLayers(Mapping[str, AttentionLayer]):
-    """All attention layers of a model, by name, and beside them those that keep state and do not attend.
+class GroupStep:
+    """What one attention group holds while a step runs."""
 
-    Invariant: between ``begin_step`` and the next, every layer of a group reads the same metadata.
+    def __init__(self, group: AttentionGroup) -> None:
+        self.group = group
+        self.read = GroupMetadata(None, 0, None, None)
+
+
+class AttentionLayer:
+    """One layer, as the model calls it.
 
     Attributes:
-        groups: The attention groups, in the order of their first layers.
-        local: Where the layers that keep nothing of the past find the running step.
-        states: The layers that the model computes itself, on pages that it is given; by name.
-        skipped: The layers that compute only the generating tokens of a step, in the order they run.
-        copies: Memory for copies of pages, for backends that do not read the format of their layers.
-        dtypes: The dtypes of what all of them keep, as it is read.
-        kept_rows: ``[num_generating + padding], int64, device``: the rows of the packed batch that the skipped layers
-            compute in this step; None for all. The model cuts its hidden states to them before the first of these
-            layers, and gives logits for exactly these rows.
+        spec: The layer.
+        lacks_parameters: Whether it declares a learned tensor that was not bound yet.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[LayerSpec],
-        choices: Sequence[Choice],
-        grouping: Grouping,
-        views: Mapping[str, KVCache],
-        device: torch.device,
-        skipped: Sequence[str] = (),
-        local: LocalCaches | None = None,
-        max_static_copies: int | None = None,
-        *,
-        audited: bool = False,
-    ) -> None:
-        """Group the layers and make one backend instance per group.
+    def __init__(self, spec: LayerSpec, kv_cache: KVCache, step: GroupStep) -> None:
+        self.spec = spec
+        self._wrapped = attrs.evolve(step.group.wrapped, name=spec.name, shares_with=spec.shares_with)
+        self._kv_cache = kv_cache
+        self._step = step
+        self._backend = step.group.backend
+        self._writes = spec.shares_with is None
+        self._head_shape = _head_shape(self._wrapped)
+        self.lacks_parameters = spec.query is not None and spec.query.relative_bias is not None
+
+    def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Give the layer's learned tensors to its backend, once, before the first step.
 
         Args:
-            layers: The model's layers.
-            choices: Wrapper chain and backend of each layer that attends, in the same order.
-            grouping: The cache groups.
-            views: Each layer's state tensors.
-            device: Where the backends run.
-            skipped: The layers that were chosen to be skipped.
-            local: The scratch pages of the layers that keep nothing; None where every layer keeps something.
-            max_static_copies: The most bytes of the copies of pages that a graph reads; None for any.
-            audited: Whether the results of wrappers are checked on the device too; then each step waits for it.
+            parameters: By name, such as ``relative_bias: [num_buckets, num_heads]``, device.
 
         Raises:
-            BackendError: A backend could not be set up.
+            BackendError: The bias that the layer declares is not among them, or has another shape; or the backend
+                fails.
         """
-        attending = [layer for layer in layers if layer.query is not None]
-        self.local = LocalCaches((), device, max_tokens=0, max_reqs=0) if local is None else local
-        self.copies = CopyScratch(device, max_static_copies)
-        self.groups = form_groups(attending, choices, grouping, device, self.local.places, self.copies)
-        views = {**views, **self.local.views}
-        stored = [layer.spec for layer in layers if layer.spec is not None and layer.name in views]
-        states = (tensor for spec in stored for tensor in spec.in_format(PLAIN).state_tensors().values())
-        self.dtypes = frozenset(getattr(torch, tensor.dtype) for tensor in states)
-        keeping = [layer for layer in layers if layer.query is None and layer.name in views]
-        self.states = StateLayers(keeping, grouping, views)
-        self._staging = Staging(device)
-        self.skipped = tuple(skipped)
-        self.kept_rows: torch.Tensor | None = None
-        self._steps = tuple(GroupStep(group) for group in self.groups)
-        self._layers: dict[str, AttentionLayer] = {
-            layer.name: AttentionLayer(layer, views[layer.name], step)
-            for step in self._steps
-            for layer in step.group.layers
-        }
-        self._unchecked = [layer for layer in self._layers.values() if layer.lacks_parameters]
-        self._order = {layer.name: index for index, layer in enumerate(attending)}
-        pages = {
-            group.cache_group: tensor for group in self.groups for tensor in [*views[group.layers[0].name].values()][:1]
-        }
-        num_cache_groups = len(grouping.groups) + self.local.num_places
-        self._plan = MetadataPlan(self.groups, num_cache_groups, pages, audited=audited)
-        self._written = {group.cache_group for group in self.groups if group.writes}
-        of_inputs = {group.index for group in grouping.groups if group.spec.sequence != TOKENS}
-        self._of_inputs = self._written & of_inputs
-        by_size = sorted(self.groups, key=lambda group: -len(group.layers))
-        orders = [group.builder.batch_order for group in by_size]
-        self._orders = tuple(dict.fromkeys(order for order in orders if order is not None))
+        query = self.spec.query
+        if query is not None and query.relative_bias is not None:
+            expected = query.relative_bias.num_buckets, query.num_heads
+            found = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+            if found.get(RELATIVE_BIAS) != expected:
+                raise BackendError(
+                    f"layer {self.spec.name!r} declares a relative bias of {expected[0]} buckets for {expected[1]} "
+                    f"heads, and was bound {found or 'nothing'}; bind it {{{RELATIVE_BIAS!r}: a tensor {expected}}}"
+                )
+        whose = f"backend {self._step.group.backend_name!r}, of layer {self.spec.name!r}: bind()"
+        try:
+            call(whose, self._backend.bind, self._wrapped, parameters, passes=(BackendError,))
+        except PluginError as error:
+            raise BackendError(str(error)) from error.__cause__
+        self.lacks_parameters = False
 
-    @property
-    def capture(self) -> GraphCapture:
-        """For which batches the metadata of all groups can be captured as part of a graph."""
-        if self.states:
-            return GraphCapture.NEVER  # which pages a step reads and writes is worked out on the host
-        return min((group.capture for group in self.groups), default=GraphCapture.ALWAYS)
-
-    @property
-    def least_captured(self) -> str:
-        """What sets ``capture``, for a person: a layer and what it runs on."""
-        if self.states:
-            return f"layer {next(iter(self.states))!r}, which keeps a state"
-        group = min(self.groups, key=lambda group: group.capture)
-        chain = "".join(f" after {wrapper.name!r}" for wrapper in group.wrappers)
-        return f"layer {group.layers[0].name!r}, on the backend {group.backend_name!r}{chain}"
-
-    def order_for(self, num_computed: IntArray, query_lens: IntArray) -> IntArray | None:
-        """Return the order in which to pack a step's requests, so that the backends need not reorder them.
-
-        If the orders contradict each other, those of groups with more layers come first, and the other groups see
-        the batch in an order of their own.
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store the step's keys and values, and attend.
 
         Args:
-            num_computed: ``[num_reqs]``: tokens of each request that were computed before.
-            query_lens: ``[num_reqs]``: tokens that the step computes.
+            query: ``[num_rows, num_heads, head_size], device``: the step's tokens; of a skipped layer, the kept ones.
+            key: ``[num_stored, num_kv_heads, head_size], device``: of the step's tokens; of a layer that keeps state of
+                an input sequence, of the tokens of the step's new inputs. Ignored by a layer that shares a cache, and
+                in a step that stores nothing.
+            value: ``[num_stored, num_kv_heads, head_size_v], device``; likewise.
+            sinks: ``[num_heads], device``: learned sink logits; None unless the layer has them.
 
         Returns:
-            ``[num_reqs]``: the requests in order; None if they may stay as they are.
-        """
-        return find_order(self._orders, num_computed, query_lens) if self._orders else None
-
-    def begin_step(
-        self,
-        metadata: Sequence[CommonAttentionMetadata],
-        *,
-        batch: StepBatch | None = None,
-        tables: BlockTables | None = None,
-        inputs: tuple[torch.Tensor, ...] = (),
-    ) -> tuple[torch.Tensor, ...]:
-        """Build every attention group's metadata of a step, and work out which states the state layers read and write.
-
-        Metadata that lies on the host goes through the chains there. Then all that the step needs goes to the device in
-        one copy, and the builders build. What a builder copies by itself comes on top.
-
-        Args:
-            metadata: The batch, one value per cache group, and after them what ``local.metadata`` returns of it; on
-                the host, or on the device.
-            batch: What the metadata was made of. Read only where there are state layers, or groups that keep state of
-                an input sequence.
-            tables: The block tables that it was made with. Likewise.
-            inputs: Further tensors of the step, on the host, such as its token ids; they go along.
-
-        Returns:
-            ``inputs`` on the device.
+            ``[num_rows, num_heads, head_size_v], device``.
 
         Raises:
-            BackendError: A layer declares a learned tensor and was bound none, or its backend takes causal batches
-                only.
-            WrapperError: A wrapper cannot take the step.
+            BackendError: The query has another number of rows than the layer's wrapper chain leaves, or the backend
+                raised something (``failed``), or returned something else than was agreed (``wrong_output``).
         """
-        if self._unchecked:
-            self._check_bound()
-        prepared, inputs = self._staging.to_device((self._prepare(metadata, batch, tables), inputs))
-        self._select(prepared.build(self._plan))
-        return inputs
-
-    def capture_step(
-        self, metadata: Sequence[CommonAttentionMetadata], inputs: tuple[torch.Tensor, ...]
-    ) -> CapturedStep:
-        """Begin a step whose tensors stay where they are, for a graph that is captured of it.
-
-        Args:
-            metadata: As for ``begin_step``, on the host, at a graph's sizes. The layers keep no states and nothing of
-                other sequences.
-            inputs: As for ``begin_step``.
-
-        Raises:
-            WrapperError: A wrapper cannot take the step.
-        """
-        captured = CapturedStep.of(self._prepare(metadata, None, None), inputs, self._plan, self._staging)
-        self._select(captured.step)
-        return captured
-
-    def replay_step(
-        self, captured: CapturedStep, metadata: Sequence[CommonAttentionMetadata], inputs: tuple[torch.Tensor, ...]
-    ) -> None:
-        """Begin a step in the tensors of one that was captured.
-
-        Args:
-            captured: What ``capture_step`` returned.
-            metadata: As for ``capture_step``, at the same sizes.
-            inputs: Likewise.
-
-        Raises:
-            NotReplayableError: Something other than the values of tensors differs from what was captured.
-            WrapperError: A wrapper cannot take the step.
-        """
-        captured.refresh(self._prepare(metadata, None, None), inputs, self._plan, self._staging)
-        self._select(captured.step)
-
-    def _select(self, step: BuiltStep) -> None:
-        """Let the layers read a step."""
-        for group_step, built in zip(self._steps, step.built, strict=True):
-            group_step.built = built
-            group_step.slots = step.slots.get(group_step.group.cache_group)
-        self.states.select(step.states)
-        self.kept_rows = step.kept_rows
-
-    def _check_bound(self) -> None:
-        lacking = [layer.spec.name for layer in self._unchecked if layer.lacks_parameters]
-        if lacking:
+        read = self._step.read
+        if query.shape[0] != read.num_rows:
             raise BackendError(
-                f"the layers {', '.join(map(repr, lacking))} declare a relative bias and were bound none; the model "
-                "has to call bind() of each when it is attached"
+                f"layer {self.spec.name!r} was called with {query.shape[0]} query rows, and its wrapper chain leaves "
+                f"{read.num_rows} in this step; a model that skips rows takes them from kept_rows"
             )
-        self._unchecked = []
+        slots = read.slots
+        if self._writes and slots is not None:
+            assert key is not None
+            assert value is not None
+            try:
+                self._backend.write_kv(key, value, self._kv_cache, slots)
+            except Exception as error:
+                raise self._failure("write_kv", error) from error
+        order = read.permutation
+        if order is not None:
+            query = query.index_select(0, order.tokens)
+        try:
+            output = self._backend.forward(self._wrapped, query, self._kv_cache, read.metadata, sinks)
+        except Exception as error:
+            raise self._failure("forward", error) from error
+        if (
+            getattr(output, "shape", None) != (query.shape[0], *self._head_shape)
+            or output.dtype != query.dtype
+            or output.device != query.device
+        ):
+            self._check_output(output, query)
+        return output if order is None else output.index_select(0, order.inverse)
 
-    def _prepare(
-        self,
-        metadata: Sequence[CommonAttentionMetadata],
-        batch: StepBatch | None,
-        tables: BlockTables | None,
-    ) -> PreparedStep:
-        of_tokens = {index: metadata[index].slot_mapping for index in self._written - self._of_inputs}
-        of_inputs: Mapping[int, torch.Tensor] = {}
-        if self._of_inputs:
-            assert batch is not None
-            assert tables is not None
-            of_inputs = input_slots(batch, tables, metadata[0].slot_mapping.device)
-        slots = pack_slots(metadata, {**of_tokens, **of_inputs})
-        kept_rows = None
-        if self.skipped and not metadata[0].all_generate:
-            kept_rows = metadata[0].generating_indices
-        states = self.states.steps(batch, tables)
-        return PreparedStep(self._plan.prepare(metadata), slots, states, kept_rows)
+    def _failure(self, method: str, error: Exception) -> Exception:
+        return step_failure(self._step.group.backend_name, [self.spec.name], method, error)
 
-    def __getitem__(self, name: str) -> AttentionLayer:
-        return self._layers[name]
+    def _check_output(self, output: Any, query: torch.Tensor) -> None:
+        """Raise ``BackendError`` if a backend's output is not what was agreed."""
+        expected = [query.shape[0], *self._head_shape]
+        is_tensor = isinstance(output, torch.Tensor)
+        if is_tensor and self._head_shape[1] is None and output.ndim == 3:
+            # If the state is not keys and values, only the backend and the model know the size of a value.
+            expected[2] = output.shape[2]
+        if (
+            is_tensor
+            and list(output.shape) == expected
+            and (output.dtype, output.device) == (query.dtype, query.device)
+        ):
+            return
+        found = f"a {type(output).__name__!r}"
+        if is_tensor:
+            found = f"a tensor {list(output.shape)} of {output.dtype} on {output.device}"
+        raise BackendError(
+            f"backend {self._step.group.backend_name!r} returned {found} for layer {self.spec.name!r}, and not a "
+            f"tensor {expected} of {query.dtype} on {query.device}: this is a mistake in the backend's forward",
+            code="wrong_output",
+        )
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._order)
 
-    def __len__(self) -> int:
-        return len(self._layers)
+def _head_shape(layer: LayerSpec) -> tuple[int, int | None]:
+    """Return heads and their size in what a backend gives for a layer; None for a size that its state does not say."""
+    assert layer.query is not None
+    assert layer.spec is not None
+    value = layer.spec.in_format(PLAIN).state_tensors().get("v")
+    return layer.query.num_heads, None if value is None else value.shape[-1]

@@ -15,9 +15,7 @@ import numpy.typing as npt
 import torch
 
 from kvframe.contract.metadata import Axis, CommonAttentionMetadata, change_extensions
-from kvframe.contract.order import BatchOrder
-
-IntArray = npt.NDArray[np.int64]
+from kvframe.contract.order import BatchOrder, IntArray
 
 
 def find_order(orders: Sequence[BatchOrder], num_computed: IntArray, query_lens: IntArray) -> IntArray | None:

@@ -20,11 +20,10 @@ from kvframe.attention.staging import HOST
 from kvframe.attention.step import StepBatch
 from kvframe.cache.block_table import BlockTables
 from kvframe.contract.backend import KVCache
+from kvframe.contract.order import IntArray
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
 from kvframe.contract.state import StateRound, StateRun, StateStep
 from kvframe.planning.groups import Grouping
-
-IntArray = npt.NDArray[np.int64]
 
 
 @attrs.frozen(eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -14,9 +14,8 @@ import torch
 
 from kvframe.cache.block_table import BlockTables, TableStack
 from kvframe.contract.metadata import NO_EXTENSIONS, CommonAttentionMetadata, Extension
+from kvframe.contract.order import IntArray
 from kvframe.contract.specs import TOKENS
-
-IntArray = npt.NDArray[np.int64]
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -102,14 +101,22 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
         "generating_indices_cpu": generating_cpu,
         "extensions": batch.extensions,
     }
-    keys = {TOKENS: _Keys(seq_lens_device, seq_lens_cpu, max_seq_len, causal=True)}
+    # What the queries see of each sequence.
+    seen: dict[str, dict[str, Any]] = {
+        TOKENS: {
+            "seq_lens": seq_lens_device,
+            "seq_lens_cpu": seq_lens_cpu,
+            "max_seq_len": max_seq_len,
+            "causal": True,
+        }
+    }
     found: dict[int, CommonAttentionMetadata] = {}
     for stack in tables.stacks:
         size, sequence = stack.block_size, stack.sequence
-        if sequence not in keys:
-            keys[sequence] = _Keys.of_input(batch, sequence, device)
+        if sequence not in seen:
+            seen[sequence] = _seen_of_input(batch, sequence, device)
         # At least one column, so that no backend is ever given an empty table.
-        width = max(1, -(-keys[sequence].max_seq_len // size))
+        width = max(1, -(-seen[sequence]["max_seq_len"] // size))
         block_tables = stack.ids[:, batch.rows, :width]
         block_tables_device = torch.from_numpy(block_tables).to(device, non_blocking=True).unbind()
         slots_device: Sequence[torch.Tensor]
@@ -121,15 +128,28 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
         for group, block_table, slot_mapping in zip(stack.groups, block_tables_device, slots_device, strict=True):
             found[group] = CommonAttentionMetadata(
                 **shared,
-                seq_lens=keys[sequence].lens,
-                seq_lens_cpu=keys[sequence].lens_cpu,
-                max_seq_len=keys[sequence].max_seq_len,
-                causal=keys[sequence].causal,
+                **seen[sequence],
                 block_table=block_table,
                 slot_mapping=slot_mapping,
                 block_size=size,
             )
-    return tuple(found[group] for group in range(len(tables)))
+    return tuple(found[group] for group in sorted(found))
+
+
+def _seen_of_input(batch: StepBatch, sequence: str, device: torch.device) -> dict[str, Any]:
+    """Return the metadata fields that say what queries see of an input sequence: all of it, in no order."""
+    inputs = batch.inputs.get(sequence)
+    lens = np.zeros(len(batch.rows), np.int32) if inputs is None else inputs.lens.astype(np.int32)
+    lens_cpu = torch.from_numpy(lens)
+    return {
+        "seq_lens": lens_cpu.to(device, non_blocking=True),
+        "seq_lens_cpu": lens_cpu,
+        "max_seq_len": int(lens.max()),
+        "causal": False,
+    }
+
+
+# --- where tokens are stored ------------------------------------------------------------------------------------------
 
 
 def input_slots(batch: StepBatch, tables: BlockTables, device: torch.device) -> dict[int, torch.Tensor]:
@@ -160,22 +180,59 @@ def input_slots(batch: StepBatch, tables: BlockTables, device: torch.device) -> 
     return found
 
 
+Slots = tuple[torch.Tensor, torch.Tensor]
+"""Block id and offset of each token that is stored: ``[num_tokens], int64, device`` both."""
+
+
 @attrs.frozen(eq=False)
-class _Keys:
-    """What the queries of a step see of one sequence: how much of it there is, and in which order."""
+class PackedSlots:
+    """The slots of several cache groups, which store as many tokens each, in two tensors.
 
-    lens: torch.Tensor
-    lens_cpu: torch.Tensor
-    max_seq_len: int
-    causal: bool
+    Attributes:
+        groups: The groups.
+        blocks: ``[num_groups, num_tokens], int64, device``: block ids.
+        offsets: Offsets, likewise.
+    """
 
-    @classmethod
-    def of_input(cls, batch: StepBatch, sequence: str, device: torch.device) -> _Keys:
-        """Return an input sequence's side of a step."""
-        inputs = batch.inputs.get(sequence)
-        lens = np.zeros(len(batch.rows), np.int32) if inputs is None else inputs.lens.astype(np.int32)
-        lens_cpu = torch.from_numpy(lens)
-        return cls(lens_cpu.to(device, non_blocking=True), lens_cpu, int(lens.max()), causal=False)
+    groups: tuple[int, ...]
+    blocks: torch.Tensor
+    offsets: torch.Tensor
+
+
+def pack_slots(
+    metadata: Sequence[CommonAttentionMetadata], mappings: Mapping[int, torch.Tensor]
+) -> tuple[PackedSlots, ...]:
+    """Return block id and offset of what cache groups store, those of one block size together.
+
+    Args:
+        metadata: The step, one value per cache group.
+        mappings: For each group that stores something, ``[num_stored], int64, device``: the slot of each row that its
+            layers are given.
+    """
+    alike: dict[tuple[int, int], list[int]] = {}
+    for index, mapping in mappings.items():
+        alike.setdefault((metadata[index].block_size, mapping.shape[0]), []).append(index)
+    packed = []
+    for (block_size, _), indices in alike.items():
+        together = torch.stack([mappings[index] for index in indices])
+        packed.append(PackedSlots(tuple(indices), *_divmod(together, block_size)))
+    return tuple(packed)
+
+
+def _divmod(slots: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if block_size & (block_size - 1) == 0:
+        # A processor's division takes ten times as long.
+        return slots >> (block_size.bit_length() - 1), slots & (block_size - 1)
+    return torch.div(slots, block_size, rounding_mode="floor"), slots % block_size
+
+
+def unpack_slots(packed: Iterable[PackedSlots]) -> dict[int, Slots]:
+    """Return the slots of each cache group that stores something."""
+    return {
+        group: slots
+        for each in packed
+        for group, slots in zip(each.groups, zip(each.blocks.unbind(), each.offsets.unbind(), strict=True), strict=True)
+    }
 
 
 def _slots(stack: TableStack, rows: IntArray, requests: IntArray, positions: IntArray) -> IntArray:

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import torch
 
-from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.local import LocalCaches
 from kvframe.attention.storage import HostStorage, KVCacheStorage
 from kvframe.config.stack import Stack

@@ -7,7 +7,7 @@ from functools import partial
 
 import attrs
 
-from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.layers import AttentionLayers
 from kvframe.contract.errors import BackendError, ModelError, WrapperError
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import DROPS_TOKENS

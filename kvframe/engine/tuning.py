@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.cache.manager import KVCacheManager

@@ -15,14 +15,14 @@ from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from kvframe.contract.errors import EngineError
 
-# What `signal` wraps: an engine does this in every step, and there it makes enums of handlers, which takes 70 us.
+# `signal` converts handlers to enums, which takes 70 us, and an engine calls this in every step; `_signal` does not.
 _signal: Any = import_module("_signal" if find_spec("_signal") else "signal")
 
 _SIGINT = int(signal.SIGINT)
 
 
 class HeldInterrupts:
-    """While it is entered, Ctrl-C waits; its handler is called at the end.
+    """A context manager during which Ctrl-C waits; its handler is called at the end.
 
     Only the main thread handles signals. In another thread, or if no Python handler is set, nothing is done.
     """
@@ -33,7 +33,7 @@ class HeldInterrupts:
         self._pending: tuple[int, FrameType | None] | None = None
 
     def hold(self) -> None:
-        """Hold interrupts back; nothing if they are held already."""
+        """Delay interrupts; nothing if they are delayed already."""
         handler = _signal.getsignal(_SIGINT)
         if self._handler is None and callable(handler):
             try:
@@ -42,7 +42,7 @@ class HeldInterrupts:
                 return
             self._handler = handler
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Stop delaying interrupts, and deliver those that came."""
         handler, self._handler = self._handler, None
         if handler is not None:
@@ -52,11 +52,11 @@ class HeldInterrupts:
                 handler(*pending)
 
     def let_through(self) -> _LetThrough:
-        """Return what lets interrupts through while it is entered, first of all one that came before."""
+        """Return a context manager that lets interrupts through, first of all one that is waiting."""
         return _LetThrough(self)
 
     def __enter__(self) -> Self:
-        """Hold interrupts back."""
+        """Delay interrupts."""
         self.hold()
         return self
 
@@ -64,7 +64,7 @@ class HeldInterrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Stop delaying interrupts, and deliver those that came."""
-        self.let_go()
+        self.release()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._pending = number, frame
@@ -75,7 +75,7 @@ class _LetThrough:
         self._held = held
 
     def __enter__(self) -> None:
-        self._held.let_go()
+        self._held.release()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.staging import HOST
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.cache.manager import KVCacheManager

@@ -14,7 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvframe.attention.layer import AttentionLayer, AttentionLayers
+from kvframe.attention.layer import AttentionLayer
+from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.staging import HOST
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.attention.storage import KVCacheStorage

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import kvframe
-from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.local import LocalCaches
 from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.attention.storage import KVCacheStorage

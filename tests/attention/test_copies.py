@@ -103,7 +103,7 @@ def test_layers_compute_on_copies_what_they_compute_on_plain_pages(
 def test_plain_layers_are_computed_on_their_pages() -> None:
     bench = Bench([layer("plain", full()), *stored([layer("int8", full())])], TORCH)
     bench.attention.begin_step(bench.metadata(MIXED))
-    plain, copied = (step.built.metadata for step in bench.attention._steps)
+    plain, copied = (step.read.metadata for step in bench.attention._steps)
     assert not isinstance(plain, CopiedMetadata)
     assert isinstance(copied, CopiedMetadata)
 

@@ -13,7 +13,7 @@ import torch
 from kvframe_cross_attention import CrossAttentionSpec
 
 from kvframe import Prompt, SamplingParams
-from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.request_order import is_ordered
 from kvframe.attention.step import InputBatch, StepBatch, build_metadata, input_slots
 from kvframe.attention.storage import KVCacheStorage

@@ -17,7 +17,7 @@ from kvframe_cross_attention import CrossAttentionSpec
 from kvframe_kv_formats import Fp8TokenHead
 from kvframe_triton.backend import TritonBackend
 
-from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.local import LocalCaches
 from kvframe.attention.nested import host_tensors, replace_tensors
 from kvframe.attention.staging import ALIGNMENT, HOST, StagedMemory, Staging

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvframe_chunked_local import ChunkedLocalSpec
 
-from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.padding import pad_metadata
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.config.stack import Stack
@@ -226,7 +226,7 @@ def test_a_batch_packed_in_the_wished_order_is_permuted_for_nobody() -> None:
     order = bench.attention.order_for(computed, new)
     assert order is not None
     bench.run([MIXED[index] for index in order])
-    assert all(step.built.permutation is None for step in bench.attention._steps)
+    assert all(step.read.permutation is None for step in bench.attention._steps)
     assert ordered(a="torch").attention.order_for(computed, new) is None
 
 
@@ -236,7 +236,7 @@ def test_cache_groups_that_are_permuted_alike_keep_their_own_tables() -> None:
     bench = Bench(layers, Stack.from_mapping({"rules": rules}), [ORDERED])
     outputs = bench.run(MIXED)
     assert 3 == len(bench.grouping.groups)
-    (permutation,) = {step.built.permutation for step in bench.attention._steps}
+    (permutation,) = {step.read.permutation for step in bench.attention._steps}
     assert permutation is not None
     assert all(close(bench.dense(spec, MIXED), outputs[spec.name]) for spec in layers)
 
@@ -288,12 +288,12 @@ def test_every_batch_of_a_graphs_sizes_has_metadata_of_the_same_shapes(
         assert kept is not None
         found: list[Any] = [kept.shape]
         for step in bench.attention._steps:
-            common = step.built.metadata
+            common = step.read.metadata
             tensors = {
                 name: value for name, value in attrs.asdict(common, recurse=False).items() if name[-4:] != "_cpu"
             }
             found.append({name: v.shape for name, v in tensors.items() if isinstance(v, torch.Tensor)})
-            found.append((common.num_reqs, common.max_query_len, common.max_seq_len, step.built.num_rows))
+            found.append((common.num_reqs, common.max_query_len, common.max_seq_len, step.read.num_rows))
         return found
 
     assert shapes([(0, 1)]) == shapes(requests)

@@ -8,7 +8,7 @@ from typing import Any, Self
 import pytest
 import torch
 
-from kvframe.attention.slots import Slots
+from kvframe.attention.step import Slots
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract.backend import AttentionMetadataBuilder, KVCache
 from kvframe.contract.capture import NotReplayableError

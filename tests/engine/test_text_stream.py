@@ -43,3 +43,29 @@ def test_what_looked_like_a_stop_string_comes_out_at_the_end() -> None:
     assert "a" == stream.text
     stream.feed(list(b"a<st"), final=True)
     assert "a<st" == stream.text
+
+
+def test_a_token_is_decoded_in_one_call_with_few_others() -> None:
+    lens: list[int] = []
+
+    def decode(token_ids: Sequence[int]) -> str:
+        lens.append(len(token_ids))
+        return decode_words(token_ids)
+
+    prompt, text = [0] * 100, [*range(64)]
+    stream = TextStream(decode, prompt)
+    for count in range(1, 65):
+        stream.feed([*prompt, *text[:count]], final=count == 64)
+    assert "".join(f" w{token}" for token in text) == stream.text
+    assert len(lens) <= 64 + 64 // 10
+    assert max(lens) <= 17
+
+
+def test_characters_of_several_tokens_come_out_whole_at_every_window() -> None:
+    text = "aé漢🙂" * 9
+    stream, parts = TextStream(decode_bytes, [], StopStrings(())), []
+    for count in range(1, len(text.encode()) + 1):
+        before = stream.text
+        stream.feed(list(text.encode()[:count]), final=False)
+        parts.append(stream.text[len(before) :])
+    assert list(text) == [part for part in parts if part]

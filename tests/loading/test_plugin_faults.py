@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from kvframe import Stack, load_plugins
-from kvframe.attention.attending import AttentionLayer, GroupStep
 from kvframe.attention.group import form_groups
+from kvframe.attention.layer import AttentionLayer, GroupStep
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.config.eviction_choice import make_policy

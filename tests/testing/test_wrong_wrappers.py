@@ -11,7 +11,7 @@ import attrs
 import pytest
 import torch
 
-from kvframe.attention.trust import WrapperCall
+from kvframe.attention.wrapping import WrapperCall
 from kvframe.contract.errors import WrapperError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.loading.plugins import load_plugins

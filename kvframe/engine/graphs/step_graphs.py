@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from kvframe.attention.captured import CapturedStep
-from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.padding import pad_step
 from kvframe.attention.staging import HOST
 from kvframe.attention.step import StepBatch, build_metadata
@@ -25,9 +25,9 @@ from kvframe.config.options import EngineOptions
 from kvframe.contract.capture import GraphCapture, NotReplayableError
 from kvframe.contract.errors import StackError
 from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.order import IntArray
 from kvframe.engine.graphs.captured_step import CaptureError, StepGraph, graph_factory
 from kvframe.engine.graphs.sizes import GraphSizes, SizeChoice, asked_sizes, context_sizes
-from kvframe.engine.scheduling.running_requests import IntArray
 
 _log = logging.getLogger("kvframe")
 

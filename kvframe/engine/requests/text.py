@@ -9,6 +9,9 @@ from kvframe.engine.requests.stops import NO_STOPS, StopStrings
 NUM_CONTEXT_TOKENS = 5
 """Prompt tokens that are decoded with the first generated ones, so that a space at the start of the output is kept."""
 
+MAX_WINDOW_TOKENS = 16
+"""Tokens that are decoded together; if there are more, the window moves on to the last ones."""
+
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -36,6 +39,8 @@ class TextStream:
         self._held = ""
         self._read = len(prompt_token_ids)
         self._context = max(0, self._read - NUM_CONTEXT_TOKENS)
+        # The text of the tokens from the context to the last one read; None if it is to be decoded.
+        self._before: str | None = None
 
     def feed(self, token_ids: Sequence[int], *, final: bool) -> None:
         """Read the new tokens. Safe to call again with the same tokens.
@@ -64,9 +69,13 @@ class TextStream:
         if self._read == len(token_ids):
             return ""
         # The tokens before them are decoded too, because a token's text may depend on its neighbours.
-        before = self._decode(token_ids[self._context : self._read]).rstrip(_INCOMPLETE)
+        if self._before is None:
+            self._before = self._decode(token_ids[self._context : self._read]).rstrip(_INCOMPLETE)
         after = self._decode(token_ids[self._context :])
         if after.endswith(_INCOMPLETE) and not final:
             return ""
-        self._context, self._read = self._read, len(token_ids)
-        return after[len(before) :]
+        new, self._before = after[len(self._before) :], after
+        if len(token_ids) - self._context > MAX_WINDOW_TOKENS:
+            self._context, self._before = self._read, None
+        self._read = len(token_ids)
+        return new

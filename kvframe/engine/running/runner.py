@@ -11,18 +11,18 @@ import attrs
 import numpy as np
 import torch
 
-from kvframe.attention.layer import AttentionLayers
+from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.staging import HOST
 from kvframe.attention.step import InputBatch, StepBatch, build_metadata
 from kvframe.cache.block_table import BlockTables
 from kvframe.contract.errors import ModelError
 from kvframe.contract.metadata import CommonAttentionMetadata, Extension
 from kvframe.contract.model import LoadedModel, ModelInput
+from kvframe.contract.order import IntArray
 from kvframe.engine.graphs.step_graphs import StepGraphs
 from kvframe.engine.requests.progress import NO_INPUTS, RequestT
 from kvframe.engine.requests.request import Request
 from kvframe.engine.running.next_tokens import sample, token_logprobs
-from kvframe.engine.scheduling.running_requests import IntArray
 from kvframe.engine.scheduling.step import PackedStep, ScheduledStep
 from kvframe.planning.memory import allocating
 
@@ -178,16 +178,17 @@ class ModelRunner:
 
     def _build_metadata(self, batch: StepBatch) -> tuple[CommonAttentionMetadata, ...]:
         """Return a step's metadata: on the host, unless one of its extensions is on the device only."""
-        extensions = {
-            name: Extension(extension.values_cpu, extension.axis, extension.values_cpu)
-            for name, extension in batch.extensions.items()
-            if extension.values_cpu is not None
-        }
         device = HOST
-        if len(extensions) < len(batch.extensions):
-            device = self.device
-        elif extensions:
-            batch = attrs.evolve(batch, extensions=extensions)
+        if batch.extensions:
+            extensions = {
+                name: Extension(extension.values_cpu, extension.axis, extension.values_cpu)
+                for name, extension in batch.extensions.items()
+                if extension.values_cpu is not None
+            }
+            if len(extensions) < len(batch.extensions):
+                device = self.device
+            else:
+                batch = attrs.evolve(batch, extensions=extensions)
         metadata = build_metadata(batch, self._tables, device)
         return metadata if not self._layers.local.places else (*metadata, *self._layers.local.metadata(batch))
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvframe.cache.input_index import InputSequence
+from kvframe.contract.order import IntArray
 from kvframe.engine.requests.progress import NO_SEQUENCES
-from kvframe.engine.scheduling.running_requests import IntArray
 
 
 class RequestCache(Protocol):

@@ -19,12 +19,12 @@ import numpy as np
 
 from kvframe.contract.errors import KVFrameError
 from kvframe.contract.foreign import safe_text
+from kvframe.contract.order import IntArray
 from kvframe.engine.requests.progress import FinishReason, RequestT
 from kvframe.engine.scheduling.request_blocks import RequestBlocks
 from kvframe.engine.scheduling.request_cache import RequestCache
-from kvframe.engine.scheduling.running_requests import IntArray, RunningRequests
 from kvframe.engine.scheduling.stats import SchedulerStats
-from kvframe.engine.scheduling.step import ScheduledStep
+from kvframe.engine.scheduling.step import RunningRequests, ScheduledStep
 
 _log = logging.getLogger("kvframe")
 NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)

@@ -1,0 +1,255 @@
+"""All attention layers of a model at run time, and the step that they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from kvframe.attention.build import GroupMetadata, MetadataPlan, PreparedStep
+from kvframe.attention.captured import CapturedStep
+from kvframe.attention.copies import CopyScratch
+from kvframe.attention.group import form_groups
+from kvframe.attention.layer import AttentionLayer, GroupStep
+from kvframe.attention.local import LocalCaches
+from kvframe.attention.request_order import find_order
+from kvframe.attention.staging import Staging
+from kvframe.attention.state import StateLayers
+from kvframe.attention.step import StepBatch, input_slots, pack_slots
+from kvframe.cache.block_table import BlockTables
+from kvframe.contract.backend import KVCache
+from kvframe.contract.capture import GraphCapture
+from kvframe.contract.errors import BackendError
+from kvframe.contract.formats import PLAIN
+from kvframe.contract.metadata import CommonAttentionMetadata
+from kvframe.contract.order import IntArray
+from kvframe.contract.specs import TOKENS, LayerSpec
+from kvframe.planning.groups import Grouping
+from kvframe.selection.choice import Choice
+
+
+class AttentionLayers(Mapping[str, AttentionLayer]):
+    """All attention layers of a model, by name, and beside them those that keep state and do not attend.
+
+    Invariant: between ``begin_step`` and the next, every layer of a group reads the same metadata.
+
+    Attributes:
+        groups: The attention groups, in the order of their first layers.
+        local: Where the layers that keep nothing of the past find the running step.
+        states: The layers that the model computes itself, on pages that it is given; by name.
+        skipped: The layers that compute only the generating tokens of a step, in the order they run.
+        copies: Memory for copies of pages, for backends that do not read the format of their layers.
+        dtypes: The dtypes of what all of them keep, as it is read.
+        kept_rows: ``[num_generating + padding], int64, device``: the rows of the packed batch that the skipped layers
+            compute in this step; None for all. The model cuts its hidden states to them before the first of these
+            layers, and gives logits for exactly these rows.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        choices: Sequence[Choice],
+        grouping: Grouping,
+        views: Mapping[str, KVCache],
+        device: torch.device,
+        skipped: Sequence[str] = (),
+        local: LocalCaches | None = None,
+        max_static_copies: int | None = None,
+        *,
+        audited: bool = False,
+    ) -> None:
+        """Group the layers and make one backend instance per group.
+
+        Args:
+            layers: The model's layers.
+            choices: Wrapper chain and backend of each layer that attends, in the same order.
+            grouping: The cache groups.
+            views: Each layer's state tensors.
+            device: Where the backends run.
+            skipped: The layers that were chosen to be skipped.
+            local: The scratch pages of the layers that keep nothing; None where every layer keeps something.
+            max_static_copies: The most bytes of the copies of pages that a graph reads; None for any.
+            audited: Whether the results of wrappers are checked on the device too; then each step waits for it.
+
+        Raises:
+            BackendError: A backend could not be set up.
+        """
+        attending = [layer for layer in layers if layer.query is not None]
+        self.local = LocalCaches((), device, max_tokens=0, max_reqs=0) if local is None else local
+        self.copies = CopyScratch(device, max_static_copies)
+        self.groups = form_groups(attending, choices, grouping, device, self.local.places, self.copies)
+        views = {**views, **self.local.views}
+        stored = [layer.spec for layer in layers if layer.spec is not None and layer.name in views]
+        states = (tensor for spec in stored for tensor in spec.in_format(PLAIN).state_tensors().values())
+        self.dtypes = frozenset(getattr(torch, tensor.dtype) for tensor in states)
+        keeping = [layer for layer in layers if layer.query is None and layer.name in views]
+        self.states = StateLayers(keeping, grouping, views)
+        self._keeps_states = bool(keeping)
+        self._staging = Staging(device)
+        self.skipped = tuple(skipped)
+        self.kept_rows: torch.Tensor | None = None
+        self._steps = tuple(GroupStep(group) for group in self.groups)
+        self._layers: dict[str, AttentionLayer] = {
+            layer.name: AttentionLayer(layer, views[layer.name], step)
+            for step in self._steps
+            for layer in step.group.layers
+        }
+        self._unchecked = [layer for layer in self._layers.values() if layer.lacks_parameters]
+        self._order = {layer.name: index for index, layer in enumerate(attending)}
+        pages = {
+            group.cache_group: tensor for group in self.groups for tensor in [*views[group.layers[0].name].values()][:1]
+        }
+        num_cache_groups = len(grouping.groups) + self.local.num_places
+        self._plan = MetadataPlan(self.groups, num_cache_groups, pages, audited=audited)
+        self._written = {group.cache_group for group in self.groups if group.writes}
+        of_inputs = {group.index for group in grouping.groups if group.spec.sequence != TOKENS}
+        self._of_inputs = self._written & of_inputs
+        by_size = sorted(self.groups, key=lambda group: -len(group.layers))
+        orders = [group.builder.batch_order for group in by_size]
+        self._orders = tuple(dict.fromkeys(order for order in orders if order is not None))
+
+    @property
+    def capture(self) -> GraphCapture:
+        """For which batches the metadata of all groups can be captured as part of a graph."""
+        if self.states:
+            return GraphCapture.NEVER  # which pages a step reads and writes is worked out on the host
+        return min((group.capture for group in self.groups), default=GraphCapture.ALWAYS)
+
+    @property
+    def least_captured(self) -> str:
+        """What sets ``capture``, for a person: a layer and what it runs on."""
+        if self.states:
+            return f"layer {next(iter(self.states))!r}, which keeps a state"
+        group = min(self.groups, key=lambda group: group.capture)
+        chain = "".join(f" after {wrapper.name!r}" for wrapper in group.wrappers)
+        return f"layer {group.layers[0].name!r}, on the backend {group.backend_name!r}{chain}"
+
+    def order_for(self, num_computed: IntArray, query_lens: IntArray) -> IntArray | None:
+        """Return the order in which to pack a step's requests, so that the backends need not reorder them.
+
+        If the orders contradict each other, those of groups with more layers come first, and the other groups see
+        the batch in an order of their own.
+
+        Args:
+            num_computed: ``[num_reqs]``: tokens of each request that were computed before.
+            query_lens: ``[num_reqs]``: tokens that the step computes.
+
+        Returns:
+            ``[num_reqs]``: the requests in order; None if they may stay as they are.
+        """
+        return find_order(self._orders, num_computed, query_lens) if self._orders else None
+
+    def begin_step(
+        self,
+        metadata: Sequence[CommonAttentionMetadata],
+        *,
+        batch: StepBatch | None = None,
+        tables: BlockTables | None = None,
+        inputs: tuple[torch.Tensor, ...] = (),
+    ) -> tuple[torch.Tensor, ...]:
+        """Build every attention group's metadata of a step, and work out which states the state layers read and write.
+
+        Metadata that lies on the host goes through the chains there. Then all that the step needs goes to the device in
+        one copy, and the builders build. What a builder copies by itself comes on top.
+
+        Args:
+            metadata: The batch, one value per cache group, and after them what ``local.metadata`` returns of it; on
+                the host, or on the device.
+            batch: What the metadata was made of. Read only where there are state layers, or groups that keep state of
+                an input sequence.
+            tables: The block tables that it was made with. Likewise.
+            inputs: Further tensors of the step, on the host, such as its token ids; they go along.
+
+        Returns:
+            ``inputs`` on the device.
+
+        Raises:
+            BackendError: A layer declares a learned tensor and was bound none, or its backend takes causal batches
+                only.
+            WrapperError: A wrapper cannot take the step.
+        """
+        if self._unchecked:
+            self._check_bound()
+        prepared, inputs = self._staging.to_device((self._prepare(metadata, batch, tables), inputs))
+        if prepared.states:
+            self.states.select(prepared.states)
+        self._read(self._plan.build(prepared), prepared.kept_rows)
+        return inputs
+
+    def capture_step(
+        self, metadata: Sequence[CommonAttentionMetadata], inputs: tuple[torch.Tensor, ...]
+    ) -> CapturedStep:
+        """Begin a step whose tensors stay where they are, for a graph that is captured of it.
+
+        Args:
+            metadata: As for ``begin_step``, on the host, at a graph's sizes. The layers keep no states and nothing of
+                other sequences.
+            inputs: As for ``begin_step``.
+
+        Raises:
+            WrapperError: A wrapper cannot take the step.
+        """
+        captured = CapturedStep.of(self._prepare(metadata, None, None), inputs, self._plan, self._staging)
+        self._read(captured.groups, captured.kept_rows)
+        return captured
+
+    def replay_step(
+        self, captured: CapturedStep, metadata: Sequence[CommonAttentionMetadata], inputs: tuple[torch.Tensor, ...]
+    ) -> None:
+        """Begin a step in the tensors of one that was captured.
+
+        Args:
+            captured: What ``capture_step`` returned.
+            metadata: As for ``capture_step``, at the same sizes.
+            inputs: Likewise.
+
+        Raises:
+            NotReplayableError: Something other than the values of tensors differs from what was captured.
+            WrapperError: A wrapper cannot take the step.
+        """
+        captured.refresh(self._prepare(metadata, None, None), inputs, self._plan, self._staging)
+        self._read(captured.groups, captured.kept_rows)
+
+    def _read(self, groups: Sequence[GroupMetadata], kept_rows: torch.Tensor | None) -> None:
+        """Let the layers read a step."""
+        for step, read in zip(self._steps, groups, strict=True):
+            step.read = read
+        self.kept_rows = kept_rows
+
+    def _check_bound(self) -> None:
+        lacking = [layer.spec.name for layer in self._unchecked if layer.lacks_parameters]
+        if lacking:
+            raise BackendError(
+                f"the layers {', '.join(map(repr, lacking))} declare a relative bias and were bound none; the model "
+                "has to call bind() of each when it is attached"
+            )
+        self._unchecked = []
+
+    def _prepare(
+        self,
+        metadata: Sequence[CommonAttentionMetadata],
+        batch: StepBatch | None,
+        tables: BlockTables | None,
+    ) -> PreparedStep:
+        of_tokens = {index: metadata[index].slot_mapping for index in self._written - self._of_inputs}
+        of_inputs: Mapping[int, torch.Tensor] = {}
+        if self._of_inputs:
+            assert batch is not None
+            assert tables is not None
+            of_inputs = input_slots(batch, tables, metadata[0].slot_mapping.device)
+        prepared = self._plan.prepare(metadata)
+        prepared.slots = pack_slots(metadata, {**of_tokens, **of_inputs})
+        if self._keeps_states:
+            prepared.states = self.states.steps(batch, tables)
+        if self.skipped and not metadata[0].all_generate:
+            prepared.kept_rows = metadata[0].generating_indices
+        return prepared
+
+    def __getitem__(self, name: str) -> AttentionLayer:
+        return self._layers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._order)
+
+    def __len__(self) -> int:
+        return len(self._layers)
