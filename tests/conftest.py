@@ -20,15 +20,15 @@ if TYPE_CHECKING:  # the tests of a backend's kernels run without transformers t
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    # Small tensors: more threads only fight over the cores.
+    # Tensors are small: more threads only compete for the cores.
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _kernels_are_compiled(request: pytest.FixtureRequest) -> None:
-    # Kernels that are compiled at first use say so on stderr: here, and not in the output that a test looks at.
+    # Kernels that are compiled at first use report it on stderr: now, and not in the output that a test checks.
     if request.config.option.markexpr == "gpu":
-        return  # those are a processor's
+        return  # they depend on the processor
     for name in (registry := load_plugins().registry).backends.names():
         with contextlib.suppress(KVFrameError):
             registry.backends.load(name).unusable_reason()
@@ -53,7 +53,7 @@ def references(models: Callable[[str], TinyModel]) -> Callable[[str], Tokens]:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSite]:
-    """A folder on the path whose distributions are the only ones that importlib.metadata finds."""
+    """A folder on the path; importlib.metadata finds only its distributions."""
     find = MetadataPathFinder.find_distributions
 
     def find_here(context: Any = None) -> Iterable[Distribution]:

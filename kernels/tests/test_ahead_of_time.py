@@ -1,7 +1,7 @@
-"""Every kernel compiles for a Hopper GPU, within what a program may take of it.
+"""Every kernel compiles for a Hopper GPU, within the resources of one program.
 
-A file in ``launches/`` has a function ``launches()``: by name, what a kernel is called with, on ``meta`` tensors. They
-are compiled in a process of their own, without the interpreter, under which there is nothing to compile.
+A file in ``launches/`` has a function ``launches()``, which returns kernel calls by name, on ``meta`` tensors. They are
+compiled in a separate process without the interpreter, under which nothing can be compiled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FILES = sorted((HERE / "launches").glob("*.py"))
 MAX_SHARED_BYTES = 227 * 1024
 MAX_REGISTERS = 64 * 1024
 MAX_STACK_BYTES = 16
-"""More of it would be registers spilled within a loop."""
+"""With more local memory, registers would be spilled within a loop."""
 
 SCRIPT = """
 import json, re, runpy, sys
@@ -59,7 +59,7 @@ def test_prompts_are_the_tensor_cores_work_and_decodes_load_16_bytes_at_a_time(t
 
 
 def compile_all(path: Path, cache: Path, names: str = "", *counted: str) -> list[dict[str, Any]]:
-    """Return what the launches of a file take of the GPU, and how many of the instructions to be counted they have."""
+    """Return the resources of a file's launches, and the numbers of the counted instructions."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, path, names, *counted],

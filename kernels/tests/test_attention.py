@@ -62,7 +62,7 @@ def paged_attention(**options: Any) -> PagedAttention:
 
 
 def strided(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Return poison of this shape; the last axis of four lies together, the others in any order, with gaps."""
+    """Return poison of this shape, with the last axis contiguous, and the others in any order and with gaps."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(3, generator=generator).tolist()
     gaps = torch.randint(0, 3, (4,), generator=generator).tolist()
@@ -101,7 +101,7 @@ def check(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> list[int]:
-    """Hold a step against the reference; return how many parts of tiles each shape of programs computed."""
+    """Compare a step with the reference; return the number of parts that each shape of programs computed."""
     generator = torch.Generator().manual_seed(seed)
     num_blocks = [-(-length // served.block_size) for length in step.seq_lens]
     pages = (torch.randperm(sum(num_blocks), generator=generator) + 1).split(num_blocks)

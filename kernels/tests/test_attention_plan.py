@@ -1,4 +1,4 @@
-"""A step is cut into work for programs: all of it, once, in parts of about the same length, with shapes for graphs."""
+"""A step is divided into work items for programs: completely, without overlap, in parts of about the same length."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def cut_step(step: Batch, mask: Mask = ALL, num_cores: int = CORES) -> Work:
 
 
 def ranges(items: Any, programs: Programs, first: int = 0) -> tuple[Any, Any]:
-    """Return what work items read, of tiles that see tokens from ``first`` on, as the kernels work it out."""
+    """Return the ranges that work items read, of tiles that see tokens from ``first`` on, computed as in kernels."""
     size = items[:, PART_BLOCKS] * programs.tiling.block_n
     lo = first // programs.tiling.block_n * programs.tiling.block_n + items[:, PART] * size
     return lo, np.where(size == 0, items[:, STOP], np.minimum(items[:, STOP], lo + size))
@@ -130,7 +130,7 @@ def test_work_for_many_masks_is_that_for_each_of_them(name: str, static: bool) -
 
 def test_layers_of_other_masks_share_what_is_the_same_for_them() -> None:
     step = batch([100, 1], [100, 90])
-    # Where no tile is split, the work is one tensor.
+    # If no tile is split, the work is one tensor.
     full, window = cut_for(step, [ALL, Mask(window=50)], num_cores=2)
     assert full.tensor is window.tensor
     full, window, long = cut_for(step, [ALL, Mask(window=50), Mask(window=100)])
@@ -163,7 +163,7 @@ def test_where_there_are_tiles_for_all_programs_only_long_ones_are_split() -> No
     (uneven,) = work.programs
     assert 5 <= uneven.num_slots <= 12
     assert uneven.num_slots + 39 == uneven.num_items
-    # Parts stand in front, for their place is that of their outcome.
+    # Parts come first, because their index is the slot of their result.
     assert [*range(uneven.num_slots)] == work.items(uneven)[: uneven.num_slots, PART].tolist()
     assert not work.items(uneven)[uneven.num_slots :, PART_BLOCKS].any()
 
@@ -254,7 +254,7 @@ def test_numpy_cuts_any_step_as_c_does() -> None:
 def assert_equal_work(found: Sequence[Work], expected: Sequence[Work]) -> None:
     assert [work.programs for work in expected] == [work.programs for work in found]
     assert [work.numbers.tolist() for work in expected] == [work.numbers.tolist() for work in found]
-    # What one shares, the other does.
+    # Works that one planner shares between masks, the other shares too.
     assert [expected.index(work) for work in expected] == [found.index(work) for work in found]
 
 

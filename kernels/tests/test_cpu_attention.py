@@ -1,4 +1,4 @@
-"""The compiled kernels compute what their reference does, whatever the sizes, strides, threads and pieces."""
+"""The compiled kernels agree with their reference, for all sizes, strides, threads and pieces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvframe_kernels.cpu import attention, build, reference
 from kvframe_kernels.cpu.attention import NO_SCALES, Batch, Scales, Scoring, paged_attention
 
 LENGTHS = ((0, 1), (40, 1), (0, 70), (300, 1), (13, 5), (129, 1), (90, 40))
-"""Tokens before the step and in it, of each request."""
+"""The tokens before the step and in it, of each request."""
 
 
 @pytest.fixture(autouse=True)
@@ -38,13 +38,13 @@ def draw(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Batch]:
-    """Return queries, keys and values in scattered pages between others' that are NaN, and the batch."""
+    """Return queries, keys and values in scattered pages among pages of NaN, and the batch."""
     generator = torch.Generator().manual_seed(seed)
     head_size_v = head_size if head_size_v is None else head_size_v
     lens = [before + new for before, new in lengths]
     blocks = [-(-length // block_size) for length in lens]
     ids = torch.randperm(sum(blocks), generator=generator) + 1
-    # Pages of two layers lie one behind the other, each keys and then values, with some room between.
+    # Pages of two layers are adjacent, each with keys, then values, and some padding between.
     sizes = block_size * num_kv_heads * head_size, block_size * num_kv_heads * head_size_v
     page = 2 * sum(sizes) + 24
     pool = torch.full((page * (sum(blocks) + 1),), float("nan"), dtype=dtype)
@@ -73,9 +73,9 @@ def expect(
     bias: torch.Tensor | None = None,
     scales: Scales = NO_SCALES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the kernels compute, in float64, and how far they may be from it.
+    """Return the kernels' right output, in float64, and the allowed error.
 
-    The bound is to first order, from the numbers alone, with six roundings of half a unit: of the weighted values'
+    The bound is to first order, from the numbers only, with six roundings of half a unit: of the weighted values'
     magnitudes, and of the scores' times the values' deviation. Sums of ``n`` terms err by ``sqrt(n)`` units of float32
     (Higham and Mary, SIAM J. Sci. Comput. 41, 2019). No product is larger than the norms of its vectors.
     """
@@ -83,7 +83,7 @@ def expect(
     query, dtype = query.double(), query.dtype
     key = reference.numbers(key, scales.key_scale, scales.key_min, torch.float64) * scoring.key_factor
     value = reference.numbers(value, scales.value_scale, scales.value_min, torch.float64) * scoring.value_factor
-    # A number of a code is its difference from another, and errs by units of the largest of its vector.
+    # A decoded number is a difference from another one, so its error is in units of its vector's largest number.
     largest = value.abs().amax(-1, keepdim=True).expand_as(value) if scales.value_scale is not None else value.abs()
     plain = attrs.evolve(scoring, key_factor=1.0, value_factor=1.0)
     values = torch.cat([value, largest, value**2], dim=-1)
@@ -101,7 +101,7 @@ def expect(
 
 
 def check(drawn: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Batch], scoring: Scoring, **learned: Any) -> None:
-    """Hold the kernels to the reference, within the bound."""
+    """Compare the kernels with the reference, within the bound."""
     exact, allowed = expect(drawn, scoring, **learned)
     found = paged_attention(*drawn, scoring, **learned)
     assert found.dtype == drawn[0].dtype
@@ -212,7 +212,7 @@ def test_hidden_tokens_are_not_seen(hidden: int) -> None:
 
 
 def over_other_keys(*lengths: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Batch]:
-    """Return queries and keys of another sequence, so many of each a request."""
+    """Return queries and keys of another sequence, with these numbers of each for the requests."""
     _, key, value, batch = draw([(num_keys, 0) for _, num_keys in lengths])
     starts = [0, *torch.tensor([num for num, _ in lengths]).cumsum(0).tolist()]
     query = torch.randn(starts[-1], 4, 32, generator=torch.Generator().manual_seed(2))
@@ -223,7 +223,7 @@ def over_other_keys(*lengths: tuple[int, int]) -> tuple[torch.Tensor, torch.Tens
 def test_keys_of_another_sequence() -> None:
     drawn = over_other_keys((1, 40), (19, 3), (140, 70), (1, 300), (2, 1))
     check(drawn, Scoring(scale=0.3))
-    # The mask of a layer means nothing there.
+    # The mask of a layer does not apply there.
     check(drawn, Scoring(scale=0.3, window=3, num_sink_tokens=1))
 
 
@@ -255,14 +255,14 @@ def test_one_long_request_is_cut() -> None:
 
 
 def scattered(values: torch.Tensor) -> torch.Tensor:
-    """Return values with strides of another kind than their shape's, between numbers that are nobody's."""
+    """Return values with unusual strides, between numbers of other tensors."""
     pool = torch.full((len(values), 3, *values.shape[1:]), 77, dtype=torch.float32).to(values.dtype)
     pool[:, 1] = values
     return pool[:, 1]
 
 
 def coded(stored: torch.dtype, head_size: int, **options: Any) -> tuple[Any, Scales]:
-    """Return queries and a batch as ``draw`` does, with random codes in pages, and random scales for them."""
+    """Return queries and a batch like ``draw``, with random codes in pages, and random scales for them."""
     query, key, _, batch = draw(head_size=head_size, **options)
     generator = torch.Generator().manual_seed(3)
     shape = key.shape[:3]
@@ -305,7 +305,7 @@ def test_every_eight_bit_float_is_read_as_torch_reads_it() -> None:
     key = torch.zeros(257, 1, 1, 1, dtype=torch.float8_e4m3fn)
     value = key.clone()
     value[1:, 0, 0, 0] = codes
-    # One request for each code, and one more query for each so that both ways are taken.
+    # One request for each code, and one more query for each so that both kernels are used.
     for num_queries in (1, 2):
         batch = Batch(
             query_start_loc=whole(range(0, 256 * num_queries + 1, num_queries)),

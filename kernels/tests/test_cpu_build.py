@@ -1,4 +1,4 @@
-"""The C++ kernels are compiled once, by one process; where that cannot be done, one sentence says why."""
+"""The C++ kernels are compiled once, by one process; if that is not possible, one sentence says why."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_without_a_compiler_one_sentence_says_so(
         with pytest.raises(BuildError) as raised:
             build.load_library()
         assert "there is no C++ compiler to build its kernels with (c++, g++, clang++)" == str(raised.value)
-    # Said once, however often it is asked for.
+    # Reported once, for any number of calls.
     assert f"kvframe-kernels: no compiled attention for this CPU: {raised.value}\n" == capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""Keys and values are written with the bits of the formats' torch code, in their slots and nowhere else."""
+"""Keys and values are written bit for bit as by the formats' torch code, in their slots and nowhere else."""
 
 from __future__ import annotations
 

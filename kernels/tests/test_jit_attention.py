@@ -1,4 +1,4 @@
-"""The loops that numba compiles compute what the reference says, however the work is cut and whoever does it."""
+"""The loops that numba compiles agree with the reference, for any division of the work and any threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REQUESTS = ((70, 1), (3, 9), (0, 1), (40, 3))
 
 
 def run(dtype: torch.dtype, mask: Mask, num_threads: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the loops and the reference compute on pages that lie among NaN."""
+    """Return the outputs of the loops and the reference on pages among NaN."""
     generator = torch.Generator().manual_seed(5)
     starts, lens = np.cumsum([0, *(new for _, new in REQUESTS)]), np.array([old + new for old, new in REQUESTS])
     num_blocks = -(-lens // BLOCK)
@@ -67,8 +67,8 @@ def run(dtype: torch.dtype, mask: Mask, num_threads: int = 2) -> tuple[torch.Ten
 def test_the_loops_compute_what_the_reference_does(dtype: torch.dtype, mask: Mask) -> None:
     found, expected = run(dtype, mask)
     assert dtype == found.dtype
-    # The loops sum in float32 whatever the dtype: what differs is the rounding of the result.
-    # Ten times the largest difference that was seen; in 16 bits that is half a unit on any machine.
+    # The loops sum in float32 for every dtype, so only the rounding of the result differs.
+    # Ten times the largest difference that was measured; in 16 bits that is half a unit on any machine.
     tolerance = {torch.float32: 4e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
     torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
 

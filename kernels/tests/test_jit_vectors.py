@@ -1,4 +1,4 @@
-"""Vectors in loops that numba compiles compute what NumPy does, on this processor and on the simplest one."""
+"""Vectors in loops that numba compiles give NumPy's results, on this processor and on the simplest one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from numba import njit
 
 
 def apply(function: Callable[[Any], Any], numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    """Return what a function of vectors finds."""
+    """Return the results of a function of vectors."""
 
     @njit
     def run(numbers: Any, found: Any) -> None:

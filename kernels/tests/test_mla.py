@@ -26,7 +26,7 @@ def run(
     num_padding: int = 0,
     **options: object,
 ) -> int:
-    """Compute requests of ``(num_computed, num_new)`` tokens; return how many parts there were."""
+    """Compute requests of ``(num_computed, num_new)`` tokens; return the number of parts."""
     generator = torch.Generator().manual_seed(len(requests))
     dtype = options.pop("dtype", torch.float32)
     assert isinstance(dtype, torch.dtype)
@@ -82,7 +82,7 @@ def run(
     ):
         launch.run()
     expected = attend_latents_reference(absorbed, rotated, latent, table, batch, 0.3)
-    # Eight times the largest difference that was seen.
+    # Eight times the largest difference that was measured.
     tolerance = 5e-6 if dtype == torch.float32 else 4e-3
     torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
     return sum(each.num_slots for each in work.programs)

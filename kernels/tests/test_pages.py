@@ -1,4 +1,4 @@
-"""Copies of pages: the bytes of the pages, and no others."""
+"""Copies of pages write the bytes of the pages, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps of state layers: each kernel does what its reference does, in the pages that it is told alone."""
+"""The steps of state layers: each kernel agrees with its reference, and writes only the target pages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(
     tolerance: float = 2e-5,
     **options: Any,
 ) -> None:
-    """Check outputs, states and that nothing else was written."""
+    """Check outputs and states, and that nothing else was written."""
     generator = torch.Generator().manual_seed(len(places))
     (sources, source_places), (targets, target_places) = PLACES[places]
     source = torch.tensor(sources, device=DEVICE), torch.tensor(source_places, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Writing keys and values: every format's bits, in the slots that are given and nowhere else."""
+"""Writes of keys and values: every format's bits, in the given slots and nowhere else."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check(
     generator = torch.Generator().manual_seed(num_tokens)
     found = pages(name, heads, key.shape[-1], value.shape[-1], dtype)
     expected = copies(found)
-    # Views of neighbouring ids overlap: pages are two ids long.
+    # A page takes two block ids, so views of neighbouring ids overlap.
     places = torch.randperm(NUM_IDS // 2 * BLOCK_SIZE, generator=generator)[:num_tokens]
     slots = 1 + 2 * (places // BLOCK_SIZE), places % BLOCK_SIZE
     write_kv_reference(key, value, expected, slots, name, **scales)

@@ -5,9 +5,9 @@ Its files, in the order of the flow; each uses only those before it.
 - When blocks die, and so which blocks a hit needs: ``live_range``.
 - The blocks of each request: ``block_table``.
 - Pages: free ones (``free_list``, ``slabs``), the order of eviction (``eviction``), all of them (``block_pool``).
-- What requests bring beside tokens: ``input_index``. Running requests, as rows: ``rows``.
+- The inputs of requests beside their tokens: ``input_index``. Running requests, as rows: ``rows``.
 - Finding tokens: ``radix_tree``, ``publisher``.
-- What other processes are told: ``keys``, ``events``.
+- Data for other processes: ``keys``, ``events``.
 - The audit of all this: ``audit``; hits, in the pool and its indexes as one: ``stats``, ``prefix_cache``, ``pins``.
 - Requests that run: what is refused (``arguments``); blocks that forks share (``copy_on_write``); blocks are allocated
   (``allocation``) and released (``dead_blocks``); rows begin, run and end (``coordinator``).

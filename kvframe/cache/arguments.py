@@ -1,4 +1,4 @@
-"""The manager's arguments: what is refused, and with which sentence. A refused call changes nothing."""
+"""Checks the manager's arguments; a wrong one raises an error of one sentence. A refused call changes nothing."""
 
 from __future__ import annotations
 

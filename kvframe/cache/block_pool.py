@@ -272,12 +272,12 @@ class BlockPool:
     # --- publishing ---------------------------------------------------------------------------------------------------
 
     def publish_blocks(self, owner: int | BlockIds, block_ids: BlockIds, indices: Indices) -> None:
-        """Let blocks be found through an owner from now on: when they are evicted, it is told.
+        """Publish blocks under an owner, which is notified when they are evicted.
 
         Args:
             owner: The owner, or the owner of each; ``NO_OWNER`` to unpublish held blocks.
             block_ids: Blocks that are held or cached.
-            indices: What the owner knows each by.
+            indices: The owner's index of each block.
         """
         places = self._places(block_ids)
         self._owner[places] = owner

@@ -185,7 +185,7 @@ def _joined(runs: Sequence[Run]) -> tuple[Numbers, BlockIds]:
 
 
 class PolicyPriorities:
-    """Asks an eviction policy for the priority of blocks, and keeps what it is told of them."""
+    """Asks an eviction policy for the priority of blocks, and keeps the data that the policy needs."""
 
     def __init__(self, policy: EvictionPolicy, page_bytes: Sequence[int], capacity: int, num_places: int) -> None:
         """Try the policy, with the bytes of a block of each group and of the pool.
@@ -243,7 +243,7 @@ class PolicyPriorities:
         self._priority[places] = _NOT_RANKED
 
     def resize(self, capacity: int, num_new: int) -> None:
-        """Have another capacity in bytes, and entries of so many more blocks."""
+        """Set another capacity in bytes, and add entries for more blocks."""
         self._capacity = max(capacity, 1)
         self._uses = np.append(self._uses, np.zeros(num_new, dtype=np.int64))
         self._priority = np.append(self._priority, np.full(num_new, _NOT_RANKED))

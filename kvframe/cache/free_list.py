@@ -25,7 +25,7 @@ then a prefix loses its blocks in few parts."""
 
 
 class Evictor(Protocol):
-    """What a free list asks of ``BlockPool`` to evict cached blocks: each comes back by ``free_cached``."""
+    """The methods of ``BlockPool`` by which a free list evicts cached blocks; each is returned by ``free_cached``."""
 
     def first_priority(self, group: int) -> int | None:
         """Return the priority of the block of a group that is evicted first."""

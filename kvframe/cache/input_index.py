@@ -140,7 +140,7 @@ class InputIndex:
         yield from self._entries.values()
 
     def remove_all(self) -> None:
-        """Forget every input; the pool gives up the pages."""
+        """Forget every input; the pool frees the pages."""
         self._entries.clear()
         self._owners.clear()
         self._free_owners.clear()

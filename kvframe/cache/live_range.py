@@ -146,7 +146,7 @@ def _deaths_by_mask(mask: AttentionMask, size: int, num_blocks: int) -> Position
 
 
 def _samples(mask: AttentionMask, size: int) -> set[int]:
-    """Return positions at which a spec is asked whether its live range is what its mask says."""
+    """Return positions at which a spec's live range is compared with its mask."""
     reach = max(mask.window or 0, mask.chunk or 0) + mask.num_sink_tokens + 2 * size
     return {*range(min(reach, 64)), *range(0, 2 * reach, max(1, reach // 16)), reach, 3 * reach + 1}
 
@@ -158,7 +158,7 @@ def _agrees(deaths: Positions, answers: Answers, n: int) -> bool:
     try:
         for start, stop in answers.live_blocks(n):
             is_live[start:stop] = True
-    except SpecError:  # requests that get there are told
+    except SpecError:  # raised again for a request that reaches this position
         return False
     return bool((is_live == (deaths[:num_whole] > n)).all())
 

@@ -160,7 +160,7 @@ class KVCacheManager:
     ) -> int:
         """Take a request into the table, referencing its longest cached prefix and its cached inputs.
 
-        The last token is always left to compute: its logits are what the request is for.
+        The last token is always computed, because the request needs its logits.
 
         Args:
             request_id: Its name; not in the table.

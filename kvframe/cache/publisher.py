@@ -58,7 +58,7 @@ class Publisher:
             given, 0 for those that they found. Unlike a block table, it keeps the page of a dead block until the page
             is evicted or belongs to a node that does not grow. If no block of a stack dies before its request ends, it
             is the block table itself, found pages included.
-        unreadable: Why tokens of a row could not be read, until the caller was told.
+        unreadable: Why tokens of a row could not be read, until the error was raised.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Publisher:
         return num_released
 
     def unfollow_all(self) -> None:
-        """Forget every prefix; running requests publish nothing more. The pool gives up the pages."""
+        """Forget every prefix; running requests publish nothing more. The pool frees the pages."""
         for row in range(len(self._cursors)):
             self._cursors[row] = None
             self._next_publication[row] = NEVER

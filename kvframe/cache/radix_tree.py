@@ -275,7 +275,7 @@ class RadixTree:
             del self._roots[node.namespace]
 
     def remove_all(self) -> None:
-        """Forget every prefix; the pool gives up the pages."""
+        """Forget every prefix; the pool frees the pages."""
         self._roots.clear()
         del self._nodes[1:]
         self._free_owners.clear()

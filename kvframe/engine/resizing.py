@@ -40,7 +40,7 @@ def resize(
         if not plan.fits(request.num_final_tokens, input_lens):
             raise PlanError(
                 f"a cache of {plan.total_bytes} bytes has no room for the request {request.asked_id!r} of "
-                f"{request.num_final_tokens} tokens, which has not ended; wait until it has, or abort it"
+                f"{request.num_final_tokens} tokens, which has not ended; wait until it ends, or abort it"
             )
     if plan.total_bytes == manager.plan.total_bytes:
         return plan

@@ -1,4 +1,4 @@
-"""Attention layers over a real paged cache, two steps of random requests, and what a dense computation gives."""
+"""Runs attention layers over a real paged cache for two steps of random requests, and computes the dense result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SKIPPING = Stack.from_mapping({"engine": {"prefill_skipping": "decode_only"}})
 
 @attrs.frozen(kw_only=True)
 class LocalSpec(AttentionSpec):
-    """A window, with a mask that kernels know and a full form."""
+    """A window, with a mask that kernels support and a full form."""
 
     kind = "local"
 
@@ -68,7 +68,7 @@ def layer(name: str, spec: KVCacheSpec, shares_with: str | None = None) -> Layer
 
 
 def eight_layers() -> tuple[LayerSpec, ...]:
-    """Return the worked example: four layers with caches, four that read them, of which two end the model."""
+    """Return the worked example: four layers with caches, and four that read them, two of these at the model's end."""
     layers = [layer(f"L{index}", local() if index % 2 else full()) for index in range(8)]
     return share_caches(layers, {"L2": "L0", "L3": "L1", "L6": "L4", "L7": "L5"})
 
@@ -92,7 +92,7 @@ def plugin(name: str, **registered: Mapping[str, type]) -> types.ModuleType:
 
 
 class Bench:
-    """Layers that are set up as an engine sets them up.
+    """Layers, set up as in an engine.
 
     Attributes:
         layers: The layers.
@@ -133,7 +133,7 @@ class Bench:
         requests: Sequence[tuple[int, int]],
         generating: Sequence[int] | None = None,
     ) -> Outputs:
-        """Compute each request's first tokens in one step and its next ones in another; return the latter's outputs.
+        """Compute each request's first tokens in one step and its next ones in another; return the second outputs.
 
         Args:
             requests: For each request, the tokens of the first step (may be 0) and of the second one.
@@ -215,7 +215,7 @@ class Bench:
         return self.grouping.follows.get(spec.name, spec.name)
 
     def dense(self, spec: LayerSpec, requests: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """Return what a layer's second step gives by definition."""
+        """Return the output of a layer's second step by the definition of attention."""
         assert spec.spec is not None
         outputs = []
         for request, (computed, new) in enumerate(requests):

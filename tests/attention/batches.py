@@ -1,4 +1,4 @@
-"""Small steps that the tests of batch metadata share."""
+"""Small steps for the tests of batch metadata."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def any_request(draw: st.DrawFn) -> Request:
 
 
 def step(requests: Requests, table_rows: Sequence[int] | None = None) -> StepBatch:
-    """Return a step of these requests; they have extensions that name each request and each of its tokens."""
+    """Return a step of these requests, with extensions whose values identify each request and each token."""
     table_rows = range(len(requests)) if table_rows is None else table_rows
     query_lens = np.array([request.num_new for request in requests])
     ends = np.cumsum(query_lens)
@@ -66,7 +66,7 @@ def metadata_of(requests: Requests, *, device: str = "cpu") -> CommonAttentionMe
 
 
 def padded(metadata: CommonAttentionMetadata, *, num_reqs: int, num_tokens: int) -> CommonAttentionMetadata:
-    """Add padded requests and tokens, and one padded generating row, to a step whose shapes are its own."""
+    """Add padded requests and tokens, and one padded generating row, to a step without padding."""
     static = pad_metadata(
         metadata,
         num_reqs=metadata.num_reqs + num_reqs,
@@ -78,14 +78,14 @@ def padded(metadata: CommonAttentionMetadata, *, num_reqs: int, num_tokens: int)
 
 
 def device_tensors(metadata: CommonAttentionMetadata) -> dict[str, torch.Tensor]:
-    """Return the fields that lie on the device, and the extensions' values, by name."""
+    """Return the fields on the device, and the extensions' values, by name."""
     fields = attrs.asdict(metadata, recurse=False)
     tensors = {name: value for name, value in fields.items() if torch.is_tensor(value) and not name.endswith("_cpu")}
     return tensors | {name: extension.values for name, extension in metadata.extensions.items()}
 
 
 def assert_equal(expected: CommonAttentionMetadata, actual: CommonAttentionMetadata) -> None:
-    """Hold every field and extension equal, dtypes included; a block table may be wider than expected."""
+    """Assert that every field and extension is equal, dtypes included; a block table may be wider than expected."""
     for field in attrs.fields(CommonAttentionMetadata):
         want, got = getattr(expected, field.name), getattr(actual, field.name)
         if field.name == "extensions":

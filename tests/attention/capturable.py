@@ -1,4 +1,4 @@
-"""The reference backend as a kernel would be: its forward reads tensors on the device, and nothing on the host."""
+"""The reference backend with a kernel's restriction: its forward reads tensors on the device only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvframe.contract.metadata import CommonAttentionMetadata
 
 
 class CapturableReference(TorchReferenceBackend):
-    """May stand in a graph: what it looks up at a replay lies in tensors that stay where they are."""
+    """Can be captured in a graph: all that it reads in a replay is in tensors at fixed addresses."""
 
     level = GraphCapture.ALWAYS
 

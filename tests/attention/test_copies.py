@@ -1,4 +1,4 @@
-"""Backends on copies of pages that are stored in a format which they do not read."""
+"""Backends on copies of pages, if they do not read the format in which the pages are stored."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def backend(name: str) -> Stack:
 
 
 TORCH = backend("torch")
-"""It reads no format but the plain one."""
+"""A backend that reads no format but the plain one."""
 
 TORCH_SKIPPING = attrs.evolve(TORCH, engine=SKIPPING.engine)
 
@@ -58,7 +58,7 @@ def sinks(window: int) -> SlidingWindowSpec:
 
 
 class DecodesFirst(TorchBackend):
-    """Asks for an order that a mixed batch is not in."""
+    """Asks for an order that a mixed batch does not have."""
 
     def make_builder(self) -> TorchMetadataBuilder:
         builder = super().make_builder()
@@ -67,7 +67,7 @@ class DecodesFirst(TorchBackend):
 
 
 class Reads8(TorchReferenceBackend):
-    """Says that it reads the format itself; it is never run."""
+    """Declares that it reads the format itself; it is never run."""
 
     capabilities = attrs.evolve(TorchReferenceBackend.capabilities, formats=frozenset({"plain", "int8_token_head"}))
 
@@ -112,7 +112,7 @@ def test_plain_layers_are_computed_on_their_pages() -> None:
 
 
 def num_copied(spec: AttentionSpec, requests: list[tuple[int, int]], **sizes: int) -> int:
-    """Return how many pages of four tokens are copied for each layer in a step."""
+    """Return the number of pages of four tokens that a step copies for each layer."""
     bench = Bench(stored([layer("layer", spec)]), TORCH)
     (common,) = bench.metadata(requests)
     (builder,) = [group.builder for group in bench.attention.groups]
@@ -192,7 +192,7 @@ def test_a_step_asks_the_device_for_nothing_and_writes_to_no_metadata(name: str)
 
 
 def test_another_cache_group_copies_its_own_pages_and_reads_the_same_metadata() -> None:
-    far = [layer("a", local(60)), layer("b", local(61))]  # two cache groups, and no window that a request reaches
+    far = [layer("a", local(60)), layer("b", local(61))]  # two cache groups, with windows longer than any request
     bench = Bench(stored(far), TORCH)
     first, second = (group.builder for group in bench.attention.groups)
     assert isinstance(first, CopyingBuilder)

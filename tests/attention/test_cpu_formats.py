@@ -1,4 +1,4 @@
-"""The backend for CPUs reads every format's pages by itself, and computes what any backend does on copies of them."""
+"""The CPU backend reads pages of every format itself, with the output of any backend on copies of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers over an encoder's tokens: what a step stores and sees of them; a decoder with windows that has one or none."""
+"""Layers over an encoder's tokens: what a step stores and sees; and a decoder with windows and an optional encoder."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LENS = {"a": 0, "b": 5, "c": 17, "d": 1}
 
 
 class Bench:
-    """A self-attention and a cross-attention layer over a cache that holds NaN where nothing was stored."""
+    """A self-attention and a cross-attention layer over a cache that holds NaN in all unused memory."""
 
     def __init__(self, backend: str | type[AttentionBackend] = "torch") -> None:
         grouping = group_layers(LAYERS)
@@ -98,7 +98,7 @@ class Bench:
             ]
         )
         new = [name for name in names if self.manager.missing_inputs(name)]
-        # In a step that stores nothing a model may give whatever it has.
+        # If a step stores nothing, a model may pass any keys and values.
         key, value = (
             torch.cat([draw(name, part, self.lens[name]) for name in new]) if new else torch.full((1, 2, 8), torch.nan)
             for part in "kv"
@@ -136,7 +136,7 @@ def test_requests_with_and_without_an_input_attend_in_one_batch(backend: str) ->
 
 
 class SharedBuilder(AttentionMetadataBuilder):
-    """Asks for an order, and says that what it builds serves any layer, but for the block table."""
+    """Asks for an order, and declares that its metadata serve any layer, except for the block table."""
 
     batch_order = BatchOrder(decode_threshold=2, extends_first=True)
     table_fields = frozenset({"block_table"})
@@ -210,7 +210,7 @@ def test_slots_are_those_of_new_inputs_alone_in_the_order_of_their_requests() ->
 
 
 def count_instructions(call: Callable[[], Any]) -> int:
-    """Count the interpreter's instructions: with a loop over requests they grow."""
+    """Count the interpreter's instructions, whose number grows with a loop over requests."""
     call()
     count = 0
 

@@ -1,4 +1,4 @@
-"""Attention groups: which layers share metadata, which share a cache, and what makes two backends the same."""
+"""Attention groups: which layers share metadata, which share a cache, and when two backends are identical."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_layers_before_one_that_writes_are_not_skipped() -> None:
 
 
 def test_a_recurrent_layer_at_the_end_leaves_nothing_to_skip() -> None:
-    # Of any kind of state, without a query side: it reads every token.
+    # A layer with any kind of state and without a query side reads every token.
     state = LayerSpec(name="state", spec=full(), query=None)
     assert () == find_skippable_layers([*eight_layers(), state])
 
@@ -184,7 +184,7 @@ class Options:
 
 
 def make_backend() -> type[TorchReferenceBackend]:
-    """Return a class of its own, named as any other that this returns."""
+    """Return a new class with the same name at each call."""
 
     class MyBackend(TorchReferenceBackend):
         options_class = Options

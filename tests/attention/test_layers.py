@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 @attrs.frozen(kw_only=True)
 class Halve(MetadataWrapper):
-    """Marks the metadata it has seen."""
+    """Marks the metadata that it gets."""
 
     name = "halve"
     fields = dict.fromkeys(attrs.fields_dict(CommonAttentionMetadata), FieldUse.CARRY)
@@ -50,7 +50,7 @@ class Halve(MetadataWrapper):
 
 
 class Recorder(AttentionBackend):
-    """Returns what its metadata was."""
+    """Returns the mark in its metadata."""
 
     capabilities = Capabilities(
         devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), masks=frozenset({"causal"}), preference=99

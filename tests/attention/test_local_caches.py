@@ -1,4 +1,4 @@
-"""Layers that keep nothing: scratch pages of the running step, through the same backends, wrappers and builders."""
+"""Layers that keep no state: scratch pages of the running step, with the usual backends, wrappers and builders."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def encoder(**options: int) -> EncoderOnlySpec:
 
 def step(lens: Sequence[int]) -> StepBatch:
     ends = np.cumsum(lens) - 1
-    # Their rows in the block tables are of no interest.
+    # Their rows in the block tables do not matter.
     rows = np.arange(len(lens)) + 50
     return StepBatch(
         rows=rows, num_computed=np.zeros(len(lens), dtype=int), query_lens=np.array(lens), generating_indices=ends

@@ -1,4 +1,4 @@
-"""A step's metadata at a graph's sizes: what is added, and that the rest stays."""
+"""A step's metadata at a graph's sizes: the padding is added, and the rest is unchanged."""
 
 from __future__ import annotations
 

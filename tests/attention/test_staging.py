@@ -1,6 +1,6 @@
-"""A step's way to the device: one copy for all that was worked out on the host, and nobody waits.
+"""The copy of a step's metadata to the device: one copy for all metadata, and the host never waits.
 
-The device is torch's ``meta``: it holds no bytes, so whatever asks it for a value raises, and every copy to it is seen.
+The device is torch's ``meta``, which holds no bytes: any read of a value raises, and every copy to it can be counted.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from tests.attention.test_steps import Decodes, ShortOnes
 
 
 class OnHost(CapturableReference):
-    """Builds on the host what its layers read on the device."""
+    """Builds on the host the metadata that its layers read on the device."""
 
     def make_builder(self) -> AttentionMetadataBuilder:
         class Builder(AttentionMetadataBuilder):
@@ -72,7 +72,7 @@ class OnHost(CapturableReference):
 
 
 class CopiesItself(TorchReferenceBackend):
-    """Brings an index over by itself."""
+    """Copies an index to the device by itself."""
 
     def make_builder(self) -> AttentionMetadataBuilder:
         class Builder(AttentionMetadataBuilder):
@@ -85,7 +85,7 @@ class CopiesItself(TorchReferenceBackend):
 
 
 class Triton(TritonBackend):
-    """Cuts steps as for a CUDA device, and computes nothing."""
+    """Plans steps as for a CUDA device, and computes nothing."""
 
     capabilities = attrs.evolve(TritonBackend.capabilities, devices=frozenset({"cpu"}))
     write_kv = AttentionBackend.write_kv
@@ -100,7 +100,7 @@ class Triton(TritonBackend):
 
 
 def every_kind_of_layer() -> tuple[LayerSpec, ...]:
-    """Return layers of five cache groups; three read another's cache and end the model."""
+    """Return layers of five cache groups, and three layers at the model's end that read another layer's cache."""
     chunks = ChunkedLocalSpec(block_size=4, num_kv_heads=1, head_size=4, chunk=6)
     cross = CrossAttentionSpec(block_size=4, num_kv_heads=1, head_size=4)
     layers = [
@@ -125,10 +125,10 @@ class Decoder(LoadedModel):
         self.layers = layers
 
     def detach(self) -> None:
-        """Nothing to give back."""
+        """There is nothing to restore."""
 
     def self_check(self, run_packed: Any) -> None:
-        """Nothing to compare."""
+        """There is nothing to compare."""
 
     def compute_inputs(self, inputs: Any) -> None:
         self.num_new_inputs = sum(each.num_tokens for each in inputs.get("encoder", ()))
@@ -153,7 +153,7 @@ class Decoder(LoadedModel):
 def copies_of_a_step(
     backend: str, requests: Sequence[tuple[int, int]], kv_format: KVFormat = PLAIN, **options: Any
 ) -> list[str]:
-    """Return the copies of a step of requests with so many tokens computed, and so many new."""
+    """Return the copies of a step of requests with so many computed and new tokens."""
     kinds = ("full_attention", "local", "chunked_local", "cross_attention")
     rules = [{"kind": kind, "backend": backend} for kind in kinds]
     stack = Stack.from_mapping({"engine": {"prefill_skipping": "decode_only"}, "rules": rules})
@@ -238,7 +238,7 @@ def test_what_asks_the_device_for_a_value_is_seen() -> None:
         torch.zeros(3, device=META)[0].item()
 
 
-# --- the same of any backend, as plugins check it ---------------------------------------------------------------------
+# --- the same check for any backend, as plugins run it ----------------------------------------------------------------
 
 
 def test_the_torch_backend_needs_one_copy_for_layers_of_all_kinds() -> None:
@@ -257,7 +257,7 @@ class IsTooShort(TorchBackend):
 
 
 class CountsSteps(OnHost):
-    """Keeps in its metadata what a graph cannot be told."""
+    """Has a number in its metadata that differs between steps, which a graph cannot read."""
 
     def make_builder(self) -> AttentionMetadataBuilder:
         @attrs.frozen(eq=False)

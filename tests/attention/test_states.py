@@ -1,4 +1,4 @@
-"""State layers at run time: which state each token goes on from, and which page gets what comes of it."""
+"""State layers at run time: the state from which each token continues, and the page to which the new state goes."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_without_a_page_of_rollback_states_drafts_are_a_run() -> None:
 
 
 def run(step: StateStep, pages: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> None:
-    """Let each state be half of the one before, plus the token."""
+    """Make each state half of the one before, plus the token."""
     for each in step.rounds:
         before = each.read(pages)["sum"]
         each.write(pages, {"sum": before / 2 + tokens[each.rows, None]})
@@ -323,7 +323,7 @@ def test_rollback_states_are_parts_of_pages_of_the_group_after_that_of_the_layer
     attention.begin_step(metadata, batch=batch, tables=manager.tables)
     step, (_, own, others) = attention.states["t"].step, manager.block_ids("one")
     ids_per_state = manager.plan.groups[1].page_bytes // manager.plan.block_id_bytes
-    # After token 5 of block 1 comes the state two before the last one of that block, after 6 the one before it.
+    # After token 5 of block 1, the state two before the block's last one; after token 6, the one before the last.
     places = [(others[1] + ids_per_state, 0), (others[1], 0), (own[1], 0), (others[2] + 2 * ids_per_state, 0)]
     assert [[(row, *places[row], *places[row + 1])] for row in range(3)] == rounds_of(step)
 

@@ -1,4 +1,4 @@
-"""A step of attention groups: what it pays for, in which order each sees it, and that no device is waited for."""
+"""A step of attention groups: its cost, the order in which each group sees it, and that the host never waits."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.attention.attending import MIXED, Bench, close, eight_layers, full, l
 
 SINGLE_TOKENS = [(0, 1), (0, 1), (0, 1)]
 
-# --- what a step may be ----------------------------------------------------------------------------------------------
+# --- valid steps -----------------------------------------------------------------------------------------------------
 
 
 class CausalOnly(TorchReferenceBackend):
-    """The reference, as far as it serves causal masks."""
+    """The reference, limited to causal masks."""
 
     capabilities = attrs.evolve(TorchReferenceBackend.capabilities, masks=frozenset({"causal", "window"}))
 
@@ -48,7 +48,7 @@ def test_a_batch_that_is_not_causal_is_refused_where_a_backend_has_no_such_mask(
     bench.attention.begin_step([attrs.evolve(metadata[0], causal=False), metadata[1]])
 
 
-# --- what a step pays for ---------------------------------------------------------------------------------------------
+# --- the cost of a step -----------------------------------------------------------------------------------------------
 
 
 @attrs.frozen(eq=False)
@@ -59,7 +59,7 @@ class Counted:
 
 
 class Counting(TorchReferenceBackend):
-    """The reference, with metadata that can be refreshed and notes of what was asked for."""
+    """The reference, with metadata that can be refreshed, and a record of the calls of its builder."""
 
     log: list[str] = []  # noqa: RUF012 - the test's
 
@@ -103,7 +103,7 @@ def counted(
     backend: type[Counting] = Counting,
     **options: Any,
 ) -> list[str]:
-    """Return what one step of fresh requests asked of the builders, having compared its outputs."""
+    """Return the calls of builders in one step of fresh requests, after comparing its outputs."""
 
     class Fresh(backend):  # type: ignore[valid-type, misc]
         log: list[str] = []  # noqa: RUF012 - the test's
@@ -125,7 +125,7 @@ def test_groups_with_another_mask_are_built_each_and_together() -> None:
 
 
 def apart(layers: Any, *, hybrid: bool = True) -> Any:
-    """Group each layer by itself, as where the layers of several models are served together."""
+    """Group each layer by itself, as for layers of several models that are served together."""
     whole = group_layers(layers, hybrid=hybrid)
     groups = tuple(
         attrs.evolve(whole.groups[0], index=index, layers=(each.name,), stored=(each.spec,))
@@ -141,7 +141,7 @@ def test_another_cache_groups_metadata_is_refreshed_not_built(monkeypatch: pytes
 
 
 class Finishing(Counting):
-    """With the last bit of its metadata made where the layers read it."""
+    """Makes the last part of its metadata on the device."""
 
     class Builder(Counting.Builder):
         on_host = True
@@ -172,7 +172,7 @@ def test_a_chain_that_changes_nothing_costs_no_metadata() -> None:
 
 
 class Decodes(TorchReferenceBackend):
-    """Asks for decodes first, and relies on it."""
+    """Asks for decodes first, and relies on that order."""
 
     order = BatchOrder(decode_threshold=1, extends_first=True)
 
@@ -206,7 +206,7 @@ def ordered(**backends: str) -> Bench:
 
 
 def test_backends_with_conflicting_orders_each_see_their_own() -> None:
-    # An extend of 6 tokens comes before the fresh prefill of 2 for one, behind it for the other.
+    # One backend wants an extend of 6 tokens before the fresh prefill of 2, the other wants it after.
     bench = ordered(a="decodes", b="short_ones", c="torch", d="decodes")
     outputs = bench.run(MIXED)
     assert all(close(bench.dense(spec, MIXED), outputs[spec.name]) for spec in bench.layers)

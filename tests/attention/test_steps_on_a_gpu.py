@@ -1,4 +1,4 @@
-"""What only a GPU shows of a step: that nobody waits for it, that it is one copy, and that a graph gives the same."""
+"""Properties of a step that only a GPU shows: no wait for it, a single copy, and graphs with equal results."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_replayed_steps_give_the_tokens_of_steps_without_graphs(tmp_path: Path, 
 
 
 def test_what_cannot_be_captured_runs_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # It declares that it can be, and asks the device for values.
+    # It declares that it can be captured, but reads values of the device.
     params = SamplingParams(max_new_tokens=4)
     with on_gpu(tmp_path / "off", "llama", backend="capturable") as engine:
         expected = [output.token_ids for output in engine.generate(PROMPTS[:3], params)]
@@ -61,7 +61,7 @@ def test_what_cannot_be_captured_runs_without(tmp_path: Path, caplog: pytest.Log
 
 DECODES = (1, 1, 1, 1)
 STEPS = {"decodes": (DECODES, "off"), "mixed": ((1, 1, 20, 1), "off"), "replayed": (DECODES, [4])}
-"""By name: how many tokens the requests compute, and for how many requests there are graphs."""
+"""By name: the tokens that the requests compute, and the numbers of requests of the graphs."""
 
 
 @pytest.mark.parametrize("name", STEPS)

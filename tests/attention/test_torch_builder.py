@@ -1,4 +1,4 @@
-"""The practical backend's metadata: refreshed, shared and cut without a change in what layers compute."""
+"""The torch backend's metadata can be refreshed, shared and divided without changing the layers' outputs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def layer_of(relative_bias: RelativeBias | None = None, **options: Any) -> Layer
 
 @st.composite
 def rows(draw: st.DrawFn) -> list[Request]:
-    """Return requests, some of which have no token in the step, but not all."""
+    """Return requests, some but not all of which have no token in the step."""
     lengths = st.tuples(st.integers(0, 40), st.integers(0, 6), st.floats(0, 1))
     drawn = draw(st.lists(lengths, max_size=6))
     first = (draw(st.integers(0, 40)), draw(st.integers(1, 6)), 0.0)
@@ -57,7 +57,7 @@ def rows(draw: st.DrawFn) -> list[Request]:
 
 @st.composite
 def cross_rows(draw: st.DrawFn) -> list[Request]:
-    """Return requests whose keys are of another sequence: fewer than the queries, none, or none that is seen."""
+    """Return requests whose keys are of another sequence: fewer keys than queries, none, or none that is visible."""
     lengths = st.tuples(st.integers(0, 6), st.integers(0, 40), st.floats(0, 1))
     drawn = draw(st.lists(lengths, min_size=1, max_size=7))
     return [Request(0, new, num_keys=keys, num_hidden=int(hidden * keys)) for new, keys, hidden in drawn]
@@ -80,7 +80,7 @@ def metadata_of(
 
 
 def attend(backend_class: type[AttentionBackend], layer: LayerSpec, metadata: CommonAttentionMetadata) -> torch.Tensor:
-    """Return what a backend computes over a cache in which all that no query sees is NaN."""
+    """Return a backend's output over a cache in which all tokens that no query sees are NaN."""
     assert isinstance(layer.spec, GridSpec)
     shape = (1 + metadata.block_table.numel(), 4, 1, 4)
     generator = torch.Generator().manual_seed(3)
@@ -107,7 +107,7 @@ def attend(backend_class: type[AttentionBackend], layer: LayerSpec, metadata: Co
 
 @contextlib.contextmanager
 def limits(small: bool) -> Iterator[None]:
-    """Cut into many pieces, of which layers make by themselves what hides keys, where ``small``."""
+    """Divide into many pieces; if ``small``, layers make some of the masks themselves."""
     with pytest.MonkeyPatch.context() as patch:
         if small:
             patch.setattr(torch_builder, "MAX_PIECE_KEYS", 48)
@@ -118,7 +118,7 @@ def limits(small: bool) -> Iterator[None]:
 
 
 def assert_same(expected: Any, found: Any) -> None:
-    """Hold two values equal, bit for bit; of metadata what layers read of it, and what a refresh does."""
+    """Assert that two values are bitwise equal; for metadata, the fields that layers read, and a refresh."""
     if isinstance(expected, TorchMetadata):
         read = attrgetter("pieces", "pages", "row_stride")
         assert_same(read(expected), read(found))
@@ -196,7 +196,7 @@ def test_what_changes_the_pieces_changes_the_reuse_key(other: LayerSpec) -> None
 
 @st.composite
 def groups(draw: st.DrawFn) -> list[tuple[LayerSpec, int]]:
-    """Return layers of several groups, some of them alike, each with the number of the chain that it stands behind."""
+    """Return layers of several groups, some of them equal, each with the number of its wrapper chain."""
     options = st.fixed_dictionaries(
         {"block_size": st.sampled_from([2, 4, 16]), "dtype": st.sampled_from(["float32", "bfloat16"])}
     )
@@ -212,7 +212,7 @@ def groups(draw: st.DrawFn) -> list[tuple[LayerSpec, int]]:
 
 
 def lay_tables(steps: list[CommonAttentionMetadata], layout: str) -> list[CommonAttentionMetadata]:
-    """Return the steps with block tables that lie as ``layout`` says."""
+    """Return the steps with block tables in the memory layout that ``layout`` names."""
     if layout == "columns":
         return [attrs.evolve(step, block_table=step.block_table.T.contiguous().T) for step in steps]
     if layout == "together":
@@ -368,7 +368,7 @@ def test_any_batch_over_another_sequence_equals_the_reference(
 
 
 def test_repeated_queries_are_not_taken_for_tokens_that_are_not_computed() -> None:
-    # Two tiles of three queries, one of them repeated, are as many rows as the batch has tokens.
+    # Two tiles of three queries, one of them repeated, have as many rows as the batch has tokens.
     common = metadata_of([Request(0, 3, num_keys=9), Request(0, 2, num_keys=9), Request(0, 1, num_keys=0)])
     expected = attend(TorchReferenceBackend, layer_of(causal=False), common)
     torch.testing.assert_close(attend(TorchBackend, layer_of(causal=False), common), expected)
@@ -384,7 +384,7 @@ def test_a_bias_that_differs_from_head_to_head_takes_as_much_memory_as_a_mask() 
     assert [1024, 100] == [sum(piece.num_tiles * piece.num_queries for piece in each.pieces) for each in built]
     assert max(64 * size for each in sizes for size in each) <= 1 << 24
     assert {32} == {piece.num_queries for piece in built[0].pieces}
-    # Decodes are as many to a piece as without a bias.
+    # A piece has as many decodes as without a bias.
     without = attrs.evolve(layer, query=attrs.evolve(query, relative_bias=None))
     assert len(TorchBackend([without], CPU).make_builder().build(steps[1]).pieces) == len(sizes[1])
 
@@ -443,7 +443,7 @@ def test_a_step_without_a_token_for_any_request_gives_zeros(backend: type[Attent
     assert [False, False] == [bool(row.any()) for row in output]
 
 
-# --- how tiles are cut ------------------------------------------------------------------------------------------------
+# --- how tiles are made -----------------------------------------------------------------------------------------------
 
 
 def rules(free_padding: int = 0) -> Rules:
@@ -462,7 +462,7 @@ def rules(free_padding: int = 0) -> Rules:
 
 
 def cut(num_queries: IntArray, num_keys: IntArray, free_padding: int) -> tuple[IntArray | None, IntArray]:
-    """Return how tiles of one segment are cut."""
+    """Return how the tiles of one segment are made."""
     return cut_batches(np.zeros_like(num_keys), None, num_queries, num_keys, [rules(free_padding)])
 
 

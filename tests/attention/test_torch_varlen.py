@@ -25,7 +25,7 @@ from kvframe.testing.staging import check_staging
 CAPABILITIES = TorchVarlenBackend.capabilities
 HEAD_SIZES = (8, 40, 256)
 FORMATS = ("plain", "int8_token_head")
-"""Formats of the cases: copies of pages are the same to a backend whatever they were read from."""
+"""Formats of the cases: a backend handles copies of pages in the same way for every format."""
 
 
 class AuxRequest(NamedTuple):
@@ -81,7 +81,7 @@ class StandIn:
         num_groups = query.shape[1] // key.shape[2]
         assert enable_gqa or num_groups == 1
         if max_q == 1 and num_groups > 1 and window_size == (-1, -1):
-            # A request's heads become its queries, and the row is the request's, whatever cu_seq_q says.
+            # A request's heads become its queries, and row and request are equal for any cu_seq_q.
             assert len(query) == len(seqused_k)
             cu_seq_q = torch.arange(len(query) + 1, dtype=torch.int32)
         output, lse = paged_attention(
@@ -159,7 +159,7 @@ class _WithoutDeadTokens(TorchVarlenBackend):
     capabilities = attrs.evolve(TorchVarlenBackend.capabilities, reads_dead_tokens=False)
 
 
-# With a window of 5 in pages of 256, tokens before it lie in the tile that it begins in, and are multiplied by zero.
+# With a window of 5 in pages of 256, tokens before it are in the tile in which it begins, and are multiplied by zero.
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [(_OneTokenShort, "queries are wrong"), (_WithoutDeadTokens, "NaN is state that is not live")],

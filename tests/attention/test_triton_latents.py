@@ -1,4 +1,4 @@
-"""The Triton backend for latents computes what attention over the expanded latents is, under the interpreter here."""
+"""The Triton backend for latents gives the output of attention over expanded latents; here under the interpreter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvframe.testing.staging import check_staging
 
 CASES = make_cases(TritonMLABackend.capabilities, "cuda", form=Latents())
 FEW = sample(CASES, [("batch", "state")])
-"""The interpreter is slow: of all cases, those in which every kind of batch comes up with every size."""
+"""A part of the cases, because the interpreter is slow; every kind of batch occurs with every size."""
 
 RUNS = make_runs(TritonMLABackend.capabilities, "cuda", form=Latents())
 
@@ -101,7 +101,7 @@ def few_cases() -> list[Case]:
 @pytest.mark.parametrize("most", [1, None], ids=["expanded", "absorbed"])
 def test_each_form_computes_what_the_other_does(most: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latents_builder.Forms, "most_absorbed", most)
-    # One head's keys and values at a time.
+    # One head's keys and values are in memory at a time.
     monkeypatch.setattr(latents_builder, "MAX_EXPANDED", 1)
     for case in few_cases():
         check_backend(TritonMLABackend, case)

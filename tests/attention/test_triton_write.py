@@ -1,4 +1,4 @@
-"""What the Triton kernel writes is what the formats write, bit for bit: either may read what the other wrote."""
+"""The Triton kernel writes the same bits as the formats, so each can read what the other wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tests call a benchmark as a person does, and read what it recorded."""
+"""Calls a benchmark as a person does, and reads its records."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def measured(folder: Path, module: str, *options: str, timeout: int = 280) -> Pa
 
 
 def record_of(name: str, folder: Path = RESULTS) -> Any:
-    """Return a record, as JSON has it; the committed one unless a folder is given."""
+    """Return a record, parsed from JSON; the committed one unless a folder is given."""
     return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
 
 

@@ -1,6 +1,6 @@
-"""The cache by its definition: what lies where and what can be found, without any of the cache's code.
+"""A model of the cache by its definition, without any of the cache's code: the content of pages, and possible hits.
 
-What is evicted is the pool's choice, which the model is told; all else it says beforehand.
+The pool chooses the blocks to evict, and the model is told the choice; it predicts everything else.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Life:
     """One request.
 
     Attributes:
-        salt: Whom it shares with.
+        salt: The salt of the requests that it shares with.
         encoder: The length and content of its encoder's input; None for no input.
         tokens: Its tokens.
-        computed: How many of them are computed.
-        offered: Per group, the blocks that were made findable.
+        computed: The number of computed tokens.
+        offered: Per group, its blocks that were published.
         num_resets: Resets of the cache before it started.
         is_encoded: Whether the state of its input is computed.
-        branch: Where it parts from an earlier request.
-        lookups: Per group, what it found when it started, until it runs.
+        branch: The position at which its tokens differ from an earlier request's.
+        lookups: Per group, the result of its lookup when it started, until it runs.
     """
 
     salt: str
@@ -60,21 +60,21 @@ def is_sparse(group: PlannedGroup) -> bool:
 
 
 def needs_last_token(group: PlannedGroup, max_tokens: int) -> bool:
-    """Return whether a request can be continued from no block's end without that block."""
+    """Return whether no request could be continued from any block's end without that block."""
     ends = range(group.block_size, max_tokens + 1, group.block_size)
     return all(end // group.block_size - 1 in live_blocks(group, end) for end in ends)
 
 
 def num_slots(group: PlannedGroup) -> int:
-    """Return how many states a page of the group has room for: of every token, or of the last ones."""
-    # States and their rollback states take turns in two pages; here, each has both.
+    """Return the number of states in a page of the group: one per token, or the last ones."""
+    # The real cache uses two pages for states and rollback states; here, one page holds both.
     if isinstance(group.spec, RollbackSpec):
         return 1 + group.spec.num_states
     return 1 + group.spec.most_refused if isinstance(group.spec, StateSpec) else group.block_size
 
 
 class CacheModel:
-    """Bytes of pages, what is findable, and what lookups have to return."""
+    """The bytes of pages, the findable blocks, and the right results of lookups."""
 
     def __init__(self, plan: KVCachePlan, *, is_caching: bool) -> None:
         self.plan = plan
@@ -94,7 +94,7 @@ class CacheModel:
         return {(group, page) for (group, _), page in self.findable.items()}
 
     def pages_freed(self, group: int, block_ids: list[int]) -> None:
-        """Forget what the pages held; whoever reads them now reads nothing."""
+        """Clear the content of pages; a later read finds nothing."""
         self.freed |= {(group, block_id) for block_id in block_ids}
         for block_id in block_ids:
             self.bytes.pop((group, block_id), None)
@@ -103,7 +103,7 @@ class CacheModel:
             del self.findable[key]
 
     def let_go(self, findable: set[Page], held: set[int]) -> None:
-        """Forget what somebody holds and nobody can find any more: what it hangs on was given up."""
+        """Drop blocks that a request holds and that can no longer be found, because an earlier block was evicted."""
         gone = [key for key, page in self.findable.items() if (key[0], page) not in findable and page in held]
         for key in gone:
             del self.findable[key]
@@ -116,7 +116,7 @@ class CacheModel:
     # --- lookups ------------------------------------------------------------------------------------------------------
 
     def start(self, life: Life, use_prefix: bool) -> list[list[int]]:
-        """Begin a request; return the blocks that it has to have then."""
+        """Begin a request; return the blocks that it must then have."""
         blocks: list[list[int]] = [[] for _ in self.plan.groups]
         if not (self.is_caching and use_prefix):
             return blocks
@@ -127,7 +127,7 @@ class CacheModel:
         alone = {g.index: max(n for n in range(known + 1) if self.holds(life, g, n)) for g in self.of_tokens}
         life.lookups = [[0, 0, 0, 0] for _ in self.plan.groups]
         for group in self.of_tokens:
-            # Where no hit can end, that is for those whose blocks end elsewhere.
+            # No hit can end here for groups whose blocks end elsewhere.
             limits = any(
                 n % group.block_size > 0 if n % self.alignment else not self.holds(life, group, n)
                 for n in alone.values()
@@ -150,9 +150,9 @@ class CacheModel:
         return blocks
 
     def branches(self, life: Life) -> tuple[int, set[int]]:
-        """Return the least branch that a request which begins can have, and all that it can have.
+        """Return the smallest branch that a starting request can have, and all possible ones.
 
-        Tokens are known as long as a page of a block after them can be found. They may be known for longer.
+        Tokens are known as long as a page of a later block can be found, or longer.
         """
         longer = range(life.computed + self.alignment, len(life.tokens), self.alignment) if self.is_sparse else ()
         kept = [
@@ -164,7 +164,7 @@ class CacheModel:
         return max(known, default=0), {0} | {n for n in longer if life.content(n) in self.seen}
 
     def pinned(self, salt: str, encoder: tuple[int, bytes] | None, tokens: list[int]) -> list[list[int]]:
-        """Return the blocks that a pin of tokens has to hold."""
+        """Return the blocks that a pin of tokens must hold."""
         life = Life(salt=salt, encoder=encoder, tokens=tokens, offered=[], num_resets=0, is_encoded=encoder is None)
         blocks: list[list[int]] = [[] for _ in self.plan.groups]
         if not self.is_caching:
@@ -179,7 +179,7 @@ class CacheModel:
         return blocks
 
     def live_pages(self, life: Life, group: PlannedGroup, n: int) -> list[int]:
-        """Return the pages of what is live of a findable prefix, by block; 0 where nothing is."""
+        """Return the pages of the live blocks of a findable prefix, by block; 0 for other blocks."""
         blocks = [0] * (n // group.block_size)
         for token in live_tokens(group, n):
             block = token // group.block_size
@@ -187,7 +187,7 @@ class CacheModel:
         return blocks
 
     def known(self, life: Life, most: int) -> int:
-        """Return up to which token a hit is looked for: any, or the last of a findable block if some type needs one."""
+        """Return the last token at which a hit may end: any, or the last of a findable block if a type requires one."""
         if not any(needs_last_token(group, self.plan.max_model_len) for group in self.of_tokens):
             return most
         sizes = {g.index: g.block_size for g in self.of_tokens}
@@ -195,14 +195,14 @@ class CacheModel:
         return max((n for n in ends if any((g, life.content(n)) in self.findable for g in sizes)), default=0)
 
     def holds(self, life: Life, group: PlannedGroup, n: int) -> bool:
-        """Return whether a request can be continued from ``n`` as far as one group goes."""
+        """Return whether one group allows a request to be continued from ``n``."""
         size = group.block_size
         return n % size == 0 and all(
             (group.index, life.content((token // size + 1) * size)) in self.findable for token in live_tokens(group, n)
         )
 
     def is_ever_needed(self, group: PlannedGroup, block: int) -> bool:
-        """Return whether a hit could need a block, wherever it ends."""
+        """Return whether a hit that ends anywhere could need a block."""
         end = (block + 1) * group.block_size
         return any(block in live_blocks(group, n) for n in range(0, end + self.alignment, self.alignment) if n >= end)
 
@@ -214,7 +214,7 @@ class CacheModel:
         return [self.findable.get((group.index, key)) for key in keys]
 
     def fork(self, life: Life, tokens: list[int]) -> Life:
-        """Return a request that goes on from where another one is: it offers what it adds."""
+        """Return a request that continues from another one's tokens: it publishes the blocks that it adds."""
         offered = [life.computed // group.block_size for group in self.plan.groups]
         for group in self.of_inputs:
             offered[group.index] = life.num_input_blocks(group)
@@ -223,7 +223,7 @@ class CacheModel:
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def compute(self, life: Life, step: Sequence[int], block_ids: Sequence[Sequence[int]]) -> set[Page]:
-        """Read all that a step needs, and write what it makes; return the pages that are written."""
+        """Read all that a step needs, and write its results; return the written pages."""
         n, tokens = life.computed, [*life.tokens[: life.computed], *step]
         written = set()
         for group in self.of_tokens:
@@ -254,11 +254,12 @@ class CacheModel:
     def commit(
         self, life: Life, num_computed: int, block_ids: Sequence[Sequence[int]], found: Set[Page] = frozenset()
     ) -> None:
-        """Make findable what is computed; ``block_ids`` are those before anything is given back.
+        """Publish the computed blocks; ``block_ids`` are those before any block is freed.
 
-        Of equal blocks that of a page in ``found`` is; a page that was freed at once, as pages were short, is not.
+        Of equal blocks, the one with a page in ``found`` is published. A page that was freed at once, because pages
+        were short, is not.
         """
-        # Who ran when the cache was reset publishes nothing any more: its state may be of the model as it was before.
+        # A request that ran when the cache was reset publishes nothing: its state may come from the old weights.
         if self.is_caching and life.num_resets == self.num_resets:
             for group in self.of_tokens:
                 size = group.block_size
@@ -289,9 +290,9 @@ class CacheModel:
         life.computed = num_computed
 
     def offered_again(self, life: Life, block_ids: Sequence[Sequence[int]]) -> dict[tuple[int, Any], int]:
-        """Return which pages of a request may be found again, as others' that were found in their place were given up.
+        """Return the pages of a request that may be published again, because the equal pages were evicted.
 
-        They are offered if the way to them is lost too, which is the manager's to know.
+        They are offered even if the path to them is lost; the manager decides about that.
         """
         again = {}
         for group in self.of_tokens if self.is_caching and life.num_resets == self.num_resets else ():
@@ -315,10 +316,10 @@ def live_blocks(group: PlannedGroup, n: int) -> set[int]:
 
 
 class HostCopies:
-    """Host pages that copy the model's bytes; a copy of group ``broken`` stops half-way and raises.
+    """Host pages with copies of the model's bytes; a copy of group ``broken`` raises after half of its pages.
 
     Attributes:
-        copied: The pages that got the bytes of others in the pool.
+        copied: The pages that got copies of other pages in the pool.
     """
 
     def __init__(self, num_slabs: int, pool: Mapping[Page, Any]) -> None:
@@ -342,7 +343,7 @@ class HostCopies:
     def copy(self, group: int, source: Any, source_ids: Sequence[int], target: Any, target_ids: Sequence[int]) -> None:
         pairs = list(zip(source_ids, target_ids, strict=True))
         for one, other in pairs[: len(pairs) // 2] if group == self.broken else pairs:
-            # A page that was given room and not written yet has nothing to copy.
+            # A page that was allocated but not written yet has nothing to copy.
             target.pop((group, other), None)
             if (group, one) in source:
                 target[group, other] = dict(source[group, one])

@@ -1,4 +1,4 @@
-"""A mirror of the cache as an outside router keeps it: made of events alone, with keys made by hand."""
+"""A mirror of the cache in an outside router: it is made from events only, and computes keys by itself."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _key(tokens: tuple[int, ...], salt: str, encoder: tuple[int, bytes] | None, 
 def key_of_tokens(
     tokens: Sequence[int], salt: str = "", encoder: tuple[int, bytes] | None = None, secret: bytes = SECRET
 ) -> bytes:
-    """Return the key of a prefix, after an encoder's input of so many tokens and such content."""
+    """Return the key of a prefix after an encoder's input with this number of tokens and this content."""
     return _key(tuple(tokens), salt, encoder, secret)
 
 
@@ -41,9 +41,9 @@ def key_of_input(num_tokens: int, encoder: tuple[int, bytes], salt: str = "") ->
 
 
 class Mirror:
-    """The blocks that events say can be found: of each, its group and key, and what it was told with.
+    """The blocks that can be found according to events: for each, its group and key, and the data of its event.
 
-    It refuses events that are out of order: a block that is stored twice, or removed and not there.
+    It raises for events that are out of order: a block that is stored twice, or removed without being stored.
     """
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from kvframe.planning.rollback import RollbackSpec
 
 @attrs.frozen(kw_only=True)
 class RangeSpec(AttentionSpec):
-    """A window with sinks, or a chunk, by live range alone: every derivation is the base class's."""
+    """A window with sinks, or a chunk, defined by live ranges only: all derivations are those of the base class."""
 
     kind = "range"
 
@@ -44,7 +44,7 @@ class RangeSpec(AttentionSpec):
 
 @attrs.frozen(kw_only=True)
 class MaskedSpec(RangeSpec):
-    """The same with a mask, so that many positions can be asked at once."""
+    """The same with a mask, so that many positions can be computed at once."""
 
     kind = "masked"
 
@@ -55,7 +55,7 @@ class MaskedSpec(RangeSpec):
 
 @attrs.frozen(kw_only=True)
 class StateSpec(KVCacheSpec):
-    """A state that is overwritten from token to token, kept at every so many block ends and where tokens part."""
+    """A state that is overwritten at each token; it is kept at every few block ends, and where tokens differ."""
 
     kind = "state"
 
@@ -89,7 +89,7 @@ class StateSpec(KVCacheSpec):
 
 @attrs.frozen(kw_only=True)
 class EncoderSpec(AttentionSpec):
-    """Keys and values of all that an encoder made of its input."""
+    """Keys and values of all of an encoder's output for an input."""
 
     kind = "encoder"
     sequence: ClassVar[str] = ENCODER
@@ -130,7 +130,7 @@ def make_plan(
     max_encoder_len: int = 24,
     rest: float = 0.0,
 ) -> KVCachePlan:
-    """Plan one layer per spec over exactly ``num_slabs`` slabs (0 for no specs), and a share of one behind them."""
+    """Plan one layer per spec over exactly ``num_slabs`` slabs (0 for no specs), and a fraction of one after them."""
     layers = [LayerSpec(name=f"layer{index}", spec=spec) for index, spec in enumerate(specs)]
     plan = plan_cache(
         group_layers(layers),
@@ -148,16 +148,16 @@ def make_plan(
 
 
 def evict(manager: KVCacheManager, page: int) -> None:
-    """Give up a cached page."""
+    """Evict a cached page."""
     manager._pool.evict_blocks(np.array([page], dtype=np.int32))
 
 
 def evict_all(manager: KVCacheManager) -> None:
-    """Give up every cached page."""
+    """Evict every cached page."""
     for group in range(len(manager.plan.groups)):
         manager._pool.evict_first(group, manager._pool.num_cached)
 
 
 def branch(manager: KVCacheManager, name: str) -> int:
-    """Return where a request parts from earlier ones."""
+    """Return the position at which a request's tokens differ from earlier ones."""
     return manager._numbers.states[manager.row(name)].branch

@@ -1,4 +1,4 @@
-"""The cache manager against the cache by its definition: random mixtures of types, random lives of requests."""
+"""The cache manager agrees with the model of its definition: random mixtures of types, random sequences of calls."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ ONE_SIZE, TWO_SIZES = (full(),), (full(), masked(2, window=5))
 
 
 def make_manager(*specs: KVCacheSpec, audited: bool = False) -> KVCacheManager:
-    """Return a manager of which one request holds pages, and another left pages that are cached."""
+    """Return a manager in which one request holds pages, and a freed one left cached pages."""
     manager = KVCacheManager(make_plan(*specs, num_slabs=30), max_num_seqs=2, audited=audited)
     for name in ("gone", "here"):
         tokens = [*ids(3, 9), len(name)]

@@ -1,4 +1,4 @@
-"""Cache events: who listens learns what can be found, in order, and no more than that; who does not pays nothing."""
+"""Cache events: a listener learns what can be found, in order and nothing else; without one there is no cost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_manager(*specs: KVCacheSpec, num_slabs: int = 40) -> KVCacheManager:
 
 
 def run(manager: KVCacheManager, name: str, tokens: Sequence[int], **options: Any) -> None:
-    """Let a request compute all of its tokens, and go on running."""
+    """Let a request compute all of its tokens, and keep it running."""
     manager.start(name, tokens, **options)
     assert manager.extend(name, len(tokens))
     manager.commit(name, tokens, len(tokens))
@@ -57,13 +57,13 @@ def stored(tokens: Sequence[int], start: int, stop: int, size: int, salt: str = 
 
 
 def cached(engine: Engine) -> dict[tuple[int, bytes], BlocksStored]:
-    """Return what a new listener to an engine is told; the one before it listens no more."""
+    """Return the events that a new listener of an engine gets; it replaces the earlier listener."""
     mirror = Mirror()
     engine.on_cache_events = mirror.replay
     return mirror.blocks
 
 
-# --- what is told -----------------------------------------------------------------------------------------------------
+# --- the events -------------------------------------------------------------------------------------------------------
 
 
 def test_blocks_are_told_of_as_they_become_full() -> None:
@@ -143,7 +143,7 @@ def test_what_is_evicted_is_removed_with_what_hangs_on_it() -> None:
     assert all(isinstance(event, BlocksRemoved) for event in removed)
     assert isinstance(last, BlocksStored)
     mirror.replay(events)
-    # The end of what was cached goes first.
+    # The end of the cached prefix is evicted first.
     left = {(0, key_of_tokens(tokens[:end])) for end in (4, 8, 12)}
     assert left == {block for block in mirror.blocks if block[1] not in last.keys}
     assert 12 == manager.find(tokens)

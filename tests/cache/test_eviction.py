@@ -1,4 +1,4 @@
-"""What is given up, in which order, and what is left of a hit: loss in part costs a part."""
+"""Which blocks are evicted, in which order, and what remains of a hit: a partial loss costs a part."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_what_a_running_request_holds_is_found_again_when_the_lost_block_is_comp
     manager = make_manager(full(), max_num_seqs=3)
     shared = list(range(12))
     tokens = [*shared, *range(50, 62)]
-    # Both compute the prefix: only the first one's blocks are found, and the second goes on from them in the tree.
+    # Both compute the prefix. Only the blocks of the first one are found, and the second continues after them.
     assert 0 == manager.start("first", shared)
     assert 0 == manager.start("second", tokens)
     for name, end in (("first", 12), ("second", 24)):
@@ -128,13 +128,13 @@ def test_a_window_that_lost_a_block_costs_the_tokens_that_need_it() -> None:
     lost = manager.block_ids("a")[1][-1]
     manager.free("a")
     evict(manager, lost)
-    # The window's earlier blocks were let go of as it moved, and are still there.
+    # The window's earlier blocks were released as it moved, and are still cached.
     assert 60 == manager.find([*tokens, 2])
     manager.audit()
 
 
 def num_calls(work: Callable[[], None]) -> int:
-    """Return how many Python functions something calls."""
+    """Return the number of Python functions that ``call`` calls."""
     calls = Counter[str]()
     sys.setprofile(lambda frame, event, argument: calls.update([event]))
     try:
@@ -145,11 +145,11 @@ def num_calls(work: Callable[[], None]) -> int:
 
 
 def cost_of_eviction(manager: KVCacheManager) -> float:
-    """Return the most Python functions that evicting a page calls, until none is cached, for each page."""
+    """Return the most Python function calls for an eviction of one page, until no page is cached."""
     most, pool = 0.0, manager._pool
     while pool.num_cached:
         before = pool.num_cached
-        # Of blocks that were released together, those of the last group first.
+        # Of blocks that were released together, those of the last group are evicted first.
         first = [(pool.first_priority(group), -group) for group in range(len(manager.plan.groups))]
         _, group = min((priority, group) for priority, group in first if priority is not None)
         calls = num_calls(partial(pool.evict_first, -group, 1))
@@ -181,11 +181,11 @@ def test_evicting_a_page_costs_the_same_in_deep_trees(specs: list[KVCacheSpec]) 
         history: list[int] = []
         for turn in range(num_turns):
             history += [3 * turn] * 12
-            # What was reasoned is no part of the next turn's prompt, so the tree branches at each turn.
+            # The reasoning tokens are not in the next turn's prompt, so the tree branches at each turn.
             serve(manager, [*history, *[3 * turn + 1] * 16])
             history += [3 * turn + 2] * 8
         costs.append(cost_of_eviction(manager))
-    # With some pages their node is removed, which is a call or two; the trees differ in depth by a factor of eight.
+    # Some evictions also remove a node, which is a call or two; the trees differ in depth by a factor of eight.
     assert 1.1 * costs[0] >= costs[1]
 
 
@@ -224,7 +224,7 @@ def test_an_input_of_which_a_part_is_lost_is_evicted_in_all_groups() -> None:
 
 
 def test_blocks_that_end_together_nowhere_are_not_kept() -> None:
-    # Without a prefix cache, a state's block may be as long as any request, and blocks of others of any size.
+    # Without a prefix cache, a state's block may be as long as any request, and blocks of other groups have any size.
     manager = make_manager(masked(5, window=8), state(2**30), masked(3, window=8))
     serve(manager, list(range(40)))
     assert 0 == manager.find([*range(40), 1])
@@ -251,7 +251,7 @@ def test_what_a_request_passes_is_given_up_before_what_others_left(spec: KVCache
     for row, name in enumerate(names):
         manager.start(name, list(range(1000 * row + 1000, 1000 * row + 1400)))
     rows = np.array([manager.row(name) for name in names], dtype=np.int64)
-    # Each passes 100 blocks, of 64 that there are.
+    # Each request uses 100 blocks; there are 64.
     for count in range(1, 401):
         assert manager.extend_rows(rows, np.full(num_rows, count))
         manager.commit_rows(rows, np.full(num_rows, count))
@@ -335,5 +335,5 @@ def test_a_block_that_ends_in_what_only_this_request_has_is_kept_though_it_begin
     manager.audit()
     for name, tokens in prompts.items():
         assert 0 == manager.block_ids(name)[1][1]
-        # Nine tokens from the fifth on are needed for the next one: its block is found, or nothing is.
+        # Nine tokens from the fifth on are needed for the next one: either its block is found, or nothing is.
         assert 12 == manager.find([*tokens[:12], 1])

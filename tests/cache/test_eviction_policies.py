@@ -1,4 +1,4 @@
-"""Eviction policies: the order in which a pool gives pages up, whoever says it, and what becomes of a bad policy."""
+"""Eviction policies: the pool evicts pages in a policy's order, and a bad policy is replaced."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BOUND = np.iinfo(np.int64)
 
 @attrs.frozen(kw_only=True)
 class OldestFirst(EvictionPolicy):
-    """LRU as a plugin would say it: not the built-in policy, which has a way of its own through the pool."""
+    """LRU as a plugin would write it; the built-in policy has its own path through the pool."""
 
     name = "oldest_first"
 
@@ -41,7 +41,7 @@ class OldestFirst(EvictionPolicy):
 
 @attrs.frozen(kw_only=True)
 class OftenUsedLast(EvictionPolicy):
-    """By the number of uses alone."""
+    """Evicts by the number of uses only."""
 
     name = "often_used_last"
 
@@ -51,7 +51,7 @@ class OftenUsedLast(EvictionPolicy):
 
 @attrs.frozen(kw_only=True)
 class Arbitrary(EvictionPolicy):
-    """Any numbers; with few different ones many pages are due at once."""
+    """Answers any numbers; with few different ones, many pages are due at once."""
 
     name = "arbitrary"
     low: int = BOUND.min
@@ -64,7 +64,7 @@ class Arbitrary(EvictionPolicy):
 
 @attrs.frozen
 class Failing(EvictionPolicy):
-    """Answers as another policy, so many times; then gives what it is told to give."""
+    """Answers like another policy a number of times, then with a given answer."""
 
     name = "failing"
     answer: Any
@@ -82,7 +82,7 @@ class Failing(EvictionPolicy):
 
 @attrs.frozen
 class Overheard(EvictionPolicy):
-    """Another policy, and what it said."""
+    """Records the answers of another policy."""
 
     name = "overheard"
     policy: EvictionPolicy
@@ -95,7 +95,7 @@ class Overheard(EvictionPolicy):
 
 
 class Order:
-    """A pool and, beside it, a list of what is cached, sorted anew whenever a page is given up."""
+    """A pool, and beside it a list of the cached pages, which is sorted at each eviction."""
 
     def __init__(self, specs: Sequence[KVCacheSpec], policy: EvictionPolicy, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -111,7 +111,7 @@ class Order:
         self.num_releases = 0
 
     def take(self) -> None:
-        """Take pages, of which there are so many that none has to be given up."""
+        """Take pages; there are enough free ones, so none is evicted."""
         if len(self.held) + len(self.cached) > 40:
             return
         counts = [self.draw.randint(0, 3) for _ in self.plan.groups]
@@ -123,7 +123,7 @@ class Order:
         self.held.update(zip(taken.tolist(), groups, strict=True))
 
     def let_go(self) -> None:
-        """Let go of pages of one group."""
+        """Release pages of one group."""
         group = self.draw.randrange(len(self.plan.groups))
         pages = [page for page, its in self.held.items() if its == group]
         self.draw.shuffle(pages)
@@ -138,7 +138,7 @@ class Order:
             self.cached[page] = (due, self.num_releases, place, group)
 
     def find(self) -> None:
-        """Hold cached pages again, and perhaps count that somebody uses them."""
+        """Hold cached pages again, and count this as a use or not."""
         group = self.draw.randrange(len(self.plan.groups))
         pages = [page for page, key in self.cached.items() if key[3] == group]
         pages = self.draw.sample(pages, min(len(pages), self.draw.randint(0, 3)))
@@ -153,16 +153,16 @@ class Order:
             self.held[page] = group
 
     def give_up(self) -> None:
-        """Give up pages of one group, or of any, and compare with the list."""
+        """Evict pages of one group, or of any, and compare with the list."""
         count, group = self.draw.randint(1, 4), self.draw.randrange(len(self.plan.groups))
-        # Where any page serves any group there is one order for all of them.
+        # If any page can serve any group, there is one order for all groups.
         is_any = FreeList.fits(self.plan)
         due = sorted((key, page) for page, key in self.cached.items() if is_any or key[3] == group)
         expected = [page for _, page in due[:count]]
         if is_any:
             self.pool.evict_first(0, count)
         else:
-            # The built-in way counts time in releases.
+            # The built-in policy counts time in releases.
             assert self.pool.first_priority(group) == (due[0][0][self.is_lru] if due else None)
             self.pool.evict_first(group, count)
         assert expected == self.evicted
@@ -229,16 +229,16 @@ def test_lru_in_a_policys_way_through_the_pool_is_lru(specs: list[KVCacheSpec]) 
     if FreeList.fits(plan):
         assert managers[0].stats == managers[1].stats
     else:
-        # A slab is due when its last cached page is. The built-in way goes by its last page, be it cached or not.
+        # A slab is due when its last cached page is. The built-in policy uses its last page, even if it is not cached.
         assert by_policy == pytest.approx(built_in, rel=0.15)
 
 
-# --- what a policy is told --------------------------------------------------------------------------------------------
+# --- the data that a policy gets --------------------------------------------------------------------------------------
 
 
 @attrs.frozen
 class Listening(EvictionPolicy):
-    """LRU, and takes down what it is told."""
+    """LRU that records its arguments."""
 
     name = "listening"
     told: list[tuple[int, list[int], list[int], int]] = attrs.field(factory=list)
@@ -261,7 +261,7 @@ def test_a_policy_is_told_how_often_pages_were_found_and_how_much_is_new() -> No
     serve(manager, [1] * 13)
     serve(manager, [1] * 13)
     capacity = manager.plan.total_bytes
-    # The end of a request is let go of first. Its last block is not full, so nobody can find it.
+    # The end of a request is released first. Its last block is not full, so it cannot be found.
     assert policy.told == [
         (1 + 2 * size, [0, 0], [size] * 2, capacity),
         (2 + 3 * size, [0, 1, 1], [size] * 3, capacity),
@@ -277,14 +277,14 @@ def test_a_policy_is_told_which_share_is_found_again_by_the_number_of_uses() -> 
         serve(manager, [100 + index] * 9)
     first, *_, last = policy.reuse
     assert first == [1.0] * (MOST_USES + 1)
-    # Nobody asks for what was asked for the first time, but for one prompt. What was found once is found again.
+    # Prompts are not repeated, except one. A prompt that was hit once is hit again.
     assert last[0] < 0.3
     assert last[MOST_USES] > 0.9
 
 
 @attrs.frozen
 class Told(EvictionPolicy):
-    """LRU, and takes down the shares of reuse."""
+    """LRU that records the shares of reuse."""
 
     name = "told"
     reuse: list[list[float]] = attrs.field(factory=list)
@@ -318,7 +318,7 @@ def test_the_uses_of_a_page_end_with_its_content() -> None:
     assert [0] * 3 == policy.told[-1][1]
 
 
-# --- a policy that breaks its word ------------------------------------------------------------------------------------
+# --- a policy that breaks the contract --------------------------------------------------------------------------------
 
 WRONG = [
     (ValueError("no\nidea"), "failed: ValueError: no idea"),
@@ -343,7 +343,7 @@ def test_a_policy_that_fails_later_is_set_aside_and_the_cache_goes_on_by_lru(
     specs: list[KVCacheSpec], caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = make_plan(*specs, num_slabs=60)
-    # It says the contrary of LRU of all that was let go of before it fails.
+    # For all pages that were released before it fails, its order is the reverse of LRU.
     policy = Failing(ZeroDivisionError("late"), num_good=11, good=NewestFirst())
     failed = KVCacheManager(plan, max_num_seqs=1, eviction=policy)
     lru = KVCacheManager(plan, max_num_seqs=1)
@@ -364,7 +364,7 @@ def test_a_policy_that_fails_later_is_set_aside_and_the_cache_goes_on_by_lru(
 
 @attrs.frozen(kw_only=True)
 class NewestFirst(EvictionPolicy):
-    """The contrary of LRU."""
+    """The reverse of LRU."""
 
     name = "newest_first"
 
@@ -389,7 +389,7 @@ def test_many_pages_that_are_taken_again_and_again_leave_few_entries(monkeypatch
 
 @attrs.frozen
 class Formula(EvictionPolicy):
-    """Whatever a function says."""
+    """Answers with the result of a given function."""
 
     name = "formula"
     says: Callable[[LetGo], Any]

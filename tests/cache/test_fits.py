@@ -1,8 +1,8 @@
-"""What ``KVCachePlan.fits`` promises is served in any division into steps; one token more is not, in some.
+"""``KVCachePlan.fits``: what it promises is served with any division into steps; one token more is not, with some.
 
-A plan counts for each group the most that it ever holds. If groups hold most at different tokens, a little more may be
-served: what one block of each window and each state takes, and what comes until a chunk ends. Of types that store few
-blocks, such as states, it counts those that a later request may continue from, wherever its tokens part.
+A plan counts the most blocks that each group ever holds. If groups hold most at different tokens, a little more may be
+served: one block of each window and each state, and the rest of a chunk. For types that store few blocks, such as
+states, it counts the blocks that a later request may continue from, for any branch of its tokens.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def plans(
 
 
 def longest(plan: KVCachePlan) -> int:
-    """Return the most tokens that the plan promises; none longer fits."""
+    """Return the most tokens that the plan promises; no longer request fits."""
     fitting = [n for n in range(1, MAX_LEN + 1) if plan.fits(n)]
     assert [*range(1, len(fitting) + 1)] == fitting
     return len(fitting)
@@ -73,7 +73,7 @@ def chunks(num_tokens: int, size: int) -> list[int]:
 
 
 def divisions(num_tokens: int, most: int) -> Iterator[list[int]]:
-    """Yield a prompt of each length in the largest chunks and decodes after it; and a first chunk of each size."""
+    """Yield divisions: a prompt of each length in the largest chunks, then decodes; and a first chunk of each size."""
     for prompt in range(num_tokens + 1):
         yield [*chunks(prompt, most), *[1] * (num_tokens - prompt)]
     for first in range(1, min(most, num_tokens) + 1):
@@ -83,7 +83,7 @@ def divisions(num_tokens: int, most: int) -> Iterator[list[int]]:
 def is_served(
     plan: KVCachePlan, division: Sequence[int], *, prefix_caching: bool = False, encoder_len: int = 0
 ) -> bool:
-    """Return whether a lone request gets room for each of its steps."""
+    """Return whether a lone request gets the blocks for each of its steps."""
     manager = KVCacheManager(plan, max_num_seqs=1, prefix_caching=prefix_caching)
     tokens = [7] * sum(division)
     inputs = {ENCODER: InputSequence(encoder_len, b"audio")} if encoder_len else {}
@@ -149,8 +149,8 @@ def test_beside_an_input_one_token_more_than_fits_is_not_served(
 
 
 def least_held(plan: KVCachePlan, num_tokens: int) -> list[int]:
-    """Return the blocks of each group that some division needs at once: those of full attention, and of the others one
-    less than each ever holds."""
+    """Return the blocks of each group that some division needs at once: all of full attention, and for the other groups
+    one block less than they ever hold."""
     peaks = zip(plan.groups, plan.peak_blocks(num_tokens), strict=True)
     return [blocks - (group.spec.kind != "full_attention") for group, blocks in peaks]
 
@@ -176,7 +176,7 @@ def test_a_chunk_that_ends_later_leaves_room_for_a_few_tokens_more() -> None:
 @settings(max_examples=40)
 @given(plan=plans(), others=st.integers(1, 6), data=st.data())
 def test_what_fits_is_served_after_others_filled_the_pool(plan: KVCachePlan, others: int, data: st.DataObject) -> None:
-    # What others left behind is cached all over the pool, in the pages after the last slab too.
+    # Freed requests left cached blocks all over the pool, also in the pages after the last slab.
     num_tokens = longest(plan)
     assume(num_tokens)
     manager = KVCacheManager(plan, max_num_seqs=2)

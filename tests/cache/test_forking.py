@@ -13,7 +13,7 @@ Copies = list[tuple[int, list[int], list[int]]]
 
 
 class Forking:
-    """A manager that notes which pages it copies."""
+    """A manager that records which pages it copies."""
 
     def __init__(self, *specs: KVCacheSpec, num_slabs: int = 40, prefix_caching: bool = True) -> None:
         self.copies: Copies = []
@@ -184,7 +184,7 @@ def test_what_a_fork_passes_of_a_request_that_came_back_is_not_lost() -> None:
     assert manager.swap_out("one")
     evict_all(manager)
     assert manager.swap_in("one", 16)
-    # Until its next step, nobody finds its blocks.
+    # Its blocks are published only in its next step.
     manager.fork("one", "two", [*tokens[:16], 1, 1, 1, 1])
     manager.start("three", [3] * 4)
     assert manager.extend("three", 4)

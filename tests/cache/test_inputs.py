@@ -1,4 +1,4 @@
-"""Inputs of requests in the cache: held once by content, for as long as a request runs, all of them or none."""
+"""Inputs of requests in the cache: each content is stored once, completely, while a request uses it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_manager(*specs: KVCacheSpec, max_num_seqs: int = 8, prefix_caching: boo
 
 
 def run(manager: KVCacheManager, name: str, **options: object) -> int:
-    """Start a request and compute its prompt; return the tokens that it found."""
+    """Start a request and compute its prompt; return the number of tokens that were hit."""
     hit = manager.start(name, PROMPT, **options)  # type: ignore[arg-type]
     assert manager.extend(name, len(PROMPT))
     manager.commit(name, PROMPT, len(PROMPT))
@@ -167,7 +167,7 @@ def test_a_swapped_input_is_shared_again_or_comes_back_byte_by_byte(is_lost: boo
     assert is_lost or places == manager.block_ids("a")[1]
     for one, other in zip(before, page_bytes(manager, pool, "a", 1), strict=True):
         assert torch.equal(one, other)
-    # What came back is offered again with the next token.
+    # Blocks that were swapped in are published again with the next token.
     manager.commit("a", [*PROMPT, 1], 11)
     manager.start("b", PROMPT, inputs=input_of())
     assert frozenset() == manager.missing_inputs("b")

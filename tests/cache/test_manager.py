@@ -1,4 +1,4 @@
-"""The cache core: hits, shared pages, room for a lone request, evictions."""
+"""The cache core: hits, shared pages, blocks for a lone request, evictions."""
 
 from __future__ import annotations
 
@@ -141,13 +141,13 @@ def test_there_is_room_for_a_prompt_where_all_of_its_parts_find_theirs() -> None
     manager = KVCacheManager(plan, max_num_seqs=1)
     tokens = list(range(25))
     manager.start("a", tokens)
-    # Six blocks; of the window two, while two more are computed.
+    # Six blocks; two of the window, while two more are computed.
     assert [True, False] == [manager.has_room("a", count) for count in (24, 25)]
     assert 0 == manager.num_held_pages
     for stop in (8, 16, 24):
         assert manager.extend("a", stop)
         manager.commit("a", tokens, stop)
-    # What it holds it does not lack.
+    # Blocks that the request holds need not be free.
     assert manager.has_room("a", 24)
 
 

@@ -1,4 +1,4 @@
-"""The manager for those who embed it: every verb refuses wrong arguments with one sentence, and changes nothing."""
+"""The manager for embedders: every verb refuses wrong arguments in one sentence, and changes nothing."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ WITHOUT_ARGUMENTS |= {"num_free_rows", "num_held_pages"}
 
 def test_every_verb_is_listed_here() -> None:
     public = {name for name in vars(KVCacheManager) if not name.startswith("_")}
-    # A pin is a value that the manager made; what holds for others of its kind is in test_pins.py.
+    # A pin is a value that the manager made; other checks of pins are in test_pins.py.
     assert public - WITHOUT_ARGUMENTS - {"unpin"} == set(calls(make_manager("one")))
 
 

@@ -1,4 +1,4 @@
-"""The owners of published blocks: each is told of the blocks that it loses by eviction."""
+"""The owners of published blocks: each one gets the blocks that it loses by eviction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_PAGES, OWNER, OTHER = 8, 3, 4
 
 
 class Told(list[tuple[int, int]]):
-    """What owners are told of evicted blocks: the owner, and what it knows each by."""
+    """Records the evicted blocks that owners get: the owner, and the owner's index of each block."""
 
     def take_down(self, owner: int, groups: int | npt.NDArray[np.int64], indices: Indices) -> None:
         assert {0} == {*np.atleast_1d(groups).tolist()}
@@ -28,7 +28,7 @@ def make_pool(told: Told, num_slabs: int = 2 * NUM_PAGES) -> BlockPool:
 
 
 def allocate_and_cache(pool: BlockPool, owner: int, shared: slice = slice(0)) -> Pages:
-    """Return blocks that an owner knows by their places, released tail first; some have another reference."""
+    """Return blocks that an owner knows by index, released tail first; some have another reference."""
     pages = pool.allocate_blocks((NUM_PAGES,))
     assert pages is not None
     pool.add_references(0, pages[shared])

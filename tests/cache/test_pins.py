@@ -1,4 +1,4 @@
-"""Pins: a prefix that stays, whatever others need, and beside which the longest request still has room."""
+"""Pins: a pinned prefix is never evicted, and the longest request still fits beside all pins."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SYSTEM = list(range(100, 112))
 
 
 def compute(manager: KVCacheManager, tokens: list[int], **options: object) -> int:
-    """Let a request come and go; return how many tokens it found."""
+    """Serve a request to its end; return the number of tokens that were hit."""
     found = manager.start("it", tokens, **options)  # type: ignore[arg-type]
     assert manager.extend("it", len(tokens))
     manager.commit("it", tokens, len(tokens))
@@ -34,7 +34,7 @@ def compute(manager: KVCacheManager, tokens: list[int], **options: object) -> in
 
 
 def flood(manager: KVCacheManager) -> None:
-    """Let one-off requests take all room that there is, again and again."""
+    """Let one-off requests use all blocks, again and again."""
     for number in range(1, 9):
         compute(manager, [number * 1000 + index for index in range(32)])
 
@@ -102,7 +102,7 @@ def test_a_pin_that_leaves_no_room_for_the_longest_request_is_refused_and_change
     ) as refused:
         manager.pin(SYSTEM)
     assert ("no_room", 2) == (refused.value.code, manager.num_held_pages)
-    # The same pages once more take nothing.
+    # Another pin of the same pages takes no further pages.
     assert 8 == manager.pin(SYSTEM[:8]).num_tokens
     manager.audit()
 
@@ -150,7 +150,7 @@ def test_every_request_ends_whatever_is_pinned_meanwhile(
     draw = random.Random(seed)
     pins: list[Pin] = []
     for request in requests:
-        # As if it had not found room before.
+        # As if the request had found too few blocks before.
         request.runs_alone = draw.random() < 0.3
         scheduler.add(request)
     for _ in range(5000):
@@ -173,7 +173,7 @@ def test_every_request_ends_whatever_is_pinned_meanwhile(
 
 
 class Scattered(KVCacheManager):
-    """A cache in which, for a while, nobody has room."""
+    """A cache that, for a while, has no free blocks for any request."""
 
     num_refusals = 0
 

@@ -1,4 +1,4 @@
-"""What the cache manager may not be asked for is refused before anything is taken, with and without ``python -O``."""
+"""The cache manager refuses wrong calls before it changes anything, with and without ``python -O``."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def test_tokens_are_the_same_whatever_array_they_come_in(typecode: str) -> None:
 
 
 NO_TOKENS = (-1, 2**32, None, 1.5, "7")
-"""What stands among tokens and is none."""
+"""Values among tokens that are not tokens."""
 KNOWN = [1, 2, 3, 4, 5, 6, 7, 8]
 
 
@@ -284,7 +284,7 @@ def run_on(manager: KVCacheManager, name: str, tokens: Sequence[int], num_tokens
 @pytest.mark.parametrize("kind", [kind for kind in PLANS if kind != "nothing"])
 @pytest.mark.parametrize("wrong", NO_TOKENS)
 def test_a_token_that_is_none_ends_what_others_find_and_nothing_else(kind: str, wrong: Any) -> None:
-    """Whoever reads it first, and that may be another request, it is told to whoever committed it."""
+    """The error is raised for the request that committed the tokens, even if another request reads them first."""
     for reader in ("nobody", "another request", "a listener", "commit"):
         # An audit reads all tokens.
         manager = make_manager(*PLANS[kind], audited=False)
@@ -306,7 +306,7 @@ def test_a_token_that_is_none_ends_what_others_find_and_nothing_else(kind: str, 
                 run_on(manager, "one", tokens, num_tokens)
             except RequestError as refusal:
                 told.append(refusal)
-        # Where blocks die, its own commit reads in any case.
+        # If blocks die, the request's own commit reads the tokens in any case.
         assert len(told) == 1 or (not told and reader == "nobody")
         for error in told:
             assert "bad_token" == error.code
@@ -344,7 +344,7 @@ def test_what_a_row_passed_behind_a_token_that_is_none_is_let_go_of() -> None:
     for name in tokens:
         manager.free(name)
     assert [20, 8] == [manager.find([token] * 24) for token in (1, 2)]
-    # What is cached can be found, and given up.
+    # Cached blocks can be found, and evicted.
     assert len([*manager.published()]) == manager._pool.num_cached
 
 

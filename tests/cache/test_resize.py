@@ -1,4 +1,4 @@
-"""The pool grows and shrinks at its end, between steps: nothing that somebody holds is touched."""
+"""The pool grows and shrinks at its end, between steps; no held block is changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def make_manager(*specs: KVCacheSpec, num_slabs: int) -> KVCacheManager:
 
 
 def fill(manager: KVCacheManager) -> list[str]:
-    """Start requests until there is no room; return those that have some."""
+    """Start requests until the blocks are used up; return those that have some."""
     names = []
     for number in range(MOST_RUNNING):
         tokens = [number] * 60
@@ -40,7 +40,7 @@ MIXED = (full(2), masked(12, window=5))
 
 
 def most(manager: KVCacheManager) -> int:
-    """Return how many blocks of two tokens one request gets, which goes on."""
+    """Return the number of blocks of two tokens that one request gets; it keeps running."""
     tokens = list(range(64))
     manager.start("most", tokens)
     for count in range(32):
@@ -51,7 +51,7 @@ def most(manager: KVCacheManager) -> int:
 
 
 def behind(manager: KVCacheManager) -> list[int]:
-    """Return how many pages behind the slabs each group has of the request."""
+    """Return the number of the request's pages after the slabs, for each group."""
     plan = manager.plan
     end = (plan.null_bytes + plan.num_slabs * plan.slab_bytes) // plan.block_id_bytes
     return [sum(block >= end for block in ids) for ids in manager.block_ids("most")]
@@ -60,7 +60,7 @@ def behind(manager: KVCacheManager) -> list[int]:
 def test_with_a_rest_there_is_room_for_as_many_more_pages_and_its_group_alone_has_them() -> None:
     none, some = make_manager(*MIXED, num_slabs=6), with_rest(*MIXED, num_slabs=6)
     assert (6, 4) == (some.plan.groups[0].pages_per_slab, some.plan.num_rest_pages)
-    # Four slabs where the window lies in two blocks; with four pages more it gets so far that it lies in one.
+    # Four slabs if the window is in two blocks; with four pages more, it moves to where it is in one.
     assert (4 * 6, 4 + 4 * 6 + 2) == (most(none), most(some))
     assert [4, 0] == behind(some)
     some.free("most")

@@ -1,4 +1,4 @@
-"""Rollback states: in pages of their own, which running requests have and the prefix cache has not."""
+"""Rollback states: they have separate pages, which only running requests have, and which are never cached."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_checkpoint_takes_the_bytes_of_one_state(checkpoints: str) -> None:
 
 
 def test_the_most_states_of_a_request_are_10_and_not_16() -> None:
-    # The one it comes from, two at a step's end and one where it branches; two pages of three while a block ends.
+    # The one it continues from, two at a step's end and one at its branch; two pages of three while a block ends.
     plan = plan_of(layer("a", mamba()), max_model_len=100_000, max_num_batched_tokens=2048)
     assert [4, 2] == [group.peak_blocks for group in plan.groups]
     assert plan.bytes_per_request == (4 + 2 * 3) * plan.groups[0].page_bytes

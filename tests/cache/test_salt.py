@@ -1,4 +1,4 @@
-"""``cache_salt``: requests of one salt share cached prefixes and inputs; those of two share nothing."""
+"""``cache_salt``: requests with one salt share cached prefixes and inputs; those with different salts share nothing."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_the_steps_of_a_tenant_are_the_same_whatever_another_asked_for() -> None
     assert steps(PROMPT) == steps(PROMPT[::-1]) != []
 
 
-# --- what is no salt --------------------------------------------------------------------------------------------------
+# --- values that are not a salt ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("salt", [None, 5, b"a", "\ud800"])

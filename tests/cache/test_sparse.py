@@ -1,4 +1,4 @@
-"""Types that store few blocks: which blocks get a page, what is kept of them, and what is found again."""
+"""Types that store few blocks: which blocks get a page, which of these are kept, and which are hit again."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_what_is_not_live_any_more_is_given_back_and_can_be_found() -> None:
     run(manager, "a", tokens)
     assert [5] == resident(manager, "a")
     assert 16 == run(manager, "b", [*tokens[:18], 90, 91])
-    # Blocks are full at their ends only: the state at 22 is of nobody's prefix.
+    # Blocks are full at their ends only: the state at 22 is not part of a prefix.
     assert 20 == run(manager, "c", [*tokens, 90])
 
 
@@ -108,13 +108,13 @@ def test_the_most_blocks_held_count_a_state_once() -> None:
     spec = state()
     assert 1 == spec.num_resident_blocks(6, 1)
     assert 2 == spec.num_resident_blocks(7, 2)
-    # A checkpoint where tokens part comes on top of the old state and the new one.
+    # At a branch, a checkpoint is needed in addition to the old and the new state.
     assert 3 == spec.num_resident_blocks(6, 20)
     assert 3 == spec.peak_blocks(64, 16)
     assert 2 == spec.peak_blocks(64, 1)
 
 
-# --- where requests part ----------------------------------------------------------------------------------------------
+# --- branches ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("specs", [[state()], [full(), state()], [ranged(window=6), state(block_size=8), full(2)]])
@@ -160,7 +160,7 @@ def test_several_groups_can_limit_a_hit_and_none_limits_what_nobody_has() -> Non
     page = manager.block_ids("nothing there")[0][7]
     manager.free("nothing there")
     evict(manager, page)
-    # The states lie at 8, 16, 24, 32, 36 and 40, and full attention's block from 28 to 32 is lost.
+    # States are kept at 8, 16, 24, 32, 36 and 40, and full attention's block from 28 to 32 was evicted.
     assert 24 == run(manager, "b", tokens)
     assert [(28, 24, 1), (36, 24, 1)] == [
         (each.found_tokens, each.hit_tokens, each.times_limiting) for each in manager.stats.lookups
@@ -200,5 +200,5 @@ def test_inputs_are_counted_in_their_groups() -> None:
     manager.start("c", [1, 2], inputs=inputs)
     assert manager.extend("c", 2)
     manager.commit("c", [1, 2], 2)
-    # Of an input of which a part is lost in one group, nothing is kept in the others either.
+    # If one group loses a part of an input, the other groups drop the input too.
     assert [(30, 10, 10, 0), (30, 10, 10, 0)] == [attrs.astuple(each)[1:] for each in manager.stats.lookups[1:]]

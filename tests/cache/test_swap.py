@@ -1,4 +1,4 @@
-"""Swapping: a request's pages go to host memory and come back into other pages, and nothing is lost on the way."""
+"""Swapping: a request's pages are copied to host memory and back into other pages, and no byte is lost."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ interpreted = pytest.mark.skipif(
     not knobs.runtime.interpret, reason="a CUDA device is there, and the pool is not on it"
 )
 
-# --- whatever fails ---------------------------------------------------------------------------------------------------
+# --- failures ---------------------------------------------------------------------------------------------------------
 
 
 class FailingPages:
@@ -116,7 +116,7 @@ def test_bytes_are_equal_after_a_round_trip_into_other_pages(mix: str) -> None:
     num_bytes = sum(page.numel() for group in before for page in group if page is not None)
     assert manager.swap_out("a")
     assert (0, num_bytes) == (manager.num_held_pages, manager.stats.host_bytes_held)
-    # Somebody takes pages, and all that there are change.
+    # Another request takes all pages, and overwrites them.
     manager.reset_prefix_cache()
     manager.start("b", [99])
     assert manager.extend("b", 64)
@@ -129,7 +129,7 @@ def test_bytes_are_equal_after_a_round_trip_into_other_pages(mix: str) -> None:
         assert [page is None for page in was] == [page is None for page in now[: len(was)]]
         for one, other in zip(was, now, strict=False):
             assert one is None or (other is not None and torch.equal(one, other))
-    # And nothing else was written.
+    # And no other bytes were written.
     copied = {
         group_pages[index].data_ptr()  # type: ignore[union-attr]
         for group_pages, was in zip(pages("a"), before, strict=True)
@@ -186,7 +186,7 @@ def test_pages_that_are_side_by_side_in_the_host_store_alone_go_through_a_buffer
 
     monkeypatch.setattr(torch.Tensor, "copy_", counted)
     host.copy_out(0, block_ids, host_ids)
-    # Four pages in a row, as many at once as the buffer holds, and one.
+    # Four consecutive pages, as many at once as the buffer holds, and a single one.
     assert {0: 5, 1: 5, 2: 3, 3: 3, 100: 2}[num_staged] == len(moved)
     pages = host.bytes[: len(host.bytes) // page * page].view(-1, page)
     assert [0, 2, 3, 4, 5] == pages.any(1).nonzero().flatten().tolist()
@@ -251,7 +251,7 @@ def test_a_prefix_that_comes_back_is_found_again_unless_the_cache_was_reset(is_r
     assert manager.extend("a", 10)
     manager.commit("a", tokens, 10)
     assert manager.swap_out("a")
-    # Either way its pages are given up; where the others did it, what it brings back is still good.
+    # In both cases its pages are evicted; if others did it, the swapped state is still valid.
     if is_reset:
         manager.reset_prefix_cache()
     else:
@@ -296,7 +296,7 @@ def tight_engine(model: TinyModel, **options: Any) -> Engine:
 
 
 def served(engine: Engine, expected: Tokens) -> EngineStats:
-    """Serve the prompts to their ends, check the tokens and that nothing is left behind."""
+    """Serve the prompts to their ends, check the tokens, and that no block is held at the end."""
     with engine:
         assert expected == [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
         assert (0, 0) == (held_pages(engine), engine._manager.stats.host_bytes_held)
@@ -314,10 +314,10 @@ def test_swapped_requests_give_the_same_tokens_and_are_not_computed_again(
     assert swapped.peak_host_bytes > 0
     recomputed = served(tight_engine(model, prefix_caching=prefix_caching), expected)
     assert (0, 0) == (recomputed.swaps, recomputed.peak_host_bytes)
-    # Each token once, but the last generated one, whose state nobody needs.
+    # Each token is computed once, except the last generated one, whose state is not needed.
     once = sum(map(len, PROMPTS)) + sum(len(tokens) - 1 for tokens in expected)
     assert once == swapped.computed_tokens + swapped.cached_prompt_tokens
-    # What a preempted request finds again it does not compute again; with nothing to find, it does.
+    # A preempted request does not compute again what it hits; without hits, it computes everything again.
     assert recomputed.preemptions > 0
     assert once + (not prefix_caching) <= recomputed.computed_tokens + recomputed.cached_prompt_tokens
 

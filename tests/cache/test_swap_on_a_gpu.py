@@ -1,4 +1,4 @@
-"""Pages of a GPU's memory that are swapped to the host come back as they were, whoever copies them."""
+"""Pages of a GPU's memory are swapped to the host and back unchanged, by the kernel and by torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvframe.attention.storage import HostStorage
 from tests.cache.plans import full, make_plan, ranged
 
 ORDERS = {"from": (4, 0, 7, 2, 1), "host": (2, 3, 4, 5, 0), "to": (3, 6, 0, 5, 2)}
-"""Where five pages lie in the pool, where on the host, four of them in a row, and where they come back to."""
+"""Five pages: their places in the pool, on the host (four of them consecutive), and after the way back."""
 
 
 @pytest.mark.gpu

@@ -26,13 +26,13 @@ BUG = "Traceback"
 
 
 def run_process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[bytes]:
-    """Run the command line in a process of its own."""
+    """Run the command line in a separate process."""
     command = [sys.executable, "-m", "kvframe", *map(str, arguments)]
     return subprocess.run(command, **{"stderr": subprocess.PIPE, "check": False, "timeout": 240, **options})
 
 
 def sentence_of(done: subprocess.CompletedProcess[bytes]) -> str:
-    """Return the one line that a mistake gives."""
+    """Return the one line on stderr after a user's mistake."""
     assert 2 == done.returncode, done.stderr
     (line,) = done.stderr.decode().splitlines()
     assert line.startswith("kvframe: error: ")
@@ -65,7 +65,7 @@ def test_what_cannot_be_read_is_one_sentence(kind: str, suffix: str, tmp_path: P
     with pytest.raises(FileError, match=reason):
         read_toml(path) if suffix == ".toml" else read_json(path)
     assert reason in error_of("plan", LAYERS, "--stack", path)
-    if suffix == ".toml" and kind in ("huge", "bytes"):  # then it is no layer file
+    if suffix == ".toml" and kind in ("huge", "bytes"):  # such a file is not a layer file
         assert reason in error_of("plan", path)
 
 

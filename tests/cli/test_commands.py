@@ -44,7 +44,7 @@ def run_json(*arguments: object) -> Any:
 
 
 def error_of(*arguments: object) -> str:
-    """Return the one line that a mistake gives."""
+    """Return the one line on stderr after a user's mistake."""
     result = run(*arguments)
     assert (2, "", 1) == (result.exit_code, result.stdout, len(result.stderr.splitlines())), result.output
     assert result.stderr.startswith("kvframe: error: ")
@@ -162,7 +162,7 @@ class Chunked(AttentionSpec):
 
 
 class Halves(AttentionSpec):
-    """Sees the later half of the past."""
+    """Sees only the later half of the past."""
 
     def live_ranges(self, n: int) -> tuple[TokenRange, ...]:
         return ((n // 2, n),) if n else ()
@@ -519,7 +519,7 @@ def test_the_module_runs_as_the_command() -> None:
     assert done.stdout.startswith("kvframe ")
 
 
-# --- what people see --------------------------------------------------------------------------------------------------
+# --- output for people ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ TEXT = "the cat sat on the mat and the dog sat on the cat"
 class Models:
     """Checkpoints in one folder, and the models that were saved there.
 
-    ``hybrid`` has three windowed layers and a full one; ``text`` has a tokenizer; ``huge`` is a config alone.
+    ``hybrid`` has three windowed layers and a full one; ``text`` has a tokenizer; ``huge`` has only a config.
     """
 
     folder: Path
@@ -197,7 +197,7 @@ def test_memory_left_to_kvframe_holds_the_most_requests_of_the_greatest_length(h
 def test_a_published_giant_is_planned_from_its_config_alone(here: Path, model: str) -> None:
     assert ["config.json"] == os.listdir("huge")
     (group,) = run_json("plan", model, "--memory", "64GiB", "--dtype", "bfloat16")["groups"]
-    # Of a token, a latent vector of 512 and the shared part of the keys with positions, 64.
+    # For each token, a latent vector of 512 and the shared rotated part of the keys, 64.
     assert 61 * 16 * (512 + 64) * 2 == group["page_bytes"]
 
 
@@ -309,7 +309,7 @@ def test_a_mistake_leaves_no_traceback(here: Path) -> None:
 
 
 def run_on_terminal(*arguments: str) -> str:
-    """Run the command with a terminal as its output and error, and return what is written there."""
+    """Run the command with a terminal as its output and error; return the text on the terminal."""
     ours, theirs = pty.openpty()
     environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "CI")}
     environment |= {"TERM": "xterm-256color", "COLUMNS": "160", "OMP_NUM_THREADS": "1"}
@@ -323,11 +323,11 @@ def run_on_terminal(*arguments: str) -> str:
 
 
 def read_terminal(descriptor: int) -> bytes:
-    """Return what is written next; nothing at the end."""
+    """Return the next output; nothing at the end."""
     try:
         return os.read(descriptor, 4096)
     except OSError as error:
-        # How Linux says that nobody has the other side open any more.
+        # On Linux, this error means that the other side is closed.
         if error.errno != errno.EIO:
             raise
         return b""

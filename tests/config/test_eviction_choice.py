@@ -97,12 +97,12 @@ def test_the_command_line_shows_the_policies_and_the_one_in_use(tmp_path: Path) 
     policy = "scan_resistant (patience = 2)"
     assert f"by the policy {policy}" in invoke("explain", str(layers), "--stack", str(stack))
     assert policy == json.loads(invoke("explain", str(layers), "--stack", str(stack), "--json"))["eviction"]
-    assert "eviction policy" not in invoke("explain", str(layers))
+    assert "by the policy" not in invoke("explain", str(layers))
     assert "lru" == json.loads(invoke("explain", str(layers), "--json"))["eviction"]
 
 
 def serve_many(eviction: str) -> tuple[Engine, list[str | None]]:
-    """Return an engine that has served more than its cache has room for, and what it said."""
+    """Return an engine whose requests exceeded its cache, and its log."""
     stack = Stack.from_mapping({"cache": {"block_size": 4, "memory": 8 * 1024, "eviction": eviction}})
     registry, model = load_plugins().registry, ScriptedModel("x" * 30 + "a script")
     engine = Engine(

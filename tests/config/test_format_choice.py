@@ -1,4 +1,4 @@
-"""From a format's name in a stack, a rule or a layer file to what is planned."""
+"""From a format's name in a stack, a rule or a layer file to the planned layers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def described(**fields: Any) -> LayerDescription:
 
 
 def layers_of(data: dict[str, Any], *layers: LayerDescription) -> tuple[LayerSpec, ...]:
-    """Return a model's layers under a stack; one of full attention and one with a window unless given."""
+    """Return a model's layers under a stack; a layer with full attention and one with a window unless given."""
     stack = Stack.from_mapping(data)
     registry = load_plugins(stack.plugins).registry
     stack.check(registry)
@@ -53,7 +53,7 @@ def refusal(data: dict[str, Any], *layers: LayerDescription) -> str:
     return str(caught.value)
 
 
-# --- who says it ------------------------------------------------------------------------------------------------------
+# --- where a format is chosen -----------------------------------------------------------------------------------------
 
 
 def test_all_layers_are_stored_as_the_stack_says() -> None:
@@ -113,7 +113,7 @@ def test_what_stores_something_else_or_nothing_stays_as_it_is() -> None:
 
 @attrs.frozen(kw_only=True)
 class LinesSpec(KVCacheSpec):
-    """Keeps a line of text for each token, in a format of its own."""
+    """Stores a line of text for each token, in a format of its own."""
 
     kind = "lines"
     format: str
@@ -181,7 +181,7 @@ def test_a_page_takes_what_its_formats_take_and_no_more() -> None:
     rule = {"kind": "full_attention", "spec": {"format": "int8_token_head"}}
     full, window = layers_of({"rules": [rule]})
     grouping = group_layers([full, window])
-    # 16 tokens of 2 heads, keys and values of 8: a byte each and a scale of four; or two bytes each.
+    # 16 tokens of 2 heads, keys and values of 8: a byte each and a scale of four bytes; or two bytes each.
     assert [16 * 2 * 2 * (8 + 4), 16 * 2 * 2 * 16] == [group.page_bytes for group in grouping.groups]
     plan = plan_cache(grouping, memory_bytes=1 << 20, max_model_len=64, max_num_batched_tokens=16)
     assert plan.bytes_per_token == 2 * 2 * (8 + 4) + 2 * 2 * 16

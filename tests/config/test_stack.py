@@ -1,4 +1,4 @@
-"""The stack file: what it may say, what it means, and the one error for what is wrong in it."""
+"""The stack file: its keys, their meaning, and the one error that lists everything wrong in it."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_file_that_is_no_toml_says_where(tmp_path: Path, content: bytes, reason:
         Stack.from_file(path)
 
 
-# --- what is wrong in it ---------------------------------------------------------------------------------------------
+# --- errors in it ----------------------------------------------------------------------------------------------------
 
 
 def test_unknown_key_names_file_path_keys_and_nearest() -> None:

@@ -1,4 +1,4 @@
-"""The order of a batch's requests: what backends ask for, one order for all of them, a permutation where none is."""
+"""The order of a batch's requests: what backends ask for, and the one order for all; it is always a permutation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def arranged(requests: Requests, order: np.ndarray | None) -> Requests:
 
 
 def token_facts(metadata: CommonAttentionMetadata) -> list[tuple[list[int], int, int, bool, int]]:
-    """Return, for each packed token without padding, whose it is, where it stands and lies, and what it does."""
+    """Return, for each packed token without padding, its request, position, slot and kind."""
     starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     generating = metadata.generating_indices.tolist()[: metadata.num_generating]
     names = metadata.extensions["names"].values.tolist()
@@ -219,7 +219,7 @@ def test_nothing_that_was_given_is_written_to() -> None:
 
 def test_nothing_is_read_from_the_device() -> None:
     requests = [FRESH_OF_3, EXTEND_OF_9, DECODE]
-    # Tensors of the meta device hold no values: reading one raises.
+    # Tensors of the meta device hold no values, so reading one raises.
     permuted, permutation = permute(metadata_of(requests, device="meta"), FULL)
     assert is_ordered(FULL, permuted)
     assert 1 == split_batch(permuted, FULL).num_decodes

@@ -1,4 +1,4 @@
-"""A backend's capabilities: every word is checked when they are made, and the sentence says what was meant."""
+"""A backend's capabilities: every name is checked when they are made, and the error names the nearest valid one."""
 
 from __future__ import annotations
 

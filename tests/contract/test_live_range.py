@@ -1,4 +1,4 @@
-"""When blocks die, and what hits need: arrays for all positions against the live ranges of a spec."""
+"""The arrays of live ranges for all positions agree with the spec: when blocks die, and what hits need."""
 
 from __future__ import annotations
 

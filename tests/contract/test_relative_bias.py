@@ -1,4 +1,4 @@
-"""The learned bias by distance: T5's own buckets, what a layer declares, and what its model has to bring."""
+"""The learned bias by distance: T5's buckets, a layer's declaration, and the tensor that its model binds."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_kit_and_the_backends_count_the_same_buckets() -> None:
     assert torch.equal(dense, bias_by_distance(BIAS, table)[:, bias_columns(distance, 9)])
 
 
-# --- what is declared -------------------------------------------------------------------------------------------------
+# --- the declaration --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_layer_file_declares_a_bias(tmp_path: Path) -> None:
     assert RelativeBias(num_buckets=32, max_distance=128) == layer.query.relative_bias
 
 
-# --- what the model brings --------------------------------------------------------------------------------------------
+# --- the model's tensor -----------------------------------------------------------------------------------------------
 
 
 def test_a_step_of_layers_that_were_bound_no_bias_is_refused_by_name() -> None:

@@ -1,4 +1,4 @@
-"""The laws of cache specs, and the faster derivations against the general ones."""
+"""The laws of cache specs, and the faster derivations against the default ones."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_type_that_has_a_mask_has_its_function_and_others_may_give_one() -> No
 
 
 class Alternating(FullAttentionSpec):
-    """Every second token stays live: many separate ranges, for the derivations of the base class."""
+    """Every second token stays live, which gives many separate ranges for the derivations of the base class."""
 
     def live_ranges(self, n: int) -> tuple[tuple[int, int], ...]:
         return tuple((i, i + 1) for i in range(0, n, 2))

@@ -1,4 +1,4 @@
-"""The values of a step's metadata that a kernel trusts: each is refused one beyond its limit, and taken at it."""
+"""The values of a step's metadata that kernels trust: each is accepted at its limit, and refused one beyond it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_BLOCK_IDS = 7
 
 
 def step() -> CommonAttentionMetadata:
-    """Return a step of 11 and 3 tokens, 2 and 3 of them new, in blocks of 4: block ids 1 to 6, room for 12 tokens."""
+    """Return a step of 11 and 3 tokens, 2 and 3 of them new, in blocks of 4: ids 1 to 6, capacity for 12 tokens."""
     return make_metadata([Request(9, 2), Request(0, 3)], block_size=4)
 
 
@@ -29,7 +29,7 @@ def padded() -> CommonAttentionMetadata:
 
 
 def changed(metadata: CommonAttentionMetadata, **changes: Any) -> CommonAttentionMetadata:
-    """Return metadata with other numbers; lists stand for a tensor and its host copy, and starts for an extension."""
+    """Return metadata with other numbers; a list stands for a tensor and its host copy, and starts for an extension."""
     found: dict[str, Any] = {}
     for name, value in changes.items():
         if name == SEQ_STARTS:
@@ -130,7 +130,7 @@ def test_fewer_slots_or_a_narrower_table_than_a_wrapper_was_given_are_checked() 
 
 
 def wrong_tensors() -> dict[str, tuple[CommonAttentionMetadata, str | None]]:
-    """Return metadata of which one tensor is changed, and what is said of it."""
+    """Return metadata with one changed tensor, and the expected error."""
     given, wide = step(), padded()
     table, slots = given.block_table, given.slot_mapping
     starts = torch.tensor([9, 0], dtype=torch.int32)

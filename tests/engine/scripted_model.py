@@ -18,7 +18,7 @@ MAX_MODEL_LEN = 64
 
 
 class ScriptedModel(LoadedModel):
-    """After the token at position ``p`` comes ``script[p + 1]``, whatever the token is; ``broken`` spoils logits."""
+    """After the token at position ``p`` comes ``script[p + 1]``, for any token; ``broken`` spoils logits."""
 
     def __init__(self, script: str = "", tokenizer: bool = True) -> None:
         self.script = list(script.encode()) + [END] * MAX_MODEL_LEN
@@ -67,7 +67,7 @@ class ScriptedModel(LoadedModel):
         return bytes(token for token in token_ids if token != END).decode(errors="replace")
 
     def engine(self, **engine_options: Any) -> Engine:
-        """Return an engine with blocks of 4 tokens and 16 KiB of cache, or as ``memory`` says."""
+        """Return an engine with blocks of 4 tokens, and 16 KiB of cache unless ``memory`` is given."""
         cache = {"block_size": 4, "memory": engine_options.pop("memory", 16 * 1024)}
         key = engine_options.pop("cache_key", None)
         cache |= {} if key is None else {"key": key}

@@ -1,4 +1,4 @@
-"""The embedder: texts of mixed lengths in continuous batches, pooled as asked, without a cache or with a decoder's."""
+"""The embedder: texts of mixed lengths in continuous batches, with every pooling, with and without a cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def layers(kind: str) -> tuple[LayerDescription, ...]:
 
 
 class Echo(LoadedModel):
-    """The hidden state of a token is its id, its position and a one: an embedding is known in plain numbers.
+    """A token's hidden state is its id, its position and a one, so embeddings are plain numbers.
 
     ``kind`` names the spec of its one layer; None for a model without layers.
     """
@@ -74,7 +74,7 @@ class Echo(LoadedModel):
         return list(map(int, text.split()))
 
     def embedder(self, *, pooling: Any = None, normalize: bool | None = None, **options: Any) -> Embedder:
-        """Return an embedder with blocks of 4 tokens and 16 KiB of cache, or as the options say."""
+        """Return an embedder with blocks of 4 tokens and 16 KiB of cache unless the options differ."""
         cache = {"block_size": 4, "memory": options.pop("memory", 16 * 1024)}
         cache |= {key: options.pop(key) for key in ("preemption", "swap_memory", "prefix_caching") if key in options}
         stack = Stack.from_mapping({"cache": cache, "engine": options})
@@ -92,7 +92,7 @@ def vectors(outputs: Sequence[EmbeddingOutput]) -> list[tuple[float, ...]]:
 
 
 def by_hand(token_ids: Sequence[int], mode: str) -> tuple[float, ...]:
-    """Return what the definition of a pooling gives."""
+    """Return the embedding by the definition of a pooling."""
     states = [(token, position, 1.0) for position, token in enumerate(token_ids)]
     if mode == "mean":
         return tuple(sum(column) / len(states) for column in zip(*states, strict=True))
@@ -176,7 +176,7 @@ def test_text_is_encoded_by_the_models_tokenizer() -> None:
     assert ((8, 9), (9.0, 1.0, 1.0)) == (output.token_ids, output.embedding)
 
 
-# --- nothing is kept --------------------------------------------------------------------------------------------------
+# --- without a cache --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [None, "encoder_only"])
@@ -233,7 +233,7 @@ def test_the_longest_text_is_as_long_as_the_model_takes() -> None:
             embedder.add_request([1] * 41)
 
 
-# --- a decoder keeps its cache ----------------------------------------------------------------------------------------
+# --- a decoder with its cache -----------------------------------------------------------------------------------------
 
 
 def test_a_common_beginning_is_computed_once_where_the_last_token_is_pooled() -> None:
@@ -289,7 +289,7 @@ def test_a_text_that_loses_its_blocks_half_way_is_not_pooled_twice(mode: str, pr
             assert 0 == embedder._manager.num_held_pages
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 def test_refused_texts_are_reported_in_their_places() -> None:

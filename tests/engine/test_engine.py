@@ -1,4 +1,4 @@
-"""The engine's verbs: what each request's owner sees, and that nothing is left behind."""
+"""The engine's verbs: the outputs that each request's owner gets, and that no block is held at the end."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def test_as_many_params_as_prompts_are_needed() -> None:
         engine.generate(["a", "b"], [SamplingParams()])
 
 
-# --- what a model can do wrong ----------------------------------------------------------------------------------------
+# --- errors of a model ------------------------------------------------------------------------------------------------
 
 
 def test_logits_that_are_not_numbers_end_their_request_only() -> None:
@@ -330,7 +330,7 @@ def test_progress_counts_the_prompts_that_are_done_after_each_step() -> None:
     with ScriptedModel(SCRIPT).engine() as engine:
         params = [SamplingParams(max_new_tokens=count) for count in (1, 3, 3, 1)]
         engine.generate(["the", "the q", "a", ""], params, on_progress=seen.append)
-    # The empty prompt is refused, so it is done at once.
+        # The empty prompt is refused, so it counts as finished at once.
     assert [2, 2, 4] == seen
 
 
@@ -370,7 +370,7 @@ def test_stats_count_what_was_done() -> None:
             key: value for key, value in lookups.items() if key != "kind"
         }
         assert (9 + 7 + 2 + 2, 6, 4) == (stats.computed_tokens, stats.generated_tokens, stats.steps)
-        # The most at once: 11 computed tokens of the first, 16 of the second, two blocks shared: 3 + 4 - 2.
+        # The peak: 11 computed tokens of the first, 16 of the second, two blocks shared: 3 + 4 - 2.
         assert ((0,), (5,)) == (stats.blocks_held, stats.peak_blocks_held)
         assert 5 * 4 * 2 * 4 * 4 == stats.peak_bytes_held
         assert engine.plan.total_bytes == stats.cache_bytes == stats.to_dict()["cache_bytes"]
@@ -382,7 +382,7 @@ def test_a_model_that_keeps_nothing_takes_the_same_path() -> None:
     with model.engine(max_num_batched_tokens=6) as engine:
         outputs = engine.generate(["the", "the qu", "the qui"], SamplingParams(max_new_tokens=4))
         assert [" qui", "ick ", ""] == [output.text for output in outputs]
-        # What a step computed of a part of a prompt would be lost: whole prompts only.
+        # A part of a prompt would be lost after its step, so prompts are computed whole.
         assert "7 tokens, and the model computes a prompt in one step" in (outputs[2].error or "")
         assert (0, 0, ()) == (engine.plan.total_bytes, engine.stats().cache_bytes, engine.stats().blocks_held)
         assert 0 == engine.stats().cached_prompt_tokens

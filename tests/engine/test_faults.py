@@ -1,4 +1,4 @@
-"""Whatever breaks in a step, its requests fail or are computed again; every other one's tokens are as ever."""
+"""After any failure in a step, its requests fail or are recomputed, and all other requests' tokens are unchanged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SWAP = {"preemption": "swap", "swap_memory": "1MiB"}
 
 @pytest.fixture(autouse=True)
 def _interrupts_are_handled() -> Iterator[None]:
-    # A shell starts its background jobs with interrupts ignored, and Python leaves them so.
+    # A shell starts background jobs with interrupts ignored, and Python keeps that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -39,11 +39,11 @@ def _interrupts_are_handled() -> Iterator[None]:
 
 @attrs.define
 class Served:
-    """What came of a batch of requests.
+    """The result of a batch of requests.
 
     Attributes:
         outputs: The last output of each request, in order.
-        errors: What ``step`` raised.
+        errors: The exceptions that ``step`` raised.
     """
 
     outputs: list[RequestOutput]
@@ -51,12 +51,12 @@ class Served:
 
     @property
     def failed(self) -> set[int]:
-        """Those that ended with an error."""
+        """The outputs that ended with an error."""
         return {index for index, output in enumerate(self.outputs) if output.finish_reason == "error"}
 
 
 def serve(engine: Engine, prompts: Sequence[Any], params: SamplingParams = GREEDY) -> Served:
-    """Serve requests to their ends, whatever is raised meanwhile."""
+    """Serve requests to their ends, in spite of exceptions."""
     names = [engine.add_request(prompt, params) for prompt in prompts]
     last: dict[str, RequestOutput] = {}
     errors: list[BaseException] = []
@@ -69,7 +69,7 @@ def serve(engine: Engine, prompts: Sequence[Any], params: SamplingParams = GREED
 
 
 def assert_outlived(engine: Engine, prompts: Sequence[Any], expected: Sequence[Any], served: Served) -> None:
-    """Check that those that did not fail have their tokens, that nothing is left, and that all are served now."""
+    """Check that other requests have their tokens, that no block is held, and that all requests can be served now."""
     for index, output in enumerate(served.outputs):
         if index in served.failed:
             assert expected[index][: len(output.token_ids)] == output.token_ids
@@ -92,7 +92,7 @@ def case_of(models: Any, family: str) -> tuple[TinyModel, list[Any], list[tuple[
 
 
 FAMILIES = ("gemma3_text", "bamba", "t5gemma")
-"""Windows beside full attention; states beside attention; an encoder, and a decoder of both."""
+"""Windows with full attention; states with attention; an encoder, and a decoder of both."""
 
 
 @pytest.mark.parametrize("after", [0, 7, 25])
@@ -143,7 +143,7 @@ def test_an_interrupt_after_a_step_costs_nobody_anything(models: Any) -> None:
 
 
 def drain(engine: Engine) -> list[RequestOutput]:
-    """Return every output that is left."""
+    """Return all remaining outputs."""
     outputs = []
     while engine.has_unfinished:
         outputs += engine.step()
@@ -235,7 +235,7 @@ def test_who_started_on_what_gives_no_numbers_is_computed_again_without(models: 
     model, prompts, expected = case_of(models, "gemma3_text")
     with model.engine(**SMALL_STEPS | {"max_num_seqs": 1}) as engine:
         broken = soak_faults.Faults(engine)
-        # The first chunk of the first request with the common prefix: its blocks are found, and hold NaN.
+        # The first chunk of the first request with the common prefix: its blocks are hit, and hold NaN.
         broken.arm("state", 0)
         served = serve(engine, prompts[4:])
         assert ({0}, []) == (served.failed, served.errors)
@@ -278,7 +278,7 @@ def test_a_step_whose_capture_fails_runs_without_a_graph(
 
 
 class Unreadable(ScriptedModel):
-    """Cannot turn the token ``x`` into text."""
+    """A tokenizer that fails on the token ``x``."""
 
     def decode(self, token_ids: Sequence[int]) -> str | None:
         if ord("x") in token_ids:

@@ -1,7 +1,7 @@
-"""Steps as graphs: what is replayed gives what a step without graphs gives; what cannot be, runs without, and says so.
+"""Steps as graphs: replays give the outputs of steps without graphs; other steps run without, and the log says why.
 
-On the host a graph calls what was captured, on the tensors and with the metadata of the capture: whatever a replay
-would not see on a GPU, it does not see here.
+On the host, a graph calls the captured function with the tensors and the metadata of the capture. So a value that a
+replay on a GPU would not read is not read here either.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def graphs_of(engine: Engine) -> StepGraphs:
 # --- real models ------------------------------------------------------------------------------------------------------
 
 
-# The reference, and kernels that are given addresses: whatever a step would have moved, they miss.
+# The reference, and kernels that take addresses: they would miss any tensor that a step moves.
 REPLAYED = pytest.mark.parametrize("backend", ["capturable", "cpu"])
 
 
@@ -65,7 +65,7 @@ REPLAYED = pytest.mark.parametrize("backend", ["capturable", "cpu"])
 def test_replayed_decodes_give_the_tokens_of_steps_without_graphs(
     models: Callable[[str], TinyModel], family: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Requests outgrow the graphs of short ones.
+    # Requests grow beyond the graphs for short ones.
     monkeypatch.setattr(graph_sizes, "SHORTEST_CONTEXT", 18)
     model = models(family)
     options: dict[str, Any] = {"prefill_skipping": "decode_only"} if family == "gemma3n_text" else {}
@@ -86,7 +86,7 @@ def test_replayed_decodes_give_the_tokens_of_steps_without_graphs(
 def test_steps_of_several_tokens_a_request_are_replayed_too(
     models: Callable[[str], TinyModel], family: str, backend: str
 ) -> None:
-    # Prompts are computed in pieces, beside decodes; five tokens of a prompt's nine generate nothing.
+    # Prompts are computed in chunks beside decodes; five of a prompt's nine tokens generate nothing.
     prompts = [ids(start, length) for start, length in ((1, 9), (2, 9), (3, 3), (4, 9), (5, 9), (6, 4))]
     options: dict[str, Any] = {"prefill_skipping": "decode_only"} if family == "gemma3n_text" else {}
     options |= {"max_num_batched_tokens": 12}
@@ -97,7 +97,7 @@ def test_steps_of_several_tokens_a_request_are_replayed_too(
         held = graphs_of(engine)._held
         assert {1, 4, 9} == {sizes.query_len for sizes in held}
         assert {True, False} == {sizes.all_generate for sizes in held}
-        # Once more: now nothing is captured.
+        # The second time, nothing is captured.
         before, steps = (graphs_of(engine).num_graphs, graphs_of(engine).num_replays), engine.stats().steps
         engine.reset_prefix_cache()
         assert expected == [output.token_ids for output in engine.generate(prompts, GREEDY)]
@@ -280,7 +280,7 @@ class Numbered:
 
 
 class Miscounts(CapturableReference):
-    """Declares that it can be captured, and brings a number that differs from step to step."""
+    """Declares that it can be captured, but reads a number that differs from step to step."""
 
     def make_builder(self) -> Any:
         builder = super().make_builder()

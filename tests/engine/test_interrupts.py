@@ -1,9 +1,9 @@
-"""Ctrl-C between any two lines of an engine and its cache: nothing is half done, and no output is lost or told twice.
+"""Ctrl-C between any two lines of the engine and its cache: no state is half changed, no output is lost or repeated.
 
-A session is served once undisturbed, which notes the lines that it runs, and then again for each of them with an
-interrupt there, when the line runs for the first and for the last time: the handler of SIGINT is called before the
-line, as Python does when a signal came. Then what is in the engine is compared with what its user knows, the session
-goes on, and its tokens are those of the first time.
+A session first runs without interrupts, and its lines are recorded. Then it runs again for each of these lines, with an
+interrupt before the line's first and before its last run: the handler of SIGINT is called there, as Python does after a
+signal. Then the state of the engine is compared with what its user knows, the session continues, and its tokens must
+equal those of the first run.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from tests.engine.scripted_model import ScriptedModel
 SOURCES = tuple(str(Path(kvframe.__file__).parent / folder) for folder in ("engine", "cache"))
 SCRIPT = "the quick brown fox jumps over the lazy dog"
 TRIALS = 40
-"""How often usual runs interrupt each session, spread evenly; ``-m whole`` does so at each line."""
+"""The number of interrupts of each session in usual runs, spread evenly; ``-m whole`` interrupts at each line."""
 
 
 @pytest.fixture(autouse=True)
 def _interrupts_are_handled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # What is raised in a finalizer, Python only tells.
+    # Python only reports an exception in a finalizer.
     monkeypatch.setattr(sys, "unraisablehook", lambda told: None)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -45,7 +45,7 @@ class Lines:
     """Counts the lines of kvframe that run, and interrupts before one of them.
 
     Attributes:
-        ran: Those that ran, in order: the file and the line.
+        ran: The lines that ran, in order: the file and the line.
         has_struck: Whether it interrupted.
     """
 
@@ -75,7 +75,7 @@ class Lines:
         return self._trace
 
     def first_and_last(self) -> list[int]:
-        """Return when each line ran first, and when last."""
+        """Return the first and the last time that each line ran."""
         first: dict[tuple[str, int], int] = {}
         last: dict[tuple[str, int], int] = {}
         for index, line in enumerate(self.ran):
@@ -86,15 +86,15 @@ class Lines:
 
 @attrs.define
 class User:
-    """What somebody knows who uses an engine, and does again what was interrupted.
+    """What an engine's user knows; the user repeats a verb that was interrupted.
 
     Attributes:
         engine: The engine.
         model: Its model.
-        tokens: By request and sample, the tokens that were reported.
-        ends: Likewise, why it ended.
-        pins: The pins that there are.
-        interrupts: How often a verb was interrupted.
+        tokens: By request and sample, the reported tokens.
+        ends: Likewise, the reported reason of its end.
+        pins: The current pins.
+        interrupts: The number of interrupted verbs.
     """
 
     engine: Engine
@@ -183,7 +183,7 @@ class User:
         return act()
 
     def check(self) -> None:
-        """Check that the engine knows of what its user knows, and of nothing else."""
+        """Check that the engine holds exactly what its user knows."""
         engine = self.engine
         engine._manager.audit()
         assert sum(pin.is_held for pin in self.pins) == len(engine._manager._pins._pins)
@@ -191,7 +191,7 @@ class User:
         known = {request.asked_id for request in engine._requests.values()}
         assert engine._turns.is_closed or going_on <= known
         unknown = known - going_on
-        # A stream's own, which its user has no name of.
+        # A stream's own request, whose id the user does not know.
         assert len(unknown) <= 1
         assert all(name.startswith("req-") for name in unknown)
         unfinished = [request for request in engine._requests.values() if request.finish_reason is None]
@@ -214,7 +214,7 @@ def requests(user: User) -> None:
 
 
 def prefixes(user: User) -> None:
-    """Prefixes that are pinned, saved, loaded and forgotten, a listener, a cache that is resized, and the end."""
+    """Prefixes that are pinned, saved, loaded and reset, a listener, a cache that is resized, and the end."""
     heard: list[Any] = []
     user.do("_set_listener", heard.extend)
     user.pin("the quick brow")
@@ -235,14 +235,14 @@ SESSIONS = {"requests": requests, "prefixes": prefixes}
 
 
 class Scripted(ScriptedModel):
-    """Says who it is."""
+    """Has an identity."""
 
     def identity(self) -> ModelIdentity:
         return ModelIdentity(config="scripted", weights={})
 
 
 def serve(session: Callable[[User], None], folder: Path, strike_at: int | None = None) -> tuple[Lines, User]:
-    """Serve a session, interrupted before a line or never."""
+    """Run a session, with an interrupt before a line, or without one."""
     folder.mkdir(exist_ok=True)
     model = Scripted(SCRIPT)
     user = User(model.engine(self_check=False, max_num_batched_tokens=16, max_num_seqs=3), model, folder)
@@ -276,5 +276,5 @@ def test_an_interrupt_before_any_line_leaves_nothing_half_done(name: str, spread
             path, number = lines.ran[strike_at]
             failures.append(f"{Path(path).name}:{number}: {type(error).__name__}: {error}")
     assert [] == failures, f"{len(failures)} of {len(places)}"
-    # An interrupt in a finalizer is told and forgotten.
+    # An interrupt in a finalizer is only reported.
     assert raised >= 0.9 * len(places)

@@ -1,4 +1,4 @@
-"""A packed step: which rows of its logits are wanted, and for what; against the same said token by token."""
+"""A packed step: the wanted rows of its logits and their use, compared with a token-by-token definition."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.engine.scripted_model import ScriptedModel
 
 @st.composite
 def scheduled_steps(draw: Any) -> ScheduledStep[Request]:
-    """Steps of requests in the middle of their prompts or after, preempted ones among them."""
+    """Steps of requests within or after their prompts, including preempted ones."""
     requests = []
     for row in draw(st.permutations(range(draw(st.integers(1, 5))))):
         num_prompt, num_generated = draw(st.integers(1, 8)), draw(st.integers(0, 3))
@@ -36,7 +36,7 @@ def scheduled_steps(draw: Any) -> ScheduledStep[Request]:
             known = num_prompt - 1 if num_generated else draw(st.integers(0, num_prompt - 1))
             request.add_prompt_logprobs([-1.0] * known)
         request.token_ids.extend(range(num_generated))
-        # What is known was computed, and may have to be computed again.
+        # Known tokens were computed before, and may have to be computed again.
         last = len(request.known_logprobs) - 1 if request.wants_prompt_rows else len(request.token_ids) - 1
         request.num_computed = draw(st.integers(0, last))
         request.row = row
@@ -125,7 +125,7 @@ class DecodesFirst(TorchBackend):
 
 
 class NotingModel(ScriptedModel):
-    """Notes the positions of every packed batch."""
+    """Records the positions of every packed batch."""
 
     def __init__(self, script: str) -> None:
         super().__init__(script)

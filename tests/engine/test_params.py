@@ -1,4 +1,4 @@
-"""What a request may ask for: every value is refused in one sentence, or served to its end beside any others."""
+"""A request's parameters: every value is refused in one sentence, or served to its end beside any other requests."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tests.engine.test_sampling import column, probabilities, request
 SCRIPT = "the quick brown fox jumps"
 HUGE = 10**400
 MANY_DIGITS = 10**5000
-"""More than Python turns into text."""
+"""A number with more digits than Python turns into text."""
 
 
-# --- values that are none ---------------------------------------------------------------------------------------------
+# --- wrong values -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_a_stop_token_that_the_model_has_not_is_refused(wrong: int) -> None:
 LETTERS = st.text("ab", min_size=1, max_size=6)
 
 
-@example(["aa", "baab"], ["baab"])  # the first to be found begins behind another one
+@example(["aa", "baab"], ["baab"])  # the first string that is found begins after another one
 @given(st.lists(LETTERS, max_size=5), st.lists(st.text("ab", max_size=5), max_size=8))
 def test_the_first_stop_string_of_a_text_is_found_in_whatever_pieces_it_comes(
     strings: list[str], pieces: list[str]
@@ -263,7 +263,7 @@ def test_the_first_stop_string_of_a_text_is_found_in_whatever_pieces_it_comes(
 
 
 class Counting(list[int]):
-    """Counts how often it is looked into."""
+    """Counts how often its items are read."""
 
     count = 0
 
@@ -421,11 +421,11 @@ def test_any_arguments_of_any_verb_are_refused_in_one_sentence_or_taken(
 
 
 class Exit(BaseException):
-    """An exception that is no ``Exception``."""
+    """An exception that is not an ``Exception``."""
 
 
 def read_by(tokenize: Any) -> ScriptedModel:
-    """Return a model whose tokenizer does something else with a text that has an ``x``."""
+    """Return a model whose tokenizer misbehaves for a text with an ``x``."""
 
     class Broken(ScriptedModel):
         def encode(self, text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Pinning a prompt's prefix in an engine: it is computed once, found from then on, and changes no token."""
+"""Pinning a prompt's prefix in an engine: it is computed once, always hit afterwards, and changes no token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def flood(engine: Engine) -> None:
-    """Serve one-off prompts until all that is cached was evicted."""
+    """Serve one-off prompts until all unpinned cached blocks were evicted."""
     for number in range(40, 60):
         engine.generate([ids(number, 60)], SamplingParams(max_new_tokens=1))
 
@@ -87,7 +87,7 @@ def test_what_cannot_be_pinned_is_refused_in_one_sentence() -> None:
         with pytest.raises(RequestError, match=r"^with these 32 tokens pinned") as refused:
             engine.pin_prefix("n" * 32)
         assert "no_room" == refused.value.code
-        # One of the greatest length fits beside all of them.
+        # A request of the greatest length fits beside all of them.
         (output,) = engine.generate(["y" * 20], SamplingParams(max_new_tokens=44, ignore_eos=True))
         assert (64, "length") == (20 + len(output.token_ids), output.finish_reason)
         assert all(pin.is_held for pin in pins)

@@ -1,4 +1,4 @@
-"""Files of saved prefixes that are damaged, of another model or made up: refused in a sentence; nothing changes."""
+"""Damaged, foreign and forged files of saved prefixes: each is refused in one sentence, and nothing changes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 
 def refusal(engine: Engine, path: Path) -> PrefixFileError:
-    """Return why a file is refused, after checking that nothing changed and that it is said in one sentence."""
+    """Return why a file is refused, after a check that nothing changed and that the reason is one sentence."""
     before = (set(engine._manager.published()), engine._storage.pool.clone(), engine._manager.stats)
     with pytest.raises(PrefixFileError) as refused:
         engine.load_prefixes(path)
@@ -131,7 +131,7 @@ def test_one_changed_number_makes_another_model(llama: TinyModel, serving: Servi
         with torch.no_grad():
             weight[3, 5] += 1e-3
         try:
-            # Whoever changes weights resets the cache, which forgets the fingerprint.
+            # The caller resets the cache after a change of weights, which drops the fingerprint.
             engine.reset_prefix_cache()
             assert "other weights" in str(refusal(engine, path))
         finally:
@@ -139,10 +139,10 @@ def test_one_changed_number_makes_another_model(llama: TinyModel, serving: Servi
                 weight[3, 5] = before
 
 
-# --- files that somebody made up: every checksum in them is right -----------------------------------------------------
+# --- forged files with right checksums --------------------------------------------------------------------------------
 
 Parts = dict[str, Any]
-"""What a file is made of: the values of its tensors, and what its header says."""
+"""The parts of a file: the values of its tensors, and the fields of its header."""
 
 
 def parts_of(file: bytes) -> Parts:
@@ -160,7 +160,7 @@ def parts_of(file: bytes) -> Parts:
 
 
 def forged(parts: Parts) -> bytes:
-    """Return a file of such parts, as if kvframe had written it."""
+    """Return a file with these parts, as kvframe would write it."""
     listed = parts["prefixes"]
     data = {
         "pages": bytes(parts["pages"]),
@@ -291,7 +291,7 @@ def test_parts_that_nobody_changed_are_loaded(serving: Serving, tmp_path: Path) 
 
 
 class Counted(list[Any]):
-    """A list that counts how many of its entries are gone through."""
+    """A list that counts how many of its entries are read."""
 
     num_visits = 0
 
@@ -319,7 +319,7 @@ def test_a_prefix_of_a_file_with_many_is_read_without_a_look_at_the_others(servi
 def test_a_file_that_says_that_it_is_huge_is_read_in_little_memory(serving: Serving, tmp_path: Path) -> None:
     path = tmp_path / "prefixes"
     parts = parts_of(serving.file)
-    # A hole in the place of pages, whose checksum is right.
+    # Instead of pages, the file has a hole, with the right checksum.
     parts["pages"] = bytes(64 << 20)
     file = forged(parts)
     tracemalloc.start()
@@ -348,7 +348,7 @@ def test_a_file_that_becomes_shorter_while_it_is_loaded_leaves_nothing_behind(
     engine, path = serving.engine, tmp_path / "prefixes"
     path.write_bytes(serving.file)
     engine.reset_prefix_cache()
-    # Behind the check, somebody cuts it off.
+    # After the check, another program truncates it.
     monkeypatch.setattr(PrefixFileReader, "check", lambda self: os.truncate(path, len(serving.file) - 400 - 3072))
     monkeypatch.setattr(PrefixFileReader, "tokens", lambda self, index: np.full(8 - 4 * index, 5, dtype=np.uint32))
     monkeypatch.setattr(

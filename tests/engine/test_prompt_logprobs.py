@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt: what the plain model gives, whatever becomes of the request and its neighbours."""
+"""Log-probabilities of a prompt: they equal the plain model's, for any treatment of the request and its neighbours."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONGEST = max(len(prompt) for prompt in PROMPTS) + GREEDY.max_new_tokens
 
 
 def plain_logprobs(model: Any, prompt: Sequence[int]) -> torch.Tensor:
-    """Return what the model by itself says of each prompt token but the first, in its own precision."""
+    """Return the plain model's log-probability of each prompt token but the first, in its own precision."""
     with torch.inference_mode():
         logits = model(torch.tensor([prompt])).logits[0, :-1]
     following = torch.tensor(prompt[1:]).unsqueeze(1)
@@ -40,7 +40,7 @@ ROUNDING = 1e-5
 
 @attrs.frozen
 class Checked:
-    """A tiny model with what it says of each of ``PROMPTS``, in float64."""
+    """A tiny model with its log-probabilities of each of ``PROMPTS``, in float64."""
 
     model: TinyModel
     tokens: list[tuple[int, ...]]
@@ -100,7 +100,7 @@ def test_their_neighbours_are_not_touched(checked: Checked) -> None:
 
 
 def test_preemption_does_not_change_them(checked: Checked) -> None:
-    # A prompt that is computed in chunks gives way to one that was admitted before and grows.
+    # A prompt that is computed in chunks is preempted by an earlier request that grows.
     options: dict[str, Any] = {"max_num_batched_tokens": 11, "block_size": 4, "prefix_caching": False}
     memory = checked.model.tight_memory(LONGEST + 8, **options)
     with checked.model.engine(memory=memory, **options) as engine:
@@ -133,13 +133,13 @@ UNLIKELY = -math.log(math.e**2 + 255)
 
 
 def scripted_logprobs(prompt: str) -> tuple[Any, ...]:
-    """Return what the scripted model says: its script is likely, everything else is not."""
+    """Return the scripted model's log-probabilities: its script is likely, all other tokens are not."""
     rest = [LIKELY if SCRIPT[index] == prompt[index] else UNLIKELY for index in range(1, len(prompt))]
     return (None, *(pytest.approx(value, abs=ROUNDING) for value in rest))
 
 
 def steps(engine: Engine) -> list[dict[str, RequestOutput]]:
-    """Serve what is left; return what each step reports."""
+    """Serve the remaining requests; return the reports of each step."""
     seen = []
     while engine.has_unfinished:
         seen.append({output.request_id: output for output in engine.step()})

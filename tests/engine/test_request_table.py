@@ -1,4 +1,4 @@
-"""The requests in an engine: how long they stay, and who is reported."""
+"""The requests in an engine: how long they stay, and which are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine's cache is given more or less memory between steps; no request shows it."""
+"""An engine's cache gets more or less memory between steps, without an effect on any request's tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several samples of one prompt are those of as many requests, and the prompt is computed once."""
+"""Several samples of one prompt equal those of separate requests, and the prompt is computed once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def reference(model: TinyModel) -> list[tuple[int, ...]]:
-    """Return what requests of their own give."""
+    """Return the outputs of separate requests."""
     params = [attrs.evolve(PARAMS, n=1, seed=11 + sample) for sample in range(4)]
     with model.engine(prefix_caching=False) as engine:
         tokens = [output.token_ids for output in engine.generate([PROMPT] * 4, params)]
@@ -47,7 +47,7 @@ def test_samples_are_those_of_requests_by_themselves(
         outputs = engine.generate([PROMPT, *OTHERS], [PARAMS, *[attrs.evolve(PARAMS, n=1)] * 2])
         assert reference == tokens_of(outputs[:4])
         stats = engine.stats()
-        # The prompt but its last token once; then each sample its own.
+        # All prompt tokens but the last once, then each sample's own tokens.
         assert len(PROMPT) - 1 + 4 * 9 + sum(len(prompt) + 8 for prompt in OTHERS) == stats.computed_tokens
         assert 0 == held_pages(engine)
 

@@ -1,4 +1,4 @@
-"""Sampling: greedy and drawn tokens, each row for itself."""
+"""Sampling: greedy and drawn tokens, each row independent of the others."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_top_p_keeps_the_fewest_that_reach_it() -> None:
 
 
 def test_top_p_is_of_what_top_k_leaves() -> None:
-    # Of 0.4 and 0.3 the first has 57 %.
+    # Of 0.4 and 0.3, the first has 57 %.
     row = [0.4, 0.3, 0.2, 0.1]
     assert 0 == truncated(row, LARGEST_UNIFORM, top_k=2, top_p=0.5)
 

@@ -1,4 +1,4 @@
-"""Prefixes saved in one engine and loaded into another: the same tokens, found where they would be found."""
+"""Prefixes saved by one engine and loaded into another: requests hit them, and get the same tokens."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_what_an_encoder_made_of_its_input_is_saved_too(whisper: TinyModel, tmp_
     asked = [heard(LOG_MEL, 3, 5, 7, 9, 11, language) for language in (5, 6)]
     with whisper.engine(block_size=4, key=KEY) as engine:
         expected = tokens(engine, asked)
-        # The second has no whole block of tokens: what its encoder reads is saved alone.
+        # The second prompt has no whole block of tokens: only its encoder's input is saved.
         saved = engine.save_prefixes(tmp_path / "prefixes", [asked[0], heard(LOG_MEL + 1, 3)])
         assert [4, 0] == [each.num_tokens for each in saved]
     with whisper.engine(block_size=4, key=KEY) as engine:
@@ -138,7 +138,7 @@ def test_an_input_is_in_a_file_by_a_key_that_other_processes_make_from_the_secre
         command = [sys.executable, "-I", "-c", NAMES_OF_INPUTS, str(path), secret]
         done = subprocess.run(command, input=content, capture_output=True, check=True)
         assert expected == done.stdout.decode().strip()
-    # And so are the keys of events: of the prefix, and of the input.
+    # The keys of events are equal too: of the prefix, and of the input.
     secret, plain = bytes.fromhex(KEY), sha256(b"float32 (80, 100)\n" + content).digest()
     inputs = {"encoder": InputSequence(50, content_key(secret, plain))}
     told = {key for _, key in mirror.blocks}
@@ -249,7 +249,7 @@ def test_of_prefixes_that_do_not_fit_the_first_are_loaded(llama: TinyModel, tmp_
         assert "longer than requests are here (64 tokens)" in loaded[20].reason
         assert 0 == held_pages(engine)
         engine._manager.audit()
-        # The first is given up last: it is found while a request takes the others' pages.
+        # The first prefix is evicted last: it is hit while a request takes the others' pages.
         tokens(engine, [ids(90, 20)])
         assert prompts[0][:28] == prompts[0][: engine._manager.find(prompts[0])]
 
@@ -260,7 +260,7 @@ def test_loaded_prefixes_stay_where_they_are_pinned(llama: TinyModel, tmp_path: 
     with llama.engine(block_size=4) as engine:
         (loaded,) = engine.load_prefixes(tmp_path / "prefixes")
         assert 36 == engine.pin_prefix(loaded.token_ids).num_tokens
-        # All but the last block, which is computed again for the sake of its last token.
+        # All but the last block, which is computed again because the last token always is.
         assert (32, 4) == (found(engine), engine.stats().computed_tokens)
 
 

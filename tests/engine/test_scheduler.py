@@ -1,4 +1,4 @@
-"""The scheduler alone, over a cache that only counts: who runs when, and that everyone comes to an end."""
+"""The scheduler alone, over a cache that only counts blocks: which requests run when, and that every one ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 class CountingCache:
-    """Holds ``num_blocks`` blocks of 4 tokens; finds no prefixes unless ``hits`` names a request."""
+    """Holds ``num_blocks`` blocks of 4 tokens; there are no prefix hits unless ``hits`` names a request."""
 
     def __init__(self, num_blocks: int = 1000, hits: dict[str, int] | None = None) -> None:
         self.num_free = num_blocks
@@ -103,7 +103,7 @@ def request(
     inputs: Mapping[str, ModelInput] = NO_INPUTS,
     salt: str = "",
 ) -> Request:
-    """Return a request whose prompt starts with ``first``, so that only those with the same one share a prefix."""
+    """Return a request whose prompt starts with ``first``; requests share a prefix only if ``first`` is equal."""
     tokens = [crc32(name.encode()) if first is None else first, *range(1, num_prompt_tokens)]
     params = SamplingParams(max_new_tokens=max_new_tokens)
     return Request.create(
@@ -112,7 +112,7 @@ def request(
 
 
 def encoder(key: str, num_tokens: int = 5) -> dict[str, ModelInput]:
-    """Return an input for an encoder; those of one ``key`` are the same."""
+    """Return an input for an encoder; inputs with one ``key`` are equal."""
     return {"encoder": ModelInput(num_tokens=num_tokens, key=key.encode(), data=None)}
 
 
@@ -128,7 +128,7 @@ def complete(made: Scheduler, step: ScheduledStep) -> None:
 
 
 def run(made: Scheduler, num_steps: int) -> list[dict[str, int]]:
-    """Complete steps and return the tokens of each request in each of them."""
+    """Complete steps, and return the tokens of each request in each of them."""
     seen = []
     for _ in range(num_steps):
         step = made.schedule()
@@ -314,7 +314,7 @@ def test_what_was_preempted_does_not_start_again_in_the_same_step() -> None:
 
 
 class AskedCache(CountingCache):
-    """Notes the rows of each batch, and refuses to be asked one by one."""
+    """Records the rows of each batch, and refuses calls for single requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -338,7 +338,7 @@ def test_a_step_asks_the_cache_once_for_all_that_run() -> None:
 
 
 class UncopiedCache(CountingCache):
-    """Cannot copy what "b" shares with others, once."""
+    """Fails once to copy a page that "b" shares with others."""
 
     failing = True
 
@@ -361,7 +361,7 @@ def test_a_request_for_which_nothing_can_be_copied_is_computed_again() -> None:
 
 
 class ScatteredCache(CountingCache):
-    """The blocks of a prefix hit lie so that no request that took one gets more than ``most`` tokens."""
+    """The blocks of a prefix hit are so placed that a request with a hit gets at most ``most`` tokens."""
 
     def __init__(self, hits: dict[str, int], most: int) -> None:
         super().__init__(hits=hits)
@@ -397,7 +397,7 @@ def test_a_lone_request_that_cannot_go_on_starts_from_nothing_in_the_same_step()
 
 
 class SwappingCache(ScatteredCache):
-    """Has room for every swap; what was found again lies so that ``most`` holds for it too."""
+    """Accepts every swap; the blocks of hits are so placed that ``most`` holds for swapped requests too."""
 
     def __init__(self, num_blocks: int = 1000, hits: dict[str, int] | None = None, most: int = 1000) -> None:
         super().__init__(hits=hits or {}, most=most)
@@ -431,7 +431,7 @@ def test_a_swapped_request_goes_on_where_it_was() -> None:
 
 
 def test_a_swapped_request_that_has_no_room_waits_though_its_next_token_would_have_some() -> None:
-    # "b" needs its two blocks back before "c", of one, may start.
+    # "b" needs its two blocks back before "c", which needs one, may start.
     made = scheduler(SwappingCache(num_blocks=4), request("a", 8, 5), request("b", 7, 3), request("c", 1, 1), seqs=2)
     run(made, 5)
     assert [{"b": 1, "c": 1}] == run(made, 1)

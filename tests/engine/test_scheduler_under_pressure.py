@@ -1,4 +1,4 @@
-"""The scheduler over the real cache, in pools so small that requests fight for slabs: everyone comes to an end."""
+"""The scheduler over the real cache, in pools so small that requests compete for slabs: every request ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def serve(
     prefix_caching: bool,
     host_pages: HostPages | None = None,
 ) -> SchedulerStats:
-    """Serve requests whose generated token is always their length."""
+    """Serve requests whose next token is always their length."""
     plan = make_plan(*specs, max_model_len=MAX_LEN, max_num_batched_tokens=CHUNK)
     needed = max(plan.num_slabs_for(plan.peak_blocks(min(MAX_LEN, prompt + new))) for prompt, new in lengths)
     plan = attrs.evolve(plan, num_slabs=needed + spare_slabs)

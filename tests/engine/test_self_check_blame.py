@@ -1,4 +1,4 @@
-"""A model that fails its self-check: the error names the backend, the wrapper or the model, whichever is wrong."""
+"""If a model fails its self-check, the error names the wrong part: the backend, the wrapper or the model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class WrongAtLayerOne(TorchReferenceBackend):
 
 @attrs.frozen(kw_only=True)
 class ForgetsBlocks(MetadataWrapper):
-    """Lets every block be the null page."""
+    """Replaces every block by the null page."""
 
     name: ClassVar[str] = "forgetful"
     fields: ClassVar[Mapping[str, FieldUse]] = {

@@ -1,4 +1,4 @@
-"""The self-check knows what rounding explains: that of the model's dtype, and of the dtype that is stored."""
+"""The self-check allows the rounding of the model's dtype and of the stored dtype, and no more."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_more_than_that_rounding_is_refused(models: Any, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    # torch multiplies no experts' matrices in float64.
+    # torch cannot multiply experts' matrices in float64.
     [
         *((family, "float64") for family in ("llama", "mamba", "mamba2", "bamba", "falcon_h1", "lfm2")),
         *((family, "bfloat16") for family in ("llama", "mamba2", "bamba", "jamba", "qwen3_next", "deepseek_v3")),

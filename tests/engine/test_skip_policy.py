@@ -1,4 +1,4 @@
-"""Steps in which layers skip prompt tokens: when they do, who may say no, and that nobody's logits change."""
+"""Steps in which layers skip prompt tokens: when they do, how a policy prevents it, and that no logits change."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.engine.scripted_model import ScriptedModel
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, held_pages
 
 SKIPPING: dict[str, Any] = {"prefill_skipping": "decode_only", "max_num_batched_tokens": 24}
-LONG = 3  # of PROMPTS: 64 tokens, so steps of 24, 24 and 16
+LONG = 3  # the index in PROMPTS: 64 tokens, so steps of 24, 24 and 16
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """Six layers, of which the last two keep no cache of their own."""
+    """Six layers; the last two keep no cache of their own."""
     return TinyModel.save(tmp_path_factory.mktemp("gemma3n"), "gemma3n_text")
 
 
@@ -41,7 +41,7 @@ def serve(model: TinyModel, policy: Callable[[StepBatch], bool] | None = None, *
 
 @contextmanager
 def rows_of(model: TinyModel, layer: int) -> Iterator[list[int]]:
-    """Note how many rows a layer computes, call by call."""
+    """Record the number of rows that a layer computes in each call."""
     loaded: Any = model.loaded
     seen: list[int] = []
 
@@ -65,7 +65,7 @@ def test_without_a_policy_a_step_computes_in_its_last_layers_what_generates(
         (output,) = engine.generate([PROMPTS[LONG]], attrs.evolve(GREEDY, max_new_tokens=3))
     assert reference[LONG][:3] == output.token_ids
     assert [24, 24, 16, 1, 1] == kept
-    # A step in which nothing generates computes one row, which nobody reads.
+    # If no token generates, a step computes one row, which is not used.
     assert [1, 1, 1, 1, 1] == skipped
 
 
@@ -158,7 +158,7 @@ def test_a_request_that_wants_log_probabilities_computes_all_its_rows_alone(
 
 @attrs.frozen
 class Rows:
-    """Runs packed batches of ``PROMPTS`` through an engine's runner, and knows what the model says by itself."""
+    """Runs packed batches of ``PROMPTS`` through an engine's runner, and has the plain model's logits."""
 
     engine: Engine
     plain: list[torch.Tensor]
@@ -243,7 +243,7 @@ def test_a_step_whose_logits_nobody_wants_has_none(model: TinyModel) -> None:
 
 
 class PaddedLayers:
-    """Stands for layers of which the last ones run at a size that is always two rows too large."""
+    """Replaces the layers; the last ones run at a size that is always two rows too large."""
 
     skipped = ("layer",)
     local = LocalCaches((), torch.device("cpu"), max_tokens=0, max_reqs=0)
@@ -261,7 +261,7 @@ class PaddedLayers:
 
 
 class PaddedModel(ScriptedModel):
-    """Gives logits for what such layers compute."""
+    """Returns logits for the rows that such layers compute."""
 
     def __init__(self, layers: PaddedLayers, script: str) -> None:
         super().__init__(script)

@@ -1,4 +1,4 @@
-"""What a backend, its builder or a wrapper raises in a step says whose mistake it is, at which layer and where."""
+"""The error of a step names the backend, builder or wrapper that raised, the layer, and the method."""
 
 from __future__ import annotations
 

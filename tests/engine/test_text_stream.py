@@ -1,4 +1,4 @@
-"""Tokens to text: the context that a token's text depends on, and the first of several stop strings."""
+"""Tokens to text: the context on which a token's text depends, and the first of several stop strings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def decode_bytes(token_ids: Sequence[int]) -> str:
 
 
 def decode_words(token_ids: Sequence[int]) -> str:
-    """Put a space between words and none at the start, as tokenizers do whose tokens begin with a space."""
+    """Put a space between words and none at the start, like tokenizers whose tokens begin with a space."""
     return " ".join(f"w{token}" for token in token_ids)
 
 

@@ -1,4 +1,4 @@
-"""Measured times: the table, what ``backend = "auto"`` makes of it, how times are measured, and ``kvframe tune``."""
+"""Measured times: the table, its use by ``backend = "auto"``, the measurement, and ``kvframe tune``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def took(decode: float, prefill: float = 1.0, mixed: float = 1.0) -> MeasuredTim
 
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the user's table is, which is not there yet."""
+    """The path of the user's table, which does not exist yet."""
     path = tmp_path / "cache" / "times.json"
     monkeypatch.setenv("KVFRAME_TIMES", str(path))
     return path
@@ -192,7 +192,7 @@ def test_a_shape_is_what_attention_takes_time_for() -> None:
 
 
 def scripted(*seconds: float) -> Callable[[], float]:
-    """Return a clock by which each step takes the next of these, over and over."""
+    """Return a clock by which steps take these times, repeated."""
     ticks = itertools.accumulate(itertools.chain.from_iterable((0.0, each) for each in itertools.cycle(seconds)))
     return lambda: next(ticks)
 
@@ -324,7 +324,7 @@ def test_a_table_that_cannot_be_written_is_said_before_anything_is_measured(
 def test_latents_are_drawn_as_their_backend_knows_them(
     tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A CPU has one backend of latents alone, which would not be measured.
+    # For latents alone, a CPU has one backend, which would not be measured.
     monkeypatch.setattr(tuning, "is_measured", lambda choice: True)
     path = tmp_path / "latents.json"
     layer = {"kind": "mla", "latent_size": 8, "rope_size": 4, "head_size_v": 8}

@@ -1,4 +1,4 @@
-"""An engine serves one call at a time and none once it is closed; an output that does not arrive comes again."""
+"""An engine serves one call at a time, and none after ``close``; an output that does not arrive is reported again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.models.serving import TinyModel, make_stack
 
 SCRIPT = "the quick brown fox jumps"
 ALWAYS_ANSWER = {"close", "stats", "from_pretrained"}
-"""What a closed engine still does; the last makes another one."""
+"""What works on a closed engine; the last entry makes another engine."""
 
 
 def verbs_of(kind: type[EngineCore[Any]]) -> list[str]:
@@ -31,7 +31,7 @@ def verbs_of(kind: type[EngineCore[Any]]) -> list[str]:
 
 
 def call(engine: Any, name: str) -> None:
-    """Call a verb, without any argument: whether it is called at all is decided before they are looked at."""
+    """Call a verb without its arguments: it is accepted or refused before the arguments are checked."""
     if isinstance(inspect.getattr_static(type(engine), name), property):
         setattr(engine, name, None)
     else:
@@ -148,7 +148,7 @@ def test_no_verb_can_be_called_from_within_another(within: Callable[..., None], 
         within(engine, act)
         assert {"busy"} == {error.code for error in errors}
         engine.on_cache_events = None
-        # It goes on as ever.
+        # The engine continues as before.
         assert " quick" == engine.generate(["the"], SamplingParams(max_new_tokens=6))[0].text
 
 
@@ -200,7 +200,7 @@ def test_what_waits_for_its_turn_is_done_when_the_running_one_ends() -> None:
     assert ["later", "at once"] == done
 
 
-# --- streams that nobody reads ----------------------------------------------------------------------------------------
+# --- abandoned streams ------------------------------------------------------------------------------------------------
 
 
 def assert_nothing_is_left(engine: Engine) -> None:
@@ -231,7 +231,7 @@ def test_a_stream_that_is_found_dropped_in_the_middle_of_a_verb_ends_when_that_i
         circle: list[Any] = [engine.stream("the")]
         circle.append(circle)
         del circle
-        # Wherever in these verbs the collector finds it, the books are whole.
+        # Wherever the collector runs in these verbs, the engine's state is consistent.
         thresholds = gc.get_threshold()
         gc.set_threshold(1)
         try:

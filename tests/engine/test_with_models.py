@@ -1,4 +1,4 @@
-"""The engine over real models and tokenizers: whatever becomes of one request, the others and the pool do not mind."""
+"""The engine over real models and tokenizers: a request's end, of any kind, does not affect others or the pool."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 
 def drain(engine: Engine) -> dict[str, tuple[int, ...]]:
-    """Serve what is left; return each request's tokens."""
+    """Serve the remaining requests; return each request's tokens."""
     tokens = {}
     while engine.has_unfinished:
         tokens |= {output.request_id: output.token_ids for output in engine.step()}
@@ -57,7 +57,7 @@ def drain(engine: Engine) -> dict[str, tuple[int, ...]]:
 
 
 def assert_pool_as_before(engine: Engine) -> None:
-    """Check that no request holds a page, and that every slab is free once the cached prefixes are given up."""
+    """Check that no request holds a page, and that every slab is free after the cached prefixes are removed."""
     assert (0, 0.0) == (held_pages(engine), engine._manager.usage)
     assert engine.stack.engine.max_num_seqs == engine._manager.num_free_rows
     engine.reset_prefix_cache()
@@ -66,12 +66,12 @@ def assert_pool_as_before(engine: Engine) -> None:
     engine._manager.audit()
 
 
-# --- whatever ends a request, nothing is left of it -------------------------------------------------------------------
+# --- no block is held after a request's end, of any kind --------------------------------------------------------------
 
 
 @contextmanager
 def raising_in_layer(model: TinyModel, error: BaseException, after: int) -> Iterator[None]:
-    """Let the model's third layer raise once it has run ``after`` times."""
+    """Make the model's third layer raise after ``after`` calls."""
     loaded: Any = model.loaded
     remaining = [after]
 
@@ -106,7 +106,7 @@ def test_a_model_that_raises_between_its_layers_leaves_the_pool_and_the_waiting_
         for index, name in enumerate("abcd"):
             if name not in failed:
                 assert reference[4 + index] == last[name].token_ids
-        # What the failed ones computed before may be found now; what they did not may not.
+        # State that failed requests computed in earlier steps may be hit; that of the failed step may not.
         assert reference == [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
         assert_pool_as_before(engine)
 
@@ -161,7 +161,7 @@ def test_numbers_that_are_none_in_one_request_do_not_reach_the_others(tmp_path: 
     loaded: Any = model.loaded
     poisonous = min(set(range(128)).difference(*PROMPTS, *expected))
     with torch.no_grad():
-        # Only its input embedding: the head is tied to it, so every other token's logits would have a NaN.
+        # Only its input embedding: the head is tied to it, so otherwise every token's logits would have a NaN.
         loaded.model.lm_head.weight = torch.nn.Parameter(loaded.model.lm_head.weight.clone())
         loaded.model.model.embed_tokens.weight[poisonous] = torch.nan
     prompts = [[*ids(4, 20), poisonous, 5], *PROMPTS, [poisonous]]
@@ -211,7 +211,7 @@ def test_a_seed_gives_the_same_tokens_in_any_batch_chunk_block_and_pool(model: T
     assert first == draw(memory=model.tight_memory(75, **tight), **tight)
 
 
-# --- the model is borrowed --------------------------------------------------------------------------------------------
+# --- the model after the engine ---------------------------------------------------------------------------------------
 
 
 def test_closing_leaves_the_model_bit_for_bit_as_it_was(model: TinyModel) -> None:
@@ -253,11 +253,11 @@ def test_two_engines_take_turns(tmp_path: Path, model: TinyModel, reference: lis
     assert other_reference == [other_tokens[str(index)] for index in range(len(PROMPTS))]
 
 
-# --- set-up from disk, with plugins of a script -----------------------------------------------------------------------
+# --- set-up from disk, with plugins as modules ------------------------------------------------------------------------
 
 
 class CountingBackend(TorchBackend):
-    """The torch backend, and a count of its calls."""
+    """The torch backend, with a counter of its calls."""
 
     num_calls = 0
 
@@ -274,7 +274,7 @@ class WrongBackend(TorchBackend):
 
 
 def plugin_with(**backends: type) -> ModuleType:
-    """Return a manifest module, as a script writes one."""
+    """Return a manifest module, as a script would write it."""
     module = ModuleType("my_plugin")
 
     def kvframe_register_backends(register: Callable[..., None]) -> None:

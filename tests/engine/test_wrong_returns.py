@@ -1,4 +1,4 @@
-"""What a plugin returns in a step and was not agreed is said by name: of backends, builders, model adapters, states."""
+"""A wrong return value of a backend, a builder, a model adapter or a state mixer is reported by the plugin's name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.engine.scripted_model import ScriptedModel
 
 
 def bench_of(backend: type, num_layers: int = 1) -> Bench:
-    """Return layers of a cache group each on a backend."""
+    """Return layers, each in a cache group of its own, on a backend."""
     stack = Stack.from_mapping({"rules": [{"layers": "*", "backend": "mine"}]})
     layers = [layer(f"layer {index}", local(60 + index)) for index in range(num_layers)]
     return Bench(layers, stack, [plugin("mine", backends={"mine": backend})])
@@ -30,7 +30,7 @@ def bench_of(backend: type, num_layers: int = 1) -> Bench:
 
 
 class Returns(TorchReferenceBackend):
-    """Returns something made of the right output."""
+    """Returns a changed version of the right output."""
 
     change: ClassVar[Callable[[torch.Tensor], Any]] = staticmethod(lambda output: output)
 
@@ -83,7 +83,7 @@ def test_a_backend_without_a_builder_is_refused_at_set_up() -> None:
 
 
 class Refreshing(AttentionMetadataBuilder):
-    """Hands the metadata on, and takes over what another group built."""
+    """Passes the metadata on, and takes over another group's metadata."""
 
     table_fields = frozenset({"block_table", "slot_mapping"})
     reuse_key = 0  # type: ignore[assignment]
@@ -172,7 +172,7 @@ def test_what_a_builder_returns_and_was_not_agreed_is_refused_by_name(
 
 
 class Gives(ScriptedModel):
-    """Gives something made of the right logits."""
+    """Returns a changed version of the right logits."""
 
     change: ClassVar[Callable[[torch.Tensor], Any]] = staticmethod(lambda logits: logits)
 

@@ -1,5 +1,5 @@
-"""A cache spec whose answers are wrong is refused at set-up, or ends the requests that reach the wrong answer: no other
-request notices, and nothing is left behind."""
+"""A cache spec with wrong answers is refused at set-up, or ends the requests that reach the wrong answer; other
+requests are not affected, and no block is held at the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_LEN = 512
 
 
 class SpecFailure(Exception):
-    """What a broken spec raises."""
+    """The exception of a broken spec."""
 
 
 def broken(n: int) -> Any:
@@ -54,7 +54,7 @@ LIES: dict[str, tuple[Callable[[int], Any], str]] = {
 
 @attrs.frozen(kw_only=True)
 class LyingSpec(RangeSpec):
-    """A window by live range alone that lies at one position; ``peak_blocks`` is true."""
+    """A window by live ranges only, with one wrong answer; ``peak_blocks`` is right."""
 
     kind = "lying"
 
@@ -82,7 +82,7 @@ def plan_of(*specs: KVCacheSpec, max_model_len: int = MAX_LEN) -> KVCachePlan:
 
 
 def unsampled(spec: KVCacheSpec, remainder: int | None = None) -> int:
-    """Return a position that set-up asks nothing about, nor about those beside it."""
+    """Return a position such that set-up does not check it or its neighbours."""
     asked: set[int] = set()
 
     class Asked(type(spec)):  # type: ignore[misc]
@@ -116,7 +116,7 @@ def test_a_wrong_answer_at_a_sampled_position_is_refused_at_set_up(lie: str, whe
 
 @attrs.frozen(eq=False)
 class Said:
-    """What one question is answered with."""
+    """The answer to one question."""
 
     name: str
     answer: Any
@@ -124,7 +124,7 @@ class Said:
 
 @attrs.frozen(kw_only=True)
 class Variant(RangeSpec):
-    """A window of which one answer is what it is told to be."""
+    """A window with one given answer."""
 
     kind = "variant"
 
@@ -204,7 +204,7 @@ def test_a_spec_that_answers_no_further_than_requests_go_is_taken() -> None:
 
 @attrs.frozen(kw_only=True)
 class UnhashableSpec(RangeSpec):
-    """A type with a field that cannot be hashed, and no form that keeps all."""
+    """A type with a field that cannot be hashed, and without a form that keeps every token."""
 
     kind = "unhashable"
 
@@ -259,7 +259,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 
 def engine_of(model: TinyModel, spec: Callable[[KVCacheSpec], KVCacheSpec], **options: Any) -> Engine:
-    """Return an engine whose layers keep what ``spec`` makes of what they keep."""
+    """Return an engine whose layers' specs are replaced by ``spec``."""
     stack = make_stack(**{"block_size": 4, "audit": True, "max_model_len": MAX_LEN, "max_num_seqs": 4, **options})
     layers = make_layer_specs(model.loaded.description, model.registry, stack, "float32")
     changed = [attrs.evolve(each, spec=None if each.spec is None else spec(each.spec)) for each in layers]
@@ -277,7 +277,7 @@ def window_of(lie: str | None = None, where: int = 0) -> Callable[[Any], KVCache
 
 
 def serve(engine: Engine, prompts: list[list[int]]) -> list[RequestOutput]:
-    """Serve requests to their ends by ``step`` alone, which must not raise, and check that nothing is left."""
+    """Serve requests to their ends by ``step``, which must not raise; check that no block is held at the end."""
     names = [engine.add_request(prompt, GREEDY) for prompt in prompts]
     last: dict[str, RequestOutput] = {}
     for _ in range(400):
@@ -313,7 +313,7 @@ def test_a_request_that_reaches_a_wrong_answer_ends_and_others_do_not_notice(
                 assert expected[index][: len(found[index].token_ids)] == found[index].token_ids
                 assert "no further token of it can be computed: the cache spec 'lying': " in str(found[index].error)
             assert len(found[1].token_ids) < len(expected[1])
-        # Alone, there is nobody to go on with.
+        # Alone, it has no other request to continue with.
         assert ["error"] == [output.finish_reason for output in serve(engine, [prompts[1]])]
         assert expected[0] == serve(engine, [prompts[0]])[0].token_ids
 

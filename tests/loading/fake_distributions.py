@@ -69,7 +69,7 @@ class FakeSite:
         importlib.invalidate_caches()
 
     def forget_modules(self) -> None:
-        """Drop what was imported from here, for the next test's files of the same names."""
+        """Unload the modules of this folder, because the next test's files have the same names."""
         for name, module in list(sys.modules.items()):
             if str(getattr(module, "__file__", None)).startswith(str(self.root)):
                 del sys.modules[name]

@@ -1,4 +1,4 @@
-"""A broken distribution beside kvframe makes ``import torch`` fail: a command says which one it is, and what to do."""
+"""A broken distribution makes ``import torch`` fail: commands name that distribution, and say what to do."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run_beside(site: Path, *arguments: object, **environment: str) -> subprocess
 
 
 def sentence_of(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the one line that a mistake gives."""
+    """Return the one line on stderr after a user's mistake."""
     assert 2 == done.returncode, done.stderr
     (line,) = done.stderr.splitlines()
     return line.removeprefix("kvframe: error: ")

@@ -1,4 +1,4 @@
-"""Calling foreign code: what it raises is contained, and what it says is made safe to print."""
+"""Calls of foreign code: its exceptions are contained, and its texts are made safe to print."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvframe.contract.foreign import MAX_CHARACTERS, call, in_one_line, safe_rep
 
 
 class Own(BaseException):
-    """A plugin's own, which ``except Exception`` does not catch."""
+    """A plugin's own exception, which ``except Exception`` does not catch."""
 
 
 class Mute(Exception):
-    """Neither its text nor its value can be read."""
+    """An object whose text and value cannot be read."""
 
     def __str__(self) -> str:
         raise SystemExit(3)
@@ -33,7 +33,7 @@ class MuteSpecError(SpecError):
 
 
 class Number(Exception):
-    """Its text is a number."""
+    """An object whose text is a number."""
 
     def __str__(self) -> str:
         return 5  # type: ignore[return-value]  # the mistake that is tested
@@ -48,7 +48,7 @@ class Nameless(type):
 
 
 class Unnamed(Exception, metaclass=Nameless):
-    """Its class computes its name."""
+    """An object whose class computes its name."""
 
 
 class Text(str):

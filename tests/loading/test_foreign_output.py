@@ -1,4 +1,4 @@
-"""What plugins print, at whatever level, does not stand in kvframe's own output."""
+"""Output that plugins print, in any way, is not mixed into kvframe's own output."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ query = { num_heads = 1, head_size = 8, scale = 1.0 }
 
 @pytest.fixture
 def noisy(tmp_path: Path) -> Path:
-    """A folder with a plugin that prints in every way, and with another that replaces ``sys.stdout``."""
+    """A folder with a plugin that prints in every way, and one that replaces ``sys.stdout``."""
     site = FakeSite(tmp_path)
     site.add("kvframe-noisy", "noisy", MANIFEST + NOISE + HOOK, files={"backend": NOISE + BACKEND})
     site.add("kvframe-replaces", "replaces", MANIFEST + REPLACES)

@@ -1,4 +1,4 @@
-"""What the command line loads before it has to, counted in modules: times would depend on the machine."""
+"""The modules that the command line loads early, counted, because times depend on the machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ head_size = 64
 window = 256
 """
 HEAVY = {"torch", "transformers", "numpy", "rich"}
-# 2.5 times what the commands load today; torch alone is over a thousand.
+# 2.5 times the number of modules that the commands load today; torch alone is over a thousand.
 MAX_MODULES = 600
 
 RUN = """

@@ -1,7 +1,7 @@
-"""Every hook and every method that kvframe calls at set-up, failing in every way: it fails alone, and by its name.
+"""Every hook and method that kvframe calls at set-up, failing in every way: only its plugin fails, and by name.
 
-The hooks and methods are found by introspection. One that a later version of the contract adds has to be listed here,
-among those that are called at set-up, with the call that reaches it, or among those of a step.
+The hooks and methods are found by introspection. A new one of the contract must be added here: to those that are called
+at set-up, with the call that reaches it, or to those of a step.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def make_error(failure: str) -> BaseException:
 
 
 def statuses(site: FakeSite, body: str) -> dict[str, tuple[str, str]]:
-    """Return status and reason of each plugin beside a healthy one, if one has this hook."""
+    """Return status and reason of a plugin with this hook, and of a healthy one beside it."""
     site.add("kvframe-bad", "bad", MANIFEST + ERRORS + body)
     site.add("kvframe-good", "good", registers("backends", ("good", "kvframe_good.backend:Good")))
     host = load_plugins()
@@ -249,14 +249,14 @@ class GoodWrapper(MetadataWrapper):
 
 @attrs.frozen(kw_only=True)
 class GoodFormat(PlainFormat):
-    """A format that is plain but for its name."""
+    """A format that is plain except for its name."""
 
     name: ClassVar[str] = "bad"
 
 
 @attrs.frozen(kw_only=True)
 class GoodPolicy(EvictionPolicy):
-    """The longest unused first."""
+    """Evicts the longest unused pages first."""
 
     name: ClassVar[str] = "bad"
 
@@ -285,7 +285,7 @@ class GoodSpec(FullAttentionSpec):
 
 
 def make_registry(kind: str, made: type) -> Registry:
-    """Return a registry with a class of a plugin that is named ``bad``, beside the built-in ones."""
+    """Return a registry with a class of a plugin named ``bad``, beside the built-in ones."""
     module = ModuleType("bad_plugin")
 
     def register_it(register: Any) -> None:
@@ -347,14 +347,14 @@ def load(registry: Registry) -> None:
 
 @attrs.frozen
 class Interface:
-    """What plugins implement, and what is called of it when.
+    """A kind of class that plugins implement, and when its methods are called.
 
     Attributes:
         kind: The registered kind; empty for a builder, which a backend makes.
         base: The class of the contract.
         good: An implementation.
-        set_up: For each method that is called at set-up what calls it.
-        step: What is called in steps, or of what only the contract's own code calls.
+        set_up: For each method that is called at set-up, a call that reaches it.
+        step: The methods that are called in steps, or only by the contract's own code.
     """
 
     kind: str
@@ -410,7 +410,7 @@ INTERFACES = (
         KVCacheSpec,
         GoodSpec,
         {"__init__": use_spec},
-        # What a spec answers is checked where it is asked, at set-up and after it: tests/engine/test_wrong_specs.py.
+        # A spec's answers are checked where they are used, at set-up and later: tests/engine/test_wrong_specs.py.
         frozenset(name for name in vars(KVCacheSpec) if not name.startswith("_")),
     ),
 )
@@ -456,7 +456,7 @@ def one_sentence(*parts: str) -> Iterator[None]:
 @pytest.mark.parametrize(("interface", "method"), METHODS, ids=IDS)
 def test_a_method_that_raises_is_one_sentence_that_names_it(interface: Interface, method: str, failure: str) -> None:
     registry = make_registry(interface.kind, broken(interface, method, raising(failure)))
-    # What a constructor says of options is the stack's mistake, said without the error's type.
+    # A constructor's error about options is reported as the stack's mistake, without its type.
     parts = ["boom"] if method == "__init__" else [method, type(make_error(failure)).__name__]
     with one_sentence("bad", *(part for part in parts if failure != "an error without a text")):
         interface.set_up[method](registry)
@@ -473,7 +473,7 @@ RIGHT = {
     ("page_copier", "nothing"),
     ("unusable_reason", "a text"),
 }
-"""What the contract allows, or what is not looked at."""
+"""Answers that the contract allows, or that are not used."""
 
 
 @pytest.mark.parametrize("answer", WRONG)

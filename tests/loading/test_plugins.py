@@ -1,4 +1,4 @@
-"""Loading plugins: what each status means, and that nothing one plugin does keeps another from loading."""
+"""Loading plugins: the meaning of each status, and that no plugin can keep another one from loading."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def statuses(host: PluginHost) -> dict[str, str]:
 
 
 def add_good(site: FakeSite) -> None:
-    """A plugin whose name sorts after every other of these tests, so it is loaded last."""
+    """A plugin whose name sorts after all others of these tests, so it is loaded last."""
     site.add("kvframe-zz-good", "zz_good", GOOD)
 
 

@@ -1,4 +1,4 @@
-"""The registry: who owns a name, and the import that happens only when the name is used."""
+"""The registry: the owner of a name, and the import, which happens only when the name is used."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def add_window(site: FakeSite, target: str, spec: str = WINDOW_SPEC, name: str =
     return load_plugins().registry
 
 
-# --- whose name it is ------------------------------------------------------------------------------------------------
+# --- the owner of a name ----------------------------------------------------------------------------------------------
 
 
 def test_name_that_one_plugin_claims_is_its_own() -> None:

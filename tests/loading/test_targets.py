@@ -1,4 +1,4 @@
-"""Whether a registered class is there, without importing it; and what ``kvframe plugins`` says of it."""
+"""Whether a registered class exists, found without importing it; and the output of ``kvframe plugins`` about it."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Bare(TorchReferenceBackend):
 
 
 def usable(site: FakeSite, *options: str) -> dict[str, Any]:
-    """Return what ``kvframe plugins`` says of backends that are there, and of one that is not."""
+    """Return the output of ``kvframe plugins`` about backends that exist, and about one that does not."""
     claims = [(name.lower(), f"kvframe_four.backends:{name}") for name in ("Good", "Asks", "Bare", "Gone")]
     site.add("kvframe-four", "four", registers("backends", *claims), files={"backends": BACKENDS})
     answer = CliRunner().invoke(main, ["plugins", "--json", *options])

@@ -1,4 +1,4 @@
-"""What encoders read in tests, recordings among it, and what transformers generates from it."""
+"""Inputs for encoders in tests, including recordings, and the tokens that transformers generates for them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def recording(pitch: float, seconds: float = 1.0) -> bytes:
 
 
 def log_mel(wav: bytes) -> torch.Tensor:
-    """Return what Whisper's encoder reads of a WAV file of up to a second: ``[1, 80, 100]``."""
+    """Return Whisper's features of a WAV file of up to a second: ``[1, 80, 100]``."""
     with wave.open(io.BytesIO(wav), "rb") as file:
         assert (1, 2, _RATE) == (file.getnchannels(), file.getsampwidth(), file.getframerate())
         data = file.readframes(file.getnframes())
@@ -49,14 +49,14 @@ def log_mel(wav: bytes) -> torch.Tensor:
 
 
 def encoder_inputs(family: str) -> list[Any]:
-    """Return four different things for a family's encoder; token ids are shorter and longer than a block of 16."""
+    """Return four different inputs for a family's encoder; token ids are shorter and longer than a block of 16."""
     if family == "whisper":
         return [log_mel(recording(pitch, seconds)) for pitch, seconds in ((220, 1), (330, 0.7), (523, 1), (900, 0.3))]
     return [ids(start, count) for start, count in ((1, 1), (2, 6), (4, 17), (5, 41))]
 
 
 def prompts(family: str) -> list[Prompt]:
-    """Return eight prompts: with and without tokens for the decoder, some of which they share, and equal inputs."""
+    """Return eight prompts: with and without decoder tokens, some of them shared, and with some equal inputs."""
     first, second, third, fourth = encoder_inputs(family)
     shared = [START, *ids(9, 19)]
     return [
@@ -95,7 +95,7 @@ def generated(model: TinyModel, family: str, prompt: Prompt, num_new_tokens: int
 
 
 def plain_logits(model: TinyModel, family: str, encoder: Any, decoder: Sequence[int]) -> torch.Tensor:
-    """Return transformers' logits ``[num_tokens, vocab_size]`` of a decoder's tokens; not attached either."""
+    """Return transformers' logits ``[num_tokens, vocab_size]`` of a decoder's tokens; the model must be detached."""
     loaded: Any = model.loaded
     with torch.inference_mode():
         output = loaded.model(
@@ -107,12 +107,12 @@ def plain_logits(model: TinyModel, family: str, encoder: Any, decoder: Sequence[
 
 @attrs.frozen
 class EncoderCalls:
-    """Counts the inputs that a model's encoder reads."""
+    """Counts the inputs that a model's encoder computes."""
 
     sizes: list[int] = attrs.field(factory=list)
 
     def count(self, model: TinyModel) -> Any:
-        """Count from now on; return what stops it."""
+        """Start counting; return a function that stops it."""
         loaded: Any = model.loaded
         encoder = loaded.model.get_encoder()
 

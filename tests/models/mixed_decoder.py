@@ -1,4 +1,4 @@
-"""A small decoder in plain torch, with windows over its own tokens and over what an encoder gives, if anything."""
+"""A small decoder in plain torch, with windows over its own tokens and over an optional encoder's output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_INPUT_LEN = 40
 
 
 class MixedDecoder(LoadedModel):
-    """Each block attends in a window of its own tokens, then to all of the encoder's, if the request has any."""
+    """Each block attends in a window of its own tokens, then to all encoder tokens, if the request has any."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -58,7 +58,7 @@ class MixedDecoder(LoadedModel):
             max_input_lens={"encoder": MAX_INPUT_LEN},
         )
 
-    # --- as an engine drives it ---------------------------------------------------------------------------------------
+    # --- the interface for an engine ----------------------------------------------------------------------------------
 
     def attach(self, layers: Any) -> None:
         self.layers = layers
@@ -67,7 +67,7 @@ class MixedDecoder(LoadedModel):
         self.layers = None
 
     def self_check(self, run_packed: Any) -> None:
-        """Leave it to the tests."""
+        """Do nothing: the tests check this model."""
 
     def prepare_input(self, sequence: str, value: Any) -> ModelInput | None:
         if value is None:
@@ -90,7 +90,7 @@ class MixedDecoder(LoadedModel):
 
         return self.run(input_ids, positions, self.states, attend)[logits_indices]
 
-    # --- what it computes ---------------------------------------------------------------------------------------------
+    # --- the dense computation ----------------------------------------------------------------------------------------
 
     def encode_ids(self, ids: Sequence[int]) -> torch.Tensor:
         rows = self.encoder[list(ids)]
@@ -112,7 +112,7 @@ class MixedDecoder(LoadedModel):
         return hidden @ self.head
 
     def dense(self, ids: Sequence[int], encoder: Sequence[int] | None) -> torch.Tensor:
-        """Return the logits ``[num_tokens, vocab_size]`` of one request, without any cache."""
+        """Return the logits ``[num_tokens, vocab_size]`` of one request, without a cache."""
 
         def attend(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             if not len(key):
@@ -127,7 +127,7 @@ class MixedDecoder(LoadedModel):
         return self.run(torch.tensor(ids), torch.arange(len(ids)), states, attend)
 
     def generate(self, ids: Sequence[int], encoder: Sequence[int] | None, num_new_tokens: int) -> tuple[int, ...]:
-        """Return the tokens that continue ``ids``, each the likeliest, without any cache."""
+        """Return the tokens that continue ``ids`` greedily, without a cache."""
         tokens = list(ids)
         for _ in range(num_new_tokens):
             tokens.append(int(self.dense(tokens, encoder)[-1].argmax()))

@@ -1,7 +1,7 @@
 """A decoder of transformers' own layers of every kind: full, window and chunked attention, Mamba-2, latent attention.
 
-No published model has all of them. This one is only what holds them together: norms, residuals and masks as
-transformers' decoders have them. It goes through the ordinary adapter, which knows nothing of it.
+No published model has all of them. The model only connects them, with norms, residuals and masks as in transformers'
+decoders. It uses the ordinary adapter, which has no code for it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LAYER_TYPES = {
     "mamba2": "linear_attention",
     "latent": "full_attention",
 }
-"""The kinds of layers, by transformers' names for what they see."""
+"""The kinds of layers, by transformers' names for their masks."""
 
 _MIXERS = {
     "full": LlamaAttention,
@@ -49,7 +49,7 @@ _MIXERS = {
 
 
 class MixtureConfig(DeepseekV3Config):  # type: ignore[misc]
-    """Sizes of the layers of every kind; ``mixture`` says which there are."""
+    """The sizes of layers of every kind; ``mixture`` lists the kinds of the model's layers."""
 
     model_type = "kvframe_mixture"
 
@@ -184,7 +184,7 @@ def save_mixture(path: Path, mixture: Sequence[str], seed: int = 0) -> TinyModel
 
 
 def dense_tokens(model: TinyModel, prompt: Sequence[int], num_new_tokens: int = NUM_NEW_TOKENS) -> tuple[int, ...]:
-    """Return the tokens that follow a prompt greedily, by the model's dense forward of all tokens for each."""
+    """Return the tokens that follow a prompt greedily; each is computed by a dense forward of all tokens."""
     loaded: Any = model.loaded
     tokens = list(prompt)
     with torch.inference_mode():

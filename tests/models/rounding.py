@@ -1,4 +1,4 @@
-"""Plain pages that hold what a format reads back: what a cache in that format is compared with."""
+"""Plain pages with the values that a format would read back, to compare with a cache in that format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvframe.testing.formats import round_trip
 
 @contextmanager
 def rounding(kv_format: KVFormat) -> Iterator[None]:
-    """Let the torch backend store, in plain pages, what is read back from a format."""
+    """Make the torch backend store, in plain pages, the values that a format would read back."""
 
     def write_kv(self: TorchBackend, key: Any, value: Any, kv_cache: KVCache, slots: Any) -> None:
         AttentionBackend.write_kv(self, *round_trip(kv_format, key, value), kv_cache, slots)

@@ -1,4 +1,4 @@
-"""Tiny models on disk, what transformers generates with them, and engines that serve them."""
+"""Tiny models on disk, the tokens that transformers generates with them, and engines that serve them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GREEDY = SamplingParams(max_new_tokens=NUM_NEW_TOKENS)
 
 
 def ids(start: int, count: int) -> list[int]:
-    """Return ``count`` token ids that look like noise; another ``start`` gives others."""
+    """Return ``count`` pseudo-random token ids; another ``start`` gives others."""
     return [(start * 31 + index * index * 7 + index * 13) % 128 for index in range(count)]
 
 
@@ -59,7 +59,7 @@ class TinyModel:
         return cls(path, find_adapter(path, registry).load(path, device="cpu", dtype="float32"), registry)
 
     def engine(self, *, poison_freed: bool = True, skip_policy: SkipPolicy | None = None, **options: Any) -> Engine:
-        """Return an engine; ``options`` go to the stack's table that has them."""
+        """Return an engine; each of ``options`` is put into the stack's table that has its key."""
         stack = make_stack(**options)
         layers = make_layer_specs(self.loaded.description, self.registry, stack, "float32")
         return Engine(
@@ -72,7 +72,7 @@ class TinyModel:
         )
 
     def tight_memory(self, num_tokens: int, input_lens: Mapping[str, int] | None = None, **options: Any) -> int:
-        """Return bytes that hold one request of ``num_tokens`` tokens, and of inputs that long, and hardly more."""
+        """Return the bytes for one request of ``num_tokens`` tokens and inputs of that length, and hardly more."""
         stack = make_stack(**options)
         grouping = group_layers(make_layer_specs(self.loaded.description, self.registry, stack, "float32"))
         for memory_bytes in range(4096, 2**22, 4096):
@@ -99,11 +99,11 @@ class TinyModel:
 
 
 def make_stack(**options: Any) -> Stack:
-    """Return a stack; each option goes to the table that has it.
+    """Return a stack; each option is put into the table that has its key.
 
     ``backend`` and ``wrappers`` are for every layer, and ``states`` are options of the layers that keep a state.
     """
-    # Where memory is tight, prompts begin with room for their first part: more requests are preempted so.
+    # With little memory, prompts begin with blocks for their first chunk, so that more requests are preempted.
     engine = {"self_check": False, "reserve_prompts": False}
     tables: dict[str, dict[str, Any]] = {"cache": {"memory": "4MiB"}, "engine": engine}
     rules: list[dict[str, Any]] = [{"layers": "*", "backend": options.pop("backend", "auto")}]
@@ -121,7 +121,7 @@ Tokens = list[tuple[int, ...]]
 
 
 def served(engine: Engine) -> Tokens:
-    """Serve the prompts to their ends, and check that nothing is left behind."""
+    """Serve the prompts to their ends, and check that no block is held at the end."""
     outputs = engine.generate(PROMPTS, GREEDY)
     assert {"length"} == {output.finish_reason for output in outputs}
     assert 0 == held_pages(engine)

@@ -1,4 +1,4 @@
-"""Models compiled around their attention: the same tokens, in one graph, and the attention is never looked into."""
+"""Models compiled around their attention: equal tokens, a single graph, and the compiler never traces the attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyMode
 
 
 def compiled(engine: Engine, backend: Any) -> Engine:
-    """Return the engine with its model compiled by something cheap."""
+    """Return the engine with its model compiled by a cheap compiler."""
     engine.model.compile(backend)
     return engine
 
@@ -47,7 +47,7 @@ def test_a_compiled_model_gives_the_same_tokens_from_one_graph(
         body: Any = engine.model.compiled  # type: ignore[attr-defined]
         assert 0 == body.num_graph_breaks
         assert expected == served(engine)
-        # Any number of tokens, a single one, and likewise of rows of logits: nothing is compiled for a batch.
+        # Any number of tokens and of rows of logits, single ones too: no batch causes another compilation.
         assert body.num_graphs <= 4
     assert not [module for module in engine.model.model.modules() if hasattr(module, "kvframe_attend")]  # type: ignore[attr-defined]
 
@@ -87,7 +87,7 @@ def test_what_a_compiler_sees_of_attention_is_one_operator(models: Callable[[str
 def test_a_model_that_keeps_a_state_is_refused(models: Callable[[str], TinyModel]) -> None:
     with pytest.raises(ModelError, match="keeps a state, and cannot be compiled"):
         models("mamba").engine(compile=True)
-    # It is given back, so that another engine can have it.
+    # The model is restored, so that another engine can use it.
     models("mamba").engine().close()
 
 
@@ -118,7 +118,7 @@ def test_the_operator_promises_the_shape_that_it_gives() -> None:
         (query, key, value, None, opaque._name, 5),
         test_utils=("test_schema", "test_faketensor"),
     )
-    # A layer that shares another's cache is given no keys, and a backend may return what it was given.
+    # A layer that shares a cache gets no keys, and a backend may return one of its arguments.
     same = OpaqueAttention(lambda query, key, value, sinks=None: query, 4)
     assert same(query, None, None).data_ptr() != query.data_ptr()
     last = OpaqueAttention(lambda query, key, value, sinks=None: value[1:], 5)

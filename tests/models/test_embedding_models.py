@@ -1,4 +1,4 @@
-"""Embeddings of real architectures equal those of transformers' own plain forward, whatever the settings."""
+"""Embeddings of real architectures equal those of transformers' own plain forward, with all settings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def embedder(model: TinyModel, *, pooling: Any = None, **options: Any) -> Embedd
 
 
 def plain_states(model: TinyModel, text: Sequence[int]) -> torch.Tensor:
-    """Return the hidden states of a text by itself; the model must not be attached."""
+    """Return the hidden states of a text alone; the model must not be attached."""
     loaded: Any = model.loaded
     with torch.inference_mode():
         states: torch.Tensor = loaded.model.base_model(torch.tensor([text]), use_cache=False).last_hidden_state[0]
@@ -48,7 +48,7 @@ def pooled(states: torch.Tensor, mode: str) -> torch.Tensor:
 
 
 def difference(expected: Sequence[torch.Tensor], found: Sequence[Any]) -> float:
-    """Return the greatest relative difference of a pair."""
+    """Return the largest relative difference between pairs."""
     pairs = zip(expected, found, strict=True)
     return max(float((torch.as_tensor(have) - want).norm() / want.norm()) for want, have in pairs)
 
@@ -148,7 +148,7 @@ def test_embeddings_of_a_decoder_are_the_plain_ones_in_chunks_too(
 
 
 def test_the_body_of_a_decoder_is_found_by_its_class_too(models: Any) -> None:
-    # What transformers calls the base model of Llama 4's text models is the whole of them.
+    # For Llama 4's text models, transformers' base model is the whole model.
     model = models("llama4_text")
     loaded: Any = model.loaded
     with torch.inference_mode():
@@ -165,7 +165,7 @@ def test_a_decoder_that_pools_its_last_token_keeps_its_cache_and_its_prefixes(mo
         assert made.stats().cache_bytes > 0
         outputs = [*made.embed([TEXTS[4]]), *made.embed([TEXTS[5]])]
         assert difference(expected, [output.embedding for output in outputs]) < 1e-4
-        # 39 tokens, then 55 of which the first 36 are 9 blocks that are there.
+        # 39 tokens, then 55, the first 36 of which are 9 cached blocks.
         assert (39 + 55 - 36, 36) == (made.stats().computed_tokens, made.stats().cached_prompt_tokens)
 
 

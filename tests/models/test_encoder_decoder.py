@@ -51,7 +51,7 @@ def references(models: Callable[[str], TinyModel]) -> Callable[[str], list[tuple
 
 
 def served(engine: Engine, family: str) -> list[tuple[int, ...]]:
-    """Serve a family's prompts to their ends, and check that nothing is left behind."""
+    """Serve a family's prompts to their ends, and check that no block is held at the end."""
     outputs = engine.generate(prompts(family), GREEDY)
     assert {"length"} == {output.finish_reason for output in outputs}
     assert 0 == held_pages(engine)
@@ -67,7 +67,7 @@ def cross_group(engine: Engine) -> int:
 # --- equal to generate() ----------------------------------------------------------------------------------------------
 
 
-# Each chunk size with each batch size, over two block sizes.
+# Each chunk size with each batch size, for two block sizes.
 SETTINGS = [(3, 1, 16), (7, 3, 4), (24, 8, 16), (2048, 8, 4), (24, 1, 4), (3, 8, 16)]
 
 
@@ -111,7 +111,7 @@ def test_families_that_no_code_names_are_served_by_rule(models: Any, references:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompt_logprobs_are_those_of_the_plain_model(models: Any, family: str) -> None:
-    # What tokens alone do not show: every logit of a long decoder prompt, computed in chunks beside others.
+    # More than tokens show: every logit of a long decoder prompt, computed in chunks beside others.
     model, wanted = models(family), [prompts(family)[index] for index in (3, 6, 7)]
     expected = []
     for prompt in wanted:
@@ -122,7 +122,7 @@ def test_prompt_logprobs_are_those_of_the_plain_model(models: Any, family: str) 
         outputs = engine.generate(wanted, SamplingParams(max_new_tokens=1, prompt_logprobs=True))
     for logprobs, output in zip(expected, outputs, strict=True):
         assert output.prompt_logprobs is not None
-        # Ten times the largest difference that was seen, here and with draft tokens.
+        # Ten times the largest difference that was measured, here and with draft tokens.
         torch.testing.assert_close(torch.tensor(output.prompt_logprobs[1:]), logprobs, rtol=2e-4, atol=2e-3)
 
 
@@ -158,7 +158,7 @@ def test_requests_that_come_while_others_run_give_the_same_tokens(models: Any, r
 def test_draft_tokens_are_judged_by_the_logits_of_the_plain_model(models: Any, family: str) -> None:
     model, encoder = models(family), encoder_inputs(family)[2]
     decoder = [START, *ids(14, 9)]
-    drafted = [*decoder[:8], 5, 6]  # the last two are not what comes
+    drafted = [*decoder[:8], 5, 6]  # the last two drafts are wrong
     expected, of_drafts = (plain_logits(model, family, encoder, tokens) for tokens in (decoder, drafted))
     with model.engine(block_size=4) as engine:
         runner, manager = engine._runner, engine._manager
@@ -224,7 +224,7 @@ def test_ten_transcriptions_of_one_recording_read_from_its_wav_file_hold_its_blo
     whisper = models("whisper")
     expected = generated(whisper, "whisper", Prompt(encoder=log_mel(wav)), NUM_NEW_TOKENS)
     with whisper.engine(block_size=BLOCK) as engine:
-        # Each is read and analysed anew: it is the content that is equal.
+        # Each is read and analysed again, so only the content is equal.
         outputs = engine.generate([Prompt(encoder=log_mel(wav)) for _ in range(10)], GREEDY)
         assert [expected] * 10 == [output.token_ids for output in outputs]
         assert 4 == engine.stats().peak_blocks_held[cross_group(engine)]
@@ -240,7 +240,7 @@ def test_without_prefix_caching_each_request_has_its_input_for_itself(models: An
         outputs = engine.generate([Prompt(encoder=encoder)] * 3, GREEDY)
         assert 3 * num_blocks == engine.stats().peak_blocks_held[cross_group(engine)]
     handle.remove()
-    assert [3] == calls.sizes  # of equal lengths: together
+    assert [3] == calls.sizes  # inputs of equal lengths are encoded together
     assert [expected] * 3 == [output.token_ids for output in outputs]
 
 
@@ -363,7 +363,7 @@ def test_the_self_check_passes(models: Any, family: str, backend: str) -> None:
 def test_the_self_check_sees_positions_that_are_not_told(
     models: Any, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Neither of the two ways, of which a family has one or both.
+    # Without both of the two ways, of which a family has one or both.
     monkeypatch.setattr("kvframe_transformers.decoder_hooks.takes_position_ids", lambda module: False)
     monkeypatch.setattr(models(family).loaded, "_takes_decoder_positions", False)
     with pytest.raises(ModelError, match="gives other logits in a packed batch than alone"):
@@ -379,7 +379,7 @@ def test_the_self_check_sees_a_wrong_table_of_biases(models: Any, monkeypatch: p
         models("t5").engine(self_check=True)
 
 
-# --- who is let in ----------------------------------------------------------------------------------------------------
+# --- admission --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -537,5 +537,5 @@ def test_generate_reads_prompts_as_the_encoders_input(family: str, tmp_path: Any
     assert " ".join(map(str, expected)) in done.output
     done = CliRunner().invoke(main, ["generate", str(tmp_path), *arguments, "--json", "--prompt-logprobs"])
     (output,) = json.loads(done.output)["outputs"]
-    # Of the tokens that are continued, as their log-probabilities are.
+    # The continued tokens, as their log-probabilities are reported.
     assert ([START], [None]) == (output["prompt_token_ids"], output["prompt_logprobs"])

@@ -1,6 +1,6 @@
-"""Models on every format give the tokens that they give where plain pages hold what the format reads back.
+"""Models with every format give the same tokens as with plain pages of the values that the format reads back.
 
-What is stored, found again, moved and copied is then right, whatever the format rounds off.
+So pages are stored, hit, moved and copied correctly, for any rounding of the format.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FAMILIES = {
     "gpt_oss": (Int8TokenHead(), Int4TokenHead()),  # windows, learned sinks
     "gemma2": (Fp8Tensor(k_scale=0.5, v_scale=0.25),),  # soft caps
     "gemma3n_text": (Int4TokenHead(),),  # windows, layers that read others' caches
-    "llama4_text": (Fp8TokenHead(),),  # chunks, behind a wrapper
+    "llama4_text": (Fp8TokenHead(),),  # chunks, after a wrapper
     "bamba": (Int8TokenHead(),),  # states beside attention
     "deepseek_v2": (Int8TokenHead(),),  # latents, which have no format
 }
@@ -41,13 +41,13 @@ TIGHT = {"max_model_len": 96, "max_num_batched_tokens": 12, "block_size": 5, "ma
 
 
 def in_stack(kv_format: KVFormat) -> dict[str, Any]:
-    """Return a format as a stack gives it."""
+    """Return a format as it is written in a stack."""
     return {"name": kv_format.name, **attrs.asdict(kv_format)}
 
 
 @pytest.fixture(scope="module")
 def expected(models: Any) -> Any:
-    """Return the tokens that a model gives on plain pages of rounded keys and values, computed once."""
+    """Return the tokens of a model on plain pages of rounded keys and values, computed once."""
     found: dict[Any, Any] = {}
 
     def tokens(family: str, kv_format: KVFormat) -> Any:
@@ -60,7 +60,7 @@ def expected(models: Any) -> Any:
 
 
 def on_torch(model: TinyModel, **options: Any) -> Engine:
-    """Return an engine whose keys and values are computed with by the torch backend, which reads no format itself."""
+    """Return an engine in which the torch backend, which reads no format itself, reads copies of pages."""
     attends = {layer.name for layer in model.loaded.description.layers if layer.query and layer.kind != "mla"}
     everything = attends == {layer.name for layer in model.loaded.description.layers}
     return model.engine(**({"backend": "torch"} if everything else {}), **options)
@@ -146,12 +146,12 @@ def test_a_model_of_any_dtype_is_served(models: Any, kv_format: KVFormat, dtype:
         assert 4 == len(output.token_ids)
 
 
-# --- the check of a model at its start --------------------------------------------------------------------------------
+# --- the self-check ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "t5"])
 def test_a_model_is_compared_with_itself_on_plain_pages(models: Any, family: str) -> None:
-    # On pages of four bits these models give logits that differ by more than half.
+    # With pages of four bits, the logits of these models differ by more than half.
     with models(family).engine(format="int4_token_head", self_check=True) as engine:
         assert "int4_token_head" in {group.spec.kv_format.name for group in engine.grouping.groups}
 
@@ -168,12 +168,12 @@ def test_what_a_format_rounds_off_hides_no_wrong_attention(models: Any, monkeypa
     assert "allowed 3.5e-04" in str(found.value.__cause__)
 
 
-# --- formats with mistakes --------------------------------------------------------------------------------------------
+# --- wrong formats ----------------------------------------------------------------------------------------------------
 
 
 @attrs.frozen(kw_only=True)
 class Faulty(PlainFormat):
-    """Raises once it has been called ``after`` times."""
+    """Raises after ``after`` calls."""
 
     name: ClassVar[str] = "faulty"
     calls: ClassVar[list[str]] = []

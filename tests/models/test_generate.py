@@ -1,4 +1,4 @@
-"""Greedy tokens through the paged cache equal those of ``transformers.generate()``, whatever the settings."""
+"""Greedy tokens through the paged cache equal those of ``transformers.generate()``, with all settings."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_second_round_finds_the_prompts_of_the_first(models: Any, references: 
         served(engine)
         before = engine.stats()
         assert expected == served(engine)
-        # Of each prompt all full blocks but the one with the last token.
+        # All full blocks of each prompt, except the one with the last token.
         hits = sum((len(prompt) - 1) // 4 * 4 for prompt in PROMPTS)
         assert hits == engine.stats().cached_prompt_tokens - before.cached_prompt_tokens
 
@@ -127,7 +127,7 @@ def test_a_slightly_wrong_attention_would_show(
         assert expected != served(engine)
 
 
-# --- what plan says is what a run allocates ---------------------------------------------------------------------------
+# --- a plan is what a run allocates -----------------------------------------------------------------------------------
 
 OPTIONS = (
     ({}, []),
@@ -169,6 +169,6 @@ def test_a_request_longer_than_half_the_model_is_served(models: Any) -> None:
     with model.engine(block_size=16, max_num_batched_tokens=64) as engine:
         (output,) = engine.generate([prompt], SamplingParams(max_new_tokens=40))
         assert expected == output.token_ids
-        # The window of 8 holds 2 blocks at a time, or those of a chunk of 64; every token's would be 22.
+        # The window of 8 holds 2 blocks at a time, or those of a chunk of 64; all tokens would need 22.
         windowed = next(group for group in engine.plan.groups if group.spec.kind != "full_attention")
         assert engine.stats().peak_blocks_held[windowed.index] <= 6

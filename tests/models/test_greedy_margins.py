@@ -1,4 +1,4 @@
-"""Why greedy tokens may be compared exactly: no token of the tests is near a tie, on any machine."""
+"""Greedy tokens can be compared exactly, because no token of the tests is near a tie, on any machine."""
 
 from __future__ import annotations
 

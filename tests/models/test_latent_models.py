@@ -1,4 +1,4 @@
-"""Models with latent attention: the tokens of ``generate()`` from a cache of latents, whatever becomes of a request."""
+"""Models with latent attention: the tokens of ``generate()``, from a cache of latents, with all schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama 4's text model: chunks of 8 tokens with rotary positions, and full layers with none but a temperature."""
+"""Llama 4's text model: chunks of 8 tokens with rotary positions, and full layers with a temperature instead."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_chunked_layers_alternate_with_full_ones(model: TinyModel) -> None:
     ]
 
 
-# Blocks that divide the chunk, and blocks in the middle of which chunks begin.
+# Blocks that divide the chunk, and blocks in which chunks begin.
 @pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix", "no-prefix"])
 @pytest.mark.parametrize("hybrid", [True, False], ids=["hybrid", "uniform"])
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_chunked_layers_hold_the_blocks_of_their_chunk_only(model: TinyModel) ->
         (output,) = engine.generate([prompt], SamplingParams(max_new_tokens=40))
         assert expected == output.token_ids
         chunked = next(group for group in engine.plan.groups if group.spec.kind == "chunked_local")
-        # Two chunks of 8 tokens that a step of 16 writes, and the one before them that it may end in.
+        # Two chunks of 8 tokens that a step of 16 writes, and the one before them in which the step may begin.
         assert engine.stats().peak_blocks_held[chunked.index] <= 6
 
 
@@ -104,7 +104,7 @@ def test_its_variants_give_the_tokens_of_generate(tmp_path: Any, overrides: dict
 
 
 def test_the_temperature_tells_tokens_apart(model: TinyModel, reference: Tokens) -> None:
-    """The tiny model's temperature matters: without it the tokens are others."""
+    """The tiny model's temperature matters: without it, the tokens differ."""
     loaded: Any = model.loaded
     full = [layer.self_attn for layer in loaded.model.model.layers if not layer.self_attn.use_rope]
     try:

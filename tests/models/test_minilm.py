@@ -1,4 +1,4 @@
-"""Real weights: all-MiniLM-L6-v2 from a package that carries them. Its files are read; its code is not run."""
+"""Real weights: all-MiniLM-L6-v2 from a package that contains them. Its files are read; its code is not run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def expected() -> torch.Tensor:
-    """What transformers gives for each text by itself: the mean of its last hidden states, of length one."""
+    """transformers' embedding of each text alone: the mean of its last hidden states, normalised."""
     auto_model: Any = AutoModel
     model = auto_model.from_pretrained(MODEL, local_files_only=True).eval()
     tokenizer: Any = AutoTokenizer.from_pretrained(MODEL, local_files_only=True)

@@ -142,7 +142,7 @@ def test_a_second_round_finds_the_prompts_of_the_first(models: Any, references: 
         before = engine.stats()
         assert expected == served(engine)
         after = engine.stats()
-        # Of each prompt all full blocks but the one with the last token.
+        # All full blocks of each prompt, except the one with the last token.
         hits = sum((len(prompt) - 1) // 4 * 4 for prompt in PROMPTS)
         assert hits == after.cached_prompt_tokens - before.cached_prompt_tokens
         computed = sum(map(len, PROMPTS)) - hits + sum(len(tokens) - 1 for tokens in expected)
@@ -161,7 +161,7 @@ def test_a_hit_ends_where_every_kind_of_layer_can_go_on(models: Any, references:
         assert hits == after.cached_prompt_tokens - before.cached_prompt_tokens
         for new, old in zip(after.lookups, before.lookups, strict=True):
             assert hits == new.hit_tokens - old.hit_tokens
-            # Of windows and chunks, what could only be continued from where there is no state is not kept.
+            # Blocks of windows and chunks are not kept at positions without a state, where no request can continue.
             goes_on = new.kind in ("full_attention", "mla")
             assert (hits < new.found_tokens - old.found_tokens) == goes_on, new.kind
         assert "mamba" == max(after.lookups, key=lambda lookups: lookups.times_limiting).kind
@@ -211,7 +211,7 @@ def translator(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="module")
 def translations(translator: TinyModel) -> Tokens:
-    """The tokens of each prompt, by dense forwards of everything for each token."""
+    """The tokens of each prompt; each is computed by a dense forward of all tokens."""
     found = []
     for prompt in encoder_prompts("t5gemma"):
         tokens = decoder_of(prompt)

@@ -26,7 +26,7 @@ SKIPPING = "decode_only"
 BACKENDS = ("torch", "torch_reference")
 
 _ALTERNATING = ["sliding_attention", "full_attention"]
-# Each with the number of its last layers that share a cache.
+# Each family with the number of its last layers that share a cache.
 VARIANTS: Mapping[str, tuple[str, Mapping[str, Any], int]] = {
     "gemma3n": ("gemma3n_text", {}, 2),
     "gemma3n, most layers share": ("gemma3n_text", {"num_kv_shared_layers": 4}, 4),
@@ -123,7 +123,7 @@ def test_preempted_requests_give_the_same_tokens(
 
 @pytest.mark.parametrize("variant", MAIN)
 def test_a_prompts_log_probabilities_are_the_same(models: Any, variant: str) -> None:
-    """The request that wants them computes all its rows; the others in its steps do not."""
+    """A request with prompt log-probabilities computes all its rows; others in its steps do not."""
     params = [SamplingParams(max_new_tokens=5, prompt_logprobs=index % 3 == 0) for index in range(len(PROMPTS))]
     outputs = []
     for skipping in (None, SKIPPING):
@@ -220,7 +220,7 @@ def test_a_step_in_which_nobody_generates_computes_one_row(models: Any) -> None:
         prompt_and_one(engine, PROMPTS[3])
         assert 7 == engine.stats().steps
     assert 64 == rows["model.layers.3.self_attn.q_proj"]
-    # One row that nobody reads in each of the first six steps, and the prompt's last token.
+    # One unused row in each of the first six steps, and the prompt's last token.
     assert 7 == rows["model.layers.4.self_attn.q_proj"]
 
 
@@ -265,7 +265,7 @@ def test_a_policy_leaves_skipping_off(models: Any) -> None:
         assert 1 + 17 == rows["model.layers.5.self_attn.q_proj"]
 
 
-# --- what is checked --------------------------------------------------------------------------------------------------
+# --- the checks -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variant", MAIN)

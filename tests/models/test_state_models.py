@@ -1,4 +1,4 @@
-"""Models with recurrent and convolution state: whatever schedule and cache do, the tokens are those of generate()."""
+"""Models with recurrent and convolution state: the tokens are those of generate(), with all schedules and caches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_any_chunk_and_block_size_gives_the_tokens_of_generate(
     options = {"max_num_batched_tokens": max_num_batched_tokens, "block_size": block_size}
     with models(family).engine(states={"checkpoints": checkpoints}, **options) as engine:
         assert expected == served(engine)
-        assert expected == served(engine)  # what the first round left behind is used, and is right
+        assert expected == served(engine)  # hits the blocks of the first round, which are right
 
 
 @pytest.mark.parametrize("family", MORE_STATE_FAMILIES)
@@ -60,7 +60,7 @@ def test_preempted_requests_give_the_same_tokens(
     options["states"] = {"checkpoints": checkpoints}
     memory = models(family).tight_memory(75, **options)
     if checkpoints == "none":
-        memory = memory * 5 // 4  # the least memory has states for one request only, which nothing preempts
+        memory = memory * 5 // 4  # the least memory has states for one request only, so nothing would be preempted
     options |= {"preemption": preemption, "prefix_caching": prefix_caching, "max_num_seqs": 8, "memory": memory}
     if preemption == "swap":
         options["swap_memory"] = "4MiB"
@@ -152,7 +152,7 @@ LONG = [[*SHARED, *ids(10 + index, 40)] for index in range(4)]
 
 @pytest.fixture(scope="module")
 def long_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function from a family to a model for long prompts and what it generates after each of ``LONG``."""
+    """Return a function from a family to a model for long prompts, and the tokens generated after each of ``LONG``."""
     folder = tmp_path_factory.mktemp("long")
 
     def make(family: str) -> tuple[TinyModel, list[tuple[int, ...]]]:
@@ -163,7 +163,7 @@ def long_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def computed_each(engine: Engine, expected: list[tuple[int, ...]]) -> list[int]:
-    """Serve the long prompts one after the other; return the tokens that each took."""
+    """Serve the long prompts one after the other; return the number of tokens that each computed."""
     computed = []
     for prompt, tokens in zip(LONG, expected, strict=True):
         before = engine.stats().computed_tokens

@@ -1,4 +1,4 @@
-"""Draft tokens that are refused leave no trace in a state: the next tokens are computed as if they had never been."""
+"""Rejected draft tokens leave no trace in a state: the next tokens are computed as if there had been no drafts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_DRAFTS = 3
 
 
 def compute(engine: Engine, fed: dict[str, tuple[int, list[int]]]) -> dict[str, torch.Tensor]:
-    """Compute tokens of several requests, each from a position on; return the logits of all of them."""
+    """Compute tokens of several requests, each from its own position on; return the logits of all of them."""
     manager, runner = engine._manager, engine._runner
     for request_id, (start, tokens) in fed.items():
         assert manager.extend(request_id, start + len(tokens))
@@ -79,7 +79,7 @@ def test_refused_drafts_leave_no_trace(models: Any, family: str, checkpoints: st
 
 
 Plain = tuple[list[torch.Tensor], float]
-"""The logits of token lists by the plain model, and how far rounding may take others from them."""
+"""The plain model's logits of token lists, and the difference that rounding may cause."""
 
 
 def plain_logits(model: Any, truth: list[list[int]]) -> Plain:
@@ -103,7 +103,7 @@ class Drafting:
         self.num_hit += self.done[name]
 
     def fork(self, name: str, new_name: str) -> None:
-        """Let another request go on with the same tokens and other drafts."""
+        """Fork a request, which continues with the same tokens and other drafts."""
         self.manager.fork(name, new_name, self.truth[name])
         for each in (self.truth, self.done, self.plain):
             each[new_name] = each[name]  # type: ignore[assignment]
@@ -113,7 +113,7 @@ class Drafting:
         assert self.manager.swap_in(name, self.done[name])
 
     def begin_again(self, name: str) -> None:
-        """Preempt a request by recomputation; what is cached of it is found."""
+        """Preempt a request by recomputation; its cached blocks are hit."""
         self.manager.free(name)
         self.start(name)
 

@@ -43,7 +43,7 @@ class Example:
 
     @contextmanager
     def engine(self, **options: Any) -> Iterator[Engine]:
-        """Give an engine; its options are those of the stack's tables, ``backend`` is for every layer."""
+        """Return an engine; its options are those of the stack's tables, and ``backend`` is for every layer."""
         extra = {name: options.pop(name) for name in ("skip_policy",) if name in options}
         rules = [{"layers": "*", "backend": options.pop("backend", "auto")}]
         cache = {name: options.pop(name) for name in ("hybrid", "prefix_caching") if name in options}
@@ -58,7 +58,7 @@ class Example:
             yield engine
 
     def generate(self, prompt: list[int], num_new_tokens: int = NUM_NEW_TOKENS) -> list[int]:
-        """Return what the dense forward generates."""
+        """Return the tokens that the dense forward generates."""
         tokens: list[int] = self.model.generate_densely(self.dense, prompt, num_new_tokens)
         return tokens
 
@@ -85,7 +85,7 @@ def served(engine: Engine, prompts: Any = PROMPTS) -> list[list[int]]:
 
 
 def count_rows(engine: Engine) -> list[int]:
-    """Return a list that gets the rows of each forward of the cross-decoder's last layer."""
+    """Return a list to which each forward adds the rows of the cross-decoder's last layer."""
     rows: list[int] = []
     model: Any = engine.model
     model.model.cross_decoder[-1].register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
@@ -112,7 +112,7 @@ def test_a_seed_gives_the_same_weights(yoco: Example) -> None:
     )
 
 
-# --- what it tells kvframe --------------------------------------------------------------------------------------------
+# --- its description --------------------------------------------------------------------------------------------------
 
 
 def test_one_layer_keeps_the_only_global_cache(yoco: Example) -> None:
@@ -204,7 +204,7 @@ def test_tokens_behind_a_cached_prefix_equal_the_dense_forward(
         assert yoco.expected[:5] == served(engine, PROMPTS[:5])
         before = engine.stats().cached_prompt_tokens
         assert yoco.expected[5:] == served(engine, PROMPTS[5:])
-        # The 5 blocks of the common 40 tokens, once for each of the two.
+        # The 5 blocks of the common 40 tokens, once for each of the two prompts.
         assert 2 * 40 == engine.stats().cached_prompt_tokens - before
 
 

@@ -1,4 +1,4 @@
-"""Memory that the machine does not have is refused in one sentence, before the operating system promises it."""
+"""An allocation for which there is too little memory is refused in one sentence, before the system grants it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def physical_pages() -> int:
 
 
 def plan_of(num_bytes: int) -> KVCachePlan:
-    """Return a plan of the fewest slabs that take more than ``num_bytes``."""
+    """Return a plan with the fewest slabs that take more than ``num_bytes``."""
     plan = plan_cache(GROUPING, memory_bytes=20_000, max_model_len=32, max_num_batched_tokens=8)
     return attrs.evolve(plan, num_slabs=num_bytes // plan.slab_bytes + 1)
 
@@ -73,7 +73,7 @@ LIMITED = 2**28
 
 
 def in_groups(folder: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str]) -> None:
-    """Let this process be in control groups that have such files."""
+    """Put this process into control groups with these files."""
     (folder / "own").write_text(own)
     for name, text in files.items():
         path = folder / "groups" / name

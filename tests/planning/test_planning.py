@@ -54,7 +54,7 @@ def test_a_slab_is_cut_into_as_many_small_pages_as_the_largest_page_needs() -> N
     grouping = group_layers([layer("a", full(16, 100)), layer("b", ranged(16, 6597, window=64))])
     plan = plan_cache(grouping, memory_bytes=2**30, max_model_len=4096, max_num_batched_tokens=64)
     small, large = plan.groups
-    # 65 small pages would leave the room of nearly one more in each of their slabs.
+    # With 65 small pages, almost one more would fit into each of their slabs.
     assert (66, 1) == (small.pages_per_slab, large.pages_per_slab)
     assert 66 * small.page_bytes == plan.slab_bytes
     assert 0.0005 > plan.waste_fraction
@@ -168,7 +168,7 @@ def test_auto_leaves_room_for_copies_of_pages(monkeypatch: pytest.MonkeyPatch) -
     grouping = group_layers(layers)
     whole = plan_for_stack(grouping, Stack(), 2**16)
     assert 2**21 - whole.slab_bytes < whole.total_bytes <= 2**21
-    # Of two layers of int8 and scales, one is copied as float32: copies of all pages take almost twice the pages.
+    # Of two layers of int8 and scales, one is copied as float32, so all copies take almost twice the pages.
     assert 1.7 * whole.total_bytes < copied_bytes(whole, grouping, layers) < 2 * whole.total_bytes
     plan = plan_for_stack(grouping, Stack(), 2**16, copied=layers)
     taken = plan.total_bytes + copied_bytes(plan, grouping, layers)
@@ -221,12 +221,12 @@ def test_a_spec_with_a_bad_field_says_which() -> None:
         attrs.evolve(full(), dtype="flaot16")
 
 
-# --- what a token, a request and an input take ------------------------------------------------------------------------
+# --- bytes of a token, a request and an input -------------------------------------------------------------------------
 
 
 @attrs.frozen(kw_only=True)
 class OneBlockSize(RangeSpec):
-    """A window that takes blocks of four tokens only."""
+    """A window that works only with blocks of four tokens."""
 
     block_size: int = attrs.field(validator=attrs.validators.in_([4]))
 

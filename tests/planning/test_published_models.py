@@ -1,4 +1,4 @@
-"""The layer files of published models are what transformers makes of the published configs, and waste nothing."""
+"""The layer files of published models agree with transformers' models of the published configs, and waste nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvframe.planning.recognise import describe_model
 LAYER_FILES = Path(__file__).resolve().parents[2] / "examples" / "layers"
 PUBLISHED = tuple(path.name for path in sorted(LAYER_FILES.iterdir()) if path.name != "shared_caches.toml")
 
-# The published sizes, where transformers' defaults are others.
+# The published sizes that differ from transformers' defaults.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_3_1_8b.toml": (
         "Llama",
@@ -103,7 +103,7 @@ def registry() -> Registry:
 def kinds_of_layers(
     description: ModelDescription, registry: Registry, *, with_query: bool
 ) -> Counter[tuple[KVCacheSpec | None, bool, QuerySpec | None]]:
-    """Return what layers keep, or read of another's, and how many do so."""
+    """Return the kinds of caches that layers keep or share, with the number of layers of each."""
     layers = make_layer_specs(description, registry, Stack(), "bfloat16")
     return Counter((layer.spec, layer.shares_with is None, layer.query if with_query else None) for layer in layers)
 
@@ -117,7 +117,7 @@ def test_a_layer_file_is_what_transformers_makes_of_the_published_config(
     config.architectures = [f"{MODELS.get(name, name)}For{HEADS.get(name, 'CausalLM')}"]
     config.save_pretrained(tmp_path)
     expected, found = describe_model(tmp_path / "config.json", registry), read_layer_file(LAYER_FILES / file)
-    # The layers of Gemma 3 are written down without their queries, as planning needs them.
+    # Gemma 3's layer file has no query sides, because planning does not need them.
     expected_layers, found_layers = (
         kinds_of_layers(each, registry, with_query=file != "gemma_3_27b.json") for each in (expected, found)
     )

@@ -1,4 +1,4 @@
-"""Plans of a model whose layers are spread over ranks: each its own memory, all the same decisions."""
+"""Plans of a model whose layers are spread over ranks: each rank has its own memory, and all make equal decisions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder tree is the architecture: who may import whom, what stays free of torch, what the core must not know."""
+"""The folder tree is the architecture: allowed imports, modules without torch, and names that the core must not use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvframe.loading.plugins import load_plugins
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "kvframe"
 
-# The flow of the design, one stage a line. A name stands for a module, or for a package and all that is in it.
+# The flow of the design, one stage a line. A name stands for a module, or for a package and all its modules.
 FLOW = (
     ("contract",),
     ("loading",),
@@ -49,10 +49,10 @@ FLOW = (
     ("engine",),
     ("cli", "__main__"),
 )
-# What lies beside the flow: built-in types are a plugin like any other, and the test kit may use everything.
+# Outside of the flow: built-in types are a plugin like any other, and the test kit may use everything.
 BESIDE = ("builtin", "testing")
 
-# Modules of the contract that are written in torch's types, and modules of other packages that load no torch.
+# Modules of the contract that use torch's types, and modules of other packages that load no torch.
 NEED_TORCH = {"backend", "declared_words", "operator", "order", "relative_bias"}
 ALSO_TORCH_FREE = (
     "kvframe.selection.identity",
@@ -66,7 +66,7 @@ ALSO_TORCH_FREE = (
     "kvframe.cli.plugins",
 )
 
-# What plugins, and their tests, may import: the names of ``kvframe``, the contract, and the test kit.
+# The imports that plugins and their tests may have: the names of ``kvframe``, the contract, and the test kit.
 PUBLIC = re.compile(r"kvframe|kvframe\.(contract|testing)(\.\w+)?")
 PLUGIN_FILES = sorted((ROOT / "plugins").glob("*/src/**/*.py"))
 
@@ -123,7 +123,7 @@ def private_imports(path: Path) -> set[str]:
 
 
 def stage_of(module: str) -> int:
-    """Return a module's place in the flow: that of the longest name that it is, or lies in."""
+    """Return a module's stage in the flow: that of the longest name that equals or contains it."""
     places = {name: index for index, stage in enumerate(FLOW) for name in stage}
     names = [name for name in places if module == name or module.startswith(f"{name}.")]
     assert names, f"kvframe.{module} has no place in the flow; add it to FLOW where it belongs"
@@ -138,7 +138,7 @@ FLOW_FILES = {name: path for name, path in core_files().items() if in_flow(name)
 
 
 def later_imports(*, at_type_checking: bool) -> dict[str, set[str]]:
-    """Return, for each module that imports one of a later stage, which."""
+    """Return the imports of later stages, for each module that has any."""
     found = {}
     for module, path in FLOW_FILES.items():
         imported = {name for name in core_imports(path, at_type_checking=at_type_checking) if in_flow(name)}
@@ -266,7 +266,7 @@ def test_the_documents_show_imports() -> None:
     }
 
 
-# --- what a test must not do ------------------------------------------------------------------------------------------
+# --- what tests must not do -------------------------------------------------------------------------------------------
 
 
 TEST_FILES = sorted(
@@ -281,7 +281,7 @@ CLOCKS = re.compile(
 
 
 def clocks_read(source: str) -> list[str]:
-    """Return what a test reads of time, or leaves to a clock to decide."""
+    """Return the calls of a test that read a clock or depend on one."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -304,7 +304,7 @@ def test_a_clock_is_seen_however_it_is_read() -> None:
 
 
 def test_no_test_reads_a_clock() -> None:
-    # A test that reads one fails on a busy machine; what makes a thing slow can be counted.
+    # A test that reads a clock fails on a busy machine; it can count the work instead.
     assert len(TEST_FILES) > 100
     assert {} == {
         str(path.relative_to(ROOT)): clocks
@@ -313,7 +313,7 @@ def test_no_test_reads_a_clock() -> None:
     }
 
 
-# --- what the core must not know --------------------------------------------------------------------------------------
+# --- what the core must not use ---------------------------------------------------------------------------------------
 
 
 CONTRACT = (KVCacheSpec, AttentionBackend, AttentionMetadataBuilder, MetadataWrapper, ModelAdapter, LoadedModel)
@@ -329,7 +329,7 @@ def nodes(module: str) -> Iterator[ast.AST]:
 
 
 def types_asked_for(module: str) -> Iterator[str]:
-    """Yield the name of every class that the code tests a value's type against."""
+    """Yield the name of every class in the code's type checks of values."""
     for node in nodes(module):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
             yield from (name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name))
@@ -344,7 +344,7 @@ def test_the_core_never_asks_for_the_type_of_what_a_plugin_gives() -> None:
     assert {module for module in FLOW_FILES if types & set(types_asked_for(module))} == set()
 
 
-# A backend for CPUs has the name that torch gives them.
+# A backend for CPUs has torch's name of the device.
 @pytest.mark.parametrize("name", [name for name in REGISTERED if name != "cpu"])
 def test_the_core_holds_no_registered_name(name: str) -> None:
     strings = {
@@ -379,7 +379,7 @@ print(json.dumps(first))
 
 
 def first_to_import(modules: list[str]) -> dict[str, str]:
-    """Import ``modules`` in order in a fresh interpreter; return for each heavy package who brought it in."""
+    """Import ``modules`` in order in a fresh interpreter; return the importer of each heavy package."""
     command = [sys.executable, "-W", "error", "-c", _IMPORT_EACH, json.dumps(modules)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr

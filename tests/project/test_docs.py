@@ -1,4 +1,4 @@
-"""What the documents say is so: their code runs, their commands print what they show, their tables are complete."""
+"""The documents are right: their code runs, their commands print the shown output, their tables are complete."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLUGINS = sorted(path.parent for path in (ROOT / "plugins").glob("*/pyproject.to
 
 @attrs.frozen
 class Block:
-    """One fenced block: its language, its text, and the file that its first line says it is."""
+    """One fenced block: its language, its text, and the name of the file that its first line gives."""
 
     language: str
     text: str
@@ -69,7 +69,7 @@ def quoted(cell: str) -> list[str]:
 
 @pytest.fixture(scope="session")
 def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make the demo's model with a single step of training: enough to try the commands on."""
+    """Make the demo's model with a single step of training, which is enough to try the commands."""
     spec = importlib.util.spec_from_file_location("make_model", ROOT / "examples" / "demo" / "make_model.py")
     assert spec is not None
     assert spec.loader is not None
@@ -82,10 +82,10 @@ def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workplace(tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Give a function that puts a document's files where its reader would have them, and stay there."""
+    """Return a function that writes a document's files into a folder for its reader, and changes to that folder."""
 
     def set_up(document: str) -> None:
-        # A page may use the files of an earlier one, and says so.
+        # A page may use the files of an earlier one, which it names.
         for page in re.findall(r"goes on from \[[^]]+\]\((\w+\.md)\)", read(document)):
             set_up(f"docs/{page}")
         for block in blocks(document, "python") + blocks(document, "toml"):
@@ -104,7 +104,7 @@ def workplace(tmp_path: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.syspath_prepend(str(tmp_path / "src"))
     yield set_up
     for name, module in list(sys.modules.items()):
-        if type(module) is ModuleType:  # others may make up any attribute
+        if type(module) is ModuleType:  # other objects may invent any attribute
             places = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
             if any(place.startswith(f"{tmp_path}/") for place in places):
                 del sys.modules[name]
@@ -125,7 +125,7 @@ def install(folder: Path) -> None:
 
 
 def code(document: str) -> list[str]:
-    """Return the blocks of Python that are no files."""
+    """Return the blocks of Python that are not files."""
     return [block.text for block in blocks(document, "python") if not block.file]
 
 
@@ -164,7 +164,7 @@ def test_commands_run_and_print_what_is_shown(
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
     if shown:
-        # "…" stands for anything: what else is installed, say.
+        # "…" stands for anything, for example other installed plugins.
         expected = ".*".join(re.escape(part) for part in shown.rstrip().split("…"))
         assert re.fullmatch(expected, result.output.rstrip(), re.DOTALL), result.output
 
@@ -207,7 +207,7 @@ def test_a_newcomer_is_told_what_to_type(document: str) -> None:
 
 
 NOT_IMPORTED = re.compile(r"kvframe\.(v1(\.api)?|(prefix|inputs|content)\.?1)")
-"""Entry-point groups, and what keys are hashed with."""
+"""Entry-point groups, and keys of hashes."""
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -221,7 +221,7 @@ def test_the_modules_and_names_that_are_named_exist(document: str) -> None:
 
 
 def is_made(name: str) -> bool:
-    """Return whether a top-level name is one that .gitignore keeps out, or git's own."""
+    """Return whether a top-level name is excluded by .gitignore, or is git's own folder."""
     patterns = [line.strip().rstrip("/") for line in read(".gitignore").splitlines() if line.strip()]
     return name == ".git" or any(fnmatch(name, pattern) for pattern in patterns)
 

@@ -1,4 +1,4 @@
-"""The examples run as their readers would run them, and the files they come with are valid."""
+"""The examples run as their readers would run them, and their files are valid."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_model_runs_without_arguments() -> None:
     output = run("run_a_model.py").splitlines()
     assert [24, 24, 24] == [line.count(",") + 1 for line in output[:3]]
     assert "96 tokens in" in output[-2]
-    # Two of the first prompt's three blocks lie before its last token: for the second prompt, and for itself again.
+    # Two of the first prompt's three blocks end before its last token: for the second prompt, and for its repetition.
     assert "64 of 140 prompt tokens came from the prefix cache" == output[-1]
 
 
@@ -43,7 +43,7 @@ def test_a_system_prompt_is_saved_in_one_process_and_loaded_in_another() -> None
 
 def test_the_cache_manager_serves_a_batch_without_the_engine() -> None:
     lines = run("manage_a_cache.py").splitlines()
-    # 443 tokens with those generated: 28 blocks, and of the window of 64 tokens the last five.
+    # 443 tokens with the generated ones: 28 blocks, and the last five of the window of 64 tokens.
     assert "pages held at the end: {'a0': [28, 5], 'a1': [28, 5], 'a2': [28, 5]}" == lines[0]
     assert "tokens found: {'b0': 400, 'b1': 400, 'b2': 400}" == lines[3]
     assert "400 tokens are pinned, in 29 pages" == lines[4]

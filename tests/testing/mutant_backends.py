@@ -1,4 +1,4 @@
-"""Backends with one mistake each, and the first case or run of the kit that shows it."""
+"""Backends with one bug each, and the first case or run of the kit that finds it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.testing.plain_backend import Built, PlainBackend, PlainBuilder
 Forward = tuple[LayerSpec, torch.Tensor, KVCache, Built, torch.Tensor | None]
 
 MISTAKES: dict[str, tuple[type[AttentionBackend], str, str]] = {}
-"""For each mistake: the backend, the case or run of the kit that shows it, and a part of what the kit says."""
+"""For each bug: the backend, the case or run of the kit that finds it, and a part of the kit's error."""
 
 
 def shown_by(mistake: str, where: str, message: str = "wrong, the first at") -> Any:
-    """Note a backend with a mistake."""
+    """Add a backend with a bug to the list."""
 
     def note(backend_class: type[AttentionBackend]) -> type[AttentionBackend]:
         assert mistake not in MISTAKES
@@ -32,7 +32,7 @@ def shown_by(mistake: str, where: str, message: str = "wrong, the first at") -> 
 
 
 class Forwards(PlainBackend):
-    """Changes what ``forward`` is given."""
+    """Changes the arguments of ``forward``."""
 
     def given(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, built: Built, sinks: torch.Tensor | None
@@ -46,7 +46,7 @@ class Forwards(PlainBackend):
 
 
 class Returns(PlainBackend):
-    """Changes what ``forward`` returns."""
+    """Changes the result of ``forward``."""
 
     def returned(self, output: torch.Tensor, query: torch.Tensor) -> Any:
         return output
@@ -63,7 +63,7 @@ def over(built: Built, **changes: Any) -> Built:
     return attrs.evolve(built, common=attrs.evolve(built.common, **changes))
 
 
-# --- of another step or layer -----------------------------------------------------------------------------------------
+# --- another step or layer --------------------------------------------------------------------------------------------
 
 
 @shown_by("the block table of the first step is kept", "head_size=64-num_kv_heads=1-full-decodes", "step 2")
@@ -142,7 +142,7 @@ class UsesAnotherLayersBias(PlainBackend):
             self.parameters[each.name] = parameters
 
 
-# --- of a size --------------------------------------------------------------------------------------------------------
+# --- a size -----------------------------------------------------------------------------------------------------------
 
 
 class WrongAboveHeadSize(PlainBackend):
@@ -195,7 +195,7 @@ class LeavesOutRequest16(Forwards):
         return layer, query, kv_cache, over(built, query_start_loc_cpu=starts[:17]), sinks
 
 
-# --- of the mask ------------------------------------------------------------------------------------------------------
+# --- the mask ---------------------------------------------------------------------------------------------------------
 
 
 class OtherWindow(PlainBackend):
@@ -276,11 +276,11 @@ class DropsTheLastTokenOfBlocks(PlainBackend):
         return found
 
 
-# --- of scores --------------------------------------------------------------------------------------------------------
+# --- scores -----------------------------------------------------------------------------------------------------------
 
 
 class OtherLayer(Forwards):
-    """Takes the layer's query side to be another."""
+    """Replaces the layer's query side."""
 
     def query_side(self, layer: LayerSpec) -> dict[str, Any]:
         return {}
@@ -336,7 +336,7 @@ class ComputesInHalfPrecision(Forwards):
         return layer, query.bfloat16().float(), kv_cache, built, sinks
 
 
-# --- of pages ---------------------------------------------------------------------------------------------------------
+# --- pages ------------------------------------------------------------------------------------------------------------
 
 
 @shown_by("pages are taken to lie in order", "full-block=16-uneven")
@@ -402,7 +402,7 @@ class StoresKeysAsValues(PlainBackend):
         super().write_kv(key, key if key.shape == value.shape else value, kv_cache, slots)
 
 
-# --- of the builder ---------------------------------------------------------------------------------------------------
+# --- the builder ------------------------------------------------------------------------------------------------------
 
 
 @shown_by("refreshed metadata has the first table", "full-block=1-prefill", "refreshed metadata")
@@ -425,7 +425,7 @@ class RefreshesAnotherField(PlainBackend):
         return self.Builder()
 
 
-# --- of what is returned and written ----------------------------------------------------------------------------------
+# --- results and writes -----------------------------------------------------------------------------------------------
 
 
 @shown_by("nothing is returned", "full-block=1-prefill", "returns NoneType")

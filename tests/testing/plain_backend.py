@@ -1,4 +1,4 @@
-"""A right backend that is made of small steps, so that a wrong one is this one with another step."""
+"""A correct backend made of small methods, so that a mutant overrides one of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvframe.testing.reference import relative_bias
 
 @attrs.frozen(eq=False)
 class Built:
-    """What the plain backend reads of a step.
+    """A step's metadata for the plain backend.
 
     Attributes:
         common: The step's metadata.
@@ -43,7 +43,7 @@ class PlainBuilder(AttentionMetadataBuilder):
 
 
 class PlainBackend(AttentionBackend):
-    """Attention of one request after another over the tokens that its queries see, by definition."""
+    """Attention by its definition, one request after the other, over the visible tokens."""
 
     capabilities = Capabilities(
         devices=frozenset({"cpu"}),
@@ -149,7 +149,7 @@ class PlainBackend(AttentionBackend):
         return scores if cap is None else cap * torch.tanh(scores / cap)
 
     def bias(self, layer: LayerSpec, first: int, seq_len: int) -> torch.Tensor | None:
-        """Return what is added to the scores, ``[num_heads, num_queries, seq_len]``; None for nothing."""
+        """Return the bias of the scores, ``[num_heads, num_queries, seq_len]``; None if there is none."""
         assert layer.query is not None
         if layer.query.relative_bias is None:
             return None

@@ -1,4 +1,4 @@
-"""Attention in floats, each time in another order of operations: all are right, and no two round alike."""
+"""Attention in floats with different orders of operations: all are right, and no two round alike."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOG2_E = math.log2(math.e)
 
 @attrs.frozen(kw_only=True, eq=False)
 class Given:
-    """What ``dense_attention`` takes, by the names of its arguments."""
+    """The arguments of ``dense_attention``, by name."""
 
     layer: QuerySpec
     query: torch.Tensor
@@ -38,7 +38,7 @@ class Given:
         )
 
     def of_tokens(self, tokens: torch.Tensor) -> Given:
-        """Return the same for some of the tokens, in an order."""
+        """Return the arguments for some of the tokens, in an order."""
         bias = None if self.bias is None else self.bias[:, :, tokens]
         return attrs.evolve(
             self, key=self.key[tokens], value=self.value[tokens], visible=self.visible[:, tokens], bias=bias
@@ -46,12 +46,12 @@ class Given:
 
 
 def by_definition(given: Given) -> torch.Tensor:
-    """The definition, every operation rounded to the dtype."""
+    """The definition, with every operation rounded to the dtype."""
     return dense_attention(**attrs.asdict(given, recurse=False))
 
 
 def permuted(given: Given) -> torch.Tensor:
-    """The definition, over tokens and elements in another order."""
+    """The definition, with tokens and elements in another order."""
     generator = torch.Generator().manual_seed(len(given.key))
     given = given.of_tokens(torch.randperm(len(given.key), generator=generator))
     parts = torch.randperm(given.query.shape[2], generator=generator)
@@ -59,13 +59,13 @@ def permuted(given: Given) -> torch.Tensor:
 
 
 def scaled_first(given: Given) -> torch.Tensor:
-    """The definition, with the scale in the query, which is rounded once more."""
+    """The definition, with the scale multiplied into the query, which is rounded once more."""
     layer = attrs.evolve(given.layer, scale=1.0)
     return by_definition(attrs.evolve(given, layer=layer, query=given.query * given.layer.scale))
 
 
 def one_by_one(given: Given) -> torch.Tensor:
-    """Every sum from the last term to the first, each added to the others' sum."""
+    """Every sum from the last term to the first."""
     wide = _wide(given)
     scores = wide.query.new_zeros(wide.query.shape[1], len(wide.query), len(wide.key))
     for part in reversed(range(wide.query.shape[2])):
@@ -89,8 +89,8 @@ def one_by_one(given: Given) -> torch.Tensor:
 def blocked(given: Given, *, size: int = 5, num_splits: int = 1) -> torch.Tensor:
     """Online softmax over blocks of tokens (FlashAttention, arXiv 2205.14135), in base 2.
 
-    Weights are rounded to the dtype before they meet the values. With several splits, parts of the tokens are computed
-    on their own and merged by the logarithms of their sums, and the sinks are one more part.
+    Weights are rounded to the dtype before they are multiplied by values. With several splits, parts of the tokens are
+    computed separately and merged by the logarithms of their sums; the sinks are one more part.
     """
     wide = _wide(given)
     parts = []
@@ -127,18 +127,18 @@ def split(given: Given) -> torch.Tensor:
 ORDERS: Mapping[str, Callable[[Given], torch.Tensor]] = {
     each.__name__: each for each in (by_definition, permuted, scaled_first, one_by_one, blocked, split)
 }
-"""Each way by name."""
+"""Every order, by name."""
 
 
 def _wide(given: Given) -> Given:
-    """Return the same in the dtype that kernels sum in, with a key and a value for each query head."""
+    """Return the arguments in the dtype that kernels sum in, with a key and a value for each query head."""
     wide = given.to(torch.float32) if given.query.dtype.itemsize < 4 else given
     kv_head = torch.arange(given.query.shape[1]) // (given.query.shape[1] // given.key.shape[1])
     return attrs.evolve(wide, key=wide.key[:, kv_head], value=wide.value[:, kv_head])
 
 
 def _finish(given: Given, products: torch.Tensor) -> torch.Tensor:
-    """Return the scores of products of queries and keys."""
+    """Return the scores from the products of queries and keys."""
     scores = products * given.layer.scale
     if given.layer.soft_cap is not None:
         scores = given.layer.soft_cap * torch.tanh(scores / given.layer.soft_cap)

@@ -1,4 +1,4 @@
-"""Both built-in backends on everything that they declare, and the conformance kit on backends that are wrong."""
+"""Both built-in backends on all cases of their capabilities, and the conformance kit on wrong backends."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_practical_backends_limits_bound_memory_and_change_no_result(
     check_backend(TorchBackend, case_of(TorchBackend, name))
 
 
-# --- what is declared, and what is refused ----------------------------------------------------------------------------
+# --- declarations and refusals ----------------------------------------------------------------------------------------
 
 
 def test_the_reference_serves_every_layer_of_the_grid() -> None:
@@ -279,11 +279,11 @@ def test_a_query_sees_what_is_live_and_itself() -> None:
     assert [[0, 0, 1, 0], [0, 0, 1, 1]] == visible_tokens(attrs.evolve(NARROW_SPEC, chunk=2), 2, 4).int().tolist()
 
 
-# --- the kit sees what is wrong ---------------------------------------------------------------------------------------
+# --- the kit finds bugs -----------------------------------------------------------------------------------------------
 
 
 class Wrong(TorchReferenceBackend):
-    """The reference with one mistake, made in the layer or the tensors that it computes with."""
+    """The reference with one bug, in the layer or the tensors that it uses."""
 
     def layer_used(self, layer: LayerSpec) -> LayerSpec:
         return layer
@@ -337,7 +337,7 @@ class NoRelativeBias(Wrong):
 
 
 class SeesItself(TorchReferenceBackend):
-    """Takes it for granted that a query's own key is in the cache."""
+    """Assumes that a query's own key is in the cache."""
 
     def forward(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None

@@ -1,4 +1,4 @@
-"""Every pair of wrappers and backends computes what the layer's mask says or is refused with a code: the matrix."""
+"""Every pair of wrappers and backends computes the layer's mask, or is refused with a code: the matrix."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_the_two_wrappers_compute_some_of_the_grid(backend: str, registry: Regis
         check_backend(backend_class, case, device)
 
 
-# --- plugins of others ------------------------------------------------------------------------------------------------
+# --- other people's plugins -------------------------------------------------------------------------------------------
 
 
 class SlightlyWrong(TorchReferenceBackend):

@@ -1,4 +1,4 @@
-"""The conformance kit on what metadata builders declare: it is held to, and each mistake is seen."""
+"""The conformance kit checks the declarations of metadata builders, and finds each bug."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Built:
 
 
 class Builder(AttentionMetadataBuilder):
-    """Splits its batches, and tells which of its fields depend on the block table."""
+    """Splits its batches, and declares which of its fields depend on the block table."""
 
     batch_order = BatchOrder(extends_first=True)
     table_fields = frozenset({"block_table"})

@@ -1,4 +1,4 @@
-"""The conformance kit checks something, always: what ``forward`` returns is looked at, and zero cases are an error."""
+"""The conformance kit always checks something: it examines what ``forward`` returns, and zero cases are an error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def returning(change: Callable[[torch.Tensor], object], base: type[AttentionBack
     return type("Returns", (base,), {"forward": forward})
 
 
-# The one builds metadata that is refreshed, the other asks for an order of requests.
+# One builds metadata that are refreshed, the other asks for an order of requests.
 @pytest.mark.parametrize("base", [TorchBackend, TorchReferenceBackend])
 @pytest.mark.parametrize(
     ("change", "message"),

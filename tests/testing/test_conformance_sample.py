@@ -1,4 +1,4 @@
-"""A sample of the grid is small, and everything that a grid is made of comes up in it."""
+"""A sample of the grid is small, and contains every trait of the grid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conformance kit behind wrapper chains: plain wrappers pass it, and each mistake is seen."""
+"""The conformance kit after wrapper chains: plain wrappers pass, and each bug is found."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ints(values: list[int]) -> torch.Tensor:
 
 @attrs.frozen
 class KeepGenerating(MetadataWrapper):
-    """Keeps the tokens that generate, counted request by request."""
+    """Keeps the generating tokens, counted request by request."""
 
     name: ClassVar[str] = "keep_generating"
     fields: ClassVar[Mapping[str, FieldUse]] = FIELDS
@@ -49,7 +49,7 @@ class KeepGenerating(MetadataWrapper):
         return self
 
     def counts(self, metadata: CommonAttentionMetadata) -> list[int]:
-        """How many tokens of each request generate."""
+        """The number of generating tokens of each request."""
         starts = metadata.query_start_loc_cpu.tolist()
         kept = metadata.generating_indices_cpu[: metadata.num_generating].tolist()
         return [sum(start <= row < stop for row in kept) for start, stop in itertools.pairwise(starts)]
@@ -146,7 +146,7 @@ def test_plain_wrappers_compute_what_the_layers_mask_says(case: Case) -> None:
     check_backend(TorchReferenceBackend, case)
 
 
-# --- which cases there are --------------------------------------------------------------------------------------------
+# --- the cases --------------------------------------------------------------------------------------------------------
 
 
 def test_chains_are_crossed_with_the_layers_that_they_serve() -> None:
@@ -185,7 +185,7 @@ def test_what_does_not_compose_is_refused_by_code(
     assert [code] == [refusal.code for refusal in refused]
 
 
-# --- the kit sees what is wrong ---------------------------------------------------------------------------------------
+# --- the kit finds bugs -----------------------------------------------------------------------------------------------
 
 
 class ChunkTooLong(CutChunks):

@@ -1,4 +1,4 @@
-"""The error that the kit allows: the same on every machine, enough for any order of sums, too little for a mistake."""
+"""The kit's error bound: equal on every machine, large enough for any order of sums, too small for a bug."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ CASES = sample(make_cases(TorchReferenceBackend.capabilities))
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 RIGHT = 1 / 3
-"""What is right uses this part of the bound at most. In the whole grids of all backends it is 0.33, and 0.2 but for
-latents, on kernels for SSE, AVX2 and AVX-512 alike; so another machine may err by three times as much."""
+"""The largest error of a correct output, as a part of the bound. In the whole grids of all backends it is 0.33, and 0.2
+without latents, on kernels for SSE, AVX2 and AVX-512; so another machine may err by three times as much."""
 
 WRONG = 20
-"""What is wrong in float32 exceeds the bound by this factor at least."""
+"""A wrong output in float32 exceeds the bound by this factor at least."""
 
 
 @cache
 def requests(case: Case) -> tuple[tuple[Given, torch.Tensor], ...]:
-    """Return each request's numbers, and its bound."""
+    """Return each request's arguments, and its bound."""
     generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
     inputs = draw_inputs(case, generator)
     return tuple(
@@ -50,14 +50,14 @@ def bound_of(given: Given, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def part_of_bound(found: torch.Tensor, given: Given, bound: torch.Tensor) -> float:
-    """Return the largest error as a part of the bound; NaN if anything is."""
+    """Return the largest error as a part of the bound; NaN if any value is NaN."""
     errors = (found.double() - by_definition(given)).abs()
     parts = torch.where(errors == 0, errors, errors / bound)
     return float(parts.amax()) if parts.numel() else 0.0
 
 
 def max_part(case: Case, attend: Callable[[Given], torch.Tensor]) -> float:
-    """Return the largest of the requests' parts."""
+    """Return the largest part among the requests."""
     return max(part_of_bound(attend(given), given, bound) for given, bound in requests(case))
 
 
@@ -136,7 +136,7 @@ def test_a_mistake_is_far_beyond_the_bound_in_every_case_that_it_can_change(mist
         if case.query_dtype != torch.float32:
             continue
         part = max_part(case, lambda given: by_definition(mistake(given)))
-        # Of a single token, a query sees its value, whatever the score.
+        # With a single token, a query's output is its value, for any score.
         if part > 0 and max(int(given.visible.sum(1).max()) for given, _ in requests(case)) > 1:
             num_changed += 1
             assert part > WRONG, case.name

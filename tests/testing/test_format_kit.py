@@ -1,4 +1,4 @@
-"""The kit finds what is wrong with a format, and with a backend that says it reads one."""
+"""The kit finds what is wrong with a format, and with a backend that declares that it reads one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Halves(PlainFormat):
 
 
 class Coarse(Halves):
-    """Rounds, and does not say so."""
+    """Rounds, but declares no rounding."""
 
     def write(self, key: Any, value: Any, kv_cache: Any, slots: Any) -> None:
         super().write((key * 16).round() / 16, value, kv_cache, slots)
@@ -120,14 +120,14 @@ class Resizes(Halves):
 
 
 class OtherTensors(Halves):
-    """Does not write to what it is given."""
+    """Does not write to its arguments."""
 
     def read(self, kv_cache: Any, block_ids: Any, out: Any) -> None:
         out.update({name: kv_cache[name].index_select(0, block_ids) * 2 for name in out})
 
 
 class OtherDtype(Halves):
-    """Stores whole numbers, and does not say so."""
+    """Stores whole numbers, but declares no rounding."""
 
     def state_tensors(self, *sizes: Any) -> Mapping[str, StateTensor]:
         return super().state_tensors(*sizes[:-1], "int8")
@@ -199,7 +199,7 @@ def test_the_kit_says_what_is_wrong(kv_format: type[KVFormat], message: str) -> 
 
 @attrs.frozen(kw_only=True)
 class Swapped(Halves):
-    """Values first."""
+    """Stores values first."""
 
     name: ClassVar[str] = "swapped"
 
@@ -208,7 +208,7 @@ class Swapped(Halves):
 
 
 class ReadsHalves(TorchReferenceBackend):
-    """Reads pages of halves itself."""
+    """Reads pages of half-size values itself."""
 
     capabilities = attrs.evolve(
         TorchReferenceBackend.capabilities, formats=frozenset({"plain", "halves"}), takes_copies=False

@@ -1,4 +1,4 @@
-"""The kit finds every mistake of a list in what the documented loop runs, and finds none in the right backend."""
+"""The kit, run as documented, finds every bug of a list of backends, and none in the correct backend."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def one_thread() -> None:
 
 
 def loop(backend: type[AttentionBackend] = PlainBackend) -> dict[str, Check]:
-    """Everything that docs/write_a_backend.md says to run for a backend, by name."""
+    """Return the checks that docs/write_a_backend.md tells authors to run, by name."""
     cases: dict[str, Check] = {
         case.name: partial(check_backend, case=case) for case in make_cases(backend.capabilities)
     }
@@ -37,7 +37,7 @@ def loop(backend: type[AttentionBackend] = PlainBackend) -> dict[str, Check]:
 
 LOOP = loop()
 FIRST = {mistake: next(name for name in LOOP if where in name) for mistake, (_, where, _) in MISTAKES.items()}
-"""The part of the loop that shows a mistake: run first, so that it is found without the others."""
+"""The check that finds a bug: it runs first, so that the others need not run."""
 
 
 def test_the_list_is_long() -> None:

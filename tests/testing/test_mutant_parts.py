@@ -1,4 +1,4 @@
-"""The kit finds every mistake of a list in specs, formats and eviction policies, and none in those without one."""
+"""The kit finds every bug of a list in specs, formats and eviction policies, and none in those without one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Right(AttentionSpec):
 
 @attrs.frozen(kw_only=True)
 class RightWithoutAMask(Right):
-    """The same, said by live ranges only."""
+    """The same, by live ranges only."""
 
     @property
     def mask(self) -> AttentionMask | None:
@@ -48,7 +48,7 @@ class RightWithoutAMask(Right):
 
 
 def ranges(change: Callable[[int, Any], Any], base: type[Right] = Right, **others: Any) -> type[Right]:
-    """Return a spec with other live ranges: by the position and the right ones."""
+    """Return a spec with other live ranges: a function of the position and the right ranges."""
     return spec(base, live_ranges=lambda self, n: change(n, base.live_ranges(self, n)), **others)
 
 
@@ -154,7 +154,7 @@ def test_the_kit_finds_a_mistake_in_a_spec(mistake: str) -> None:
 
 @attrs.frozen(kw_only=True)
 class Signs(PlainFormat):
-    """Magnitudes, and signs beside them."""
+    """Stores magnitudes, and signs beside them."""
 
     name: ClassVar[str] = "signs"
 
@@ -261,7 +261,7 @@ def test_the_kit_finds_a_mistake_in_a_format(mistake: str) -> None:
 
 @attrs.frozen
 class Says(EvictionPolicy):
-    """Whatever a function says."""
+    """Answers with the result of a given function."""
 
     name = "says"
     function: Callable[[LetGo], Any]
@@ -271,7 +271,7 @@ class Says(EvictionPolicy):
 
 
 def right(pages: LetGo) -> Any:
-    """Give what was used one more filling of the pool for each use, nine at most."""
+    """Delay each page by one filling of the pool for each use, nine at most."""
     return pages.clock + np.minimum(pages.uses, 9) * pages.capacity
 
 

@@ -1,4 +1,4 @@
-"""The kit finds every mistake of a list in wrappers, and finds none in the wrappers without one."""
+"""The kit finds every bug of a list in wrappers, and none in the wrappers without one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Change = Callable[[CommonAttentionMetadata, CommonAttentionMetadata], Mapping[st
 
 
 def after(base: type[MetadataWrapper], change: Change, **declared: Any) -> MetadataWrapper:
-    """Return a wrapper with a change of what it makes of a batch: fields by what went in and what would come out."""
+    """Return a wrapper with a change of its output: new fields from its input and its right output."""
 
     def call(self: Any, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
         wrapped = base.__call__(self, metadata)
@@ -41,7 +41,7 @@ def after(base: type[MetadataWrapper], change: Change, **declared: Any) -> Metad
 
 
 class Passes(MetadataWrapper):
-    """Hands everything on."""
+    """Returns its input."""
 
     name: ClassVar[str] = "passes"
     fields: ClassVar[Mapping[str, FieldUse]] = dict.fromkeys(ChunkedLocal.fields, FieldUse.CARRY)
@@ -80,7 +80,7 @@ RIGHT = {
 
 
 def other_blocks(metadata: CommonAttentionMetadata, wrapped: CommonAttentionMetadata, shift: int) -> torch.Tensor:
-    """Return the table of virtual requests with blocks that lie ``shift`` times as far from a request's first."""
+    """Return the table of virtual requests, with blocks ``shift`` times as far from a request's first block."""
     width = wrapped.block_table.shape[1]
     first = {int(row[0]): row for row in metadata.block_table}
     rows = []
@@ -132,7 +132,7 @@ def one_token_less(metadata: CommonAttentionMetadata, wrapped: CommonAttentionMe
 
 
 class ChunksOf(ChunkedLocal):
-    """Cuts chunks of another size than the layer's."""
+    """Splits at chunks of another size than the layer's."""
 
     more: ClassVar[int] = 0
 

@@ -1,4 +1,4 @@
-"""The conformance kit for wrappers: right ones pass, and each kind of mistake is found."""
+"""The conformance kit for wrappers: right ones pass, and each kind of bug is found."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CARRIED = {field.name: FieldUse.CARRY for field in attrs.fields(CommonAttentionM
 
 @attrs.frozen(kw_only=True)
 class Nothing(MetadataWrapper):
-    """Hands everything on; each mistake below is one change of it."""
+    """Returns its input; each bug below is one change of it."""
 
     name: ClassVar[str] = "nothing"
     fields: ClassVar[Mapping[str, FieldUse]] = CARRIED
@@ -52,7 +52,7 @@ class Nothing(MetadataWrapper):
 
 
 def doing(change: Callable[[CommonAttentionMetadata], Any], **declared: Any) -> MetadataWrapper:
-    """Return ``Nothing`` with one change: fields that it sets, or a side effect where it returns None."""
+    """Return ``Nothing`` with one change: fields that it sets, or a side effect if the function returns None."""
 
     def call(self: Nothing, metadata: CommonAttentionMetadata) -> CommonAttentionMetadata:
         return attrs.evolve(Nothing.__call__(self, metadata), **(change(metadata) or {}))
@@ -70,7 +70,7 @@ def test_a_wrapper_that_keeps_the_contract_passes() -> None:
     check_wrapper(doing(lambda metadata: {"causal": False}, fields=resetting("causal")), LAYER)
 
 
-# --- mistakes ---------------------------------------------------------------------------------------------------------
+# --- bugs -------------------------------------------------------------------------------------------------------------
 
 
 def count_up(metadata: CommonAttentionMetadata) -> None:
@@ -299,7 +299,7 @@ def test_metadata_that_contradicts_itself_is_found(change: dict[str, Any], probl
     assert problem == find_problem(attrs.evolve(metadata, **change))
 
 
-# --- tensors that stand for a device's --------------------------------------------------------------------------------
+# --- stand-ins for a device's tensors ---------------------------------------------------------------------------------
 
 
 HOST = torch.tensor([2, 0, 1])

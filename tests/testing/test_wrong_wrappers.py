@@ -1,4 +1,4 @@
-"""Metadata of a wrong wrapper is refused before a kernel trusts it: no such wrapper ends the process."""
+"""Wrong metadata of a wrapper is refused before a kernel trusts it: no such wrapper ends the process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUM_RANDOM = 150
 def test_no_wrong_wrapper_ends_the_process(backend: str) -> None:
     if backend != "torch":
         pytest.importorskip(f"kvframe_{backend}")
-    # In a process of its own, which a kernel would end.
+    # In a separate process, because a kernel could end it.
     command = [sys.executable, "-m", "tests.testing.wrong_wrappers", backend, str(NUM_RANDOM)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert 0 == run.returncode, run.stderr
@@ -63,11 +63,11 @@ def test_the_requests_of_the_step_fail_and_the_engine_goes_on(tmp_path: Path) ->
         assert expected.token_ids == found.token_ids
 
 
-# --- what only an audit sees ------------------------------------------------------------------------------------------
+# --- found by the audit only ------------------------------------------------------------------------------------------
 
 
 def swapped(metadata: CommonAttentionMetadata) -> dict[str, torch.Tensor]:
-    """Give each request a block that no request of the step has, though the pool has it."""
+    """Give each request a block of the pool that no request of the step holds."""
     return {"block_table": metadata.block_table.clone().fill_(1000)}
 
 
@@ -89,7 +89,7 @@ def test_an_audit_takes_right_metadata_for_right() -> None:
 
 
 def on_a_device(change: Change) -> tuple[WrapperCall, CommonAttentionMetadata]:
-    """Return a wrapper, and a step that stands for one whose tensors lie on a device."""
+    """Return a wrapper, and a step in place of one with tensors on a device."""
     Wrong.change = staticmethod(change)
     return WrapperCall(Wrong(), ["a", "b"], torch.empty(100, 0)), guard(make_metadata([Request(9, 2)], block_size=4))
 

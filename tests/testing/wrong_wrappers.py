@@ -1,8 +1,8 @@
-"""Wrappers whose metadata is wrong, run as in an engine; a program, since a kernel that trusts them ends the process.
+"""Runs wrappers with wrong metadata as in an engine; a program, because a kernel that trusts them ends the process.
 
     python -m tests.testing.wrong_wrappers BACKEND NUM_RANDOM
 
-prints one line of JSON: what came of each mistake by name, and how often random mistakes had which end.
+prints one line of JSON: the outcome of each bug by name, and how often random bugs had each outcome.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ def both(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
 
 
 def one(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    """Return a change of one tensor alone."""
+    """Return a change of one tensor only."""
     return lambda metadata: {name: change(getattr(metadata, name))}
 
 
 def longer(metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
-    """Make all requests longer, and say so everywhere."""
+    """Make all requests longer, consistently in all fields."""
     return {**both("seq_lens", lambda lens: lens + 1000)(metadata), "max_seq_len": metadata.max_seq_len + 1000}
 
 
 def hide_all(metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
-    """Let requests start after their ends."""
+    """Make requests start after their ends."""
     starts = metadata.seq_lens_cpu + 1000
     return {"extensions": {SEQ_STARTS: Extension(starts, Axis.REQUEST, starts)}}
 
@@ -67,12 +67,12 @@ WRONG: dict[str, tuple[Change, str]] = {
     "another block size": (lambda metadata: {"block_size": 1024}, "block_size is 1024"),
     "a start after the end": (hide_all, "the extension 'seq_starts' does not lie"),
 }
-"""Changes of right metadata, and what an error says of them."""
+"""Changes of right metadata, with the expected errors."""
 
 
 @attrs.frozen(kw_only=True)
 class Wrong(MetadataWrapper):
-    """Hands on what the running change makes of the metadata."""
+    """Applies the current change to the metadata."""
 
     name: ClassVar[str] = "wrong"
     fields: ClassVar[Mapping[str, FieldUse]] = dict.fromkeys(NAMES, FieldUse.RESET)
@@ -90,7 +90,7 @@ def bench_of(backend: str, *, audit: bool = False) -> Bench:
 
 
 def random_change(random_numbers: random.Random) -> Change:
-    """Return a change of one or two fields to any value."""
+    """Return a change of one or two fields to random values."""
     changes = [_random_field(random_numbers) for _ in range(random_numbers.choice([1, 1, 2]))]
     return lambda metadata: {name: value for change in changes for name, value in change(metadata).items()}
 
@@ -121,7 +121,7 @@ def _random_field(random_numbers: random.Random) -> Change:
 
 
 def end_of(bench: Bench, change: Change) -> str:
-    """Return the code and the sentence of the refusal, or what the layer gives."""
+    """Return the code and the sentence of the refusal, or the layer's output."""
     Wrong.change = staticmethod(change)
     try:
         output = bench.run(MIXED)["a"]
@@ -134,7 +134,7 @@ def end_of(bench: Bench, change: Change) -> str:
 
 
 def main() -> None:
-    """Run every mistake by name, then random ones, with the audit and without."""
+    """Run every bug by name, then random ones, with the audit and without."""
     backend, num_random = sys.argv[1], int(sys.argv[2])
     benches = [bench_of(backend, audit=audit) for audit in (False, True)]
     named = {name: [end_of(bench, change) for bench in benches] for name, (change, _) in WRONG.items()}

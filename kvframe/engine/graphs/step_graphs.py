@@ -85,7 +85,7 @@ class StepGraphs:
         self._max_num_tokens = max_num_batched_tokens
         self._make_graph = graph_factory(device)
         self._held: dict[GraphSizes, _Held] = {}
-        self._given_up: set[GraphSizes] = set()
+        self._uncapturable: set[GraphSizes] = set()
         self._reasons: set[str] = set()
         self.num_replays = 0
 
@@ -156,7 +156,7 @@ class StepGraphs:
             num_wanted: The number of wanted rows of logits.
         """
         sizes = self._choice.of(batch, num_wanted)
-        return None if sizes in self._given_up else sizes
+        return None if sizes in self._uncapturable else sizes
 
     def capture_usual(self, tables: BlockTables) -> None:
         """Capture the usual steps, so that no request waits for it; log how many, and how long it took.
@@ -228,7 +228,7 @@ class StepGraphs:
                 self.num_replays += 1
         except (NotReplayableError, CaptureError) as error:
             self._held.pop(sizes, None)
-            self._given_up.add(sizes)
+            self._uncapturable.add(sizes)
             if str(error) not in self._reasons:
                 self._reasons.add(str(error))
                 _log.warning("steps of %d requests run without a graph: %s", sizes.num_reqs, error)

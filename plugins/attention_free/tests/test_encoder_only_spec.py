@@ -1,4 +1,4 @@
-"""The spec of encoders: no live range, in no group, one of the laws' specs."""
+"""The spec of encoders: its live range is empty, its layers are in no group, and it keeps the laws."""
 
 from __future__ import annotations
 

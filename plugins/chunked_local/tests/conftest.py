@@ -28,7 +28,7 @@ def _make_batch(
         query_lens: New tokens of each request; 0 for a padded row.
         seq_lens: Tokens of each request after the step.
         block_size: Tokens per block.
-        max_blocks: Columns of the block table; as many as the longest request needs, unless given.
+        max_blocks: Columns of the block table; unless given, as many as the longest request needs.
         num_padding: Padded tokens.
         static_query_len: ``max_query_len`` of a batch with ``static_shapes``; None for one without.
     """

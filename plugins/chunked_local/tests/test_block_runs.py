@@ -1,4 +1,4 @@
-"""Runs of block ids: what a naive reading of the table gives, also at its very end."""
+"""Runs of block ids equal those of a naive reading of the table, also at its very end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvframe_chunked_local.block_runs import BlockRuns
 
 
 def select(table: torch.Tensor, places: list[tuple[int, int]], num_columns: int, num_padding: int) -> torch.Tensor:
-    """Return the runs that begin at these requests and blocks, and as many of the first as padding."""
+    """Return the runs that begin at these requests and blocks, then equally many copies of the first run as padding."""
     requests, first_blocks = np.array([*sorted(places), *[(0, 0)] * num_padding], dtype=np.int32).T
     runs = BlockRuns(table)
     starts = runs.starts(requests, first_blocks)

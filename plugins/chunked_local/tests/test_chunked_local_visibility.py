@@ -1,4 +1,4 @@
-"""What each token of a random batch sees through its virtual request, read off naively, is its chunk."""
+"""Each token of a random batch sees its chunk through its virtual request, by a naive reading."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from kvframe.testing.reference import dense_attention, visible_tokens
 
 MakeBatch = Callable[..., CommonAttentionMetadata]
 Token = tuple[int, int]
-"""A request and a position in it."""
+"""A position in a request."""
 
 
 @attrs.frozen
 class Sizes:
-    """What the shapes of a static batch may follow from, beside the wrapper's own chunk."""
+    """The sizes that the shapes of a static batch may depend on, beside the wrapper's chunk."""
 
     block_size: int
     num_reqs: int
@@ -75,13 +75,13 @@ def batches(draw: st.DrawFn, make_batch: MakeBatch, sizes: Sizes, is_static: boo
     )
     table = batch.block_table
     layouts = [table, torch.cat([table, -table], 1)[:, : sizes.max_blocks], table.t().contiguous().t()]
-    # What a static batch says of its longest request may be more than is true, and shapes do not follow from it.
+    # A static batch may state a longer longest request than it has; shapes must not depend on the lengths.
     longest = draw(st.integers(max(seq_lens), sizes.block_size * sizes.max_blocks)) if is_static else max(seq_lens)
     return attrs.evolve(batch, block_table=draw(st.sampled_from(layouts)), max_seq_len=longest)
 
 
 def visible(metadata: CommonAttentionMetadata) -> list[set[Token]]:
-    """Return what each packed token sees by causal attention, from the ids that ``make_batch`` gives to blocks."""
+    """Return the tokens that each packed token sees by causal attention, from ``make_batch``'s block ids."""
     starts, size = metadata.query_start_loc_cpu.tolist(), metadata.block_size
     hidden = metadata.extensions.get(SEQ_STARTS)
     seen = []
@@ -95,7 +95,7 @@ def visible(metadata: CommonAttentionMetadata) -> list[set[Token]]:
 
 
 def within_chunks(metadata: CommonAttentionMetadata, chunk: int) -> list[set[Token]]:
-    """Return what each packed token sees by the mask's definition."""
+    """Return the tokens that each packed token sees by the definition of the mask."""
     num_new = metadata.query_start_loc_cpu.diff().tolist()
     positions = [
         (request, position)

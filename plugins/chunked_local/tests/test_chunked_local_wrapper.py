@@ -1,4 +1,4 @@
-"""Chunks as virtual requests: the reference values, what is carried, padded and refused."""
+"""Chunks as virtual requests: the reference values, and the fields that are carried, padded and refused."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_which_tensors_a_static_batch_makes_does_not_depend_on_its_requests(make
 
 
 def piece_counts(num_reqs: int, num_tokens: int, chunk: int) -> Iterator[int]:
-    """Yield how many chunks each batch of these sizes touches, wherever its requests stand."""
+    """Yield the number of chunks that each batch of these sizes touches, for all positions of its requests."""
     most = {0: 0} | {
         length: max((first + length - 1) // chunk + 1 for first in range(chunk)) for length in range(1, num_tokens + 1)
     }
@@ -181,7 +181,7 @@ class CopiesToDevice(TorchDispatchMode):
 
 
 def on_meta(batch: CommonAttentionMetadata) -> CommonAttentionMetadata:
-    """Return the batch on a device whose values nobody can ask for."""
+    """Return the batch on a device whose values cannot be read."""
     names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "generating_indices")
     return attrs.evolve(batch, **{name: getattr(batch, name).to("meta") for name in names})
 

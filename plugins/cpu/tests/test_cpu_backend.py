@@ -1,4 +1,4 @@
-"""The backend computes the shared grid, and gives way to others where its kernels cannot be built."""
+"""The backend computes the kit's grid, and another backend is chosen if its kernels cannot be built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generating tokens only: the worked example, what stays, and every token's request and position."""
+"""Generating tokens only: the worked example, unchanged fields, and every token's request and position."""
 
 from __future__ import annotations
 

@@ -27,14 +27,14 @@ from kvframe.testing.staging import check_staging
 
 HEAD_SIZES = (8, 40, 256)
 FORMATS = ("plain", "int8_token_head")
-"""Formats of the cases: copies of pages are the same to a backend whatever they were read from."""
+"""Formats of the cases: a backend handles copies of pages in the same way for every format."""
 CHAINS = (("decode_only",), ("chunked_local",), ("decode_only", "chunked_local"))
 CLASSES = {"flash_attn": "backend:FlashAttnBackend", "flash_attn_3": "backend_3:FlashAttn3Backend"}
 LIBRARIES = {"flash_attn": "flash_attn", "flash_attn_3": "flash_attn_interface"}
 
 
 def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *whole: torch.Tensor) -> None:
-    """Refuse what the libraries refuse of both kinds of calls."""
+    """Raise if the libraries would refuse either kind of call."""
     assert query.dtype == key.dtype == value.dtype
     assert query.dtype in (torch.float16, torch.bfloat16)
     assert query.shape[-1] % 8 == 0
@@ -47,10 +47,10 @@ def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *
 
 
 class FlashAttn2:
-    """Package ``flash-attn`` 2.8 on a CPU, by the signatures that it documents.
+    """Package ``flash-attn`` 2.8 on a CPU, with its documented signatures.
 
     Attributes:
-        calls: The function of each call and the most queries that it was told.
+        calls: The function of each call, and its argument for the most queries.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class FlashAttn2:
         assert int(seq_lens.max()) <= max_seqlen_k
         assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q
         if max_seqlen_q == 1 and q.shape[1] > k.shape[2] and window_size == (-1, -1):
-            # A request's heads become its queries, and the row is the request's, whatever cu_seqlens_q says.
+            # A request's heads become its queries, and row and request are equal for any cu_seqlens_q.
             cu_seqlens_q = torch.arange(len(block_table) + 1, dtype=torch.int32)
             assert len(q) == len(block_table)
         output, lse = paged_attention(
@@ -155,7 +155,7 @@ class FlashAttn2:
 
 
 class FlashAttn3:
-    """``flash_attn_interface``, the module of FlashAttention-3, on a CPU, by the signature that it documents."""
+    """``flash_attn_interface``, the module of FlashAttention-3, on a CPU, with its documented signature."""
 
     def flash_attn_with_kvcache(
         self,
@@ -224,7 +224,7 @@ def load(name: str) -> type[AttentionBackend]:
 
 @pytest.fixture
 def stand_ins() -> Iterator[dict[str, Any]]:
-    """Stand-ins in place of the libraries, as often as a test wants a backend anew."""
+    """Stand-ins for the libraries, made again for each backend of a test."""
     found: dict[str, Any] = {"flash_attn": FlashAttn2(), "flash_attn_3": FlashAttn3()}
     before = dict(sys.modules)
     for name, stand_in in found.items():
@@ -297,7 +297,7 @@ def test_the_library_computes_the_grid_on_a_gpu(name: str) -> None:
         check_run(backend_class, run, "cuda")
 
 
-# --- mistakes that the grid sees --------------------------------------------------------------------------------------
+# --- bugs that the grid finds -----------------------------------------------------------------------------------------
 
 
 def windowed(backend_class: type[AttentionBackend]) -> Case:

@@ -31,7 +31,7 @@ from kvframe.testing.serving import check_run
 from kvframe.testing.staging import check_staging
 
 FORMATS = ("plain", "fp8_tensor", "int8_token_head")
-"""Formats of the cases: copies of pages are the same to a backend whatever they were read from."""
+"""Formats of the cases: a backend handles copies of pages in the same way for every format."""
 CHAINS = (("decode_only",), ("chunked_local",), ("decode_only", "chunked_local"))
 
 
@@ -39,7 +39,7 @@ CHAINS = (("decode_only",), ("chunked_local",), ("decode_only", "chunked_local")
 
 
 class Wrapper:
-    """What both wrappers have in common."""
+    """The common part of both wrappers."""
 
     made: ClassVar[list[Wrapper]]
 
@@ -202,7 +202,7 @@ OWN_MODULES = ("backend", "builder")
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleType]:
-    """The stand-in in place of the library."""
+    """The stand-in, installed under the library's name."""
     modules = {name: ModuleType(name) for name in ("flashinfer", "flashinfer.jit", "flashinfer.jit.cpp_ext")}
     for wrapper in (BatchPrefillWithPagedKVCacheWrapper, BatchDecodeWithPagedKVCacheWrapper):
         monkeypatch.setattr(wrapper, "made", [])
@@ -269,7 +269,7 @@ def test_the_library_computes_the_grid_on_a_gpu(wrapped: bool) -> None:
         pytest.skip(str(error))
     if reason := backend_class.unusable_reason():
         pytest.skip(reason)
-    # Each size, dtype and feature is another kernel to compile: those of one head size and dtype are enough here.
+    # Each size, dtype and feature needs another compiled kernel; those of one head size and dtype are enough here.
     for case in cases(backend_class, wrapped=wrapped):
         if case.query.head_size == 64 and case.query_dtype == torch.bfloat16:
             check_backend(backend_class, case, "cuda")

@@ -26,7 +26,7 @@ from kvframe.testing.state import form_of
 
 
 class BatchMLAPagedAttentionWrapper:
-    """A stand-in for that of FlashInfer 0.6.9."""
+    """A stand-in for the latent wrapper of FlashInfer 0.6.9."""
 
     made: ClassVar[list[BatchMLAPagedAttentionWrapper]] = []
 
@@ -53,7 +53,7 @@ class BatchMLAPagedAttentionWrapper:
         assert {torch.int32} == {each.dtype for each in (qo_indptr, kv_indptr, kv_indices, kv_len_arr)}
         assert len(qo_indptr) == len(kv_indptr) == len(kv_len_arr) + 1
         assert len(kv_indices) == kv_indptr[-1]
-        # Mixed dtypes and other sizes have no kernels.
+        # There are no kernels for mixed dtypes and other sizes.
         assert (512, 64, q_data_type) == (head_dim_ckv, head_dim_kpe, kv_data_type)
         assert torch.equal(kv_indptr.diff(), -(-kv_len_arr // page_size))
         self.query_starts, self.seq_lens = qo_indptr, kv_len_arr
@@ -98,7 +98,7 @@ class BatchMLAPagedAttentionWrapper:
 
 @pytest.fixture
 def backend_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[AttentionBackend]]:
-    """The backend, on the stand-in in place of the library."""
+    """The backend, with the stand-in installed under the library's name."""
     names = ("flashinfer", "flashinfer.mla", "flashinfer.jit", "flashinfer.jit.cpp_ext", "flashinfer.jit.env")
     modules = {name: ModuleType(name) for name in names}
     vars(modules["flashinfer.mla"])["BatchMLAPagedAttentionWrapper"] = BatchMLAPagedAttentionWrapper

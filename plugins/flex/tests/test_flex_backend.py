@@ -1,4 +1,4 @@
-"""The backend computes what mask functions say, compiled or densely, within bounded memory."""
+"""The backend computes what mask functions define, compiled or densely, within bounded memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvframe.testing.staging import check_staging
 
 CASES = {case.name: case for case in make_cases(FlexBackend.capabilities)}
 FEW = sample([*CASES.values()])
-"""Compiling takes up to a minute: of all cases, some in which everything comes up that does in the grid."""
+"""A sample of the cases with every trait of the grid, because a compilation takes up to a minute."""
 TRACED = sample(
     [
         case
@@ -43,19 +43,19 @@ TRACED = sample(
     ],
     (),
 )
-"""Fewer yet, without what only sizes and formats differ in."""
+"""A smaller sample, without the traits in which only sizes and formats differ."""
 RUNS = make_runs(FlexBackend.capabilities)
 CPU = torch.device("cpu")
 
 
 class Compiled(FlexBackend):
-    """With the compiler, where the kit leaves it out."""
+    """With the compiler, in cases that the kit computes without it."""
 
     conformance_options: ClassVar[Mapping[str, Any]] = {"compile": "always"}
 
 
 class AsItComes(FlexBackend):
-    """With the options that it has by default."""
+    """With the default options."""
 
     conformance_options: ClassVar[Mapping[str, Any]] = {}
 
@@ -102,7 +102,7 @@ def test_it_computes_some_of_the_grid_compiled(case: Case) -> None:
 
 @pytest.fixture
 def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch traces kernels, and runs what it traced: all but the compiler of its graphs is as it is."""
+    """torch traces kernels and runs the traced graphs; only the compiler of graphs is left out."""
     monkeypatch.setattr(kernel, "COMPILER", "eager")
 
 

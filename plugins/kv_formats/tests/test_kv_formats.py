@@ -1,4 +1,4 @@
-"""What the four formats store, and what is read back."""
+"""The stored parts of the four formats, and the values that are read back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ids = [kv_format.name for kv_format in FORMATS]
 
 
 def pages(kv_format: KVFormat, head_size: int, num_pages: int = 3, num_heads: int = 2) -> dict[str, torch.Tensor]:
-    """Return pages of two tokens, all bits set: NaN wherever a float stands."""
+    """Return pages of two tokens with all bits set, so that floats are NaN."""
     state = kv_format.state_tensors(2, num_heads, head_size, head_size, "float32")
 
     def filled(tensor: StateTensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ def test_a_format_keeps_the_laws(kv_format: KVFormat, sizes: tuple[int, int]) ->
     check_format(kv_format, head_size=sizes[0], head_size_v=sizes[1])
 
 
-# --- what a page holds ------------------------------------------------------------------------------------------------
+# --- the content of a page --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -163,11 +163,11 @@ def test_what_is_read_back_errs_by_half_a_step(kv_format: KVFormat, scale: float
     if kv_format.name == "int8_token_head":
         allowed = largest / 127 / 2
     elif kv_format.name == "int4_token_head":
-        # Half a step, and what float16 makes of the smallest element and of fifteen scales.
+        # Half a step, and the float16 rounding of the smallest element and of fifteen scales.
         spread = values.amax(-1, keepdim=True) - values.amin(-1, keepdim=True)
         allowed = spread / 15 / 2 + (largest + spread) * 2**-11 + 15 * 2**-25
     else:
-        # Half a unit of three bits behind the point, or of the smallest number.
+        # Half a unit of three bits after the point, or of the smallest number.
         unit = largest / 448 if kv_format.name == "fp8_token_head" else torch.ones(())
         allowed = torch.maximum(values.abs() * 2**-4, unit * 2**-10)
     assert (error <= allowed * (1 + 1e-5)).all()

@@ -1,4 +1,4 @@
-"""The state's live range in plain numbers, which blocks get a page, and fast derivations against the general ones."""
+"""The state's live range in plain numbers, the blocks with a page, and fast derivations against the default ones."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_layers_of_other_shapes_share_a_group_and_other_checkpoints_do_not() -> 
         (0, 41, 16, ((3, 4), (9, 11))),
         (0, 41, 40, ((9, 11),)),
         (0, 41, 44, ((9, 11),)),
-        (8, 33, 8, ((9, 11),)),  # it parts where the step begins: that state is there
-        (9, 32, 0, ((2, 3), (9, 11))),  # and goes on in the block that it is in
+        (8, 33, 8, ((9, 11),)),  # it branches where the step begins: that state exists
+        (9, 32, 0, ((2, 3), (9, 11))),  # and continues in its current block
         (9, 1, 0, ((2, 3),)),
         (12, 1, 0, ((3, 4),)),
     ],
@@ -121,7 +121,7 @@ def test_a_rollback_finds_the_state_of_every_token_it_may_lead_to(num_draft_toke
 
 
 def test_a_long_request_holds_a_handful_of_states() -> None:
-    # The one it comes from, two at the end, one where it branches.
+    # The one it continues from, two at the end, one at its branch.
     assert 4 == mamba(16).peak_blocks(1_000_000, 2048)
     assert 129 == mamba(16, "all").peak_blocks(1_000_000, 2048)
 
@@ -143,7 +143,7 @@ def test_what_is_stored_lies_in_the_step_and_holds_what_is_needed_next(
     }
     end = n + num_new_tokens
     assert stored <= set(range(n // block_size, -(-end // block_size)))
-    # Whichever of the last tokens the request goes on from, its state has a page.
+    # For each of the last tokens from which the request may continue, the state has a page.
     for token in range(max(n, end - 1 - num_draft_tokens), end):
         assert token // block_size in stored
     last_boundary = (end - 1) // block_size * block_size

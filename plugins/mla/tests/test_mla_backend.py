@@ -1,4 +1,4 @@
-"""The backend computes what attention over the expanded latents is, in either form, within bounded memory."""
+"""The backend gives the output of attention over expanded latents, in both forms, within bounded memory."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ DEEPSEEK_V3 = {"latent_size": 512, "rope_size": 64, "head_size_v": 128}
 
 
 def counted(num_queries: int, num_tokens: int) -> tuple[int, int]:
-    """Return the multiply-adds per head of absorbed and of expanded attention, by DeepSeek-V3's sizes, one by one."""
+    """Return the multiply-adds per head of absorbed and of expanded attention, with DeepSeek-V3's sizes, one by one."""
     pairs = sum(num_tokens - num_queries + index + 1 for index in range(num_queries))
     absorbed = num_queries * (128 * 512) + pairs * (512 + 64) + pairs * 512 + num_queries * (512 * 128)
     expanded = num_tokens * 512 * (128 + 128) + pairs * (128 + 64) + pairs * 128
@@ -187,7 +187,7 @@ def test_a_step_without_tokens_gives_zeros() -> None:
 
 
 class _Largest(TorchDispatchMode):
-    """Notes the most elements of any tensor that is made."""
+    """Records the most elements of any tensor that is created."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -201,7 +201,7 @@ class _Largest(TorchDispatchMode):
 
 
 def largest(request: Request, num_heads: int) -> Iterator[int]:
-    """Yield the most elements of a tensor in a step of one request."""
+    """Yield the largest number of elements of a tensor in a step of one request."""
     served = MLABackend([layer(num_heads)], torch.device("cpu"))
     served.bind(layer(num_heads), {"kv_up": torch.ones(num_heads, 16, 16)})
     metadata = make_metadata([request], 4)
@@ -225,7 +225,7 @@ def test_expanded_keys_exist_for_a_few_heads_at_a_time(monkeypatch: pytest.Monke
     assert 4000 * 64 * 16 == all_at_once
     monkeypatch.setattr(backend, "MAX_EXPANDED", 2 * 4000 * 12 * 4)
     (bounded,) = largest(Request(3000, 1000), num_heads=64)
-    # The queries of the step and the outputs remain, and what four heads need.
+    # The queries and outputs of the step remain, and the memory for four heads.
     assert max(1000 * 64 * 12, 4000 * 4 * 16) == bounded
 
 
@@ -235,7 +235,7 @@ def test_a_mask_exists_for_a_few_queries_at_a_time(monkeypatch: pytest.MonkeyPat
     assert bounded < 2000 * 4000 / 4
 
 
-# --- what a layer brings ----------------------------------------------------------------------------------------------
+# --- a layer's parameters ---------------------------------------------------------------------------------------------
 
 
 def test_latents_and_rotated_parts_lie_side_by_side() -> None:

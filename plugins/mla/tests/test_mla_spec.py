@@ -1,4 +1,4 @@
-"""What the latents' spec stores, in plain numbers."""
+"""The stored tensors of the latents' spec, in plain numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backend computes what attention is, on every kind of batch and mask that it declares."""
+"""The backend computes attention on every kind of batch and mask in its capabilities."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvframe.testing.serving import check_run
 
 CASES = make_cases(NumbaBackend.capabilities)
 FEW = sample(CASES)
-"""Of all cases, some in which all comes up that does in the grid."""
+"""A sample of the cases with every trait of the grid."""
 RUNS = make_runs(NumbaBackend.capabilities)
 
 
@@ -26,7 +26,7 @@ def _one_thread() -> None:
 
 
 def check_in_parts(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check a case that is split over threads and tokens as only large ones are."""
+    """Check a case with work split over threads and tokens, as usually only large cases have it."""
     monkeypatch.setattr(plan, "SMALL", 0)
     monkeypatch.setattr(plan, "MIN_PART_TOKENS", 3)
     torch.set_num_threads(3)

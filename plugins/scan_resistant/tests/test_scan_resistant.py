@@ -1,4 +1,4 @@
-"""The policy in plain numbers, its laws, and a hot prefix while one-off prompts pass."""
+"""The policy in plain numbers, its laws, and a hot prefix during one-off prompts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POOL_PAGES, BLOCK = 256, 16
 
 
 def dues(policy: ScanResistant, uses: Sequence[int], reuse: dict[int, float], *, rest: float = 0.0) -> list[int]:
-    """Return when pages are due at 1,000 in a pool of 100 bytes."""
+    """Return the due times of pages at clock 1,000 in a pool of 100 bytes."""
     shares = np.array([reuse.get(kind, rest) for kind in range(MOST_USES + 1)])
     return policy.due(LetGo(1000, np.array(uses), np.full(len(uses), 16), 100, shares)).tolist()
 
@@ -36,7 +36,7 @@ def test_before_anything_is_known_it_is_least_recently_used() -> None:
 
 
 def test_a_kind_that_is_found_again_is_due_later_by_its_square_advantage() -> None:
-    # Of pages used once twice as many are found again as of new ones: (1 - 1/2)^2 * 4 * 100.
+    # Pages used once are hit twice as often as new ones: (1 - 1/2)^2 * 4 * 100.
     assert [1000, 1100] == dues(ScanResistant(), [0, 1], {0: 0.4}, rest=0.8)
     assert [1000, 1400] == dues(ScanResistant(), [0, 1], {0: 0.0}, rest=0.8)
     assert [1000, 1050] == dues(ScanResistant(patience=2), [0, 1], {0: 0.4}, rest=0.8)
@@ -93,7 +93,7 @@ def test_a_scan_of_one_off_prompts_does_not_flush_a_hot_prefix(policy: EvictionP
     for index in range(100):
         serve(manager, [*hot, *one_off(index, 64)])
     for index in range(100, 132):
-        # Twice the pool.
+        # Twice the size of the pool.
         serve(manager, one_off(index, 256))
     assert found == manager.find([*hot, 1])
 

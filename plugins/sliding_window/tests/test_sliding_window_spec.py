@@ -1,4 +1,4 @@
-"""The sliding window's live ranges in plain numbers, and its fast derivations against the general ones."""
+"""The sliding window's live ranges in plain numbers, and its fast derivations against the default ones."""
 
 from __future__ import annotations
 

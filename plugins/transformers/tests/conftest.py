@@ -1,4 +1,4 @@
-"""What the adapter's tests share: a stand-in for the engine's attention layers, dense and with plain masks."""
+"""A stand-in for the engine's attention layers, dense and with plain masks, for the adapter's tests."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class DenseLayer:
 
 
 class DenseLayers(Mapping[str, DenseLayer]):
-    """All layers of a model, and the batch that runs: (request, new tokens) in packed order."""
+    """All layers of a model, and the running batch: (request, new tokens) in packed order."""
 
     def __init__(self, descriptions: Sequence[LayerDescription]) -> None:
         self.batch: list[tuple[int, int]] = []
@@ -120,7 +120,7 @@ class DenseLayers(Mapping[str, DenseLayer]):
         return torch.arange(sum(count for _, count in self.batch))
 
     def step(self, model: LoadedModel, new_tokens: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
-        """Run the new tokens of each request in one packed batch; return each request's logits of all of them."""
+        """Run the new tokens of each request in one packed batch; return the logits of all of them, per request."""
         logits = self.run_batch(model, new_tokens)
         return dict(zip(new_tokens, logits.split([count for _, count in self.batch]), strict=True))
 

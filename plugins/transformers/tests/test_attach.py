@@ -1,4 +1,4 @@
-"""Attaching routes every attention layer through the engine; detaching leaves nothing behind."""
+"""Attaching routes every attention layer through the engine; detaching restores the model completely."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the adapter reads from a config, without weights."""
+"""The adapter's description of a config, without weights."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_gemma3n_layers_share_the_cache_of_the_last_layer_of_their_kind(tmp_path
 
 
 class Work(TorchDispatchMode):
-    """Counts torch's operations, and the bytes of the tensors that they make anywhere but on the meta device."""
+    """Counts torch's operations, and the bytes of the tensors that they create on devices other than meta."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def test_a_state_mixer_is_a_layer_without_a_query_side(tmp_path: Path) -> None:
     save_tiny(tmp_path, "bamba")
     mixer, attention, _ = TransformersAdapter().describe(tmp_path).layers
     assert ("model.layers.0.mamba", "mamba", {}) == (mixer.name, mixer.kind, mixer.query)
-    # The scan's state is float32 whatever the model's dtype; the convolution's inputs have that one.
+    # The scan's state is float32 for any dtype of the model; the convolution's inputs have the model's dtype.
     assert {
         "conv_shapes": ((160, 4),),
         "conv_dtypes": ("auto",),
@@ -217,7 +217,7 @@ def test_a_model_without_positions_takes_a_million_tokens(tmp_path: Path) -> Non
 
 
 def test_bidirectional_attention_is_refused_by_its_layer(tmp_path: Path) -> None:
-    # Made to generate by its name alone: it is no decoder, so tokens would see those that come later.
+    # Its name makes it look like a generator, but it is not a decoder: tokens would see later ones.
     message = refusal(write_config(tmp_path, "bert", architectures=["BertLMHeadModel"]))
     assert message.startswith("layer 'bert.encoder.layer.0.attention.self' of ")
     assert "looks at tokens that come later" in message

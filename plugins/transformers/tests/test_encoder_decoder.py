@@ -1,4 +1,4 @@
-"""What the adapter reads of encoder-decoder models, and what it does to one while an engine serves it."""
+"""The adapter's description of encoder-decoder models, and its changes to one while an engine serves it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load(folder: Path, family: str, **overrides: Any) -> EncoderDecoderModel:
 
 
 class Bound:
-    """An engine's layer that gives zeros and keeps what was bound to it."""
+    """An engine's layer that returns zeros and keeps its bound parameters."""
 
     def __init__(self) -> None:
         self.parameters: Mapping[str, torch.Tensor] = {}
@@ -67,7 +67,7 @@ def layers_of(model: EncoderDecoderModel) -> Layers:
     return Layers([layer.name for layer in model.description.layers])
 
 
-# --- what is read -----------------------------------------------------------------------------------------------------
+# --- the description --------------------------------------------------------------------------------------------------
 
 
 def test_whisper_alternates_full_and_cross_attention(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_model_that_only_decodes_brings_no_input(tmp_path: Path) -> None:
     assert {} == describe(tmp_path, "llama", num_hidden_layers=1).max_input_lens
 
 
-# --- what requests bring ----------------------------------------------------------------------------------------------
+# --- the inputs of requests -------------------------------------------------------------------------------------------
 
 
 def test_ids_are_one_input_however_they_are_given(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_text_for_the_decoder_follows_the_start_token_without_special_tokens(tmp
     assert [6, 5, 6] == prepared.data.tolist()
 
 
-# --- what attaching does ----------------------------------------------------------------------------------------------
+# --- attaching --------------------------------------------------------------------------------------------------------
 
 
 def test_all_layers_of_t5_read_the_first_ones_table(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Encoders, and decoders without their heads: what is read of them, and that packed batches give the plain states."""
+"""Encoders, and decoders without their heads: their descriptions, and packed batches that give the plain states."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hidden_states(model: Any, prompts: list[list[int]]) -> list[torch.Tensor]:
         return [model(torch.tensor([ids]), use_cache=False).last_hidden_state[0] for ids in prompts]
 
 
-# --- what is read -----------------------------------------------------------------------------------------------------
+# --- the description --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ENCODER_FAMILIES)
@@ -118,7 +118,7 @@ def test_a_decoder_without_its_head_gives_the_plain_hidden_states(
     loaded = TransformersAdapter().load(tmp_path, device="cpu", dtype="float32")
     model = loaded.without_head()
     assert (True, False) == (loaded.description.generates, model.description.generates)
-    # Rules of a stack name layers as before.
+    # Rules of a stack can still name the layers.
     assert loaded.description.layers == model.description.layers
     layers = dense_layers(model.description.layers)
     model.attach(layers)
@@ -138,7 +138,7 @@ def test_a_wrong_mask_is_found_by_the_self_check(tmp_path: Path, dense_layers: A
     def one_by_one(prompts: list[list[int]], last_only: bool = False) -> list[torch.Tensor]:
         found = []
         for ids in prompts:
-            # Token by token, none sees those that come later.
+            # Token by token, none sees later tokens.
             layers.run_packed(model, [ids[:1]])
             found.append(torch.cat([layers.step(model, {0: [token]})[0] for token in ids]))
         return found
@@ -168,7 +168,7 @@ def test_a_decoder_that_was_saved_without_a_head_is_for_its_hidden_states(tmp_pa
     assert {"full_attention"} == {layer.kind for layer in model.description.layers}
 
 
-# --- what sentence-transformers' files say ----------------------------------------------------------------------------
+# --- files of sentence-transformers -----------------------------------------------------------------------------------
 
 
 def write_modules(folder: Path, *kinds: str, **pooling: Any) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that are not whole are refused in one sentence; whole ones load in silence."""
+"""Incomplete checkpoints are refused in one sentence; complete ones load without output."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_model_without_tokenizer_takes_ids_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["LlamaTokenizer", "GemmaTokenizer", "BertTokenizer", "T5Tokenizer", "GPT2Tokenizer"])
 def test_the_settings_of_a_tokenizer_alone_are_none(tmp_path: Path, kind: str) -> None:
-    # transformers makes one of them, to which every text is unknown, or nothing.
+    # From such a folder, transformers makes a tokenizer for which every text is unknown or empty.
     save_tiny(tmp_path, "llama")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
     model = TransformersAdapter().load(tmp_path, device="cpu", dtype="float32")

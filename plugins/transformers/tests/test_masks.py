@@ -1,4 +1,4 @@
-"""A mask function is classified by what it lets through."""
+"""A mask function is classified by the tokens that it shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mixer over pages: what it reads and writes, what padding is, and how it goes on from a state."""
+"""A mixer over pages: the states that it reads and writes, padding, and its continuation from a state."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_continued_scan_gives_what_token_after_token_gives(family: str, before
         assert relative_difference(found, expected) < 1e-5
         for name, state in view.named().items():
             assert relative_difference(other.named()[name], state) < 1e-5
-        # The module itself still starts from nothing.
+        # The module itself still starts without a state.
         assert relative_difference(mixer(tokens[:, before:], cache_params=StateView()), expected) > 1e-4
 
 
@@ -108,7 +108,7 @@ def test_a_scan_that_cannot_be_continued_goes_on_token_by_token(
     model.detach()
     with torch.inference_mode():
         expected = model.model(torch.tensor([tokens])).logits[0]
-    # Ten times the largest difference that was seen.
+    # Ten times the largest difference that was measured.
     torch.testing.assert_close(torch.cat(found), expected, rtol=0, atol=4e-4)
 
 
@@ -124,7 +124,7 @@ def test_states_of_another_shape_than_planned_are_refused(tmp_path: Path, dense_
 
 def test_a_mixer_with_a_state_that_its_cache_does_not_show_is_refused() -> None:
     class Counting(torch.nn.Module):
-        """Adds how often it was called."""
+        """Adds the number of its calls."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""No code is fetched, and no network is asked, because a checkpoint says so."""
+"""A checkpoint cannot cause a download of code, or any network access."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvframe.contract import ModelError
 
 @pytest.fixture(autouse=True)
 def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail the test that opens a connection or asks for a kernel of the Hub."""
+    """Fail a test that opens a connection or loads a kernel from the Hub."""
 
     def refuse(*arguments: Any, **options: Any) -> None:
         pytest.fail(f"asked for {arguments[1:] or options}")
@@ -102,7 +102,7 @@ def test_an_adapter_is_refused_and_its_base_is_not_asked_for(tmp_path: Path) -> 
 @pytest.mark.parametrize("method", ["mxfp4", "fp8", "gptq", "bitsandbytes", "stranger"])
 def test_a_quantization_that_a_checkpoint_names_fetches_nothing(method: str, tmp_path: Path) -> None:
     save(tmp_path, quantization_config={"quant_method": method})
-    with suppress(ModelError):  # as transformers lacks what such a method needs
+    with suppress(ModelError):  # transformers lacks what such a method needs
         load(tmp_path)
 
 

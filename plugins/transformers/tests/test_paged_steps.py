@@ -1,4 +1,4 @@
-"""Single tokens of state mixers in their pages: Triton's interpreter stands for the GPU that the kernels are for."""
+"""Single tokens of state mixers in their pages; Triton's interpreter replaces the GPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_token_gives_what_it_gives_without_kernels(
     model, found = logits_of(tmp_path, dense_layers)
     assert all(driver._paged_step is not None for driver in model._drivers.values())
     for logits, reference in zip(found, expected, strict=True):
-        # Ten times the largest difference that was seen.
+        # Ten times the largest difference that was measured.
         torch.testing.assert_close(logits, reference, rtol=2e-4, atol=2e-4)
 
 

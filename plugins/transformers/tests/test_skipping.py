@@ -1,4 +1,4 @@
-"""A model's last layers compute only the kept rows; which layers can, and what is refused."""
+"""A model's last layers compute only the kept rows: which layers can do so, and which models are refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def attached(model: TransformersModel, dense_layers: Any, skipped: Sequence[str]
     return layers
 
 
-# --- what the kept rows give ------------------------------------------------------------------------------------------
+# --- the output for kept rows -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_everything_in_the_skipped_blocks_sees_only_kept_rows(family: str, tmp_p
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_skipped_layers_have_no_projection_of_keys_or_values(family: str, tmp_path: Path) -> None:
-    """Whoever reads another layer's cache has none in these families, so none can run."""
+    """In these families, a layer that reads another layer's cache has no cache, so none can run."""
     paths = [path for path, _ in load(tmp_path, family).model.named_modules() if path.startswith(SKIPPED)]
     assert f"{SKIPPED[0]}.q_proj" in paths
     assert not [path for path in paths if path.endswith(("k_proj", "v_proj", "k_norm", "v_norm"))]
@@ -167,7 +167,7 @@ def test_the_self_check_accepts_it(family: str, tmp_path: Path, dense_layers: An
 
 def test_the_self_check_refuses_a_block_that_looks_at_other_tokens(tmp_path: Path, dense_layers: Any) -> None:
     model = load(tmp_path, "gemma3n_text")
-    # Of the two last tokens' rows it makes something else than of all rows.
+    # Its output for the last two tokens differs from its output in a run of all rows.
     model.model.model.layers[5].mlp.register_forward_hook(lambda module, args, out: -out if out.shape[1] == 2 else out)
     with pytest.raises(ModelError, match=r"its layers from 'model.layers.4.self_attn' on compute only the last tokens"):
         model.self_check(partial(attached(model, dense_layers).run_packed, model))
@@ -237,7 +237,7 @@ def test_layers_of_different_lists_cannot_be_skipped_together() -> None:
 
 
 def test_temperatures_and_complex_rotations_are_those_of_the_kept_rows(tmp_path: Path, dense_layers: Any) -> None:
-    """No family shares caches and has these; here Llama 4's last two layers read the caches of its first two."""
+    """No family shares caches and has such blocks; here Llama 4's last two layers read the caches of its first two."""
     model = load(tmp_path, "llama4_text")
     own, (chunked, full) = model.description.layers[:2], model.description.layers[2:]
     sharing = (attrs.evolve(chunked, shares_with=own[0].name), attrs.evolve(full, shares_with=own[1].name))

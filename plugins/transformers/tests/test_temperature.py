@@ -1,4 +1,4 @@
-"""A module's temperature is taken over while the model is attached, by the true positions of a packed batch."""
+"""While a model is attached, its temperatures are computed from the true positions of a packed batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backend computes what attention is, on every kind of batch, mask and format that it declares."""
+"""The backend computes attention on every kind of batch, mask and format in its capabilities."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvframe.testing.step import run_step
 
 CASES = make_cases(TritonBackend.capabilities, "cuda")
 FEW = sample(CASES)
-"""The interpreter takes about a second for a case: of them, some in which all comes up that does in the grid."""
+"""A sample of the cases with every trait of the grid, because the interpreter takes about a second per case."""
 
 RUNS = make_runs(TritonBackend.capabilities, "cuda")
 FEW_RUNS = sample_runs(
@@ -104,7 +104,7 @@ def test_what_is_always_computed_of_the_grid_has_every_variant_of_the_kernels(mo
     assert variants(CASES) == variants(FEW)
 
 
-# Most of the time goes to compiling the kernels: processes share it.
+# Most of the time goes to compiling the kernels, so processes share it.
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_it_computes_the_grid_on_a_gpu(part: int) -> None:

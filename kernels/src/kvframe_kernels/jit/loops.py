@@ -32,7 +32,7 @@ TOKENS = 32
 """Tokens of a block."""
 
 AHEAD_BYTES = 1 << 15
-"""Bytes that are prefetched ahead of the computation: processors prefetch within a page at best."""
+"""The distance of prefetches ahead of the computation, in bytes: processors prefetch within a page at best."""
 
 LINE_BYTES = 64
 """The size of a processor's cache line."""

@@ -161,7 +161,7 @@ def attend(
     if MAX_DISTANCE:
         bias_rows = bias + heads * (2 * MAX_DISTANCE + 1) + MAX_DISTANCE
 
-    # Up to four runs of blocks: sink tokens, blocks that some queries see in part, blocks that all see, some in part.
+    # Up to four runs of blocks: sink tokens, blocks seen in part, blocks that all queries see, blocks seen in part.
     if CAUSAL and WINDOW and NUM_SINK_TOKENS:
         sink_lo = seq_start // BLOCK_N * BLOCK_N
         sink_hi = tl.minimum(
