@@ -31,7 +31,7 @@ class _Part:
         ids: ``[num_groups, max_num_seqs, max_blocks], int32, host``: their block tables.
         row_pages: Likewise, the pages that rows were given; None if these are the block tables.
         num_blocks: ``[num_groups, max_num_seqs], int64, host``: their rows of ``RowNumbers.num_blocks``, all equal.
-        answers: What the type of a group that stores few blocks answers; None if every block is stored.
+        answers: The spec's checked answers, if the group stores few blocks; None if every block is stored.
     """
 
     groups: slice

@@ -67,7 +67,7 @@ def check_tokens(token_ids: Any, most: int, least: int = 1) -> None:
 
 
 def check_inputs(inputs: Mapping[str, InputSequence], max_input_lens: Mapping[str, int]) -> None:
-    """Refuse what is no mapping of ``InputSequence`` (``bad_input``), and longer inputs than the plan's."""
+    """Raise for a value that is not a mapping of ``InputSequence`` (``bad_input``), or for inputs that are too long."""
     if not isinstance(inputs, Mapping) or not all(
         isinstance(name, str) and isinstance(given, InputSequence) for name, given in inputs.items()
     ):

@@ -98,7 +98,7 @@ class BlockPool:
         self.on_pages_freed: Callable[[int, list[int]], None] | None = None
         self.on_removed: Callable[[BlockIds], None] | None = None
 
-    # --- what is there ------------------------------------------------------------------------------------------------
+    # --- counts -------------------------------------------------------------------------------------------------------
 
     @property
     def num_idle_slabs(self) -> int:

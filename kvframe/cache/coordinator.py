@@ -63,10 +63,10 @@ class KVCacheCoordinator:
     # --- the beginning ------------------------------------------------------------------------------------------------
 
     def start_row(self, row: int, hit: PrefixHit, inputs: tuple[InputBlocks, ...] = ()) -> None:
-        """Begin a request in a free row from what a lookup found, and reference its blocks.
+        """Begin a request in a free row from the result of a lookup, and reference its blocks.
 
         Raises:
-            SpecError: A spec answers wrongly at the end of what was found; nothing changed.
+            SpecError: A spec answers wrongly at the end of the hit; nothing changed.
         """
         if self._kinds.is_plain and not hit.num_tokens:
             return

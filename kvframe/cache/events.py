@@ -38,7 +38,7 @@ class BlocksStored:
         tokens: Their token ids, ``block_size`` for each block; empty for blocks of an input.
         start: Tokens before the first block.
         block_size: Tokens per block of the group.
-        sequence: What the blocks store: ``"tokens"``, a request's own tokens, or an input, such as ``"encoder"``.
+        sequence: The sequence whose state the blocks store: ``"tokens"``, a request's own, or an input: ``"encoder"``.
         salt: Only requests with this ``cache_salt`` find them.
         medium: Where they are stored.
     """

@@ -24,7 +24,7 @@ _NOT_RANKED = int(np.iinfo(np.int64).min)
 _LOOK_AHEAD = 512
 """Entries that are checked at once for the first one that is not stale."""
 _MEMORY = 2
-"""After so many times the pool's size of released content, what was counted counts half."""
+"""After the release of so many times the pool's size, older counts are halved."""
 
 
 def of_groups(groups: int | Groups, where: Where) -> int | Groups:
@@ -238,7 +238,7 @@ class PolicyPriorities:
         self._uses[places] += 1
 
     def forget_blocks(self, places: Places | slice) -> None:
-        """Forget what is known of the blocks at some places: their content ends."""
+        """Drop the data of the blocks at some places, because their content is gone."""
         self._uses[places] = 0
         self._priority[places] = _NOT_RANKED
 
@@ -252,7 +252,7 @@ class PolicyPriorities:
 class Reuse:
     """Which share of released blocks is found again, by how often they were used before.
 
-    What was counted fades as content is released, so that the shares are recent ones.
+    Counts fade as content is released, so that the shares are recent ones.
     """
 
     def __init__(self, num_blocks: int) -> None:

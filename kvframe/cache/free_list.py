@@ -1,4 +1,4 @@
-"""The free list: a stack of free blocks of one size; and what it asks of the block pool to evict cached blocks.
+"""The free list: a stack of free blocks of one size, and its interface to the pool for evicting cached blocks.
 
 The pool tells a free list (``FreeList`` or ``Slabs``) of each change: a block is free, held, or cached.
 """

@@ -70,7 +70,7 @@ def prefix_key(
         secret: 32 bytes: the stack's ``[cache] key``.
         token_ids: The tokens of the prefix: those of whole blocks, for the key of a block.
         salt: The request's ``cache_salt``.
-        inputs: What the request brings beside its tokens, by the name of the sequence.
+        inputs: The request's inputs beside its tokens, by the name of the sequence.
     """
     return PrefixHash(secret, salt, inputs_root(inputs)).add_tokens(np.fromiter(token_ids, dtype=np.uint32))
 

@@ -47,7 +47,7 @@ class LiveRange:
         """Return when the blocks of a type die.
 
         Args:
-            answers: What its spec answers.
+            answers: The spec's checked answers.
             max_tokens: The tokens of the longest request.
         """
         size, mask = answers.block_size, answers.mask()
@@ -123,7 +123,7 @@ def longest_common_prefix(groups: Sequence[tuple[LiveRange, Pages]], step: int, 
 
     Args:
         groups: The live range and the pages of each group.
-        step: What the block sizes of all groups divide.
+        step: A multiple of all groups' block sizes.
         most: The tokens that it has at most.
     """
     num_hits = most // step

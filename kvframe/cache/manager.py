@@ -50,7 +50,8 @@ class Entry:
         row: Its row in the block tables; while it is swapped out, the one that it had.
         token_ids: Its tokens: the caller's list, which grows as the request runs.
         namespace: The requests that it shares blocks with have the same.
-        uncounted: What its lookup found, until its first commit counts it: a waiting request is looked up many times.
+        uncounted: The result of its lookup, until its first commit counts it: a waiting request is looked up many
+            times.
         asked_tokens: The tokens of that lookup; 0 if there was none.
         num_resets: Resets of the prefix cache before it started.
     """
@@ -92,7 +93,7 @@ class KVCacheManager:
         """Start with an empty pool.
 
         Args:
-            plan: What was allocated.
+            plan: The cache plan.
             max_num_seqs: The most requests in the table at a time.
             prefix_caching: Whether computed blocks become findable by later requests.
             host_pages: The host memory that requests are swapped to; without it none is swapped.
@@ -170,7 +171,7 @@ class KVCacheManager:
             salt: The request shares blocks only with requests of the same salt. It names all that the state of tokens
                 depends on besides, such as a tenant or an adapter of the weights.
             use_prefix: Whether to look for a cached prefix, and for cached inputs.
-            inputs: What the request brings beside its tokens, by the name of the sequence, each within the plan's
+            inputs: The request's inputs beside its tokens, by the name of the sequence, each within the plan's
                 ``max_input_lens``. It shares blocks of tokens only with requests of equal inputs.
 
         Returns:
@@ -181,7 +182,7 @@ class KVCacheManager:
                 tokens (``empty_prompt``) or more than the plan is for (``too_long``), an input is too long
                 (``input_too_long``), the salt is not Unicode text (``bad_salt``), or a token that is read is not a
                 token id (``bad_token``).
-            SpecError: A spec answers wrongly at the end of what is cached.
+            SpecError: A spec answers wrongly at the end of the hit.
         """
         self._check_new(request_id)
         self._check_prompt(token_ids, salt, inputs)
@@ -344,7 +345,7 @@ class KVCacheManager:
             self._raise_unreadable([entry.row])
 
     def commit_rows(self, rows: Rows, num_computed: npt.NDArray[np.int64]) -> None:
-        """Record what is computed of many requests: what ``commit`` does, for each of them.
+        """Record the computed tokens of many requests: what ``commit`` does, for each of them.
 
         Their tokens are read from the sequences that they started with.
 
@@ -567,7 +568,7 @@ class KVCacheManager:
         return self._pins.pin_prefix(self._find_all(token_ids, salt, inputs), checks_capacity=False)
 
     def _find_all(self, token_ids: Sequence[int], salt: str, inputs: Mapping[str, InputSequence]) -> PrefixHit:
-        """Return what is cached of tokens, the last one included, and of inputs."""
+        """Return the cached blocks of tokens, the last token included, and of inputs."""
         of_inputs = input_blocks(self._input_groups, inputs, salt)
         return self._cache.find_prefix((salt, inputs_root(inputs)), token_ids, len(token_ids), of_inputs)
 
@@ -608,7 +609,7 @@ class KVCacheManager:
 
     @property
     def num_free_rows(self) -> int:
-        """How many more requests the table takes."""
+        """The number of further requests for which the table has rows."""
         return len(self._free_rows)
 
     @property
@@ -634,7 +635,7 @@ class KVCacheManager:
         """Check that every page is free, held or cached, and that pages and rows are counted right; it takes long.
 
         Raises:
-            AssertionError: It is not so; the text says what is wrong.
+            AssertionError: A check fails; the text says which.
         """
         taken = [entry.row for entry in self._entries.values()]
         audit_rows(self.tables, self._free_rows, taken, self._numbers.num_blocks, self._numbers.num_computed)
@@ -643,7 +644,7 @@ class KVCacheManager:
 
     @property
     def stats(self) -> KVCacheStats:
-        """Counts of what the cache did so far, as a copy."""
+        """The cache's counters, as a copy."""
         return KVCacheStats.of(self.plan.groups, self._lookups, self._pool, self._swapper.host_pool)
 
     @property

@@ -1,4 +1,4 @@
-"""The prefix cache: finds what is cached of a request, over any number of groups, and which group limits the hit.
+"""The prefix cache: finds a request's cached prefix, over any number of groups, and the group that limits the hit.
 
 It joins the block pool and the indexes that find published pages in it.
 """
@@ -33,7 +33,7 @@ _NONE: Mapping[Any, Any] = MappingProxyType({})
 
 @attrs.define(eq=False)
 class PrefixHit:
-    """What is cached of a request: the longest prefix that every group can continue from, and its inputs.
+    """The hit of a request: the longest prefix that every group can continue from, and its inputs.
 
     Attributes:
         num_tokens: Tokens that need not be computed.
@@ -47,7 +47,7 @@ class PrefixHit:
         found: Per group of tokens, stack by stack, the tokens that it alone could have continued from; empty if nothing
             is known.
         limiting: The groups that had less than others.
-        of_inputs: What was found of each input in each of its groups.
+        of_inputs: The hit of each input in each of its groups.
     """
 
     num_tokens: int = 0
@@ -138,7 +138,7 @@ class PrefixCache:
     def find_prefix(
         self, namespace: Namespace, tokens: Sequence[int], most: int, inputs: Sequence[InputBlocks] = ()
     ) -> PrefixHit:
-        """Return what is cached of a request's inputs and of its first ``most`` tokens.
+        """Return the hit of a request's inputs and of its first ``most`` tokens.
 
         A hit of ``n`` tokens needs exactly the blocks that are live at ``n``, in every group. An input needs all its
         blocks, in every group that keeps state of it.
@@ -200,7 +200,7 @@ class PrefixCache:
     def _find_inputs(
         self, inputs: Sequence[InputBlocks]
     ) -> tuple[dict[str, dict[int, Pages]], list[tuple[int, GroupLookups]]]:
-        """Return the pages of completely cached inputs, and what was found of each input in each group."""
+        """Return the pages of completely cached inputs, and the hit of each input in each group."""
         known = {each: self.inputs.find_input(each) for each in inputs}
         found = {each: pages for each, pages in known.items() if pages is not None and pages.all()}
         some = {each.sequence for each in found}
@@ -248,7 +248,7 @@ class PrefixCache:
         return not plan.groups or self.pool.resize(plan, _reserve(plan))
 
     def log_events_to(self, log: EventLog | None) -> None:
-        """Log what is findable now, and from now on what becomes findable and what is removed; None stops it."""
+        """Log all findable blocks, and from now on each one that is published or removed; None stops the log."""
         if log is None:
             self.tree.on_stored = self.inputs.on_stored = self.pool.on_removed = None
             return
@@ -276,7 +276,7 @@ class PrefixCache:
             held: ``[n], int32, host``: the pages that are held, each as often as it is referenced.
 
         Raises:
-            AssertionError: It is not so; the text says what is wrong.
+            AssertionError: A check fails; the text says which.
         """
         audit_pool(self.pool, plan, held)
         if self._is_caching:

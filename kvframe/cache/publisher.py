@@ -108,7 +108,7 @@ class Publisher:
         self._next_publication[row] = offset + self._tree.unit
 
     def follow_fork(self, row: int, new_row: int, tokens: Sequence[int]) -> None:
-        """Let a row publish what it adds to the blocks that another one has computed."""
+        """Let a row publish the blocks that it adds to those of another row."""
         cursor, num_computed = self._cursors[row], self._computed_of[row]
         if cursor is None or cursor.num_readable < NEVER:
             return
@@ -379,7 +379,7 @@ class Publisher:
         return end - end % self._tree.unit
 
     def _stop_at_unreadable(self, cursor: _Cursor, row: int, error: RequestError) -> None:
-        """Let a row publish nothing after its first token that cannot be read, and unpublish what it has after it."""
+        """Let a row publish nothing after its first token that cannot be read, and unpublish its later blocks."""
         self.unreadable[row] = error
         cursor.num_readable = num_readable(cursor.tokens)
         leaf = self._leaf_of(row)

@@ -87,7 +87,7 @@ class RadixTree:
     Invariant: a page of a node is referenced or cached, and its owner in the pool is that node.
 
     Attributes:
-        unit: Tokens that runs are cut by: what the block sizes of all groups are multiples of.
+        unit: Runs are split at multiples of this many tokens, which divides the block sizes of all groups.
         sizes: Per table stack, tokens per block.
         groups: Per table stack, its groups.
         place: For each group, its table stack, and which of the stack's groups it is.
@@ -107,7 +107,7 @@ class RadixTree:
         self.groups = tuple(stack.groups for stack in stacks)
         self._no_pages = [np.zeros((len(groups), 0), dtype=np.int32) for groups in self.groups]
         step = math.lcm(*self.sizes)
-        # If another group prevents every hit, the statistics still say what the groups that keep all blocks have.
+        # If another group prevents every hit, the statistics still show the hits of the groups that keep all blocks.
         self.is_needed = [
             np.stack([live[group].needed(step, max_tokens) | live[group].never_dies for group in stack.groups])
             for stack in stacks

@@ -1,4 +1,4 @@
-"""Rows: which groups of a plan are treated alike, and what is counted of the row of each running request."""
+"""Rows: the groups of a plan that are treated alike, and the counts in the row of each running request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Counts = npt.NDArray[np.int64]
 
 @attrs.frozen(eq=False)
 class GroupKinds:
-    """The groups of a plan by what they store.
+    """The groups of a plan by the state that they store.
 
     Attributes:
         groups: All groups.
@@ -70,7 +70,7 @@ class GroupKinds:
 
 @attrs.define
 class RowState:
-    """What a row has beside its numbers.
+    """The objects of a row beside its numbers.
 
     Attributes:
         inputs: Its blocks in the groups of inputs.
@@ -92,7 +92,7 @@ PLAIN = RowState()
 
 
 class RowNumbers:
-    """What is counted of each row.
+    """The counts of each row.
 
     Invariant: a row needs work only when its computed tokens reach one of these numbers. It lacks no page for its
     tokens ``[0, capacity)``; below ``next_death`` computed tokens none of its blocks dies, and below

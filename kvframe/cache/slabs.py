@@ -175,7 +175,7 @@ class Slabs:
             count -= per_slab
             budget -= 1
 
-    # --- what becomes of blocks ---------------------------------------------------------------------------------------
+    # --- changes of blocks --------------------------------------------------------------------------------------------
 
     def hold_cached(self, block_ids: BlockIds) -> None:
         """Count cached blocks as held."""

@@ -40,12 +40,12 @@ class GroupLookups:
 
 @attrs.define
 class KVCacheStats:
-    """What a cache did so far.
+    """The counters of a cache.
 
     Attributes:
         queried_tokens: Tokens of requests for which a prefix was looked up, counted when they begin to run.
         hit_tokens: Of these, the tokens that were found.
-        lookups: Per group, what was found in it, and how often it had less than others.
+        lookups: Per group, the hits in it, and how often its hit was shorter than that of others.
         blocks_held: Per group, the pages held now; a page that several requests share counts once.
         peak_blocks_held: Per group, the most pages held at once.
         peak_bytes_held: The most bytes of held pages of all groups at once.

@@ -43,7 +43,7 @@ class HostPages(Protocol):
 
 @attrs.frozen
 class StoredRow:
-    """What a row needs to come back while its pages are outside of the pool.
+    """The data that a row needs to be restored while its pages are outside of the pool.
 
     Attributes:
         copies: Per group ``[num_blocks], int64, host``: the place of each block's copy; 0 for a block without a copy.
@@ -145,7 +145,7 @@ class Swapper:
         """Check that the copies of these rows, and no others, are the held pages of the host memory.
 
         Raises:
-            AssertionError: They are not; the text says what is wrong.
+            AssertionError: A check fails; the text says which.
         """
         if self.host_pool is not None:
             copies = [of_group[of_group != 0] for stored in swapped for of_group in stored.copies]

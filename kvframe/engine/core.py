@@ -59,7 +59,7 @@ class Runner(Protocol[RequestT]):
 
 
 class EngineCore(ABC, Generic[RequestT]):
-    """Sets an engine up, runs its steps and closes it. Subclasses say what is asked of the model and what is returned.
+    """Sets an engine up, runs its steps and closes it. Subclasses define the requests to the model and its outputs.
 
     Attributes:
         model: The model.
@@ -282,7 +282,7 @@ class EngineCore(ABC, Generic[RequestT]):
         """
         if self._runner.has_graphs:
             raise PlanError(
-                "an engine that replays graphs cannot resize its cache, which they read where it lies; set graphs to "
+                "an engine that replays graphs cannot resize its cache: the graphs hold its addresses; set graphs to "
                 '"off" in the stack\'s [engine], or make another engine'
             )
         going_on = [request for request in self._requests.values() if request.finish_reason is None]

@@ -21,7 +21,7 @@ class RollbackSpec(KVCacheSpec):
 
     The states of a block are counted back from its last token. The state after that token is in a page of the layers'
     own group. The states after the ``num_states`` tokens before it are in a page of this group, each in its own part.
-    So the states of any ``1 + num_states`` consecutive tokens of a block are kept.
+    So the states of any ``1 + num_states`` consecutive tokens of a block have different places.
 
     Attributes:
         num_states: States of a page.

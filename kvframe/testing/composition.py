@@ -255,7 +255,7 @@ def _is_matrix(path: Path) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the matrix of what is installed, or check a file; return 1 if something is wrong or out of date."""
+    """Write the matrix of the installed plugins, or check a file; return 1 if something is wrong or out of date."""
     parser = argparse.ArgumentParser(prog="python -m kvframe.testing.composition", description=compose.__doc__)
     parser.add_argument("file", type=Path, help="where the matrix is, as Markdown")
     parser.add_argument("--check", action="store_true", help="write nothing, say whether the file is up to date")

@@ -15,7 +15,7 @@ from kvframe.testing.case import Request
 
 
 def make_metadata(requests: Sequence[Request], block_size: int) -> CommonAttentionMetadata:
-    """Return a step's metadata on the host, with separate blocks for each request; it may have no new tokens.
+    """Return a step's metadata on the host; each request has its own blocks, and may have no new tokens.
 
     Args:
         requests: The batch; it is not causal if the keys are of another sequence.

@@ -1,1 +1,1 @@
-"""One request: its prompt, its parameters, its tokens, and what its owner gets to see."""
+"""One request: its prompt, its parameters, its tokens, and its outputs."""

@@ -1,4 +1,4 @@
-"""One generating request: its parameters, its output so far, and what its owner sees of it."""
+"""One generating request: its parameters, its generated tokens, and the outputs for its owner."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class ChunkedLocal(MetadataWrapper):
         SEQ_STARTS: FieldUse.REJECT,
     }
     effects: ClassVar[frozenset[str]] = frozenset({VIRTUAL_REQUESTS})
-    # After this wrapper, positions count from a virtual request's first block, so chunks cannot be found again.
+    # After a wrapper that makes virtual requests, positions are not those of the chunks.
     not_after: ClassVar[frozenset[str]] = frozenset({VIRTUAL_REQUESTS})
     capture: ClassVar[GraphCapture] = GraphCapture.ALWAYS
 
