@@ -20,14 +20,16 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.attention.cpu_kvframe import usable_backends
+from benchmarks.attention.cpu_kvframe import KVFrame
 from benchmarks.attention.cpu_shapes import Buffers, Shape, reference, standard_shapes, tiny_shapes
+from benchmarks.harness.backends import usable_backends
 from benchmarks.harness.machine import PEER
 from benchmarks.harness.pages import heading, medians, spread, table
 from benchmarks.harness.process import EngineProcess, timed
 from benchmarks.harness.record import benchmark, ratios
 from benchmarks.harness.record import rounds as by_turns
 from kvframe.cli.render import progress
+from kvframe.loading.plugins import load_plugins
 
 VLLM = "vllm"
 NAIVE = "naive"
@@ -127,9 +129,15 @@ def _error(output: torch.Tensor, expected: torch.Tensor) -> float:
     return float((output.float() - expected).abs().max() / expected.abs().max())
 
 
+def serves_any(backend: str, shapes: Sequence[Shape]) -> bool:
+    """Return whether a backend of kvframe computes any of the shapes."""
+    return not all(map(KVFrame(backend).why_not, shapes))
+
+
 def find_systems(names: Sequence[str], shapes: Sequence[Shape], peer: Path) -> Mapping[str, Path | str]:
     """Return the interpreter of each system; vLLM is left out, and this said, where it is not installed."""
-    chosen = list(names) or [*usable_backends(shapes), NAIVE, VLLM]
+    serving = [name for name in usable_backends(load_plugins().registry, "cpu")[0] if serves_any(name, shapes)]
+    chosen = list(names) or [*serving, NAIVE, VLLM]
     python = peer / "bin" / "python"
     if VLLM in chosen and not python.exists():
         if names:

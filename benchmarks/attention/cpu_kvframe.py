@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -21,19 +20,6 @@ from kvframe.loading.plugins import load_plugins
 CPU = torch.device("cpu")
 
 
-def usable_backends(shapes: Sequence[Shape]) -> tuple[str, ...]:
-    """Return the backends that compute any of the shapes here, without the oracle, which is slow by design."""
-    backends = load_plugins().registry.backends
-    found = []
-    for name in backends.names():
-        if name == "torch_reference" or backends.get(name).missing():
-            continue
-        engine = KVFrame(name)
-        if engine.unusable_reason() is None and not all(map(engine.why_not, shapes)):
-            found.append(name)
-    return tuple(found)
-
-
 class KVFrame:
     """One backend."""
 
@@ -44,10 +30,6 @@ class KVFrame:
             backend: Its registered name.
         """
         self._class: type[AttentionBackend] = load_plugins().registry.backends.load(backend)
-
-    def unusable_reason(self) -> str | None:
-        """Return why the backend cannot run in this environment; None if it can."""
-        return self._class.unusable_reason()
 
     def describe(self) -> dict[str, str]:
         """Return the versions of kvframe and torch."""
@@ -71,10 +53,7 @@ class KVFrame:
         tables = BlockTables(len(new), max(shape.seq_lens), [shape.block_size])
         tables.stacks[0].ids[0] = table.numpy()
         batch = StepBatch(
-            rows=np.arange(len(new)),
-            num_computed=computed,
-            query_lens=new,
-            generating_indices=np.cumsum(new) - 1,
+            rows=np.arange(len(new)), num_computed=computed, query_lens=new, generating_indices=np.cumsum(new) - 1
         )
         (metadata,) = build_metadata(batch, tables, CPU)
         builder = backend.make_builder()

@@ -16,7 +16,6 @@ from kvframe.attention.step import StepBatch, build_metadata
 from kvframe.attention.storage import KVCacheStorage
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract import LayerSpec, QuerySpec
-from kvframe.contract.errors import PluginError
 from kvframe.contract.formats import PLAIN, KVFormat
 from kvframe.loading.registry import Registry
 from kvframe.planning.groups import make_layer_specs
@@ -116,11 +115,7 @@ class Decode:
 
     def __init__(self, stored: Stored, backend: str, registry: Registry, num_reqs: int, context: int) -> None:
         spec = FullAttentionSpec(
-            block_size=16,
-            num_kv_heads=NUM_KV_HEADS,
-            head_size=HEAD_SIZE,
-            dtype=stored.dtype,
-            format=stored.kv_format,
+            block_size=16, num_kv_heads=NUM_KV_HEADS, head_size=HEAD_SIZE, dtype=stored.dtype, format=stored.kv_format
         )
         layer = LayerSpec(name="layer", spec=spec, query=QUERY)
         grouping = group_layers([layer])
@@ -176,22 +171,3 @@ def decode_seconds(decodes: Mapping[str, Decode], repeats: int) -> dict[str, lis
             if repeat:  # the first one warms up
                 found[name].append(seconds)
     return found
-
-
-def usable_backends(registry: Registry) -> list[str]:
-    """Return the backends of keys and values that run on this machine's CPU, but for those that are a last resort."""
-    names = []
-    for name in registry.backends.names():
-        try:
-            backend_class = registry.backends.load(name)
-        except PluginError:  # what it needs is not installed
-            continue
-        capabilities = backend_class.capabilities
-        if (
-            "cpu" in capabilities.devices
-            and capabilities.state == {"k", "v"}
-            and capabilities.preference >= 0
-            and backend_class.unusable_reason() is None
-        ):
-            names.append(name)
-    return names

@@ -19,18 +19,11 @@ import torch
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.attention.format_layers import (
-    Decode,
-    Stored,
-    decode_seconds,
-    draw_data,
-    memory,
-    output_error,
-    usable_backends,
-)
+from benchmarks.attention.format_layers import Decode, Stored, decode_seconds, draw_data, memory, output_error
 from benchmarks.attention.formats_report import write_report
 from benchmarks.engine.generate import SEED
 from benchmarks.harness import models
+from benchmarks.harness.backends import usable_backends
 from benchmarks.harness.record import benchmark
 from kvframe import Engine, SamplingParams, Stack
 from kvframe.contract.formats import PLAIN
@@ -168,7 +161,9 @@ def measure_speed(context: int, repeats: int) -> list[dict[str, Any]]:
     """Return rows of every backend, dtype and format."""
     registry = load_plugins().registry
     rows = []
-    for backend in usable_backends(registry):
+    for backend, backend_class in usable_backends(registry, "cpu")[0].items():
+        if backend_class.capabilities.state != {"k", "v"} or backend_class.capabilities.preference < 0:
+            continue  # latents, and last resorts
         for dtype in SPEED_DTYPES:
             decodes = {
                 kv_format.name: Decode(Stored(kv_format.name, kv_format, dtype), backend, registry, NUM_REQS, context)

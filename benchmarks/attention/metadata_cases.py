@@ -69,10 +69,7 @@ def mixed_batch(num_reqs: int) -> StepBatch:
 
 def _batch(lengths: Any, new: Any) -> StepBatch:
     return StepBatch(
-        rows=np.arange(len(lengths)),
-        num_computed=lengths - new,
-        query_lens=new,
-        generating_indices=np.cumsum(new) - 1,
+        rows=np.arange(len(lengths)), num_computed=lengths - new, query_lens=new, generating_indices=np.cumsum(new) - 1
     )
 
 

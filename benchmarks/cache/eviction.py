@@ -17,12 +17,11 @@ from typing import Any
 
 import attrs
 import click
-import matplotlib as mpl
-from matplotlib.figure import Figure
 
 from benchmarks.cache.eviction_bound import BLOCK, block_ids, most_found
 from benchmarks.cache.eviction_traces import LONGEST, TRACES, Asked
 from benchmarks.harness.pages import heading, table
+from benchmarks.harness.plots import plots
 from benchmarks.harness.record import benchmark
 from kvframe import FullAttentionSpec, KVCacheManager, Stack, group_layers, load_plugins, plan_cache
 from kvframe.config.eviction_choice import make_policy
@@ -183,24 +182,12 @@ def _times(trace: Mapping[str, Any], pool: str) -> str:
 
 def draw_plot(record: Mapping[str, Any], path: Path) -> None:
     """Draw what is found against the size of the cache, one plot for each trace."""
-    # Text stays text, and an element's name does not depend on when it was drawn.
-    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "kvframe", "font.size": 9})
-    traces = record["traces"]
-    rows = max(1, -(-len(traces) // 3))
-    figure = Figure(figsize=(11, 3.0 * rows), layout="constrained")
-    places = [*figure.subplots(rows, 3, squeeze=False).flat]
-    for place, (name, trace) in zip(places, traces.items(), strict=False):
-        for side, style in STYLES.items():
-            values = [share(trace, str(pool), side) for pool in record["pools"]]
-            place.plot([_thousands(pool) for pool in record["pools"]], values, label=side, **style)
-        place.set(xlabel="room for so many tokens", ylabel="% of prompt tokens found", ylim=(0, None))
-        place.set_title(name, fontsize=8)
-        place.grid(alpha=0.25, linewidth=0.5)
-    for place in places[len(traces) :]:
-        place.set_axis_off()
-    handles, labels = places[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(path, format="svg", metadata={"Date": None})
+    with plots([*record["traces"]], path) as places:
+        for place, trace in zip(places, record["traces"].values(), strict=True):
+            for side, style in STYLES.items():
+                values = [share(trace, str(pool), side) for pool in record["pools"]]
+                place.plot([_thousands(pool) for pool in record["pools"]], values, label=side, **style)
+            place.set(xlabel="room for so many tokens", ylabel="% of prompt tokens found", ylim=(0, None))
 
 
 @benchmark("eviction", write_report, plots={"eviction": draw_plot})

@@ -29,8 +29,7 @@ from benchmarks.cache.growth_cases import (
     tiny_axes,
     tiny_populations,
 )
-from benchmarks.cache.growth_plots import plot_growth, plot_hits
-from benchmarks.cache.growth_report import write_report
+from benchmarks.cache.growth_report import plot_growth, plot_hits, write_report
 from benchmarks.cache.studies import loss_by_definition
 from benchmarks.harness.process import EngineProcess
 from benchmarks.harness.record import benchmark

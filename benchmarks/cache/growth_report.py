@@ -1,14 +1,25 @@
-"""The page of how the cache core's time grows and its hits fall: the record as tables for people."""
+"""The page and the plots of how the cache core's time grows and its hits fall."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from benchmarks.cache.core import RATIO, core_heading
 from benchmarks.harness.pages import spread, table
+from benchmarks.harness.plots import plots
+
+STYLES: dict[str, dict[str, Any]] = {
+    "vLLM": {"color": "#d95f02", "marker": "o", "markersize": 7, "markerfacecolor": "none", "linewidth": 2.5},
+    "kvframe": {"color": "#1b6ca8", "marker": "s", "markersize": 3.5, "linewidth": 1.2},
+}
+"""Where two sides have the same figures, both can be seen."""
+
+STYLES["the longest whose live blocks are left"] = {"color": "#2a9d4a", "linewidth": 5, "alpha": 0.35, "zorder": 0}
+OTHER_STYLE: dict[str, Any] = {"color": "#7a7a7a", "marker": "^", "markersize": 4, "linestyle": ":"}
 
 
 def write_report(record: Mapping[str, Any]) -> str:
@@ -97,3 +108,29 @@ def _population(population: Mapping[str, Any]) -> list[str]:
         points = zip(found["evicted"], found["found"], strict=True)
         rows.append((name, f"{found['num_cached']:,}", ", ".join(f"{x:.0f}: {y:.0f}" for x, y in points)))
     return table(("", "blocks cached", "% of them evicted: % of the tokens found"), rows)
+
+
+def plot_growth(axes: Mapping[str, Any], path: Path) -> None:
+    """Draw the time of a step against each size, both on logarithmic scales."""
+    with plots([axis["words"] for axis in axes.values()], path) as places:
+        for place, axis in zip(places, axes.values(), strict=True):
+            values = [int(value) for value in axis["points"]]
+            slowest = 0.0
+            for side in next(iter(axis["points"].values()))["sides"]:
+                turns = [[1e6 * each for each in point["sides"][side]["seconds"]] for point in axis["points"].values()]
+                style = STYLES.get(side, OTHER_STYLE)
+                place.loglog(values, [statistics.median(each) for each in turns], label=side, **style)
+                ends = [*map(min, turns)], [*map(max, turns)]
+                slowest = max(slowest, *ends[1])
+                place.fill_between(values, *ends, color=style["color"], alpha=0.15, linewidth=0)
+            place.set(xlabel=axis["title"], ylabel="µs a step", ylim=(1, 2 * slowest))
+
+
+def plot_hits(populations: Mapping[str, Any], path: Path) -> None:
+    """Draw the tokens that are found against the blocks that were evicted."""
+    with plots([population["title"] for population in populations.values()], path) as places:
+        for place, population in zip(places, populations.values(), strict=True):
+            place.plot([0, 100], [100, 0], color="#bbbbbb", linewidth=0.8, label="in proportion")
+            for side, found in population["sides"].items():
+                place.plot(found["evicted"], found["found"], label=side, **STYLES.get(side, OTHER_STYLE))
+            place.set(xlabel="% of the cached blocks evicted", ylabel="% of the tokens found", ylim=(-3, 103))

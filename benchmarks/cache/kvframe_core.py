@@ -14,8 +14,8 @@ import numpy as np
 from kvframe_mamba.spec import MambaSpec
 from kvframe_sliding_window.spec import SlidingWindowSpec
 
+from benchmarks.cache.checks import Mistake, TokenIds
 from benchmarks.cache.core_cases import BLOCK_SIZE, Setting
-from benchmarks.cache.interface import Mistake, TokenIds
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.specs import AttentionSpec, KVCacheSpec, LayerSpec, TokenRange
@@ -54,7 +54,13 @@ class Prompt:
 
 
 class KVFrame:
-    """The manager, with the groups that kvframe plans."""
+    """The manager, with the groups that kvframe plans. Its verbs are those of every core that is measured.
+
+    A *prompt* is what a core takes for a request.
+
+    Attributes:
+        release_lag: Tokens by which a core releases later what a window has passed.
+    """
 
     release_lag = 0
 
@@ -180,7 +186,7 @@ class KVFrame:
         return [(group, page) for group, page in self.cached() if groups[group].spec.kind == MambaSpec.kind]
 
     def lose(self, blocks: Sequence[tuple[int, int]]) -> None:
-        """Give up cached blocks."""
+        """Give up cached blocks; some of them may have gone with others."""
         pool = self._manager._pool
         for _, page in blocks:
             block_ids = np.array([page], dtype=np.int32)

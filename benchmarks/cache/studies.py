@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks.cache.checks import TokenIds, draw
 from benchmarks.cache.core_cases import BLOCK_SIZE, Setting
-from benchmarks.cache.interface import Core, TokenIds, draw
 from benchmarks.cache.work import SEED, find
+
+if TYPE_CHECKING:
+    from benchmarks.cache.kvframe_core import KVFrame as Core
 
 DRAWS_BY_DEFINITION = 20
 FILLING = 64

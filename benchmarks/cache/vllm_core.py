@@ -23,8 +23,8 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
+from benchmarks.cache.checks import Mistake, TokenIds
 from benchmarks.cache.core_cases import BLOCK_SIZE, Setting
-from benchmarks.cache.interface import Mistake, TokenIds
 
 STATE = 2
 """Of the past, a state needs the last token: it is held as by a window of two."""
@@ -38,7 +38,7 @@ def _window(spec: KVCacheSpec) -> int | None:
 
 
 class VLLM:
-    """The manager, with the groups that its planner makes."""
+    """The manager, with the groups that its planner makes, and the verbs of ``kvframe_core.KVFrame``."""
 
     # It releases what a window has passed when the next token's room is made.
     release_lag = 1

@@ -7,11 +7,14 @@ import tracemalloc
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from benchmarks.cache.checks import TokenIds, count_calls, draw, expect
 from benchmarks.cache.core_cases import BLOCK_SIZE, Setting
-from benchmarks.cache.interface import Core, TokenIds, count_calls, draw, expect
 from benchmarks.harness.process import timed
+
+if TYPE_CHECKING:
+    from benchmarks.cache.kvframe_core import KVFrame as Core
 
 SEED = 5
 PASSING = 16 * BLOCK_SIZE
@@ -108,11 +111,7 @@ class Decode(Work):
         for tokens in self.token_ids[:BLOCK_SIZE]:
             hit = find(self.core, [*tokens, 0])
             expect(len(tokens) // BLOCK_SIZE * BLOCK_SIZE, hit, f"tokens found of {len(tokens)}")
-        return {
-            "num_groups": groups,
-            "num_held": len(ids),
-            "calls_per_request": calls / BLOCK_SIZE / len(self.prompts),
-        }
+        return {"num_groups": groups, "num_held": len(ids), "calls_per_request": calls / BLOCK_SIZE / len(self.prompts)}
 
 
 class Pass(Work):

@@ -13,14 +13,17 @@ import gc
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from benchmarks.cache.checks import settle
 from benchmarks.cache.core_cases import Setting
-from benchmarks.cache.interface import Core, settle
 from benchmarks.cache.studies import STUDIES
 from benchmarks.cache.work import WORKS, Work
 from benchmarks.cache.worst_work import WORST_WORKS
 from benchmarks.harness.process import answer_questions
+
+if TYPE_CHECKING:
+    from benchmarks.cache.kvframe_core import KVFrame as Core
 
 ALL_WORKS = {**WORKS, **WORST_WORKS}
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from benchmarks.cache.checks import TokenIds, draw, expect
 from benchmarks.cache.core_cases import BLOCK_SIZE, Setting
-from benchmarks.cache.interface import Core, TokenIds, draw, expect
 from benchmarks.cache.work import Work, find
 from benchmarks.harness.process import timed
+
+if TYPE_CHECKING:
+    from benchmarks.cache.kvframe_core import KVFrame as Core
 
 
 class Turns(Work):

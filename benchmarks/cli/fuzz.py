@@ -31,21 +31,16 @@ from typing import Any
 import attrs
 
 from benchmarks.cli.fuzz_cases import Case, Inputs, draw_case, make_inputs
-from benchmarks.cli.fuzz_report import write_report
 from benchmarks.cli.fuzz_words import COMMANDS
 from benchmarks.harness.machine import RESULTS, describe_machine
+from benchmarks.harness.pages import heading, table
 from benchmarks.harness.record import write
 
 PLACE = "FOLDER"
 """Stands in the record for the folder of the run, which is another one in each."""
 
 EXPECTED_CODES = (0, 1, 2, 130)
-HEAVY = (
-    "kvframe.engine.engine",
-    "kvframe.engine.embedding",
-    "kvframe.engine.tuning",
-    "kvframe_transformers.adapter",
-)
+HEAVY = ("kvframe.engine.engine", "kvframe.engine.embedding", "kvframe.engine.tuning", "kvframe_transformers.adapter")
 MAX_MEMORY = 12 << 30
 """Bytes of address space of a call: what it allocates beyond is refused, as on a small machine."""
 
@@ -106,6 +101,42 @@ def main() -> None:
     if options.only is None:
         write(options.results, "fuzz_cli", record, write_report(record))
     sys.exit(1 if record["faults"] else 0)
+
+
+CODES = {"0": "served", "1": "some refused", "2": "refused", "130": "interrupted"}
+
+
+def write_report(record: Mapping[str, Any]) -> str:
+    """Return the page of results as Markdown."""
+    ended = record["ended"]
+    codes = [*CODES, *sorted({code for counts in ended.values() for code in counts} - {*CODES})]
+    rows = [
+        (f"`kvframe {command}`", *(str(counts.get(code, 0)) for code in codes), str(sum(counts.values())))
+        for command, counts in ended.items()
+    ]
+    what = (
+        f": {record['count']} calls drawn from seed {record['seed']}, {record['processes']} of them in a Python of "
+        "their own, the others forked."
+    )
+    lines = [
+        *heading("The command line with hostile input", record["machine"], what, how="Run"),
+        "",
+        f"**{len(record['faults'])} faults**: tracebacks, crashes, hangs, other exit codes, more than one line for a "
+        "mistake, files that changed or were left behind.",
+        "",
+        "How calls ended:",
+        "",
+        *table(("command", *(f"{code}: {CODES.get(code, 'fault')}" for code in codes), "calls"), rows),
+        "",
+        "What was hostile about them (a call may have several of these, or none):",
+        "",
+        *table(("kind", "calls"), [(name, str(count)) for name, count in record["hostile"].items()]),
+        "",
+        f"{len(record['sentences'])} different errors were said, by their first words.",
+        "",
+        *(f"- {each['number']}: {'; '.join(each['faults'])}: `{each['call']}`" for each in record["faults"]),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def load_all() -> None:

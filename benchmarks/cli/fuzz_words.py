@@ -8,6 +8,12 @@ from pathlib import Path
 from typing import Any
 
 DEEP = 100_000
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
 COMMANDS = ("generate", "embed", "plan", "explain", "tune", "plugins")
 KINDS = ("full_attention", "sliding_window", "mla")
 
@@ -51,22 +57,9 @@ _ELSEWHERE = ["none", "none/none", "~", "file://x", "https://example.com/model",
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 3, 16, 10**9, 2**31, 10**18, 10**19, 0.5, -0.0, 1e308, float("inf"), float("nan")),
     *("", " ", "x", "x" * 5000, "é😀", "\ud800", "a\u0000b", "/dev/zero"),
-    *[
-        "auto",
-        "torch",
-        "cpu",
-        "float32",
-        "int4",
-        "2GiB",
-        "10EiB",
-        "full_attention",
-        "sliding_window",
-        "mamba",
-        "decode_only",
-        "chunked_local",
-        "lru",
-        "off",
-    ],
+    *_words(
+        "auto torch cpu float32 int4 2GiB 10EiB full_attention sliding_window mamba decode_only chunked_local lru off"
+    ),
     *([], [[]], [0], ["x"], [1, "x"], [{}], [{"name": "decode_only"}]),
     *({}, {"x": 1}, {"name": "x"}, {"name": "torch", "windw": 1}, {"name": 3}),
 )
@@ -75,113 +68,32 @@ VALUES: tuple[Any, ...] = (
 STACK_KEYS: Mapping[str, Sequence[str]] = {
     "plugins": ["disabled", "required", "owners", "x"],
     "plugin": ["transformers", "x"],
-    "cache": [
-        "memory",
-        "block_size",
-        "hybrid",
-        "dtype",
-        "format",
-        "prefix_caching",
-        "eviction",
-        "preemption",
-        "swap_memory",
-        "audit",
-        "key",
-        "x",
-    ],
-    "engine": [
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "max_model_len",
-        "device",
-        "dtype",
-        "self_check",
-        "prefill_skipping",
-        "measured_times",
-        "compile",
-        "graphs",
-        "graph_query_lens",
-        "reserve_prompts",
-        "x",
-    ],
+    "cache": _words("memory block_size hybrid dtype format prefix_caching eviction preemption swap_memory audit key x"),
+    "engine": _words(
+        "max_num_seqs max_num_batched_tokens max_model_len device dtype self_check prefill_skipping measured_times "
+        "compile graphs graph_query_lens reserve_prompts x"
+    ),
     "x": ["y"],
 }
 RULE_KEYS = ["kind", "layers", "spec", "wrappers", "backend", "optional", "x"]
 FILE_KEYS = ["name", "max_model_len", "max_encoder_len", "repeat", "layers", "x"]
-LAYER_KEYS = [
-    "name",
-    "names",
-    "count",
-    "kind",
-    "shares_with",
-    "query",
-    "num_kv_heads",
-    "head_size",
-    "window",
-    "dtype",
-    "format",
-    "x",
-]
+LAYER_KEYS = _words("name names count kind shares_with query num_kv_heads head_size window dtype format x")
 QUERY_KEYS = ["num_heads", "head_size", "scale", "soft_cap", "has_sinks", "relative_bias", "x"]
-CONFIG_KEYS = [
-    "model_type",
-    "architectures",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "vocab_size",
-    "num_key_value_heads",
-    "intermediate_size",
-    "max_position_embeddings",
-    "rope_parameters",
-    "rope_scaling",
-    "layer_types",
-    "num_labels",
-    "attn_implementation",
-    "auto_map",
-    "quantization_config",
-    "eos_token_id",
-    "dtype",
-    "tie_word_embeddings",
-    "is_encoder_decoder",
-    "is_decoder",
-    "text_config",
-    "head_dim",
-    "x",
-]
+CONFIG_KEYS = _words(
+    "model_type architectures hidden_size num_hidden_layers num_attention_heads vocab_size num_key_value_heads "
+    "intermediate_size max_position_embeddings rope_parameters rope_scaling layer_types num_labels "
+    "attn_implementation auto_map quantization_config eos_token_id dtype tie_word_embeddings is_encoder_decoder "
+    "is_decoder text_config head_dim x"
+)
 
 FLAGS = ["--json", "--hybrid", "--no-hybrid", "--normalize", "--no-normalize", "--prompt-logprobs", "--help"]
 OPTIONS: Mapping[str, Sequence[str]] = {
-    "generate": [
-        "--max-new-tokens",
-        "--temperature",
-        "--top-k",
-        "--top-p",
-        "--seed",
-        "--n",
-        "--stop",
-        "--prompt-logprobs",
-        "--cache-salt",
-        "--load-prefixes",
-        "--save-prefixes",
-        "--memory",
-        "--block-size",
-        "--device",
-        "--dtype",
-        "--json",
-        "--prompt",
-    ],
+    "generate": _words(
+        "--max-new-tokens --temperature --top-k --top-p --seed --n --stop --prompt-logprobs --cache-salt "
+        "--load-prefixes --save-prefixes --memory --block-size --device --dtype --json --prompt"
+    ),
     "embed": ["--pooling", "--normalize", "--cache-salt", "--memory", "--block-size", "--device", "--dtype", "--json"],
-    "plan": [
-        "--memory",
-        "--max-model-len",
-        "--dtype",
-        "--block-size",
-        "--hybrid",
-        "--no-hybrid",
-        "--num-tokens",
-        "--json",
-    ],
+    "plan": _words("--memory --max-model-len --dtype --block-size --hybrid --no-hybrid --num-tokens --json"),
     "explain": ["--device", "--dtype", "--json"],
     "tune": ["--device", "--dtype", "--context", "--backend", "--json"],
     "plugins": ["--json", "--help"],

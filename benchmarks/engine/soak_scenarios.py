@@ -207,12 +207,7 @@ def _expected(loaded: LoadedModel, prompt: Any, scenario: Scenario) -> Asked:
     model: Any = loaded
     tokens: Any = prompt.decoder if isinstance(prompt, Prompt) else prompt
     num_new = min(scenario.longest_output, scenario.longest - len(tokens))
-    options = {
-        "max_new_tokens": num_new,
-        "do_sample": False,
-        "output_logits": True,
-        "return_dict_in_generate": True,
-    }
+    options = {"max_new_tokens": num_new, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     with torch.inference_mode():
         if isinstance(prompt, Prompt):
             read = torch.tensor([prompt.encoder])

@@ -70,10 +70,7 @@ def make_layer(case: Case, block_size: int, registry: Registry, dtype: str = "bf
 
 def make_chain(case: Case) -> list[MetadataWrapper]:
     """Return the wrappers of a case's layer."""
-    return [
-        *([DecodeOnly()] if case.skips else []),
-        *([ChunkedLocal()] if case.chunk is not None else []),
-    ]
+    return [*([DecodeOnly()] if case.skips else []), *([ChunkedLocal()] if case.chunk is not None else [])]
 
 
 class Cache:

@@ -26,36 +26,10 @@ from benchmarks.gpu.engine import TINY_WORKLOAD, WORKLOAD, Workload, measure_ste
 from benchmarks.gpu.measure import measure_case, measure_host
 from benchmarks.gpu.report import write_report
 from benchmarks.gpu.timing import measure_ceilings
+from benchmarks.harness.backends import usable_backends
 from benchmarks.harness.machine import RESULTS, command_line
 from benchmarks.harness.record import write
-from kvframe.contract.backend import AttentionBackend
-from kvframe.contract.errors import KVFrameError
 from kvframe.loading.plugins import load_plugins
-from kvframe.loading.registry import Registry
-
-NOT_TIMED = ("torch_reference",)
-"""The oracle, which is slow on purpose."""
-
-
-def usable_backends(registry: Registry, device: str) -> tuple[dict[str, type[AttentionBackend]], dict[str, str]]:
-    """Return the backends that run on a device, by name, and why not the others."""
-    found, missing = {}, {}
-    for name in registry.backends.names():
-        if name in NOT_TIMED:
-            continue
-        try:
-            backend_class = registry.backends.load(name)
-            if device in backend_class.capabilities.devices:
-                reason = backend_class.unusable_reason()
-            else:
-                reason = f"does not run on {device}"
-        except KVFrameError as error:
-            reason = str(error)
-        if reason:
-            missing[name] = reason
-        else:
-            found[name] = backend_class
-    return found, missing
 
 
 def describe(device: torch.device, command: str) -> dict[str, Any]:
@@ -123,12 +97,7 @@ def merged(before: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(
-    device: torch.device,
-    wanted: Sequence[Case],
-    names: Sequence[str],
-    end: float,
-    command: str,
-    workload: Workload,
+    device: torch.device, wanted: Sequence[Case], names: Sequence[str], end: float, command: str, workload: Workload
 ) -> Iterator[dict[str, Any]]:
     """Yield the record of a run on a device after each case, so that what was measured is kept whatever comes.
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import numpy as np
 
-from benchmarks.memory.pools import EqualBlocks
-from benchmarks.memory.tables import Inputs, TableManager
+from benchmarks.memory.tables import EqualBlocks, Inputs, TableManager
 from benchmarks.memory.traces import Tokens
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.specs import TOKENS, KVCacheSpec
@@ -42,47 +41,6 @@ class MemoryUse:
         """Share of the pool that no other request could get."""
         taken = self.needed + self.unfinished + self.padding
         return taken / (taken + self.partly_used + self.cached + self.idle)
-
-
-class Cache(Protocol):
-    """What a simulation asks of a cache: the verbs of ``KVCacheManager`` that an engine needs, and what is used."""
-
-    def start(self, request_id: str, token_ids: Tokens[int], *, use_prefix: bool, inputs: Inputs) -> int:
-        """Take a request in, on its longest cached prefix; returns the tokens of that."""
-
-    def chunk(self, request_id: str, start: int, stop: int, prompt_end: int, limit: int) -> int:
-        """Return up to which token a step may compute a prompt from ``start``, at most ``stop``.
-
-        Args:
-            request_id: A request that was taken in.
-            start: Its tokens that are computed.
-            stop: Up to where the step has the budget.
-            prompt_end: Its length.
-            limit: The most tokens of a step.
-        """
-
-    def has_room(self, request_id: str, num_tokens: int) -> bool:
-        """Return whether there is room for all that a request takes up to ``num_tokens`` tokens; takes nothing."""
-
-    def extend(self, request_id: str, num_tokens: int) -> bool:
-        """Make room for tokens ``[0, num_tokens)``; False, and nothing changed, if there is none."""
-
-    def commit(self, request_id: str, token_ids: Tokens[int], num_computed: int) -> None:
-        """Take note that tokens ``[0, num_computed)`` are computed."""
-
-    def free(self, request_id: str) -> None:
-        """Give back everything that a request holds."""
-
-    @property
-    def use(self) -> float:
-        """Share of the pool that is used or of use to one group only, which takes no time to say."""
-
-    def memory_use(self, computed: Mapping[str, int]) -> MemoryUse:
-        """Return where the pool's bytes are.
-
-        Args:
-            computed: For each request in the cache, its computed tokens.
-        """
 
 
 # --- slabs and pages: kvframe itself ----------------------------------------------------------------------------------
@@ -241,7 +199,15 @@ class EqualPages:
         self._state_block = max(states, default=0)
 
     def chunk(self, request_id: str, start: int, stop: int, prompt_end: int, limit: int) -> int:
-        """Return up to which token a step may compute: where there are states, to the end of some block."""
+        """Return up to which token a step may compute: where there are states, to the end of some block.
+
+        Args:
+            request_id: A request that was taken in.
+            start: Its tokens that are computed.
+            stop: Up to where the step has the budget.
+            prompt_end: Its length.
+            limit: The most tokens of a step.
+        """
         size = self._state_block
         if not size:
             return stop
@@ -281,3 +247,6 @@ class EqualPages:
             padding=self._memory_bytes - needed - unfinished - idle,
             idle=idle,
         )
+
+
+Cache = SlabsAndPages | EqualPages

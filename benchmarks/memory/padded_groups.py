@@ -79,9 +79,7 @@ class PaddedGroups:
                 longer = attrs.evolve(spec, block_size=spec.block_size * page_bytes // spec.block_bytes)
             types.append(PaddedType(spec=longer, num_layers=num_layers, layer_bytes=longer.block_bytes))
         return cls(
-            types=tuple(types),
-            group_size=most if most < NEARLY_EQUAL * fewest else fewest,
-            page_bytes=page_bytes,
+            types=tuple(types), group_size=most if most < NEARLY_EQUAL * fewest else fewest, page_bytes=page_bytes
         )
 
     @property

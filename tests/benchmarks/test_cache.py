@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cache import core, core_cases, interface, kvframe_core, worker, worst_cases
+from benchmarks.cache import checks, core, core_cases, kvframe_core, worker, worst_cases
 from tests.benchmarks.calling import ROOT, call, record_of
 
 SLOW = {"tiny-build"}
@@ -122,7 +122,7 @@ def test_a_core_that_does_not_do_the_work_is_noticed(case: str, work: str, broke
     answers = worker.Answers(type("Broken", (kind,), broken))
     tiny = (*core_cases.tiny_cases(), *worst_cases.tiny_worst_cases())
     chosen = names(tiny)[case]
-    with pytest.raises(interface.Mistake, match=work):
+    with pytest.raises(checks.Mistake, match=work):
         do(answers, chosen, own(chosen)[0])
 
 

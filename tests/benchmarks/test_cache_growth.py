@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.cache import core, growth, growth_cases, growth_plots, growth_report, studies, worker
+from benchmarks.cache import core, growth, growth_cases, growth_report, studies, worker
 
 
 class Here:
@@ -146,9 +146,9 @@ def test_the_page_has_every_size_and_side(record: dict[str, Any]) -> None:
 
 def test_plots_show_every_side_and_depend_on_the_record_alone(record: dict[str, Any], tmp_path: Path) -> None:
     for draw, part, label in (
-        (growth_plots.plot_growth, "axes", "groups"),
-        (growth_plots.plot_hits, "populations", "% of the cached blocks evicted"),
-        (growth_plots.plot_hits, "losses", "% of the tokens found"),
+        (growth_report.plot_growth, "axes", "groups"),
+        (growth_report.plot_hits, "populations", "% of the cached blocks evicted"),
+        (growth_report.plot_hits, "losses", "% of the tokens found"),
     ):
         draw(record[part], tmp_path / "first.svg")
         draw(json.loads(json.dumps(record[part])), tmp_path / "second.svg")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.memory import pools, traces, traffic, traffic_report
+from benchmarks.memory import tables, traces, traffic, traffic_report
 from tests.benchmarks.calling import measured, page_of, record_of
 
 LLAMA, GEMMA, FALCON = "llama_3_1_8b.toml", "gemma_3_27b.json", "falcon_h1_7b.toml"
@@ -82,7 +82,7 @@ def test_conversations_begin_with_one_of_the_shared_prompts() -> None:
 
 
 def test_equal_blocks_without_content_are_taken_first_and_then_the_oldest() -> None:
-    pool = pools.EqualBlocks(5)
+    pool = tables.EqualBlocks(5)
     [blocks] = pool.allocate([4])
     assert [1, 2, 3, 4] == blocks
     pool.publish(1, (0, 111))
