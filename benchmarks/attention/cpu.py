@@ -102,7 +102,7 @@ def measure(
                 refused[worker.name] = answer["refused"]
                 continue
             error = _error(buffers.output, expected)
-            # A pool that nobody wrote would leave the last engine's output, or none: never NaN alone.
+            # An engine that did not write the pool would leave an earlier output, or none: never NaN alone.
             if not error <= TOLERANCE[shape.dtype]:
                 sys.exit(f"{shape.name}: the output of {worker.name} is wrong by {error:.2g} of the largest one")
             buffers.output.fill_(torch.nan)

@@ -67,7 +67,7 @@ def make_engine(system: str) -> Engine:
 
 
 def do_turn(engine: Engine, shape: Shape, file: int, calls: int) -> dict[str, Any]:
-    """Write the pool, warm up, time the calls, and leave the output for whoever compares it."""
+    """Write the pool, warm up, time the calls, and leave the output for the comparison."""
     refused = engine.why_not(shape)
     if refused:
         return {"refused": refused}

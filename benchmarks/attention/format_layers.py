@@ -135,7 +135,7 @@ class Decode:
         manager = KVCacheManager(plan, max_num_seqs=num_reqs, prefix_caching=False)
         for index in range(num_reqs):
             manager.start(str(index), [0] * context)
-        for length in range(16, context + 1, 16):  # by turns, so that nobody's pages follow one another
+        for length in range(16, context + 1, 16):  # by turns, so that no request's pages follow one another
             for index in range(num_reqs):
                 assert manager.extend(str(index), length)
         self._attention = AttentionLayers([layer], choices, grouping, storage.views, device)

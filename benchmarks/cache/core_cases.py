@@ -1,4 +1,4 @@
-"""What of a cache core is measured: the pieces of work in words and sizes, and who does them. No package is needed."""
+"""The cases that a cache core is measured on: the work in words and sizes, and the sides. No package is needed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Side:
-    """One of those that do a case's work.
+    """A core that does a case's work.
 
     Attributes:
         name: In the results.
@@ -66,7 +66,7 @@ class Case:
         words: What is timed.
         work: Its class in ``cache_work``.
         sizes: Its sizes.
-        sides: Who does it; the first is the one that the others are compared with.
+        sides: The cores that do it; the others are compared with the first.
         aim: How many times as fast as the first kvframe is to be; None for no aim.
     """
 
@@ -84,7 +84,7 @@ class Case:
 
 
 def sides(setting: Setting, *, forced: bool = False, each: bool = False) -> tuple[Side, ...]:
-    """Return who does a case's work.
+    """Return the sides that do a case's work.
 
     Args:
         setting: The model and the memory, the same for all.

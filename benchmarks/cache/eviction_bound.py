@@ -1,4 +1,4 @@
-"""What a cache of a size could find at best: who gives up the block whose next use is farthest away (Belady, 1966)."""
+"""What a cache of a size could find at best: it gives up the block with the farthest next use (Belady, 1966)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def block_ids(asked: Sequence[Asked]) -> list[list[int]]:
 def most_found(asked: Sequence[Asked], blocks: Sequence[Sequence[int]], num_tokens: int, first: int = 0) -> int:
     """Return the tokens of prompts that are found when what is given up is known from the future.
 
-    A request's blocks need room while it runs, as in any cache; blocks that nobody asks for again are not kept.
+    A request's blocks need room while it runs, as in any cache; blocks that no later request needs are not kept.
 
     Args:
         asked: The requests, one after the other.

@@ -57,7 +57,7 @@ def _ask(random: np.random.Generator, prompt: Tokens[int], reply: int, num_share
 
 
 def _document(random: np.random.Generator) -> Asked:
-    """Return a long prompt that nobody asks again."""
+    """Return a long prompt that comes once."""
     return _ask(random, _tokens(random, _length(random, 7_000, 0.6)), 180)
 
 

@@ -159,7 +159,7 @@ class Population:
 
     @property
     def sides(self) -> tuple[Side, ...]:
-        """Who is compared: all with a pool that the prompts just fill."""
+        """The sides, each with a pool that the prompts just fill."""
         blocks_per_prompt = self.sizes["length"] // BLOCK_SIZE
         num_blocks = self.sizes["num_prompts"] * blocks_per_prompt + SPARE_BLOCKS
         setting = Setting(

@@ -55,12 +55,12 @@ def write_report(record: Mapping[str, Any]) -> str:
 IN_ORDER = (
     "In the order of the core. Of one prompt with a window, what the window passed goes first, which a hit at the "
     "prompt's end does not need: nothing is lost until only that end can be continued from. The next block that goes "
-    "is part of it, and no earlier end has its window any more: all is lost at once, on every side. Of many prompts, "
+    "is part of it, and no earlier end has its whole window: all is lost at once, on every side. Of many prompts, "
     "one after the other is lost."
 )
 LOSSES = (
     "Chance chooses the blocks; means of several draws. With full attention, a prompt is found up to its first lost "
-    "block: of a long one little is found after a few losses, by whoever caches whole prefixes, and not in proportion. "
+    "block: of a long one little is found after a few losses, by every cache of whole prefixes, and not in proportion. "
     "*The longest whose live blocks are left* is the most that can be found where every block was cached, worked out "
     "without a cache. What comes after a block that all of it needs is no longer found. Both keep it until it is the "
     "oldest: to look for such blocks cost kvframe more than it gained (compare_hits.md)."

@@ -46,7 +46,7 @@ class Prompt:
 
     Attributes:
         name: Its id.
-        token_ids: Its tokens, which the manager reads and whoever generates appends to.
+        token_ids: Its tokens, which the manager reads; a step appends to them.
     """
 
     name: str
@@ -149,7 +149,7 @@ class KVFrame:
             self._manager.free(prompt.name)
 
     def generate_from(self, prompts: Sequence[Prompt]) -> None:
-        """Take note of who takes part in steps; all are computed."""
+        """Choose the requests of the decode steps; all their tokens are computed."""
         self._step = (OneByOne if self._one_by_one else Together)(self._manager, prompts).step
 
     def step(self, token_ids: TokenIds) -> None:
@@ -218,7 +218,7 @@ def plan_of(setting: Setting) -> KVCachePlan:
 
 
 def _no_step(token_ids: TokenIds) -> None:
-    raise Mistake("nobody takes part in steps")
+    raise Mistake("no request takes part in steps")
 
 
 class OneByOne:

@@ -154,7 +154,7 @@ def judged(title: str, times: Times) -> dict[str, Any]:
 
 WORDS = (
     "One tenant's prompt is timed after, or beside, another prompt: the same one, or another one of the same length. "
-    "*Right* is how often the longer of two times is that of the prompt that nobody had asked for before: 0.5 is a "
+    "*Right* is how often the longer of two times is that of the prompt that no tenant had asked for before: 0.5 is a "
     "guess. Times across salts must not tell; those within one salt must, or the benchmark could not."
 )
 

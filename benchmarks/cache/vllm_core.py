@@ -162,7 +162,7 @@ class VLLM:
         self._manager.free(prompt)
 
     def generate_from(self, prompts: Sequence[Request]) -> None:
-        """Take note of who takes part in steps; all are computed."""
+        """Choose the requests of the decode steps; all their tokens are computed."""
         self._running = list(prompts)
 
     def step(self, token_ids: TokenIds) -> None:

@@ -1,4 +1,4 @@
-"""The pieces of work of a cache core, one class for each: set up, done by turns, and checked. No package is needed."""
+"""The work of a cache core, one class for each kind: set up, done by turns, and checked. No package is needed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Work(ABC):
         """Set it up.
 
         Args:
-            core: Who does it.
+            core: The core that does it.
             setting: How its manager is made.
             sizes: The work's sizes.
         """

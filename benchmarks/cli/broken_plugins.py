@@ -164,7 +164,7 @@ def _claim(name: str, random: Random) -> Broken:
 
 def _object(name: str, random: Random) -> Broken:
     method = random.choice(
-        ["__dir__", "__getattr__", "__getattribute__", "__eq__", "__hash__", "__class__", "__repr__"]
+        [f"__{name}__" for name in ["dir", "getattr", "getattribute", "eq", "hash", "class", "repr"]]
     )
     body = f"    def {method}(self, *arguments): return {random.choice(FAILURES)}"
     decorator = "    @property\n" if method == "__class__" else ""
@@ -176,19 +176,8 @@ def _object(name: str, random: Random) -> Broken:
 
 def _metadata(name: str, random: Random) -> Broken:
     noise = random.randbytes(random.randint(0, 200))
-    values = [
-        "",
-        "a b",
-        "a:",
-        ":b",
-        "1a",
-        "a..b",
-        "\u00e9:\u00e9",
-        "x" * 100_000,
-        "no_such_module",
-        "os:environ",
-        "os:no",
-    ]
+    values = ["", "a b", "a:", ":b", "1a", "a..b", "\u00e9:\u00e9", "x" * 100_000]
+    values += ["no_such_module", "os:environ", "os:no"]
     api = ["", "v1", "v9_9", "v1_" + "9" * 5000, "1.0", "v\u0661_\u0660", "x" * 100_000]
     names = ["", "two words", "a/b", "-", "\u00e9", "\x1b[31m", "kvframe-elsewhere", "x" * 100_000]
     here = f"kvframe_{name}.manifest"
@@ -265,7 +254,7 @@ def _thing(
             what = "declares something else"
         else:
             source += f"{random.choice(FAILURES)}\n"
-        # A backend that fails after it was chosen is an error, whoever chose it: this one is not chosen unasked.
+        # A backend that fails after it was chosen is an error, however it was chosen: this one is not chosen unasked.
         source = source.replace("NAME", name).replace(
             "PREFERENCE", "-1" if late and way in {"method", "answer"} else "1000"
         )
@@ -281,15 +270,7 @@ def _methods(*names: str) -> dict[str, str]:
 
 
 _MAKERS = (
-    _at_import,
-    _bytes,
-    _hook,
-    _hook,
-    _claim,
-    _object,
-    _metadata,
-    _metadata,
-    _prints,
+    *(_at_import, _bytes, _hook, _hook, _claim, _object, _metadata, _metadata, _prints),
     _thing(
         "backend",
         "backends",

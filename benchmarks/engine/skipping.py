@@ -165,7 +165,7 @@ class System:
 
 
 def measure(workload: Workload, repeats: int, advance: Callable[[int], None]) -> dict[str, Any]:
-    """Run both systems on the same prompts; who is first changes with each repeat.
+    """Run both systems on the same prompts; the first one changes with each repeat.
 
     Raises:
         SystemExit: They generated different tokens.

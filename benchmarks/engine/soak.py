@@ -199,7 +199,7 @@ class Soak:
             self.counts.mirror_differences.append(f"step {self.counts.steps}: events out of order: {error!r}")
 
     def _compare_mirror(self) -> None:
-        """Compare what the listener knows with what one who comes now is told."""
+        """Compare what the listener knows with what a late listener is told."""
         engine: Any = self.engine
         num_interrupts = self.faults.struck["told"]
         self._attempt(engine._cache_events.deliver)
@@ -214,12 +214,12 @@ class Soak:
             self._attempt(self.faults.listen)
 
     def _look_for_leaks(self) -> None:
-        """Check that nothing is held by nobody, and that everything is free once the prefixes are given up."""
+        """Check that no page is held without an owner, and that everything is free without the cached prefixes."""
         self._audit()
         manager: Any = self.engine._manager
         self.engine.reset_prefix_cache()
         for what, found, expected in (
-            ("requests that nobody heard of again", len(self._there), 0),
+            ("requests without an end", len(self._there), 0),
             ("pages held", manager.num_held_pages, 0),
             ("bytes held in host memory", manager.stats.host_bytes_held, 0),
             ("rows free", manager.num_free_rows, self.engine.stack.engine.max_num_seqs),

@@ -79,7 +79,7 @@ class Faults:
         self.listen()
 
     def listen(self) -> None:
-        """Let somebody listen to what the cache holds, if nobody does, who may raise."""
+        """Add a listener to cache events that may raise, unless there is one."""
         if self._engine.on_cache_events is None:
             self._engine.on_cache_events = self._before(self._hear, "listener", "told")
 

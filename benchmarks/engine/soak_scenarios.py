@@ -191,7 +191,7 @@ def _prompts(scenario: Scenario, count: int) -> list[Any]:
         if number < 2:
             tokens = draw((1, most)[number])
         else:
-            # Mostly short ones: many start, all of them grow, and somebody has to give way.
+            # Mostly short ones: many start, all of them grow, and one has to be preempted.
             beginning = source.choice(beginnings)
             room = most - len(beginning) if source.random() < 0.3 else scenario.longest // 6
             tokens = beginning + draw(source.randint(1, max(1, min(room, most - len(beginning)))))

@@ -86,7 +86,7 @@ OPERATIONS = ("resets", "resizes", "resizes_refused", "pins_asked", "pins")
 
 @attrs.define
 class Operator:
-    """Whoever runs an engine.
+    """An operator of an engine.
 
     Attributes:
         counts: What was done, by ``OPERATIONS``.

@@ -77,7 +77,7 @@ class Cache:
     """A layer's pages, block-major as in a pool, filled with random keys and values.
 
     Attributes:
-        views: The state tensors by name, each ``[num_pages, …], device``; page 0 belongs to nobody.
+        views: The state tensors by name, each ``[num_pages, …], device``; page 0 is unowned.
     """
 
     def __init__(self, layer: LayerSpec, num_pages: int, device: torch.device) -> None:
@@ -85,7 +85,7 @@ class Cache:
 
         Args:
             layer: The layer.
-            num_pages: Pages, beside the one that belongs to nobody.
+            num_pages: Pages, beside the unowned one.
             device: Where.
         """
         assert layer.spec is not None

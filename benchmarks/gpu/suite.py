@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.suite [--budget SECONDS] [--results FOLDER]
 
 ``benchmarks/gpu.sh`` calls it, after the tests. benchmarks/README.md says how, and what the figures mean. Without a GPU
-it writes the page of what is recorded, with the rows that nobody has measured yet.
+it writes the page of what is recorded, with the rows that were not measured yet.
 """
 
 from __future__ import annotations

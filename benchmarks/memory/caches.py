@@ -21,7 +21,7 @@ class MemoryUse:
 
     Attributes:
         needed: In pages that requests hold, what their coming tokens read.
-        unfinished: In these pages, room for tokens that are not there, not yet or not any more.
+        unfinished: In these pages, capacity without tokens, either for later ones or left by earlier ones.
         partly_used: Free pages in slabs with held pages: of use to the same group only.
         cached: Cached pages in such slabs: prefixes that can be found, in memory of use to the same group only.
         padding: What no page can ever use: ends of slabs, room for layers that are not there or to make states as
@@ -222,7 +222,7 @@ class EqualPages:
 
     @property
     def use(self) -> float:
-        """Share of the blocks that somebody holds."""
+        """Share of the blocks that requests hold."""
         return self._pool.use
 
     def memory_use(self, computed: Mapping[str, int]) -> MemoryUse:

@@ -35,12 +35,12 @@ class EqualBlocks:
 
     @property
     def use(self) -> float:
-        """Share of the blocks that somebody holds."""
+        """Share of the blocks that requests hold."""
         return len(self._holders) / self.num_blocks
 
     @property
     def num_held(self) -> int:
-        """Blocks that somebody holds."""
+        """Blocks that requests hold."""
         return len(self._holders)
 
     def find(self, key: Key) -> int:

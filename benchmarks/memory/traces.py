@@ -1,4 +1,4 @@
-"""Request traces: who asks what when, drawn from a fixed seed. Each is a list of conversations of one or more turns.
+"""Request traces, drawn from a fixed seed: what is asked when, as conversations of one or more turns.
 
 Lengths are those of published traces where there are such: of the Azure LLM inference trace of 2023 (Splitwise, arXiv
 2311.18677) conversations have prompts of 1,020 tokens and replies of 129 in the middle.
