@@ -13,7 +13,7 @@ import torch
 from benchmarks.engine import soak_faults
 from kvframe import Engine, RequestOutput, SamplingParams
 from kvframe.engine.core import STEP_FAILED
-from kvframe.engine.graphs.captured_step import CalledGraph
+from kvframe.engine.graphs.device_graphs import CalledGraph
 from kvframe.engine.turns import HeldInterrupts
 from kvframe.loading.plugins import load_plugins
 from tests.attention.attending import plugin

@@ -23,7 +23,7 @@ from kvframe.config.options import EngineOptions
 from kvframe.contract.capture import GraphCapture, NotReplayableError
 from kvframe.contract.errors import StackError
 from kvframe.engine.graphs import sizes as graph_sizes
-from kvframe.engine.graphs.captured_step import CalledGraph
+from kvframe.engine.graphs.device_graphs import CalledGraph
 from kvframe.engine.graphs.sizes import GraphSizes, auto_sizes, context_sizes
 from kvframe.engine.graphs.step_graphs import StepGraphs
 from kvframe.engine.requests.request import SamplingParams

@@ -18,6 +18,7 @@ import attrs
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.engine.import_graph import files_of_a_step
 from kvframe.cli import main
 from kvframe.config.stack import Stack
 from kvframe.contract.hookspecs import HookSpecs
@@ -312,6 +313,11 @@ def test_the_reference_has_every_name_of_the_contract() -> None:
         found |= dict.fromkeys(names.split(", "), module)
     exported = re.findall(r"from \.(\w+) import (\w+) as", read("kvframe/contract/__init__.pyi"))
     assert {name: module for module, name in exported} | {"HookSpecs": "hookspecs"} == found
+
+
+def test_the_files_of_a_step_are_those_that_run() -> None:
+    files = re.findall(r"^\| `([a-z_/]+\.py)` \|", read("docs/a_step.md"), flags=re.MULTILINE)
+    assert files == files_of_a_step()
 
 
 @pytest.mark.parametrize(("document", "most"), [("README.md", 200), ("CONTRIBUTING.md", 100), ("CHANGELOG.md", 45)])

@@ -26,7 +26,7 @@ from kvframe.contract.capture import GraphCapture, NotReplayableError
 from kvframe.contract.errors import StackError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.order import IntArray
-from kvframe.engine.graphs.captured_step import CaptureError, StepGraph, graph_factory
+from kvframe.engine.graphs.device_graphs import CaptureError, StepGraph, graph_factory
 from kvframe.engine.graphs.sizes import GraphSizes, SizeChoice, asked_sizes, context_sizes
 
 _log = logging.getLogger("kvframe")
