@@ -24,7 +24,7 @@ class CapturedStep:
     on.
 
     Attributes:
-        memory: Where what came from the host lies.
+        memory: The tensors that came from the host.
         groups: What the layers of each attention group read.
         kept_rows: The rows that the skipped layers compute; None for all.
         inputs: The step's further tensors, on the device.
@@ -70,7 +70,7 @@ class CapturedStep:
 
 
 def _keep(tensor: torch.Tensor, memory: StagedMemory) -> torch.Tensor:
-    """Return the tensor itself where it lies in memory that stays, else a copy that stays."""
+    """Return the tensor itself if it lies in the captured memory; otherwise return a copy."""
     return tensor if _lies_in(tensor, memory.memory) else tensor.clone()
 
 
@@ -79,12 +79,12 @@ def _lies_in(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
 
 
 def refresh(kept: Any, fresh: Any, memory: torch.Tensor, what: str) -> None:
-    """Write the values of tensors into those that stay; host copies stay as they were when a graph was captured.
+    """Write the values of a step's tensors into those of a captured step; host copies keep their captured values.
 
     Args:
         kept: Tensors in attrs classes, dataclasses, tuples, lists and mappings.
         fresh: The same of another step.
-        memory: What lies in it has its values already.
+        memory: The captured memory; tensors in it have their values already.
         what: What it is, for errors.
 
     Raises:
@@ -125,7 +125,7 @@ def refresh(kept: Any, fresh: Any, memory: torch.Tensor, what: str) -> None:
 
 
 _COUNTS = ("num_actual_tokens", "num_generating")
-"""Fields of the batch metadata that say how much of a step is padding."""
+"""Fields of the batch metadata that differ with the amount of padding."""
 
 
 def _in_words(tensor: torch.Tensor) -> str:

@@ -10,14 +10,14 @@ from kvframe.contract.specs import AttentionMask
 
 
 def live_places(metadata: CommonAttentionMetadata, mask: AttentionMask) -> IntArray:
-    """Return the places of the blocks that a query may see: of the sinks, and from the first query's window on.
+    """Return the blocks that a query may see: those of the sinks, and all from the first query's window on.
 
     Args:
         metadata: The step.
-        mask: What hides tokens; a causal mask without window or chunk hides nothing that is worked out here.
+        mask: The mask; one without window or chunk hides no whole block.
 
     Returns:
-        ``[num_pages], int64, host``.
+        ``[num_pages], int64, host``: indices in the flattened block table.
     """
     size, num_columns = metadata.block_size, metadata.block_table.shape[1]
     seq_lens = metadata.seq_lens_cpu.numpy().astype(np.int64)
@@ -39,7 +39,7 @@ def live_places(metadata: CommonAttentionMetadata, mask: AttentionMask) -> IntAr
 
 
 def static_places(metadata: CommonAttentionMetadata, mask: AttentionMask) -> IntArray:
-    """Return places of as many blocks as any batch of a graph needs: all, or what a window reaches at most.
+    """Return as many blocks as any batch of a graph needs: all blocks, or the most that a window reaches.
 
     Args:
         metadata: The step, at a graph's sizes.

@@ -1,9 +1,8 @@
-"""Copies of pages: with them a backend serves layers that are stored in a format it does not read.
+"""Copies of pages in the plain format: they let a backend serve layers whose format it does not read.
 
-Before a layer attends, the pages that the step's queries may see are read back by the format itself into memory that
-all layers share, in the dtype that attention computes in. The backend is given these in place of the pool, with a block
-table of their own, and knows nothing of it. Which pages they are is worked out once a step, from the metadata's host
-copies.
+Before a layer attends, its format reads back the pages that the step's queries may see, into memory that all layers
+share, in the dtype that attention computes in. The backend gets these copies in place of the pool, with a block table
+of their own. The pages to copy are found once a step, from the host copies of the metadata.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ from kvframe.planning.memory import allocating
 class CopyScratch:
     """Owns the memory of a model's copies.
 
-    Invariant: what lies in it is of use from a layer's read to the end of the same layer's call, so all layers share
-    it. It grows to the most that a step has needed: keys and values of every token that its queries see, for one layer.
+    Invariant: its content is valid from a layer's read to the end of that layer's call, so all layers share it. It
+    grows to the largest size that a step needed: keys and values of each token that the step's queries see, for one
+    layer.
     """
 
     def __init__(self, device: torch.device, max_static_bytes: int | None = None) -> None:
@@ -36,13 +36,13 @@ class CopyScratch:
 
         Args:
             device: Where the copies lie.
-            max_static_bytes: The most bytes of the copies of a graph, which have room for as many and as long requests
-                as it is for; None for any.
+            max_static_bytes: The most bytes of the copies that a graph reads, which are sized for the most and the
+                longest requests of the graph; None for no limit.
         """
         self._device = device
         self._max_static_bytes = max_static_bytes
         self._buffers: dict[tuple[str, StateTensor], torch.Tensor] = {}
-        # What graphs remember, among it what is in use no more.
+        # Buffers whose addresses graphs hold, including buffers that larger ones replaced.
         self._remembered: dict[int, torch.Tensor] = {}
 
     @property
@@ -57,10 +57,10 @@ class CopyScratch:
         Args:
             state: The tensors of one page, in the plain format.
             num_pages: How many pages.
-            is_static: Whether a graph may remember where they lie: they then stay there.
+            is_static: Whether a graph may hold their addresses. Such tensors stay where they are.
 
         Raises:
-            NotReplayableError: Copies of a graph take more than they may.
+            NotReplayableError: The copies of a graph would take more bytes than the limit.
             PlanError: The device has no memory for them.
         """
         if is_static and self._max_static_bytes is not None:
@@ -75,8 +75,8 @@ class CopyScratch:
     def _take(self, key: tuple[str, StateTensor], num_pages: int, is_static: bool) -> torch.Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape[0] < num_pages:
-            # Outside of inference mode, so that a later call may write to it in either mode. Requests grow by a page
-            # now and then: not each of them is to cost an allocation.
+            # Outside of inference mode, so that a later call may write to it in either mode. Some pages are spare, so
+            # that not every page that a request grows by costs an allocation.
             num_made = num_pages + num_pages // 8
             num_bytes, advice = num_made * key[1].num_bytes, "a smaller max_num_seqs, or a backend that needs no copies"
             with (
@@ -126,8 +126,8 @@ class CopiedMetadata:
     Attributes:
         built: What the backend's own builder made, for the copies.
         pages: ``[num_pages], int32, device``: the pages to copy.
-        index_cpu: ``[num_pages], int64, host``: where they stand in the block table's first columns, row after row.
-        num_columns: How many columns these are.
+        index_cpu: ``[num_pages], int64, host``: their indices in the flattened block table.
+        num_columns: The columns of that block table.
         is_static: Whether the shapes are those of a graph.
     """
 
@@ -139,12 +139,12 @@ class CopiedMetadata:
 
 
 class CopyingBackend(AttentionBackend):
-    """Any backend, on copies."""
+    """Runs any backend on copies of pages."""
 
     def __init__(
         self, inner: AttentionBackend, layers: Sequence[LayerSpec], device: torch.device, scratch: CopyScratch
     ) -> None:
-        """Stand in front of a backend.
+        """Wrap a backend.
 
         Args:
             inner: The backend, for the layers in the plain format.
@@ -179,16 +179,16 @@ class CopyingBackend(AttentionBackend):
 
 
 class CopyingBuilder(AttentionMetadataBuilder):
-    """Says which pages are copied, and lets a backend's own builder build for the copies.
+    """Chooses the pages to copy, and lets the backend's own builder build for the copies.
 
-    The copies of a step are numbered row after row of the block table, whatever ids stand in it: another cache group
-    with the same requests has other pages to copy, and nothing else that differs.
+    Copies are numbered in the order of the block table, whatever page ids it holds. Two cache groups with the same
+    requests then differ only in the pages to copy.
     """
 
     table_fields = frozenset({"pages"})
 
     def __init__(self, inner: AttentionMetadataBuilder, layer: LayerSpec) -> None:
-        """Stand in front of a builder.
+        """Wrap a builder.
 
         Args:
             inner: The backend's builder.
@@ -204,12 +204,12 @@ class CopyingBuilder(AttentionMetadataBuilder):
 
     @property
     def reuse_key(self) -> Hashable:
-        """What decides the backend's own metadata, and what is copied."""
+        """The key of the backend's own builder, and the mask, which decides what is copied."""
         key = self.inner.reuse_key
         return "copies", self._mask, (self._layer.spec, self._layer.query) if key is None else key
 
     def build(self, metadata: CommonAttentionMetadata) -> CopiedMetadata:
-        """Return what is copied, and what the backend's builder makes of the copies."""
+        """Return the pages to copy, and the backend's own metadata for the copies."""
         (built,) = self.build_together([(self, metadata)])
         return built
 
@@ -250,7 +250,7 @@ class CopyingBuilder(AttentionMetadataBuilder):
         return {"pages": _pages(metadata, index)}
 
     def _index(self, metadata: CommonAttentionMetadata) -> torch.Tensor:
-        """Return where the pages to copy stand in the block table, row after row, ``[num_pages], int64, host``."""
+        """Return ``[num_pages], int64, host``: the indices of the pages to copy in the flattened block table."""
         mask = self._mask
         limits = AttentionMask() if mask is None or not (mask.causal and metadata.causal) else mask
         return torch.from_numpy((static_places if metadata.static_shapes else live_places)(metadata, limits))
@@ -264,6 +264,6 @@ def _over_copies(metadata: CommonAttentionMetadata, index: torch.Tensor) -> Comm
     """Return the step with the block table of the copies, which start after the null page."""
     table = torch.zeros_like(metadata.block_table, memory_format=torch.contiguous_format)
     numbers = torch.arange(1, 1 + index.shape[0], dtype=table.dtype, device=table.device)
-    # A window that reaches back to the sinks names their blocks twice: either copy will do.
+    # If a window reaches back to the sinks, their blocks have two copies with the same content.
     table.view(-1).index_copy_(0, index.to(table.device, non_blocking=True), numbers)
     return attrs.evolve(metadata, block_table=table)

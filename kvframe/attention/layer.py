@@ -28,11 +28,11 @@ class GroupStep:
 
 
 class AttentionLayer:
-    """One layer, as the model calls it.
+    """One attention layer, which the model calls.
 
     Attributes:
-        spec: The layer.
-        lacks_parameters: Whether it declares a learned tensor that was not bound yet.
+        spec: The layer's spec.
+        lacks_parameters: Whether it declares a learned tensor that is not bound yet.
     """
 
     def __init__(self, spec: LayerSpec, kv_cache: KVCache, step: GroupStep) -> None:

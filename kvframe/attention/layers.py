@@ -29,17 +29,17 @@ from kvframe.selection.choice import Choice
 
 
 class AttentionLayers(Mapping[str, AttentionLayer]):
-    """All attention layers of a model, by name, and beside them those that keep state and do not attend.
+    """All attention layers of a model, by name, and its state layers (``states``).
 
     Invariant: between ``begin_step`` and the next, every layer of a group reads the same metadata.
 
     Attributes:
         groups: The attention groups, in the order of their first layers.
-        local: Where the layers that keep nothing of the past find the running step.
-        states: The layers that the model computes itself, on pages that it is given; by name.
-        skipped: The layers that compute only the generating tokens of a step, in the order they run.
+        local: The scratch pages of layers that keep nothing of the past.
+        states: The layers that keep a state, which the model computes itself on their pages; by name.
+        skipped: The layers that compute only the generating tokens of a step, in the order in which they run.
         copies: Memory for copies of pages, for backends that do not read the format of their layers.
-        dtypes: The dtypes of what all of them keep, as it is read.
+        dtypes: The dtypes of the layers' caches, as they are read.
         kept_rows: ``[num_generating + padding], int64, device``: the rows of the packed batch that the skipped layers
             compute in this step; None for all. The model cuts its hidden states to them before the first of these
             layers, and gives logits for exactly these rows.
@@ -112,12 +112,12 @@ class AttentionLayers(Mapping[str, AttentionLayer]):
     def capture(self) -> GraphCapture:
         """For which batches the metadata of all groups can be captured as part of a graph."""
         if self.states:
-            return GraphCapture.NEVER  # which pages a step reads and writes is worked out on the host
+            return GraphCapture.NEVER  # the pages that a step reads and writes are found on the host
         return min((group.capture for group in self.groups), default=GraphCapture.ALWAYS)
 
     @property
     def least_captured(self) -> str:
-        """What sets ``capture``, for a person: a layer and what it runs on."""
+        """The layer that limits ``capture`` and its backend, in words."""
         if self.states:
             return f"layer {next(iter(self.states))!r}, which keeps a state"
         group = min(self.groups, key=lambda group: group.capture)

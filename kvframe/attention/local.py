@@ -1,7 +1,7 @@
 """Step-local caches: scratch pages for layers that keep nothing of the past, such as those of an encoder.
 
-Such a layer is in no cache group, and goes through the same wrappers, builders and backends as one that is: its step's
-keys and values are written to scratch pages, which the next such layer writes over.
+Such a layer is in no cache group. It uses the same wrappers, builders and backends as layers with a cache: its keys and
+values of the step are written to scratch pages, which the next such layer overwrites.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Layout = tuple[tuple[str, StateTensor], ...]
 class LocalCaches:
     """Owns the scratch pages of a model's step-local layers.
 
-    Invariant: what lies in a page is of use from a layer's write to the end of the same layer's call, so layers whose
+    Invariant: a page's content is valid from a layer's write to the end of that layer's call, so layers whose
     state tensors are alike share their pages.
 
     Attributes:
-        places: For each step-local layer, the place of its metadata among those that ``metadata`` returns.
+        places: For each step-local layer, the index of its metadata in what ``metadata`` returns.
         views: Per layer, its state tensors by name, each ``[num_pages, *StateTensor.shape], device``; page 0 is the
             null page.
         num_bytes: Bytes of all scratch pages.
         max_tokens: The most tokens of a step.
-        is_poisoned: Whether each step starts with NaN in every page, so that a read of what is not there shows.
+        is_poisoned: Whether each step starts with NaN in every page, so that a read of stale content shows.
     """
 
     def __init__(self, layers: Sequence[LayerSpec], device: torch.device, *, max_tokens: int, max_reqs: int) -> None:
@@ -76,7 +76,7 @@ class LocalCaches:
 
     @property
     def num_places(self) -> int:
-        """How many values ``metadata`` returns."""
+        """The number of values that ``metadata`` returns."""
         return len(self._tables)
 
     def fits(self, query_lens: Sequence[int]) -> bool:
@@ -84,10 +84,10 @@ class LocalCaches:
         return not self.places or (len(query_lens) <= self._max_reqs and sum(query_lens) <= self.max_tokens)
 
     def metadata(self, batch: StepBatch) -> tuple[CommonAttentionMetadata, ...]:
-        """Give each request of a step pages that follow one another, and return the step as these layers see it.
+        """Give each request of a step consecutive pages, and return the step's metadata for these layers.
 
         Args:
-            batch: The step; all of each request's tokens are in it.
+            batch: The step, with all tokens of each request.
 
         Returns:
             One value per block size of the step-local layers, on the host.
@@ -110,7 +110,7 @@ class LocalCaches:
 
 
 def num_pages(block_size: int, max_tokens: int, max_reqs: int) -> int:
-    """Return the most pages that the requests of a step fill, each beginning a page of its own."""
+    """Return the most pages that the requests of a step use; each request starts a new page."""
     return min(max_tokens, (max_tokens + max_reqs * (block_size - 1)) // block_size)
 
 

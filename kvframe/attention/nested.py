@@ -1,7 +1,6 @@
 """Finds the tensors inside nested values in a fixed order, and rebuilds the values with other tensors.
 
-A step's values are gone through in each step: what a class is, and which of its fields can hold a tensor at all, is
-found out once.
+This runs in every step. So what a class is, and which of its fields can hold a tensor, is found out once per class.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ def host_tensors(value: Any) -> list[torch.Tensor]:
     """Return the tensors on the host that a value holds outside of ``_cpu`` fields, each once, in a fixed order.
 
     Args:
-        value: Tensors in attrs classes, dataclasses, tuples, lists and mappings. Fields that are declared to be
-            numbers, strings, or made of such, are not looked into, and neither are objects of other classes.
+        value: Tensors in attrs classes, dataclasses, tuples, lists and mappings. Fields that are declared as numbers,
+            strings or containers of them are skipped, and so are objects of other classes.
     """
     found: dict[int, torch.Tensor] = {}
     _collect(value, found, set())
@@ -48,7 +47,7 @@ def _collect(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None
 def replace_tensors(value: T, change: Callable[[torch.Tensor], torch.Tensor]) -> T:
     """Return a value with its tensors changed, but for those in fields whose names end with ``_cpu``.
 
-    What stands in several places of the value stands there afterwards too; what does not change is the very same.
+    An object that occurs several times is replaced by one object; an object without changes is returned as it is.
     """
     result: T = _replace(value, change, {})
     return result
@@ -98,7 +97,7 @@ def _of_fields(cls: type, every: Sequence[str], looked_into: Sequence[str]) -> K
     setters, values_of_others = [_setter(cls, name) for name in (*looked_into, *others)], _getter(others)
 
     def rebuild(value: Any, parts: Sequence[Any]) -> Any:
-        # Not by its constructor, which may do more than take them.
+        # Without its constructor, which may do more than set fields.
         copy: Any = object.__new__(cls)
         for set_field, each in zip(setters, (*parts, *values_of_others(value)), strict=True):
             set_field(copy, each)
@@ -115,7 +114,7 @@ def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def _setter(cls: type, name: str) -> Callable[[Any, Any], None]:
-    """Return what sets a field, of a frozen class too: the field itself, where the class has a slot for it."""
+    """Return a function that sets a field, of a frozen class too: the slot's own setter if the class has slots."""
     field = getattr(cls, name, None)
     if isinstance(field, MemberDescriptorType):
         return field.__set__
@@ -138,10 +137,10 @@ SEQUENCE = Kind(parts=lambda value: value, rebuild=_rebuild_sequence)
 
 
 class _Kinds(dict[type, Kind | None]):
-    """What each class of values holds; None if no tensor that is to be found."""
+    """The kind of each class; None for a class that holds no tensors to find."""
 
     def __missing__(self, cls: type) -> Kind | None:
-        self[cls] = TENSOR  # while it is worked out: what a class holds of its own kind may hold one
+        self[cls] = TENSOR  # until it is known: a field of the class's own type may hold one
         found = self[cls] = _find_kind(cls)
         return found
 
@@ -175,14 +174,14 @@ def _declared(cls: type) -> tuple[str, ...] | None:
 
 def _types_of_fields(cls: type) -> Mapping[str, Any]:
     try:
-        # Where torch is imported for type checkers only, its tensors are named all the same.
+        # A module may import torch for type checkers only, and still name its tensors.
         return typing.get_type_hints(cls, localns={torch.__name__: torch})
     except NameError:
         return {}
 
 
 def _may_hold_tensors(declared: Any) -> bool:
-    """Return whether a tensor that is to be found may lie in a field that is declared to be this."""
+    """Return whether a field of a declared type may hold a tensor to find."""
     origin, arguments = typing.get_origin(declared), typing.get_args(declared)
     if arguments and (origin in (typing.Union, UnionType) or _is_container(origin)):
         return any(_may_hold_tensors(each) for each in arguments if each is not Ellipsis)

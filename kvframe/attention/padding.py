@@ -48,7 +48,7 @@ def pad_step(
     max_query_len: int,
     max_seq_len: int,
 ) -> tuple[CommonAttentionMetadata, ...]:
-    """Return the metadata of all cache groups as ``pad_metadata`` does; what they had in common they have still."""
+    """Return the metadata of all cache groups padded by ``pad_metadata``; tensors that they shared stay shared."""
     padder = _Padder(num_reqs, num_tokens, num_generating)
     return tuple(padder.pad(common, max_query_len, max_seq_len) for common in metadata)
 
@@ -111,7 +111,7 @@ class _Padder:
 
     def _once(self, tensor: torch.Tensor, pad: Callable[[], torch.Tensor]) -> torch.Tensor:
         if id(tensor) not in self._padded:
-            # The tensor is kept too, so that no other one gets its number.
+            # The tensor is kept too, so that no other tensor gets its id.
             self._padded[id(tensor)] = tensor, pad()
         return self._padded[id(tensor)][1]
 

@@ -1,7 +1,6 @@
 """Puts a batch's requests into the order that backends ask for: one order for all of them, or a permutation for one.
 
-Everything is computed on the host, from the copies of the metadata there. A permutation is copied to the device at
-once.
+Everything is computed from the metadata's host copies. A permutation goes to the device in one copy.
 """
 
 from __future__ import annotations
@@ -130,7 +129,7 @@ def _lengths(metadata: CommonAttentionMetadata) -> tuple[npt.NDArray[np.int32], 
 
 
 def _upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """Copy arrays to the device as one; each result starts where any dtype may start."""
+    """Copy arrays to the device in one copy; each result is aligned for any dtype."""
     ends = np.cumsum([-(-array.nbytes // 8) * 8 for array in arrays]).tolist()
     buffer = np.empty(ends[-1], dtype=np.uint8)
     for array, start in zip(arrays, [0, *ends], strict=False):

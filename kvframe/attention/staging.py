@@ -1,8 +1,8 @@
 """Staging: one copy brings everything that a step computed on the host to the device.
 
-A step is worked out on the host, chains of wrappers included: their tensors are small, and what is small costs less
-there than a launch on a device. Then all of them lie side by side in pinned memory, and one copy brings them over,
-which nobody waits for.
+A step is prepared on the host, wrapper chains included, because its tensors are small: computing them there costs less
+than a kernel launch. Then all of them are placed side by side in pinned memory, and one asynchronous copy brings them
+to the device.
 """
 
 from __future__ import annotations
@@ -30,27 +30,26 @@ Place = tuple[torch.Size, torch.dtype, int]
 class Staging:
     """Brings the tensors of a step to the device.
 
-    Invariant: host memory is not written to before the copy that was made of it is done.
+    Invariant: host memory is not overwritten before its last copy to the device is done.
 
     Attributes:
         device: The device.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Take the device; where that is the host, nothing is copied."""
+        """Take the device; if it is the host, nothing is copied."""
         self.device = device
-        # While the device still reads the one, a step may write to the other.
+        # While the device still reads one buffer, a step may write to the other.
         self._buffers = (_HostBuffer(device), _HostBuffer(device))
         self._turn = 0
 
     def to_device(self, value: T, into: StagedMemory | None = None) -> T:
-        """Return a value whose tensors are on the device; with the very tensors where that is the host.
+        """Return a value with its tensors on the device; the same tensors if that is the host.
 
         Args:
             value: Tensors in attrs classes, dataclasses, tuples, lists and mappings. Fields whose names end with
-                ``_cpu`` stay on the host; so does what is declared to be no tensor, and whatever lies in objects of
-                other classes.
-            into: Where the tensors are to lie; fresh memory unless given.
+                ``_cpu`` stay on the host; so do fields that are not declared as tensors, and objects of other classes.
+            into: Memory for the tensors; new memory unless given.
 
         Raises:
             ValueError: The tensors have other shapes or dtypes than those that ``into`` was made for.
@@ -74,7 +73,7 @@ class Staging:
 
 
 class _HostBuffer:
-    """Host memory that copies to a device are made of; pinned where that lets them run by themselves."""
+    """Host memory that is copied to a device; pinned for a GPU, so that copies are asynchronous."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_pinned = device.type == "cuda"
@@ -86,7 +85,7 @@ class _HostBuffer:
     def fill(self, tensors: Sequence[torch.Tensor], places: tuple[Place, ...], num_bytes: int) -> torch.Tensor:
         """Write tensors to their places; return the memory, ``[num_bytes], uint8, host``."""
         if self._copied is not None:
-            self._copied.synchronize()  # of a copy two steps ago, which is done
+            self._copied.synchronize()  # with a copy of two steps ago, which is usually done
         if len(self._memory) < num_bytes:
             # Made outside of inference mode, so that a later step may write to it in either mode.
             with torch.inference_mode(False):
@@ -99,14 +98,14 @@ class _HostBuffer:
         return self._memory[:num_bytes]
 
     def note_copy(self) -> None:
-        """Note that a copy of the memory was just asked for."""
+        """Record that a copy of the memory was queued."""
         if self._copied is not None:
             self._copied.record()
 
 
 @attrs.frozen(eq=False)
 class StagedMemory:
-    """Memory on the device that the tensors of steps of equal shapes are copied to, each always to the same place.
+    """Memory on the device for the tensors of steps of equal shapes: each tensor always lies at the same address.
 
     Attributes:
         places: Where each tensor lies.
@@ -120,7 +119,7 @@ class StagedMemory:
 
     @classmethod
     def of(cls, value: Any, device: torch.device) -> StagedMemory:
-        """Return memory for the tensors of a value as ``Staging.to_device`` takes it; what is in it is undefined."""
+        """Return uninitialised memory for the tensors of a value that ``Staging.to_device`` takes."""
         places, num_bytes = layout_of(host_tensors(value))
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return cls(places, memory, tuple(views_of(memory, places)))
@@ -137,7 +136,7 @@ def layout_of(tensors: Sequence[torch.Tensor]) -> tuple[tuple[Place, ...], int]:
 
 def views_of(memory: torch.Tensor, places: Sequence[Place]) -> list[torch.Tensor]:
     """Return the tensors that lie in memory of bytes, a multiple of the alignment."""
-    # Seen as elements of each dtype once; tensors that are alike and lie one after the other are then one operation.
+    # The memory is viewed once per dtype; consecutive tensors of one shape and dtype are made by one operation.
     as_dtype: dict[torch.dtype, torch.Tensor] = {}
     views: list[torch.Tensor] = []
     for (shape, dtype), alike in itertools.groupby(places, itemgetter(0, 1)):

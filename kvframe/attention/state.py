@@ -1,9 +1,9 @@
 """State layers at run time: which state each request continues from, and which page gets the new state.
 
-A state layer keeps no keys and values but what a model made of all tokens so far. The model computes it; the cache says
-where states lie. After a step, the page of every block that the step's tokens lie in holds the state after its last
-computed token, so a block's page is final once the block is full. If a layer has rollback states, a block that is not
-full has a second page, and its states take turns in both (``kvframe.planning.rollback``).
+A state layer keeps no keys and values. It keeps a state, which the model computes from all tokens so far; the cache
+decides where states lie. After a step, the page of each block that the step computed tokens of holds the state after
+the block's last computed token, so a page is final when its block is full. If a layer has rollback states, a block that
+is not full has a second page, and its states alternate between the two (``kvframe.planning.rollback``).
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ class _Places:
         return starts
 
     def after(self, requests: IntArray, positions: IntArray) -> tuple[IntArray, IntArray]:
-        """Return the page with the state after each token, 0 where there is none, and which of its states it is."""
+        """Return the page that holds the state after each token (0 for none), and its index there."""
         rows, blocks = self.rows[requests], positions // self.spec.block_size
         pages = self.table[rows, blocks].astype(np.int64)
         if self.rollback is None:
             return pages, positions % self.spec.states_per_block
-        # Counted back from the block's last token, whose state has to be in the block's own page.
+        # Counted back from the block's last token, because that token's state must be in the block's own page.
         turns = (-1 - positions) % self.spec.block_size % (1 + self.rollback.num_states)
         others = self.rollback.ids[rows, blocks].astype(np.int64)
         others = np.where(others > 0, others + (turns - 1) * self.rollback.ids_per_state, 0)
@@ -98,21 +98,21 @@ class _Places:
 
     @property
     def num_states(self) -> int:
-        """How many tokens that follow each other can have a place for the state after each of them."""
+        """The most consecutive tokens whose states can all be kept."""
         return self.spec.states_per_block if self.rollback is None else 1 + self.rollback.num_states
 
     def in_rounds(self) -> npt.NDArray[np.bool_]:
-        """Return for each request whether it has a past, and pages a place for the state after each of its tokens."""
+        """Return for each request whether it has computed tokens, and pages for the state after each new token."""
         fits = (self.query_lens <= self.num_states) & (self.num_computed > 0)
         for index in range(1, self.num_rounds(fits)):
-            # Without a page for it, the state before a later token would be lost.
+            # Without a page, the state that a later token continues from would be lost.
             requests = np.flatnonzero(fits & (self.query_lens > index))
             pages, _ = self.after(requests, self.num_computed[requests] + index - 1)
             fits[requests[pages == 0]] = False
         return fits
 
     def num_rounds(self, in_rounds: npt.NDArray[np.bool_]) -> int:
-        """Return the most tokens of a request that is computed in rounds."""
+        """Return the number of rounds: the most new tokens of a request that is computed in rounds."""
         return int(self.query_lens[in_rounds].max(initial=0))
 
 
@@ -127,7 +127,7 @@ def _round(places: _Places, index: int, in_rounds: npt.NDArray[np.bool_], device
 
 
 def _runs(places: _Places, requests: IntArray) -> list[StateRun]:
-    """Return the pieces of requests, each up to the end of a block with a page, or of the step."""
+    """Return the runs of requests: each run ends with a block that has a page, or with the step."""
     size = places.spec.block_size
     begin, end = places.num_computed[requests], (places.num_computed + places.query_lens)[requests]
     num_blocks = (end - 1) // size - begin // size + 1
@@ -151,7 +151,7 @@ def _runs(places: _Places, requests: IntArray) -> list[StateRun]:
 
 
 class StateLayer:
-    """One layer that the model computes on pages that it is given.
+    """One state layer: the model computes it on the pages that the cache gives it.
 
     Attributes:
         spec: The layer.
@@ -166,13 +166,13 @@ class StateLayer:
 
     @property
     def stored(self) -> KVCacheSpec:
-        """What it keeps."""
+        """The spec of what it keeps."""
         assert self.spec.spec is not None
         return self.spec.spec
 
     @property
     def step(self) -> StateStep:
-        """What the running step computes."""
+        """The work of the running step."""
         assert self._step is not None
         return self._step
 
@@ -184,7 +184,7 @@ class StateLayer:
 class StateLayers(Mapping[str, StateLayer]):
     """All state layers of a model, by name.
 
-    Invariant: every layer holds the step that was selected last.
+    Invariant: every layer has the step that was selected last.
     """
 
     def __init__(self, layers: Iterable[LayerSpec], grouping: Grouping, views: Mapping[str, KVCache]) -> None:
@@ -196,7 +196,7 @@ class StateLayers(Mapping[str, StateLayer]):
             views: Each layer's state tensors.
         """
         self._layers = {layer.name: StateLayer(layer, views[layer.name]) for layer in layers}
-        # The states of a cache group lie alike for all its layers with as many of them to a page.
+        # Layers of one cache group with equally many states in a page share their steps.
         alike: dict[tuple[int, int], list[StateLayer]] = {}
         self._rollback: dict[int, tuple[int, int, int]] = {}
         for layer in self._layers.values():
@@ -210,7 +210,7 @@ class StateLayers(Mapping[str, StateLayer]):
         self._alike = [(group, tuple(members)) for (group, _), members in alike.items()]
 
     def steps(self, batch: StepBatch | None, tables: BlockTables | None) -> list[StateStep]:
-        """Return a step as the layers see it; on the host.
+        """Return the steps of the layers, on the host, one for each set of layers that share it.
 
         Args:
             batch: The step; None if there are no layers.
@@ -232,7 +232,7 @@ class StateLayers(Mapping[str, StateLayer]):
         return steps
 
     def select(self, steps: Sequence[StateStep]) -> None:
-        """Let the layers hold what ``steps`` returned."""
+        """Give the layers the steps that ``steps`` returned."""
         for (_, members), step in zip(self._alike, steps, strict=True):
             for layer in members:
                 layer.step = step

@@ -20,11 +20,11 @@ from kvframe.contract.specs import TOKENS
 
 @attrs.frozen(kw_only=True, eq=False)
 class InputBatch:
-    """What the requests of a step have of one input sequence, on the host.
+    """One input sequence of a step's requests, on the host.
 
     Attributes:
         lens: ``[num_reqs]``: its tokens; 0 for a request that has none.
-        is_new: ``[num_reqs], bool``: whether the step stores its state; false where it was stored before.
+        is_new: ``[num_reqs], bool``: whether the step stores its state; false if it was stored before.
     """
 
     lens: IntArray
@@ -45,7 +45,7 @@ class StepBatch:
         generating_indices: ``[num_generating]``: the packed tokens that generate, in order; those of a request are its
             last ones.
         extensions: Further inputs of the step, by name; they reach the wrappers and backends of every group.
-        inputs: What requests bring beside their tokens, by sequence; those that are not there, no request has.
+        inputs: The inputs beside tokens, by sequence; a sequence that is missing, no request has.
     """
 
     rows: IntArray
@@ -82,7 +82,7 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
     seq_lens = (batch.num_computed + batch.query_lens).astype(np.int32)
     requests, positions = batch.token_positions
     num_generating = len(batch.generating_indices)
-    # One row at least, so that no layer is ever given an empty batch.
+    # At least one row, so that no layer is given an empty batch.
     generating = batch.generating_indices if num_generating else np.array([num_tokens - 1])
     query_start_loc_cpu, seq_lens_cpu = torch.from_numpy(query_start_loc), torch.from_numpy(seq_lens)
     generating_cpu = torch.from_numpy(generating)
@@ -115,7 +115,7 @@ def build_metadata(batch: StepBatch, tables: BlockTables, device: torch.device) 
         size, sequence = stack.block_size, stack.sequence
         if sequence not in seen:
             seen[sequence] = _seen_of_input(batch, sequence, device)
-        # At least one column, so that no backend is ever given an empty table.
+        # At least one column, so that no backend is given an empty table.
         width = max(1, -(-seen[sequence]["max_seq_len"] // size))
         block_tables = stack.ids[:, batch.rows, :width]
         block_tables_device = torch.from_numpy(block_tables).to(device, non_blocking=True).unbind()
@@ -155,8 +155,8 @@ def _seen_of_input(batch: StepBatch, sequence: str, device: torch.device) -> dic
 def input_slots(batch: StepBatch, tables: BlockTables, device: torch.device) -> dict[int, torch.Tensor]:
     """Return where a step stores the state of new inputs: slots ``[num_input_tokens], int64, device`` by group.
 
-    They are no part of the batch metadata: what is stored has nothing to do with which queries a backend sees, so no
-    wrapper changes it. The tokens of new inputs are packed in the order of their requests.
+    These slots are not part of the batch metadata, because wrappers change which queries a backend sees, and never what
+    is stored. The tokens of new inputs are packed in the order of their requests.
 
     Args:
         batch: The step.
@@ -186,7 +186,7 @@ Slots = tuple[torch.Tensor, torch.Tensor]
 
 @attrs.frozen(eq=False)
 class PackedSlots:
-    """The slots of several cache groups, which store as many tokens each, in two tensors.
+    """The slots of several cache groups, which store equally many tokens, in two tensors.
 
     Attributes:
         groups: The groups.
@@ -221,7 +221,7 @@ def pack_slots(
 
 def _divmod(slots: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     if block_size & (block_size - 1) == 0:
-        # A processor's division takes ten times as long.
+        # Shifts: a division takes ten times as long on a processor.
         return slots >> (block_size.bit_length() - 1), slots & (block_size - 1)
     return torch.div(slots, block_size, rounding_mode="floor"), slots % block_size
 

@@ -32,7 +32,7 @@ class KVCacheStorage:
             device: The device of the pool.
 
         Raises:
-            PlanError: The device has not that much memory.
+            PlanError: The device does not have that much memory.
         """
         self._plan = plan
         self.pool = self._allocate(plan, device)
@@ -64,29 +64,29 @@ class KVCacheStorage:
 
     @property
     def num_slabs(self) -> int:
-        """Slabs that there are bytes for."""
+        """The number of slabs in the pool."""
         return self._plan.num_slabs
 
     def reserve(self, plan: KVCachePlan) -> torch.Tensor:
         """Return ``[plan.total_bytes], uint8, device``, zeroed: memory to ``move`` to.
 
         Args:
-            plan: What to have; the same but for the number of slabs.
+            plan: The new plan; only the number of slabs differs.
 
         Raises:
-            PlanError: The device has not that much memory.
+            PlanError: The device does not have that much memory.
         """
-        # Torch resizes no memory that NumPy has once seen, as backends may let it.
+        # Torch cannot resize memory that NumPy has seen, and a backend may have passed it to NumPy.
         return self._allocate(plan, self.pool.device)
 
     def move(self, plan: KVCachePlan, pool: torch.Tensor) -> None:
-        """Have more bytes, or fewer, at the pool's end; what stays keeps its content.
+        """Grow or shrink the pool at its end; the bytes that remain keep their content.
 
         The pool and the views are the same tensors afterwards, at another address: the caller tells every user of the
         old addresses, such as captured graphs.
 
         Args:
-            plan: What to have; the same but for the number of slabs.
+            plan: The new plan; only the number of slabs differs.
             pool: The memory that was reserved for it.
         """
         kept = min(plan.total_bytes, self._plan.total_bytes)
@@ -106,7 +106,7 @@ class KVCacheStorage:
         Args:
             group: The pages' group.
             block_ids: The pages.
-            value: What to write; NaN, in a tensor of whole numbers all bits set, shows that a dead page is read.
+            value: The value. NaN shows that a dead page is read; in a tensor of whole numbers it sets all bits.
         """
         planned = self._plan.groups[group]
         ids_per_part = planned.part_bytes // self._plan.block_id_bytes
@@ -120,8 +120,8 @@ class KVCacheStorage:
 
         Args:
             group: The pages' group.
-            block_ids: Which.
-            others: As many other pages.
+            block_ids: The pages to copy.
+            others: As many pages to copy them to.
         """
         num_bytes, unit = self._plan.groups[group].page_bytes, self._plan.block_id_bytes
         for page, other in zip(block_ids, others, strict=True):
@@ -141,8 +141,8 @@ def fill_pages(tensor: torch.Tensor, pages: list[int] | slice, value: float) -> 
 
     Args:
         tensor: ``[num_pages, …], device``; written to.
-        pages: Which.
-        value: What to write; NaN, in a tensor of whole numbers, as all bits set.
+        pages: The pages.
+        value: The value. NaN sets all bits in a tensor of whole numbers.
     """
     if math.isnan(value) and not tensor.is_floating_point():
         tensor.view(torch.uint8)[pages] = 255
@@ -183,7 +183,7 @@ class HostStorage:
             copy_pages: Copies between the pool and that buffer (``AttentionBackend.page_copier``); None for torch.
 
         Raises:
-            PlanError: The host has not that much memory, or the device none for the buffer.
+            PlanError: The host does not have that much memory, or the device has none for the buffer.
         """
         self._plan = plan
         self._pool = pool
@@ -252,7 +252,7 @@ class HostStorage:
             first = index
 
     def _is_staged(self, group: int, num_pages: int) -> bool:
-        """Return whether there are several pages, and the buffer holds several."""
+        """Return whether to copy through the buffer: there are several pages, and the buffer holds several."""
         return min(num_pages, self._staging.nbytes // self._plan.groups[group].page_bytes) > 1
 
     def _pages(self, group: int) -> torch.Tensor:

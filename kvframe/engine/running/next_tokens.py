@@ -14,11 +14,11 @@ import torch
 from kvframe.engine.requests.request import Request
 
 FAILED = -1
-"""Stands for the token of a request whose logits are not numbers."""
+"""In place of a token: the request's logits are not numbers."""
 
 
 def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
-    """Return the next token of each request; ``FAILED`` where its logits hold NaN or no finite maximum.
+    """Return the next token of each request; ``FAILED`` if its logits contain NaN or have no finite maximum.
 
     Args:
         logits: ``[num_reqs, vocab_size], device``.
@@ -36,7 +36,7 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
             token_ids[index] = FAILED
         elif params.temperature > 0:
             (truncated if params.top_k or params.top_p < 1 else full).append(index)
-    # Two ways to draw: a row's own parameters choose its way, so that its neighbours cannot change its token.
+    # There are two ways to draw. A row's own parameters choose the way, so that other rows cannot change its token.
     for rows, truncate in ((full, False), (truncated, True)):
         if rows:
             drawn = _draw(logits[rows], [requests[row] for row in rows], truncate)
@@ -46,14 +46,14 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
 
 
 def token_logprobs(logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor) -> list[float]:
-    """Return how likely some tokens are: the logarithms of their probabilities, in float32.
+    """Return the log-probabilities of some tokens, computed in float32.
 
     Args:
         logits: ``[num_rows, vocab_size], device``.
         rows: ``[num_tokens], int64, device``: for each token, the row that it follows.
         token_ids: ``[num_tokens], int64, device``.
     """
-    # All rows first: picking some of the logits would copy about as much again.
+    # log_softmax of all rows: selecting some rows first would copy about as much again.
     found: list[float] = logits.log_softmax(dim=-1, dtype=torch.float32)[rows, token_ids].tolist()
     return found
 
@@ -99,13 +99,13 @@ def draw_truncated(
         probabilities: ``[num_rows, vocab_size], float64, device``.
         uniforms: ``[num_rows, 1], float64, device``, in ``[0, 1)``.
         top_k: ``[num_rows, 1], float64, device``, at least 1.
-        top_p: ``[num_rows, 1], float64, device``, in ``(0, 1]``; of the mass that ``top_k`` leaves.
+        top_p: ``[num_rows, 1], float64, device``, in ``(0, 1]``; the part of the mass that ``top_k`` leaves.
     """
     ordered, token_ids = probabilities.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(ordered.shape[1], device=ordered.device)
     ordered = ordered.masked_fill(ranks >= top_k, 0.0)
     cumulative = ordered.cumsum(dim=-1)
-    # The first one stays, though a small top_p of the mass may round to 0.
+    # The first token stays even if top_p of the mass rounds to 0.
     ordered = ordered.masked_fill((ranks > 0) & (cumulative - ordered >= top_p * cumulative[:, -1:]), 0.0)
     cumulative = ordered.cumsum(dim=-1)
     found = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)

@@ -18,19 +18,19 @@ from kvframe.engine.running.runner import ModelRunner
 from kvframe.engine.scheduling.step import PackedStep, ScheduledStep
 
 COMPUTED = 0
-"""Stands for the outcome of a request whose embedding is there."""
+"""The outcome of a request whose embedding was computed."""
 
 
 @attrs.frozen(kw_only=True)
 class EmbeddingOutput:
-    """What a request for an embedding has come to.
+    """The result of a request for an embedding.
 
     Attributes:
         request_id: The request.
         token_ids: Its tokens, special ones included.
         embedding: The embedding; None if there is none.
-        finish_reason: ``computed``, or why there is none.
-        error: One sentence where the reason is ``refused`` or ``error``.
+        finish_reason: ``computed``, or why there is no embedding.
+        error: One sentence if the reason is ``refused`` or ``error``.
     """
 
     request_id: str
@@ -44,13 +44,13 @@ class EmbeddingOutput:
 class EmbeddingRequest(RequestProgress):
     """A request for the embedding of its tokens; nothing is generated.
 
-    Invariant: ``partial`` holds what is pooled of its first ``num_pooled`` tokens, none twice, however often they are
-    computed.
+    Invariant: ``partial`` holds the pooled hidden states of its first ``num_pooled`` tokens, each counted once, however
+    often it is computed.
 
     Attributes:
-        num_pooled: Tokens whose hidden states were pooled.
-        partial: ``[hidden_size], float32, device``: what was pooled of them; None for nothing yet.
-        embedding: The embedding, once its last token is computed.
+        num_pooled: The number of tokens whose hidden states were pooled.
+        partial: ``[hidden_size], float32, device``: the result of pooling them; None at first.
+        embedding: The embedding, after its last token is computed.
     """
 
     num_pooled: int = 0
@@ -84,11 +84,11 @@ class EmbeddingRequest(RequestProgress):
         return min(self.num_pooled, len(self.token_ids) - 1)
 
     def take(self, outcome: int) -> None:
-        """End: its embedding is there."""
+        """End the request: its embedding was computed."""
         self.finish_reason = "computed"
 
     def report(self) -> EmbeddingOutput:
-        """Return what it has come to."""
+        """Return the result."""
         assert self.finish_reason is not None
         return EmbeddingOutput(
             request_id=self.request_id,
@@ -103,12 +103,12 @@ class PoolingRunner(ModelRunner):
     """Runs steps of a model without head to the embeddings of its requests."""
 
     def __init__(self, pooling: Pooling, *arguments: Any, **limits: Any) -> None:
-        """Take how to pool, and what ``ModelRunner`` takes."""
+        """Take the pooling, and the arguments of ``ModelRunner``."""
         super().__init__(*arguments, **limits)
         self._mode, self._normalize = pooling.mode, pooling.normalize
 
     def run(self, step: ScheduledStep[EmbeddingRequest]) -> list[int]:
-        """Compute a step, and pool what it gives.
+        """Compute a step, and pool its hidden states.
 
         Args:
             step: The step; every request has a row and room for its tokens.
@@ -131,10 +131,10 @@ class PoolingRunner(ModelRunner):
         return outcomes if packed.places is None else [outcomes[place] for place in packed.places]
 
     def _pool(self, packed: PackedStep[EmbeddingRequest], hidden: torch.Tensor) -> torch.Tensor:
-        """Pool what a step gives of each request; return that of the requests whose last token it computes.
+        """Pool the step's hidden states of each request; return the results of requests whose last token it computes.
 
         Args:
-            packed: The step; of each request the rows of all tokens are wanted that are not pooled yet.
+            packed: The step; its wanted rows are those of all tokens that are not pooled yet.
             hidden: ``[num_rows, hidden_size], device``: the hidden states of these tokens.
 
         Returns:
@@ -150,7 +150,7 @@ class PoolingRunner(ModelRunner):
             given = np.flatnonzero(counts)
             firsts = (np.cumsum(counts) - counts)[given]
             pooled.index_copy_(0, self.to_device(given), hidden[self.to_device(firsts)].float())
-        # All but the requests whose tokens are all in this step, each for the first time.
+        # All requests but those whose tokens are all computed in this step for the first time.
         in_parts = ~packed.is_sampled | (counts < packed.num_computed + packed.query_lens)
         for index in np.flatnonzero(in_parts).tolist():
             request = packed.requests[index]

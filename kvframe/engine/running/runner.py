@@ -27,7 +27,7 @@ from kvframe.engine.scheduling.step import PackedStep, ScheduledStep
 from kvframe.planning.memory import allocating
 
 SkipPolicy = Callable[[StepBatch], bool]
-"""Says of a step whether the layers that can skip tokens do so: all but those that generate."""
+"""Decides for a step whether layers that can skip tokens compute only the tokens that generate."""
 
 
 NO_NEW_INPUTS: Mapping[str, Mapping[int, ModelInput]] = MappingProxyType({})
@@ -40,10 +40,10 @@ class ModelRunner:
 
     Attributes:
         tokens: ``[max_num_seqs, max_model_len], int64, host``.
-        input_lens: For each input sequence of the model, ``[max_num_seqs], int64, host``: how long that of the request
-            is that has the row; 0 for none.
+        input_lens: For each input sequence of the model, ``[max_num_seqs], int64, host``: the length of the sequence of
+            the request that has the row; 0 for none.
         device: Where the model runs.
-        graphs: The graphs that steps are replayed from, where they can be; None for none.
+        graphs: The graphs that steps are replayed from if possible; None for none.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ModelRunner:
         skip_policy: SkipPolicy | None = None,
         graphs: StepGraphs | None = None,
     ) -> None:
-        """Take what a step needs.
+        """Keep what steps need.
 
         Args:
             model: The model, attached to ``layers``.
@@ -68,7 +68,7 @@ class ModelRunner:
             max_num_seqs: The most requests at a time.
             max_model_len: The most tokens of a request.
             skip_policy: Whether layers that can skip tokens of a step do so; always unless given.
-            graphs: The graphs that steps are replayed from, where they can be; none unless given.
+            graphs: The graphs that steps are replayed from if possible; none unless given.
 
         Raises:
             PlanError: The machine has no memory for the tokens.
@@ -92,12 +92,12 @@ class ModelRunner:
         return self.graphs is not None
 
     def warm_up(self) -> None:
-        """Do once, before the first request, what would make it wait. No row may be set yet."""
+        """Capture the usual graphs, so that the first request need not wait for them. No row may be set yet."""
         if self.graphs is not None:
             self.graphs.capture_usual(self._tables)
 
     def pack(self, step: ScheduledStep[RequestT]) -> PackedStep[RequestT]:
-        """Take note of the tokens of a step's new requests, and pack its requests as the backends ask for it.
+        """Store the tokens of a step's new requests, and pack the step in the order that backends ask for.
 
         Args:
             step: The step; every request has a row and room for its tokens.
@@ -107,7 +107,7 @@ class ModelRunner:
         return PackedStep.of(step, self._layers.order_for)
 
     def set_row(self, row: int, token_ids: Sequence[int], inputs: Mapping[str, ModelInput] = NO_INPUTS) -> None:
-        """Take note of the request that has a row: its known tokens, and the length of what it brings besides."""
+        """Store the known tokens of the request that has a row, and the lengths of its inputs."""
         self.tokens[row, : len(token_ids)] = token_ids
         for name, lens in self.input_lens.items():
             lens[row] = inputs[name].num_tokens if name in inputs else 0
@@ -130,7 +130,7 @@ class ModelRunner:
 
         Raises:
             WrapperError: A wrapper cannot take the step.
-            BackendError: A backend returned something else than was agreed.
+            BackendError: A backend returned a wrong output.
             ModelError: The model did.
         """
         if self.input_lens:
@@ -163,11 +163,11 @@ class ModelRunner:
             self._check_logits(logits, len(wanted if kept_rows is None else kept_rows))
             if kept_rows is None:
                 return logits
-            # What the layers computed, then padding.
+            # The rows that the layers computed, then padding.
             return logits[: len(wanted)] if batch.generating_indices is logits_indices else logits[wanted]
 
     def _check_logits(self, logits: Any, num_rows: int) -> None:
-        """Refuse what would give requests each other's tokens: another number of rows than was asked for."""
+        """Refuse another number of rows than was asked for, which would give requests each other's tokens."""
         if isinstance(logits, torch.Tensor) and logits.ndim == 2 and logits.shape[0] == num_rows:
             return
         found = list(logits.shape) if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__!r}"
@@ -177,7 +177,7 @@ class ModelRunner:
         )
 
     def _build_metadata(self, batch: StepBatch) -> tuple[CommonAttentionMetadata, ...]:
-        """Return a step's metadata: on the host, unless one of its extensions is on the device only."""
+        """Return a step's metadata, on the host unless an extension has no host copy."""
         device = HOST
         if batch.extensions:
             extensions = {
@@ -212,13 +212,13 @@ class TokenRunner(ModelRunner):
     def run(self, step: ScheduledStep[Request]) -> list[int]:
         """Compute a step and return one token for each request whose last known token it computes.
 
-        Requests that want their prompt's log-probabilities get those that this step computes.
+        Requests that want log-probabilities of their prompt get those of the tokens that this step computes.
 
         Args:
             step: The step; every request has a row and room for its tokens.
 
         Returns:
-            Token ids in the step's order; ``sampling.FAILED`` where the logits are not numbers.
+            Token ids in the step's order; ``FAILED`` for a request whose logits are not numbers.
         """
         packed = self.pack(step)
         logits = self.forward(packed, new_inputs_of(step) if self.input_lens else NO_NEW_INPUTS)
