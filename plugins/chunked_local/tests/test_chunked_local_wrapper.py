@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 from kvframe_chunked_local import ChunkedLocalSpec
-from kvframe_chunked_local.pieces import most_pieces
+from kvframe_chunked_local.virtual_requests import most_virtual_requests
 from kvframe_chunked_local.wrapper import ChunkedLocal
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -130,7 +130,7 @@ def test_a_static_batch_is_padded_with_rows_without_tokens(make_batch: MakeBatch
 
 
 def test_a_static_batch_of_decodes_has_as_many_rows_as_before() -> None:
-    assert 256 == most_pieces(num_reqs=256, num_tokens=256, max_query_len=1, chunk=8192)
+    assert 256 == most_virtual_requests(num_reqs=256, num_tokens=256, max_query_len=1, chunk=8192)
 
 
 def test_which_tensors_a_static_batch_makes_does_not_depend_on_its_requests(make_batch: MakeBatch) -> None:
@@ -140,7 +140,7 @@ def test_which_tensors_a_static_batch_makes_does_not_depend_on_its_requests(make
         assert virtual.query_start_loc is not batch.query_start_loc
 
 
-def piece_counts(num_reqs: int, num_tokens: int, chunk: int) -> Iterator[int]:
+def virtual_request_counts(num_reqs: int, num_tokens: int, chunk: int) -> Iterator[int]:
     """Yield the number of chunks that each batch of these sizes touches, for all positions of its requests."""
     most = {0: 0} | {
         length: max((first + length - 1) // chunk + 1 for first in range(chunk)) for length in range(1, num_tokens + 1)
@@ -155,12 +155,14 @@ def piece_counts(num_reqs: int, num_tokens: int, chunk: int) -> Iterator[int]:
 def test_the_static_bound_is_what_some_batch_reaches_and_none_exceeds(
     num_reqs: int, num_tokens: int, chunk: int
 ) -> None:
-    assert max(piece_counts(num_reqs, num_tokens, chunk)) == most_pieces(num_reqs, num_tokens, num_tokens, chunk)
+    assert max(virtual_request_counts(num_reqs, num_tokens, chunk)) == most_virtual_requests(
+        num_reqs, num_tokens, num_tokens, chunk
+    )
 
 
 @pytest.mark.parametrize(("max_query_len", "expected"), [(1, 10), (2, 20), (5, 20), (6, 30), (10, 40), (1000, 260)])
 def test_the_static_bound_grows_with_the_longest_query(max_query_len: int, expected: int) -> None:
-    assert expected == most_pieces(num_reqs=10, num_tokens=980, max_query_len=max_query_len, chunk=4)
+    assert expected == most_virtual_requests(num_reqs=10, num_tokens=980, max_query_len=max_query_len, chunk=4)
 
 
 # --- host and device --------------------------------------------------------------------------------------------------
@@ -203,7 +205,7 @@ def test_256_requests_with_prompts_at_a_graphs_sizes_are_one_copy_of_at_most_4_k
     batch = on_meta(pad_metadata(make_batch(num_new, list(range(600, 856)), block_size=16), **sizes))
     with CopiesToDevice() as copies:
         virtual = apply_wrapper(ChunkedLocal(chunk=512), batch)
-    assert most_pieces(256, 512, 64, 512) == virtual.num_reqs == virtual.block_table.shape[0]
+    assert most_virtual_requests(256, 512, 64, 512) == virtual.num_reqs == virtual.block_table.shape[0]
     assert 1 == len(copies.num_bytes)
     assert 4096 >= copies.num_bytes[0]
 
@@ -296,6 +298,6 @@ def test_a_layer_that_it_cannot_serve_is_refused(
     assert code == caught.value.code
 
 
-def test_chunks_are_not_cut_twice() -> None:
+def test_chunks_are_not_split_twice() -> None:
     with pytest.raises(WrapperError, match="cannot be combined in any order"):
         check_order([ChunkedLocal, ChunkedLocal])

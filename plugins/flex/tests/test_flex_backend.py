@@ -129,7 +129,7 @@ def test_it_computes_cases_on_a_gpu(name: str) -> None:
 
 @pytest.mark.parametrize("limit", [1, 7, 300])
 def test_small_limits_cut_the_work_and_change_nothing(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MAX_TILE_QUERIES", "MAX_PIECE_TOKENS", "MAX_PIECE_PAIRS"):
+    for name in ("MAX_TILE_QUERIES", "MAX_BATCH_TOKENS", "MAX_BATCH_PAIRS"):
         monkeypatch.setattr(pages, name, limit)
     for case in CASES.values():
         if "block=17" in case.name and ("mixed" in case.name or "hidden" in case.name):
@@ -139,9 +139,9 @@ def test_small_limits_cut_the_work_and_change_nothing(limit: int, monkeypatch: p
 class _OneTokenMore(FlexBackend):
     def __init__(self, layers: Any, device: Any, options: Any) -> None:
         super().__init__(layers, device, options)
-        sees = self._sight.sees
-        wider = attrs.evolve(self._sight, sees=lambda query, key: sees(query, key) | (key == query - 5), mask=None)
-        self._sight, self._kernel._sees = wider, wider.sees
+        sees = self._visibility.sees
+        wider = attrs.evolve(self._visibility, sees=lambda query, key: sees(query, key) | (key == query - 5), mask=None)
+        self._visibility, self._kernel._sees = wider, wider.sees
 
 
 class _SinksOfOtherHeads(FlexBackend):
@@ -240,12 +240,12 @@ def test_a_kernel_that_cannot_be_compiled_falls_back_only_if_it_may(
 
 
 def attend_to(backend: FlexBackend, requests: list[Request]) -> tuple[Any, torch.Tensor]:
-    """Return a step's first piece, and its output."""
+    """Return a step's first dense batch, and its output."""
     builder = backend.make_builder()
     built = builder.finish(builder.build(make_metadata(requests, 16)))
     pages = {name: torch.zeros(64, 16, 1, 8) for name in "kv"}
     query = torch.zeros(sum(request.num_new for request in requests), 1, 8)
-    return built.pieces[0], backend.forward(backend.layers[0], query, pages, built, None)
+    return built.dense_batches[0], backend.forward(backend.layers[0], query, pages, built, None)
 
 
 def always_compiled() -> FlexBackend:
@@ -267,8 +267,8 @@ def test_every_kind_of_batch_is_compiled_however_many_come(monkeypatch: pytest.M
     backend, kinds = always_compiled(), set()
     with dynamo_config.patch(recompile_limit=2):
         for num_computed, num_requests in itertools.product((20, 400), (1, 2)):
-            piece, _ = attend_to(backend, [Request(num_computed, 1)] * num_requests)
-            kinds.add((num_requests, len(piece.places.positions)))
+            dense, _ = attend_to(backend, [Request(num_computed, 1)] * num_requests)
+            kinds.add((num_requests, len(dense.places.positions)))
     assert 4 == len(kinds)
     assert [] == uncompiled
 

@@ -9,10 +9,10 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from kvframe_mla import MLASpec, backend, pieces
+from kvframe_mla import MLASpec, backend, dense_batches
 from kvframe_mla.backend import MLABackend
 from kvframe_mla.cost import Cost
-from kvframe_mla.pieces import ABSORBED, EXPANDED, SQUARE
+from kvframe_mla.dense_batches import ABSORBED, EXPANDED, SQUARE
 from kvframe_mla.testing import Latents
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -78,10 +78,13 @@ def test_each_form_alone_computes_the_grid(form: bool, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("limit", [1, 40, 1000])
 def test_small_limits_cut_the_work_and_change_nothing(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, names in {pieces: ("MAX_SCORES", "MAX_PIECE_TOKENS"), backend: ("MAX_EXPANDED", "MAX_MASK")}.items():
+    for module, names in {
+        dense_batches: ("MAX_SCORES", "MAX_BATCH_TOKENS"),
+        backend: ("MAX_EXPANDED", "MAX_MASK"),
+    }.items():
         for name in names:
             monkeypatch.setattr(module, name, limit)
-    monkeypatch.setattr(pieces, "SMALL_PAGES_TOKENS", 1)
+    monkeypatch.setattr(dense_batches, "SMALL_PAGES_TOKENS", 1)
     for case in CASES:
         if "block=17" in case.name or "latent" in case.name:
             check_backend(MLABackend, case)
@@ -154,7 +157,7 @@ def layer(num_heads: int = 4, **options: Any) -> LayerSpec:
 
 def forms(requests: list[Request]) -> list[int]:
     builder = MLABackend([layer()], torch.device("cpu")).make_builder()
-    return [piece.form for piece in builder.build(make_metadata(requests, 4))]
+    return [dense.form for dense in builder.build(make_metadata(requests, 4))]
 
 
 def test_decodes_are_absorbed_and_prompts_are_expanded() -> None:
@@ -165,7 +168,7 @@ def test_decodes_are_absorbed_and_prompts_are_expanded() -> None:
 
 
 @pytest.mark.parametrize("num_reqs", [1, 7, 64])
-def test_the_number_of_pieces_does_not_grow_with_the_requests(num_reqs: int) -> None:
+def test_the_number_of_dense_batches_does_not_grow_with_the_requests(num_reqs: int) -> None:
     assert [ABSORBED, SQUARE] == forms([*[Request(100, 1)] * num_reqs, *[Request(0, 30)] * num_reqs])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvframe_chunked_local.pieces import IntArray
+from kvframe_chunked_local.virtual_requests import IntArray
 
 
 class BlockRuns:

@@ -28,7 +28,7 @@ from kvframe.contract import (
     WrapperError,
 )
 from kvframe_chunked_local.block_runs import BlockRuns
-from kvframe_chunked_local.pieces import IntArray, cut_requests, most_pieces
+from kvframe_chunked_local.virtual_requests import IntArray, make_virtual_requests, most_virtual_requests
 
 
 @attrs.frozen(kw_only=True)
@@ -115,28 +115,30 @@ class ChunkedLocal(MetadataWrapper):
         # Static shapes depend on the largest possible length of requests, not on their lengths in this step.
         if (max_blocks * block_size if is_static else metadata.max_seq_len) <= chunk:
             return metadata
-        pieces = cut_requests(metadata.query_start_loc_cpu.numpy(), metadata.seq_lens_cpu.numpy(), chunk)
-        num_reqs = len(pieces.requests)
+        virtual = make_virtual_requests(metadata.query_start_loc_cpu.numpy(), metadata.seq_lens_cpu.numpy(), chunk)
+        num_reqs = len(virtual.requests)
         if is_static:
-            num_reqs = most_pieces(metadata.num_reqs, len(metadata.slot_mapping), metadata.max_query_len, chunk)
-        first_blocks, num_hidden = np.divmod(pieces.chunk_starts, block_size)
-        seq_lens = pieces.seq_ends - first_blocks * block_size
+            num_reqs = most_virtual_requests(
+                metadata.num_reqs, len(metadata.slot_mapping), metadata.max_query_len, chunk
+            )
+        first_blocks, num_hidden = np.divmod(virtual.chunk_starts, block_size)
+        seq_lens = virtual.seq_ends - first_blocks * block_size
         longest = chunk + block_size - math.gcd(chunk, block_size) if is_static else int(seq_lens.max())
         num_blocks = min(max_blocks, max(1, -(-longest // block_size)))
 
         runs = BlockRuns(metadata.block_table)
-        starts = runs.starts(pieces.requests, first_blocks)
+        starts = runs.starts(virtual.requests, first_blocks)
         # The set of tensors must not depend on these lengths either.
-        is_cut = is_static or not pieces.one_each
+        is_split = is_static or not virtual.one_each
         arrays = {"starts": starts, "seq_lens": seq_lens}
-        if is_cut:
-            arrays["query_start_loc"] = pieces.query_start_loc
+        if is_split:
+            arrays["query_start_loc"] = virtual.query_start_loc
         if chunk % block_size:
             arrays[SEQ_STARTS] = num_hidden
         host, device = _upload(arrays, metadata.block_table.device, num_reqs - len(starts))
 
         requests = requests_cpu = None
-        if is_cut and metadata.extensions:
+        if is_split and metadata.extensions:
             requests, requests_cpu = runs.requests(device["starts"]), runs.requests(host["starts"])
         extensions = self.pass_extensions(metadata, requests=requests, requests_cpu=requests_cpu)
         if chunk % block_size:
@@ -149,7 +151,7 @@ class ChunkedLocal(MetadataWrapper):
             seq_lens=device["seq_lens"],
             seq_lens_cpu=host["seq_lens"],
             num_reqs=num_reqs,
-            max_query_len=min(metadata.max_query_len, chunk) if is_static else pieces.max_query_len,
+            max_query_len=min(metadata.max_query_len, chunk) if is_static else virtual.max_query_len,
             max_seq_len=min(metadata.max_seq_len, longest),
             block_table=runs.select(device["starts"], starts, num_blocks),
             extensions=extensions,

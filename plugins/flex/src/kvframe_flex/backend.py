@@ -20,9 +20,9 @@ from kvframe.contract import (
     LayerSpec,
     bias_by_distance,
 )
-from kvframe_flex.builder import FlexMetadataBuilder, Piece
+from kvframe_flex.builder import DenseBatch, FlexMetadataBuilder
 from kvframe_flex.kernel import Kernel, Scores, keep_static
-from kvframe_flex.pages import Sight
+from kvframe_flex.pages import Visibility
 
 MIN_CUDA_SIZE = 16
 """The smallest size of a vector in FlexAttention's GPU kernels; shorter vectors are padded with zeros."""
@@ -65,7 +65,7 @@ class FlexBackend(AttentionBackend):
         assert spec is not None
         assert query is not None
         assert spec.mask_function is not None
-        self._sight = Sight(spec.mask_function, spec.mask, query.has_sinks)
+        self._visibility = Visibility(spec.mask_function, spec.mask, query.has_sinks)
         self._num_heads = query.num_heads
         self._kernel = Kernel(spec.mask_function, Scores.of(query), device, (options or FlexOptions()).compile)
         self._bias_by_distance: dict[str, torch.Tensor] = {}
@@ -81,45 +81,45 @@ class FlexBackend(AttentionBackend):
             self._bias_by_distance[layer.name] = by_distance
 
     def make_builder(self) -> FlexMetadataBuilder:
-        """Return the builder of the step's pieces."""
-        return FlexMetadataBuilder(self._sight, self._num_heads, self._kernel.is_compiled)
+        """Return the builder of the step's dense batches."""
+        return FlexMetadataBuilder(self._visibility, self._num_heads, self._kernel.is_compiled)
 
     def forward(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Gather each piece's pages, and compute its attention."""
+        """Gather each dense batch's pages, and compute its attention."""
         size_v = kv_cache["v"].shape[-1]
         bias = self._bias_by_distance.get(layer.name)
         if sinks is not None:
             sinks = sinks.float()
             keep_static(sinks)
         output = None
-        for piece, pages in zip(metadata.pieces, metadata.pages, strict=True):
-            rows = query if piece.query_rows is None else query.index_select(0, piece.query_rows)
-            rows = rows.view(piece.num_tiles, piece.num_queries, *query.shape[1:]).transpose(1, 2)
-            key = self._gather("k", piece, pages, kv_cache["k"], query.dtype)
-            value = self._gather("v", piece, pages, kv_cache["v"], query.dtype)
+        for dense, pages in zip(metadata.dense_batches, metadata.pages, strict=True):
+            rows = query if dense.query_rows is None else query.index_select(0, dense.query_rows)
+            rows = rows.view(dense.num_tiles, dense.num_queries, *query.shape[1:]).transpose(1, 2)
+            key = self._gather("k", dense, pages, kv_cache["k"], query.dtype)
+            value = self._gather("v", dense, pages, kv_cache["v"], query.dtype)
             if self.device.type == "cuda":
                 rows, key, value = (_lengthened(each) for each in (rows, key, value))
-            result = self._kernel(rows, key, value, piece.places, piece.causal, bias, sinks)[..., :size_v]
+            result = self._kernel(rows, key, value, dense.places, dense.causal, bias, sinks)[..., :size_v]
             result = result.transpose(1, 2).reshape(-1, query.shape[1], size_v)
-            if piece.output_rows is None:
+            if dense.output_rows is None:
                 return result
             if output is None:
                 output = query.new_zeros(query.shape[0], query.shape[1], size_v)
-            output.index_copy_(0, piece.output_rows, result if piece.outputs is None else result[piece.outputs])
+            output.index_copy_(0, dense.output_rows, result if dense.outputs is None else result[dense.outputs])
         return query.new_zeros(query.shape[0], query.shape[1], size_v) if output is None else output
 
     def _gather(
-        self, name: str, piece: Piece, pages: torch.Tensor, state: torch.Tensor, dtype: torch.dtype
+        self, name: str, dense: DenseBatch, pages: torch.Tensor, state: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
         """Return the tiles' tokens of one state tensor, ``[num_tiles, num_kv_heads, num_keys, size]``, strided."""
         shape = len(pages), *state.shape[1:]
         gathered = self._take(name, math.prod(shape), state).view(shape)
         torch.index_select(state, 0, pages, out=gathered)
         tokens = gathered.view(-1, *state.shape[2:])
-        tokens.index_fill_(0, piece.hidden, 0)
-        return tokens.to(dtype).view(piece.num_tiles, piece.num_keys, *state.shape[2:]).transpose(1, 2)
+        tokens.index_fill_(0, dense.hidden, 0)
+        return tokens.to(dtype).view(dense.num_tiles, dense.num_keys, *state.shape[2:]).transpose(1, 2)
 
     def _take(self, name: str, num_elements: int, like: torch.Tensor) -> torch.Tensor:
         """Return memory that later calls reuse, because the system takes long to map fresh pages."""

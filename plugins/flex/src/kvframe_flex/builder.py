@@ -11,14 +11,14 @@ import torch
 
 from kvframe.contract import AttentionMetadataBuilder, CommonAttentionMetadata
 from kvframe_flex.kernel import Places, find_blocks, keep_static
-from kvframe_flex.pages import SINK, HostPiece, IntArray, Sight, cut_pieces
+from kvframe_flex.pages import SINK, HostDenseBatch, IntArray, Visibility, make_dense_batches
 
 MIN_CAPACITY = 1 << 14
-"""The smallest capacity of a piece in positions. It is part of a compiled kernel, and doubles when it is too small."""
+"""The smallest capacity of a dense batch in positions. It is part of a compiled kernel, and doubles when exceeded."""
 
 
 @attrs.frozen(eq=False)
-class Piece:
+class DenseBatch:
     """Tiles that are computed as one dense batch.
 
     Attributes:
@@ -35,7 +35,7 @@ class Piece:
             or ``SINK``.
         query_positions: ``[num_tiles * num_queries], int32, device``: the positions of the queries.
         sizes: ``[3], int64, device``: as in ``Places``.
-        places: These positions as the kernel reads them; None until the piece is copied to the device.
+        places: These positions as the kernel reads them; None until the dense batch is copied to the device.
     """
 
     num_tiles: int
@@ -52,40 +52,40 @@ class Piece:
     places: Places | None = None
 
     @classmethod
-    def of(cls, piece: HostPiece, causal: bool, num_rows: int) -> Piece:
-        """Return a piece, on the host.
+    def of(cls, dense: HostDenseBatch, causal: bool, num_rows: int) -> DenseBatch:
+        """Return a dense batch, on the host.
 
         Args:
-            piece: The piece on the host.
+            dense: The dense batch on the host.
             causal: Whether the layers' mask function applies.
             num_rows: Rows of the packed batch.
         """
-        num_all = len(piece.query_rows)
-        in_order = num_all == num_rows and bool((piece.query_rows == np.arange(num_all)).all())
-        repeats = len(piece.outputs) < num_all
+        num_all = len(dense.query_rows)
+        in_order = num_all == num_rows and bool((dense.query_rows == np.arange(num_all)).all())
+        repeats = len(dense.outputs) < num_all
         return cls(
-            num_tiles=piece.num_tiles,
-            num_queries=piece.num_queries,
-            num_keys=piece.num_keys,
+            num_tiles=dense.num_tiles,
+            num_queries=dense.num_queries,
+            num_keys=dense.num_keys,
             causal=causal,
-            query_rows=None if in_order else _whole(piece.query_rows),
-            outputs=_whole(piece.outputs) if repeats else None,
-            output_rows=None if in_order else _whole(piece.query_rows[piece.outputs]),
-            hidden=_whole(piece.hidden),
-            key_positions=_whole(piece.key_positions, np.int32),
-            query_positions=_whole(piece.query_positions, np.int32),
-            sizes=torch.tensor([len(piece.key_positions), piece.num_queries, piece.num_keys]),
+            query_rows=None if in_order else _whole(dense.query_rows),
+            outputs=_whole(dense.outputs) if repeats else None,
+            output_rows=None if in_order else _whole(dense.query_rows[dense.outputs]),
+            hidden=_whole(dense.hidden),
+            key_positions=_whole(dense.key_positions, np.int32),
+            query_positions=_whole(dense.query_positions, np.int32),
+            sizes=torch.tensor([len(dense.key_positions), dense.num_queries, dense.num_keys]),
         )
 
-    def finish(self, sight: Sight) -> Piece:
-        """Return the piece with its ``places``, made on the device, because the mask from which blocks follow is large.
+    def finish(self, visibility: Visibility) -> DenseBatch:
+        """Return the dense batch with its ``places``, made on the device, because the mask of all pairs is large.
 
         Args:
-            sight: The visible tokens of the layers' queries.
+            visibility: The visible tokens of the layers' queries.
         """
-        return attrs.evolve(self, places=self._places(sight))
+        return attrs.evolve(self, places=self._places(visibility))
 
-    def _places(self, sight: Sight) -> Places:
+    def _places(self, visibility: Visibility) -> Places:
         keys, queries = self.key_positions, self.query_positions
         num_positions = len(keys) + len(queries)
         positions = keys.new_empty(max(MIN_CAPACITY, 1 << (num_positions - 1).bit_length()))
@@ -96,8 +96,8 @@ class Piece:
         key, query = keys.view(self.num_tiles, 1, -1), queries.view(self.num_tiles, -1, 1)
         seen = (key >= 0).expand(-1, self.num_queries, -1)
         if self.causal:
-            seen = seen & sight.sees(query, key)
-        if sight.has_sinks:
+            seen = seen & visibility.sees(query, key)
+        if visibility.has_sinks:
             seen = seen | (key == SINK)
         return Places(positions, sizes, *find_blocks(seen))
 
@@ -107,57 +107,59 @@ class FlexMetadata:
     """A step's metadata for the layers of an attention group.
 
     Attributes:
-        pieces: The dense batches.
-        pages: For each piece ``[num_tiles * num_pages], int32, device``: block ids to gather.
-        page_rows_cpu: ``[num_pages], int64, host``: the rows of the block table with the pages of all pieces.
+        dense_batches: The dense batches.
+        pages: For each dense batch ``[num_tiles * num_pages], int32, device``: block ids to gather.
+        page_rows_cpu: ``[num_pages], int64, host``: the rows of the block table with the pages of all dense batches.
         page_columns_cpu: ``[num_pages], int64, host``: likewise the columns.
     """
 
-    pieces: tuple[Piece, ...]
+    dense_batches: tuple[DenseBatch, ...]
     pages: tuple[torch.Tensor, ...]
     page_rows_cpu: torch.Tensor
     page_columns_cpu: torch.Tensor
 
 
 class FlexMetadataBuilder(AttentionMetadataBuilder):
-    """Makes the pieces of a step."""
+    """Makes the dense batches of a step."""
 
     on_host = True
     table_fields = frozenset({"pages"})
 
-    def __init__(self, sight: Sight, num_heads: int, is_compiled: bool) -> None:
+    def __init__(self, visibility: Visibility, num_heads: int, is_compiled: bool) -> None:
         """Keep the properties of the group's layers.
 
         Args:
-            sight: The visible tokens of their queries.
+            visibility: The visible tokens of their queries.
             num_heads: Their query heads.
             is_compiled: Whether kernels are compiled. A compiled kernel never has all scores in memory.
         """
-        self._sight = sight
+        self._visibility = visibility
         self._num_heads_at_once = 1 if is_compiled else num_heads
 
     def build(self, metadata: CommonAttentionMetadata) -> FlexMetadata:
-        """Return the step's pieces."""
-        mask = self._sight.mask
+        """Return the step's dense batches."""
+        mask = self._visibility.mask
         causal = metadata.causal and (mask is None or mask.causal)
-        host = [*cut_pieces(metadata, self._sight, causal, self._num_heads_at_once)]
+        host = [*make_dense_batches(metadata, self._visibility, causal, self._num_heads_at_once)]
         nothing = np.empty(0, dtype=np.int64)
-        rows = _whole(np.concatenate([nothing, *(piece.page_rows for piece in host)]))
-        columns = _whole(np.concatenate([nothing, *(piece.page_columns for piece in host)]))
+        rows = _whole(np.concatenate([nothing, *(dense.page_rows for dense in host)]))
+        columns = _whole(np.concatenate([nothing, *(dense.page_columns for dense in host)]))
         return FlexMetadata(
-            pieces=tuple(Piece.of(piece, causal, metadata.slot_mapping.shape[0]) for piece in host),
-            pages=metadata.block_table[rows, columns].split_with_sizes([len(piece.page_rows) for piece in host]),
+            dense_batches=tuple(DenseBatch.of(dense, causal, metadata.slot_mapping.shape[0]) for dense in host),
+            pages=metadata.block_table[rows, columns].split_with_sizes([len(dense.page_rows) for dense in host]),
             page_rows_cpu=rows,
             page_columns_cpu=columns,
         )
 
     def finish(self, built: Any) -> FlexMetadata:
-        """Return the metadata with the pieces' block masks."""
-        finished: FlexMetadata = attrs.evolve(built, pieces=tuple(piece.finish(self._sight) for piece in built.pieces))
+        """Return the metadata with the dense batches' block masks."""
+        finished: FlexMetadata = attrs.evolve(
+            built, dense_batches=tuple(dense.finish(self._visibility) for dense in built.dense_batches)
+        )
         return finished
 
     def refreshed_fields(self, built: Any, metadata: CommonAttentionMetadata) -> Mapping[str, Any]:
-        """Return the pages of all pieces."""
+        """Return the pages of all dense batches."""
         pages = metadata.block_table[built.page_rows_cpu, built.page_columns_cpu]
         return {"pages": pages.split_with_sizes([len(each) for each in built.pages])}
 

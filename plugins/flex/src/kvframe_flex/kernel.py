@@ -63,7 +63,7 @@ class Scores:
 
 @attrs.frozen(eq=False)
 class Places:
-    """The positions of the queries and the gathered tokens of a piece, and the blocks of tokens that are read.
+    """The positions of the queries and the gathered tokens of a dense batch, and the blocks of tokens that are read.
 
     Attributes:
         positions: ``[capacity], int32, device``: those of the tokens, tile after tile, then those of the queries.
@@ -83,11 +83,11 @@ class Places:
 
 
 class Kernel:
-    """Attention of one group's layers over the pieces of a step.
+    """Attention of one group's layers over the dense batches of a step.
 
-    Invariants: each kind of piece has its own code object, so that later kinds do not reach torch's limit of compiled
-    variants per code object, after which torch runs the code uncompiled. Every compilation, for any reason, runs inside
-    ``_compiling``.
+    Invariants: each kind of dense batch has its own code object, so that later kinds do not reach torch's limit of
+    compiled variants per code object, after which torch runs the code uncompiled. Every compilation, for any reason,
+    runs inside ``_compiling``.
     """
 
     def __init__(self, sees: MaskFunction, scores: Scores, device: torch.device, compile_mode: str) -> None:
@@ -128,7 +128,7 @@ class Kernel:
         bias: torch.Tensor | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return attention of a piece, ``[num_tiles, num_heads, num_queries, head_size_v]``.
+        """Return attention of a dense batch, ``[num_tiles, num_heads, num_queries, head_size_v]``.
 
         Args:
             query: ``[num_tiles, num_heads, num_queries, head_size], device``.
@@ -176,7 +176,7 @@ class Kernel:
         return result
 
     def _compile(self) -> Callable[..., torch.Tensor]:
-        """Return the kernel for one more kind of piece; it is compiled when it is first called."""
+        """Return the kernel for one more kind of dense batch; it is compiled when it is first called."""
 
         def attend(*arguments: Any) -> torch.Tensor:
             return self._attend(*arguments)

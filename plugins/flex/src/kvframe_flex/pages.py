@@ -18,11 +18,11 @@ from kvframe.contract import SEQ_STARTS, AttentionMask, CommonAttentionMetadata,
 MAX_TILE_QUERIES = 1024
 """The most queries of a tile. A longer prompt has several tiles; each gathers the tokens that it sees."""
 
-MAX_PIECE_TOKENS = 1 << 16
-"""The most gathered tokens of a piece of more than one tile: bounds the gathered copy's memory."""
+MAX_BATCH_TOKENS = 1 << 16
+"""The most gathered tokens of a dense batch of more than one tile: bounds the gathered copy's memory."""
 
-MAX_PIECE_PAIRS = 1 << 24
-"""The most pairs of a query and a gathered token of a piece of more than one tile: bounds the memory of its mask."""
+MAX_BATCH_PAIRS = 1 << 24
+"""The most pairs of a query and a gathered token of a dense batch of several tiles: bounds the memory of its mask."""
 
 HIDDEN = -1
 """The position of a gathered token that no query sees."""
@@ -35,7 +35,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 @attrs.frozen
-class Sight:
+class Visibility:
     """The visible tokens of a group's queries.
 
     Attributes:
@@ -112,17 +112,17 @@ class Reads:
     counts: IntArray
 
     @classmethod
-    def of(cls, tiles: Tiles, sight: Sight, causal: bool, block_size: int) -> Reads:
+    def of(cls, tiles: Tiles, visibility: Visibility, causal: bool, block_size: int) -> Reads:
         """Return the blocks that tiles read: those that their first query sees, and those of their own tokens.
 
         By the law of forgetting, no later query of a tile sees more of the past than the first.
         """
         top = -(-tiles.stop // block_size)
-        if causal and sight.mask is None:
-            return cls._by_function(tiles, sight.sees, block_size, top)
+        if causal and visibility.mask is None:
+            return cls._by_function(tiles, visibility.sees, block_size, top)
         low, sink_top = tiles.start, np.zeros_like(top)
-        if causal and sight.mask is not None:
-            mask = sight.mask
+        if causal and visibility.mask is not None:
+            mask = visibility.mask
             if mask.chunk is not None:
                 low = np.maximum(low, tiles.position - tiles.position % mask.chunk)
             if mask.window is not None:
@@ -154,7 +154,7 @@ class Reads:
 
 
 @attrs.frozen(eq=False)
-class HostPiece:
+class HostDenseBatch:
     """Tiles that are computed as one dense batch, on the host.
 
     Attributes:
@@ -185,21 +185,21 @@ class HostPiece:
         return len(self.key_positions) // self.num_keys
 
 
-def cut_pieces(
-    metadata: CommonAttentionMetadata, sight: Sight, causal: bool, num_heads_at_once: int
-) -> Iterator[HostPiece]:
+def make_dense_batches(
+    metadata: CommonAttentionMetadata, visibility: Visibility, causal: bool, num_heads_at_once: int
+) -> Iterator[HostDenseBatch]:
     """Yield the dense batches of a step, each of tiles with similar lengths.
 
     Args:
         metadata: The step.
-        sight: The visible tokens of queries.
+        visibility: The visible tokens of queries.
         causal: Whether they see only their own and earlier positions.
         num_heads_at_once: The number of heads whose scores are in memory at once; a factor in the bound on memory.
     """
     tiles = Tiles.of(metadata, causal)
     if not len(tiles.request):
         return
-    reads = Reads.of(tiles, sight, causal, metadata.block_size)
+    reads = Reads.of(tiles, visibility, causal, metadata.block_size)
     # Tiles within a power of two of queries, and of four of pages, share a batch: a further batch would cost more.
     kind = np.frexp(tiles.num_queries - 1)[1] * 64 + np.frexp(reads.counts)[1] // 2
     order = np.lexsort([-reads.counts, kind])
@@ -210,10 +210,10 @@ def cut_pieces(
             group = order[bounds[-1] : stop]
             num_keys = int(reads.counts[group[0]]) * metadata.block_size
             pairs = num_keys * int(tiles.num_queries[group].max()) * num_heads_at_once
-            bounds.append(min(stop, bounds[-1] + max(1, min(MAX_PIECE_TOKENS // num_keys, MAX_PIECE_PAIRS // pairs))))
+            bounds.append(min(stop, bounds[-1] + max(1, min(MAX_BATCH_TOKENS // num_keys, MAX_BATCH_PAIRS // pairs))))
     for begin, end in itertools.pairwise(bounds):
         index = order[begin:end]
-        yield _lay_out(tiles.take(index), reads.block, starts[index], reads.counts[index], metadata, sight, causal)
+        yield _lay_out(tiles.take(index), reads.block, starts[index], reads.counts[index], metadata, visibility, causal)
 
 
 def _lay_out(
@@ -222,12 +222,12 @@ def _lay_out(
     starts: IntArray,
     counts: IntArray,
     metadata: CommonAttentionMetadata,
-    sight: Sight,
+    visibility: Visibility,
     causal: bool,
-) -> HostPiece:
+) -> HostDenseBatch:
     size, num_tiles = metadata.block_size, len(counts)
     # The slot for the sink logit is the last one of a page that repeats another page, and that no query sees.
-    num_pages = int(counts.max()) + sight.has_sinks
+    num_pages = int(counts.max()) + visibility.has_sinks
     place = np.arange(num_pages)
     is_read = place < counts[:, None]
     columns = blocks[starts[:, None] + np.where(is_read, place, 0)]
@@ -235,14 +235,14 @@ def _lay_out(
     seen = is_read.repeat(size, axis=1) & (key >= tiles.start[:, None]) & (key < tiles.stop[:, None])
     if causal:
         first = tiles.position[:, None]
-        seen &= (key >= first) | np.asarray(sight.sees(first, key))
+        seen &= (key >= first) | np.asarray(visibility.sees(first, key))
     key_positions = np.where(seen, key, HIDDEN)
-    if sight.has_sinks:
+    if visibility.has_sinks:
         key_positions[:, -1] = SINK
     num_queries = int(tiles.num_queries.max())
     query = np.arange(num_queries)
     within = np.minimum(query, tiles.num_queries[:, None] - 1)
-    return HostPiece(
+    return HostDenseBatch(
         num_queries=num_queries,
         num_keys=num_pages * size,
         page_rows=tiles.request.repeat(num_pages),

@@ -9,9 +9,9 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvframe.contract import SEQ_STARTS, AttentionBackend, BackendError, Capabilities, KVCache, LayerSpec
-from kvframe_mla.builder import MLAMetadataBuilder, Piece
+from kvframe_mla.builder import DenseBatch, MLAMetadataBuilder
 from kvframe_mla.cost import Cost
-from kvframe_mla.pieces import ABSORBED, SQUARE
+from kvframe_mla.dense_batches import ABSORBED, SQUARE
 
 KV_UP = "kv_up"
 """The layer's parameter ``[num_heads, nope_size + head_size_v, latent_size]``. It turns a latent into a head's key, and
@@ -65,7 +65,7 @@ class MLABackend(AttentionBackend):
         super().bind(layer, parameters)
 
     def make_builder(self) -> MLAMetadataBuilder:
-        """Return the builder of the step's pieces."""
+        """Return the builder of the step's dense batches."""
         cost = Cost.of(self._latent_size, self._nope_size, self._head_size_v)
         return MLAMetadataBuilder(cost, self._num_heads)
 
@@ -86,26 +86,28 @@ class MLABackend(AttentionBackend):
     def forward(
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Gather each piece's latents, and compute attention in the piece's form."""
+        """Gather each dense batch's latents, and compute attention in the dense batch's form."""
         if layer.name not in self.parameters:
             raise BackendError(f"layer {layer.name!r} attends to latents, and its model bound no {KV_UP}")
         kv_up = self.parameters[layer.name][KV_UP].to(query.dtype)
         output = query.new_zeros(query.shape[0], self._num_heads, self._head_size_v)
-        for piece in metadata:
-            tokens = _gather(piece, kv_cache["latent"], query.dtype)
-            rows = query.index_select(0, piece.query_rows)
-            attend = self._absorbed if piece.form == ABSORBED else self._expanded
-            result = attend(piece, rows, tokens, kv_up)
-            if piece.outputs is not None:
-                result = result.index_select(0, piece.outputs)
-            output.index_copy_(0, piece.output_rows, result)
+        for dense in metadata:
+            tokens = _gather(dense, kv_cache["latent"], query.dtype)
+            rows = query.index_select(0, dense.query_rows)
+            attend = self._absorbed if dense.form == ABSORBED else self._expanded
+            result = attend(dense, rows, tokens, kv_up)
+            if dense.outputs is not None:
+                result = result.index_select(0, dense.outputs)
+            output.index_copy_(0, dense.output_rows, result)
         return output
 
-    def _absorbed(self, piece: Piece, rows: torch.Tensor, tokens: torch.Tensor, kv_up: torch.Tensor) -> torch.Tensor:
+    def _absorbed(
+        self, dense: DenseBatch, rows: torch.Tensor, tokens: torch.Tensor, kv_up: torch.Tensor
+    ) -> torch.Tensor:
         """Return attention in the space of latents, ``[num_tiles * num_queries, num_heads, head_size_v]``.
 
         Args:
-            piece: The tiles.
+            dense: The tiles.
             rows: ``[num_tiles * num_queries, num_heads, head_size], device``: their queries.
             tokens: ``[num_tiles, num_tokens, latent_size + rope_size], device``.
             kv_up: The layer's parameter.
@@ -114,12 +116,12 @@ class MLABackend(AttentionBackend):
         nope, rope = rows.split_with_sizes([self._nope_size, self._rope_size], dim=-1)
         absorbed = torch.bmm(nope.transpose(0, 1), key_up).transpose(0, 1)
         # All heads read the same latents, so they are folded into the queries of one head.
-        folded = torch.cat([absorbed, rope], dim=-1).view(piece.num_tiles, -1, tokens.shape[-1]) * self._scale
+        folded = torch.cat([absorbed, rope], dim=-1).view(dense.num_tiles, -1, tokens.shape[-1]) * self._scale
         scores = torch.bmm(folded, tokens.transpose(1, 2))
         if scores.dtype in (torch.float16, torch.bfloat16):
             scores = scores.float()
-        unseen = ~_seen(piece, piece.last_seen)
-        scores.view(piece.num_tiles, piece.num_queries, -1, piece.num_tokens).masked_fill_(
+        unseen = ~_seen(dense, dense.last_seen)
+        scores.view(dense.num_tiles, dense.num_queries, -1, dense.num_tokens).masked_fill_(
             unseen[:, :, None], float("-inf")
         )
         weights = torch.softmax(scores, dim=-1).to(rows.dtype)
@@ -127,20 +129,22 @@ class MLABackend(AttentionBackend):
         latents = latents.view(-1, self._num_heads, self._latent_size)
         return torch.bmm(latents.transpose(0, 1), value_up.transpose(1, 2)).transpose(0, 1)
 
-    def _expanded(self, piece: Piece, rows: torch.Tensor, tokens: torch.Tensor, kv_up: torch.Tensor) -> torch.Tensor:
+    def _expanded(
+        self, dense: DenseBatch, rows: torch.Tensor, tokens: torch.Tensor, kv_up: torch.Tensor
+    ) -> torch.Tensor:
         """Return attention with keys and values; arguments and result as for ``_absorbed``.
 
         Heads are expanded a few at a time, so that a long context's keys and values are never in memory for all heads.
         """
-        query = rows.view(piece.num_tiles, piece.num_queries, self._num_heads, -1).transpose(1, 2)
+        query = rows.view(dense.num_tiles, dense.num_queries, self._num_heads, -1).transpose(1, 2)
         size = max(query.shape[-1], self._head_size_v)
-        heads_at_once = max(1, MAX_EXPANDED // (2 * size * piece.num_tiles * piece.num_tokens))
+        heads_at_once = max(1, MAX_EXPANDED // (2 * size * dense.num_tiles * dense.num_tokens))
         parts = []
         for first in range(0, self._num_heads, heads_at_once):
             part = slice(first, first + heads_at_once)
             key, value = self._expand(tokens, kv_up[part], size)
             wanted = pad(query[:, part], (0, size - query.shape[-1]))
-            parts.append(self._attend(piece, wanted, key, value)[..., : self._head_size_v])
+            parts.append(self._attend(dense, wanted, key, value)[..., : self._head_size_v])
         result = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         return result.transpose(1, 2).reshape(len(rows), self._num_heads, self._head_size_v)
 
@@ -156,28 +160,28 @@ class MLABackend(AttentionBackend):
         key = torch.cat([nope, rope[:, None].expand(-1, len(kv_up), -1, -1)], dim=-1)
         return pad(key, (0, size - key.shape[-1])), pad(value, (0, size - value.shape[-1]))
 
-    def _attend(self, piece: Piece, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        if piece.form == SQUARE:
+    def _attend(self, dense: DenseBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if dense.form == SQUARE:
             return scaled_dot_product_attention(query, key, value, is_causal=True, scale=self._scale)
-        queries_at_once = max(1, MAX_MASK // (piece.num_tiles * piece.num_tokens))
+        queries_at_once = max(1, MAX_MASK // (dense.num_tiles * dense.num_tokens))
         parts = [
-            scaled_dot_product_attention(some, key, value, attn_mask=_seen(piece, seen)[:, None], scale=self._scale)
+            scaled_dot_product_attention(some, key, value, attn_mask=_seen(dense, seen)[:, None], scale=self._scale)
             for some, seen in zip(
-                query.split(queries_at_once, dim=2), piece.last_seen.split(queries_at_once, dim=1), strict=True
+                query.split(queries_at_once, dim=2), dense.last_seen.split(queries_at_once, dim=1), strict=True
             )
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def _gather(piece: Piece, latent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _gather(dense: DenseBatch, latent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the tiles' tokens, ``[num_tiles, num_tokens, latent_size + rope_size], device``."""
-    tokens = latent.index_select(0, piece.pages).flatten(0, 1)
-    tokens.index_fill_(0, piece.hidden, 0)
-    return tokens.to(dtype).view(piece.num_tiles, piece.num_tokens, -1)
+    tokens = latent.index_select(0, dense.pages).flatten(0, 1)
+    tokens.index_fill_(0, dense.hidden, 0)
+    return tokens.to(dtype).view(dense.num_tiles, dense.num_tokens, -1)
 
 
-def _seen(piece: Piece, last_seen: torch.Tensor) -> torch.Tensor:
+def _seen(dense: DenseBatch, last_seen: torch.Tensor) -> torch.Tensor:
     """Return which gathered tokens queries see, ``[num_tiles, num_queries, num_tokens], bool, device``."""
-    token = torch.arange(piece.num_tokens, device=last_seen.device)
+    token = torch.arange(dense.num_tokens, device=last_seen.device)
     seen = token <= last_seen[:, :, None]
-    return seen if piece.low is None else seen & (token >= piece.low[:, :, None])
+    return seen if dense.low is None else seen & (token >= dense.low[:, :, None])

@@ -8,11 +8,11 @@ import torch
 
 from kvframe.contract import SEQ_STARTS, AttentionMetadataBuilder, CommonAttentionMetadata
 from kvframe_mla.cost import Cost
-from kvframe_mla.pieces import ABSORBED, EXPANDED, SQUARE, HostPiece, Tiles, cut_pieces, lay_out
+from kvframe_mla.dense_batches import ABSORBED, EXPANDED, SQUARE, HostDenseBatch, Tiles, group_tiles, lay_out
 
 
 @attrs.frozen(eq=False)
-class Piece:
+class DenseBatch:
     """Tiles that are computed as one dense batch of ``num_queries`` queries over ``num_tokens`` gathered tokens.
 
     Attributes:
@@ -44,7 +44,7 @@ class Piece:
 
 
 class MLAMetadataBuilder(AttentionMetadataBuilder):
-    """Makes the pieces of a step."""
+    """Makes the dense batches of a step."""
 
     on_host = True
 
@@ -58,14 +58,14 @@ class MLAMetadataBuilder(AttentionMetadataBuilder):
         self._cost = cost
         self._num_heads = num_heads
 
-    def build(self, metadata: CommonAttentionMetadata) -> tuple[Piece, ...]:
-        """Return the step's pieces."""
+    def build(self, metadata: CommonAttentionMetadata) -> tuple[DenseBatch, ...]:
+        """Return the step's dense batches."""
         tiles = self._tiles(metadata)
         if not len(tiles.request):
             return ()
         size = metadata.block_size
-        pieces = cut_pieces(tiles.split(self._num_heads, size), self._num_heads, size)
-        return tuple(_as_tensors(lay_out(part, size), metadata) for part in pieces)
+        dense_batches = group_tiles(tiles.split(self._num_heads, size), self._num_heads, size)
+        return tuple(_as_tensors(lay_out(part, size), metadata) for part in dense_batches)
 
     def _tiles(self, metadata: CommonAttentionMetadata) -> Tiles:
         """Return one tile for each request with a new token."""
@@ -93,23 +93,23 @@ class MLAMetadataBuilder(AttentionMetadataBuilder):
         return tiles if num_queries.all() else tiles.take(np.flatnonzero(num_queries))
 
 
-def _as_tensors(piece: HostPiece, metadata: CommonAttentionMetadata) -> Piece:
-    arrays = [piece.page_rows, piece.page_columns, piece.query_rows, piece.outputs]
-    arrays += [piece.last_seen.reshape(-1), piece.low, piece.hidden]
+def _as_tensors(dense: HostDenseBatch, metadata: CommonAttentionMetadata) -> DenseBatch:
+    arrays = [dense.page_rows, dense.page_columns, dense.query_rows, dense.outputs]
+    arrays += [dense.last_seen.reshape(-1), dense.low, dense.hidden]
     page_rows, page_columns, query_rows, outputs, last_seen, low, hidden = (
         torch.from_numpy(array.astype(np.int64, copy=False)) for array in arrays
     )
-    repeats = len(piece.outputs) < len(piece.query_rows)
-    return Piece(
-        form=piece.form,
-        num_tiles=len(piece.low),
-        num_queries=piece.num_queries,
-        num_tokens=piece.num_pages * metadata.block_size,
+    repeats = len(dense.outputs) < len(dense.query_rows)
+    return DenseBatch(
+        form=dense.form,
+        num_tiles=len(dense.low),
+        num_queries=dense.num_queries,
+        num_tokens=dense.num_pages * metadata.block_size,
         pages=metadata.block_table[page_rows, page_columns],
         query_rows=query_rows,
         outputs=outputs if repeats else None,
         output_rows=query_rows.index_select(0, outputs) if repeats else query_rows,
-        last_seen=last_seen.view(piece.last_seen.shape),
-        low=low[:, None] if piece.low.any() else None,
+        last_seen=last_seen.view(dense.last_seen.shape),
+        low=low[:, None] if dense.low.any() else None,
         hidden=hidden,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from kvframe_mla.pieces import IntArray
+from kvframe_mla.dense_batches import IntArray
 
 
 @attrs.frozen

@@ -1,4 +1,4 @@
-"""Splits the requests of a step at the ends of chunks: index arithmetic on the host, without a loop over requests."""
+"""Splits a step's requests into virtual ones at the ends of chunks: index arithmetic without a loop over requests."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ IntArray = npt.NDArray[np.int32]
 
 
 @attrs.frozen(eq=False)
-class Pieces:
-    """Parts of requests, each with the new tokens of one chunk, in the order of the packed batch.
+class VirtualRequests:
+    """Virtual requests, each with the new tokens of one chunk, in the order of the packed batch.
 
     Attributes:
-        requests: ``[num_pieces]``: the row of the batch.
-        chunk_starts: ``[num_pieces]``: the position of the chunk's first token.
-        seq_ends: ``[num_pieces]``: the position after the piece's last token.
-        query_start_loc: ``[num_pieces + 1]``: the start of each piece's tokens in the packed batch.
-        one_each: Whether each piece is a whole request of the batch.
+        requests: ``[num_virtual]``: the row of the batch.
+        chunk_starts: ``[num_virtual]``: the position of the chunk's first token.
+        seq_ends: ``[num_virtual]``: the position after its last token.
+        query_start_loc: ``[num_virtual + 1]``: the start of each one's tokens in the packed batch.
+        one_each: Whether each is a whole request of the batch.
     """
 
     requests: IntArray
@@ -29,12 +29,14 @@ class Pieces:
 
     @property
     def max_query_len(self) -> int:
-        """The most tokens of a piece."""
+        """The most tokens of a virtual request."""
         return int((self.query_start_loc[1:] - self.query_start_loc[:-1]).max())
 
 
-def cut_requests(query_start_loc: IntArray, seq_lens: IntArray, chunk: int) -> Pieces:
-    """Return the pieces of a step. A request without a new token has none; a step without any has one without tokens.
+def make_virtual_requests(query_start_loc: IntArray, seq_lens: IntArray, chunk: int) -> VirtualRequests:
+    """Return a step's virtual requests.
+
+    A request without a new token has none; a step without any new token has one, without tokens.
 
     Args:
         query_start_loc: ``[num_reqs + 1]``: the start of each request's new tokens.
@@ -46,23 +48,23 @@ def cut_requests(query_start_loc: IntArray, seq_lens: IntArray, chunk: int) -> P
     counts = ((seq_lens - 1) // chunk + 1 - first_chunks) * (num_new > 0)
     requests = np.arange(len(seq_lens), dtype=np.int32)
     if (counts == 1).all():
-        return Pieces(requests, first_chunks * chunk, seq_lens, query_start_loc, one_each=True)
+        return VirtualRequests(requests, first_chunks * chunk, seq_lens, query_start_loc, one_each=True)
     stops = counts.cumsum(dtype=np.int32)
-    num_pieces = stops[-1]
-    if num_pieces == 0:
+    num_virtual = stops[-1]
+    if num_virtual == 0:
         nothing = np.zeros(1, dtype=np.int32)
-        return Pieces(nothing, nothing, nothing, np.zeros(2, dtype=np.int32), one_each=False)
-    chunks = np.arange(num_pieces, dtype=np.int32) + (first_chunks - stops + counts).repeat(counts)
+        return VirtualRequests(nothing, nothing, nothing, np.zeros(2, dtype=np.int32), one_each=False)
+    chunks = np.arange(num_virtual, dtype=np.int32) + (first_chunks - stops + counts).repeat(counts)
     chunk_starts = chunks * chunk
     seq_ends = np.minimum(chunk_starts + chunk, seq_lens.repeat(counts))
-    piece_start_loc = np.zeros(num_pieces + 1, dtype=np.int32)
+    virtual_start_loc = np.zeros(num_virtual + 1, dtype=np.int32)
     # In a request, the position and the index in the packed batch differ by the same number for all tokens.
-    np.add(seq_ends, (query_start_loc[1:] - seq_lens).repeat(counts), out=piece_start_loc[1:])
-    return Pieces(requests.repeat(counts), chunk_starts, seq_ends, piece_start_loc, one_each=False)
+    np.add(seq_ends, (query_start_loc[1:] - seq_lens).repeat(counts), out=virtual_start_loc[1:])
+    return VirtualRequests(requests.repeat(counts), chunk_starts, seq_ends, virtual_start_loc, one_each=False)
 
 
-def most_pieces(num_reqs: int, num_tokens: int, max_query_len: int, chunk: int) -> int:
-    """Return the most pieces that a batch of these sizes can have, at least one.
+def most_virtual_requests(num_reqs: int, num_tokens: int, max_query_len: int, chunk: int) -> int:
+    """Return the most virtual requests that a batch of these sizes can have, at least one.
 
     Two tokens are enough to split a request once, and each further split takes a whole chunk: ``q`` tokens are in at
     most ``2 + (q - 2) // chunk`` chunks.

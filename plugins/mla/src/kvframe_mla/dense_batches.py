@@ -1,7 +1,8 @@
 """Groups a step's queries into dense batches that read about the same number of tokens. Host arithmetic, in NumPy.
 
 A request's queries are one *tile*, or several tiles if all their scores would take too much memory. Tiles of one form
-whose numbers of queries and of pages are within the same powers of two are one *piece*, padded to the largest tile.
+are one *dense batch* if their numbers of queries and of pages are within the same powers of two; it is padded to the
+largest tile.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ ABSORBED, SQUARE, EXPANDED = range(3)
 """The forms: absorbed; expanded, for a whole causal prompt; expanded, for all other requests."""
 
 MAX_SCORES = 1 << 23
-"""The most scores of an absorbed piece with more than one query: bounds their memory."""
+"""The most scores of an absorbed dense batch with more than one query: bounds their memory."""
 
-MAX_PIECE_TOKENS = 1 << 16
-"""The most gathered tokens of a piece of more than one tile: bounds the memory of the gathered copy."""
+MAX_BATCH_TOKENS = 1 << 16
+"""The most gathered tokens of a dense batch of more than one tile: bounds the memory of the gathered copy."""
 
 SMALL_PAGES_TOKENS = 256
-"""Requests shorter than this share a piece for any lengths, because the padding costs less than another piece."""
+"""Requests shorter than this share a dense batch for any lengths: padding costs less than another dense batch."""
 
 
 @attrs.frozen(eq=False)
@@ -77,7 +78,7 @@ class Tiles:
 
 
 @attrs.frozen(eq=False)
-class HostPiece:
+class HostDenseBatch:
     """Tiles that are computed as one dense batch, on the host.
 
     Attributes:
@@ -106,8 +107,8 @@ class HostPiece:
     hidden: IntArray
 
 
-def cut_pieces(tiles: Tiles, num_heads: int, block_size: int) -> Iterator[Tiles]:
-    """Yield the tiles of each piece.
+def group_tiles(tiles: Tiles, num_heads: int, block_size: int) -> Iterator[Tiles]:
+    """Yield the tiles of each dense batch.
 
     Args:
         tiles: The step's tiles.
@@ -124,15 +125,15 @@ def cut_pieces(tiles: Tiles, num_heads: int, block_size: int) -> Iterator[Tiles]
         part = slice(start, stop)
         num_tokens = int(tiles.num_pages[part].max()) * block_size
         num_scores = int(tiles.num_queries[part].max()) * num_heads * num_tokens
-        most = MAX_PIECE_TOKENS // num_tokens
+        most = MAX_BATCH_TOKENS // num_tokens
         if tiles.form[start] == ABSORBED:
             most = min(most, MAX_SCORES // num_scores)
         for first in range(start, stop, max(1, most)):
             yield tiles.take(np.arange(first, min(first + max(1, most), stop)))
 
 
-def lay_out(tiles: Tiles, block_size: int) -> HostPiece:
-    """Return the piece of these tiles.
+def lay_out(tiles: Tiles, block_size: int) -> HostDenseBatch:
+    """Return the dense batch of these tiles.
 
     Args:
         tiles: Tiles of one form.
@@ -144,7 +145,7 @@ def lay_out(tiles: Tiles, block_size: int) -> HostPiece:
     start = tiles.first_page * block_size
     columns = tiles.first_page[:, None] + np.minimum(np.arange(num_pages), tiles.num_pages[:, None] - 1)
     tokens = start[:, None] + np.arange(num_pages * block_size)
-    return HostPiece(
+    return HostDenseBatch(
         form=int(tiles.form[0]),
         num_queries=num_queries,
         num_pages=num_pages,
