@@ -21,6 +21,8 @@ from kvframe.testing.laws import ConformanceError
 from kvframe.testing.reference import dense_attention, relative_bias, visible_tokens
 from kvframe.testing.step import run_step
 
+_SCORES_AT_A_TIME = 1 << 19
+
 
 def check_backend(
     backend_class: type[AttentionBackend], case: Case, device: str = "cpu", poison: float = float("nan")
@@ -48,17 +50,27 @@ def check_backend(
         output = run_step(backend_class, case, inputs, learned, torch.device(device), poison)
     except ConformanceError as error:
         raise _failure(backend_class, case, str(error)) from error
+    if not len(output.rows):
+        return
+    expected = make_reference(case, inputs, learned)
     for made, values in output.values.items():
-        problem = _find_error(case, inputs, learned, values, output.rows) if len(output.rows) else ""
+        problem = find_error(case, expected, values, output.rows)
         if problem:
             raise _failure(backend_class, case, made + problem)
 
 
-def _find_error(
-    case: Case, inputs: Sequence[Inputs], learned: Learned, values: torch.Tensor, rows: torch.Tensor
+def find_error(
+    case: Case, expected: tuple[torch.Tensor, torch.Tensor], values: torch.Tensor, rows: torch.Tensor
 ) -> str:
-    """Return a text about the wrong queries and the largest error; empty if no query is wrong."""
-    exact, allowed = (torch.cat(parts)[rows] for parts in zip(*_reference(case, inputs, learned), strict=True))
+    """Return a text about the wrong queries and the largest error; empty if no query is wrong.
+
+    Args:
+        case: The case.
+        expected: What ``make_reference`` returned.
+        values: What a backend returned for these queries, with padding after them.
+        rows: Which of the packed queries these are.
+    """
+    exact, allowed = (part[rows] for part in expected)
     errors = (values.cpu()[: len(exact)].double() - exact).abs()
     # A comparison with NaN is false, so NaN counts as wrong.
     is_wrong = ~(errors <= allowed).flatten(1)
@@ -77,11 +89,23 @@ def _find_error(
     )
 
 
-def _reference(case: Case, inputs: Sequence[Inputs], learned: Learned) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield each request's output, and the allowed error of a backend, both in float64."""
-    for arguments, magnitudes in dense_arguments(case, inputs, learned):
-        bound = attention_error_bound(**arguments, dtype=case.query_dtype, magnitudes=magnitudes)
-        yield dense_attention(**arguments), bound
+def make_reference(case: Case, inputs: Sequence[Inputs], learned: Learned) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output for all packed queries, and the allowed error of a backend, both in float64."""
+    exact, allowed = [], []
+    for whole, magnitudes in dense_arguments(case, inputs, learned):
+        for arguments in _split_queries(whole):
+            exact.append(dense_attention(**arguments))
+            allowed.append(attention_error_bound(**arguments, dtype=case.query_dtype, magnitudes=magnitudes))
+    return torch.cat(exact), torch.cat(allowed)
+
+
+def _split_queries(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the same arguments for a few queries at a time, whose scores fit into a processor's cache."""
+    query, bias = arguments["query"], arguments["bias"]
+    count = max(1, _SCORES_AT_A_TIME // (query.shape[1] * max(1, len(arguments["key"]))))
+    for rows in (slice(start, start + count) for start in range(0, max(1, len(query)), count)):
+        part = None if bias is None else bias[:, rows]
+        yield {**arguments, "query": query[rows], "visible": arguments["visible"][rows], "bias": part}
 
 
 def dense_arguments(

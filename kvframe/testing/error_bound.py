@@ -63,18 +63,21 @@ def attention_error_bound(
     """
     given = (query, key, value, *(magnitudes or (key.abs(), value.abs())))
     query, key, value, key_size, value_size = (each.double() for each in given)
-    kv_head = torch.arange(query.shape[1]) // (query.shape[1] // key.shape[1])
-    key, value, key_size, value_size = (each[:, kv_head] for each in (key, value, key_size, value_size))
+    # The query heads of a KV head stay beside each other, so that keys and values are read as they are.
+    query = query.unflatten(1, (key.shape[1], -1))
 
-    scores = torch.einsum("qhd,thd->hqt", query, key) * layer.scale
-    size = torch.einsum("qhd,thd->hqt", query.abs(), key_size) * abs(layer.scale)
+    def scored(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("qkgd,tkd->kgqt", query, key).flatten(0, 1)
+
+    scores = scored(query, key) * layer.scale
+    size = scored(query.abs(), key_size) * abs(layer.scale)
     capped = 0.0
     if layer.soft_cap is not None:
         capped = layer.soft_cap
         scores = capped * torch.tanh(scores / capped)
         size = size * (1 - (scores / capped) ** 2)
     rounded = size + scores.abs()
-    summed = math.sqrt(query.shape[2]) * size + scores.abs() + capped
+    summed = math.sqrt(query.shape[-1]) * size + scores.abs() + capped
     if bias is not None:
         scores = scores + bias.double()
         rounded, summed = rounded + bias.double().abs(), summed + bias.double().abs()
@@ -95,7 +98,8 @@ def attention_error_bound(
     summed = summed + scores.abs().masked_fill(~is_seen, 0).amax(-1, keepdim=True) + num_seen.clamp(min=1).log()
 
     def mean(values: torch.Tensor) -> torch.Tensor:
-        return torch.einsum("hqt,thd->qhd", weights, values)
+        heads = weights.unflatten(0, (values.shape[1], -1))
+        return torch.einsum("kgqt,tkd->qkgd", heads, values).flatten(1, 2)
 
     def of_scores(errors: torch.Tensor) -> torch.Tensor:
         return (weights * errors**2).sum(-1).sqrt().T[:, :, None] * deviation
@@ -108,5 +112,6 @@ def attention_error_bound(
     bound += sum_unit * (num_seen.sqrt().transpose(0, 1) * terms + of_scores(summed))
     # Weights and outputs that are too small for the dtype become zero.
     least = torch.finfo(dtype).tiny * unit + torch.finfo(sum_dtype).tiny
-    lost = torch.einsum("qt,thd->qhd", visible.double(), 1 + value_size[:-1]) * least
+    lost = torch.einsum("qt,tkd->qkd", visible.double(), 1 + value_size[:-1]) * least
+    lost = lost.repeat_interleave(weights.shape[0] // value.shape[1], dim=1)
     return ROUNDINGS / 2 * bound + lost

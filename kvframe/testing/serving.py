@@ -25,7 +25,7 @@ from kvframe.contract.specs import LayerSpec
 from kvframe.planning.groups import group_layers
 from kvframe.planning.plan import plan_cache
 from kvframe.testing.case import Case, Request
-from kvframe.testing.conformance import _find_error
+from kvframe.testing.conformance import find_error, make_reference
 from kvframe.testing.inputs import Inputs, Learned, draw_inputs
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.output import check_output
@@ -262,7 +262,7 @@ class _Served:
         if not guard.holds():
             raise self._failure(case, "it wrote to the query, the keys, the values or the sinks")
         rows = torch.arange(metadata.num_actual_tokens)
-        problem = _find_error(case, inputs, content.learned, values, rows)
+        problem = find_error(case, make_reference(case, inputs, content.learned), values, rows)
         if problem:
             raise self._failure(case, problem)
         # A backend must not use these tensors in a later layer or step.

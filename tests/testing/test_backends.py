@@ -29,6 +29,7 @@ from kvframe.testing.grid import make_cases, make_layers
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.reference import dense_attention, visible_tokens
 from kvframe.testing.runs import Run, make_runs, sample_runs
+from kvframe.testing.sample import sample
 from kvframe.testing.serving import check_run
 from kvframe.testing.state import GridSpec
 
@@ -50,11 +51,18 @@ def one_thread() -> None:
     [
         pytest.param(backend, case, id=f"{backend.__name__}-{case.name}")
         for backend in BACKENDS
-        for case in make_cases(backend.capabilities)
+        for case in sample(make_cases(backend.capabilities))
     ],
 )
 def test_a_backend_computes_what_it_declares(backend: type[AttentionBackend], case: Case) -> None:
     check_backend(backend, case)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backend_computes_the_whole_grid(backend: type[AttentionBackend]) -> None:
+    for case in make_cases(backend.capabilities):
+        check_backend(backend, case)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import chain_refusals, make_cases, make_layer, share_cache
 from kvframe.testing.laws import ConformanceError, check_spec
+from kvframe.testing.sample import sample
 from kvframe.testing.state import GridSpec
 
 FIELDS: Mapping[str, FieldUse] = {
@@ -141,9 +142,18 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in chain_cases()])
+TOGETHER = [("wrappers", name) for name in ("batch", "format", "is_padded", "mask", "causal", "block_size")]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in sample(chain_cases(), TOGETHER)])
 def test_plain_wrappers_compute_what_the_layers_mask_says(case: Case) -> None:
     check_backend(TorchReferenceBackend, case)
+
+
+@pytest.mark.whole
+def test_plain_wrappers_compute_the_whole_grid() -> None:
+    for case in chain_cases():
+        check_backend(TorchReferenceBackend, case)
 
 
 # --- the cases --------------------------------------------------------------------------------------------------------

@@ -21,9 +21,11 @@ from kvframe.testing.guard import guard
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
 from kvframe.testing.runs import Run, make_runs, sample_runs
+from kvframe.testing.sample import parts, sample
 from kvframe.testing.serving import check_run
 
 CASES = make_cases(CpuBackend.capabilities)
+NUM_PARTS = 8
 RUNS = make_runs(CpuBackend.capabilities)
 
 
@@ -32,12 +34,20 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("part", range(8))
-def test_it_computes_the_grid(part: int) -> None:
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_it_computes_some_of_the_grid(part: int) -> None:
+    few = sample(CASES)
+    assert {"float32", "float16", "bfloat16"} <= {str(case.stored_dtype)[6:] for case in few}
+    assert CpuBackend.capabilities.formats == {case.spec.kv_format.name for case in few}
+    for case in parts(few, NUM_PARTS)[part]:
+        check_backend(CpuBackend, case)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_it_computes_the_whole_grid(part: int) -> None:
     assert 700 < len(CASES)
-    assert {"float32", "float16", "bfloat16"} <= {str(case.stored_dtype)[6:] for case in CASES}
-    assert CpuBackend.capabilities.formats == {case.spec.kv_format.name for case in CASES}
-    for case in CASES[part::8]:
+    for case in parts(CASES, NUM_PARTS)[part]:
         check_backend(CpuBackend, case)
 
 

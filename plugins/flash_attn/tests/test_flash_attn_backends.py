@@ -22,6 +22,7 @@ from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
 from kvframe.testing.runs import make_runs, sample_runs
+from kvframe.testing.sample import sample
 from kvframe.testing.serving import check_run
 from kvframe.testing.staging import check_staging
 
@@ -29,6 +30,8 @@ HEAD_SIZES = (8, 40, 256)
 FORMATS = ("plain", "int8_token_head")
 """Formats of the cases: a backend handles copies of pages in the same way for every format."""
 CHAINS = (("decode_only",), ("chunked_local",), ("decode_only", "chunked_local"))
+BEHIND = [("wrappers", name) for name in ("batch", "format", "is_padded", "visible", "causal", "block_size")]
+"""What comes up together in the sample of cases behind wrappers."""
 CLASSES = {"flash_attn": "backend:FlashAttnBackend", "flash_attn_3": "backend_3:FlashAttn3Backend"}
 LIBRARIES = {"flash_attn": "flash_attn", "flash_attn_3": "flash_attn_interface"}
 
@@ -257,7 +260,7 @@ def test_it_computes_the_grid(name: str, at_least: int, stand_ins: dict[str, Any
     backend_class = load(name)
     found = cases(backend_class)
     assert at_least < len(found)
-    for case in found:
+    for case in sample(found):
         check_backend(backend_class, case)
 
 
@@ -273,7 +276,15 @@ def test_it_computes_the_grid_behind_wrappers(name: str, at_least: int, stand_in
     backend_class = load(name)
     found = [case for case in cases(backend_class, chains()) if case.wrappers]
     assert at_least < len(found)
-    for case in found:
+    for case in sample(found, BEHIND):
+        check_backend(backend_class, case)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", CLASSES)
+def test_it_computes_the_whole_grid_alone_and_behind_wrappers(name: str, stand_ins: dict[str, Any]) -> None:
+    backend_class = load(name)
+    for case in cases(backend_class, chains()):
         check_backend(backend_class, case)
 
 

@@ -27,12 +27,15 @@ from kvframe.testing.guard import guard
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
 from kvframe.testing.runs import make_runs, sample_runs
+from kvframe.testing.sample import sample
 from kvframe.testing.serving import check_run
 from kvframe.testing.staging import check_staging
 
 FORMATS = ("plain", "fp8_tensor", "int8_token_head")
 """Formats of the cases: a backend handles copies of pages in the same way for every format."""
 CHAINS = (("decode_only",), ("chunked_local",), ("decode_only", "chunked_local"))
+BEHIND = [("wrappers", name) for name in ("batch", "format", "is_padded", "visible", "causal", "block_size")]
+"""What comes up together in the sample of cases behind wrappers."""
 
 
 # --- a stand-in for FlashInfer 0.6.9 ----------------------------------------------------------------------------------
@@ -242,7 +245,7 @@ def test_it_computes_the_grid(library: ModuleType) -> None:
     backend_class = load()
     found = cases(backend_class)
     assert 300 < len(found)
-    for case in found:
+    for case in sample(found):
         check_backend(backend_class, case)
 
 
@@ -256,7 +259,15 @@ def test_it_computes_the_grid_behind_wrappers(library: ModuleType) -> None:
     backend_class = load()
     found = cases(backend_class, wrapped=True)
     assert 100 < len(found)
-    for case in found:
+    for case in sample(found, BEHIND):
+        check_backend(backend_class, case)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "behind wrappers"])
+def test_it_computes_the_whole_grid(wrapped: bool, library: ModuleType) -> None:
+    backend_class = load()
+    for case in cases(backend_class, wrapped=wrapped):
         check_backend(backend_class, case)
 
 

@@ -20,6 +20,7 @@ from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.guard import guard
 from kvframe.testing.metadata import make_metadata
 from kvframe.testing.runs import make_runs, sample_runs
+from kvframe.testing.sample import TOGETHER, sample
 from kvframe.testing.serving import check_run
 from kvframe.testing.staging import check_staging
 from kvframe.testing.state import form_of
@@ -126,7 +127,13 @@ def test_it_computes_the_grid(backend_class: type[AttentionBackend]) -> None:
     found = cases(backend_class)
     assert 80 < len(found)
     assert {(512, 64)} == {(case.spec.latent_size, case.spec.rope_size) for case in found}  # type: ignore[attr-defined]
-    for case in found:
+    for case in sample(found, [*TOGETHER, ("wrappers", "batch"), ("wrappers", "causal"), ("wrappers", "is_padded")]):
+        check_backend(backend_class, case)
+
+
+@pytest.mark.whole
+def test_it_computes_the_whole_grid(backend_class: type[AttentionBackend]) -> None:
+    for case in cases(backend_class):
         check_backend(backend_class, case)
 
 

@@ -70,13 +70,18 @@ def layer_of(**options: Any) -> LayerSpec:
 
 
 @pytest.mark.parametrize("poison", [float("nan"), 1e4], ids=["nan", "large"])
-def test_it_computes_the_grid(poison: float) -> None:
-    dtypes = {"float32", "float16", "bfloat16"}
-    assert dtypes == {str(case.stored_dtype)[6:] for case in CASES.values()}
-    assert any(name.startswith("function-stride=6") for name in CASES)
+def test_it_computes_some_of_the_grid(poison: float) -> None:
+    assert {"float32", "float16", "bfloat16"} == {str(case.stored_dtype)[6:] for case in FEW}
+    assert any(case.name.startswith("function-stride=6") for case in FEW)
+    for case in FEW if poison != poison else FEW[::4]:
+        check_backend(FlexBackend, case, poison=poison)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("poison", [float("nan"), 1e4], ids=["nan", "large"])
+def test_it_computes_the_whole_grid(poison: float) -> None:
     for case in CASES.values():
-        if poison != poison or case.name.endswith(("mixed", "uneven")):
-            check_backend(FlexBackend, case, poison=poison)
+        check_backend(FlexBackend, case, poison=poison)
 
 
 @pytest.mark.parametrize("run", sample_runs(RUNS), ids=lambda run: run.name)
@@ -131,9 +136,11 @@ def test_it_computes_cases_on_a_gpu(name: str) -> None:
 def test_small_limits_cut_the_work_and_change_nothing(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MAX_TILE_QUERIES", "MAX_BATCH_TOKENS", "MAX_BATCH_PAIRS"):
         monkeypatch.setattr(pages, name, limit)
-    for case in CASES.values():
-        if "block=17" in case.name and ("mixed" in case.name or "hidden" in case.name):
-            check_backend(FlexBackend, case)
+    chosen = [
+        case for case in CASES.values() if "block=17" in case.name and ("mixed" in case.name or "hidden" in case.name)
+    ]
+    for case in sample(chosen, [("batch", "visible")]):
+        check_backend(FlexBackend, case)
 
 
 class _OneTokenMore(FlexBackend):
