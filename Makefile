@@ -13,7 +13,7 @@ VLLM := $(PEERS)/vllm
 # Small tensors: more threads than one only fight over the cores that the test processes use.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup test lint docs demo bench peer clean
+.PHONY: help setup quick test lint docs demo bench peer clean
 
 help: ## list these commands
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -31,6 +31,9 @@ lint: $(READY) ## ruff and mypy --strict
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict
+
+quick: $(READY) ## lint and tests of what changed, or of one package: make quick PACKAGE=cache
+	@BIN=$(BIN) JOBS=$(JOBS) PACKAGE=$(PACKAGE) .ci/quick
 
 test: lint ## lint, then every test: core, plugins, examples
 	$(BIN)/pytest -n $(JOBS)

@@ -18,6 +18,7 @@ from kvframe.engine.turns import HeldInterrupts
 from kvframe.loading.plugins import load_plugins
 from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableReference
+from tests.covering import cover_pairs
 from tests.engine.scripted_model import ScriptedModel
 from tests.engine.test_with_models import assert_pool_as_before
 from tests.models.encoder_decoder import generated
@@ -95,9 +96,9 @@ FAMILIES = ("gemma3_text", "bamba", "t5gemma")
 """Windows with full attention; states with attention; an encoder, and a decoder of both."""
 
 
-@pytest.mark.parametrize("after", [0, 7, 25])
-@pytest.mark.parametrize("kind", ["backend", "memory", "interrupt"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "kind", "after"), cover_pairs(FAMILIES, ("backend", "memory", "interrupt"), (0, 7, 25))
+)
 def test_what_is_raised_in_a_step_ends_its_requests_and_no_other(
     models: Any, family: str, kind: str, after: int
 ) -> None:

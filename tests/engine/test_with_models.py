@@ -370,7 +370,7 @@ def test_a_stop_string_is_found_wherever_tokens_end(texts: TinyModel, length: in
     with texts.engine() as engine:
         for prompt in TEXT_PROMPTS:
             (whole,) = engine.generate([prompt], SamplingParams(**params))
-            for start in range(0, len(whole.text) - length, 11):
+            for start in range(0, len(whole.text) - length, 23):
                 stop = whole.text[start : start + length]
                 outputs = list(engine.stream(prompt, SamplingParams(**params, stop=stop)))
                 cut = whole.text[: whole.text.index(stop)]

@@ -12,23 +12,19 @@ from kvframe_transformers.testing import FAMILIES, MORE_FAMILIES
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.cli import main
 from kvframe.engine.requests.request import SamplingParams
+from tests.covering import cover_pairs
 from tests.models.serving import PROMPTS, ids, served
 
 # --- equal to generate() ----------------------------------------------------------------------------------------------
 
 
 BLOCK_SIZES, CHUNKS, BATCHES = (1, 16, 17), (7, 24, 2048), (1, 3, 8)
-# Every block size with every chunk size; a Latin square adds the batch sizes, so that each pair of values meets.
-SETTINGS = [
-    (block_size, chunk, BATCHES[(row + column) % 3])
-    for row, block_size in enumerate(BLOCK_SIZES)
-    for column, chunk in enumerate(CHUNKS)
-]
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix", "no-prefix"])
-@pytest.mark.parametrize(("block_size", "max_num_batched_tokens", "max_num_seqs"), SETTINGS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "block_size", "max_num_batched_tokens", "max_num_seqs", "prefix_caching"),
+    cover_pairs(FAMILIES, BLOCK_SIZES, CHUNKS, BATCHES, (True, False)),
+)
 def test_tokens_equal_those_of_generate(
     models: Any,
     references: Any,
@@ -57,9 +53,7 @@ def test_tokens_are_the_same_where_every_layer_keeps_every_token(models: Any, re
         assert 1 == len(engine.plan.groups)
 
 
-@pytest.mark.parametrize("block_size", [4, 5])
-@pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix", "no-prefix"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "prefix_caching", "block_size"), cover_pairs(FAMILIES, (True, False), (4, 5)))
 def test_preempted_requests_give_the_same_tokens(
     models: Any, references: Any, family: str, prefix_caching: bool, block_size: int
 ) -> None:

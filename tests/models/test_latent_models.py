@@ -11,17 +11,17 @@ from kvframe_mla.cost import Cost
 
 from kvframe.contract.errors import ModelError
 from kvframe.engine.requests.request import SamplingParams
+from tests.covering import cover_pairs
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, ids, served
 
 FAMILIES = ("deepseek_v2", "deepseek_v3", "minicpm3")
 LATENT, ROPE, LAYERS = 16, 8, 3
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix", "no-prefix"])
 @pytest.mark.parametrize(
-    ("block_size", "chunk", "max_num_seqs"), [(1, 7, 3), (16, 24, 8), (17, 2048, 8), (5, 2048, 1), (4, 1, 8)]
+    ("family", "block_size", "chunk", "max_num_seqs", "prefix_caching"),
+    cover_pairs(FAMILIES, [(1, 7, 3), (16, 24, 8), (17, 2048, 8), (5, 2048, 1), (4, 1, 8)], (True, False)),
 )
-@pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_those_of_generate(
     models: Any, references: Any, family: str, block_size: int, chunk: int, max_num_seqs: int, prefix_caching: bool
 ) -> None:
@@ -32,9 +32,9 @@ def test_tokens_equal_those_of_generate(
         assert prefix_caching == (engine.stats().cached_prompt_tokens > 0)
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix", "no-prefix"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "prefix_caching", "preemption"), cover_pairs(FAMILIES, (True, False), ("recompute", "swap"))
+)
 def test_preempted_requests_give_the_same_tokens(
     models: Any, references: Any, family: str, prefix_caching: bool, preemption: str
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvframe.engine.requests.request import SamplingParams
+from tests.covering import cover_pairs
 from tests.models.serving import PROMPTS, TinyModel, Tokens, ids, served
 
 BACKENDS = ("torch", "torch_reference")
@@ -30,13 +31,13 @@ def test_chunked_layers_alternate_with_full_ones(model: TinyModel) -> None:
 
 
 # Blocks that divide the chunk, and blocks in which chunks begin.
-@pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix", "no-prefix"])
-@pytest.mark.parametrize("hybrid", [True, False], ids=["hybrid", "uniform"])
+SETTINGS = [(1, 24, 8), (4, 7, 8), (8, 2048, 3), (3, 24, 3), (5, 2048, 8), (16, 7, 1), (16, 24, 8), (17, 2048, 3)]
+
+
 @pytest.mark.parametrize(
-    ("block_size", "max_num_batched_tokens", "max_num_seqs"),
-    [(1, 24, 8), (4, 7, 8), (8, 2048, 3), (3, 24, 3), (5, 2048, 8), (16, 7, 1), (16, 24, 8), (17, 2048, 3)],
+    ("backend", "block_size", "max_num_batched_tokens", "max_num_seqs", "hybrid", "prefix_caching"),
+    cover_pairs(BACKENDS, SETTINGS, (True, False), (True, False)),
 )
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_tokens_equal_those_of_generate(
     model: TinyModel,
     reference: Tokens,
