@@ -19,7 +19,7 @@ include_patterns = [
     "kernels/*.md",
     "examples/*.md",
     "benchmarks/*.md",
-    "benchmarks/results/*.md",
+    "benchmarks/*/*.md",
 ]
 exclude_patterns = ["build", ".*"]
 
