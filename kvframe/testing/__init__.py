@@ -5,5 +5,6 @@
 wrappers. ``staging`` counts the copies of a step to the device. ``runs`` makes two steps of two layers at the sizes of
 real models, and ``serving`` computes them. ``wrappers`` checks a wrapper on host metadata (``metadata``), with the
 tensors of ``guard``, and compares the slots that queries attend to (``attended``). ``batches`` has the batches for all
-checks. The kit needs no test framework: a broken contract raises ``ConformanceError``.
+checks. ``host`` has the functions of the host that plugins' tests call. The kit needs no test framework: a broken
+contract raises ``ConformanceError``.
 """

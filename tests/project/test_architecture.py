@@ -193,6 +193,13 @@ def test_a_plugin_imports_only_public_modules_of_the_core(path: Path) -> None:
     assert private_imports(path) == set()
 
 
+def test_the_tests_of_plugins_import_what_plugins_may() -> None:
+    paths = sorted((ROOT / "plugins").glob("*/tests/*.py"))
+    imported = {path.relative_to(ROOT).as_posix(): private_imports(path) for path in paths}
+    assert len(paths) > 30
+    assert {} == {name: private for name, private in imported.items() if private}
+
+
 @pytest.mark.parametrize("path", PLUGIN_FILES, ids=lambda path: path.relative_to(ROOT / "plugins").as_posix())
 def test_a_plugin_imports_no_other_plugin(path: Path) -> None:
     package = path.relative_to(ROOT / "plugins").parts[2]

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from kvframe_chunked_local import ChunkedLocalSpec
 from kvframe_chunked_local.wrapper import ChunkedLocal
 
-from kvframe.attention.wrapping import apply_chain, apply_wrapper
-from kvframe.builtin.torch_backend import TorchBackend
-from kvframe.builtin.torch_reference import TorchReferenceBackend
+from kvframe import load_plugins
 from kvframe.contract import (
     ENCODER_SEQ_LENS,
     SEQ_STARTS,
@@ -24,7 +22,7 @@ from kvframe.contract import (
     LayerSpec,
     QuerySpec,
 )
-from kvframe.selection.chains import bind_chain
+from kvframe.testing.host import apply_chain, apply_wrapper, bind_chain
 from kvframe.testing.reference import dense_attention, visible_tokens
 
 MakeBatch = Callable[..., CommonAttentionMetadata]
@@ -174,13 +172,14 @@ def test_a_virtual_request_is_told_what_its_request_is_told(
 
 @pytest.mark.parametrize("is_static", [False, True])
 @pytest.mark.parametrize("chunk", [4, 8, 6])
-@pytest.mark.parametrize("backend_class", [TorchReferenceBackend, TorchBackend])
+@pytest.mark.parametrize("backend", ["torch_reference", "torch"])
 def test_attention_of_virtual_requests_is_attention_within_chunks(
-    make_batch: MakeBatch, backend_class: type[TorchBackend | TorchReferenceBackend], chunk: int, is_static: bool
+    make_batch: MakeBatch, backend: str, chunk: int, is_static: bool
 ) -> None:
     spec = ChunkedLocalSpec(block_size=4, num_kv_heads=2, head_size=8, chunk=chunk, dtype="float64")
     layer = LayerSpec(name="local", spec=spec, query=QuerySpec(num_heads=4, head_size=8, scale=0.5))
     chain, wrapped, required = bind_chain([ChunkedLocal()], layer)
+    backend_class = load_plugins().registry.backends.load(backend)
     assert required <= backend_class.capabilities.extensions
     query_lens, seq_lens = [1, 10, 5, 1, 19], [7, 17, 9, 8, 19]
     batch = make_batch(query_lens, seq_lens, 4, num_padding=3 * is_static, static_query_len=19 if is_static else None)
@@ -188,9 +187,9 @@ def test_attention_of_virtual_requests_is_attention_within_chunks(
     cache = {name: torch.randn(600, 4, 2, 8, generator=random, dtype=torch.float64) for name in ("k", "v")}
     query = torch.randn(len(batch.slot_mapping), 4, 8, generator=random, dtype=torch.float64)
 
-    backend = backend_class([wrapped], torch.device("cpu"))
-    built = backend.make_builder().build(apply_chain(chain, batch))
-    output = backend.forward(wrapped, query, cache, built, None)
+    made = backend_class([wrapped], torch.device("cpu"))
+    built = made.make_builder().build(apply_chain(chain, batch))
+    output = made.forward(wrapped, query, cache, built, None)
 
     expected = []
     for row, (num_new, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):

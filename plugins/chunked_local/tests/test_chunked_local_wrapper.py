@@ -15,9 +15,6 @@ from kvframe_chunked_local.wrapper import ChunkedLocal
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvframe import FullAttentionSpec
-from kvframe.attention.padding import pad_metadata
-from kvframe.attention.wrapping import apply_wrapper
-from kvframe.config.wrapper_order import check_order
 from kvframe.contract import (
     ENCODER_SEQ_LENS,
     NUM_ACCEPTED_TOKENS,
@@ -29,7 +26,7 @@ from kvframe.contract import (
     QuerySpec,
     WrapperError,
 )
-from kvframe.selection.chains import bind_chain
+from kvframe.testing.host import apply_wrapper, bind_chain, check_order, pad_metadata
 from kvframe.testing.wrappers import check_wrapper
 
 MakeBatch = Callable[..., CommonAttentionMetadata]

@@ -13,11 +13,11 @@ from kvframe_kernels.cpu import build
 
 from kvframe import FullAttentionSpec, Stack, load_plugins
 from kvframe.contract import BackendError, LayerSpec, QuerySpec
-from kvframe.selection.select import select_backends
 from kvframe.testing.case import Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases
 from kvframe.testing.guard import guard
+from kvframe.testing.host import select_backends
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
 from kvframe.testing.runs import Run, make_runs, sample_runs

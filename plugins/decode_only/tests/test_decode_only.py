@@ -16,9 +16,6 @@ from kvframe_decode_only.wrapper import DecodeOnly
 
 import kvframe
 from kvframe import FullAttentionSpec
-from kvframe.attention.padding import pad_metadata
-from kvframe.attention.wrapping import apply_wrapper
-from kvframe.config.wrapper_order import check_order
 from kvframe.contract import (
     ENCODER_SEQ_LENS,
     NUM_ACCEPTED_TOKENS,
@@ -31,6 +28,7 @@ from kvframe.contract import (
     WrapperError,
 )
 from kvframe.testing.case import Request
+from kvframe.testing.host import apply_wrapper, check_order, pad_metadata
 from kvframe.testing.metadata import find_problem, make_metadata
 from kvframe.testing.wrappers import check_wrapper
 

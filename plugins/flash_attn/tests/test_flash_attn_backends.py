@@ -15,10 +15,10 @@ from kvframe_kernels.flash_reference import paged_attention
 
 from kvframe import load_plugins
 from kvframe.contract import AttentionBackend, PluginError
-from kvframe.selection.chains import WrapperChain
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
+from kvframe.testing.host import WrapperChain
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
 from kvframe.testing.runs import make_runs, sample_runs

@@ -19,10 +19,10 @@ from torch.fx.experimental import _config as shapes_config
 
 from kvframe import Stack, load_plugins
 from kvframe.contract import BackendError, LayerSpec, StackError
-from kvframe.selection.select import select_backends
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
+from kvframe.testing.host import select_backends
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
 from kvframe.testing.runs import Run, make_runs, sample_runs

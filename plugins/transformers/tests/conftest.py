@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvframe.attention.state import state_step
 from kvframe.contract import KVCacheSpec, LayerDescription, LoadedModel, StateStep, StateTensor, TokenRange
+from kvframe.testing.host import state_step
 
 
 class OneState(KVCacheSpec):

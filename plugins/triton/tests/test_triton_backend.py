@@ -12,13 +12,12 @@ from kvframe_triton.builder import TritonMetadata
 from triton import knobs
 
 from kvframe import load_plugins
-from kvframe.attention.padding import pad_metadata
-from kvframe.attention.staging import Staging
 from kvframe.contract import GraphCapture, LayerSpec
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.guard import guard
+from kvframe.testing.host import Staging, pad_metadata
 from kvframe.testing.inputs import Learned, draw_inputs
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
