@@ -40,7 +40,7 @@ WORDS: tuple[bytes, ...] = (
     b"--",
     b"x",
     b"*",
-    b"kvframe:torch",
+    b"kvframe-torch:torch",
     b"a:b:c",
     b"null",
     *_NUMBERS,

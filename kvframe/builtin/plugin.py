@@ -1,4 +1,4 @@
-"""The built-in plugin: full attention and the plain-torch backends, registered by the same hooks as any other."""
+"""The built-in plugin: full attention and the reference backend, registered by the same hooks as any other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,5 @@ def kvframe_register_specs(register: Register) -> None:
 
 @hookimpl
 def kvframe_register_backends(register: Register) -> None:
-    """Register the practical torch backend, the reference of all backends, and the one on torch's paged attention."""
-    register("torch", "kvframe.builtin.torch_backend:TorchBackend", needs="torch")
+    """Register the reference of all backends."""
     register("torch_reference", "kvframe.builtin.torch_reference:TorchReferenceBackend", needs="torch")
-    register("torch_varlen", "kvframe.builtin.torch_varlen:TorchVarlenBackend", needs="torch")

@@ -21,6 +21,7 @@ kvframe-mla plugin:mla spec:mla backend:mla
 kvframe-numba plugin:numba backend:numba
 kvframe-scan-resistant plugin:scan_resistant eviction:scan_resistant
 kvframe-sliding-window plugin:sliding_window spec:sliding_window
+kvframe-torch plugin:torch backend:torch backend:torch_varlen
 kvframe-transformers plugin:transformers model_adapter:transformers
 kvframe-triton plugin:triton backend:triton backend:triton_mla
 """

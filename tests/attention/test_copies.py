@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from kvframe_chunked_local import ChunkedLocalSpec
 from kvframe_kv_formats import Int4TokenHead, Int8TokenHead
 from kvframe_sliding_window import SlidingWindowSpec
+from kvframe_torch.backend import TorchBackend
+from kvframe_torch.builder import TorchMetadataBuilder
 
 from kvframe.attention.copies import CopiedMetadata, CopyingBuilder, CopyScratch
 from kvframe.attention.padding import pad_metadata
-from kvframe.builtin.torch_backend import TorchBackend
-from kvframe.builtin.torch_builder import TorchMetadataBuilder
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.config.stack import Stack
 from kvframe.contract.capture import GraphCapture
@@ -257,7 +257,7 @@ def choice(name: str = "auto") -> Any:
 def test_a_backend_that_reads_a_format_itself_is_chosen_before_one_on_copies() -> None:
     found = choice()
     assert not found.on_copies
-    (torch_backend,) = [each for each in found.candidates if each.name == "kvframe:torch"]
+    (torch_backend,) = [each for each in found.candidates if each.name == "kvframe-torch:torch"]
     assert torch_backend.on_copies
     assert found.why_not(torch_backend) == (
         f"can serve this layer, on copies of what is stored as int8_token_head; {found.backend} reads it itself"
@@ -266,7 +266,7 @@ def test_a_backend_that_reads_a_format_itself_is_chosen_before_one_on_copies() -
 
 def test_a_backend_that_is_named_is_taken_on_copies() -> None:
     found = choice("torch")
-    assert ("kvframe:torch", True, "int8_token_head") == (found.backend, found.on_copies, found.format)
+    assert ("kvframe-torch:torch", True, "int8_token_head") == (found.backend, found.on_copies, found.format)
 
 
 def test_a_backend_without_copies_refuses_what_it_does_not_read() -> None:

@@ -167,7 +167,7 @@ def test_auto_takes_the_highest_preference_and_says_why_not_the_others() -> None
     assert choice.backend.endswith(":recorder")
     reasons = {candidate.name: choice.why_not(candidate) for candidate in choice.candidates if not candidate.refusals}
     assert reasons[choice.backend] == ""
-    assert {"kvframe:torch", "kvframe:torch_reference"} < set(reasons)
+    assert {"kvframe-torch:torch", "kvframe:torch_reference"} < set(reasons)
     assert all("is preferred" in reason for name, reason in reasons.items() if name != choice.backend)
     (choice,) = select_backends(attending("a", soft_cap=30.0), Stack(), host.registry, "cpu")
     assert not choice.backend.endswith(":recorder")

@@ -15,6 +15,7 @@ import torch
 from kvframe_chunked_local import ChunkedLocalSpec
 from kvframe_cross_attention import CrossAttentionSpec
 from kvframe_kv_formats import Fp8TokenHead
+from kvframe_torch.backend import TorchBackend
 from kvframe_triton.backend import TritonBackend
 
 from kvframe.attention.layers import AttentionLayers
@@ -23,7 +24,6 @@ from kvframe.attention.nested import host_tensors, replace_tensors
 from kvframe.attention.staging import ALIGNMENT, HOST, StagedMemory, Staging
 from kvframe.attention.step import StepBatch
 from kvframe.attention.storage import KVCacheStorage
-from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager

@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from kvframe_torch.backend import TorchBackend
 from kvframe_triton.backend import TritonBackend
 from kvframe_triton.latents import TritonMLABackend
 from triton import knobs
@@ -23,7 +24,6 @@ from benchmarks.gpu import cases, engine, measure, report, steps, suite, timing
 from kvframe import load_plugins
 from kvframe.attention.nested import host_tensors
 from kvframe.attention.staging import Staging
-from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.contract.backend import AttentionBackend
 from tests.benchmarks.calling import RESULTS, ROOT, measured, page_of, record_of
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvframe_kernels.triton.pages import copy_pages
+from kvframe_torch.backend import TorchBackend
 from kvframe_transformers.testing import FAMILIES
 from kvframe_triton.backend import TritonBackend
 from kvframe_triton.latents import TritonMLABackend
@@ -18,7 +19,6 @@ from triton import knobs
 
 from kvframe import Engine
 from kvframe.attention.storage import HostStorage
-from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.backend import AttentionBackend, PageCopier
 from kvframe.contract.errors import PlanError

@@ -372,7 +372,7 @@ def test_explain_says_for_each_layer_what_was_chosen_and_why_not_the_others(laye
     stack = tmp_path / "stack.toml"
     stack.write_text('[plugins]\ndisabled = ["cpu", "numba"]\n')
     explained = run_json("explain", layers, "--stack", stack)["layers"]
-    best = "kvframe:torch"
+    best = "kvframe-torch:torch"
     assert ["l.0", "l.1", "l.2", "l.3"] == [layer["layer"] for layer in explained]
     assert [0, 0, 0, 1] == [layer["group"] for layer in explained]
     assert {best} == {layer["backend"] for layer in explained}
@@ -403,13 +403,13 @@ def test_explain_says_that_a_named_backend_leaves_no_choice(layers: Path, tmp_pa
     layer = run_json("explain", layers, "--stack", stack)["layers"][0]
     reason = "not asked: the stack names kvframe:torch_reference"
     assert "kvframe:torch_reference" == layer["backend"]
-    assert {"kvframe-mla:mla", "kvframe:torch"} <= {other["backend"] for other in layer["others"]}
+    assert {"kvframe-mla:mla", "kvframe-torch:torch"} <= {other["backend"] for other in layer["others"]}
     assert {reason} == {other["reason"] for other in layer["others"]}
     assert all([] == other["codes"] for other in layer["others"])
 
 
 def test_a_device_that_no_backend_serves_is_one_line(layers: Path) -> None:
-    assert "kvframe:torch: runs on cpu, cuda, not on tpu" in error_of("explain", layers, "--device", "tpu")
+    assert "kvframe-torch:torch: runs on cpu, cuda, not on tpu" in error_of("explain", layers, "--device", "tpu")
 
 
 def test_explain_needs_no_weights(tmp_path: Path) -> None:

@@ -332,9 +332,9 @@ def test_later_rule_wins_key_by_key() -> None:
 def test_names_that_exist_pass(site: FakeSite) -> None:
     site.add("kvframe-fast", "fast", registers("wrappers", ("local", "a:B")))
     stack = rules(
-        {"kind": "full_attention", "wrappers": ["local"], "backend": "torch"},
+        {"kind": "full_attention", "wrappers": ["local"], "backend": "torch_reference"},
         {"layers": "*", "backend": "auto"},
-        {"layers": "*", "backend": "kvframe:torch"},
+        {"layers": "*", "backend": "kvframe:torch_reference"},
     )
     stack.check_names(load_plugins().registry)
 
@@ -342,8 +342,8 @@ def test_names_that_exist_pass(site: FakeSite) -> None:
 def test_unknown_names_are_one_error_with_path_and_nearest(site: FakeSite) -> None:
     stack = Stack.from_mapping(
         {
-            "plugins": {"owners": {"backend": {"tortch": "kvframe", "torch": "kvfrane"}}},
-            "rules": [{"kind": "ful_attention", "wrappers": ["local"], "backend": "torhc"}],
+            "plugins": {"owners": {"backend": {"tortch_reference": "kvframe", "torch_reference": "kvfrane"}}},
+            "rules": [{"kind": "ful_attention", "wrappers": ["local"], "backend": "torch_referense"}],
         },
         "my.toml",
     )
@@ -351,13 +351,14 @@ def test_unknown_names_are_one_error_with_path_and_nearest(site: FakeSite) -> No
         stack.check_names(load_plugins().registry)
     assert str(caught.value).splitlines() == [
         "my.toml: 5 problems",
-        "  plugins.owners.backend.tortch: there is no backend named 'tortch'; known: torch, torch_reference, "
-        "torch_varlen; did you mean 'torch'?",
-        "  plugins.owners.backend.torch: there is no owner named 'kvfrane'; known: kvframe; did you mean 'kvframe'?",
+        "  plugins.owners.backend.tortch_reference: there is no backend named 'tortch_reference'; known: "
+        "torch_reference; did you mean 'torch_reference'?",
+        "  plugins.owners.backend.torch_reference: there is no owner named 'kvfrane'; known: kvframe; did you mean "
+        "'kvframe'?",
         "  rules[0].kind: there is no cache spec named 'ful_attention'; known: full_attention; "
         "did you mean 'full_attention'?",
-        "  rules[0].backend: there is no backend named 'torhc'; known: torch, torch_reference, torch_varlen; "
-        "did you mean 'torch'?",
+        "  rules[0].backend: there is no backend named 'torch_referense'; known: torch_reference; did you mean "
+        "'torch_reference'?",
         "  rules[0].wrappers[0]: there is no wrapper named 'local'; none is known",
     ]
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kvframe_torch.backend import TorchBackend, TorchMetadataBuilder
 
 from kvframe import Engine, Stack, load_plugins
 from kvframe.attention.step import StepBatch
-from kvframe.builtin.torch_backend import TorchBackend, TorchMetadataBuilder
 from kvframe.contract import hookimpl
 from kvframe.contract.order import BatchOrder
 from kvframe.engine.requests.request import Request, SamplingParams

@@ -26,7 +26,7 @@ from kvframe.selection.select import select_backends
 from kvframe.selection.times import MeasuredTime, TimeKey, TimesTable, layer_shape, time_key
 from tests.cli.test_commands import error_of, run, run_json
 
-TORCH, REFERENCE = "kvframe:torch", "kvframe:torch_reference"
+TORCH, REFERENCE = "kvframe-torch:torch", "kvframe:torch_reference"
 
 
 def full(block_size: int) -> FullAttentionSpec:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from kvframe_torch.backend import TorchBackend
 from kvframe_transformers.testing import save_tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from kvframe import Engine, RequestOutput, SamplingParams, Stack
-from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.contract import hookimpl
 from kvframe.contract.errors import BackendError, ModelError, PlanError, StackError
 from tests.models.serving import GREEDY, PROMPTS, TinyModel, held_pages, ids, make_stack
@@ -310,7 +310,7 @@ def test_a_refused_model_is_left_as_it_was(model: TinyModel, reference: list[tup
     implementation = loaded.model.config._attn_implementation
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TorchBackend, "forward", lambda self, layer, query, *rest: torch.zeros_like(query))
-        with pytest.raises(BackendError, match=r"^backend 'kvframe:torch' computes layer .* wrongly"):
+        with pytest.raises(BackendError, match=r"^backend 'kvframe-torch:torch' computes layer .* wrongly"):
             model.engine(self_check=True, backend="torch")
     assert implementation == loaded.model.config._attn_implementation
     with model.engine(self_check=True) as engine:

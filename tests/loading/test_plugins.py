@@ -34,7 +34,7 @@ def test_builtin_plugin_loads_with_nothing_installed(site: FakeSite) -> None:
     host = load_plugins()
     assert statuses(host) == {"kvframe:builtin": "loaded"}
     assert host.registry.specs.names() == ("full_attention",)
-    assert host.registry.backends.names() == ("torch", "torch_reference", "torch_varlen")
+    assert host.registry.backends.names() == ("torch_reference",)
 
 
 def test_record_says_distribution_versions_and_status(site: FakeSite) -> None:

@@ -69,7 +69,7 @@ def test_contested_name_belongs_to_nobody(site: FakeSite) -> None:
     site.add("kvframe-b", "b", registers("backends", ("fast", "b:B")))
     host = load_plugins()
     assert {host.record("a").status, host.record("b").status} == {"loaded"}
-    assert host.registry.backends.names() == ("only_a", "torch", "torch_reference", "torch_varlen")
+    assert host.registry.backends.names() == ("only_a", "torch_reference")
     assert host.registry.backends.contested() == {"fast": ("kvframe-a", "kvframe-b")}
     with pytest.raises(ContestedNameError) as caught:
         host.registry.backends.get("fast")
@@ -238,7 +238,7 @@ def test_the_versions_that_plugins_ask_for_are_those_of_their_extras() -> None:
     assert extras == asked
 
 
-def test_builtin_backends_are_what_they_say() -> None:
+def test_registered_backends_are_what_they_say() -> None:
     registry = load_plugins().registry
     assert registry.specs.load("full_attention") is FullAttentionSpec
     assert registry.backends.load("torch").__name__ == "TorchBackend"
@@ -266,6 +266,7 @@ def test_a_name_of_a_package_that_is_not_installed_names_the_package(site: FakeS
         (registry.specs, "mamba", "kvframe-mamba"),
         (registry.formats, "int4_token_head", "kvframe-kv-formats"),
         (registry.backends, "kvframe-flex:flex", "kvframe-flex"),
+        (registry.backends, "torch", "kvframe-torch"),
     ):
         with pytest.raises(UnknownNameError, match=f"`pip install {package}` provides it"):
             catalogue.get(name)

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from kvframe_torch.backend import TorchBackend
 
-from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.contract.backend import AttentionBackend, KVCache
 from kvframe.contract.formats import KVFormat
 from kvframe.testing.formats import round_trip

@@ -11,9 +11,9 @@ import attrs
 import pytest
 import torch
 from kvframe_kv_formats import Fp8Tensor, Fp8TokenHead, Int4TokenHead, Int8TokenHead
+from kvframe_torch.backend import TorchBackend
 
 from kvframe import Engine, Prompt, SamplingParams, Stack
-from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.contract.errors import BackendError, KVFrameError
 from kvframe.contract.formats import PLAIN, KVFormat, PlainFormat
 from kvframe.engine.graphs import sizes as graph_sizes
@@ -162,7 +162,7 @@ def test_what_a_format_rounds_off_hides_no_wrong_attention(models: Any, monkeypa
         TorchBackend, "forward", lambda self, layer, query, *rest: forward(self, layer, query * 1.01, *rest)
     )
     with pytest.raises(
-        BackendError, match=r"'kvframe:torch' computes layer 'model\.layers\.0\.self_attn' wrongly"
+        BackendError, match=r"'kvframe-torch:torch' computes layer 'model\.layers\.0\.self_attn' wrongly"
     ) as found:
         models("llama").engine(format="int4_token_head", self_check=True, backend="torch")
     assert "allowed 3.5e-04" in str(found.value.__cause__)
@@ -205,7 +205,7 @@ def test_a_format_that_raises_ends_the_requests_of_the_step_and_nothing_is_left_
         monkeypatch.setattr(Faulty, name, value, raising=False)
     registry = load_plugins(plugins=[plugin("theirs", formats={"faulty": Faulty})]).registry
     with attrs.evolve(model, registry=registry).engine(backend="torch", format="faulty", max_num_seqs=2) as engine:
-        said = rf"backend 'kvframe:torch', of layer .*: \w+\(\) failed in line \d+ of '{__name__}': Val.*: {function} f"
+        said = rf"'kvframe-torch:torch', of layer .*: \w+\(\) failed in line \d+ of '{__name__}': Val.*: {function} f"
         with pytest.raises(BackendError, match=said):
             engine.generate(PROMPTS, GREEDY)
         assert not engine.has_unfinished

@@ -1,4 +1,4 @@
-"""Both built-in backends on all cases of their capabilities, and the conformance kit on wrong backends."""
+"""The torch backend and the reference on all that they declare, and the conformance kit on wrong backends."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from kvframe_torch import backend as backend_module
+from kvframe_torch import builder as builder_module
+from kvframe_torch import tiles as tiles_module
+from kvframe_torch.backend import TorchBackend
 
-from kvframe.builtin import torch_backend, torch_builder, torch_pieces
-from kvframe.builtin.torch_backend import TorchBackend
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract.backend import AttentionBackend, Capabilities, KVCache
 from kvframe.contract.errors import SpecError
@@ -99,12 +101,13 @@ def test_finite_values_where_nothing_is_live_change_nothing(backend: type[Attent
 @pytest.mark.parametrize(
     ("module", "limit"),
     [
-        (torch_builder, "MAX_PIECE_KEYS"),
-        (torch_builder, "MAX_PIECE_BYTES"),
-        (torch_builder, "MAX_FOLDED_QUERIES"),
-        (torch_pieces, "MAX_SHARED_KEYS"),
-        (torch_backend, "MAX_SCRATCH_ELEMENTS"),
-        (torch_builder, "FREE_PADDING_ELEMENTS"),
+        (builder_module, "MAX_BATCH_KEYS"),
+        (builder_module, "MAX_BATCH_BYTES"),
+        (builder_module, "MAX_MASK_ROWS"),
+        (builder_module, "MAX_BIAS_ROWS"),
+        (tiles_module, "MAX_MASK_ELEMENTS"),
+        (backend_module, "MAX_SCRATCH_ELEMENTS"),
+        (builder_module, "FREE_PADDING_ELEMENTS"),
     ],
 )
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from kvframe_torch.backend import TorchBackend
+from kvframe_torch.builder import TorchMetadataBuilder
 
-from kvframe.builtin.torch_backend import TorchBackend
-from kvframe.builtin.torch_builder import TorchMetadataBuilder
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.errors import BackendError

@@ -114,7 +114,7 @@ def test_it_is_chosen_on_a_cpu_for_what_it_computes() -> None:
     chosen = [
         select_backends([layer(dtype=dtype)], Stack(), registry, "cpu")[0].backend for dtype in ("bfloat16", "float64")
     ]
-    assert ["kvframe-cpu:cpu", "kvframe:torch"] == chosen
+    assert ["kvframe-cpu:cpu", "kvframe-torch:torch"] == chosen
 
 
 @pytest.mark.usefixtures("_without_a_compiler")

@@ -8,11 +8,11 @@ import attrs
 import pytest
 import torch
 from kvframe_kernels.flash_reference import paged_attention
+from kvframe_torch import varlen
+from kvframe_torch.varlen import TorchVarlenBackend
 
-from kvframe.builtin import torch_varlen
-from kvframe.builtin.torch_varlen import TorchVarlenBackend
-from kvframe.loading.plugins import load_plugins
-from kvframe.selection.chains import WrapperChain
+from kvframe import load_plugins
+from kvframe.contract.wrapper import MetadataWrapper
 from kvframe.testing.case import Case, Request
 from kvframe.testing.conformance import check_backend
 from kvframe.testing.grid import make_cases, make_layer
@@ -101,16 +101,16 @@ class StandIn:
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     found = StandIn()
-    monkeypatch.setattr(torch_varlen, "varlen", found)
+    monkeypatch.setattr(varlen, "varlen", found)
     return found
 
 
-def cases(chains: tuple[WrapperChain, ...] = ()) -> list[Case]:
+def cases(chains: tuple[tuple[MetadataWrapper, ...], ...] = ()) -> list[Case]:
     found = [case for case in make_cases(CAPABILITIES, "cuda", chains=chains) if case.spec.kv_format.name in FORMATS]
     return [case for case in found if "head_size=" not in case.name or case.query.head_size in HEAD_SIZES]
 
 
-def chains() -> tuple[WrapperChain, ...]:
+def chains() -> tuple[tuple[MetadataWrapper, ...], ...]:
     wrappers = load_plugins().registry.wrappers
     names = (("decode_only",), ("chunked_local",), ("decode_only", "chunked_local"))
     return tuple(tuple(wrappers.load(name)() for name in chain) for chain in names)
@@ -214,16 +214,16 @@ def test_other_steps_are_causal_or_not_as_the_layer_is(stand_in: StandIn) -> Non
 
 def test_it_says_why_it_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch_varlen, "_takes_block_tables", lambda: True)
+    monkeypatch.setattr(varlen, "_takes_block_tables", lambda: True)
     assert TorchVarlenBackend.unusable_reason() == "needs a CUDA device; torch sees none"
-    monkeypatch.setattr(torch_varlen, "_takes_block_tables", lambda: False)
+    monkeypatch.setattr(varlen, "_takes_block_tables", lambda: False)
     expected = f"torch {torch.__version__} has no torch.nn.attention.varlen that takes a block table"
     assert expected == TorchVarlenBackend.unusable_reason()
 
 
 def test_it_asks_for_a_gpu_that_the_function_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch_varlen, "_takes_block_tables", lambda: True)
+    monkeypatch.setattr(varlen, "_takes_block_tables", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     assert "needs compute capability 8.0 or more, and the device has 7.5" == TorchVarlenBackend.unusable_reason()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))

@@ -1,11 +1,9 @@
-"""The torch backend's metadata can be refreshed, shared and divided without changing the layers' outputs."""
+"""The torch backend's metadata: refreshed, shared and divided without a change in what layers compute."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Mapping
-from operator import attrgetter
 from typing import Any
 
 import attrs
@@ -14,14 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
+from kvframe_torch import builder as builder_module
+from kvframe_torch.backend import TorchBackend
+from kvframe_torch.builder import Batch, TorchMetadata
+from kvframe_torch.tiles import NO_WINDOW, TileRules, Tiles
 
-from kvframe.builtin import torch_builder, torch_pieces
-from kvframe.builtin.torch_backend import TorchBackend
-from kvframe.builtin.torch_builder import TorchMetadata, TorchMetadataBuilder
-from kvframe.builtin.torch_cut import cut_batches
-from kvframe.builtin.torch_reference import TorchReferenceBackend
-from kvframe.builtin.torch_tiles import NO_LIMIT, IntArray, Rules, ranges
+from kvframe import load_plugins
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.metadata import SEQ_STARTS, Axis, CommonAttentionMetadata, Extension
 from kvframe.contract.specs import LayerSpec, QuerySpec, RelativeBias
@@ -29,6 +25,7 @@ from kvframe.testing.case import Request
 from kvframe.testing.metadata import make_metadata
 from kvframe.testing.state import GridSpec
 
+TorchReferenceBackend: type[AttentionBackend] = load_plugins().registry.backends.load("torch_reference")
 CPU = torch.device("cpu")
 any_time = settings(deadline=None)
 MASKS: tuple[Mapping[str, Any], ...] = (
@@ -102,29 +99,34 @@ def attend(backend_class: type[AttentionBackend], layer: LayerSpec, metadata: Co
     assert layer.query is not None
     if layer.query.relative_bias is not None:
         backend.bind(layer, {"relative_bias": torch.randn(4, 2, generator=generator)})
-    return backend.forward(layer, query, cache, backend.make_builder().build(metadata), None)
+    return backend.forward(layer, query, cache, build(backend, metadata), None)
+
+
+def build(backend: AttentionBackend, metadata: CommonAttentionMetadata) -> Any:
+    """Return what the layers of a backend read."""
+    builder = backend.make_builder()
+    return builder.finish(builder.build(metadata))
+
+
+def batches_of(layer: LayerSpec, metadata: CommonAttentionMetadata) -> tuple[Batch, ...]:
+    batches: tuple[Batch, ...] = build(TorchBackend([layer], CPU), metadata).batches
+    return batches
 
 
 @contextlib.contextmanager
 def limits(small: bool) -> Iterator[None]:
-    """Divide into many pieces; if ``small``, layers make some of the masks themselves."""
+    """Divide into many batches and parts where ``small``."""
     with pytest.MonkeyPatch.context() as patch:
         if small:
-            patch.setattr(torch_builder, "MAX_PIECE_KEYS", 48)
-            patch.setattr(torch_builder, "MAX_FOLDED_QUERIES", 6)
-            patch.setattr(torch_builder, "FREE_PADDING_ELEMENTS", 0)
-            patch.setattr(torch_pieces, "MAX_SHARED_KEYS", 0)
+            patch.setattr(builder_module, "MAX_BATCH_KEYS", 48)
+            patch.setattr(builder_module, "MAX_MASK_ROWS", 6)
+            patch.setattr(builder_module, "FREE_PADDING_ELEMENTS", 0)
         yield
 
 
 def assert_same(expected: Any, found: Any) -> None:
-    """Assert that two values are bitwise equal; for metadata, the fields that layers read, and a refresh."""
-    if isinstance(expected, TorchMetadata):
-        read = attrgetter("pieces", "pages", "row_stride")
-        assert_same(read(expected), read(found))
-        one, other = (each.page_index_cpu - each.table_start for each in (expected, found))
-        assert_same(one, other)
-    elif attrs.has(type(expected)):
+    """Hold two values equal, bit for bit."""
+    if attrs.has(type(expected)):
         for field in attrs.fields(type(expected)):
             assert_same(getattr(expected, field.name), getattr(found, field.name))
     elif isinstance(expected, tuple):
@@ -186,117 +188,9 @@ def test_layers_with_equal_reuse_keys_get_equal_metadata(requests: list[Request]
         layer_of(RelativeBias(num_buckets=4, max_distance=9), window=5),
     ],
 )
-def test_what_changes_the_pieces_changes_the_reuse_key(other: LayerSpec) -> None:
+def test_what_changes_the_batches_changes_the_reuse_key(other: LayerSpec) -> None:
     keys = {TorchBackend([layer], CPU).make_builder().reuse_key for layer in (layer_of(window=5), other)}
     assert 2 == len(keys)
-
-
-# --- all groups at once -----------------------------------------------------------------------------------------------
-
-
-@st.composite
-def groups(draw: st.DrawFn) -> list[tuple[LayerSpec, int]]:
-    """Return layers of several groups, some of them equal, each with the number of its wrapper chain."""
-    options = st.fixed_dictionaries(
-        {"block_size": st.sampled_from([2, 4, 16]), "dtype": st.sampled_from(["float32", "bfloat16"])}
-    )
-    queries = st.builds(QuerySpec, num_heads=st.sampled_from([1, 2]), head_size=st.just(4), scale=st.just(0.5))
-    layers = st.builds(
-        lambda mask, sizes, query: attrs.evolve(layer_of(**mask, **sizes), query=query),
-        st.sampled_from(MASKS),
-        options,
-        queries,
-    )
-    kinds = draw(st.lists(st.tuples(layers, st.integers(0, 1)), min_size=1, max_size=4))
-    return draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=8))
-
-
-def lay_tables(steps: list[CommonAttentionMetadata], layout: str) -> list[CommonAttentionMetadata]:
-    """Return the steps with block tables in the memory layout that ``layout`` names."""
-    if layout == "columns":
-        return [attrs.evolve(step, block_table=step.block_table.T.contiguous().T) for step in steps]
-    if layout == "together":
-        tables: dict[int, torch.Tensor] = {}
-        for size in {step.block_size for step in steps}:
-            alike = [step.block_table for step in steps if step.block_size == size]
-            most = [max(dims) for dims in zip(*(table.shape for table in alike), strict=True)]
-            tables[size] = torch.zeros(len(steps), *most, dtype=torch.int32)
-        for number, step in enumerate(steps):
-            place = tables[step.block_size][number, : step.block_table.shape[0], : step.block_table.shape[1]]
-            place.copy_(step.block_table)
-            steps[number] = attrs.evolve(step, block_table=place)
-    return steps
-
-
-@any_time
-@given(
-    members=groups(),
-    requests=st.tuples(rows(), rows()),
-    layout=st.sampled_from(["apart", "together", "columns"]),
-    starts=st.booleans(),
-    padding=st.integers(0, 2),
-    causal=st.tuples(st.booleans(), st.booleans()),
-    small=st.booleans(),
-)
-def test_groups_that_are_built_together_equal_groups_that_are_built_one_by_one(
-    members: list[tuple[LayerSpec, int]],
-    requests: tuple[list[Request], list[Request]],
-    layout: str,
-    starts: bool,
-    padding: int,
-    causal: tuple[bool, bool],
-    small: bool,
-) -> None:
-    behind = [metadata_of(each, padding=padding, starts=starts) for each in requests]
-    steps = []
-    for seed, (layer, chain) in enumerate(members):
-        assert layer.spec is not None
-        own = metadata_of(requests[chain], seed, block_size=layer.spec.block_size)
-        steps.append(
-            attrs.evolve(behind[chain], block_table=own.block_table, block_size=own.block_size, causal=causal[chain])
-        )
-    with limits(small):
-        builders = [TorchBackend([layer], CPU).make_builder() for layer, _ in members]
-        builds = list(zip(builders, lay_tables(steps, layout), strict=True))
-        together = TorchMetadataBuilder.build_together(builds)
-        for (builder, step), found in zip(builds, together, strict=True):
-            assert_same(builder.build(step), found)
-            assert_same(found.pages, builder.refreshed_fields(found, step)["pages"])
-
-
-class Gathers(TorchDispatchMode):
-    """Counts the gathers."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.num_gathers = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        self.num_gathers += func is torch.ops.aten.index_select.default
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("layout", "expected"), [("together", 1), ("apart", 3)])
-def test_block_tables_in_one_tensor_are_gathered_from_at_once(layout: str, expected: int) -> None:
-    builders = [TorchBackend([layer_of(window=window)], CPU).make_builder() for window in (3, 5, 9)]
-    steps = lay_tables([metadata_of([Request(9, 1), Request(30, 2)], seed) for seed in range(3)], layout)
-    with Gathers() as gathers:
-        TorchMetadataBuilder.build_together(list(zip(builders, steps, strict=True)))
-    assert expected == gathers.num_gathers
-
-
-def test_groups_without_a_token_are_built_beside_others() -> None:
-    builder = TorchBackend([layer_of()], CPU).make_builder()
-    steps = [metadata_of([Request(5, 0)]), metadata_of([Request(5, 1)])]
-    found = TorchMetadataBuilder.build_together([(builder, step) for step in steps])
-    assert [0, 1] == [len(built.pieces) for built in found]
-
-
-def test_a_window_as_long_as_all_requests_costs_no_layout_of_its_own() -> None:
-    builders = [TorchBackend([layer], CPU).make_builder() for layer in (layer_of(), layer_of(window=10))]
-    common = metadata_of([Request(9, 1), Request(4, 2)])
-    one, other = TorchMetadataBuilder.build_together([(builder, common) for builder in builders])
-    assert one.pieces == other.pieces
 
 
 # --- what is hidden ---------------------------------------------------------------------------------------------------
@@ -326,13 +220,11 @@ def chunks(draw: st.DrawFn) -> list[Request]:
 @pytest.mark.parametrize("max_rows", [24, 64])
 @settings(deadline=None, max_examples=30)
 @given(requests=chunks())
-def test_tiles_that_share_a_mask_equal_the_reference(
-    mask: Mapping[str, Any], max_rows: int, requests: list[Request]
-) -> None:
+def test_long_chunks_equal_the_reference(mask: Mapping[str, Any], max_rows: int, requests: list[Request]) -> None:
     common = metadata_of(requests)
     expected = attend(TorchReferenceBackend, layer_of(**mask), common)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_builder, "MAX_FOLDED_QUERIES", max_rows)
+        patch.setattr(builder_module, "MAX_MASK_ROWS", max_rows)
         torch.testing.assert_close(attend(TorchBackend, layer_of(**mask), common), expected)
 
 
@@ -379,14 +271,14 @@ def test_a_bias_that_differs_from_head_to_head_takes_as_much_memory_as_a_mask() 
     query = QuerySpec(num_heads=64, head_size=4, scale=0.5, relative_bias=bias)
     layer = attrs.evolve(layer_of(num_kv_heads=64), query=query)
     steps = [metadata_of([Request(4000, 256)] * 4), metadata_of([Request(4000, 1)] * 100)]
-    built = [TorchBackend([layer], CPU).make_builder().build(step) for step in steps]
-    sizes = [[piece.num_tiles * piece.num_queries * piece.num_keys for piece in each.pieces] for each in built]
-    assert [1024, 100] == [sum(piece.num_tiles * piece.num_queries for piece in each.pieces) for each in built]
+    built = [batches_of(layer, step) for step in steps]
+    sizes = [[batch.num_tiles * batch.num_queries * batch.num_keys for batch in each] for each in built]
+    assert [1024, 100] == [sum(batch.num_tiles * batch.num_queries for batch in each) for each in built]
     assert max(64 * size for each in sizes for size in each) <= 1 << 24
-    assert {32} == {piece.num_queries for piece in built[0].pieces}
-    # A piece has as many decodes as without a bias.
+    assert {32} == {batch.num_queries for batch in built[0]}
+    # Decodes are as many to a batch as without a bias.
     without = attrs.evolve(layer, query=attrs.evolve(query, relative_bias=None))
-    assert len(TorchBackend([without], CPU).make_builder().build(steps[1]).pieces) == len(sizes[1])
+    assert len(batches_of(without, steps[1])) == len(sizes[1])
 
 
 def test_a_decode_gathers_as_much_at_once_as_a_cache_holds() -> None:
@@ -394,27 +286,26 @@ def test_a_decode_gathers_as_much_at_once_as_a_cache_holds() -> None:
         layer_of(block_size=16, num_kv_heads=8, head_size=128),
         query=QuerySpec(num_heads=8, head_size=128, scale=0.1),
     )
-    builder = TorchBackend([layer], CPU).make_builder()
-    short = builder.build(metadata_of([Request(511, 1)] * 64, block_size=16))
-    assert [(4, 512, ())] * 16 == [(piece.num_tiles, piece.num_keys, piece.parts) for piece in short.pieces]
-    (long,) = builder.build(metadata_of([Request(9999, 1)], block_size=16)).pieces
+    short = batches_of(layer, metadata_of([Request(511, 1)] * 64, block_size=16))
+    assert [(4, 512, 1)] * 16 == [(batch.num_tiles, batch.num_keys, len(batch.parts)) for batch in short]
+    (long,) = batches_of(layer, metadata_of([Request(9999, 1)], block_size=16))
     assert [(0, 128), (128, 256), (256, 384), (384, 512), (512, 625)] == [
         (part.first_page, part.stop_page) for part in long.parts
     ]
 
 
-def test_what_no_query_sees_is_hidden_in_the_part_that_holds_it() -> None:
+def test_what_no_query_sees_is_zeroed_in_the_part_that_holds_it() -> None:
     with limits(True):
         common = metadata_of([Request(201, 1, num_hidden=98)], starts=True)
-        (piece,) = TorchBackend([layer_of()], CPU).make_builder().build(common).pieces
+        (batch,) = batches_of(layer_of(), common)
     # 4 tokens to a page, 12 pages to a part; pages before the hidden tokens' last one are not read.
-    assert [[0, 1], [], [10, 11]] == [part.hidden_slots.tolist() for part in piece.parts]
+    assert [[0, 1], [], [10, 11]] == [part.dead_slots.tolist() for part in batch.parts]
 
 
 def test_tokens_of_requests_without_keys_are_not_computed() -> None:
     common = metadata_of([Request(0, 3, num_keys=9), Request(0, 200, num_keys=0), Request(0, 1, num_keys=2)])
-    built = TorchBackend([layer_of(causal=False)], CPU).make_builder().build(common)
-    assert 4 == sum(piece.num_tiles * piece.num_queries for piece in built.pieces)
+    batches = batches_of(layer_of(causal=False), common)
+    assert 4 == sum(batch.num_tiles * batch.num_queries for batch in batches)
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, TorchReferenceBackend])
@@ -443,72 +334,61 @@ def test_a_step_without_a_token_for_any_request_gives_zeros(backend: type[Attent
     assert [False, False] == [bool(row.any()) for row in output]
 
 
-# --- how tiles are made -----------------------------------------------------------------------------------------------
+# --- how tiles become batches -----------------------------------------------------------------------------------------
 
 
-def rules(free_padding: int = 0) -> Rules:
-    return Rules(
+def batched(requests: list[Request], free_padding: int = 0) -> list[list[int]]:
+    """Return the requests of each batch of a step, with pages of one token."""
+    rules = TileRules(
         causal=True,
-        window=NO_LIMIT,
+        window=NO_WINDOW,
         num_sink_tokens=0,
-        takes_causal=True,
-        group_size=1,
+        takes_prompts=False,
         max_queries=256,
+        max_keys=1 << 16,
         free_padding=free_padding,
-        biased_heads=0,
-        max_distance=0,
-        piece_keys=1 << 16,
+        mask_rows=1,
     )
-
-
-def cut(num_queries: IntArray, num_keys: IntArray, free_padding: int) -> tuple[IntArray | None, IntArray]:
-    """Return how the tiles of one segment are made."""
-    return cut_batches(np.zeros_like(num_keys), None, num_queries, num_keys, [rules(free_padding)])
+    tiles = Tiles.of(make_metadata(requests, 1), rules)
+    return [batch.request.tolist() for batch in tiles.batches(rules, 1)]
 
 
 @any_time
 @given(
-    tiles=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 9000)), min_size=1, max_size=40),
+    requests=st.lists(st.tuples(st.integers(0, 9000), st.integers(1, 300)), min_size=1, max_size=20),
     free_padding=st.sampled_from([0, 10_000]),
 )
-def test_padding_is_less_than_half_of_a_batch_or_little(tiles: list[tuple[int, int]], free_padding: int) -> None:
-    num_queries, num_keys = (np.array(column) for column in zip(*tiles, strict=True))
-    order, bounds = cut(num_queries, num_keys, free_padding)
-    order = np.arange(len(tiles)) if order is None else order
-    assert list(range(len(tiles))) == sorted(order.tolist())
-    waste = len(tiles) * num_keys.max() - num_keys.sum()
-    for start, stop in itertools.pairwise(bounds.tolist()):
-        queries, keys = num_queries[order[start:stop]], num_keys[order[start:stop]]
-        assert stop == start + 1 or len(keys) * keys.max() <= 1 << 16
-        little = num_queries.max() == 1 and (waste <= free_padding or 16 * waste <= num_keys.sum())
+def test_padding_is_less_than_half_of_a_batch_or_little(requests: list[tuple[int, int]], free_padding: int) -> None:
+    rules = TileRules(True, NO_WINDOW, 0, True, 256, 1 << 16, free_padding, 1)
+    tiles = Tiles.of(make_metadata([Request(*each) for each in requests], 1), rules)
+    waste = len(tiles) * tiles.num_pages.max() - tiles.num_pages.sum()
+    found = list(tiles.batches(rules, 1))
+    assert sorted(tiles.first_row) == sorted(row for batch in found for row in batch.first_row)
+    for batch in found:
+        queries, keys = batch.num_queries, batch.num_pages
+        assert len(batch) == 1 or len(keys) * keys.max() <= 1 << 16
+        little = tiles.num_queries.max() == 1 and waste <= free_padding
         assert little or (2 * keys.min() > keys.max() and 2 * queries.min() > queries.max())
 
 
-def test_what_needs_little_padding_stays_in_order_in_any_number_of_batches() -> None:
-    order, bounds = cut(np.ones(200, dtype=int), np.tile([610] * 19 + [250], 10), 0)
-    assert (None, [0, 107, 200]) == (order, bounds.tolist())
-
-
 def test_lengths_within_a_factor_of_two_are_one_batch() -> None:
-    order, bounds = cut(np.array([1, 1, 1]), np.array([16, 31, 20]), 0)
-    assert (None, [0, 3]) == (order, bounds.tolist())
+    assert [[0, 1, 2]] == batched([Request(15, 1), Request(30, 1), Request(19, 1)])
 
 
-def test_other_lengths_are_cut_from_the_longest_down() -> None:
-    order, bounds = cut(np.array([1, 1, 1, 1]), np.array([100, 640, 700, 90]), 0)
-    assert order is not None
-    assert ([2, 1, 0, 3], [0, 2, 4]) == (order.tolist(), bounds.tolist())
+def test_other_lengths_are_divided_from_the_longest_down_and_stay_in_the_order_of_the_step() -> None:
+    lengths = [Request(99, 1), Request(639, 1), Request(699, 1), Request(89, 1)]
+    assert [[1, 2], [0, 3]] == batched(lengths)
+    assert [[0, 1, 2, 3]] == batched(lengths, free_padding=2000)
 
 
-def test_tiles_of_different_segments_are_not_mixed() -> None:
-    segment, keys = np.array([0, 0, 2, 2, 2]), np.array([100, 90, 10, 95, 90])
-    order, bounds = cut_batches(segment, None, np.ones_like(keys), keys, [rules()])
-    assert order is not None
-    assert ([0, 1, 3, 4, 2], [0, 2, 4, 5]) == (order.tolist(), bounds.tolist())
+def test_whole_prompts_are_not_mixed_with_tiles_that_need_a_mask() -> None:
+    batches = batches_of(layer_of(), metadata_of([Request(0, 9), Request(1, 9), Request(0, 8)], starts=False))
+    assert [(1, False), (2, True)] == [(batch.num_tiles, batch.is_prompt) for batch in batches]
 
 
-def test_ranges_follow_one_another() -> None:
-    assert [5, 6, 9, 10, 11] == ranges(np.array([5, 7, 9]), np.array([2, 0, 3])).tolist()
+def test_a_step_of_full_pages_needs_no_mask() -> None:
+    (batch,) = batches_of(layer_of(), metadata_of([Request(7, 1), Request(7, 1)], starts=False))
+    assert (None, None) == (batch.mask, batch.key_positions)
 
 
 def test_what_is_built_says_what_depends_on_the_block_table() -> None:

@@ -1,0 +1,210 @@
+"""The torch backend: pages are gathered, and torch's own attention computes them, on any device that torch knows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvframe.contract.backend import AttentionBackend, Capabilities, KVCache
+from kvframe.contract.metadata import SEQ_STARTS
+from kvframe.contract.relative_bias import RELATIVE_BIAS, bias_by_distance
+from kvframe.contract.specs import LayerSpec
+from kvframe_torch.builder import Batch, Part, TorchMetadata, TorchMetadataBuilder
+
+MAX_SCRATCH_ELEMENTS = 1 << 23
+"""Elements of gathered tokens whose memory is kept for the next call."""
+
+
+class Scratch:
+    """Memory that each call of a layer gathers into: the system takes long to map new pages.
+
+    Invariant: only the tensor that ``take`` returned last is in use.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0)
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised tensor."""
+        num_elements = math.prod(shape)
+        if num_elements > MAX_SCRATCH_ELEMENTS:
+            return torch.empty(shape, dtype=dtype, device=device)
+        buffer = self._buffer
+        if buffer.shape[0] < num_elements or buffer.dtype != dtype:
+            # Outside of inference mode, so that a later call may write to it in either mode.
+            with torch.inference_mode(False):
+                buffer = self._buffer = torch.empty(num_elements, dtype=dtype, device=device)
+        return buffer[:num_elements].view(shape)
+
+
+class TorchBackend(AttentionBackend):
+    """Serves causal, bidirectional and windowed attention, with soft caps, sinks, learned sink logits and biases."""
+
+    capabilities = Capabilities(
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=frozenset({"float64", "float32", "float16", "bfloat16"}),
+        masks=frozenset({"causal", "bidirectional", "window", "sink_tokens"}),
+        extensions=frozenset({SEQ_STARTS}),
+        soft_cap=True,
+        sinks=True,
+        relative_bias=True,
+        separate_value_size=True,
+        takes_copies=True,
+    )
+
+    def __init__(self, layers: Sequence[LayerSpec], device: torch.device) -> None:
+        super().__init__(layers, device)
+        self._scratch = {"k": Scratch(), "v": Scratch()}
+        self._bias_by_distance: dict[str, torch.Tensor] = {}
+
+    def bind(self, layer: LayerSpec, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Keep the layer's tensors, and its bias by distance."""
+        super().bind(layer, parameters)
+        assert layer.query is not None
+        if layer.query.relative_bias is not None:
+            table = parameters[RELATIVE_BIAS]
+            self._bias_by_distance[layer.name] = bias_by_distance(layer.query.relative_bias, table)
+
+    def make_builder(self) -> TorchMetadataBuilder:
+        """Return the builder of the step's batches."""
+        return TorchMetadataBuilder(self.layers[0], self.device)
+
+    def forward(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Compute one batch after the other."""
+        assert isinstance(metadata, TorchMetadata)
+        num_tokens, num_heads, head_size = query.shape
+        output = query.new_zeros(1 + num_tokens, num_heads, kv_cache["v"].shape[-1])
+        for batch, pages in zip(metadata.batches, metadata.pages, strict=True):
+            first, num_rows = batch.first_row, batch.num_tiles * batch.num_queries
+            rows = query.index_select(0, batch.rows) if first is None else query[first : first + num_rows]
+            rows = rows.view(batch.num_tiles, batch.num_queries, num_heads, head_size)
+            result = self._attend(layer, rows, kv_cache, batch, pages, sinks).reshape(num_rows, num_heads, -1)
+            if first is None:
+                output.index_copy_(0, batch.output_rows, result)
+            elif num_rows == num_tokens:
+                return result
+            else:
+                output[first : first + num_rows] = result
+        return output[:-1]
+
+    def _attend(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        batch: Batch,
+        pages: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return ``[num_tiles, num_queries, num_heads, head_size_v]`` for queries of the same shape but the last."""
+        assert layer.query is not None
+        num_tiles, num_queries, num_heads, head_size = query.shape
+        num_kv_heads, scale = kv_cache["k"].shape[2], layer.query.scale
+        if batch.is_prompt:
+            key, value = (self._gather(name, kv_cache, batch, pages, batch.parts[0], query.dtype) for name in "kv")
+            return scaled_dot_product_attention(
+                query.transpose(1, 2), key, value, is_causal=True, scale=scale, enable_gqa=num_heads > num_kv_heads
+            ).transpose(1, 2)
+        # The query heads of a KV head become more queries of that one head, so that keys are never repeated.
+        folded = query.view(num_tiles, num_queries, num_kv_heads, -1, head_size).permute(0, 2, 3, 1, 4)
+        folded = folded.reshape(num_tiles, num_kv_heads, -1, head_size)
+        if layer.query.soft_cap is None and sinks is None and len(batch.parts) == 1:
+            key, value = (self._gather(name, kv_cache, batch, pages, batch.parts[0], query.dtype) for name in "kv")
+            bias = self._bias(layer, batch, num_kv_heads, query.dtype)
+            result = scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=scale)
+        else:
+            result = self._attend_by_scores(layer, folded, kv_cache, batch, pages, sinks)
+        result = result.view(num_tiles, num_kv_heads, -1, num_queries, result.shape[-1])
+        return result.permute(0, 3, 1, 2, 4)
+
+    def _attend_by_scores(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        batch: Batch,
+        pages: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return attention over keys and values that are gathered part by part, with a soft cap and learned sinks.
+
+        Args:
+            layer: The layer.
+            query: ``[num_tiles, num_kv_heads, num_rows, head_size]``.
+            kv_cache: The layer's state tensors.
+            batch: The batch.
+            pages: Its block ids.
+            sinks: ``[num_heads]`` or None.
+
+        Returns:
+            ``[num_tiles, num_kv_heads, num_rows, head_size_v]``.
+        """
+        assert layer.query is not None
+        dtype, num_kv_heads, num_rows = query.dtype, *query.shape[1:3]
+        # Also for low precision: some CPUs multiply its matrices twenty times as slowly.
+        query = query.to(torch.promote_types(dtype, torch.float32)) * layer.query.scale
+        scores = query.new_zeros(*query.shape[:3], batch.num_keys)
+        for part, tokens in _parts(batch, kv_cache["k"].shape[1]):
+            key = self._gather("k", kv_cache, batch, pages, part, query.dtype)
+            _add_products(scores[..., tokens], query, key.transpose(2, 3))
+        if layer.query.soft_cap is not None:
+            scores.div_(layer.query.soft_cap).tanh_().mul_(layer.query.soft_cap)
+        bias = self._bias(layer, batch, num_kv_heads, query.dtype)
+        if bias is not None:
+            scores += bias
+        weights = torch.softmax(scores, dim=-1)
+        if sinks is not None:
+            # One more logit in the denominator scales every weight by the softmax's share against it.
+            logits = sinks.to(query.dtype).view(num_kv_heads, -1, 1)
+            logits = logits.expand(-1, -1, num_rows // logits.shape[1]).reshape(num_kv_heads, num_rows, 1)
+            weights *= torch.sigmoid(torch.logsumexp(scores, dim=-1, keepdim=True) - logits)
+        output = query.new_zeros(*query.shape[:3], kv_cache["v"].shape[-1])
+        for part, tokens in _parts(batch, kv_cache["v"].shape[1]):
+            value = self._gather("v", kv_cache, batch, pages, part, query.dtype)
+            _add_products(output, weights[..., tokens], value)
+        return output.to(dtype)
+
+    def _gather(
+        self, name: str, kv_cache: KVCache, batch: Batch, pages: torch.Tensor, part: Part, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return a part of the tiles' keys or values, ``[num_tiles, num_kv_heads, num_keys, size]``, strided."""
+        state, pages = kv_cache[name], pages[part.first_page : part.stop_page]
+        gathered = self._scratch[name].take((pages.shape[0], *state.shape[1:]), state.dtype, state.device)
+        torch.index_select(state, 0, pages, out=gathered)
+        tokens = gathered.view(-1, *state.shape[2:]).index_fill_(0, part.dead_slots, 0)
+        return tokens.to(dtype).view(batch.num_tiles, -1, *state.shape[2:]).transpose(1, 2)
+
+    def _bias(self, layer: LayerSpec, batch: Batch, num_kv_heads: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return what is added to the scores of folded queries, or to all alike; None for nothing."""
+        mask = None if batch.mask is None else batch.mask.to(dtype)
+        if batch.bias_columns is None or mask is None:
+            return mask
+        by_distance = self._bias_by_distance[layer.name]
+        values = by_distance.index_select(1, batch.bias_columns).to(dtype)
+        values = values.view(-1, batch.num_tiles, batch.num_queries, batch.num_keys).transpose(0, 1)
+        return values.reshape(batch.num_tiles, num_kv_heads, -1, batch.num_keys) + mask
+
+
+def _parts(batch: Batch, block_size: int) -> list[tuple[Part, slice]]:
+    """Return each part of a batch, and the gathered tokens of each tile that it holds."""
+    pages = batch.num_tiles
+    return [
+        (part, slice(part.first_page * block_size // pages, part.stop_page * block_size // pages))
+        for part in batch.parts
+    ]
+
+
+def _add_products(output: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add matrix products to ``output``, ``[num_tiles, num_kv_heads, …]`` all three.
+
+    One product over tiles and heads at once would copy the keys or values, whose heads lie apart.
+    """
+    axis = 0 if output.shape[0] < output.shape[1] else 1
+    for total, one, other in zip(output.unbind(axis), left.unbind(axis), right.unbind(axis), strict=True):
+        total += torch.bmm(one, other)
