@@ -105,6 +105,7 @@ def test_finite_values_where_nothing_is_live_change_nothing(backend: type[Attent
         (builder_module, "MAX_BATCH_BYTES"),
         (builder_module, "MAX_MASK_ROWS"),
         (builder_module, "MAX_BIAS_ROWS"),
+        (builder_module, "LEAST_PROMPT"),
         (tiles_module, "MAX_MASK_ELEMENTS"),
         (backend_module, "MAX_SCRATCH_ELEMENTS"),
         (builder_module, "FREE_PADDING_ELEMENTS"),

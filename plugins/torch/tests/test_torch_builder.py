@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvframe_torch import builder as builder_module
 from kvframe_torch.backend import TorchBackend
 from kvframe_torch.builder import Batch, TorchMetadata
-from kvframe_torch.tiles import NO_WINDOW, TileRules, Tiles
+from kvframe_torch.tiles import NO_LIMIT, TileRules, Tiles
 
 from kvframe import load_plugins
 from kvframe.contract.backend import AttentionBackend
@@ -115,12 +115,14 @@ def batches_of(layer: LayerSpec, metadata: CommonAttentionMetadata) -> tuple[Bat
 
 @contextlib.contextmanager
 def limits(small: bool) -> Iterator[None]:
-    """Divide into many batches and parts where ``small``."""
+    """Divide into many batches and parts if ``small``; otherwise compute all whole prompts without a mask."""
     with pytest.MonkeyPatch.context() as patch:
         if small:
             patch.setattr(builder_module, "MAX_BATCH_KEYS", 48)
             patch.setattr(builder_module, "MAX_MASK_ROWS", 6)
             patch.setattr(builder_module, "FREE_PADDING_ELEMENTS", 0)
+        else:
+            patch.setattr(builder_module, "LEAST_PROMPT", 2)
         yield
 
 
@@ -341,9 +343,9 @@ def batched(requests: list[Request], free_padding: int = 0) -> list[list[int]]:
     """Return the requests of each batch of a step, with pages of one token."""
     rules = TileRules(
         causal=True,
-        window=NO_WINDOW,
+        window=NO_LIMIT,
         num_sink_tokens=0,
-        takes_prompts=False,
+        least_prompt=NO_LIMIT,
         max_queries=256,
         max_keys=1 << 16,
         free_padding=free_padding,
@@ -359,7 +361,7 @@ def batched(requests: list[Request], free_padding: int = 0) -> list[list[int]]:
     free_padding=st.sampled_from([0, 10_000]),
 )
 def test_padding_is_less_than_half_of_a_batch_or_little(requests: list[tuple[int, int]], free_padding: int) -> None:
-    rules = TileRules(True, NO_WINDOW, 0, True, 256, 1 << 16, free_padding, 1)
+    rules = TileRules(True, NO_LIMIT, 0, 2, 256, 1 << 16, free_padding, 1)
     tiles = Tiles.of(make_metadata([Request(*each) for each in requests], 1), rules)
     waste = len(tiles) * tiles.num_pages.max() - tiles.num_pages.sum()
     found = list(tiles.batches(rules, 1))
@@ -382,7 +384,8 @@ def test_other_lengths_are_divided_from_the_longest_down_and_stay_in_the_order_o
 
 
 def test_whole_prompts_are_not_mixed_with_tiles_that_need_a_mask() -> None:
-    batches = batches_of(layer_of(), metadata_of([Request(0, 9), Request(1, 9), Request(0, 8)], starts=False))
+    with limits(small=False):
+        batches = batches_of(layer_of(), metadata_of([Request(0, 9), Request(1, 9), Request(0, 8)], starts=False))
     assert [(1, False), (2, True)] == [(batch.num_tiles, batch.is_prompt) for batch in batches]
 
 

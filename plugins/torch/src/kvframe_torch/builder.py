@@ -14,7 +14,7 @@ from kvframe.contract.backend import AttentionMetadataBuilder
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.relative_bias import bias_columns
 from kvframe.contract.specs import LayerSpec
-from kvframe_torch.tiles import NO_WINDOW, BoolArray, IntArray, TileRules, Tiles
+from kvframe_torch.tiles import NO_LIMIT, BoolArray, IntArray, TileRules, Tiles
 
 MAX_MASK_ROWS = 256
 """Rows of the mask of a tile: its queries, once for each query head of a KV head."""
@@ -30,6 +30,9 @@ MAX_BATCH_BYTES = 1 << 23
 
 FREE_PADDING_ELEMENTS = 3 << 17
 """Elements of keys and values that single queries may gather for padding: a second batch would cost more."""
+
+LEAST_PROMPT = 1024
+"""New tokens of a whole prompt for which a CPU takes longer with masks than to compute what a causal mask hides."""
 
 HIDDEN = 1 << 30
 """The position of a gathered token that no query of its tile sees: after every query."""
@@ -131,11 +134,14 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         if device.type == "cpu":
             token_bytes = max(tensor.num_bytes // tensor.shape[0] for tensor in state.values())
             max_keys = max(1, min(max_keys, MAX_BATCH_BYTES // token_bytes))
+        least_prompt = LEAST_PROMPT if device.type == "cpu" else 2
+        if query.soft_cap is not None or query.has_sinks or bias is not None:
+            least_prompt = NO_LIMIT
         self._rules = TileRules(
             causal=mask.causal,
-            window=NO_WINDOW if mask.window is None else mask.window,
+            window=NO_LIMIT if mask.window is None else mask.window,
             num_sink_tokens=0 if mask.window is None else mask.num_sink_tokens,
-            takes_prompts=query.soft_cap is None and not query.has_sinks and bias is None,
+            least_prompt=least_prompt,
             max_queries=max(1, max_queries),
             max_keys=max_keys,
             free_padding=FREE_PADDING_ELEMENTS // sum(math.prod(tensor.shape[1:]) for tensor in state.values()),
@@ -233,7 +239,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder):
         key, query = batch.key_positions[:, None, :], batch.query_positions[:, :, None]
         if causal and batch.num_queries > 1:
             is_hidden = key > query
-            if self._rules.window != NO_WINDOW:
+            if self._rules.window != NO_LIMIT:
                 is_hidden |= (key <= query - self._rules.window) & (key >= self._rules.num_sink_tokens)
         else:
             is_hidden = key == HIDDEN

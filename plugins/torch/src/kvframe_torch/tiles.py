@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata
 
-NO_WINDOW = 1 << 30
-"""Stands for a mask without a window."""
+NO_LIMIT = 1 << 30
+"""Stands for a window, or a number of tokens, without a limit."""
 
 MAX_MASK_ELEMENTS = 1 << 24
 """Elements of the mask of a batch of more than one tile."""
@@ -33,9 +33,10 @@ class TileRules:
 
     Attributes:
         causal: Whether the layers' mask is causal.
-        window: Tokens that a query sees, its own included; ``NO_WINDOW`` for all before it.
+        window: Tokens that a query sees, its own included; ``NO_LIMIT`` for all before it.
         num_sink_tokens: Tokens at the start of each request that the window does not hide.
-        takes_prompts: Whether a whole prompt needs no mask, because torch's own causal attention serves the layers.
+        least_prompt: Whole prompts of this many tokens and more are tiles without a mask: torch's own causal attention
+            computes them.
         max_queries: The most queries of a tile with a mask.
         max_keys: The most gathered tokens of a batch of more than one tile.
         free_padding: If padding takes no more tokens than this, all single queries are one batch.
@@ -45,7 +46,7 @@ class TileRules:
     causal: bool
     window: int
     num_sink_tokens: int
-    takes_prompts: bool
+    least_prompt: int
     max_queries: int
     max_keys: int
     free_padding: int
@@ -94,9 +95,10 @@ class Tiles:
             values_cpu = step.extensions[SEQ_STARTS].values_cpu
             assert values_cpu is not None
             starts = values_cpu.numpy()
-        is_prompt = np.zeros(len(num_new), dtype=np.bool_)
-        if causal and rules.takes_prompts:
-            is_prompt = (num_new > 1) & (num_new == seq_lens) & (starts <= 0) & (seq_lens <= rules.window)
+        is_prompt = np.full(len(num_new), causal)
+        is_prompt &= (
+            (num_new >= rules.least_prompt) & (num_new == seq_lens) & (starts <= 0) & (seq_lens <= rules.window)
+        )
         size = np.where(is_prompt, num_new, np.int32(rules.max_queries))
         counts = -(-num_new // size.clip(1))
         if not causal:  # The keys of another sequence may all be hidden, or there may be none.
