@@ -26,7 +26,7 @@ from kvframe.loading.plugins import load_plugins
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
-PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name != "README.md")
+PAGES = sorted({path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md", "index.md"})
 HOOKS = [name for name in vars(HookSpecs) if name.startswith("kvframe_")]
 PLUGINS = sorted(path.parent for path in (ROOT / "plugins").glob("*/pyproject.toml"))
 
@@ -318,6 +318,11 @@ def test_the_reference_has_every_name_of_the_contract() -> None:
 def test_the_files_of_a_step_are_those_that_run() -> None:
     files = re.findall(r"^\| `([a-z_/]+\.py)` \|", read("docs/a_step.md"), flags=re.MULTILINE)
     assert files == files_of_a_step()
+
+
+def test_the_site_has_every_page() -> None:
+    listed = re.findall(r"^([a-z_]+)$", read("docs/index.md"), flags=re.MULTILINE)
+    assert PAGES == sorted(f"{name}.md" for name in listed)
 
 
 @pytest.mark.parametrize(("document", "most"), [("README.md", 200), ("CONTRIBUTING.md", 100), ("CHANGELOG.md", 45)])

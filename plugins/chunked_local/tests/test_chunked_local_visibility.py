@@ -188,7 +188,8 @@ def test_attention_of_virtual_requests_is_attention_within_chunks(
     query = torch.randn(len(batch.slot_mapping), 4, 8, generator=random, dtype=torch.float64)
 
     made = backend_class([wrapped], torch.device("cpu"))
-    built = made.make_builder().build(apply_chain(chain, batch))
+    builder = made.make_builder()
+    built = builder.finish(builder.build(apply_chain(chain, batch)))
     output = made.forward(wrapped, query, cache, built, None)
 
     expected = []
