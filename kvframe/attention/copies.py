@@ -181,7 +181,7 @@ class CopyingBackend(AttentionBackend):
 class CopyingBuilder(AttentionMetadataBuilder):
     """Chooses the pages to copy, and lets the backend's own builder build for the copies.
 
-    Copies are numbered in the order of the block table, whatever page ids it holds. Two cache groups with the same
+    Copies are numbered in the order of the block table; its page ids do not matter. Two cache groups with the same
     requests then differ only in the pages to copy.
     """
 

@@ -189,7 +189,7 @@ def _read_prompts(
 
 
 def _prompt_of_each(prompts: Sequence[str | list[int]], outputs: Sequence[RequestOutput]) -> Sequence[str | list[int]]:
-    """Return the prompt of each output: a prompt has one output per sample, the first of which is sample 0."""
+    """Return the prompt of each output: a prompt has one output per sample, and its first sample is number 0."""
     places = itertools.accumulate(output.sample == 0 for output in outputs)
     return [prompts[place - 1] for place in places]
 

@@ -10,9 +10,8 @@ import sys
 def keep_output_apart() -> None:
     """Let only ``sys.stdout`` write to the process's standard output; redirect all other output there to stderr.
 
-    C code and subprocesses print to file descriptor 1, whatever ``sys.stdout`` is; their text would corrupt a JSON
-    document. Nothing is done if ``sys.stdout`` is not that of the process, as in a test.
-    middle of a JSON document. Does nothing if ``sys.stdout`` is not that of the process, as in a test.
+    C code and subprocesses print to file descriptor 1 even if ``sys.stdout`` is replaced. Their text would corrupt a
+    JSON document. Nothing is done if ``sys.stdout`` is not that of the process, as in a test.
     """
     stdout = sys.stdout
     if stdout is not sys.__stdout__ or not isinstance(stdout, io.TextIOWrapper):

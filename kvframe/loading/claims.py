@@ -167,7 +167,7 @@ class Entry:
         return tuple(name for name in self.needs if not _find_module(name))
 
     def outdated(self) -> tuple[str, ...]:
-        """Return the needed distributions of which an older version is installed, with both versions. Imports nothing.
+        """Return the needed distributions whose installed version is too old, with both versions. Imports nothing.
 
         A distribution that is not installed under its name is ignored: source and nightly builds have other names.
         """

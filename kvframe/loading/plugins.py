@@ -69,7 +69,7 @@ class PluginRecord:
         api_version: The version of the contract that it was written for; empty if it does not state one.
         status: One of ``Status``.
         reason: Why it is not loaded, in one sentence; empty if it is loaded.
-        cause: The exception behind the reason, if there is one.
+        cause: The exception that gave the reason, if there is one.
     """
 
     name: str

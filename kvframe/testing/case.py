@@ -24,7 +24,6 @@ class Request:
         num_hidden: Cached tokens at its start that its queries do not see (``SEQ_STARTS``).
         num_keys: Tokens of another sequence, all in the cache, that its queries attend to instead of their own tokens;
             None if they attend to their own. Either all requests of a step have it, or none.
-            own; None where they attend to their own. Alike for all requests of a step.
     """
 
     num_computed: int

@@ -52,7 +52,7 @@ class Mask(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The work items of programs of one shape, some of which are parts of tiles.
+    """The work items of programs of one shape; some items are parts of tiles.
 
     Attributes:
         parts: ``[num_parts, 8]``: the parts of split tiles.
@@ -150,7 +150,7 @@ def _longest_part(num_tokens: IntArray, longest: int, total: int, wave: int, til
 
 
 def split(items: IntArray, num_tokens: IntArray, length: int, block_n: int) -> Parts:
-    """Return work items, none of which reads more than ``length`` blocks.
+    """Return work items that read at most ``length`` blocks each.
 
     Args:
         items: ``[num_tiles, 8]``: tiles of programs of one shape as work items; some read more.
