@@ -83,9 +83,9 @@ def check_staging(backend_class: type[AttentionBackend], formats: Sequence[KVFor
     """Check that every step on a backend copies to its device once, and never waits for it.
 
     Layers of each mask and feature that the backend serves compute decodes and a mixed batch, and also the decodes of a
-    graph if these can be captured. A few layers do so in every format that the backend reads, and in one format
-    whose pages are copied for it. Functions outside of torch do not work on such a device: replace them by functions that return tensors
-    of the right shape. Copies inside a library are not counted.
+    graph if these can be captured. A few layers do so in every format that the backend reads, and in one format whose
+    pages are copied for it. Functions outside of torch do not work on such a device: replace them by functions that
+    return tensors of the right shape. Copies inside a library are not counted.
 
     Args:
         backend_class: The backend.
