@@ -128,22 +128,28 @@ class BlockAllocator:
 
     def note_capacity(self, rows: Rows) -> None:
         """Work out for how many tokens rows lack no block; of groups that store few blocks, up to the block's end."""
+        self._note_capacity(rows, [part.num_blocks[0][rows] for part in self._parts])
+
+    def _note_capacity(self, rows: Rows, num_blocks: Sequence[Indices]) -> None:
+        """Do so for rows that have so many blocks in the groups of each part."""
         numbers = self._numbers
-        capacity: Counts = np.full(len(rows), self._max_tokens)
-        for part in self._parts:
+        capacity: Counts | None = None
+        for part, of_part in zip(self._parts, num_blocks, strict=True):
             if part.answers is None:
-                of_part = part.num_blocks[0][rows] * part.block_size
+                covered = of_part * part.block_size
             else:
                 current = numbers.num_computed[rows] // part.block_size
                 has_page = part.ids[0, rows, np.minimum(current, part.ids.shape[2] - 1)] != 0
-                of_part = (current + 1) * part.block_size * has_page
-            capacity = np.minimum(capacity, of_part)
+                covered = (current + 1) * part.block_size * has_page
+            capacity = covered if capacity is None else np.minimum(capacity, covered)
+        if capacity is None:
+            capacity = np.full(len(rows), self._max_tokens)
         for place, row in enumerate(rows.tolist()) if self._kinds.has_inputs else ():
             if numbers.states[row].missing:
                 capacity[place] = -1
-        if self._kinds.asked:
-            np.minimum(capacity, self._num_right(int(np.maximum.reduce(capacity))), out=capacity)
-        numbers.capacity[rows] = capacity
+        most = int(np.maximum.reduce(capacity))
+        limit = self._num_right(min(most, self._max_tokens))
+        numbers.capacity[rows] = np.minimum(capacity, limit) if limit < most else capacity
 
     def _num_right(self, num_tokens: int) -> int:
         """Return up to which token, ``num_tokens`` at most, the types that are asked answer rightly."""
@@ -182,7 +188,7 @@ class BlockAllocator:
         else:
             numbers.blocks_of[0, row] = need
         capacity = min(need * part.block_size, self._max_tokens)
-        numbers.capacity_of[row] = self._num_right(capacity) if self._kinds.asked else capacity
+        numbers.capacity_of[row] = self._num_right(capacity)
         return True
 
     def allocate_for_rows(
@@ -240,7 +246,7 @@ class BlockAllocator:
                 self._numbers.blocks_of[of_input.group, row] = of_input.num_blocks
         if self._shared is not None and self._shared.rows:
             self._shared.release_copied(shared, rows)
-        self.note_capacity(rows)
+        self._note_capacity(rows, num_blocks)
         return [of_group[0] for of_group in pages[first_gaps:]]
 
     # --- which blocks -------------------------------------------------------------------------------------------------

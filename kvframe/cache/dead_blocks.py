@@ -65,10 +65,14 @@ class _Deaths:
             ``[m]`` each: the group's place in the stack (a number if there is one group), which of the rows, the block.
         """
         counts = (stop - start).reshape(-1)
-        which = np.arange(len(counts)).repeat(counts)
-        # Of each group and row, the last deaths before ``stop``, in their order.
-        offset = stop.reshape(-1) - counts.cumsum()
-        blocks = self._blocks[offset[which] + np.arange(len(which))]
+        if np.maximum.reduce(counts) <= 1:
+            (which,) = counts.nonzero()
+            blocks = self._blocks[start.reshape(-1)[which]]
+        else:
+            which = np.arange(len(counts)).repeat(counts)
+            # Of each group and row, the last deaths before ``stop``, in their order.
+            offset = stop.reshape(-1) - counts.cumsum()
+            blocks = self._blocks[offset[which] + np.arange(len(which))]
         if len(self.places) == 1:
             return int(self.places[0]), which, blocks
         groups, which = np.divmod(which, start.shape[1])
