@@ -54,15 +54,23 @@ class Phase:
 
 @attrs.frozen(kw_only=True)
 class Recipe:
-    """How to train. Two runs of one recipe, on one machine, give the same model.
+    """What to train, and how. Two runs of one recipe, on one machine, give the same model.
 
     Attributes:
+        modules: The modules whose sources are the text.
+        num_layers: Every second one is full, the others have a window of ``WINDOW`` tokens.
+        hidden_size: Of the model.
+        intermediate_size: Of the model.
         steps: Optimizer steps.
         learning_rate: At its peak.
         seed: Of the weights and the batches.
         phases: Short rows first, where much is learnt quickly; long ones last, for the positions that are served.
     """
 
+    modules: tuple[str, ...] = MODULES
+    num_layers: int = 4
+    hidden_size: int = 128
+    intermediate_size: int = 384
     steps: int = 400
     learning_rate: float = 4e-3
     seed: int = 7
@@ -70,6 +78,9 @@ class Recipe:
         Phase(share=0.75, rows=16, tokens=168),
         Phase(share=0.25, rows=6, tokens=416),
     )
+
+
+DEFAULT_RECIPE = Recipe()
 
 
 @attrs.frozen(kw_only=True)
@@ -89,9 +100,9 @@ class Trained:
     copied: float
 
 
-def read_text() -> str:
-    """Return the training text: the sources of ``MODULES``, in that order."""
-    return "\n\n".join(inspect.getsource(importlib.import_module(name)) for name in MODULES)
+def read_text(recipe: Recipe) -> str:
+    """Return the training text: the sources of the recipe's modules, in that order."""
+    return "\n\n".join(inspect.getsource(importlib.import_module(name)) for name in recipe.modules)
 
 
 def make_tokenizer(text: str) -> PreTrainedTokenizerFast:
@@ -109,19 +120,19 @@ def make_tokenizer(text: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS)
 
 
-def make_config() -> Gemma3TextConfig:
-    """Return the architecture: four layers, every second one full, the others a window of ``WINDOW`` tokens."""
+def make_config(recipe: Recipe) -> Gemma3TextConfig:
+    """Return the architecture: every second layer full, the others with a window of ``WINDOW`` tokens."""
     return Gemma3TextConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
         query_pre_attn_scalar=32,
         sliding_window=WINDOW,
-        layer_types=["sliding_attention", "full_attention"] * 2,
+        layer_types=["sliding_attention", "full_attention"] * (recipe.num_layers // 2),
         max_position_embeddings=MAX_MODEL_LEN,
         initializer_range=0.06,
         bos_token_id=None,
@@ -181,7 +192,7 @@ def train(text_ids: torch.Tensor, recipe: Recipe, progress: Progress) -> tuple[G
     generator = torch.Generator().manual_seed(recipe.seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        model = Gemma3ForCausalLM(make_config())
+        model = Gemma3ForCausalLM(make_config(recipe))
     optimizer = torch.optim.AdamW(model.parameters(), recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     warmup = max(1, recipe.steps // 20)
     text_losses: list[float] = []
@@ -250,16 +261,17 @@ def _publish(model: Gemma3ForCausalLM, tokenizer: PreTrainedTokenizerFast, train
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def make_model(path: Path = DEFAULT_PATH, *, steps: int | None = None, console: Console | None = None) -> Trained:
+def make_model(
+    path: Path = DEFAULT_PATH, recipe: Recipe = DEFAULT_RECIPE, *, console: Console | None = None
+) -> Trained:
     """Return the demo's model in ``path``, trained now if it is not there or was made from something else.
 
     Args:
         path: The folder to make.
-        steps: Optimizer steps instead of the recipe's; a few are enough to try what surrounds the model.
+        recipe: What to train; with a few steps it is enough to try what surrounds the model.
         console: Shows a progress bar, if it is a terminal.
     """
-    recipe = Recipe() if steps is None else Recipe(steps=steps)
-    text = read_text()
+    text = read_text(recipe)
     key = _content_key(recipe, text)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Of two processes that want the model at once, the second waits and finds it.

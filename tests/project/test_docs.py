@@ -77,7 +77,7 @@ def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     path = tmp_path_factory.mktemp("demo") / "demo-model"
-    module.make_model(path, steps=1)
+    module.make_model(path, module.Recipe(steps=1))
     return path
 
 
