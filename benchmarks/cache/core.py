@@ -19,8 +19,9 @@ from typing import Any
 
 import click
 
-from benchmarks.cache.core_cases import Case, Side, standard_cases, tiny_cases
-from benchmarks.cache.worst_cases import MAX_ROUNDS, tiny_worst_cases, worst_cases
+from benchmarks.cache.cases import Case, standard_cases, tiny_cases
+from benchmarks.cache.setting import Side
+from benchmarks.cache.worst_work import MAX_ROUNDS
 from benchmarks.harness.machine import PEER
 from benchmarks.harness.pages import heading, medians, spread, table
 from benchmarks.harness.process import EngineProcess
@@ -28,8 +29,8 @@ from benchmarks.harness.record import benchmark, ratios
 from benchmarks.harness.record import rounds as by_turns
 from kvframe.cli.render import progress
 
-STANDARD = (*standard_cases(), *worst_cases())
-CASES = {case.name: case for case in (*STANDARD, *tiny_cases(), *tiny_worst_cases())}
+STANDARD = standard_cases()
+CASES = {case.name: case for case in (*STANDARD, *tiny_cases())}
 
 
 @contextmanager
@@ -66,9 +67,10 @@ def measure(
         SystemExit: A side does not hold or find what it should.
     """
     present = [side for side in case.sides if side.engine in engines]
+    described = case.to_dict()
 
     def ask(side: Side, what: str) -> Any:
-        question = {"do": what, "side": side.name, "work": case.work, "sizes": case.sizes}
+        question = {"do": what, "side": side.name, "work": described["work"], "sizes": described["sizes"]}
         return engines[side.engine].ask({**question, "setting": dataclasses.asdict(side.setting)})
 
     for side in present:
@@ -82,12 +84,11 @@ def measure(
     first = present[0].name
     for name, values in found.items():
         values["times_as_fast"] = ratios(turns[first], turns[name]) if name != first else []
-    return {**case.to_dict(), "sides": found}
+    return {**described, "sides": found}
 
 
 FACTS = {
     "num_groups": ("groups", "{:,}"),
-    "calls_per_request": ("Python calls for each request", "{:,.1f}"),
     "num_held": ("blocks held at the end", "{:,}"),
     "slowest_us": ("slowest step of the last round, µs", "{:,.1f}"),
     "lookup_us": ("lookup, µs", "{:,.1f}"),
@@ -96,7 +97,6 @@ FACTS = {
     "cached_bytes_per_block": ("bytes a block, all cached", "{:,.1f}"),
 }
 """Of what a check says, what is shown: its column, and how a number is written."""
-
 
 RATIO = "{:.3g}"
 

@@ -1,108 +1,90 @@
-"""Measure what kvframe's cache core costs as sizes grow, and finds after evictions, beside vLLM's; record and plot it.
+"""Measure what a decode step of kvframe's cache core costs as one size grows, beside vLLM's; record and plot it.
 
     make peer
-    python -m benchmarks.cache.growth [--rounds N] [--axis NAME ...] [--population NAME ...]
+    python -m benchmarks.cache.growth [--rounds N] [--axis NAME ...]
 
 benchmarks/README.md says how, and what the figures mean.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks.cache.core import measure, peer_option, start_engines, versions_of
-from benchmarks.cache.growth_cases import (
-    MAX_ROUNDS,
-    NUM_DRAWS,
-    RANDOM_SHARES,
-    Population,
-    siblings,
-    standard_axes,
-    standard_populations,
-    tiny_axes,
-    tiny_populations,
-)
-from benchmarks.cache.growth_report import plot_growth, plot_hits, write_report
-from benchmarks.cache.studies import loss_by_definition
-from benchmarks.harness.process import EngineProcess
+from benchmarks.cache.core import RATIO, core_heading, measure, peer_option, start_engines, versions_of
+from benchmarks.cache.growth_axes import standard_axes, tiny_axis
+from benchmarks.cache.worst_work import MAX_ROUNDS
+from benchmarks.harness.pages import spread, table
+from benchmarks.harness.plots import plots
 from benchmarks.harness.record import benchmark
 from kvframe.cli.render import progress
 
-AXES = {axis.name: axis for axis in (*standard_axes(), *tiny_axes())}
-POPULATIONS = {each.name: each for each in (*standard_populations(), *tiny_populations())}
-ALL = 1 << 40
-BY_DEFINITION = "the longest whose live blocks are left"
+AXES = {axis.name: axis for axis in (*standard_axes(), tiny_axis())}
+STYLES: dict[str, dict[str, Any]] = {
+    "vLLM": {"color": "#d95f02", "marker": "o", "markersize": 7, "markerfacecolor": "none", "linewidth": 2.5},
+    "kvframe": {"color": "#1b6ca8", "marker": "s", "markersize": 3.5, "linewidth": 1.2},
+}
+"""Where two sides have the same figures, both can be seen."""
 
 
-def study(
-    work: str, population: Population, engines: Mapping[str, EngineProcess], ask: Callable[[Callable[..., Any]], Any]
-) -> dict[str, Any]:
-    """Return what ``ask`` finds out from each side's way to make a study."""
-    found = {}
-    for side in population.sides:
-        if side.engine in engines:
-
-            def make(side: Any = side, **changes: int) -> Any:
-                question = {"do": "study", "side": side.name, "work": work, "sizes": {**population.sizes, **changes}}
-                return engines[side.engine].ask({**question, "setting": dataclasses.asdict(side.setting)})
-
-            found[side.name] = ask(make)
-    return {"title": population.title, "sizes": dict(population.sizes), "sides": found}
+def write_report(record: Mapping[str, Any]) -> str:
+    """Return the page of results as Markdown."""
+    lines = [*core_heading("The cache core as sizes grow", record), "", "![Time of a step](cache_growth.svg)"]
+    for axis in record["axes"].values():
+        lines += ["", f"## Against {axis['title']}", "", f"{axis['words']}.", "", *_times(axis), "", _growth_of(axis)]
+    return "\n".join(lines) + "\n"
 
 
-def hits_left(population: Population, make: Callable[..., Any]) -> dict[str, Any]:
-    """Return the share of tokens that are found, in percent, for each share of blocks that was evicted."""
-    total = make(num_evicted=ALL)["evicted"]
-    answers = [make(num_evicted=total * share // 100) for share in population.shares]
-    whole = population.sizes["length"] * population.sizes["num_prompts"]
-    return {
-        "num_cached": total,
-        "evicted": [100 * answer["evicted"] / total for answer in answers],
-        "found": [100 * answer["tokens"] / whole for answer in answers],
-    }
+def _sides(axis: Mapping[str, Any]) -> list[str]:
+    return list(next(iter(axis["points"].values()))["sides"])
 
 
-def hits_after_loss(
-    population: Population, make: Callable[..., Any], shares: Sequence[int] = RANDOM_SHARES
-) -> dict[str, Any]:
-    """Return the share of tokens that are found, in percent, for each share of blocks that chance chose and were lost.
-
-    Each is the mean of several draws; ``kept`` is the share of the blocks that are still cached.
-    """
-    whole = population.sizes["length"] * population.sizes["num_prompts"]
-    draws = [[make(percent=share, draw=draw) for draw in range(NUM_DRAWS)] for share in shares]
-    return {
-        "num_cached": draws[0][0]["cached"],
-        "evicted": [statistics.fmean(100 * each["chosen"] / each["cached"] for each in answers) for answers in draws],
-        "kept": [statistics.fmean(100 * each["left"] / each["cached"] for each in answers) for answers in draws],
-        "found": [statistics.fmean(100 * each["tokens"] / whole for each in answers) for answers in draws],
-    }
+def _times(axis: Mapping[str, Any]) -> list[str]:
+    rows = []
+    for value, point in axis["points"].items():
+        sides = point["sides"]
+        times = (spread(values["seconds"], "{:,.1f}", scale=1e6) for values in sides.values())
+        ratios = (spread(values["times_as_fast"], RATIO) for values in sides.values() if values["times_as_fast"])
+        rows.append((f"{int(value):,}", *times, *ratios))
+    names = _sides(axis)
+    return table((axis["title"], *(f"{name}, µs" for name in names), *["times as fast"] * (len(names) - 1)), rows)
 
 
-def losses(population: Population, engines: Mapping[str, EngineProcess]) -> dict[str, Any]:
-    """Return what each side finds of a population's prompts after random losses, and what there is to find."""
-    found = study("random", population, engines, lambda make: hits_after_loss(population, make))
-    best = loss_by_definition(population.windows, population.sizes, RANDOM_SHARES)
-    found["sides"][BY_DEFINITION] = {"evicted": best["chosen"], "found": best["found"]}
-    return found
+def slope(points: Mapping[str, Any], side: str) -> float:
+    """Return the power of a size that a side's time grows with, over all that was measured: 0 for not at all."""
+    values = [math.log(int(value)) for value in points]
+    times = [math.log(statistics.median(point["sides"][side]["seconds"])) for point in points.values()]
+    return statistics.linear_regression(values, times).slope
 
 
-@benchmark(
-    "cache_growth",
-    write_report,
-    plots={
-        "cache_growth": lambda record, path: plot_growth(record["axes"], path),
-        "cache_hits": lambda record, path: plot_hits(record["populations"], path),
-        "cache_losses": lambda record, path: plot_hits(record["losses"], path),
-    },
-)
+def _growth_of(axis: Mapping[str, Any]) -> str:
+    found = ", ".join(f"{slope(axis['points'], side):.2f} for {side}" for side in _sides(axis))
+    return f"The time grows with this power of the {axis['title']} (0: not at all; 1: in proportion): {found}."
+
+
+def draw_plot(record: Mapping[str, Any], path: Path) -> None:
+    """Draw the time of a step against each size, both on logarithmic scales."""
+    axes = record["axes"].values()
+    with plots([axis["words"] for axis in axes], path) as places:
+        for place, axis in zip(places, axes, strict=True):
+            values = [int(value) for value in axis["points"]]
+            slowest = 0.0
+            for side in _sides(axis):
+                turns = [[1e6 * each for each in point["sides"][side]["seconds"]] for point in axis["points"].values()]
+                place.loglog(values, [statistics.median(each) for each in turns], label=side, **STYLES[side])
+                ends = [*map(min, turns)], [*map(max, turns)]
+                slowest = max(slowest, *ends[1])
+                place.fill_between(values, *ends, color=STYLES[side]["color"], alpha=0.15, linewidth=0)
+            place.set(xlabel=axis["title"], ylabel="µs a step", ylim=(1, 2 * slowest))
+
+
+@benchmark("cache_growth", write_report, plots={"cache_growth": draw_plot})
 @click.option("--rounds", type=click.IntRange(1, MAX_ROUNDS), default=7, show_default=True, help="Turns of each side.")
 @click.option(
     "--axis",
@@ -112,31 +94,16 @@ def losses(population: Population, engines: Mapping[str, EngineProcess]) -> dict
     default=[axis.name for axis in standard_axes()],
     help="The size that grows; several are named one by one. The default is all but the tiny one.",
 )
-@click.option(
-    "--population",
-    "populations",
-    multiple=True,
-    type=click.Choice(list(POPULATIONS)),
-    default=[each.name for each in standard_populations()],
-    help="The prompts whose blocks are evicted; several are named one by one. The default is all but the tiny one.",
-)
 @peer_option
-def main(rounds: int, axes: Sequence[str], populations: Sequence[str], peer: Path) -> dict[str, Any]:
-    """Measure decode steps as one size grows, and what is found after evictions; write a record, a page and plots."""
-    start, sized = time.perf_counter(), [AXES[name] for name in dict.fromkeys(axes)]
-    chosen = [POPULATIONS[name] for name in dict.fromkeys(populations)]
+def main(rounds: int, axes: Sequence[str], peer: Path) -> dict[str, Any]:
+    """Measure decode steps as one size grows; write a record, a page and a plot."""
+    start, chosen = time.perf_counter(), [AXES[name] for name in dict.fromkeys(axes)]
     with start_engines(peer) as engines:
         found: dict[str, Any] = {"repeats": rounds, "versions": versions_of(engines), "axes": {}}
-        with progress("measuring", rounds * sum(len(axis.cases) for axis in sized)) as advance:
-            for axis in sized:
+        with progress("measuring", rounds * sum(len(axis.cases) for axis in chosen)) as advance:
+            for axis in chosen:
                 points = {value: measure(case, engines, rounds, advance) for value, case in axis.cases.items()}
                 found["axes"][axis.name] = {"title": axis.title, "words": axis.words, "points": points}
-        found["siblings"] = study("siblings", siblings(), engines, lambda make: make())
-        found["populations"] = {
-            each.name: study("eviction", each, engines, lambda make, each=each: hits_left(each, make))
-            for each in chosen
-        }
-        found["losses"] = {each.name: losses(each, engines) for each in chosen if "num_visits" not in each.sizes}
     return {**found, "seconds": time.perf_counter() - start}
 
 

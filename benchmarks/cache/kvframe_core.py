@@ -14,8 +14,8 @@ import numpy as np
 from kvframe_mamba.spec import MambaSpec
 from kvframe_sliding_window.spec import SlidingWindowSpec
 
-from benchmarks.cache.checks import Mistake, TokenIds
-from benchmarks.cache.core_cases import BLOCK_SIZE, Setting
+from benchmarks.cache.setting import BLOCK_SIZE, Setting
+from benchmarks.cache.work import Mistake, TokenIds
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.specs import AttentionSpec, KVCacheSpec, LayerSpec, TokenRange
@@ -67,7 +67,6 @@ class KVFrame:
     def __init__(self) -> None:
         """Start with no manager."""
         self._names = count()
-        self._step: Callable[[TokenIds], None] = _no_step
 
     def describe(self) -> dict[str, str]:
         """Return the version of kvframe."""
@@ -75,10 +74,8 @@ class KVFrame:
 
     def build(self, setting: Setting) -> None:
         """Make the manager; what an earlier one holds is given up."""
-        self._step = _no_step
-        self._growing: set[str] = set()
         self._running: set[str] = set()
-        self._one_by_one = setting.one_by_one
+        self.step: Callable[[TokenIds], None] = self._step_each if setting.one_by_one else self._step_together
         self._manager = KVCacheManager(
             plan_of(setting), max_num_seqs=setting.max_num_seqs, prefix_caching=setting.caching
         )
@@ -99,13 +96,6 @@ class KVFrame:
         """Return the tokens of a prompt that need not be computed."""
         return self._manager.find(prompt.token_ids)
 
-    def admit(self, prompt: Prompt) -> int:
-        """Look a prompt up, take its cached blocks and make room for the rest of its tokens; return what was cached."""
-        self._running.add(prompt.name)
-        hit = self._manager.start(prompt.name, prompt.token_ids)
-        self._extend(prompt, len(prompt.token_ids))
-        return hit
-
     def begin(self, prompt: Prompt) -> int:
         """Look a prompt up and take its cached blocks; return what was cached."""
         self._running.add(prompt.name)
@@ -125,13 +115,10 @@ class KVFrame:
         hit = self.begin(prompt)
         for start in range(hit, len(prompt.token_ids), chunk):
             stop = min(start + chunk, len(prompt.token_ids))
-            self._extend(prompt, stop)
+            if not self._manager.extend(prompt.name, stop):
+                raise Mistake("kvframe has no room")
             self._manager.commit(prompt.name, prompt.token_ids, stop)
         return hit
-
-    def _extend(self, prompt: Prompt, num_tokens: int) -> None:
-        if not self._manager.extend(prompt.name, num_tokens):
-            raise Mistake("kvframe has no room")
 
     def pass_through(self, prompt: Prompt) -> None:
         """Look a prompt up, compute the rest in one step, and let the request go."""
@@ -149,20 +136,30 @@ class KVFrame:
             self._manager.free(prompt.name)
 
     def generate_from(self, prompts: Sequence[Prompt]) -> None:
-        """Choose the requests of the decode steps; all their tokens are computed."""
-        self._step = (OneByOne if self._one_by_one else Together)(self._manager, prompts).step
+        """Choose the requests of the decode steps, which ``step`` does; all their tokens are computed."""
+        self._prompts = prompts
+        self._rows = np.array([self._manager.row(prompt.name) for prompt in prompts])
+        self._num_tokens = np.array([len(prompt.token_ids) for prompt in prompts])
 
-    def step(self, token_ids: TokenIds) -> None:
-        """Do a decode step."""
-        self._step(token_ids)
+    def _step_together(self, token_ids: TokenIds) -> None:
+        """Do a decode step by the verbs for all requests of a step."""
+        self._num_tokens += 1
+        if not self._manager.extend_rows(self._rows, self._num_tokens):
+            raise Mistake("kvframe has no room")
+        for prompt, token in zip(self._prompts, token_ids, strict=True):
+            prompt.token_ids.append(token)
+        self._manager.commit_rows(self._rows, self._num_tokens)
 
-    def grow(self, prompt: Prompt, num_tokens: int) -> bool:
-        """Make room for ``num_tokens`` tokens of a prompt, which stay uncomputed; False if there is none."""
-        if prompt.name not in self._growing:
-            self._growing.add(prompt.name)
-            self._running.add(prompt.name)
-            self._manager.start(prompt.name, prompt.token_ids, use_prefix=False)
-        return self._manager.extend(prompt.name, num_tokens)
+    def _step_each(self, token_ids: TokenIds) -> None:
+        """Do a decode step by the verbs for one request."""
+        extend, commit = self._manager.extend, self._manager.commit
+        for prompt, token in zip(self._prompts, token_ids, strict=True):
+            whole = prompt.token_ids
+            num_tokens = len(whole) + 1
+            if not extend(prompt.name, num_tokens):
+                raise Mistake("kvframe has no room")
+            whole.append(token)
+            commit(prompt.name, whole, num_tokens)
 
     def held(self, prompt: Prompt) -> list[tuple[int | None, list[int]]]:
         """Return each group's window, and the request's block ids in it, 0 where a block is not held."""
@@ -176,26 +173,18 @@ class KVFrame:
         """Return the blocks that requests hold."""
         return self._manager.num_held_pages
 
-    def cached(self) -> list[tuple[int, int]]:
-        """Return the group and id of each cached block."""
-        return list(self._manager.published())
-
-    def cached_states(self) -> list[tuple[int, int]]:
-        """Return the group and id of each cached block that holds a recurrent state."""
+    def cached_states(self) -> list[int]:
+        """Return the page of each cached block that holds a recurrent state."""
         groups = self._manager.plan.groups
-        return [(group, page) for group, page in self.cached() if groups[group].spec.kind == MambaSpec.kind]
+        return [page for group, page in self._manager.published() if groups[group].spec.kind == MambaSpec.kind]
 
-    def lose(self, blocks: Sequence[tuple[int, int]]) -> None:
+    def lose(self, blocks: Sequence[int]) -> None:
         """Give up cached blocks; some of them may have gone with others."""
         pool = self._manager._pool
-        for _, page in blocks:
+        for page in blocks:
             block_ids = np.array([page], dtype=np.int32)
             if pool.is_cached(block_ids)[0]:
                 pool.evict_blocks(block_ids)
-
-    def num_evicted(self) -> int:
-        """Return a count that grows by one with each cached block that is given up."""
-        return self._manager.stats.num_evictions
 
 
 @cache
@@ -215,45 +204,3 @@ def plan_of(setting: Setting) -> KVCachePlan:
         max_model_len=setting.max_model_len,
         max_num_batched_tokens=min(2048, setting.max_model_len),
     )
-
-
-def _no_step(token_ids: TokenIds) -> None:
-    raise Mistake("no request takes part in steps")
-
-
-class OneByOne:
-    """The verbs for one request."""
-
-    def __init__(self, manager: KVCacheManager, prompts: Sequence[Prompt]) -> None:
-        """Begin after the prompts."""
-        self._manager, self._prompts = manager, prompts
-
-    def step(self, token_ids: TokenIds) -> None:
-        """Do a decode step."""
-        extend, commit = self._manager.extend, self._manager.commit
-        for prompt, token in zip(self._prompts, token_ids, strict=True):
-            whole = prompt.token_ids
-            num_tokens = len(whole) + 1
-            if not extend(prompt.name, num_tokens):
-                raise Mistake("kvframe has no room")
-            whole.append(token)
-            commit(prompt.name, whole, num_tokens)
-
-
-class Together:
-    """The verbs for all requests of a step."""
-
-    def __init__(self, manager: Any, prompts: Sequence[Prompt]) -> None:
-        """Begin after the prompts."""
-        self._manager, self._prompts = manager, prompts
-        self._rows = np.array([manager.row(prompt.name) for prompt in prompts])
-        self._num_tokens = np.array([len(prompt.token_ids) for prompt in prompts])
-
-    def step(self, token_ids: TokenIds) -> None:
-        """Do a decode step."""
-        self._num_tokens += 1
-        if not self._manager.extend_rows(self._rows, self._num_tokens):
-            raise Mistake("kvframe has no room")
-        for prompt, token in zip(self._prompts, token_ids, strict=True):
-            prompt.token_ids.append(token)
-        self._manager.commit_rows(self._rows, self._num_tokens)

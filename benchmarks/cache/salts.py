@@ -21,9 +21,9 @@ import attrs
 import click
 from kvframe_transformers.testing import save_tiny
 
-from benchmarks.cache.core_cases import Setting
 from benchmarks.cache.kvframe_core import plan_of
 from benchmarks.cache.salts_statistics import tell_apart
+from benchmarks.cache.setting import Setting
 from benchmarks.harness.pages import heading, table
 from benchmarks.harness.record import benchmark
 from kvframe import Engine, SamplingParams, Stack

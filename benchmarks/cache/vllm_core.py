@@ -23,8 +23,8 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
-from benchmarks.cache.checks import Mistake, TokenIds
-from benchmarks.cache.core_cases import BLOCK_SIZE, Setting
+from benchmarks.cache.setting import BLOCK_SIZE, Setting
+from benchmarks.cache.work import Mistake, TokenIds
 
 STATE = 2
 """Of the past, a state needs the last token: it is held as by a window of two."""
@@ -79,7 +79,7 @@ class VLLM:
             num_blocks=setting.num_blocks,
             kv_cache_tensors=[],
             kv_cache_groups=groups,
-            prefix_cache_retention_interval=None if setting.keeps_all else 0,
+            prefix_cache_retention_interval=None,
         )
         self._manager = KVCacheManager(
             config,
@@ -92,7 +92,7 @@ class VLLM:
 
     def receive(self, token_ids: TokenIds) -> Request:
         """Return a request without hashes."""
-        return self._request(token_ids, None)
+        return Request(str(next(self._names)), token_ids, self._params, None)
 
     def make_keys(self, prompt: Request) -> Any:
         """Return the hashes of a prompt's blocks."""
@@ -100,20 +100,12 @@ class VLLM:
 
     def prepare(self, token_ids: TokenIds) -> Request:
         """Return a request with the hashes of its blocks."""
-        return self._request(token_ids, self._hasher if self._caching else None)
-
-    def _request(self, token_ids: TokenIds, hasher: Any) -> Request:
+        hasher = self._hasher if self._caching else None
         return Request(str(next(self._names)), token_ids, self._params, None, block_hasher=hasher)
 
     def look_up(self, prompt: Request) -> int:
         """Return the tokens of a prompt that need not be computed."""
         return self._manager.get_computed_blocks(prompt)[1]
-
-    def admit(self, prompt: Request) -> int:
-        """Look a prompt up, take its cached blocks and make room for the rest of its tokens; return what was cached."""
-        blocks, hit, prompt.shared_prefix_boundary = self._manager.get_computed_blocks(prompt)
-        self._allocate(prompt, prompt.num_tokens - hit, num_new_computed_tokens=hit, new_computed_blocks=blocks)
-        return hit
 
     def begin(self, prompt: Request) -> int:
         """Look a prompt up; its cached blocks are taken with its first tokens. Return what was cached."""
@@ -175,10 +167,6 @@ class VLLM:
                 raise Mistake("vLLM has no room")
             request.num_computed_tokens += 1
 
-    def grow(self, prompt: Request, num_tokens: int) -> bool:
-        """Make room for ``num_tokens`` tokens of a prompt, which stay uncomputed; False if there is none."""
-        return self._manager.allocate_slots(prompt, num_tokens, delay_cache_blocks=True) is not None
-
     def held(self, prompt: Request) -> list[tuple[int | None, list[int]]]:
         """Return each group's window, and the request's block ids in it, 0 where a block is not held."""
         ids = self._manager.get_block_ids(prompt.request_id)
@@ -189,10 +177,6 @@ class VLLM:
         pool = self._manager.block_pool
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
-    def cached(self) -> list[int]:
-        """Return the ids of the cached blocks."""
-        return [block.block_id for block in self._manager.block_pool.blocks if block.block_hash is not None]
-
     def cached_states(self) -> list[int]:
         """Return the ids of the cached blocks that hold a recurrent state."""
         blocks = self._manager.block_pool.blocks
@@ -202,7 +186,3 @@ class VLLM:
     def lose(self, blocks: Sequence[int]) -> None:
         """Give up cached blocks."""
         self._manager.block_pool.evict_blocks(set(blocks))
-
-    def num_evicted(self) -> int:
-        """Return a count that grows by one with each cached block that is given up, while nothing is computed."""
-        return -sum(block.block_hash is not None for block in self._manager.block_pool.blocks)

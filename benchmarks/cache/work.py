@@ -1,86 +1,148 @@
-"""The work of a cache core, one class for each kind: set up, done by turns, and checked. No package is needed."""
+"""The work of a cache core, one class for each kind: its sizes, its words, how it is done and how it is checked.
+
+No package is needed: vLLM's process imports this file too.
+"""
 
 from __future__ import annotations
 
 import gc
 import tracemalloc
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.cache.checks import TokenIds, count_calls, draw, expect
-from benchmarks.cache.core_cases import BLOCK_SIZE, Setting
+from benchmarks.cache.setting import BLOCK_SIZE, Setting
 from benchmarks.harness.process import timed
 
 if TYPE_CHECKING:
     from benchmarks.cache.kvframe_core import KVFrame as Core
 
-SEED = 5
+SEED, VOCABULARY = 5, 1 << 17
+CHUNK = 2048
+"""Tokens of a step that computes a prompt."""
+
 PASSING = 16 * BLOCK_SIZE
 """Tokens of the prompts that fill a cache beforehand."""
 
+TokenIds = list[int]
 
+
+class Mistake(Exception):
+    """A core does not hold or find what it should."""
+
+
+def expect(expected: Any, found: Any, what: str) -> None:
+    """Raise ``Mistake`` if two values differ."""
+    if found != expected:
+        raise Mistake(f"{what}: {found} instead of {expected}")
+
+
+@dataclass(kw_only=True)
 class Work(ABC):
-    """A piece of work, set up."""
+    """A piece of work. Its fields are its sizes; it is set up once, done by turns, and checked at the end.
 
-    def __init__(self, core: Core, setting: Setting, sizes: Mapping[str, int]) -> None:
-        """Set it up.
+    Attributes:
+        length: Tokens of a prompt.
+    """
 
-        Args:
-            core: The core that does it.
-            setting: How its manager is made.
-            sizes: The work's sizes.
-        """
-        self.core, self.setting, self.sizes = core, setting, sizes
-        self.random = Random(SEED)
+    length: int
+
+    @property
+    @abstractmethod
+    def words(self) -> str:
+        """What is timed, for people."""
+
+    def set_up(self, core: Core, setting: Setting) -> None:
+        """Build the manager of a core and do what comes before the first turn."""
+        self.core, self.setting, self.random = core, setting, Random(SEED)
         core.build(setting)
 
     @abstractmethod
     def turn(self) -> list[float]:
         """Do it a few times; return the seconds of each."""
 
-    @abstractmethod
     def check(self) -> dict[str, Any]:
-        """Check what the core holds, and return what else there is to say of it.
+        """Return what there is to say of the core at the end.
 
         Raises:
-            Mistake: It is not what it should be.
+            Mistake: It does not hold or find what it should.
         """
+        expect(0, self.core.num_held(), "blocks held")
+        return {}
 
-    def draw(self) -> TokenIds:
-        """Return a prompt's tokens."""
-        return draw(self.random, self.sizes["length"])
+    def draw(self, num_tokens: int) -> TokenIds:
+        """Return random tokens."""
+        return self.random.choices(range(VOCABULARY), k=num_tokens)
+
+    def serve(self, tokens: TokenIds, chunk: int = CHUNK) -> int:
+        """Let a prompt come, be computed in steps of ``chunk`` tokens, and go; return how many tokens were cached."""
+        prompt = self.core.prepare([*tokens])
+        hit = self.core.compute(prompt, chunk)
+        self.core.let_go(prompt)
+        return hit
+
+    def look_up(self, tokens: TokenIds) -> tuple[float, int]:
+        """Return the seconds of a lookup, and how many of the prompt's tokens are cached; the last one never is."""
+        prompt = self.core.prepare([*tokens])
+        seconds, hit = timed(lambda: self.core.look_up(prompt))
+        self.core.let_go(prompt)
+        return seconds, hit
+
+    def find(self, tokens: TokenIds) -> int:
+        """Return how many of a prompt's tokens are cached."""
+        return self.look_up(tokens)[1]
 
 
+@dataclass(kw_only=True)
 class Decode(Work):
-    """Steps of one token for each request. What is timed at once is a step for each token of a block."""
+    """Steps of one token for each request. What is timed at once is a step for each token of a block.
 
-    def __init__(self, core: Core, setting: Setting, sizes: Mapping[str, int]) -> None:
+    Attributes:
+        num_requests: Requests that decode; every next one has a token more, up to 15.
+        num_cycles: Timed runs of 16 steps in a turn.
+        num_cached: Blocks that others leave cached before.
+        num_branches: Prompts with a common beginning that are cached before.
+        shared: Tokens of that beginning.
+    """
+
+    num_requests: int
+    num_cycles: int
+    num_cached: int = 0
+    num_branches: int = 0
+    shared: int = 0
+
+    @property
+    def words(self) -> str:
+        """What is timed, for people."""
+        return (
+            f"One step of {self.num_requests} requests: each gets room for one more token; then the token is noted, "
+            "with its id, as computed: a block that it fills becomes findable, and a page that a window has passed is "
+            f"released. Prompts have {self.length:,} tokens and up to 15 more, so that in every step one in 16 begins "
+            "a block."
+        )
+
+    def set_up(self, core: Core, setting: Setting) -> None:
         """Let others leave cached blocks, compute the prompts, and do a first few steps."""
-        super().__init__(core, setting, sizes)
-        others = (draw(self.random, PASSING) for _ in range(sizes.get("num_cached", 0) // (PASSING // BLOCK_SIZE)))
-        for tokens in others:
-            core.pass_through(core.prepare(tokens))
-        shared = draw(self.random, sizes.get("shared", 0))
-        for _ in range(sizes.get("num_branches", 0)):
-            prompt = core.prepare([*shared, *draw(self.random, BLOCK_SIZE)])
-            core.compute(prompt, 2048)
-            core.let_go(prompt)
-        lengths = [sizes["length"] + index % BLOCK_SIZE for index in range(sizes["num_requests"])]
-        self.token_ids = [draw(self.random, length) for length in lengths]
-        self.prompts = [core.prepare(list(tokens)) for tokens in self.token_ids]
+        super().set_up(core, setting)
+        for _ in range(self.num_cached * BLOCK_SIZE // PASSING):
+            self.serve(self.draw(PASSING))
+        shared = self.draw(self.shared)
+        for _ in range(self.num_branches):
+            self.serve([*shared, *self.draw(BLOCK_SIZE)])
+        self.token_ids = [self.draw(self.length + index % BLOCK_SIZE) for index in range(self.num_requests)]
+        self.prompts = [core.prepare([*tokens]) for tokens in self.token_ids]
         for prompt in self.prompts:
-            core.compute(prompt, sizes.get("chunk", 2048))
+            core.compute(prompt, CHUNK)
         core.generate_from(self.prompts)
         self._steps()
 
     def turn(self) -> list[float]:
         """Do the steps; a figure is that of one step."""
-        return [self._steps() for _ in range(self.sizes["num_cycles"])]
+        return [self._steps() for _ in range(self.num_cycles)]
 
     def _steps(self) -> float:
-        steps = [draw(self.random, len(self.prompts)) for _ in range(BLOCK_SIZE)]
+        steps = [self.draw(self.num_requests) for _ in range(BLOCK_SIZE)]
 
         def run() -> None:
             for tokens in steps:
@@ -93,13 +155,10 @@ class Decode(Work):
         return seconds / BLOCK_SIZE
 
     def check(self) -> dict[str, Any]:
-        """Hold the blocks of every request against the live ranges, and find each of them by its tokens."""
-        calls = count_calls(self._steps) - count_calls(lambda: [draw(self.random, 1) for _ in range(BLOCK_SIZE)])
+        """Hold the blocks of every request against the live ranges, and find some requests by their tokens."""
         ids: list[int] = []
-        groups = 0
         for prompt, tokens in zip(self.prompts, self.token_ids, strict=True):
             held = self.core.held(prompt)
-            groups = len(held)
             for window, block_ids in held:
                 first = 0 if window is None else max(0, len(tokens) - self.core.release_lag - window + 1) // BLOCK_SIZE
                 found = [index for index, block_id in enumerate(block_ids) if block_id]
@@ -109,119 +168,150 @@ class Decode(Work):
         expect(len(ids), len(set(ids)), "different blocks of all requests")
         expect(len(ids), self.core.num_held(), "blocks held")
         for tokens in self.token_ids[:BLOCK_SIZE]:
-            hit = find(self.core, [*tokens, 0])
-            expect(len(tokens) // BLOCK_SIZE * BLOCK_SIZE, hit, f"tokens found of {len(tokens)}")
-        return {"num_groups": groups, "num_held": len(ids), "calls_per_request": calls / BLOCK_SIZE / len(self.prompts)}
+            whole = len(tokens) // BLOCK_SIZE * BLOCK_SIZE
+            expect(whole, self.find([*tokens, 0]), f"tokens found of {len(tokens)}")
+        return {"num_groups": len(held), "num_held": len(ids)}
 
 
+@dataclass(kw_only=True)
 class Pass(Work):
-    """Requests that come, are computed, and go."""
+    """Requests that come, are computed in one step, and go.
 
-    def __init__(self, core: Core, setting: Setting, sizes: Mapping[str, int]) -> None:
-        """Let some go first."""
-        super().__init__(core, setting, sizes)
+    Attributes:
+        num_calls: Requests of a turn.
+        num_before: Requests before the first turn.
+        what_stays: The end of the words: what becomes of a request's blocks.
+    """
+
+    num_calls: int = 64
+    num_before: int = 8
+    what_stays: str = "."
+
+    @property
+    def words(self) -> str:
+        """What is timed, for people."""
+        return (
+            f"One request of {self.length:,} tokens that nothing is cached of: looked up, given room for all its "
+            f"tokens, noted as computed, and let go{self.what_stays}"
+        )
+
+    def set_up(self, core: Core, setting: Setting) -> None:
+        """Let some requests go first."""
+        super().set_up(core, setting)
         self.passed: list[TokenIds] = []
-        self._pass(sizes["num_before"])
+        self._pass(self.num_before)
 
     def turn(self) -> list[float]:
         """Return the seconds of each request."""
-        return self._pass(self.sizes["num_calls"])
+        return self._pass(self.num_calls)
 
     def _pass(self, num_requests: int) -> list[float]:
-        drawn = [self.draw() for _ in range(num_requests)]
+        drawn = [self.draw(self.length) for _ in range(num_requests)]
         self.passed += drawn
         prompts = [self.core.prepare([*tokens]) for tokens in drawn]
         return [timed(lambda prompt=prompt: self.core.pass_through(prompt))[0] for prompt in prompts]
 
     def check(self) -> dict[str, Any]:
         """Hold that nothing is held, and that as many prompts as the pool has room for, and not one more, are found."""
-        expect(0, self.core.num_held(), "blocks held")
-        length = self.sizes["length"]
-        num_kept = (self.setting.num_blocks - 1) // (length // BLOCK_SIZE) if self.setting.caching else 0
+        num_kept = (self.setting.num_blocks - 1) // (self.length // BLOCK_SIZE) if self.setting.caching else 0
         num_kept = min(num_kept, len(self.passed))
-        found = [find(self.core, tokens) > 0 for tokens in self.passed]
-        expect([False] * (len(found) - num_kept) + [True] * num_kept, found, "prompts found")
-        expect(
-            (length - 1) // BLOCK_SIZE * BLOCK_SIZE * self.setting.caching, find(self.core, self.passed[-1]), "tokens"
-        )
-        return {"num_kept": num_kept}
+        found = [self.find(tokens) for tokens in self.passed]
+        whole = (self.length - 1) // BLOCK_SIZE * BLOCK_SIZE
+        expect([False] * (len(found) - num_kept) + [True] * num_kept, [hit > 0 for hit in found], "prompts found")
+        expect(whole * self.setting.caching, found[-1], "tokens found")
+        return super().check()
 
 
-def find(core: Core, tokens: TokenIds) -> int:
-    """Return how many of a prompt's tokens are cached."""
-    prompt = core.prepare([*tokens])
-    hit = core.look_up(prompt)
-    core.let_go(prompt)
-    return hit
-
-
+@dataclass(kw_only=True)
 class LookUp(Work):
-    """Lookups of prompts."""
+    """Lookups of prompts.
 
-    def __init__(self, core: Core, setting: Setting, sizes: Mapping[str, int]) -> None:
+    Attributes:
+        num_prompts: Prompts that are computed before.
+        num_calls: Lookups of a turn.
+        is_hit: Whether these prompts are looked up, each with one more token, or others that are not cached.
+    """
+
+    num_prompts: int = 4
+    num_calls: int = 24
+    is_hit: bool = True
+
+    @property
+    def words(self) -> str:
+        """What is timed, for people."""
+        cached = f"whose first {self.length:,} tokens are cached" if self.is_hit else "that is not cached"
+        return (
+            f"A prompt {cached}: looked up; its keys, where the lookup needs some, are ready. vLLM's call returns the "
+            "blocks, kvframe's the number of tokens."
+        )
+
+    def set_up(self, core: Core, setting: Setting) -> None:
         """Compute the prompts that are found."""
-        super().__init__(core, setting, sizes)
-        self.cached = [[*self.draw(), 0] for _ in range(sizes["num_prompts"])]
+        super().set_up(core, setting)
+        self.cached = [[*self.draw(self.length), 0] for _ in range(self.num_prompts)]
         for tokens in self.cached:
-            prompt = core.prepare([*tokens])
-            core.compute(prompt, sizes["chunk"])
-            core.let_go(prompt)
+            self.serve(tokens)
 
     def turn(self) -> list[float]:
         """Return the seconds of each lookup; every one is of another copy of the tokens."""
-        return [self._look_up(index) for index in range(self.sizes["num_calls"])]
+        return [self._look_up(index) for index in range(self.num_calls)]
 
     def _look_up(self, index: int) -> float:
-        core, expected = self.core, self.sizes["length"] * self.sizes["is_hit"]
-        tokens = [*self.cached[index % len(self.cached)]] if self.sizes["is_hit"] else [*self.draw(), 0]
-        if self.sizes["makes_room"]:
-            made: list[Any] = []
-
-            def admit() -> int:
-                made.append(core.prepare(tokens))
-                return core.admit(made[0])
-
-            seconds, hit = timed(admit)
-            prompt = made[0]
-        else:
-            prompt = core.prepare(tokens)
-            seconds, hit = timed(lambda: core.look_up(prompt))
-        core.let_go(prompt)
-        expect(expected, hit, "tokens found")
+        tokens = self.cached[index % len(self.cached)] if self.is_hit else [*self.draw(self.length), 0]
+        seconds, hit = self.look_up(tokens)
+        expect(self.length * self.is_hit, hit, "tokens found")
         return seconds
 
-    def check(self) -> dict[str, Any]:
-        """Hold that nothing is held."""
-        expect(0, self.core.num_held(), "blocks held")
-        return {}
 
-
+@dataclass(kw_only=True)
 class Keys(Work):
-    """What a lookup needs of a prompt."""
+    """What a lookup needs of a prompt.
+
+    Attributes:
+        num_calls: Prompts of a turn.
+    """
+
+    num_calls: int = 16
+
+    @property
+    def words(self) -> str:
+        """What is timed, for people."""
+        return "From a list of token ids: what the lookup needs of it."
 
     def turn(self) -> list[float]:
         """Return the seconds of each prompt."""
-        prompts = [self.core.receive(self.draw()) for _ in range(self.sizes["num_calls"])]
+        prompts = [self.core.receive(self.draw(self.length)) for _ in range(self.num_calls)]
         return [timed(lambda prompt=prompt: self.core.make_keys(prompt))[0] for prompt in prompts]
 
-    def check(self) -> dict[str, Any]:
-        """Return how many tokens there are."""
-        return {"num_tokens": self.sizes["length"]}
 
-
+@dataclass(kw_only=True)
 class Build(Work):
-    """A manager with its pool."""
+    """A manager with its pool.
+
+    Attributes:
+        num_calls: Managers of a turn.
+    """
+
+    num_calls: int = 3
+
+    @property
+    def words(self) -> str:
+        """What is timed, for people."""
+        return (
+            "The manager with its pool, for one request at a time, from a plan that is made before. Then the bytes for "
+            "each block, as Python and NumPy count them, when it is new, and when requests have filled it with cached "
+            "blocks and gone."
+        )
 
     def turn(self) -> list[float]:
         """Return the seconds of each."""
-        return [self._build() for _ in range(self.sizes["num_calls"])]
+        return [self._build() for _ in range(self.num_calls)]
 
     def _build(self) -> float:
         # The end of the one before, whose garbage has cycles, is not timed.
         self.core.build(Setting(num_blocks=2))
         gc.collect()
-        seconds, _ = timed(lambda: self.core.build(self.setting))
-        return seconds
+        return timed(lambda: self.core.build(self.setting))[0]
 
     def check(self) -> dict[str, Any]:
         """Return the bytes of each block, empty and cached."""
@@ -231,19 +321,15 @@ class Build(Work):
         before, _ = tracemalloc.get_traced_memory()
         self.core.build(self.setting)
         empty, _ = tracemalloc.get_traced_memory()
-        length = self.sizes["length"]
-        first = self.draw()
+        first = self.draw(self.length)
         self.core.pass_through(self.core.prepare([*first]))
-        for _ in range((self.setting.num_blocks - 1) // (length // BLOCK_SIZE) - 1):
-            self.core.pass_through(self.core.prepare(self.draw()))
+        for _ in range((self.setting.num_blocks - 1) // (self.length // BLOCK_SIZE) - 1):
+            self.core.pass_through(self.core.prepare(self.draw(self.length)))
         gc.collect()
         cached, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        expect((length - 1) // BLOCK_SIZE * BLOCK_SIZE, find(self.core, first), "tokens found of the first prompt")
+        expect((self.length - 1) // BLOCK_SIZE * BLOCK_SIZE, self.find(first), "tokens found of the first prompt")
         return {
             "empty_bytes_per_block": (empty - before) / self.setting.num_blocks,
             "cached_bytes_per_block": (cached - before) / self.setting.num_blocks,
         }
-
-
-WORKS: dict[str, type[Work]] = {kind.__name__: kind for kind in (Decode, Pass, LookUp, Keys, Build)}

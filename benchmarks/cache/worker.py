@@ -15,17 +15,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.cache.checks import settle
-from benchmarks.cache.core_cases import Setting
-from benchmarks.cache.studies import STUDIES
-from benchmarks.cache.work import WORKS, Work
-from benchmarks.cache.worst_work import WORST_WORKS
+from benchmarks.cache.cases import WORKS
+from benchmarks.cache.setting import Setting
+from benchmarks.cache.work import Work
 from benchmarks.harness.process import answer_questions
 
 if TYPE_CHECKING:
     from benchmarks.cache.kvframe_core import KVFrame as Core
-
-ALL_WORKS = {**WORKS, **WORST_WORKS}
 
 _M_TRIM_THRESHOLD = -1
 _LARGE, _SMALL, _ARENA = 8192, 256, 256 << 10
@@ -53,24 +49,25 @@ class Answers:
             make: Makes a core; each work has one of its own.
         """
         self._make = make
-        self._works: dict[str, Work] = {}
+        self.works: dict[str, Work] = {}
 
     def __call__(self, question: dict[str, Any]) -> Any:
-        """Set a work up, do a turn of one, check one and give it up, or make a study."""
+        """Set a work up, do a turn of one, or check one and give it up."""
         side = question["side"]
         match question["do"]:
-            case "study":
-                setting = setting_of(question["setting"])
-                return STUDIES[question["work"]](self._make(), setting, question["sizes"])
             case "set up":
-                setting = setting_of(question["setting"])
-                self._works[side] = ALL_WORKS[question["work"]](self._make(), setting, question["sizes"])
-                settle()
+                work = WORKS[question["work"]](**question["sizes"])
+                setting = question["setting"]
+                work.set_up(self._make(), Setting(**{**setting, "windows": tuple(setting["windows"])}))
+                self.works[side] = work
+                # The collector of garbage is to forget what is there, as in an engine that is set up.
+                gc.collect()
+                gc.freeze()
                 return None
             case "turn":
-                return self._works[side].turn()
+                return self.works[side].turn()
             case _:
-                facts = self._works.pop(side).check()
+                facts = self.works.pop(side).check()
                 gc.unfreeze()
                 gc.collect()
                 return facts
@@ -93,11 +90,6 @@ def touch_memory(num_bytes: int) -> list[bytes]:
     large = [bytes(_LARGE) for _ in range(num_bytes // _LARGE)]
     del large
     return [bytes(_SMALL) for _ in range(num_bytes // _SMALL)][:: _ARENA // _SMALL]
-
-
-def setting_of(values: dict[str, Any]) -> Setting:
-    """Return a setting that went through JSON."""
-    return Setting(**{**values, "windows": tuple(values["windows"])})
 
 
 def main() -> None:

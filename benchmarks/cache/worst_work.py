@@ -1,126 +1,221 @@
-"""The work of the cases in which a cache core could be slow. No package is needed."""
+"""The work in which a cache core could be slow: deep trees, many branches, identical prompts, far states.
+
+No package is needed: vLLM's process imports this file too.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.cache.checks import TokenIds, draw, expect
-from benchmarks.cache.core_cases import BLOCK_SIZE, Setting
-from benchmarks.cache.work import Work, find
+from benchmarks.cache.setting import BLOCK_SIZE, Setting, hybrid
+from benchmarks.cache.work import CHUNK, TokenIds, Work, expect
 from benchmarks.harness.process import timed
 
 if TYPE_CHECKING:
     from benchmarks.cache.kvframe_core import KVFrame as Core
 
+MAX_ROUNDS = 14
+"""Conversations go on in each round, in pools that are made for so many."""
 
-class Turns(Work):
-    """A conversation. Its reasoning is stripped before each next turn, so that every turn begins a branch."""
 
-    def __init__(self, core: Core, setting: Setting, sizes: Mapping[str, int]) -> None:
-        """Compute all turns but those that are timed, and one like these."""
-        super().__init__(core, setting, sizes)
-        self.kept: TokenIds = []
-        self.first: TokenIds = []
+@dataclass(kw_only=True)
+class Request(Work):
+    """Requests one by one, of which the slowest step is timed, and by the way the lookup and the release."""
+
+    def set_up(self, core: Core, setting: Setting) -> None:
+        """Build the manager."""
+        super().set_up(core, setting)
         self.begins: list[float] = []
         self.frees: list[float] = []
-        for _ in range(sizes["num_turns"]):
+
+    def check(self) -> dict[str, Any]:
+        """Hold that nothing is held, and return the medians of the lookups and releases."""
+        super().check()
+        lookup, release = (1e6 * statistics.median(seconds) for seconds in (self.begins, self.frees))
+        return {"lookup_us": lookup, "release_us": release}
+
+    def begin(self, tokens: TokenIds, expected: int) -> Any:
+        """Return a prompt that has begun, of which so many tokens must be cached."""
+        prompt = self.core.prepare([*tokens])
+        seconds, hit = timed(lambda: self.core.begin(prompt))
+        expect(expected, hit, "tokens found of a request that begins")
+        self.begins.append(seconds)
+        return prompt
+
+    def end(self, prompt: Any) -> None:
+        """Let a request go."""
+        self.frees.append(timed(lambda: self.core.let_go(prompt))[0])
+
+
+@dataclass(kw_only=True)
+class Turns(Request):
+    """A conversation. Its reasoning is left out of each next prompt, so that every turn begins a branch.
+
+    Attributes:
+        length: Tokens that the user adds in each turn.
+        num_turns: Turns before the first one that is timed.
+        reasoned: Tokens of reasoning in each turn.
+        answered: Tokens of each answer.
+        window: Of the layer with a window.
+    """
+
+    length: int = 64
+    num_turns: int
+    reasoned: int = 128
+    answered: int = 64
+    window: int = 1024
+
+    @property
+    def words(self) -> str:
+        """What is timed, for people."""
+        return (
+            f"One layer of full attention and one with a window of {self.window:,}. Each turn adds {self.length} "
+            f"tokens of the user to what is kept, and generates {self.reasoned} tokens of reasoning and an answer of "
+            f"{self.answered}. The reasoning is left out of the next prompt, so that every turn begins a branch. The "
+            "pool is full: old branches are evicted. Timed is the slowest of the "
+            f"{self.reasoned + self.answered} decode steps of a turn."
+        )
+
+    def make_setting(self) -> Setting:
+        """Return a pool for what the conversation keeps at its end and two turns: most of the reasoning is evicted."""
+        kept = self.length + self.answered
+        num_tokens = (self.num_turns + MAX_ROUNDS) * kept + 2 * (kept + self.reasoned)
+        return Setting(
+            windows=hybrid(1, self.window),
+            num_blocks=2 * num_tokens // BLOCK_SIZE + 1,
+            max_model_len=(self.num_turns + MAX_ROUNDS + 2) * kept + self.reasoned + 2048,
+        )
+
+    def set_up(self, core: Core, setting: Setting) -> None:
+        """Compute all turns but those that are timed, and one like these."""
+        super().set_up(core, setting)
+        self.kept: TokenIds = []
+        self.first: TokenIds = []
+        for _ in range(self.num_turns):
             asked, reply = self._draw()
-            prompt = core.prepare([*self.kept, *asked, *reply])
-            core.compute(prompt, 2048)
-            core.let_go(prompt)
+            self.serve([*self.kept, *asked, *reply])
             self._keep(asked, reply)
         self.turn()
+        self.begins.clear()
+        self.frees.clear()
 
     def _draw(self) -> tuple[TokenIds, TokenIds]:
-        sizes = self.sizes
-        return draw(self.random, sizes["asked"]), draw(self.random, sizes["reasoned"] + sizes["answered"])
+        return self.draw(self.length), self.draw(self.reasoned + self.answered)
 
     def _keep(self, asked: TokenIds, reply: TokenIds) -> None:
         self.first = self.first or [*asked, *reply]
-        self.kept += [*asked, *reply[self.sizes["reasoned"] :]]
+        self.kept += [*asked, *reply[self.reasoned :]]
 
     def turn(self) -> list[float]:
         """Return the seconds of the slowest decode step of one more turn."""
-        core = self.core
         asked, reply = self._draw()
-        prompt = core.prepare([*self.kept, *asked])
-        begin, hit = timed(lambda: core.begin(prompt))
-        num_tokens = len(self.kept) + len(asked)
-        expect(len(self.kept) - self.sizes["answered"], hit, "tokens found of the conversation")
-        core.advance([prompt], num_tokens)
-        core.generate_from([prompt])
-        steps = [timed(lambda token=token: core.step([token]))[0] for token in reply]
-        free, _ = timed(lambda: core.let_go(prompt))
+        prompt = self.begin([*self.kept, *asked], len(self.kept) - self.answered)
+        self.core.advance([prompt], len(self.kept) + len(asked))
+        self.core.generate_from([prompt])
+        steps = [timed(lambda token=token: self.core.step([token]))[0] for token in reply]
+        self.end(prompt)
         self._keep(asked, reply)
-        self.begins.append(begin)
-        self.frees.append(free)
         return [max(steps)]
 
     def check(self) -> dict[str, Any]:
-        """Hold that nothing is held, that the conversation is found, and that its oldest reasoning is not."""
-        expect(0, self.core.num_held(), "blocks held")
-        found = find(self.core, [*self.kept, 0])
-        expect(len(self.kept) - self.sizes["answered"], found, "tokens found of the conversation")
-        oldest = find(self.core, [*self.first, 0])
-        expect(True, oldest <= self.sizes["asked"], "the oldest reasoning is evicted")
-        return {"lookup_us": _median(self.begins[1:]), "release_us": _median(self.frees[1:])}
+        """Hold that the conversation is found, and that its oldest reasoning is not."""
+        expect(len(self.kept) - self.answered, self.find([*self.kept, 0]), "tokens found of the conversation")
+        expect(True, self.find([*self.first, 0]) <= self.length, "the oldest reasoning is evicted")
+        return super().check()
 
 
-class Chain(Work):
-    """A chain of blocks with a branch at each of them, and requests whose blocks take the place of these."""
+@dataclass(kw_only=True)
+class Chain(Request):
+    """A chain of blocks with a branch at each of them, and requests whose blocks take the place of these.
 
-    def __init__(self, core: Core, setting: Setting, sizes: Mapping[str, int]) -> None:
+    Attributes:
+        depth: Blocks of the chain.
+        chunk: Tokens of a step.
+        window: Of the layer with a window.
+    """
+
+    length: int = 2048
+    depth: int
+    chunk: int = CHUNK
+    window: int = 1024
+
+    @property
+    def words(self) -> str:
+        """What is timed, for people."""
+        return (
+            f"One layer of full attention and one with a window of {self.window:,}. Prompts that part at each of "
+            f"{self.depth:,} blocks of one chain were computed and fill the pool. A request of {self.length:,} other "
+            "tokens comes, is computed, and goes; its blocks take the place of cached ones. Timed is its slowest step."
+        )
+
+    def make_setting(self) -> Setting:
+        """Return a pool that the branches fill."""
+        return Setting(
+            windows=hybrid(1, self.window),
+            num_blocks=4 * max(self.depth, self.length // BLOCK_SIZE) + 1,
+            max_model_len=max(self.length, (self.depth + 2) * BLOCK_SIZE) + 2048,
+        )
+
+    def set_up(self, core: Core, setting: Setting) -> None:
         """Compute all branches."""
-        super().__init__(core, setting, sizes)
-        self.begins: list[float] = []
-        self.frees: list[float] = []
-        depth = sizes["depth"]
-        trunk = draw(self.random, depth * BLOCK_SIZE)
-        for index in range(1, depth + 1):
-            prompt = core.prepare([*trunk[: index * BLOCK_SIZE], *draw(self.random, BLOCK_SIZE)])
-            hit = core.compute(prompt, 2048)
+        super().set_up(core, setting)
+        trunk = self.draw(self.depth * BLOCK_SIZE)
+        for index in range(1, self.depth + 1):
+            hit = self.serve([*trunk[: index * BLOCK_SIZE], *self.draw(BLOCK_SIZE)])
             expect((index - 1) * BLOCK_SIZE, hit, "tokens found of the chain")
-            core.let_go(prompt)
-        expect(depth * BLOCK_SIZE, find(core, [*trunk, 0]), "tokens found of the chain")
+        expect(self.depth * BLOCK_SIZE, self.find([*trunk, 0]), "tokens found of the chain")
         self.last: TokenIds = []
 
     def turn(self) -> list[float]:
         """Return the seconds of the slowest step of a request."""
-        core, length, chunk = self.core, self.sizes["length"], self.sizes["chunk"]
-        self.last = self.draw()
-        prompt = core.prepare([*self.last])
-        begin, hit = timed(lambda: core.begin(prompt))
-        expect(0, hit, "tokens found of a request that is like no other")
-        ends = [min(start + chunk, length) for start in range(0, length, chunk)]
-        steps = [timed(lambda end=end: core.advance([prompt], end))[0] for end in ends]
-        free, _ = timed(lambda: core.let_go(prompt))
-        self.begins.append(begin)
-        self.frees.append(free)
+        self.last = self.draw(self.length)
+        prompt = self.begin(self.last, 0)
+        ends = [min(start + self.chunk, self.length) for start in range(0, self.length, self.chunk)]
+        steps = [timed(lambda end=end: self.core.advance([prompt], end))[0] for end in ends]
+        self.end(prompt)
         return [max(steps)]
 
     def check(self) -> dict[str, Any]:
-        """Hold that nothing is held and the last request is found."""
-        expect(0, self.core.num_held(), "blocks held")
-        expect(self.sizes["length"], find(self.core, [*self.last, 0]), "tokens found of the last request")
-        return {"lookup_us": _median(self.begins), "release_us": _median(self.frees)}
+        """Hold that the last request is found."""
+        expect(self.length, self.find([*self.last, 0]), "tokens found of the last request")
+        return super().check()
 
 
+@dataclass(kw_only=True)
 class Lockstep(Work):
-    """Identical prompts, computed at the same time."""
+    """Identical prompts, computed at the same time.
 
-    last: TokenIds
-    slowest: float
+    Attributes:
+        num_requests: How many.
+        chunk: Tokens of each in a step.
+    """
+
+    num_requests: int = 8
+    chunk: int = 256
+
+    @property
+    def words(self) -> str:
+        """What is timed, for people."""
+        return (
+            f"Full attention. {self.num_requests} requests with the same prompt begin at the same time; each step "
+            f"computes {self.chunk} tokens of each. Timed is the mean step of a whole prefill."
+        )
+
+    def make_setting(self) -> Setting:
+        """Return a pool that has room for all of them, and an eighth more."""
+        num_blocks = self.num_requests * self.length // BLOCK_SIZE * 9 // 8 + 1
+        return Setting(num_blocks=num_blocks, max_num_seqs=self.num_requests + 1, max_model_len=self.length + 2048)
 
     def turn(self) -> list[float]:
         """Return the seconds of the mean step."""
-        core, length, chunk = self.core, self.sizes["length"], self.sizes["chunk"]
-        self.last = self.draw()
-        prompts = [core.prepare([*self.last]) for _ in range(self.sizes["num_requests"])]
+        core, chunk = self.core, self.chunk
+        self.last = self.draw(self.length)
+        prompts = [core.prepare([*self.last]) for _ in range(self.num_requests)]
         for prompt in prompts:
             expect(0, core.begin(prompt), "tokens found of a prompt that is new")
-        steps = [timed(lambda end=end: core.advance(prompts, end))[0] for end in range(chunk, length + 1, chunk)]
+        steps = [timed(lambda end=end: core.advance(prompts, end))[0] for end in range(chunk, self.length + 1, chunk)]
         for prompt in prompts:
             core.let_go(prompt)
         self.slowest = max(steps)
@@ -128,48 +223,50 @@ class Lockstep(Work):
 
     def check(self) -> dict[str, Any]:
         """Hold that nothing is held and the last prompt is found."""
-        expect(0, self.core.num_held(), "blocks held")
-        expect(self.sizes["length"], find(self.core, [*self.last, 0]), "tokens found of the last prompt")
-        return {"slowest_us": 1e6 * self.slowest}
+        expect(self.length, self.find([*self.last, 0]), "tokens found of the last prompt")
+        return {**super().check(), "slowest_us": 1e6 * self.slowest}
 
 
+@dataclass(kw_only=True)
 class FarState(Work):
-    """Lookups of a prompt whose later states are evicted: an early one is left."""
+    """Lookups of a prompt whose later states are evicted: an early one is left.
 
-    def __init__(self, core: Core, setting: Setting, sizes: Mapping[str, int]) -> None:
+    Attributes:
+        first: Tokens up to the state that is left.
+        chunk: Tokens of a step that computes the prompt.
+        num_calls: Lookups of a turn.
+    """
+
+    first: int = 2048
+    chunk: int = CHUNK
+    num_calls: int = 4
+
+    @property
+    def words(self) -> str:
+        """What is timed, for people."""
+        return (
+            "One layer of full attention and one with a recurrent state. Keys and values of the whole prompt are "
+            f"cached; of the states, only those of its first {self.first:,} tokens are left. Looked up as in the other "
+            "lookups."
+        )
+
+    def make_setting(self) -> Setting:
+        """Return a pool with room for the prompt and its states."""
+        return Setting(num_states=1, num_blocks=self.length // BLOCK_SIZE * 5 // 4 + 257, max_model_len=2 * self.length)
+
+    def set_up(self, core: Core, setting: Setting) -> None:
         """Compute the prompt's beginning, then all of it, and lose the states that came after the beginning."""
-        super().__init__(core, setting, sizes)
-        self.tokens = self.draw()
-        for tokens in (self.tokens[: sizes["first"]], self.tokens):
-            prompt = core.prepare([*tokens])
-            core.compute(prompt, sizes["chunk"])
-            core.let_go(prompt)
-            if len(tokens) == sizes["first"]:
-                early = set(core.cached_states())
-        late = [each for each in core.cached_states() if each not in early]
+        super().set_up(core, setting)
+        self.tokens = self.draw(self.length)
+        self.serve(self.tokens[: self.first], self.chunk)
+        early = core.cached_states()
+        self.serve(self.tokens, self.chunk)
+        late = [each for each in core.cached_states() if each not in set(early)]
         expect(True, bool(early and late), "early and late states cached")
         core.lose(late)
 
     def turn(self) -> list[float]:
         """Return the seconds of each lookup."""
-        return [self._look_up() for _ in range(self.sizes["num_calls"])]
-
-    def _look_up(self) -> float:
-        core = self.core
-        prompt = core.prepare([*self.tokens, 0])
-        seconds, hit = timed(lambda: core.look_up(prompt))
-        core.let_go(prompt)
-        expect(self.sizes["first"], hit, "tokens found up to the nearest state")
-        return seconds
-
-    def check(self) -> dict[str, Any]:
-        """Hold that nothing is held."""
-        expect(0, self.core.num_held(), "blocks held")
-        return {}
-
-
-def _median(seconds: list[float]) -> float:
-    return 1e6 * statistics.median(seconds)
-
-
-WORST_WORKS: dict[str, type[Work]] = {kind.__name__: kind for kind in (Turns, Chain, Lockstep, FarState)}
+        found = [self.look_up([*self.tokens, 0]) for _ in range(self.num_calls)]
+        expect({self.first}, {hit for _, hit in found}, "tokens found up to the nearest state")
+        return [seconds for seconds, _ in found]

@@ -14,10 +14,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cache import checks, core, core_cases, kvframe_core, worker, worst_cases
+from benchmarks.cache import cases, core, kvframe_core, setting, work, worker
 from tests.benchmarks.calling import ROOT, call, record_of
-
-SLOW = {"tiny-build"}
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +26,14 @@ def answers() -> Iterator[Any]:
         yield worker.Answers(lambda: worker.make_core("kvframe"))
 
 
-def names(cases: Any) -> dict[str, Any]:
-    return {case.name: case for case in cases}
+TINY = {case.name: case for case in cases.tiny_cases()}
 
 
-def do(answers: Any, case: Any, side: Any, changes: Mapping[str, Any] | None = None) -> tuple[list[float], Any]:
+def do(answers: Any, case: Any, side: Any) -> tuple[list[float], Any]:
     """Set up, do one turn and check, with every question as it is after its way through JSON."""
-    setting = {**case.to_dict()["sides"][case.sides.index(side)]["setting"], **(changes or {})}
-    question = {"side": side.name, "work": case.work, "sizes": case.sizes, "setting": setting}
+    described = case.to_dict()
+    setting = described["sides"][case.sides.index(side)]["setting"]
+    question = {"side": side.name, "work": described["work"], "sizes": described["sizes"], "setting": setting}
     asked = [json.loads(json.dumps({"do": what, **question})) for what in ("set up", "turn", "check")]
     answers(asked[0])
     return answers(asked[1]), answers(asked[2])
@@ -67,33 +65,31 @@ def test_a_worker_keeps_the_memory_that_it_has_touched_and_uses_next_to_nothing_
 
 
 def test_every_piece_of_work_is_done_and_checked(answers: Any) -> None:
-    cases = (*core_cases.tiny_cases(), *worst_cases.tiny_worst_cases())
-    assert set(worker.ALL_WORKS) == {case.work for case in cases}
-    for case in cases:
+    assert set(cases.WORKS.values()) == {type(case.work) for case in TINY.values()}
+    for case in TINY.values():
         seconds, _ = do(answers, case, own(case)[0])
         assert seconds
         assert all(each > 0 for each in seconds), case.name
 
 
 def test_as_many_groups_as_layers_can_be_forced(answers: Any) -> None:
-    case = names(core_cases.tiny_cases())["tiny-decode"]
+    case = TINY["tiny-decode"]
     found = {side.name: do(answers, case, side)[1]["num_groups"] for side in own(case)}
     few, many = "kvframe", "kvframe, as many groups"
     assert {few: 2, many: 3, f"{few}, one by one": 2, f"{many}, one by one": 3} == found
-    assert (None, 1024, 1040, 1056) == core_cases.apart((None, 1024, 1024, 1024))
+    assert (None, 1024, 1040, 1056) == setting.apart(setting.Setting(windows=(None, 1024, 1024, 1024))).windows
 
 
 def test_a_window_without_a_mask_and_a_state_are_in_the_plan_of_a_case() -> None:
-    cases = names(core_cases.tiny_cases())
     kinds = {
-        name: [group.spec.kind for group in kvframe_core.plan_of(cases[name].sides[0].setting).groups]
+        name: [group.spec.kind for group in kvframe_core.plan_of(TINY[name].sides[0].setting).groups]
         for name in ("tiny-state", "tiny-no-mask")
     }
     assert {"tiny-state": ["full_attention", "mamba"], "tiny-no-mask": ["live_range"]} == kinds
 
 
 def test_every_side_of_a_case_has_the_same_memory_and_requests() -> None:
-    for case in (*core_cases.standard_cases(), *worst_cases.worst_cases()):
+    for case in cases.standard_cases():
         assert ["vllm", *["kvframe"] * (len(case.sides) - 1)] == [side.engine for side in case.sides]
         assert 1 == len({(each.setting.num_blocks, each.setting.max_num_seqs) for each in case.sides}), case.name
 
@@ -103,58 +99,63 @@ def _computed(self: Any, prompt: Any, chunk: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("case", "work", "broken"),
+    ("case", "mistake", "broken"),
     [
         ("tiny-decode", "blocks held", {"held": lambda self, prompt: [(None, [1])]}),
         ("tiny-decode", "tokens found", {"look_up": lambda self, prompt: 0}),
         ("tiny-pass", "prompts found", {"look_up": lambda self, prompt: 0}),
         ("tiny-hit", "tokens found", {"look_up": lambda self, prompt: 16}),
-        ("tiny-turns", "tokens found of the conversation", {"begin": lambda self, prompt: 0, "compute": _computed}),
+        (
+            "tiny-turns",
+            "tokens found of a request that begins",
+            {"begin": lambda self, prompt: 0, "compute": _computed},
+        ),
         ("tiny-chain", "tokens found of the chain", {"compute": lambda self, prompt, chunk: 0}),
         ("tiny-lockstep", "tokens found of a prompt that is new", {"begin": lambda self, prompt: 16}),
         ("tiny-far-state", "early and late states", {"cached_states": lambda self: []}),
         ("tiny-far-state", "nearest state", {"lose": lambda self, blocks: None}),
     ],
 )
-def test_a_core_that_does_not_do_the_work_is_noticed(case: str, work: str, broken: Mapping[str, Any]) -> None:
+def test_a_core_that_does_not_do_the_work_is_noticed(case: str, mistake: str, broken: Mapping[str, Any]) -> None:
     kind = type(worker.make_core("kvframe"))
     broken = {"let_go": lambda self, prompt: None, **broken} if "look_up" in broken else broken
     answers = worker.Answers(type("Broken", (kind,), broken))
-    tiny = (*core_cases.tiny_cases(), *worst_cases.tiny_worst_cases())
-    chosen = names(tiny)[case]
-    with pytest.raises(checks.Mistake, match=work):
-        do(answers, chosen, own(chosen)[0])
+    with pytest.raises(work.Mistake, match=mistake):
+        do(answers, TINY[case], own(TINY[case])[0])
 
 
 def test_the_page_says_the_work_in_words_and_compares_what_was_done_in_one_round() -> None:
-    case = names(core_cases.tiny_cases())["tiny-pass"]
+    case = TINY["tiny-pass"]
     found = {
         "vLLM": {"seconds": [3e-6, 2e-6, 1e-6], "times_as_fast": []},
         "kvframe": {"seconds": [1e-6, 1e-6, 1e-6], "times_as_fast": [3.0, 2.0, 1.0]},
     }
     places = ("date", "command", "processor", "cores", "threads", "system", "commit")
     machine = dict.fromkeys((*places, "python", "torch", "transformers", "kvframe"), "?")
-    cases = {case.name: {**case.to_dict(), "sides": found}}
-    record = {"machine": machine, "repeats": 3, "versions": {}, "cases": cases}
+    record = {
+        "machine": machine,
+        "repeats": 3,
+        "versions": {},
+        "cases": {case.name: {**case.to_dict(), "sides": found}},
+    }
     page = core.write_report(record)
     assert "| Pass | kvframe | 2 (1 to 3) | 1 |" in page
-    assert f"Pass. {case.words}" in page
+    assert f"Pass. {case.work.words}" in page
     assert "for each request" not in page
     assert "| vLLM | 2.0 (1.0 to 3.0) |  |" in page
 
 
 def test_the_page_says_what_a_step_costs_for_each_request() -> None:
-    case = names(core_cases.tiny_cases())["tiny-decode"]
+    case = TINY["tiny-decode"]
     values = {
         "seconds": [9e-6, 8e-6, 7e-6],
         "times_as_fast": [],
         "num_groups": 3,
-        "calls_per_request": 4.0,
         "num_held": 5,
     }
     lines = core._sides({**case.to_dict(), "sides": {"vLLM": values}})
     assert "|  | µs | times as fast | µs for each request | groups |" in lines[0]
-    assert "| vLLM | 8.0 (7.0 to 9.0) |  | 2.00 | 3 | 4.0 | 5 |" == lines[2]
+    assert "| vLLM | 8.0 (7.0 to 9.0) |  | 2.00 | 3 | 5 |" == lines[2]
 
 
 def test_the_readme_says_the_recorded_ratios() -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.attention import cpu, formats, metadata
-from benchmarks.cache import compare_hits, core, definition, eviction, growth, salts
-from benchmarks.cli import fuzz, fuzz_plugins
+from benchmarks.cache import core, definition, eviction, growth, salts
 from benchmarks.engine import generate, profile_step, skipping, soak
 from benchmarks.harness import pages, record
 from benchmarks.memory import plans, traffic
@@ -20,12 +19,9 @@ PAGES: Mapping[str, Callable[[Any], str]] = {
     "cache_growth": growth.write_report,
     "cache_model": definition.write_report,
     "cache_salts": salts.write_report,
-    "compare_hits": compare_hits.write_report,
     "cpu_attention": cpu.write_report,
     "eviction": eviction.write_report,
     "formats": formats.write_report,
-    "fuzz_cli": fuzz.write_report,
-    "fuzz_plugins": fuzz_plugins.write_report,
     "generate": generate.write_report,
     "memory": plans.write_report,
     "memory_traffic": traffic.write_report,

@@ -12,13 +12,14 @@ import tomllib
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 import attrs
 import pytest
 from click.testing import CliRunner
+from kvframe_transformers.testing import save_tiny
 
-from benchmarks.engine.import_graph import files_of_a_step
+from kvframe import Engine, SamplingParams
 from kvframe.cli import main
 from kvframe.config.stack import Stack
 from kvframe.contract.hookspecs import HookSpecs
@@ -315,9 +316,31 @@ def test_the_reference_has_every_name_of_the_contract() -> None:
     assert {name: module for module, name in exported} | {"HookSpecs": "hookspecs"} == found
 
 
-def test_the_files_of_a_step_are_those_that_run() -> None:
+def files_of_a_step(model: Path) -> list[str]:
+    """Return the files of the core in which one decode step of four requests runs code, in the order of first use."""
+    stack = Stack.from_mapping({"cache": {"memory": "16MiB"}, "engine": {"self_check": False}})
+    found: dict[str, None] = {}
+
+    def record(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            found[frame.f_code.co_filename] = None
+
+    with Engine.from_pretrained(model, stack=stack) as engine:
+        for request in range(4):
+            engine.add_request([1 + request, 2, 3, 4, 5], SamplingParams(max_new_tokens=16, ignore_eos=True))
+        for _ in range(4):
+            engine.step()
+        sys.setprofile(record)
+        engine.step()
+        sys.setprofile(None)
+    core = ROOT / "kvframe"
+    return [Path(name).relative_to(core).as_posix() for name in found if name.startswith(f"{core}/")]
+
+
+def test_the_files_of_a_step_are_those_that_run(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
     files = re.findall(r"^\| `([a-z_/]+\.py)` \|", read("docs/a_step.md"), flags=re.MULTILINE)
-    assert files == files_of_a_step()
+    assert files == files_of_a_step(tmp_path)
 
 
 def test_the_site_has_every_page() -> None:

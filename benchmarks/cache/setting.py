@@ -1,0 +1,79 @@
+"""How a cache core is set up for a measurement, and the sides that are compared. No package is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+BLOCK_SIZE = 16
+VLLM, KVFRAME, MORE_GROUPS = "vLLM", "kvframe", "kvframe, as many groups"
+ONE_BY_ONE = ", one by one"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How a cache core is set up.
+
+    Attributes:
+        windows: For each layer, the tokens of its window; None for a layer that reads every past token. All layers have
+            pages of one size.
+        num_states: Layers with a recurrent state beside them. A state has the bytes of a page.
+        has_masks: Whether a window says which keys a query sees (a mask), or its live ranges alone.
+        num_blocks: The memory, in pages of one layer; one of them is the null page.
+        caching: Whether computed blocks become findable.
+        max_num_seqs: The most requests at a time.
+        max_model_len: The longest request, in tokens.
+        one_by_one: Whether requests of a step are handled one by one by a core that can take them together.
+    """
+
+    windows: tuple[int | None, ...] = (None,)
+    num_states: int = 0
+    has_masks: bool = True
+    num_blocks: int = 131_073
+    caching: bool = True
+    max_num_seqs: int = 8
+    max_model_len: int = 16_384
+    one_by_one: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """A core that does a case's work.
+
+    Attributes:
+        name: In the results.
+        engine: ``vllm`` or ``kvframe``.
+        setting: Its set-up.
+    """
+
+    name: str
+    engine: str
+    setting: Setting
+
+
+def sides(setting: Setting, *, forced: bool = False, each: bool = False) -> tuple[Side, ...]:
+    """Return the sides that do a case's work; the others are compared with the first.
+
+    Args:
+        setting: The model and the memory, the same for all.
+        forced: Whether kvframe also does it with a group for each layer.
+        each: Whether kvframe also handles the requests of a step one by one.
+    """
+    settings = {KVFRAME: setting}
+    if forced:
+        settings[MORE_GROUPS] = apart(setting)
+    if each:
+        settings |= {name + ONE_BY_ONE: dataclasses.replace(kept, one_by_one=True) for name, kept in settings.items()}
+    return Side(VLLM, "vllm", setting), *(Side(name, "kvframe", kept) for name, kept in settings.items())
+
+
+def apart(setting: Setting) -> Setting:
+    """Return a setting whose windows are each a block longer than the one before, so that no two layers are alike."""
+    others = [window for window in setting.windows if window is not None]
+    steps = iter(window + index * BLOCK_SIZE for index, window in enumerate(others))
+    windows = tuple(None if window is None else next(steps) for window in setting.windows)
+    return dataclasses.replace(setting, windows=windows)
+
+
+def hybrid(num_windows: int, window: int = 1024) -> tuple[int | None, ...]:
+    """Return the layers of a model with one of full attention and ``num_windows`` with windows."""
+    return (None, *[window] * num_windows)
