@@ -1,4 +1,4 @@
-"""What a model takes where all groups have as many layers and one page size: the grouping that kvframe is held against.
+"""What a model takes if all groups have as many layers and one page size: the grouping that kvframe is held against.
 
 The arithmetic is that of vLLM's hybrid KV cache manager, from its design page (docs/design/hybrid_kv_cache_manager.md,
 cases 2 to 5) and the rule for states and for nearly equal numbers of layers in its code of version 0.11
@@ -11,17 +11,18 @@ cases 2 to 5) and the rule for states and for nearly equal numbers of layers in 
   less than half more; the last group of a type is filled up with layers that are not there;
 * layers that read other layers' caches do not count.
 
-Which blocks a request holds is the same for both, so that nothing but the grouping is compared.
+Planned by kvframe with one page in a slab, such groups share a pool of equal blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 
-from kvframe.contract.specs import TOKENS, KVCacheSpec, LayerSpec, align_up
-from kvframe.planning.plan import KVCachePlan
+from kvframe.contract.specs import KVCacheSpec, LayerSpec, align_up
+from kvframe.planning.groups import Grouping, KVCacheGroup
+from kvframe.planning.plan import KVCachePlan, plan_cache
 
 BLOCK_MULTIPLE = 16
 """Blocks are made longer in steps of so many tokens, as kernels need it."""
@@ -31,111 +32,93 @@ NEARLY_EQUAL = 1.5
 
 
 @attrs.frozen(kw_only=True)
-class PaddedType:
-    """Layers of one type.
-
-    Attributes:
-        spec: What each keeps, with the tokens per block that it gets.
-        num_layers: How many there are.
-        layer_bytes: Bytes of a block of one of them, without padding.
-    """
-
-    spec: KVCacheSpec
-    num_layers: int
-    layer_bytes: int
-
-
-@attrs.frozen(kw_only=True)
 class PaddedGroups:
     """A model in equal groups.
 
     Attributes:
-        types: The types of layers.
+        types: For each type of layers what one keeps, with the tokens of a block that it gets, and their names.
         group_size: Layers of each group, those that are not there included.
         page_bytes: Bytes of a block of one layer, alike for all.
     """
 
-    types: tuple[PaddedType, ...]
+    types: tuple[tuple[KVCacheSpec, tuple[str, ...]], ...]
     group_size: int
     page_bytes: int
 
     @classmethod
-    def of(cls, layers: Sequence[LayerSpec]) -> PaddedGroups:
+    def of(cls, layers: Sequence[LayerSpec], *, has_longer_states: bool = False) -> PaddedGroups:
         """Group a model's layers.
 
         Args:
             layers: Its layers, in the order they run.
+            has_longer_states: Whether a state is kept for as many tokens as a block of attention has, as in vLLM, or as
+                often as in kvframe.
         """
-        counts: dict[KVCacheSpec, int] = {}
+        names: dict[KVCacheSpec, list[str]] = {}
         for layer in layers:
             if layer.shares_with is None and layer.spec is not None and layer.spec.keeps_past:
-                counts[layer.spec] = counts.get(layer.spec, 0) + 1
-        most, fewest = max(counts.values()), min(counts.values())
-        page_bytes = _page_bytes(counts)
-        types = []
-        for spec, num_layers in counts.items():
-            longer = spec
-            if not spec.is_per_block:
-                longer = attrs.evolve(spec, block_size=spec.block_size * page_bytes // spec.block_bytes)
-            types.append(PaddedType(spec=longer, num_layers=num_layers, layer_bytes=longer.block_bytes))
+                names.setdefault(layer.spec, []).append(layer.name)
+        most, fewest = max(map(len, names.values())), min(map(len, names.values()))
+        page_bytes = _page_bytes([*names])
+        longer = {
+            spec: attrs.evolve(spec, block_size=spec.block_size * page_bytes // spec.block_bytes)
+            for spec in names
+            if not spec.is_per_block
+        }
+        if has_longer_states:
+            size = max((spec.block_size for spec in longer.values()), default=BLOCK_MULTIPLE)
+            longer |= {spec: attrs.evolve(spec, block_size=size) for spec in names if spec.is_per_block}
         return cls(
-            types=tuple(types), group_size=most if most < NEARLY_EQUAL * fewest else fewest, page_bytes=page_bytes
+            types=tuple((longer.get(spec, spec), tuple(found)) for spec, found in names.items()),
+            group_size=most if most < NEARLY_EQUAL * fewest else fewest,
+            page_bytes=page_bytes,
         )
 
     @property
     def num_missing(self) -> int:
         """Layers that are not there and take memory."""
-        return sum(align_up(each.num_layers, self.group_size) - each.num_layers for each in self.types)
-
-    def blocks(self, plan: KVCachePlan, num_tokens: int) -> list[int]:
-        """Return the blocks that a request of each type's layers holds at most, for one group of them.
-
-        Args:
-            plan: What says how much a step computes, and how long inputs get.
-            num_tokens: The request's length at its end.
-        """
-        return [
-            each.spec.peak_blocks(num_tokens, plan.max_num_batched_tokens)
-            if each.spec.sequence == TOKENS
-            else -(-plan.max_input_lens[each.spec.sequence] // each.spec.block_size)
-            for each in self.types
-        ]
+        return sum(-len(names) % self.group_size for _, names in self.types)
 
     @property
     def num_groups(self) -> int:
         """Groups of all types."""
-        return sum(-(-each.num_layers // self.group_size) for each in self.types)
+        return sum(-(-len(names) // self.group_size) for _, names in self.types)
 
-    def held_bytes(self, plan: KVCachePlan, num_tokens: int) -> int:
-        """Return the bytes of the most blocks that a request holds."""
-        counts = zip(self.blocks(plan, num_tokens), self.types, strict=True)
-        return sum(count * align_up(each.num_layers, self.group_size) * self.page_bytes for count, each in counts)
+    def plan(
+        self, memory_bytes: int, max_model_len: int, max_num_batched_tokens: int, max_input_lens: Mapping[str, int]
+    ) -> KVCachePlan:
+        """Return the plan of these groups, each with pages of as many bytes as its layers use; a block is a slab."""
+        groups: list[KVCacheGroup] = []
+        for spec, names in self.types:
+            count = -(-len(names) // self.group_size)
+            for own in (names[index::count] for index in range(count)):
+                groups.append(KVCacheGroup(index=len(groups), spec=spec, layers=own, stored=(spec,) * len(own)))
+        plan = plan_cache(
+            Grouping(groups=tuple(groups), follows={}),
+            memory_bytes=memory_bytes,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_input_lens=max_input_lens,
+            pages_per_slab=[1] * len(groups),
+        )
+        assert plan.slab_bytes == self.group_size * self.page_bytes
+        # What is too short for a block holds none.
+        return attrs.evolve(plan, num_rest_pages=0)
 
-    def max_concurrency(self, plan: KVCachePlan, num_tokens: int) -> int:
-        """Return how many requests fit the plan's memory at once."""
-        block_bytes = self.group_size * self.page_bytes
-        return plan.memory_bytes // block_bytes // (self.held_bytes(plan, num_tokens) // block_bytes)
 
-    def waste_fraction(self, plan: KVCachePlan, num_tokens: int) -> float:
-        """Return the share of a request's blocks that belongs to no layer, or is padding of a state."""
-        counts = zip(self.blocks(plan, num_tokens), self.types, strict=True)
-        used = sum(count * each.num_layers * each.layer_bytes for count, each in counts)
-        return 1 - used / self.held_bytes(plan, num_tokens)
-
-
-def _page_bytes(counts: dict[KVCacheSpec, int]) -> int:
+def _page_bytes(specs: Sequence[KVCacheSpec]) -> int:
     """Return the bytes of a block of one layer that every type can have.
 
     Raises:
         ValueError: A type's block cannot be made as large by whole tokens.
     """
-    sizes = {spec.block_bytes for spec in counts if not spec.is_per_block}
-    states = [spec.block_bytes for spec in counts if spec.is_per_block]
-    if not sizes:
+    attention = [spec for spec in specs if not spec.is_per_block]
+    states = [spec.block_bytes for spec in specs if spec.is_per_block]
+    if not attention:
         return max(states)
-    largest = max((spec for spec in counts if not spec.is_per_block), key=lambda spec: spec.block_bytes)
+    largest = max(attention, key=lambda spec: spec.block_bytes)
     step_bytes = BLOCK_MULTIPLE * largest.block_bytes // largest.block_size
     page_bytes = max(align_up(max(states, default=0), step_bytes), largest.block_bytes)
-    if any(page_bytes % size for size in sizes):
-        raise ValueError(f"blocks of {sorted(sizes)} bytes cannot be made longer to {page_bytes}")
+    if any(page_bytes % spec.block_bytes for spec in attention):
+        raise ValueError(f"some of {specs} cannot be made longer to {page_bytes} bytes")
     return page_bytes

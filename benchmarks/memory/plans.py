@@ -20,7 +20,6 @@ from benchmarks.memory.padded_groups import PaddedGroups
 from kvframe.cli.render import format_bytes
 from kvframe.config.stack import Stack
 from kvframe.contract.description import ModelDescription
-from kvframe.contract.specs import LayerSpec
 from kvframe.loading.plugins import load_plugins
 from kvframe.loading.registry import Registry
 from kvframe.planning.groups import group_layers, make_layer_specs
@@ -82,11 +81,18 @@ def _row(title: str, description: ModelDescription, registry: Registry, changes:
     max_model_len = min(MAX_MODEL_LEN, description.max_model_len)
     stack = Stack.from_mapping({"cache": {"memory": str(MEMORY_BYTES)}, "engine": {"dtype": DTYPE}, **changes})
     layers = make_layer_specs(description, registry, stack, DTYPE)
+    lens = description.max_input_lens
+    plan = plan_for_stack(group_layers(layers), stack, max_model_len, lens)
+    padded = PaddedGroups.of(layers)
     plans = {
-        name: _plan(layers, stack, max_model_len, description, hybrid=name == "hybrid") for name in ("hybrid", "full")
+        "hybrid": plan,
+        "full": plan_for_stack(group_layers(layers, hybrid=False), stack, max_model_len, lens),
+        "padded": padded.plan(MEMORY_BYTES, max_model_len, plan.max_num_batched_tokens, lens),
     }
-    plan, padded = plans["hybrid"], PaddedGroups.of(layers)
     lengths = sorted({min(length, max_model_len) for length in LENGTHS})
+    blocks = [plans["padded"].num_slabs_for(plans["padded"].peak_blocks(length)) for length in lengths]
+    block_bytes = plans["padded"].slab_bytes
+    used = [_held_bytes(plans["padded"], length) for length in lengths]
     return {
         "title": title,
         "model": description.name,
@@ -102,29 +108,20 @@ def _row(title: str, description: ModelDescription, registry: Registry, changes:
         "wasted": wasted_share(plan),
         "wasted_bytes": round(wasted_share(plan) * plan.memory_bytes),
         "lengths": lengths,
-        "requests": {
-            **{name: [each.max_concurrency(length) for length in lengths] for name, each in plans.items()},
-            "padded": [padded.max_concurrency(plan, length) for length in lengths],
-        },
+        "requests": {name: [each.max_concurrency(length) for length in lengths] for name, each in plans.items()},
         "request_bytes": {
-            **{name: [_held_bytes(each, length) for length in lengths] for name, each in plans.items()},
-            "padded": [padded.held_bytes(plan, length) for length in lengths],
+            **{name: [_held_bytes(plans[name], length) for length in lengths] for name in ("hybrid", "full")},
+            "padded": [count * block_bytes for count in blocks],
         },
         "padded": {
             "num_groups": padded.num_groups,
             "group_size": padded.group_size,
             "num_missing_layers": padded.num_missing,
             "page_bytes": padded.page_bytes,
-            "block_sizes": [each.spec.block_size for each in padded.types if not each.spec.is_per_block],
-            "wasted": [padded.waste_fraction(plan, length) for length in lengths],
+            "block_sizes": [spec.block_size for spec, _ in padded.types if not spec.is_per_block],
+            "wasted": [1 - held / (count * block_bytes) for held, count in zip(used, blocks, strict=True)],
         },
     }
-
-
-def _plan(
-    layers: Sequence[LayerSpec], stack: Stack, max_model_len: int, description: ModelDescription, *, hybrid: bool
-) -> KVCachePlan:
-    return plan_for_stack(group_layers(layers, hybrid=hybrid), stack, max_model_len, description.max_input_lens)
 
 
 def _held_bytes(plan: KVCachePlan, num_tokens: int) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from benchmarks.memory.caches import Cache, MemoryUse
+from benchmarks.memory.cache import Cache, MemoryUse
 from benchmarks.memory.traces import Conversation, Tokens, Turn
 from kvframe.cache.input_index import InputSequence
 
@@ -209,8 +209,7 @@ class Simulation:
     def _compute_prompt(self, request: _Request, budget: int, computed: list[tuple[_Request, int]]) -> int:
         """Let a running request compute more of its prompt; returns how many tokens."""
         stop = min(request.num_known, request.num_computed + budget)
-        stop = self._cache.chunk(request.name, request.num_computed, stop, request.num_known, self._budget)
-        if stop == request.num_computed or not self._make_room(request, stop):
+        if not self._make_room(request, stop):
             return 0
         computed.append((request, stop))
         return stop - request.num_computed
@@ -224,16 +223,13 @@ class Simulation:
         while True:
             request.starts += 1
             hit = self._cache.start(request.name, token_ids, use_prefix=not request.runs_alone, inputs=request.inputs)
-            stop = self._cache.chunk(
-                request.name, hit, min(request.num_known, hit + budget), request.num_known, self._budget
-            )
+            stop = min(request.num_known, hit + budget)
             fits = stop == request.num_known or not self._running
             fits = fits or self._cache.has_room(request.name, request.num_known)
-            if stop > hit and fits and self._cache.extend(request.name, stop):
+            if fits and self._cache.extend(request.name, stop):
                 break
             self._cache.free(request.name)
-            if stop > hit:
-                self._note_full()
+            self._note_full()
             if self._running:
                 return 0
             assert not request.runs_alone, "a lone request must fit"

@@ -18,18 +18,17 @@ import attrs
 import click
 
 from benchmarks.harness.record import benchmark
-from benchmarks.memory.caches import MemoryUse
-from benchmarks.memory.layouts import (
+from benchmarks.memory.cache import MemoryUse
+from benchmarks.memory.plans import DTYPE, MODELS
+from benchmarks.memory.shapes import (
     FEW_STATES,
     KVFRAME,
     MAX_NUM_SEQS,
-    ONE_SIZE,
     PADDED,
     STATE_BLOCK,
     TOKENS_A_STEP,
     Shape,
 )
-from benchmarks.memory.plans import DTYPE, MODELS
 from benchmarks.memory.simulator import Outcome, Simulation
 from benchmarks.memory.traces import TRACES, Lengths, draw, typical_tokens
 from benchmarks.memory.traffic_report import draw_plot, write_report
@@ -110,7 +109,7 @@ def figures(outcome: Outcome, memory_bytes: int) -> dict[str, Any]:
 def _jobs(files: Sequence[str], traces: Sequence[str], size: int) -> list[Job]:
     jobs = []
     for file in files:
-        layouts = [KVFRAME, PADDED, ONE_SIZE]
+        layouts = [KVFRAME, PADDED]
         if Shape.read(file, size).keeps_states:
             layouts.insert(1, FEW_STATES)
         jobs += [Job(file, trace, size, layout) for trace in traces for layout in layouts]

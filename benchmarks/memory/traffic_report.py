@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.pages import heading, table
+from benchmarks.harness.plots import plots
+from benchmarks.memory.shapes import FEW_STATES, KVFRAME, PADDED
 
-SHORT = {
-    "kvframe": "kvframe",
-    "kvframe, few states": "few states",
-    "equal padded groups": "equal groups",
-    "one size fits all": "one size",
-}
+SHORT = {KVFRAME: "kvframe", FEW_STATES: "few states", PADDED: "equal groups"}
 """Layouts as the tables name them."""
 
 WASTES = ("partly_used", "padding")
@@ -36,11 +33,10 @@ def write_report(record: Mapping[str, Any]) -> str:
         "## Requests at once",
         "",
         "The most; in brackets the average from the first step without room on. The last columns are kvframe's most, "
-        "and its average, over those of equal groups, and its most over that of one size; the better one where it has "
-        "two.",
+        "and its average, over those of equal groups; the better one where it has two.",
         "",
         *table(
-            ("", "", "GB", *SHORT.values(), "most / equal groups", "average / equal groups", "most / one size"),
+            ("", "", "GB", *SHORT.values(), "most / equal groups", "average / equal groups"),
             _per_trace(rows, _concurrency),
         ),
         "",
@@ -85,7 +81,7 @@ def _per_trace(rows: Rows, cells: Any) -> list[tuple[str, ...]]:
 
 def best_ratio(by_layout: Mapping[str, Mapping[str, Any]], other: str, figure: str = "peak") -> float:
     """Return a figure of kvframe over that of another layout, with the better of its rows."""
-    ours = max(row[figure] for name, row in by_layout.items() if name.startswith("kvframe"))
+    ours = max(row[figure] for name, row in by_layout.items() if name.startswith(KVFRAME))
     return float(ours / by_layout[other][figure])
 
 
@@ -96,16 +92,15 @@ def _concurrency(by_layout: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
 
     memory = f"{by_layout['kvframe']['memory_bytes'] / 1e9:.1f}"
     ratios = (
-        best_ratio(by_layout, "equal padded groups"),
-        best_ratio(by_layout, "equal padded groups", "concurrency"),
-        best_ratio(by_layout, "one size fits all"),
+        best_ratio(by_layout, PADDED),
+        best_ratio(by_layout, PADDED, "concurrency"),
     )
     return memory, *(cell(name) for name in SHORT), *(f"{ratio:.2f}" for ratio in ratios)
 
 
 def _ended(by_layout: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
     rows = (by_layout.get(name) for name in SHORT)
-    ratio = best_ratio(by_layout, "equal padded groups", "ended_in_1000_steps")
+    ratio = best_ratio(by_layout, PADDED, "ended_in_1000_steps")
     return *("" if row is None else f"{row['ended_in_1000_steps']:.0f}" for row in rows), f"{ratio:.2f}"
 
 
@@ -147,42 +142,17 @@ def _memory(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def draw_plot(record: Mapping[str, Any], path: Path) -> None:
-    """Draw, for each trace, how many requests run at once at most beside equal padded groups, and what is wasted.
-
-    Args:
-        record: The results.
-        path: The SVG file to write.
-    """
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    matplotlib.rcParams.update({"svg.hashsalt": "kvframe", "font.size": 8})
+    """Draw, for each trace, how many requests run at once at most beside equal padded groups."""
     rows = record["layouts"]
-    traces = list(dict.fromkeys(row["trace"] for row in rows))
-    titles = list(dict.fromkeys(row["title"] for row in rows))
-    found = {(row["title"], row["trace"], row["layout"]): row for row in rows}
-    figure, axes = plt.subplots(2, len(traces), figsize=(4 * len(traces), 8), sharey="row", squeeze=False)
-    for column, trace in enumerate(traces):
-        for index, layout in enumerate(SHORT):
-            places, ratios, wastes = [], [], []
-            for place, title in enumerate(titles):
-                row = found.get((title, trace, layout))
-                if row is not None:
-                    places.append(place + 0.2 * index)
-                    ratios.append(row["peak"] / found[title, trace, "equal padded groups"]["peak"])
-                    share = wasted(row)
-                    wastes.append(100 * (share + row["use"]["unfinished"]) if share is not None else 0)
-            for line, values in ((0, ratios), (1, wastes)):
-                axes[line][column].bar(places, values, width=0.2, label=layout)
-        axes[0][column].set_title(trace)
-        axes[0][column].axhline(1, color="black", linewidth=0.5)
-        for line in (0, 1):
-            axes[line][column].set_xticks([place + 0.3 for place in range(len(titles))], titles, rotation=90)
-    axes[0][0].set_ylabel("most requests at once, beside equal padded groups")
-    axes[1][0].set_ylabel("% of the memory wasted, unfinished blocks included")
-    axes[0][0].legend()
-    figure.tight_layout()
-    figure.savefig(path, format="svg", metadata={"Date": None})
-    plt.close(figure)
+    traces, titles = (list(dict.fromkeys(row[key] for row in rows)) for key in ("trace", "title"))
+    found = {(row["title"], row["trace"], row["layout"]): row["peak"] for row in rows}
+    with plots([f"most requests at once, beside {PADDED}: {trace}" for trace in traces], path) as places:
+        for place, trace in zip(places, traces, strict=True):
+            for index, layout in enumerate(SHORT):
+                bars = [
+                    (number + 0.3 * index, found[title, trace, layout] / found[title, trace, PADDED])
+                    for number, title in enumerate(titles)
+                    if (title, trace, layout) in found
+                ]
+                place.bar(*zip(*bars, strict=True), width=0.3, label=layout)
+            place.set_xticks([number + 0.3 for number in range(len(titles))], titles, rotation=90, fontsize=6)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.memory import tables, traces, traffic, traffic_report
+from benchmarks.memory import traces, traffic, traffic_report
 from tests.benchmarks.calling import measured, page_of, record_of
 
 LLAMA, GEMMA, FALCON = "llama_3_1_8b.toml", "gemma_3_27b.json", "falcon_h1_7b.toml"
@@ -23,18 +23,16 @@ def figures(file: str, trace: str, *, size: int = 1, **options: Any) -> dict[str
 
 
 def test_a_model_with_one_kind_of_layer_runs_alike_in_every_layout() -> None:
-    ours, padded, one_size = (
-        figures(LLAMA, "multi-turn", size=3, layout=layout)
-        for layout in ("kvframe", "equal padded groups", "one size fits all")
+    ours, padded = (
+        figures(LLAMA, "multi-turn", size=3, layout=layout) for layout in ("kvframe", "equal padded groups")
     )
     assert ours["was_full"]
     assert ours["hit_rate"] > 0.2
-    assert [padded[name] for name in SAME] == [one_size[name] for name in SAME]
-    # The pool gives up short runs of pages as a whole, the models page by page.
+    # The pool evicts short runs of pages as a whole, and of equal blocks page by page.
     assert [ours[name] for name in SAME] == pytest.approx([padded[name] for name in SAME], rel=0.05)
 
 
-@pytest.mark.parametrize("layout", ["kvframe", "kvframe, few states", "equal padded groups", "one size fits all"])
+@pytest.mark.parametrize("layout", ["kvframe", "kvframe, few states", "equal padded groups"])
 def test_every_byte_is_somewhere(layout: str) -> None:
     row = figures(FALCON, "constant", size=6, layout=layout)
     assert row["looks"]
@@ -78,22 +76,6 @@ def test_conversations_begin_with_one_of_the_shared_prompts() -> None:
     assert lengths.num_shared == len(begins)
 
 
-# --- pools ------------------------------------------------------------------------------------------------------------
-
-
-def test_equal_blocks_without_content_are_taken_first_and_then_the_oldest() -> None:
-    pool = tables.EqualBlocks(5)
-    [blocks] = pool.allocate([4])
-    assert [1, 2, 3, 4] == blocks
-    pool.publish(1, (0, 111))
-    pool.publish(3, (0, 333))
-    pool.release(0, [3, 1, 2, 4])
-    assert [[4, 2, 3]] == pool.allocate([3])
-    assert (1, 0) == (pool.find((0, 111)), pool.find((0, 333)))
-    assert pool.allocate([2]) is None
-    assert 1 == pool.find((0, 111))
-
-
 # --- the script and its record ----------------------------------------------------------------------------------------
 
 
@@ -101,7 +83,7 @@ def test_the_script_writes_a_record_a_page_and_a_plot(tmp_path: Path) -> None:
     chosen = ["--size", "1", "--workers", "1", "--model", "jamba_mini.toml", "--trace", "constant"]
     measured(tmp_path, "memory.traffic", *chosen)
     record = record_of("memory_traffic", tmp_path)
-    layouts = ["kvframe", "kvframe, few states", "equal padded groups", "one size fits all"]
+    layouts = ["kvframe", "kvframe, few states", "equal padded groups"]
     assert layouts == [row["layout"] for row in record["layouts"]]
     page = page_of("memory_traffic", tmp_path)
     assert "\n| Jamba Mini | constant |" in page

@@ -1,4 +1,4 @@
-"""The caches that traffic is run on: kvframe's own manager, and models of other layouts with the same verbs."""
+"""The cache that traffic is run on, kvframe's manager over some plan, and where the bytes of its pool are."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import attrs
 import numpy as np
 
-from benchmarks.memory.tables import EqualBlocks, Inputs, TableManager
 from benchmarks.memory.traces import Tokens
+from kvframe.cache.input_index import InputSequence
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.specs import TOKENS, KVCacheSpec
 from kvframe.planning.plan import KVCachePlan
@@ -43,11 +43,8 @@ class MemoryUse:
         return taken / (taken + self.partly_used + self.cached + self.idle)
 
 
-# --- slabs and pages: kvframe itself ----------------------------------------------------------------------------------
-
-
-class SlabsAndPages:
-    """kvframe's plan and manager, as an engine has them."""
+class Cache:
+    """A manager, and the pages that hold something."""
 
     def __init__(self, plan: KVCachePlan, max_num_seqs: int) -> None:
         """Start with an empty pool."""
@@ -59,14 +56,12 @@ class SlabsAndPages:
         self.commit = self._manager.commit
         self.has_room = self._manager.has_room
 
-    def start(self, request_id: str, token_ids: Tokens[int], *, use_prefix: bool, inputs: Inputs) -> int:
+    def start(
+        self, request_id: str, token_ids: Tokens[int], *, use_prefix: bool, inputs: Mapping[str, InputSequence]
+    ) -> int:
         """Take a request in, on its longest cached prefix; returns the tokens of that."""
         self._num_seen[request_id] = [0] * len(self._plan.groups)
         return self._manager.start(request_id, token_ids, use_prefix=use_prefix, inputs=inputs)
-
-    def chunk(self, request_id: str, start: int, stop: int, prompt_end: int, limit: int) -> int:
-        """Return ``stop``: a step may end anywhere."""
-        return stop
 
     def extend(self, request_id: str, num_tokens: int) -> bool:
         """Make room for tokens ``[0, num_tokens)``; False, and nothing changed, if there is none."""
@@ -93,7 +88,11 @@ class SlabsAndPages:
         return self._manager.usage
 
     def memory_use(self, computed: Mapping[str, int]) -> MemoryUse:
-        """Return where the pool's bytes are."""
+        """Return where the pool's bytes are.
+
+        Args:
+            computed: The computed tokens of each request.
+        """
         plan = self._plan
         tables = {request: self._manager.block_ids(request) for request in computed}
         needed = unfinished = cached = free = tails = held_slabs = 0
@@ -132,7 +131,7 @@ class SlabsAndPages:
 
 def _distinct(block_ids: Any) -> Any:
     """Return each block id once, without the null page's."""
-    return np.flatnonzero(np.bincount(block_ids, minlength=1)[1:]) + 1
+    return np.unique(block_ids[block_ids > 0])
 
 
 def empty_tokens(spec: KVCacheSpec, num_held: int, num_computed: int) -> int:
@@ -141,112 +140,3 @@ def empty_tokens(spec: KVCacheSpec, num_held: int, num_computed: int) -> int:
         return 0
     live = sum(stop - start for start, stop in spec.live_ranges(num_computed))
     return max(0, num_held * spec.block_size - live)
-
-
-# --- blocks of one size -----------------------------------------------------------------------------------------------
-
-
-@attrs.frozen(kw_only=True)
-class EqualGroup:
-    """Layers that share a block table, in a pool where all blocks are alike.
-
-    Attributes:
-        spec: What they keep, with the tokens of a block.
-        used_bytes: Of a block, what its layers use.
-    """
-
-    spec: KVCacheSpec
-    used_bytes: int
-
-
-@attrs.frozen(kw_only=True)
-class EqualLayout:
-    """A model in groups whose blocks all take the same.
-
-    Attributes:
-        groups: The groups.
-        block_bytes: Bytes of a block of any of them.
-    """
-
-    groups: tuple[EqualGroup, ...]
-    block_bytes: int
-
-
-class EqualPages:
-    """Groups of equal blocks in one pool, managed as vLLM's ``KVCacheManager`` does.
-
-    What it takes over (version 0.32 with its defaults, ``vllm/v1/core``): every group has a block table of its own;
-    windows give back what they have passed; of a state the last one is held, and a prompt's steps end where a block
-    does (``align``); a request is taken in where there is room for all its tokens (``scheduler_reserve_full_isl``);
-    windows and states are findable at the last block's end in a prompt, and where it parts from an
-    earlier one (``prefix_cache_retention_interval = 0``); a hit is a multiple of every group's blocks and needs the
-    live range of every group; inputs are not shared.
-    """
-
-    def __init__(self, layout: EqualLayout, memory_bytes: int, tokens_a_step: int) -> None:
-        """Start with an empty pool."""
-        self._layout = layout
-        self._memory_bytes = memory_bytes
-        self._pool = EqualBlocks(memory_bytes // layout.block_bytes)
-        specs = [group.spec for group in layout.groups]
-        self._manager = TableManager(specs, self._pool, tokens_a_step)
-        self.start = self._manager.start
-        self.has_room = self._manager.has_room
-        self.extend = self._manager.extend
-        self.commit = self._manager.commit
-        self.free = self._manager.free
-        states = [group.spec.block_size for group in layout.groups if group.spec.is_per_block]
-        self._state_block = max(states, default=0)
-
-    def chunk(self, request_id: str, start: int, stop: int, prompt_end: int, limit: int) -> int:
-        """Return up to which token a step may compute: where there are states, to the end of some block.
-
-        Args:
-            request_id: A request that was taken in.
-            start: Its tokens that are computed.
-            stop: Up to where the step has the budget.
-            prompt_end: Its length.
-            limit: The most tokens of a step.
-        """
-        size = self._state_block
-        if not size:
-            return stop
-        if stop < prompt_end:
-            aligned = stop // size * size
-            if aligned > start or size <= limit:
-                stop = aligned
-        next_end = (start // size + 1) * size if start % size else 0
-        last_end = (prompt_end - 1) // size * size
-        ends = (next_end, last_end, *self._manager.boundaries(request_id))
-        return max(start, min((end for end in ends if start < end < stop), default=stop))
-
-    @property
-    def use(self) -> float:
-        """Share of the blocks that requests hold."""
-        return self._pool.use
-
-    def memory_use(self, computed: Mapping[str, int]) -> MemoryUse:
-        """Return where the pool's bytes are."""
-        needed = unfinished = 0
-        for index, group in enumerate(self._layout.groups):
-            rows = {request: np.asarray(self._manager.block_ids(request, index)) for request in computed}
-            held = _distinct(np.concatenate([np.zeros(0, np.int64), *rows.values()]))
-            empty = sum(
-                empty_tokens(group.spec, int(np.count_nonzero(row)), computed[request]) for request, row in rows.items()
-            )
-            bytes_held = len(held) * group.used_bytes
-            empty_bytes = min(bytes_held, empty * group.used_bytes // group.spec.block_size)
-            needed += bytes_held - empty_bytes
-            unfinished += empty_bytes
-        idle = (self._pool.num_blocks - self._pool.num_held) * self._layout.block_bytes
-        return MemoryUse(
-            needed=needed,
-            unfinished=unfinished,
-            partly_used=0,
-            cached=0,
-            padding=self._memory_bytes - needed - unfinished - idle,
-            idle=idle,
-        )
-
-
-Cache = SlabsAndPages | EqualPages

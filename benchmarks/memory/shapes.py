@@ -1,4 +1,4 @@
-"""What is compared: published shapes, their memory, and the layouts of it."""
+"""What traffic is run on: published shapes, their memory, and the layouts of it. kvframe's manager serves each."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import attrs
 
-from benchmarks.memory.caches import Cache, EqualGroup, EqualLayout, EqualPages, SlabsAndPages
-from benchmarks.memory.padded_groups import PaddedGroups, PaddedType
+from benchmarks.memory.cache import Cache
+from benchmarks.memory.padded_groups import PaddedGroups
 from benchmarks.memory.plans import DTYPE, LAYER_FILES, STATES_ONCE
 from kvframe.config.stack import Stack
 from kvframe.contract.description import ModelDescription
-from kvframe.contract.specs import KVCacheSpec, LayerSpec, align_up
+from kvframe.contract.specs import LayerSpec, align_up
 from kvframe.loading.plugins import load_plugins
 from kvframe.planning.groups import Grouping, group_layers, make_layer_specs
 from kvframe.planning.layer_file import read_layer_file
@@ -31,7 +31,8 @@ MAX_NUM_SEQS = 1_024
 STATE_BLOCK = 64
 """Tokens from one state that is kept for prefix caching to the next, in kvframe's layout with fewer of them."""
 
-KVFRAME, FEW_STATES, PADDED, ONE_SIZE = "kvframe", "kvframe, few states", "equal padded groups", "one size fits all"
+FEWER = {"rules": [{"kind": "mamba", "spec": {"block_size": STATE_BLOCK}, "optional": True}]}
+KVFRAME, FEW_STATES, PADDED = "kvframe", "kvframe, few states", "equal padded groups"
 
 
 @attrs.frozen(kw_only=True)
@@ -73,12 +74,11 @@ class Shape:
         )
 
     def plan(self, layout: str = KVFRAME) -> KVCachePlan:
-        """Return kvframe's plan of the memory."""
-        rules = (
-            {"rules": [{"kind": "mamba", "spec": {"block_size": STATE_BLOCK}, "optional": True}]}
-            if layout == FEW_STATES
-            else {}
-        )
+        """Return the plan of the memory in one of the layouts."""
+        if layout == PADDED:
+            groups = PaddedGroups.of(_layers(self.description, {}), has_longer_states=True)
+            return groups.plan(self.memory_bytes, self.longest, TOKENS_A_STEP, self.description.max_input_lens)
+        rules = FEWER if layout == FEW_STATES else {}
         return _plan(group_layers(_layers(self.description, rules)), self.description, self.longest, self.memory_bytes)
 
     def live_bytes(self, num_tokens: int) -> int:
@@ -91,11 +91,7 @@ class Shape:
 
     def cache(self, layout: str) -> Cache:
         """Return an empty cache in one of the layouts."""
-        if layout in (KVFRAME, FEW_STATES):
-            return SlabsAndPages(self.plan(layout), MAX_NUM_SEQS)
-        layers = _layers(self.description, {})
-        equal = equal_groups(layers) if layout == PADDED else one_size_fits_all(layers)
-        return EqualPages(equal, self.memory_bytes, TOKENS_A_STEP)
+        return Cache(self.plan(layout), MAX_NUM_SEQS)
 
 
 def _layers(description: ModelDescription, rules: dict[str, Any]) -> Sequence[LayerSpec]:
@@ -111,50 +107,3 @@ def _plan(grouping: Grouping, description: ModelDescription, longest: int, memor
         max_num_batched_tokens=TOKENS_A_STEP,
         max_input_lens=description.max_input_lens,
     )
-
-
-def equal_groups(layers: Sequence[LayerSpec]) -> EqualLayout:
-    """Return the groups of vLLM's hybrid KV cache manager, by the arithmetic of ``memory/padded_groups.py``."""
-    padded = PaddedGroups.of(layers)
-    return _equal_layout(padded.types, padded.group_size, padded.page_bytes)
-
-
-def one_size_fits_all(layers: Sequence[LayerSpec]) -> EqualLayout:
-    """Return the layout in which every layer keeps every token, and all layers that keep the same share a block.
-
-    Blocks of what keeps less have more tokens, in steps of a block, until the largest is filled: that of all states.
-    """
-    totals: dict[tuple[Any, ...], tuple[KVCacheSpec, int]] = {}
-    for layer in layers:
-        if layer.shares_with is None and layer.spec is not None and layer.spec.keeps_past:
-            spec = layer.spec.retain_all()
-            first, held = totals.get(spec.group_key, (spec, 0))
-            totals[spec.group_key] = first, held + spec.block_bytes
-    step = max((held for spec, held in totals.values() if not spec.is_per_block), default=1)
-    block_bytes = align_up(max(held for _, held in totals.values()), step)
-    types = []
-    for spec, held in totals.values():
-        times = 1 if spec.is_per_block else block_bytes // held
-        longer = spec if spec.is_per_block else attrs.evolve(spec, block_size=spec.block_size * times)
-        types.append(PaddedType(spec=longer, num_layers=1, layer_bytes=held * times))
-    return _equal_layout(types, 1, block_bytes)
-
-
-def _equal_layout(types: Sequence[PaddedType], group_size: int, page_bytes: int) -> EqualLayout:
-    """Return the groups of a model's types of layers.
-
-    Args:
-        types: The types, with blocks that are ``page_bytes`` long at most for each layer.
-        group_size: Layers of a group, those that are not there included.
-        page_bytes: Bytes of a block of one layer.
-    """
-    # A state is kept for as many tokens as a block of attention has.
-    size = max((each.spec.block_size for each in types if not each.spec.is_per_block), default=16)
-    groups = []
-    for each in types:
-        spec = attrs.evolve(each.spec, block_size=size) if each.spec.is_per_block else each.spec
-        num_groups = -(-each.num_layers // group_size)
-        for index in range(num_groups):
-            num_layers = len(range(index, each.num_layers, num_groups))
-            groups.append(EqualGroup(spec=spec, used_bytes=num_layers * each.layer_bytes))
-    return EqualLayout(groups=tuple(groups), block_bytes=group_size * page_bytes)
