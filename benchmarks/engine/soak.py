@@ -2,8 +2,8 @@
 
     python -m benchmarks.engine.soak [--minutes N] [--seed N] [--scenario NAME ...] [--results FOLDER]
 
-The clock is simulated: steps take as long as they have tokens, and where nothing is to be done the next request comes
-at once. Everything else is real. benchmarks/README.md says what is compared.
+The clock is simulated: a step takes as long as it has tokens, and if nothing is to be done the next request comes at
+once. Everything else is real. benchmarks/README.md says what is compared.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import attrs
 import click
 import torch
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.engine.soak_faults import KINDS, Faults, InjectedError
-from benchmarks.engine.soak_report import write_report
+from benchmarks.engine.soak_page import COUNTS, WRONG, write_report
 from benchmarks.engine.soak_scenarios import SCENARIOS, Scenario, Served
-from benchmarks.engine.soak_traffic import OPERATIONS, Arrival, Operator, draw_arrivals
+from benchmarks.engine.soak_traffic import Arrival, Operator, draw_arrivals
 from benchmarks.harness.record import benchmark
 from kvframe import Engine, RequestOutput, SamplingParams
 from kvframe.cache.events import CacheEvent
@@ -34,6 +32,7 @@ from kvframe.cli.render import progress
 from kvframe.contract.errors import BackendError, WrapperError
 from kvframe.engine.core import STEP_FAILED
 from tests.cache.mirror import Mirror
+from tests.engine.injected_faults import KINDS, Faults, InjectedError
 
 STEP_SECONDS, TOKEN_SECONDS = 0.03, 0.003
 FAULTS = 1 / 40
@@ -46,45 +45,37 @@ STEPS_PER_AUDIT = 50
 NUM_PROMPTS, NUM_PROMPTS_IN_SHORT = 40, 12
 MINUTES_IN_SHORT = 5.0
 
-
 _Made = TypeVar("_Made")
 
 
-@attrs.define
-class Counts:
-    """What happened. ``differences``, ``mirror_differences`` and ``leaks`` say in words what should not have."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    steps: int = 0
-    most_at_once: int = 0
-    ends: Counter[str] = attrs.field(factory=Counter)
-    compared_tokens: int = 0
-    raised: Counter[str] = attrs.field(factory=Counter)
-    audits: int = 0
-    mirrors: int = 0
-    differences: list[str] = attrs.field(factory=list)
-    mirror_differences: list[str] = attrs.field(factory=list)
-    leaks: list[str] = attrs.field(factory=list)
-
-
 class Soak:
-    """One engine under traffic."""
+    """One engine under traffic.
+
+    Attributes:
+        counts: What happened, by ``COUNTS``.
+        ends: How requests ended.
+        raised: What steps and operations raised.
+        wrong: What should not have happened, in words, by ``WRONG``.
+    """
 
     def __init__(self, served: Served, seed: int) -> None:
         """Make the engine, and let it break."""
-        self.counts = Counts()
+        self.counts: Counter[str] = Counter()
+        self.ends: Counter[str] = Counter()
+        self.raised: Counter[str] = Counter()
+        self.wrong: dict[str, list[str]] = {what: [] for what in WRONG}
         self.engine: Engine = served.engine()
-        self._mirror = Mirror()
         self.faults = Faults(self.engine, self._hear)
+        self._mirror = Mirror()
         source = random.Random(f"{served.scenario.name}-operator-{seed}")
-        self.operator = Operator(self.engine, self.faults, served.asked, source)
-        swaps = "preemption" in served.scenario.cache
-        wrapped = bool(served.scenario.wrappers)
-        # A size that finds no memory is the operator's.
-        self._kinds = [
-            kind for kind in KINDS if kind != "resize" and (kind != "swap" or swaps) and (kind != "shape" or wrapped)
-        ]
+        self._operator = Operator(
+            self.engine, self.faults, served.asked, source, self.counts, self.wrong["differences"]
+        )
+        # A wrong size is the operator's; other kinds need a copy, or a wrapper, to break.
+        left_out = {"resize"}
+        left_out |= set() if "preemption" in served.scenario.cache else {"swap"}
+        left_out |= set() if served.scenario.wrappers else {"shape"}
+        self._kinds = [kind for kind in KINDS if kind not in left_out]
         self._source = random.Random(f"{served.scenario.name}-faults-{seed}")
         self._second = 0.0
         self._armed_until = 0
@@ -109,7 +100,7 @@ class Soak:
             advance(num_before - len(coming))
             self._disturb()
             self._step()
-            if self.counts.steps % STEPS_PER_AUDIT == 0:
+            if self.counts["steps"] % STEPS_PER_AUDIT == 0:
                 self._audit()
         self.faults.disarm()
         self._look_for_leaks()
@@ -120,32 +111,33 @@ class Soak:
         for sample in range(arrival.num_samples):
             self._there[name, sample] = arrival
         if arrival.patience is not None:
-            self._patience[name] = self.counts.steps + arrival.patience
-        self.counts.requests += arrival.num_samples
-        self.counts.prompt_tokens += arrival.num_samples * arrival.asked.num_tokens
-        self.counts.most_at_once = max(self.counts.most_at_once, len(self._there))
+            self._patience[name] = self.counts["steps"] + arrival.patience
+        self.counts["requests"] += arrival.num_samples
+        self.counts["prompt_tokens"] += arrival.num_samples * arrival.asked.num_tokens
+        self.counts["most_at_once"] = max(self.counts["most_at_once"], len(self._there))
 
     def _disturb(self) -> None:
-        for name in [name for name, step in self._patience.items() if step <= self.counts.steps]:
+        """Abort requests whose owners have no more patience, arm a fault, and let the operator act, at random."""
+        for name in [name for name, step in self._patience.items() if step <= self.counts["steps"]]:
             del self._patience[name]
             self.engine.abort(name)
         self._attempt(self.faults.listen)
-        if self.counts.steps >= self._armed_until:
+        if self.counts["steps"] >= self._armed_until:
             self.faults.disarm()
         if not self.faults.is_armed and self._source.random() < FAULTS:
             kind = self._source.choice(self._kinds)
             self.faults.arm(kind, self._source.randint(0, MOST_AFTER.get(kind, 3)))
-            self._armed_until = self.counts.steps + MOST_STEPS_ARMED
-        for act in self.operator.chosen():
+            self._armed_until = self.counts["steps"] + MOST_STEPS_ARMED
+        for act in self._operator.chosen():
             self._attempt(act)
 
     def _attempt(self, act: Callable[[], _Made]) -> _Made | None:
-        """Do something, and take note of what it raises for one of the faults; None if it did."""
+        """Do something, and note what it raises for one of the faults; None if it did."""
         try:
             return act()
         except (Exception, KeyboardInterrupt) as error:
             cause = error.__cause__ if isinstance(error, BackendError) else error  # it says which backend failed
-            self.counts.raised[type(cause).__name__] += 1
+            self.raised[type(cause).__name__] += 1
             if not isinstance(cause, InjectedError | torch.OutOfMemoryError | WrapperError | KeyboardInterrupt):
                 raise
             self._last_errors.add(STEP_FAILED)
@@ -156,21 +148,21 @@ class Soak:
         for output in self._attempt(self.engine.step) or ():
             if output.finish_reason is not None:
                 self._end(output)
-        self.counts.steps += 1
+        self.counts["steps"] += 1
         self._second += STEP_SECONDS + TOKEN_SECONDS * (self.engine.stats().computed_tokens - before)
 
     def _end(self, output: RequestOutput) -> None:
         arrival = self._there.pop((output.request_id, output.sample))
         if not any((output.request_id, sample) in self._there for sample in range(arrival.num_samples)):
             self._patience.pop(output.request_id, None)
-        self.counts.ends[str(output.finish_reason)] += 1
+        self.ends[str(output.finish_reason)] += 1
         wanted = arrival.asked.expected[: arrival.num_tokens]
         if output.finish_reason != "length":
-            # What was given up, or failed, is right as far as it went.
+            # A request that was aborted, or failed, has the right tokens as far as it went.
             wanted = wanted[: len(output.token_ids)]
-        self.counts.compared_tokens += len(wanted)
+        self.counts["compared_tokens"] += len(wanted)
         if wanted != output.token_ids:
-            self.counts.differences.append(f"{output.request_id}: {output.token_ids} and not {wanted}")
+            self.wrong["differences"].append(f"{output.request_id}: {output.token_ids} and not {wanted}")
         if output.finish_reason == "error":
             self._judge(output)
 
@@ -178,25 +170,25 @@ class Soak:
         """See whether a request failed for a reason."""
         error = str(output.error)
         if "is not numbers" in error:
-            self.counts.ends["not numbers"] += 1
-            if self.counts.ends["not numbers"] > self.faults.struck["logits"] + self.faults.struck["state"]:
-                self.counts.differences.append(f"{output.request_id}: more than one failed of a NaN: {error}")
+            self.ends["not numbers"] += 1
+            if self.ends["not numbers"] > self.faults.struck["logits"] + self.faults.struck["state"]:
+                self.wrong["differences"].append(f"{output.request_id}: more than one failed of a NaN: {error}")
         elif error not in self._last_errors:
-            self.counts.differences.append(f"{output.request_id} failed for no reason: {error}")
+            self.wrong["differences"].append(f"{output.request_id} failed for no reason: {error}")
 
     def _audit(self) -> None:
-        self.counts.audits += 1
+        self.counts["audits"] += 1
         try:
             self.engine._manager.audit()
         except AssertionError as error:
-            self.counts.leaks.append(f"step {self.counts.steps}: {error}")
+            self.wrong["leaks"].append(f"step {self.counts['steps']}: {error}")
         self._compare_mirror()
 
     def _hear(self, events: Sequence[CacheEvent]) -> None:
         try:
             self._mirror.replay(events)
         except (AssertionError, KeyError) as error:
-            self.counts.mirror_differences.append(f"step {self.counts.steps}: events out of order: {error!r}")
+            self.wrong["mirror_differences"].append(f"step {self.counts['steps']}: events out of order: {error!r}")
 
     def _compare_mirror(self) -> None:
         """Compare what the listener knows with what a late listener is told."""
@@ -204,12 +196,12 @@ class Soak:
         num_interrupts = self.faults.struck["told"]
         self._attempt(engine._cache_events.deliver)
         if engine.on_cache_events is not None and num_interrupts == self.faults.struck["told"]:
-            self.counts.mirrors += 1
+            self.counts["mirrors"] += 1
             late = Mirror()
             engine.on_cache_events = late.replay
             if late.blocks.keys() != self._mirror.blocks.keys():
                 sizes = f"{len(self._mirror.blocks)} blocks and not {len(late.blocks)}"
-                self.counts.mirror_differences.append(f"step {self.counts.steps}: {sizes}")
+                self.wrong["mirror_differences"].append(f"step {self.counts['steps']}: {sizes}")
             engine.on_cache_events = None
             self._attempt(self.faults.listen)
 
@@ -227,7 +219,7 @@ class Soak:
             ("pages cached", manager._pool.num_cached, 0),
         ):
             if found != expected:
-                self.counts.leaks.append(f"{what}: {found} and not {expected}")
+                self.wrong["leaks"].append(f"{what}: {found} and not {expected}")
 
 
 def soak(
@@ -235,7 +227,7 @@ def soak(
 ) -> dict[str, Any]:
     """Return what a scenario's record holds."""
     with tempfile.TemporaryDirectory() as folder:
-        served = Served.of(scenario, Path(folder), num_prompts, lambda _: None)
+        served = Served.of(scenario, Path(folder), num_prompts)
     arrivals = draw_arrivals(scenario, served.asked, 60 * minutes, seed)
     started = time.perf_counter()
     running = Soak(served, seed)
@@ -243,41 +235,33 @@ def soak(
         plan = engine.plan
         running.run(arrivals, advance)
         stats = engine.stats()
-    counts = running.counts
-    return {
-        "family": scenario.family,
-        "what": scenario.what,
-        "cache_bytes": plan.total_bytes,
-        "slabs": plan.num_slabs,
-        "seconds": round(time.perf_counter() - started, 1),
-        "requests": counts.requests,
-        "most_at_once": counts.most_at_once,
-        "prompt_tokens": counts.prompt_tokens,
+    counts = {
+        **running.counts,
         "generated_tokens": stats.generated_tokens,
-        "compared_tokens": counts.compared_tokens,
-        "steps": counts.steps,
         "preemptions": stats.preemptions,
         "swaps": stats.swaps,
         "failed_swaps": stats.failed_swaps,
         "retries": stats.retries,
         "hit_tokens": stats.cached_prompt_tokens,
         "evictions": stats.evictions,
-        **{what: running.operator.counts[what] for what in OPERATIONS},
-        "audits": counts.audits,
-        "mirrors": counts.mirrors,
-        "ends": dict(sorted(counts.ends.items())),
+    }
+    return {
+        "family": scenario.family,
+        "what": scenario.what,
+        "cache_bytes": plan.total_bytes,
+        "slabs": plan.num_slabs,
+        "seconds": round(time.perf_counter() - started, 1),
+        **{what: counts.get(what, 0) for what in COUNTS},
+        "ends": dict(sorted(running.ends.items())),
         "faults": {kind: running.faults.struck[kind] for kind in KINDS if running.faults.struck[kind]},
-        "raised": dict(sorted(counts.raised.items())),
-        "differences": counts.differences + running.operator.mistakes,
-        "mirror_differences": counts.mirror_differences,
-        "leaks": counts.leaks,
+        "raised": dict(sorted(running.raised.items())),
+        **running.wrong,
     }
 
 
 def has_failed(record: Mapping[str, Any]) -> bool:
     """Return whether anything differs or leaks."""
-    wrong = ("differences", "mirror_differences", "leaks")
-    return any(each[what] for each in record["scenarios"].values() for what in wrong)
+    return any(each[what] for each in record["scenarios"].values() for what in WRONG)
 
 
 @benchmark("soak", write_report, fails=has_failed)

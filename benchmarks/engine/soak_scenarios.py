@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,13 @@ import attrs
 import torch
 from kvframe_transformers.testing import save_tiny
 
-from benchmarks.engine.soak_faults import Careless, careless_plugin
 from kvframe import Engine, Prompt, Registry, Stack, load_plugins
 from kvframe.contract.errors import PlanError
 from kvframe.contract.model import LoadedModel
 from kvframe.planning.groups import group_layers, make_layer_specs
 from kvframe.planning.plan import plan_cache
 from kvframe.planning.recognise import find_adapter
+from tests.engine.injected_faults import Careless, careless_plugin
 
 VOCABULARY = 128
 START = 3
@@ -126,26 +126,14 @@ class Served:
     asked: tuple[Asked, ...]
 
     @classmethod
-    def of(cls, scenario: Scenario, folder: Path, num_prompts: int, advance: Callable[[int], None]) -> Served:
-        """Make the model, and let transformers generate after every prompt.
-
-        Args:
-            scenario: The scenario.
-            folder: Where the model's folder is made.
-            num_prompts: How many prompts.
-            advance: Called after each prompt with 1.
-        """
+    def of(cls, scenario: Scenario, folder: Path, num_prompts: int) -> Served:
+        """Make the model in a folder, and let transformers generate after every prompt."""
         path = folder / scenario.name
         save_tiny(path, scenario.family)
         registry = load_plugins(plugins=[careless_plugin()]).registry
         loaded = find_adapter(path, registry).load(path, device="cpu", dtype="float32")
-        asked = []
-        for prompt in _prompts(scenario, num_prompts):
-            found = _expected(loaded, prompt, scenario)
-            if found.expected:
-                asked.append(found)
-            advance(1)
-        return cls(scenario, loaded, registry, tuple(asked))
+        asked = [_expected(loaded, prompt, scenario) for prompt in _prompts(scenario, num_prompts)]
+        return cls(scenario, loaded, registry, tuple(each for each in asked if each.expected))
 
     def engine(self) -> Engine:
         """Return an engine whose memory is just enough for the longest request."""

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from benchmarks.engine.soak_faults import Faults
 from benchmarks.engine.soak_scenarios import Asked, Scenario
 from kvframe import Engine
 from kvframe.cache.pins import Pin
 from kvframe.contract.errors import PlanError, RequestError
+from tests.engine.injected_faults import Faults
 
 SALTS = ("", "", "", "anna", "ben")
 SECONDS_BETWEEN_BURSTS = 180
@@ -81,15 +81,17 @@ NO_MEMORY = 0.2
 UNPINNED = 0.7
 """Of the times that a cache is to be made tight, those at which what is pinned is let go of before."""
 
-OPERATIONS = ("resets", "resizes", "resizes_refused", "pins_asked", "pins")
-
 
 @attrs.define
 class Operator:
     """An operator of an engine.
 
     Attributes:
-        counts: What was done, by ``OPERATIONS``.
+        engine: The engine.
+        faults: What breaks it.
+        asked: The prompts whose prefixes may be pinned.
+        source: Chance.
+        counts: Where each operation is counted.
         mistakes: What should not have happened, in words.
     """
 
@@ -97,8 +99,8 @@ class Operator:
     faults: Faults
     asked: Sequence[Asked]
     source: random.Random
-    counts: Counter[str] = attrs.field(factory=Counter)
-    mistakes: list[str] = attrs.field(factory=list)
+    counts: Counter[str]
+    mistakes: list[str]
     _pins: list[Pin] = attrs.field(factory=list)
     _tight: int = attrs.field(init=False, default=attrs.Factory(lambda self: self.engine.plan.num_slabs, True))
 

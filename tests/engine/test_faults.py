@@ -10,7 +10,6 @@ import attrs
 import pytest
 import torch
 
-from benchmarks.engine import soak_faults
 from kvframe import Engine, RequestOutput, SamplingParams
 from kvframe.engine.core import STEP_FAILED
 from kvframe.engine.graphs.device_graphs import CalledGraph
@@ -19,6 +18,7 @@ from kvframe.loading.plugins import load_plugins
 from tests.attention.attending import plugin
 from tests.attention.capturable import CapturableReference
 from tests.covering import cover_pairs
+from tests.engine import injected_faults
 from tests.engine.scripted_model import ScriptedModel
 from tests.engine.test_with_models import assert_pool_as_before
 from tests.models.encoder_decoder import generated
@@ -104,7 +104,7 @@ def test_what_is_raised_in_a_step_ends_its_requests_and_no_other(
 ) -> None:
     model, prompts, expected = case_of(models, family)
     with model.engine(**SMALL_STEPS) as engine:
-        broken = soak_faults.Faults(engine)
+        broken = injected_faults.Faults(engine)
         broken.arm(kind, after * 9 if kind == "memory" else after)
         served = serve(engine, prompts)
         assert {kind: 1} == dict(broken.struck)
@@ -118,7 +118,7 @@ def test_what_is_raised_in_a_step_ends_its_requests_and_no_other(
 def test_an_interrupt_while_the_books_are_written_waits_until_they_are(models: Any, after: int) -> None:
     model, prompts, expected = case_of(models, "gemma3_text")
     with model.engine(**SMALL_STEPS) as engine:
-        broken = soak_faults.Faults(engine)
+        broken = injected_faults.Faults(engine)
         broken.arm("books", after)
         served = serve(engine, prompts)
         assert ["KeyboardInterrupt"] == [type(error).__name__ for error in served.errors]
@@ -170,7 +170,7 @@ def test_interrupts_that_are_held_come_once_at_the_end() -> None:
 def test_a_copy_that_fails_is_one_that_is_not_made(models: Any, after: int) -> None:
     model, prompts, expected = case_of(models, "gemma3_text")
     with model.engine(memory=model.tight_memory(75, **TIGHT), **TIGHT, **SWAP) as engine:
-        broken = soak_faults.Faults(engine)
+        broken = injected_faults.Faults(engine)
         broken.arm("swap", after)
         served = serve(engine, prompts)
         assert ({"swap": 1}, [], set()) == (dict(broken.struck), served.errors, served.failed)
@@ -180,9 +180,9 @@ def test_a_copy_that_fails_is_one_that_is_not_made(models: Any, after: int) -> N
 
 def test_a_wrapper_that_returns_wrong_shapes_is_named(models: Any) -> None:
     model, prompts, expected = case_of(models, "gemma3_text")
-    model = attrs.evolve(model, registry=load_plugins(plugins=[soak_faults.careless_plugin()]).registry)
+    model = attrs.evolve(model, registry=load_plugins(plugins=[injected_faults.careless_plugin()]).registry)
     with model.engine(wrappers=["careless"], **SMALL_STEPS) as engine:
-        broken = soak_faults.Faults(engine)
+        broken = injected_faults.Faults(engine)
         broken.arm("shape", 5)
         served = serve(engine, prompts)
         assert 1 <= len(served.failed) <= 3
@@ -208,7 +208,7 @@ def test_a_listener_that_raises_while_other_things_break_harms_nobody(models: An
 
     with model.engine(**SMALL_STEPS) as engine:
         engine.on_cache_events = raise_soon
-        broken = soak_faults.Faults(engine)
+        broken = injected_faults.Faults(engine)
         broken.arm("backend", 9)
         served = serve(engine, prompts)
         assert (["BackendError"], after + 1) == ([type(error).__name__ for error in served.errors], len(told))
@@ -223,7 +223,7 @@ def test_an_output_that_is_not_numbers_ends_its_request_alone(models: Any, famil
     model, prompts, expected = case_of(models, family)
     for after in (0, 11):
         with model.engine(**SMALL_STEPS) as engine:
-            broken = soak_faults.Faults(engine)
+            broken = injected_faults.Faults(engine)
             broken.arm(kind, after)
             served = serve(engine, prompts)
             assert ({kind: 1}, []) == (dict(broken.struck), served.errors)
@@ -235,7 +235,7 @@ def test_an_output_that_is_not_numbers_ends_its_request_alone(models: Any, famil
 def test_who_started_on_what_gives_no_numbers_is_computed_again_without(models: Any) -> None:
     model, prompts, expected = case_of(models, "gemma3_text")
     with model.engine(**SMALL_STEPS | {"max_num_seqs": 1}) as engine:
-        broken = soak_faults.Faults(engine)
+        broken = injected_faults.Faults(engine)
         # The first chunk of the first request with the common prefix: its blocks are hit, and hold NaN.
         broken.arm("state", 0)
         served = serve(engine, prompts[4:])

@@ -1,12 +1,15 @@
-"""The page of the soak: its counts as tables for people."""
+"""What a soak counts, and its page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.engine.soak_faults import KINDS
 from benchmarks.harness.pages import heading, table
+from tests.engine.injected_faults import KINDS
+
+WRONG = ("differences", "mirror_differences", "leaks")
+"""What must not happen; the record says each case in words."""
 
 COUNTS = {
     "requests": "requests, each sample counted",
@@ -29,6 +32,8 @@ COUNTS = {
     "audits": "audits",
     "mirrors": "mirrors made of cache events compared with the cache",
 }
+"""What is counted, in words."""
+
 ENDS = {"length": "served", "aborted": "given up by their owners", "error": "failed"}
 
 
@@ -36,6 +41,13 @@ def write_report(record: Mapping[str, Any]) -> str:
     """Return the page of results as Markdown."""
     scenarios = record["scenarios"]
     what = f": {record['minutes']:g} minutes of simulated traffic for each scenario, seed {record['seed']}."
+    found = list(scenarios.values())
+    rows = [(text, [each[key] for each in found]) for key, text in COUNTS.items()]
+    rows += [(f"requests {text}", [each["ends"].get(key, 0) for each in found]) for key, text in ENDS.items()]
+    rows += [(f"fault: {text}", [each["faults"].get(kind, 0) for each in found]) for kind, text in KINDS.items()]
+    wrong = ("tokens that differ, failures without a reason", "mirrors that differ", "leaks")
+    for key, text in zip(WRONG, wrong, strict=True):
+        rows.append((f"**{text}**", [len(each[key]) for each in found]))
     lines = [
         *heading("Soak: traffic while things break", record["machine"], what, "float32, greedy.", how="Run"),
         "",
@@ -44,21 +56,9 @@ def write_report(record: Mapping[str, Any]) -> str:
             for name, each in scenarios.items()
         ),
         "",
-        *_counts(scenarios),
+        *table(
+            ("", *scenarios, "all"),
+            [(text, *(f"{value:,}" for value in values), f"{sum(values):,}") for text, values in rows],
+        ),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _counts(scenarios: Mapping[str, Any]) -> list[str]:
-    def row(text: str, values: list[int]) -> tuple[str, ...]:
-        return (text, *(f"{value:,}" for value in values), f"{sum(values):,}")
-
-    found = list(scenarios.values())
-    rows = [row(text, [each[key] for each in found]) for key, text in COUNTS.items()]
-    rows += [row(f"requests {text}", [each["ends"].get(key, 0) for each in found]) for key, text in ENDS.items()]
-    for kind, text in KINDS.items():
-        rows.append(row(f"fault: {text}", [each["faults"].get(kind, 0) for each in found]))
-    rows.append(row("**tokens that differ, failures without a reason**", [len(each["differences"]) for each in found]))
-    rows.append(row("**mirrors that differ**", [len(each["mirror_differences"]) for each in found]))
-    rows.append(row("**leaks**", [len(each["leaks"]) for each in found]))
-    return table(("", *scenarios, "all"), rows)
