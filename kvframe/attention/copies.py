@@ -172,10 +172,22 @@ class CopyingBackend(AttentionBackend):
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """Copy the pages, and let the backend attend to the copies."""
+        copies = self._copied(kv_cache, metadata)
+        return self.inner.forward(self._plain[layer.name], query, copies, metadata.built, sinks)
+
+    def forward_with_lse(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy the pages, and let the backend attend to the copies."""
+        copies = self._copied(kv_cache, metadata)
+        return self.inner.forward_with_lse(self._plain[layer.name], query, copies, metadata.built, sinks)
+
+    def _copied(self, kv_cache: KVCache, metadata: Any) -> KVCache:
+        """Return the step's pages, copied into the plain format."""
         assert isinstance(metadata, CopiedMetadata)
         copies = self._scratch.take(self._state, metadata.pages.shape[0], is_static=metadata.is_static)
         self._format.read(kv_cache, metadata.pages, {name: copy[1:] for name, copy in copies.items()})
-        return self.inner.forward(self._plain[layer.name], query, copies, metadata.built, sinks)
+        return copies
 
 
 class CopyingBuilder(AttentionMetadataBuilder):

@@ -7,11 +7,13 @@ attends to.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from kvframe.contract.backend import AttentionBackend, Capabilities, KVCache
+from kvframe.contract.merging import lse_dtype
 from kvframe.contract.metadata import SEQ_STARTS, CommonAttentionMetadata
 from kvframe.contract.relative_bias import RELATIVE_BIAS, bias_by_distance, bias_columns
 from kvframe.contract.specs import KVCacheSpec, LayerSpec
@@ -42,8 +44,8 @@ def attend(
     layer: LayerSpec,
     sinks: torch.Tensor | None,
     bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return one query's attention over the tokens it attends to; zeros if there are none.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return one query's attention over the tokens it attends to, and its log-sum-exp: zeros and -inf for none.
 
     A learned sink is one more logit in the softmax, with no value behind it, so it takes a share of the weight and
     gives nothing (GPT-OSS, arXiv 2508.10925).
@@ -57,7 +59,7 @@ def attend(
         bias: ``[num_heads, num_tokens]``, added to the scores; None for none.
 
     Returns:
-        ``[num_heads, head_size_v]``, in the query's dtype.
+        ``[num_heads, head_size_v]``, in the query's dtype, and ``[num_heads]``.
     """
     assert layer.query is not None
     group_size = query.shape[0] // key.shape[1]
@@ -71,7 +73,7 @@ def attend(
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores.dtype)[:, None]], dim=1)
     weights = torch.softmax(scores, dim=-1)[:, : key.shape[0]]
-    return torch.einsum("ht,thd->hd", weights, value)
+    return torch.einsum("ht,thd->hd", weights, value), torch.logsumexp(scores, dim=-1)
 
 
 class TorchReferenceBackend(AttentionBackend):
@@ -87,6 +89,7 @@ class TorchReferenceBackend(AttentionBackend):
         relative_bias=True,
         separate_value_size=True,
         takes_copies=True,
+        returns_lse=True,
         preference=-10,
     )
 
@@ -94,10 +97,17 @@ class TorchReferenceBackend(AttentionBackend):
         self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """Compute each query of each request on its own, in float32 at least."""
+        return self.forward_with_lse(layer, query, kv_cache, metadata, sinks)[0]
+
+    def forward_with_lse(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute each query of each request on its own, in float32 at least."""
         assert isinstance(metadata, CommonAttentionMetadata)
         assert layer.spec is not None
         compute_dtype = torch.float32 if query.dtype in LOW_PRECISION else query.dtype
         output = query.new_zeros(query.shape[0], query.shape[1], kv_cache["v"].shape[-1])
+        lse = query.new_full(query.shape[:2], -math.inf, dtype=lse_dtype(query.dtype))
         starts = metadata.query_start_loc_cpu.tolist()
         seq_starts = [0] * metadata.num_reqs
         if SEQ_STARTS in metadata.extensions:
@@ -115,15 +125,15 @@ class TorchReferenceBackend(AttentionBackend):
                 blocks = metadata.block_table[request, positions // metadata.block_size].long()
                 offsets = positions % metadata.block_size
                 row = starts[request] + i
-                output[row] = attend(
+                output[row], lse[row] = attend(
                     query[row].to(compute_dtype),
                     kv_cache["k"][blocks, offsets].to(compute_dtype),
                     kv_cache["v"][blocks, offsets].to(compute_dtype),
                     layer,
                     sinks,
                     None if bias is None else bias[:, bias_columns(positions - position, bias.shape[1] // 2)],
-                ).to(query.dtype)
-        return output
+                )
+        return output, lse
 
     def _bias_by_distance(self, layer: LayerSpec) -> torch.Tensor | None:
         assert layer.query is not None

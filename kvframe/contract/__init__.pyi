@@ -43,6 +43,8 @@ from .hookspecs import Register as Register
 from .hookspecs import hookimpl as hookimpl
 from .masks import AttentionMask as AttentionMask
 from .masks import MaskFunction as MaskFunction
+from .merging import lse_dtype as lse_dtype
+from .merging import merge_attention as merge_attention
 from .metadata import ENCODER_SEQ_LENS as ENCODER_SEQ_LENS
 from .metadata import NUM_ACCEPTED_TOKENS as NUM_ACCEPTED_TOKENS
 from .metadata import SEQ_STARTS as SEQ_STARTS

@@ -12,6 +12,7 @@ import torch
 
 from kvframe.contract import declared_words
 from kvframe.contract.capture import GraphCapture
+from kvframe.contract.errors import BackendError
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.order import BatchOrder
@@ -85,6 +86,7 @@ class Capabilities:
         relative_bias: Whether it supports a learned bias by distance.
         head_sizes: The head sizes that it supports; None for all.
         separate_value_size: Whether value vectors may differ in size from key vectors.
+        returns_lse: Whether it has ``forward_with_lse``, whose results ``merge_attention`` merges.
         block_size_multiple: The block size must be a multiple of this.
         spec_sizes: For fields of specs, the values that it supports (``{"latent_size": frozenset({512})}``).
             Another value is refused with the field's name as the code. A field that is not listed may have any value.
@@ -112,6 +114,7 @@ class Capabilities:
         default=None, converter=declared_words.as_set, validator=declared_words.optional_sizes
     )
     separate_value_size: bool = attrs.field(default=False, validator=declared_words.flag)
+    returns_lse: bool = attrs.field(default=False, validator=declared_words.flag)
     block_size_multiple: int = attrs.field(default=1, validator=declared_words.size)
     spec_sizes: Mapping[str, frozenset[int]] = attrs.field(
         default=MappingProxyType({}),
@@ -132,13 +135,16 @@ class Capabilities:
         """Return whether it serves a layer on copies of its pages, because it does not read their format."""
         return layer.spec is not None and layer.spec.kv_format.name not in self.formats
 
-    def refusals(self, layer: LayerSpec, device: str, extensions: Collection[str] = ()) -> list[Refusal]:
+    def refusals(
+        self, layer: LayerSpec, device: str, extensions: Collection[str] = (), *, lse: bool = False
+    ) -> list[Refusal]:
         """Return every reason why a layer cannot be served; empty if it can.
 
         Args:
             layer: The layer as its wrapper chain leaves it.
             device: Where it runs (``"cpu"``).
             extensions: The extensions that its chain may add to the batch metadata.
+            lse: Whether the log-sum-exp is needed too.
         """
         spec, query = layer.spec, layer.query
         assert spec is not None
@@ -178,6 +184,8 @@ class Capabilities:
             found.append(not_causal)
         for extension in sorted(set(extensions) - self.extensions):
             refuse(f"extension_{extension}", f"does not honour the extension {extension}")
+        if lse and not self.returns_lse:
+            refuse("lse", "returns no log-sum-exp, by which parts of the keys are merged")
         if query.soft_cap is not None and not self.soft_cap:
             refuse("soft_cap", "does not cap scores")
         if query.has_sinks and not self.sinks:
@@ -373,3 +381,32 @@ class AttentionBackend(ABC):
         Returns:
             ``[num_tokens, num_heads, head_size_v], device``, in the query's dtype.
         """
+
+    def forward_with_lse(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute what ``forward`` computes, and the log-sum-exp of each query and head.
+
+        Called instead of ``forward`` when the keys of a request are attended to in parts, on one device or on several,
+        whose results ``merge_attention`` merges. Only backends that declare ``returns_lse`` are asked.
+
+        The log-sum-exp is the natural logarithm of the softmax's denominator, ``log(sum_t exp(s_t))`` over the tokens
+        that the query sees. A score ``s_t`` includes the layer's scale, its soft cap and its bias. A learned sink is
+        one more term of the sum. So the caller gives the sinks to one of the parts, and None to the others.
+
+        Args:
+            layer: As for ``forward``.
+            query: As for ``forward``.
+            kv_cache: As for ``forward``.
+            metadata: As for ``forward``.
+            sinks: ``[num_heads], device``; None also for a layer with sinks, if another part has them.
+
+        Returns:
+            The output, as ``forward`` returns it; and the log-sum-exp, ``[num_tokens, num_heads], device``, in float32,
+            or in float64 if the query has it. It is ``-inf`` for a query that sees neither a key nor a sink. The rows
+            of padded tokens are there, and never used.
+
+        Raises:
+            BackendError: The backend does not declare ``returns_lse``; the code is ``lse``.
+        """
+        raise BackendError(f"{type(self).__name__} returns no log-sum-exp: it does not declare returns_lse", "lse")

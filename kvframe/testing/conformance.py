@@ -15,10 +15,10 @@ from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.formats import PLAIN
 from kvframe.contract.relative_bias import RELATIVE_BIAS
 from kvframe.testing.case import Case
-from kvframe.testing.error_bound import attention_error_bound
+from kvframe.testing.error_bound import attention_error_bound, lse_error_bound
 from kvframe.testing.inputs import Inputs, Learned, draw_inputs
 from kvframe.testing.laws import ConformanceError
-from kvframe.testing.reference import dense_attention, relative_bias, visible_tokens
+from kvframe.testing.reference import dense_attention, dense_lse, relative_bias, visible_tokens
 from kvframe.testing.step import run_step
 
 _SCORES_AT_A_TIME = 1 << 19
@@ -28,6 +28,9 @@ def check_backend(
     backend_class: type[AttentionBackend], case: Case, device: str = "cpu", poison: float = float("nan")
 ) -> None:
     """Check that a backend's output is within ``attention_error_bound``, and that it writes to no other memory.
+
+    If it declares ``returns_lse``, ``forward_with_lse`` is called too. Its output is held to the same bound, and its
+    log-sum-exp to ``lse_error_bound``.
 
     Its metadata is built as the framework builds it, from requests in the order that the builder asks for. If the
     builder declares which fields depend on block tables, it is also built for other tables and then refreshed.
@@ -57,6 +60,10 @@ def check_backend(
         problem = find_error(case, expected, values, output.rows)
         if problem:
             raise _failure(backend_class, case, made + problem)
+    if output.lse is not None:
+        problem = find_error(case, _make_lse_reference(case, inputs, learned), output.lse, output.rows)
+        if problem:
+            raise _failure(backend_class, case, f"the log-sum-exp: {problem}")
 
 
 def find_error(
@@ -71,7 +78,9 @@ def find_error(
         rows: Which of the packed queries these are.
     """
     exact, allowed = (part[rows] for part in expected)
-    errors = (values.cpu()[: len(exact)].double() - exact).abs()
+    found = values.cpu()[: len(exact)].double()
+    # The log-sum-exp of a query that sees nothing is -inf.
+    errors = torch.where(found == exact, 0.0, (found - exact).abs())
     # A comparison with NaN is false, so NaN counts as wrong.
     is_wrong = ~(errors <= allowed).flatten(1)
     wrong = is_wrong.any(1).nonzero().flatten().tolist()
@@ -96,6 +105,17 @@ def make_reference(case: Case, inputs: Sequence[Inputs], learned: Learned) -> tu
         for arguments in _split_queries(whole):
             exact.append(dense_attention(**arguments))
             allowed.append(attention_error_bound(**arguments, dtype=case.query_dtype, magnitudes=magnitudes))
+    return torch.cat(exact), torch.cat(allowed)
+
+
+def _make_lse_reference(case: Case, inputs: Sequence[Inputs], learned: Learned) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-sum-exp of all packed queries, and the allowed error of a backend, both in float64."""
+    exact, allowed = [], []
+    for whole, magnitudes in dense_arguments(case, inputs, learned):
+        for arguments in _split_queries(whole):
+            del arguments["value"]
+            exact.append(dense_lse(**arguments))
+            allowed.append(lse_error_bound(**arguments, dtype=case.query_dtype, magnitude=magnitudes[0]))
     return torch.cat(exact), torch.cat(allowed)
 
 

@@ -34,8 +34,7 @@ def attention_error_bound(
     """Return the largest error that attention in ``dtype`` may have, for each element of the output.
 
     To first order, the output ``o = sum_t p_t v_t`` errs by ``sum_t p_t v_t e_t + sum_t p_t (v_t - o) s_t`` if each
-    term errs by the factor ``1 + e_t`` and each score by ``s_t``. What these can be follows from the standard model of
-    term errs by the factor ``1 + e_t`` and each score by ``s_t``. The standard model of rounding bounds these errors
+    term errs by the factor ``1 + e_t`` and each score by ``s_t``. The standard model of rounding bounds these errors:
 
     * what is rounded to ``dtype`` errs by units of its magnitude, and a score by units of ``scale * sum_d |q_d k_td|``,
       of the capped score, of the bias, and of its difference from the largest score;
@@ -61,8 +60,92 @@ def attention_error_bound(
     Returns:
         ``[num_queries, num_heads, head_size_v], float64``.
     """
-    given = (query, key, value, *(magnitudes or (key.abs(), value.abs())))
-    query, key, value, key_size, value_size = (each.double() for each in given)
+    scores, rounded, summed = _scores(layer, query, key, visible, sinks, bias, magnitudes and magnitudes[0])
+    value, value_size = value.double(), (value.abs() if magnitudes is None else magnitudes[1]).double()
+    no_value = value.new_zeros(1, *value.shape[1:])
+    value, value_size = (torch.cat([each, no_value]) for each in (value, value_size))
+
+    is_seen = scores > -math.inf
+    weights = torch.softmax(scores, dim=-1).masked_fill(~is_seen, 0)
+    num_seen = is_seen.sum(-1, keepdim=True)
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        heads = weights.unflatten(0, (values.shape[1], -1))
+        return torch.einsum("kgqt,tkd->qkgd", heads, values).flatten(1, 2)
+
+    def of_scores(errors: torch.Tensor) -> torch.Tensor:
+        return (weights * errors**2).sum(-1).sqrt().T[:, :, None] * deviation
+
+    deviation = (mean(value**2) - mean(value) ** 2).clamp(min=0).sqrt()
+    terms = mean(value_size)
+    sum_dtype, unit, sum_unit = _units(dtype)
+    bound = unit * (terms + of_scores(rounded))
+    bound += sum_unit * (num_seen.sqrt().transpose(0, 1) * terms + of_scores(summed))
+    # Weights and outputs that are too small for the dtype become zero.
+    least = torch.finfo(dtype).tiny * unit + torch.finfo(sum_dtype).tiny
+    lost = torch.einsum("qt,tkd->qkd", visible.double(), 1 + value_size[:-1]) * least
+    lost = lost.repeat_interleave(weights.shape[0] // value.shape[1], dim=1)
+    return ROUNDINGS / 2 * bound + lost
+
+
+def lse_error_bound(
+    layer: QuerySpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    visible: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+    magnitude: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the largest error that the log-sum-exp of attention in ``dtype`` may have.
+
+    To first order, ``log(sum_t exp(s_t))`` errs by ``sum_t p_t (s_t' + e_t)`` if each score errs by ``s_t'`` and each
+    term of the sum by the factor ``1 + e_t``. What these can be follows as in ``attention_error_bound``. A query that
+    sees nothing has a bound of zero.
+
+    Args:
+        layer: As for ``attention_error_bound``, like the other arguments.
+        query: ``[num_queries, num_heads, head_size]``.
+        key: ``[num_tokens, num_kv_heads, head_size]``.
+        visible: ``[num_queries, num_tokens], bool``.
+        sinks: ``[num_heads]`` or None.
+        bias: ``[num_heads, num_queries, num_tokens]`` or None.
+        dtype: The dtype that attention is computed in.
+        magnitude: Shaped as ``key``.
+
+    Returns:
+        ``[num_queries, num_heads], float64``.
+    """
+    scores, rounded, summed = _scores(layer, query, key, visible, sinks, bias, magnitude)
+    is_seen = scores > -math.inf
+    weights = torch.softmax(scores, dim=-1).masked_fill(~is_seen, 0)
+    _, unit, sum_unit = _units(dtype)
+    errors = unit * (1 + rounded) + sum_unit * (is_seen.sum(-1, keepdim=True).sqrt() + summed)
+    return ROUNDINGS / 2 * (weights * errors).sum(-1).T
+
+
+def _units(dtype: torch.dtype) -> tuple[torch.dtype, float, float]:
+    """Return the dtype of sums, and the relative spacing of numbers of ``dtype`` and of that one."""
+    sum_dtype = dtype if dtype.itemsize > 4 else torch.float32
+    return sum_dtype, torch.finfo(dtype).eps, torch.finfo(sum_dtype).eps
+
+
+def _scores(
+    layer: QuerySpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    visible: torch.Tensor,
+    sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    magnitude: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the logits of the softmax, and the units by which they err in the dtype and in that of sums.
+
+    Each is ``[num_heads, num_queries, num_tokens + 1], float64``; the last logit is the sink's, -inf without one.
+    """
+    query, key, key_size = (each.double() for each in (query, key, key.abs() if magnitude is None else magnitude))
     # The query heads of a KV head stay beside each other, so that keys and values are read as they are.
     query = query.unflatten(1, (key.shape[1], -1))
 
@@ -87,31 +170,8 @@ def attention_error_bound(
         logits = logits.zero_() + sinks.double()[:, None, None]
     rounded, summed = (torch.cat([each, logits.abs().nan_to_num(posinf=0.0)], dim=-1) for each in (rounded, summed))
     scores = torch.cat([scores.masked_fill(~visible, -math.inf), logits], dim=-1)
-    no_value = value.new_zeros(1, *value.shape[1:])
-    value, value_size = (torch.cat([each, no_value]) for each in (value, value_size))
-
     is_seen = scores > -math.inf
-    weights = torch.softmax(scores, dim=-1).masked_fill(~is_seen, 0)
-    largest = scores.amax(-1, keepdim=True)
+    largest, num_seen = scores.amax(-1, keepdim=True), is_seen.sum(-1, keepdim=True)
     rounded = rounded + (largest - scores).masked_fill(~is_seen, 0)
-    num_seen = is_seen.sum(-1, keepdim=True)
     summed = summed + scores.abs().masked_fill(~is_seen, 0).amax(-1, keepdim=True) + num_seen.clamp(min=1).log()
-
-    def mean(values: torch.Tensor) -> torch.Tensor:
-        heads = weights.unflatten(0, (values.shape[1], -1))
-        return torch.einsum("kgqt,tkd->qkgd", heads, values).flatten(1, 2)
-
-    def of_scores(errors: torch.Tensor) -> torch.Tensor:
-        return (weights * errors**2).sum(-1).sqrt().T[:, :, None] * deviation
-
-    deviation = (mean(value**2) - mean(value) ** 2).clamp(min=0).sqrt()
-    terms = mean(value_size)
-    sum_dtype = dtype if dtype.itemsize > 4 else torch.float32
-    unit, sum_unit = torch.finfo(dtype).eps, torch.finfo(sum_dtype).eps
-    bound = unit * (terms + of_scores(rounded))
-    bound += sum_unit * (num_seen.sqrt().transpose(0, 1) * terms + of_scores(summed))
-    # Weights and outputs that are too small for the dtype become zero.
-    least = torch.finfo(dtype).tiny * unit + torch.finfo(sum_dtype).tiny
-    lost = torch.einsum("qt,tkd->qkd", visible.double(), 1 + value_size[:-1]) * least
-    lost = lost.repeat_interleave(weights.shape[0] // value.shape[1], dim=1)
-    return ROUNDINGS / 2 * bound + lost
+    return scores, rounded, summed

@@ -1,9 +1,10 @@
-"""Checks a backend's output before its values are compared: type, shape, dtype and device."""
+"""Checks what a backend returns before its values are compared: type, shape, dtype and device."""
 
 from __future__ import annotations
 
 import torch
 
+from kvframe.contract.merging import lse_dtype
 from kvframe.testing.case import Case
 from kvframe.testing.laws import ConformanceError
 
@@ -19,14 +20,43 @@ def check_output(values: object, case: Case, query: torch.Tensor) -> torch.Tenso
     Raises:
         ConformanceError: It is not a dense ``torch.Tensor``, or has another shape, dtype or device.
     """
+    shape = len(query), case.query.num_heads, case.form.head_size_v(case.spec)
+    return _checked("the output", "forward", values, shape, query.dtype, query.device)
+
+
+def check_outputs(values: object, case: Case, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output and the log-sum-exp if ``forward_with_lse`` returned both as the contract requires.
+
+    Args:
+        values: The result of ``forward_with_lse``.
+        case: The case.
+        query: ``[num_tokens, num_heads, head_size], device``: the queries that it got.
+
+    Raises:
+        ConformanceError: It is not a pair of dense ``torch.Tensor``, or one has another shape, dtype or device.
+    """
+    if type(values) is not tuple or len(values) != 2:
+        raise ConformanceError(f"forward_with_lse returns {type(values).__name__}, not a pair of tensors")
+    output, lse = values
+    name, dtype = "forward_with_lse", lse_dtype(query.dtype)
+    shape = len(query), case.query.num_heads
+    of_output = *shape, case.form.head_size_v(case.spec)
+    return (
+        _checked("the output", name, output, of_output, query.dtype, query.device),
+        _checked("the log-sum-exp", name, lse, shape, dtype, query.device),
+    )
+
+
+def _checked(
+    what: str, method: str, values: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     # A subclass is refused, because it could misreport its own values and comparisons.
     if type(values) is not torch.Tensor:
-        raise ConformanceError(f"forward returns {type(values).__name__}, not torch.Tensor")
-    shape = len(query), case.query.num_heads, case.form.head_size_v(case.spec)
-    expected = _say(shape, query.dtype, query.device, torch.strided)
+        raise ConformanceError(f"{method} returns {type(values).__name__}, not torch.Tensor")
+    expected = _say(shape, dtype, device, torch.strided)
     found = _say(tuple(values.shape), values.dtype, values.device, values.layout)
     if found != expected:
-        raise ConformanceError(f"the output is {found}, not {expected}")
+        raise ConformanceError(f"{what} is {found}, not {expected}")
     return values
 
 

@@ -89,14 +89,55 @@ def dense_attention(
     Returns:
         ``[num_queries, num_heads, head_size_v]``, in the inputs' dtype.
     """
-    kv_head = torch.arange(query.shape[1]) // (query.shape[1] // key.shape[1])
-    scores = torch.einsum("qhd,thd->hqt", query, key[:, kv_head]) * layer.scale
+    kv_head = _kv_heads(query, key)
+    scores = _scores(layer, query, key[:, kv_head], visible, sinks, bias)
+    weights = torch.softmax(scores, dim=-1)[:, :, : key.shape[0]].masked_fill(~visible, 0)
+    return torch.einsum("hqt,thd->qhd", weights, value[:, kv_head])
+
+
+def dense_lse(
+    layer: QuerySpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    visible: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the natural logarithm of the denominators of ``dense_attention``; -inf for a query that sees nothing.
+
+    Args:
+        layer: As for ``dense_attention``, like the other arguments.
+        query: ``[num_queries, num_heads, head_size]``.
+        key: ``[num_tokens, num_kv_heads, head_size]``.
+        visible: ``[num_queries, num_tokens], bool``.
+        sinks: ``[num_heads]`` or None.
+        bias: ``[num_heads, num_queries, num_tokens]`` or None.
+
+    Returns:
+        ``[num_queries, num_heads]``, in the inputs' dtype.
+    """
+    return torch.logsumexp(_scores(layer, query, key[:, _kv_heads(query, key)], visible, sinks, bias), dim=-1).T
+
+
+def _kv_heads(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    return torch.arange(query.shape[1]) // (query.shape[1] // key.shape[1])
+
+
+def _scores(
+    layer: QuerySpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    visible: torch.Tensor,
+    sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the logits of the softmax, ``[num_heads, num_queries, num_tokens]``, and after them the sinks' if any."""
+    scores = torch.einsum("qhd,thd->hqt", query, key) * layer.scale
     if layer.soft_cap is not None:
         scores = torch.tanh(scores / layer.soft_cap) * layer.soft_cap
     if bias is not None:
         scores = scores + bias
     scores = scores.masked_fill(~visible, float("-inf"))
-    if sinks is not None:
-        scores = torch.cat([scores, sinks[:, None, None].expand(-1, query.shape[0], 1)], dim=-1)
-    weights = torch.softmax(scores, dim=-1)[:, :, : key.shape[0]].masked_fill(~visible, 0)
-    return torch.einsum("hqt,thd->qhd", weights, value[:, kv_head])
+    if sinks is None:
+        return scores
+    return torch.cat([scores, sinks[:, None, None].expand(-1, query.shape[0], 1)], dim=-1)

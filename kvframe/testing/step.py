@@ -20,6 +20,7 @@ from kvframe.attention.storage import KVCacheStorage
 from kvframe.attention.wrapping import apply_chain
 from kvframe.cache.manager import KVCacheManager
 from kvframe.contract.backend import AttentionBackend, AttentionMetadataBuilder
+from kvframe.contract.errors import BackendError
 from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.specs import LayerSpec
 from kvframe.contract.wrapper import DROPS_TOKENS
@@ -27,14 +28,17 @@ from kvframe.selection.chains import WrapperChain, bind_chain
 from kvframe.testing.case import Case
 from kvframe.testing.inputs import Inputs, Learned
 from kvframe.testing.laws import ConformanceError
-from kvframe.testing.output import check_output
+from kvframe.testing.output import check_output, check_outputs
 from kvframe.testing.pages import fill, give_pages, plan_pool, slots_of, write, written_tokens
 from kvframe.testing.step_metadata import make_step_metadata
 
 BUILT = ""
 """Metadata that was built for the step."""
 REFRESHED = "with refreshed metadata, "
-"""Metadata that was built for other tables and then refreshed. ``BUILT`` and ``REFRESHED`` begin error sentences."""
+"""Metadata that was built for other tables and then refreshed."""
+WITH_LSE = "from forward_with_lse, "
+"""Metadata that was built for the step, and ``forward_with_lse`` instead of ``forward``. All three begin error
+sentences."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -43,11 +47,14 @@ class Output:
 
     Attributes:
         values: ``[num_tokens, num_heads, head_size_v], device``: its output for the tokens that its chain keeps, by how
-            its metadata was made: ``BUILT`` always, ``REFRESHED`` if its builder declares ``table_fields``.
+            its metadata was made: ``BUILT`` always, ``REFRESHED`` if its builder declares ``table_fields``,
+            ``WITH_LSE`` if the backend returns the log-sum-exp.
+        lse: ``[num_tokens, num_heads], device``: the log-sum-exp; None if the backend returns none.
         rows: ``[num_actual_tokens], int64, host``: the packed tokens that the chain keeps, without padding.
     """
 
     values: Mapping[str, torch.Tensor]
+    lse: torch.Tensor | None
     rows: torch.Tensor
 
 
@@ -125,11 +132,22 @@ def run_step(
             raise ConformanceError(f"{made}{error}") from error
         return values if back is None else values.index_select(0, back)
 
-    values = {BUILT: attend(_build(builder, common), BUILT)}
+    def attend_with_lse(built: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        try:
+            found = backend.forward_with_lse(seen, query, kv_cache, built, learned.sinks)
+            output, lse = check_outputs(found, case, query)
+        except (ConformanceError, BackendError) as error:
+            raise ConformanceError(f"{WITH_LSE}{error}") from error
+        return (output, lse) if back is None else (output.index_select(0, back), lse.index_select(0, back))
+
+    built, lse = _build(builder, common), None
+    values = {BUILT: attend(built, BUILT)}
+    if backend_class.capabilities.returns_lse:
+        values[WITH_LSE], lse = attend_with_lse(built)
     if builder.table_fields is not None:
         values[REFRESHED] = attend(_build_and_refresh(builder, common), REFRESHED)
     guard.check("it wrote to the cache, the query or the batch metadata")
-    return Output(values=values, rows=kept[: wrapped.num_actual_tokens])
+    return Output(values=values, lse=lse, rows=kept[: wrapped.num_actual_tokens])
 
 
 def _build(builder: AttentionMetadataBuilder, common: CommonAttentionMetadata) -> Any:

@@ -44,6 +44,7 @@ RIGHT: Mapping[str, Any] = {"devices": {"cpu"}, "dtypes": {"float32"}, "masks": 
         ("sinks", "yes", "'yes' is neither"),
         ("relative_bias", 0, "0 is neither"),
         ("separate_value_size", [], r"\[\] is neither"),
+        ("returns_lse", "log", "'log' is neither"),
         ("head_sizes", 64, "a set is needed, and 64 is given"),
         ("head_sizes", (), "None stands for any size"),
         ("head_sizes", {64.0}, "64.0 is not a whole number"),

@@ -89,6 +89,21 @@ class PlainBackend(AttentionBackend):
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the attention of one request's queries."""
+        logits, seen, value = self.logits(layer, query, kv_cache, built, request, seq_len, sinks)
+        weights = logits.softmax(-1)[..., : seen.shape[1]].masked_fill(~seen, 0)
+        return torch.einsum("hqt,thd->qhd", weights, value[:, self.kv_heads(query.shape[1], value.shape[1])])
+
+    def logits(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        kv_cache: KVCache,
+        built: Built,
+        request: int,
+        seq_len: int,
+        sinks: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the logits of the softmax, the sinks last; the keys that queries see, and their values."""
         visible = self.visible(layer, built.common, request, seq_len - len(query), seq_len)
         tokens = visible.any(0).nonzero().flatten()
         key, value = self.read(layer, kv_cache, built, request, tokens)
@@ -99,8 +114,7 @@ class PlainBackend(AttentionBackend):
         scores = scores.masked_fill(~visible[:, tokens], float("-inf"))
         if sinks is not None:
             scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(query), 1)], dim=-1)
-        weights = scores.softmax(-1)[..., : len(tokens)].masked_fill(~visible[:, tokens], 0)
-        return torch.einsum("hqt,thd->qhd", weights, value[:, self.kv_heads(query.shape[1], value.shape[1])])
+        return scores, visible[:, tokens], value
 
     def visible(
         self, layer: LayerSpec, common: CommonAttentionMetadata, request: int, first: int, seq_len: int

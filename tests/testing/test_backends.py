@@ -15,7 +15,7 @@ from kvframe_torch.backend import TorchBackend
 
 from kvframe.builtin.torch_reference import TorchReferenceBackend
 from kvframe.contract.backend import AttentionBackend, Capabilities, KVCache
-from kvframe.contract.errors import SpecError
+from kvframe.contract.errors import BackendError, SpecError
 from kvframe.contract.specs import (
     ENCODER,
     AttentionMask,
@@ -205,6 +205,22 @@ def test_a_spec_beyond_what_is_declared_is_refused_by_code(code: str, changes: d
 )
 def test_a_query_side_beyond_what_is_declared_is_refused_by_code(code: str, changes: dict[str, Any]) -> None:
     assert [code] == refusals(**changes)
+
+
+def test_a_log_sum_exp_is_refused_by_code_when_it_is_asked_for_and_not_declared() -> None:
+    layer = LayerSpec(name="layer", spec=NARROW_SPEC, query=NARROW_QUERY)
+    assert ["lse"] == [refusal.code for refusal in NARROW.refusals(layer, "cuda", lse=True)]
+    assert [] == attrs.evolve(NARROW, returns_lse=True).refusals(layer, "cuda", lse=True)
+
+
+def test_a_backend_without_a_log_sum_exp_says_so_when_it_is_called_for_it() -> None:
+    class Silent(TorchReferenceBackend):
+        forward_with_lse = AttentionBackend.forward_with_lse
+
+    layer = LayerSpec(name="layer", spec=NARROW_SPEC, query=NARROW_QUERY)
+    with pytest.raises(BackendError, match="Silent returns no log-sum-exp") as raised:
+        Silent([layer], torch.device("cpu")).forward_with_lse(layer, torch.zeros(0), {}, None, None)
+    assert "lse" == raised.value.code
 
 
 def test_another_device_head_size_or_state_is_refused_by_code() -> None:

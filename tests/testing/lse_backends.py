@@ -1,0 +1,207 @@
+"""A correct backend that returns the log-sum-exp, and one with each bug in it, with the case that finds the bug."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+
+from kvframe.contract.backend import KVCache
+from kvframe.contract.formats import PLAIN
+from kvframe.contract.merging import lse_dtype
+from kvframe.contract.specs import LayerSpec
+from tests.testing.plain_backend import PlainBackend
+
+
+class LseBackend(PlainBackend):
+    """The plain backend, with the log-sum-exp."""
+
+    capabilities = attrs.evolve(
+        PlainBackend.capabilities, dtypes={"float32", "bfloat16"}, formats={PLAIN.name}, returns_lse=True
+    )
+
+    def forward(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        sinks = None if sinks is None else sinks.float()
+        return super().forward(layer, query.float(), kv_cache, metadata, sinks).to(query.dtype)
+
+    def forward_with_lse(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        built = self.step_of(metadata)
+        lse = query.new_full(query.shape[:2], -math.inf, dtype=lse_dtype(query.dtype))
+        starts = built.common.query_start_loc_cpu.tolist()
+        for request, (start, stop) in enumerate(itertools.pairwise(starts)):
+            if start < stop:
+                seq_len = int(built.common.seq_lens_cpu[request])
+                own = query[start:stop].float()
+                logits, _, _ = self.logits(layer, own, kv_cache, built, request, seq_len, sinks)
+                lse[start:stop] = self.reduced(logits).T
+        return self.forward(layer, query, kv_cache, metadata, sinks), self.returned(layer, lse, sinks)
+
+    def reduced(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the log-sum-exp of logits, over the last axis."""
+        return torch.logsumexp(logits, dim=-1)
+
+    def returned(self, layer: LayerSpec, lse: torch.Tensor, sinks: torch.Tensor | None) -> Any:
+        """Return what is handed out for the log-sum-exp."""
+        return lse
+
+
+MISTAKES: dict[str, tuple[type[LseBackend], str, str]] = {}
+"""For each bug: the backend, the case of the kit that finds it, and a part of the kit's error."""
+
+WRONG = "the log-sum-exp: .*wrong, the first at"
+
+
+def shown_by(mistake: str, where: str, message: str = WRONG) -> Callable[[type[LseBackend]], type[LseBackend]]:
+    """Add a backend with a bug to the list."""
+
+    def note(backend_class: type[LseBackend]) -> type[LseBackend]:
+        assert mistake not in MISTAKES
+        MISTAKES[mistake] = (backend_class, where, message)
+        return backend_class
+
+    return note
+
+
+@shown_by("it is a logarithm of base 2", "full-block=1-decode")
+class BaseTwo(LseBackend):
+    def reduced(self, logits: torch.Tensor) -> torch.Tensor:
+        return super().reduced(logits) / math.log(2)
+
+
+@shown_by("it is a logarithm of base 2, in bfloat16", "full-bfloat16-decode")
+class BaseTwoInBfloat16(BaseTwo):
+    pass
+
+
+@shown_by("it is the denominator itself", "full-block=1-decode")
+class WithoutLogarithm(LseBackend):
+    def reduced(self, logits: torch.Tensor) -> torch.Tensor:
+        return super().reduced(logits).exp()
+
+
+@shown_by("the scale is left out", "full-block=1-decode")
+class WithoutScale(LseBackend):
+    def returned(self, layer: LayerSpec, lse: torch.Tensor, sinks: torch.Tensor | None) -> Any:
+        assert layer.query is not None
+        return lse / layer.query.scale
+
+
+@shown_by("it is only the largest score", "full-block=1-decode")
+class OnlyTheLargest(LseBackend):
+    def reduced(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.amax(-1) if logits.shape[-1] else super().reduced(logits)
+
+
+@shown_by("it lacks the largest score", "full-block=1-decode")
+class WithoutTheLargest(LseBackend):
+    def reduced(self, logits: torch.Tensor) -> torch.Tensor:
+        return super().reduced(logits - logits.amax(-1, keepdim=True)) if logits.shape[-1] else super().reduced(logits)
+
+
+class OtherLogits(LseBackend):
+    """Computes the log-sum-exp of other logits than the output."""
+
+    def forward_with_lse(
+        self, layer: LayerSpec, query: torch.Tensor, kv_cache: KVCache, metadata: Any, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _, lse = super().forward_with_lse(*self.changed(layer, query, kv_cache, metadata, sinks))
+        return self.forward(layer, query, kv_cache, metadata, sinks), lse
+
+    def changed(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> Any:
+        return layer, query, kv_cache, metadata, sinks
+
+
+@shown_by("the soft cap is left out", "full-soft_cap-decode")
+class WithoutSoftCap(OtherLogits):
+    def changed(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> Any:
+        return attrs.evolve(layer, query=attrs.evolve(layer.query, soft_cap=None)), query, kv_cache, metadata, sinks
+
+
+@shown_by("the learned sink is left out", "full-learned_sinks-decode")
+class WithoutSinks(OtherLogits):
+    def changed(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> Any:
+        return layer, query, kv_cache, metadata, None
+
+
+@shown_by("the bias is left out", "full-relative_bias-decode")
+class WithoutBias(OtherLogits):
+    def changed(self, layer: Any, query: Any, kv_cache: Any, metadata: Any, sinks: Any) -> Any:
+        without = attrs.evolve(layer.query, relative_bias=None)
+        return attrs.evolve(layer, query=without), query, kv_cache, metadata, sinks
+
+
+@shown_by("queries without keys have +inf, as in FlashAttention", "bidirectional-block=1-cross_without_keys")
+class PlusInfinity(LseBackend):
+    def returned(self, layer: LayerSpec, lse: torch.Tensor, sinks: torch.Tensor | None) -> Any:
+        return lse.masked_fill(lse == -math.inf, math.inf)
+
+
+@shown_by("queries without keys have 0", "bidirectional-block=1-cross_without_keys")
+class ZeroWithoutKeys(LseBackend):
+    def returned(self, layer: LayerSpec, lse: torch.Tensor, sinks: torch.Tensor | None) -> Any:
+        return lse.masked_fill(lse == -math.inf, 0)
+
+
+@shown_by("queries without keys have a large negative number", "bidirectional-block=1-cross_without_keys")
+class LargeWithoutKeys(LseBackend):
+    def returned(self, layer: LayerSpec, lse: torch.Tensor, sinks: torch.Tensor | None) -> Any:
+        return lse.clamp(min=-5e4)
+
+
+@shown_by("padded rows are missing", "full-block=1-decode-padded", r"the log-sum-exp is \(\d+, 4\).*, not")
+class WithoutPadding(LseBackend):
+    def returned(self, layer: LayerSpec, lse: torch.Tensor, sinks: torch.Tensor | None) -> Any:
+        return lse[lse.isfinite().all(-1)]
+
+
+@shown_by("rows begin with the padding", "full-block=1-decode-padded")
+class PaddingFirst(LseBackend):
+    def returned(self, layer: LayerSpec, lse: torch.Tensor, sinks: torch.Tensor | None) -> Any:
+        return lse.flip(0)
+
+
+@shown_by("heads come first", "full-block=1-prefill", r"the log-sum-exp is \(4, \d+\)")
+class HeadsFirst(LseBackend):
+    def returned(self, layer: LayerSpec, lse: torch.Tensor, sinks: torch.Tensor | None) -> Any:
+        return lse.T
+
+
+@shown_by("it is in the query's low precision", "full-bfloat16-decode", "torch.bfloat16, cpu, not .*torch.float32")
+class LowPrecision(LseBackend):
+    def returned(self, layer: LayerSpec, lse: torch.Tensor, sinks: torch.Tensor | None) -> Any:
+        return lse.bfloat16() if layer.spec.dtype == "bfloat16" else lse  # type: ignore[union-attr]
+
+
+@shown_by("it is rounded to half precision", "full-block=1-decode")
+class Rounded(LseBackend):
+    def returned(self, layer: LayerSpec, lse: torch.Tensor, sinks: torch.Tensor | None) -> Any:
+        return lse.bfloat16().float()
+
+
+@shown_by("the output comes alone", "full-block=1-decode", "forward_with_lse returns Tensor, not a pair of tensors")
+class OutputAlone(LseBackend):
+    def forward_with_lse(self, *arguments: Any) -> Any:
+        return self.forward(*arguments)
+
+
+@shown_by(
+    "the output differs from that of forward", "full-block=1-decode", "from forward_with_lse, .* queries are wrong"
+)
+class OtherOutput(LseBackend):
+    def forward_with_lse(self, *arguments: Any) -> Any:
+        output, lse = super().forward_with_lse(*arguments)
+        return 2 * output, lse
+
+
+@shown_by("it is declared and not there", "full-block=1-decode", "Undefined returns no log-sum-exp")
+class Undefined(LseBackend):
+    def forward_with_lse(self, *arguments: Any) -> Any:
+        return PlainBackend.forward_with_lse(self, *arguments)
