@@ -12,6 +12,8 @@ PEERS ?= .cache/peers
 VLLM := $(PEERS)/vllm
 # Small tensors: more threads than one only fight over the cores that the test processes use.
 export OMP_NUM_THREADS ?= 1
+# Tests start hundreds of processes, and each would compile the modules that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup quick test lint docs demo bench peer clean
 
@@ -36,7 +38,7 @@ quick: $(READY) ## lint and tests of what changed, or of one package: make quick
 	@BIN=$(BIN) JOBS=$(JOBS) PACKAGE=$(PACKAGE) .ci/quick
 
 test: lint ## lint, then every test: core, plugins, examples
-	$(BIN)/pytest -n $(JOBS)
+	$(BIN)/pytest -n $(JOBS) --dist worksteal
 
 docs: $(READY) ## build the documentation as a site in build/site, with the contract's reference
 	$(BIN)/sphinx-build -q -W --keep-going -b html -c docs . build/site

@@ -96,14 +96,14 @@ def make_runs(
     Raises:
         ConformanceError: It declares a format that is not among them, or it serves no layer of these sizes.
     """
-    block_size = align_up(16, capabilities.block_size_multiple)
+    steps = make_steps(align_up(16, capabilities.block_size_multiple))
     found = [
         Run(
             name="-".join(filter(None, (size, feature, stored, kind))),
             layer=layer,
             feature=feature,
             kind=kind,
-            steps=make_steps(block_size)[kind.removesuffix("-padded")],
+            steps=steps[kind.removesuffix("-padded")],
             num_padding=NUM_PADDING if kind.endswith("-padded") else 0,
             form=form,
         )

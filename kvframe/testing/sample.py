@@ -7,6 +7,7 @@ sample has every trait of the grid, and every pair of those traits that kernels 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
+from heapq import heapify, heapreplace
 from itertools import combinations, pairwise
 
 from kvframe.contract.formats import PLAIN
@@ -63,12 +64,19 @@ def cover(parts: Sequence[Collection[Hashable]], costs: Sequence[float]) -> list
         costs: The cost of each.
     """
     missing: set[Hashable] = set().union(*parts)
-    chosen: set[int] = set()
+    chosen: list[int] = []
+    # Greedy set cover: next is the collection with the most missing elements for its cost. This figure never grows, so a
+    # collection is counted again only if it comes first by its last figure.
+    heap = [(-len(part) / cost, index) for index, (part, cost) in enumerate(zip(parts, costs, strict=True))]
+    heapify(heap)
     while missing:
-        # Greedy set cover: next is the collection with the most missing elements for its cost.
-        best = max(range(len(parts)), key=lambda index: len(missing.intersection(parts[index])) / costs[index])
-        chosen.add(best)
-        missing.difference_update(parts[best])
+        negative_gain, index = heap[0]
+        counted = -len(missing.intersection(parts[index])) / costs[index]
+        if counted == negative_gain:
+            chosen.append(index)
+            missing.difference_update(parts[index])
+        else:
+            heapreplace(heap, (counted, index))
     return sorted(chosen)
 
 

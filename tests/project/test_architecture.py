@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -81,13 +82,20 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def core_files() -> dict[str, Path]:
     return {module_name(path): path for path in sorted(CORE.rglob("*.py"))}
 
 
-def imported_modules(path: Path, *, at_type_checking: bool) -> set[str]:
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def imported_modules(path: Path, *, at_type_checking: bool) -> frozenset[str]:
     """Return the modules that a file imports anywhere, functions included, at run time or for type checking only."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     for_types = {
         id(inner)
         for node in ast.walk(tree)
@@ -105,10 +113,10 @@ def imported_modules(path: Path, *, at_type_checking: bool) -> set[str]:
             submodules = {f"{node.module}.{alias.name}" for alias in node.names}
             are_modules = {name for name in submodules if name.removeprefix("kvframe.") in core_files()}
             found |= are_modules or {str(node.module)}
-    return found
+    return frozenset(found)
 
 
-def all_imports(path: Path) -> set[str]:
+def all_imports(path: Path) -> frozenset[str]:
     return imported_modules(path, at_type_checking=False) | imported_modules(path, at_type_checking=True)
 
 
@@ -332,7 +340,7 @@ REGISTERED = {
 
 
 def nodes(module: str) -> Iterator[ast.AST]:
-    return ast.walk(ast.parse(FLOW_FILES[module].read_text(encoding="utf-8")))
+    return ast.walk(tree_of(FLOW_FILES[module]))
 
 
 def types_asked_for(module: str) -> Iterator[str]:
@@ -451,7 +459,7 @@ def is_documented(module: str, name: str) -> bool:
     if inspect.isclass(value) or inspect.isfunction(value):
         return bool(value.__doc__)
     # A constant or an alias: a string literal follows its assignment.
-    body = ast.parse(ROOT.joinpath(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8")).body
+    body = tree_of(ROOT.joinpath(*module.split(".")).with_suffix(".py")).body
     for statement, following in itertools.pairwise(body):
         targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):

@@ -32,6 +32,8 @@ FORMATS = ("plain", "int8_token_head")
 CHAINS = (("decode_only",), ("chunked_local",), ("decode_only", "chunked_local"))
 BEHIND = [("wrappers", name) for name in ("batch", "format", "is_padded", "visible", "causal", "block_size")]
 """What comes up together in the sample of cases behind wrappers."""
+RUN_TRAITS = ("kind", "feature", "head_size", "num_kv_heads", "dtype")
+"""Traits that occur in the runs; the cases have the formats. With pages of 256 tokens, a run takes seconds."""
 CLASSES = {"flash_attn": "backend:FlashAttnBackend", "flash_attn_3": "backend_3:FlashAttn3Backend"}
 LIBRARIES = {"flash_attn": "flash_attn", "flash_attn_3": "flash_attn_interface"}
 
@@ -267,7 +269,7 @@ def test_it_computes_the_grid(name: str, at_least: int, stand_ins: dict[str, Any
 @pytest.mark.parametrize("name", CLASSES)
 def test_it_serves_two_layers_and_steps_at_real_sizes(name: str, stand_ins: dict[str, Any]) -> None:
     backend_class = load(name)
-    for run in sample_runs(make_runs(backend_class.capabilities, "cuda")):
+    for run in sample_runs(make_runs(backend_class.capabilities, "cuda"), RUN_TRAITS):
         check_run(backend_class, run)
 
 
@@ -286,6 +288,14 @@ def test_it_computes_the_whole_grid_alone_and_behind_wrappers(name: str, stand_i
     backend_class = load(name)
     for case in cases(backend_class, chains()):
         check_backend(backend_class, case)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", CLASSES)
+def test_it_serves_more_runs(name: str, stand_ins: dict[str, Any]) -> None:
+    backend_class = load(name)
+    for run in sample_runs(make_runs(backend_class.capabilities, "cuda")):
+        check_run(backend_class, run)
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -19,6 +19,7 @@ from kvframe.testing.grid import make_cases, make_layer
 from kvframe.testing.laws import ConformanceError
 from kvframe.testing.metadata import make_metadata
 from kvframe.testing.runs import make_runs, sample_runs
+from kvframe.testing.sample import sample
 from kvframe.testing.serving import check_run
 from kvframe.testing.staging import check_staging
 
@@ -26,6 +27,10 @@ CAPABILITIES = TorchVarlenBackend.capabilities
 HEAD_SIZES = (8, 40, 256)
 FORMATS = ("plain", "int8_token_head")
 """Formats of the cases: a backend handles copies of pages in the same way for every format."""
+BEHIND = [("wrappers", name) for name in ("batch", "format", "is_padded", "visible", "causal")]
+"""Traits whose pairs occur in the sample of cases after wrappers."""
+RUN_TRAITS = ("kind", "feature", "head_size", "num_kv_heads", "dtype")
+"""Traits that occur in the runs; the cases have the formats. With pages of 256 tokens, a run takes seconds."""
 
 
 class AuxRequest(NamedTuple):
@@ -119,20 +124,32 @@ def chains() -> tuple[tuple[MetadataWrapper, ...], ...]:
 def test_it_computes_the_grid(stand_in: StandIn) -> None:
     found = cases()
     assert 150 < len(found)
-    for case in found:
+    for case in sample(found):
         check_backend(TorchVarlenBackend, case)
 
 
 def test_it_serves_two_layers_and_steps_at_real_sizes(stand_in: StandIn) -> None:
-    for run in sample_runs(make_runs(CAPABILITIES, "cuda")):
+    for run in sample_runs(make_runs(CAPABILITIES, "cuda"), RUN_TRAITS):
         check_run(TorchVarlenBackend, run)
 
 
 def test_it_computes_the_grid_behind_wrappers(stand_in: StandIn) -> None:
     found = [case for case in cases(chains()) if case.wrappers]
     assert 30 < len(found)
-    for case in found:
+    for case in sample(found, BEHIND):
         check_backend(TorchVarlenBackend, case)
+
+
+@pytest.mark.whole
+def test_it_computes_the_whole_grid_alone_and_behind_wrappers(stand_in: StandIn) -> None:
+    for case in cases(chains()):
+        check_backend(TorchVarlenBackend, case)
+
+
+@pytest.mark.whole
+def test_it_serves_more_runs(stand_in: StandIn) -> None:
+    for run in sample_runs(make_runs(CAPABILITIES, "cuda")):
+        check_run(TorchVarlenBackend, run)
 
 
 def test_what_a_step_needs_is_in_its_one_copy_and_nobody_waits(stand_in: StandIn) -> None:
