@@ -65,8 +65,8 @@ def cover(parts: Sequence[Collection[Hashable]], costs: Sequence[float]) -> list
     """
     missing: set[Hashable] = set().union(*parts)
     chosen: list[int] = []
-    # Greedy set cover: next is the collection with the most missing elements for its cost. This figure never grows, so a
-    # collection is counted again only if it comes first by its last figure.
+    # Greedy set cover: next is the collection with the most missing elements for its cost. This figure never grows, so
+    # a collection is counted again only if it comes first by its last figure.
     heap = [(-len(part) / cost, index) for index, (part, cost) in enumerate(zip(parts, costs, strict=True))]
     heapify(heap)
     while missing:
