@@ -22,8 +22,8 @@ import torch
 
 from benchmarks.attention.cpu_kvframe import KVFrame
 from benchmarks.attention.cpu_shapes import Buffers, Shape, reference, standard_shapes, tiny_shapes
+from benchmarks.harness import options
 from benchmarks.harness.backends import usable_backends
-from benchmarks.harness.machine import PEER
 from benchmarks.harness.pages import heading, medians, spread, table
 from benchmarks.harness.process import EngineProcess, timed
 from benchmarks.harness.record import benchmark, ratios
@@ -209,24 +209,17 @@ def _systems(measured: Mapping[str, Any]) -> list[str]:
     epilog="On a machine with other work, `chrt -f 1 python -m benchmarks.attention.cpu …` (as root) keeps that work "
     "from the processor while something is timed; without it, threads that wait for each other wait for it too.",
 )
-@click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True, help="Turns of each system.")
+@options.repeats(7, flag="--rounds")
 @click.option("--calls", type=click.IntRange(min=1), default=3, show_default=True, help="Timed calls of a turn.")
-@click.option("--threads", type=click.IntRange(min=1), default=os.cpu_count() or 1, help="Of torch; all cores.")
-@click.option(
-    "--shape",
-    "shapes",
-    multiple=True,
-    type=click.Choice(list(SHAPES)),
-    default=[shape.name for shape in standard_shapes()],
-    help="What is measured; several are named one by one. The default is all but the tiny ones.",
-)
+@options.threads(os.cpu_count() or 1)
+@options.choose("--shape", "shapes", SHAPES, default=[shape.name for shape in standard_shapes()])
 @click.option(
     "--system",
     "systems",
     multiple=True,
     help="A backend's registered name, naive or vllm. The default is every backend that runs here, and both others.",
 )
-@click.option("--peer", type=click.Path(path_type=Path), default=PEER, help="Where make peer installed vLLM.")
+@options.peer
 def main(
     rounds: int, calls: int, threads: int, shapes: Sequence[str], systems: Sequence[str], peer: Path
 ) -> dict[str, Any]:

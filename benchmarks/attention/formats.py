@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 from benchmarks.attention.format_layers import Decode, Stored, decode_seconds, draw_data, memory, output_error
 from benchmarks.attention.formats_report import write_report
 from benchmarks.engine.generate import SEED
-from benchmarks.harness import models
+from benchmarks.harness import models, options
 from benchmarks.harness.backends import usable_backends
 from benchmarks.harness.record import benchmark
 from kvframe import Engine, SamplingParams, Stack
@@ -186,8 +186,8 @@ def measure_speed(context: int, repeats: int) -> list[dict[str, Any]]:
 
 
 @benchmark("formats", write_report)
-@click.option("--repeats", type=click.IntRange(min=1), default=7)
-@click.option("--threads", type=click.IntRange(min=1), default=2)
+@options.repeats(7)
+@options.threads(2)
 @click.option("--texts", "num_texts", type=click.IntRange(min=2), default=16)
 @click.option("--context", type=click.IntRange(min=16), default=2048, help="Tokens of each request, whole pages of 16.")
 @click.option("--model", type=click.Path(path_type=Path), default=None, help="The demo's model unless given.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -10,45 +10,32 @@ import attrs
 import numpy as np
 import torch
 from kvframe_sliding_window.spec import SlidingWindowSpec
+from kvframe_triton.backend import TritonBackend
 
-from benchmarks.engine.generate import SEED
 from kvframe import Stack
 from kvframe.attention.layers import AttentionLayers
-from kvframe.attention.step import StepBatch, build_metadata
+from kvframe.attention.step import StepBatch
 from kvframe.builtin.full_attention import FullAttentionSpec
 from kvframe.cache.block_table import BlockTables
-from kvframe.contract.specs import KVCacheSpec, LayerSpec, QuerySpec
+from kvframe.contract import hookimpl
+from kvframe.contract.hookspecs import Register
+from kvframe.contract.specs import LayerSpec, QuerySpec
 from kvframe.loading.plugins import load_plugins
 from kvframe.planning.groups import Grouping, KVCacheGroup
 from kvframe.selection.select import select_backends
 
+SEED = 11
 CPU = torch.device("cpu")
+WITHOUT_MEMORY = torch.device("meta")
+"""Stands for a GPU: what is copied to it arrives nowhere."""
+
+BLOCK_SIZE = 16
 SHORTEST, LONGEST = 100, 2000
-SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64}
-QUERY = QuerySpec(num_heads=8, head_size=64, scale=0.125)
-WINDOWS: dict[str, Sequence[int]] = {
+NUM_GROUPS = 10
+WINDOWS: Mapping[str, Sequence[int]] = {
     "windows 32 to 288": range(32, 289, 32),
     "windows 16 to 4,096": [16 << i for i in range(9)],
 }
-
-
-@attrs.frozen(kw_only=True)
-class Part:
-    """One part of a step's host work.
-
-    Attributes:
-        name: For the results.
-        run: Does it.
-        num_elements: Block ids or slots that it reads: the size of the dense operation beside it.
-        limit: Microseconds that it is to stay within on the machine of the recorded run; None for no limit.
-        upload: Bytes that it copies to the device; None where this is not measured.
-    """
-
-    name: str
-    run: Callable[[], Any]
-    num_elements: int
-    limit: float | None = None
-    upload: int | None = None
 
 
 def decode_batch(num_reqs: int) -> StepBatch:
@@ -67,6 +54,9 @@ def mixed_batch(num_reqs: int) -> StepBatch:
     return _batch(lengths, new)
 
 
+BATCHES: Mapping[str, Callable[[int], StepBatch]] = {"decodes": decode_batch, "mixed": mixed_batch}
+
+
 def _batch(lengths: Any, new: Any) -> StepBatch:
     return StepBatch(
         rows=np.arange(len(lengths)), num_computed=lengths - new, query_lens=new, generating_indices=np.cumsum(new) - 1
@@ -75,48 +65,48 @@ def _batch(lengths: Any, new: Any) -> StepBatch:
 
 def tables_of(num_groups: int, num_reqs: int) -> BlockTables:
     """Return block tables in which every block is some page."""
-    tables = BlockTables(num_reqs, LONGEST, [SIZES["block_size"]] * num_groups)
+    tables = BlockTables(num_reqs, LONGEST, [BLOCK_SIZE] * num_groups)
     for stack in tables.stacks:
         stack.ids[:] = np.random.default_rng(SEED).integers(1, 1 << 16, stack.ids.shape)
     return tables
 
 
-def layers_of(
-    specs: Sequence[KVCacheSpec],
-    backend: str = "auto",
-    *,
-    query: QuerySpec = QUERY,
-    plugins: Sequence[ModuleType] = (),
-    device: torch.device = CPU,
+def ten_layers(
+    windows: Sequence[int], query: QuerySpec, num_kv_heads: int, backend: str, device: torch.device = CPU
 ) -> AttentionLayers:
-    """Return layers, one for each spec and each with a cache group of its own, without memory for their caches."""
+    """Return a layer of full attention and nine with windows, each with a cache group of its own without memory."""
+    sizes: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": num_kv_heads, "head_size": query.head_size}
+    specs = [FullAttentionSpec(**sizes), *(SlidingWindowSpec(window=size, **sizes) for size in windows)]
     layers = [LayerSpec(name=f"layer{index}", spec=spec, query=query) for index, spec in enumerate(specs)]
     stack = Stack.from_mapping({"rules": [{"layers": "*", "backend": backend}]})
-    choices = select_backends(layers, stack, load_plugins(plugins=plugins).registry, "cpu")
+    choices = select_backends(layers, stack, load_plugins(plugins=[_plugin()]).registry, "cpu")
     groups = tuple(
         KVCacheGroup(index=index, spec=spec, layers=(layer.name,), stored=(spec,))
         for index, (layer, spec) in enumerate(zip(layers, specs, strict=True))
     )
+    assert len(groups) == NUM_GROUPS
     views: dict[str, Any] = {layer.name: {} for layer in layers}
     return AttentionLayers(layers, choices, Grouping(groups=groups, follows={}), views, device)
 
 
-def windowed_layers(
-    windows: Iterable[int], backend: str = "auto", *, sizes: Mapping[str, Any] = SIZES, **options: Any
-) -> AttentionLayers:
-    """Return a layer of full attention and nine with windows; ``options`` as for ``layers_of``."""
-    specs = [FullAttentionSpec(**sizes), *(SlidingWindowSpec(window=size, **sizes) for size in windows)]
-    assert len(specs) == 10
-    return layers_of(specs, backend, **options)
+class TritonWithoutGPU(TritonBackend):
+    """Cuts steps as for a GPU; its kernels are not called."""
+
+    name = "triton_without_gpu"
+    capabilities = attrs.evolve(TritonBackend.capabilities, devices=frozenset({"cpu"}))
+
+    @classmethod
+    def unusable_reason(cls) -> str | None:
+        """Return None: what is measured runs on the host."""
+        return None
 
 
-def model_part(name: str, layers: AttentionLayers, batch: StepBatch, limit: float | None = None) -> Part:
-    """Return all metadata of one step of a model of ten cache groups."""
-    tables = tables_of(10, len(batch.rows))
+def _plugin() -> ModuleType:
+    """Return a plugin that registers the backend without a GPU."""
 
-    def run() -> None:
-        # A step's batch is made anew in each step; what it caches is part of the work.
-        layers.begin_step(build_metadata(attrs.evolve(batch), tables, CPU))
+    def kvframe_register_backends(register: Register) -> None:
+        register(TritonWithoutGPU.name, TritonWithoutGPU)
 
-    num_elements = 10 * len(batch.rows) * -(-LONGEST // SIZES["block_size"])
-    return Part(name=name, run=run, num_elements=num_elements, limit=limit)
+    module = ModuleType("benchmark_of_metadata")
+    vars(module)["kvframe_register_backends"] = hookimpl(kvframe_register_backends)
+    return module

@@ -22,7 +22,7 @@ import click
 from benchmarks.cache.cases import Case, standard_cases, tiny_cases
 from benchmarks.cache.setting import Side
 from benchmarks.cache.worst_work import MAX_ROUNDS
-from benchmarks.harness.machine import PEER
+from benchmarks.harness import options
 from benchmarks.harness.pages import heading, medians, spread, table
 from benchmarks.harness.process import EngineProcess
 from benchmarks.harness.record import benchmark, ratios
@@ -147,27 +147,15 @@ def _sides(measured: Mapping[str, Any]) -> list[str]:
     return table(("", unit, "times as fast", *each, *(FACTS[fact][0] for fact in shown)), rows)
 
 
-peer_option = click.option(
-    "--peer", type=click.Path(path_type=Path), default=PEER, help="Where make peer installed vLLM."
-)
-
-
 @benchmark(
     "cache",
     write_report,
     epilog="On a machine with other work, `chrt -f 1 python -m benchmarks.cache.core …` (as root) keeps that work "
     "from the processor while something is timed.",
 )
-@click.option("--rounds", type=click.IntRange(1, MAX_ROUNDS), default=7, show_default=True, help="Turns of each side.")
-@click.option(
-    "--case",
-    "cases",
-    multiple=True,
-    type=click.Choice(list(CASES)),
-    default=[case.name for case in STANDARD],
-    help="What is measured; several are named one by one. The default is all but the tiny ones.",
-)
-@peer_option
+@options.repeats(7, flag="--rounds", most=MAX_ROUNDS)
+@options.choose("--case", "cases", CASES, default=[case.name for case in STANDARD])
+@options.peer
 def main(rounds: int, cases: Sequence[str], peer: Path) -> dict[str, Any]:
     """Measure pieces of work of the cache core, all sides by turns, and write one JSON file and one page."""
     chosen = dict.fromkeys(cases)

@@ -20,6 +20,7 @@ import click
 
 from benchmarks.cache.eviction_bound import BLOCK, block_ids, most_found
 from benchmarks.cache.eviction_traces import LONGEST, TRACES, Asked
+from benchmarks.harness import options
 from benchmarks.harness.pages import heading, table
 from benchmarks.harness.plots import plots
 from benchmarks.harness.record import benchmark
@@ -191,14 +192,13 @@ def draw_plot(record: Mapping[str, Any], path: Path) -> None:
 
 
 @benchmark("eviction", write_report, plots={"eviction": draw_plot})
-@click.option("--trace", "names", multiple=True, type=click.Choice(list(TRACES)), help="Traces; all unless given.")
+@options.choose("--trace", "names", TRACES)
 @click.option("--size", type=click.IntRange(min=20), default=SIZE, show_default=True, help="Scales the traces.")
 def main(names: tuple[str, ...], size: int) -> dict[str, Any]:
     """Measure which tokens the cache finds again under eviction policies."""
-    chosen = list(names) or list(TRACES)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(len(chosen), os.cpu_count() or 1), mp_context=context) as pool:
-        traces = dict(zip(chosen, pool.map(run, chosen, [size] * len(chosen)), strict=True))
+    with ProcessPoolExecutor(min(len(names), os.cpu_count() or 1), mp_context=context) as pool:
+        traces = dict(zip(names, pool.map(run, names, [size] * len(names)), strict=True))
     return {"size": size, "pools": list(POOLS), "traces": traces}
 
 

@@ -15,11 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import click
-
-from benchmarks.cache.core import RATIO, core_heading, measure, peer_option, start_engines, versions_of
+from benchmarks.cache.core import RATIO, core_heading, measure, start_engines, versions_of
 from benchmarks.cache.growth_axes import standard_axes, tiny_axis
 from benchmarks.cache.worst_work import MAX_ROUNDS
+from benchmarks.harness import options
 from benchmarks.harness.pages import spread, table
 from benchmarks.harness.plots import plots
 from benchmarks.harness.record import benchmark
@@ -85,16 +84,9 @@ def draw_plot(record: Mapping[str, Any], path: Path) -> None:
 
 
 @benchmark("cache_growth", write_report, plots={"cache_growth": draw_plot})
-@click.option("--rounds", type=click.IntRange(1, MAX_ROUNDS), default=7, show_default=True, help="Turns of each side.")
-@click.option(
-    "--axis",
-    "axes",
-    multiple=True,
-    type=click.Choice(list(AXES)),
-    default=[axis.name for axis in standard_axes()],
-    help="The size that grows; several are named one by one. The default is all but the tiny one.",
-)
-@peer_option
+@options.repeats(7, flag="--rounds", most=MAX_ROUNDS)
+@options.choose("--axis", "axes", AXES, default=[axis.name for axis in standard_axes()])
+@options.peer
 def main(rounds: int, axes: Sequence[str], peer: Path) -> dict[str, Any]:
     """Measure decode steps as one size grows; write a record, a page and a plot."""
     start, chosen = time.perf_counter(), [AXES[name] for name in dict.fromkeys(axes)]

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import click
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.engine.peers import ContinuousBatching, KVFrame, PaddedGenerate, System
-from benchmarks.harness import models
+from benchmarks.harness import models, options
 from benchmarks.harness.pages import heading, medians, spread, table
 from benchmarks.harness.process import timed
 from benchmarks.harness.record import benchmark, rounds
@@ -247,11 +246,9 @@ def _first_token(seconds: Mapping[str, Sequence[float]]) -> list[str]:
 
 
 @benchmark("generate", write_report)
-@click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True)
-@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of torch.")
-@click.option(
-    "--workload", "names", multiple=True, type=click.Choice([each.name for each in WORKLOADS]), default=MEASURED
-)
+@options.repeats(7)
+@options.threads(1)
+@options.choose("--workload", "names", [each.name for each in WORKLOADS], default=MEASURED)
 def main(repeats: int, threads: int, names: Sequence[str]) -> dict[str, Any]:
     """Measure the workloads and write one JSON file and one page of results."""
     transformers_logging.disable_progress_bar()

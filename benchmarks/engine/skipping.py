@@ -18,11 +18,10 @@ from types import ModuleType
 from typing import Any
 
 import attrs
-import click
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.engine.generate import SEED
-from benchmarks.harness import models
+from benchmarks.harness import models, options
 from benchmarks.harness.pages import heading, medians, spread, table
 from benchmarks.harness.record import benchmark
 from kvframe import Engine, SamplingParams, Stack
@@ -271,11 +270,9 @@ def _predictions(measured: Mapping[str, Any]) -> list[str]:
 
 
 @benchmark("skipping", write_report)
-@click.option("--repeats", type=click.IntRange(min=1), default=11, show_default=True)
-@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of torch.")
-@click.option(
-    "--workload", "names", multiple=True, type=click.Choice([each.name for each in WORKLOADS]), default=MEASURED
-)
+@options.repeats(11)
+@options.threads(1)
+@options.choose("--workload", "names", [each.name for each in WORKLOADS], default=MEASURED)
 def main(repeats: int, threads: int, names: Sequence[str]) -> dict[str, Any]:
     """Measure the workloads and write one JSON file and one page of results."""
     transformers_logging.disable_progress_bar()

@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from benchmarks.engine.soak_page import COUNTS, WRONG, write_report
 from benchmarks.engine.soak_scenarios import SCENARIOS, Scenario, Served
 from benchmarks.engine.soak_traffic import Arrival, Operator, draw_arrivals
+from benchmarks.harness import options
 from benchmarks.harness.record import benchmark
 from kvframe import Engine, RequestOutput, SamplingParams
 from kvframe.cache.events import CacheEvent
@@ -267,7 +268,7 @@ def has_failed(record: Mapping[str, Any]) -> bool:
 @benchmark("soak", write_report, fails=has_failed)
 @click.option("--minutes", type=click.FloatRange(min=0.1), default=60, show_default=True, help="Of simulated traffic.")
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--scenario", "names", multiple=True, type=click.Choice([each.name for each in SCENARIOS]))
+@options.choose("--scenario", "names", [each.name for each in SCENARIOS])
 def main(minutes: float, seed: int, names: Sequence[str]) -> dict[str, Any]:
     """Serve every scenario's traffic and write one JSON file and one page; fail if anything differs or leaks."""
     torch.set_num_threads(1)
@@ -277,7 +278,7 @@ def main(minutes: float, seed: int, names: Sequence[str]) -> dict[str, Any]:
     logging.getLogger("kvframe").setLevel(logging.CRITICAL)  # a listener that raises is said each time
     found: dict[str, Any] = {}
     num_prompts = NUM_PROMPTS if minutes > MINUTES_IN_SHORT else NUM_PROMPTS_IN_SHORT
-    for scenario in [each for each in SCENARIOS if not names or each.name in names]:
+    for scenario in [each for each in SCENARIOS if each.name in names]:
         with progress(scenario.name, int(60 * minutes * scenario.per_second)) as advance:
             found[scenario.name] = soak(scenario, minutes, seed, num_prompts, advance)
     return {"minutes": minutes, "seed": seed, "scenarios": found}

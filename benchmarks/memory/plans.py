@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
-import click
 
+from benchmarks.harness import options
 from benchmarks.harness.machine import ROOT
 from benchmarks.harness.pages import heading, table
 from benchmarks.harness.record import benchmark
@@ -214,11 +214,11 @@ def _padded(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 @benchmark("memory", write_report)
-@click.option("--model", "files", multiple=True, type=click.Choice([model.file for model in MODELS]))
+@options.choose("--model", "files", [model.file for model in MODELS])
 def main(files: Sequence[str]) -> dict[str, Any]:
     """Plan the models and write one JSON file and one page of results."""
     registry = load_plugins().registry
-    chosen = [model for model in MODELS if not files or model.file in files]
+    chosen = [model for model in MODELS if model.file in files]
     return {
         "memory_bytes": MEMORY_BYTES,
         "dtype": DTYPE,

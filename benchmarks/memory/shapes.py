@@ -7,7 +7,6 @@ from typing import Any
 
 import attrs
 
-from benchmarks.memory.cache import Cache
 from benchmarks.memory.padded_groups import PaddedGroups
 from benchmarks.memory.plans import DTYPE, LAYER_FILES, STATES_ONCE
 from kvframe.config.stack import Stack
@@ -88,10 +87,6 @@ class Shape:
             length = self.description.max_input_lens.get(group.spec.sequence, num_tokens)
             total += group.page_bytes * sum(stop - start for start, stop in group.spec.live_blocks(length))
         return total
-
-    def cache(self, layout: str) -> Cache:
-        """Return an empty cache in one of the layouts."""
-        return Cache(self.plan(layout), MAX_NUM_SEQS)
 
 
 def _layers(description: ModelDescription, rules: dict[str, Any]) -> Sequence[LayerSpec]:

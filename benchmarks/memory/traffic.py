@@ -17,8 +17,8 @@ from typing import Any
 import attrs
 import click
 
+from benchmarks.harness import options
 from benchmarks.harness.record import benchmark
-from benchmarks.memory.cache import MemoryUse
 from benchmarks.memory.plans import DTYPE, MODELS
 from benchmarks.memory.shapes import (
     FEW_STATES,
@@ -32,6 +32,7 @@ from benchmarks.memory.shapes import (
 from benchmarks.memory.simulator import Outcome, Simulation
 from benchmarks.memory.traces import TRACES, Lengths, draw, typical_tokens
 from benchmarks.memory.traffic_report import draw_plot, write_report
+from benchmarks.memory.use import MemoryUse
 from kvframe.cli.render import progress
 
 SIZE = 32
@@ -64,11 +65,10 @@ class Job:
         shape, lengths = Shape.read(self.file, self.size), TRACES[self.trace]
         num_users = users(shape, lengths)
         outcome = Simulation(
-            shape.cache(self.layout),
+            shape.plan(self.layout),
             draw(lengths, round(num_users * CONVERSATIONS[lengths.turns[1] > 1]), shape.longest),
             num_users=num_users,
             max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=TOKENS_A_STEP,
             input_lens=shape.description.max_input_lens,
         ).run()
         title = next(model.title for model in MODELS if model.file == self.file)
@@ -117,13 +117,13 @@ def _jobs(files: Sequence[str], traces: Sequence[str], size: int) -> list[Job]:
 
 
 @benchmark("memory_traffic", write_report, plots={"memory_traffic": draw_plot})
-@click.option("--model", "files", multiple=True, type=click.Choice([model.file for model in MODELS]))
-@click.option("--trace", "traces", multiple=True, type=click.Choice(list(TRACES)))
+@options.choose("--model", "files", [model.file for model in MODELS])
+@options.choose("--trace", "traces", TRACES)
 @click.option("--size", type=click.IntRange(1), default=SIZE, help="Requests that the memory is for.")
 @click.option("--workers", type=click.IntRange(1), default=os.cpu_count(), help="Processes.")
 def main(files: Sequence[str], traces: Sequence[str], size: int, workers: int) -> dict[str, Any]:
     """Run the traces and write one JSON file, one page of results and one plot."""
-    jobs = _jobs(files or [model.file for model in MODELS], traces or list(TRACES), size)
+    jobs = _jobs(files, traces, size)
     rows: list[dict[str, Any]] = []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context) as pool, progress("traces on layouts", len(jobs)) as show:
