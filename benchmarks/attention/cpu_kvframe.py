@@ -5,17 +5,18 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
-import numpy as np
+import attrs
 import torch
 from kvframe_sliding_window.spec import SlidingWindowSpec
 
 from benchmarks.attention.cpu_shapes import Buffers, Shape, Step
-from kvframe.attention.step import StepBatch, build_metadata
+from benchmarks.harness.paged import make_backend, page_views
 from kvframe.builtin.full_attention import FullAttentionSpec
-from kvframe.cache.block_table import BlockTables
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.specs import KVCacheSpec, LayerSpec, QuerySpec
 from kvframe.loading.plugins import load_plugins
+from kvframe.testing.case import Request
+from kvframe.testing.metadata import make_metadata
 
 CPU = torch.device("cpu")
 
@@ -42,20 +43,14 @@ class KVFrame:
     def prepare(self, shape: Shape, buffers: Buffers) -> Step:
         """Write the pool block-major, keys before values, by the backend's ``write_kv``."""
         layer = _layer(shape)
-        options = self._class.options_class
-        made: Any = self._class
-        backend: AttentionBackend = made([layer], CPU) if options is None else made([layer], CPU, options())
-        kv_cache = _views(shape, layer, buffers.pool)
+        assert layer.spec is not None
+        backend = make_backend(self._class, layer, CPU)
+        kv_cache = page_views(layer.spec, buffers.pool)
         table = shape.block_table()
         slots = shape.slots(table)
         backend.write_kv(buffers.key, buffers.value, kv_cache, (slots // shape.block_size, slots % shape.block_size))
-        computed, new = (np.array(column) for column in zip(*shape.requests, strict=True))
-        tables = BlockTables(len(new), max(shape.seq_lens), [shape.block_size])
-        tables.stacks[0].ids[0] = table.numpy()
-        batch = StepBatch(
-            rows=np.arange(len(new)), num_computed=computed, query_lens=new, generating_indices=np.cumsum(new) - 1
-        )
-        (metadata,) = build_metadata(batch, tables, CPU)
+        requests = [Request(computed, new) for computed, new in shape.requests]
+        metadata = attrs.evolve(make_metadata(requests, shape.block_size), block_table=table)
         builder = backend.make_builder()
         query = buffers.query.clone()
         built: list[Any] = []
@@ -80,15 +75,3 @@ def _layer(shape: Shape) -> LayerSpec:
     spec = FullAttentionSpec(**sizes) if shape.window is None else SlidingWindowSpec(window=shape.window, **sizes)
     query = QuerySpec(num_heads=shape.num_heads, head_size=shape.head_size, scale=shape.head_size**-0.5)
     return LayerSpec(name="layer", spec=spec, query=query)
-
-
-def _views(shape: Shape, layer: LayerSpec, pool: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the layer's state tensors over the pool, page by page and in each page one after the other."""
-    assert layer.spec is not None
-    pages, start, found = pool.view(shape.num_pages, shape.page_bytes), 0, {}
-    for name, tensor in layer.spec.state_tensors().items():
-        stop = start + int(np.prod(tensor.shape)) * shape.torch_dtype.itemsize
-        found[name] = pages[:, start:stop].view(shape.torch_dtype).unflatten(1, tensor.shape)
-        start = stop
-    assert start == shape.page_bytes
-    return found

@@ -1,4 +1,4 @@
-"""What formats do to one layer: how far its output moves on random data, its tokens' bytes, its decodes' time."""
+"""What formats do to one layer: its tokens' bytes, and its decodes' time."""
 
 from __future__ import annotations
 
@@ -9,23 +9,21 @@ import numpy as np
 import torch
 
 from benchmarks.harness.machine import ROOT
+from benchmarks.harness.paged import page_views
 from benchmarks.harness.process import timed
-from kvframe import FullAttentionSpec, Stack, group_layers, plan_cache
+from kvframe import FullAttentionSpec, Stack, group_layers
 from kvframe.attention.layers import AttentionLayers
 from kvframe.attention.step import StepBatch, build_metadata
-from kvframe.attention.storage import KVCacheStorage
-from kvframe.cache.manager import KVCacheManager
+from kvframe.cache.block_table import BlockTables
 from kvframe.contract import LayerSpec, QuerySpec
-from kvframe.contract.formats import PLAIN, KVFormat
+from kvframe.contract.formats import KVFormat
 from kvframe.loading.registry import Registry
 from kvframe.planning.groups import make_layer_specs
 from kvframe.planning.layer_file import read_layer_file
 from kvframe.planning.sizing import plan_for_stack
 from kvframe.selection.select import select_backends
-from kvframe.testing.formats import round_trip
-from kvframe.testing.reference import dense_attention
 
-NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 32, 8, 128
+NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 8, 128, 16
 QUERY = QuerySpec(num_heads=NUM_HEADS, head_size=HEAD_SIZE, scale=HEAD_SIZE**-0.5)
 LLAMA = ROOT / "examples" / "layers" / "llama_3_1_8b.toml"
 MEMORY_BYTES = 8 * 2**30
@@ -44,47 +42,6 @@ class Stored:
     title: str
     kv_format: KVFormat
     dtype: str
-
-
-# --- random data ------------------------------------------------------------------------------------------------------
-
-
-def draw_data(num_tokens: int, outliers: bool) -> dict[str, torch.Tensor]:
-    """Return queries of 16 tokens, and keys and values, normally distributed, in float64.
-
-    Args:
-        num_tokens: Keys and values.
-        outliers: Whether four channels of every key head are 20 times as large, and the queries' as much smaller, as in
-            trained models some channels of keys are: the scores stay what they were.
-    """
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(16, NUM_HEADS, HEAD_SIZE, generator=generator, dtype=torch.float64)
-    key, value = torch.randn(2, num_tokens, NUM_KV_HEADS, HEAD_SIZE, generator=generator, dtype=torch.float64)
-    if outliers:
-        channels = torch.randperm(HEAD_SIZE, generator=generator)[:4]
-        key[:, :, channels] *= 20
-        query[:, :, channels] /= 20
-    return {"query": query, "key": key, "value": value}
-
-
-def output_error(stored: Stored, data: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Return how far keys, values and the attention output are from those of float64: root mean squares, relative."""
-    dtype = getattr(torch, stored.dtype)
-    key, value = data["key"].to(dtype), data["value"].to(dtype)
-    if stored.kv_format != PLAIN:
-        key, value = round_trip(stored.kv_format, key, value, stored.dtype)
-    visible = torch.ones(len(data["query"]), len(key), dtype=torch.bool)
-    exact = dense_attention(QUERY, data["query"], data["key"], data["value"], visible)
-    found = dense_attention(QUERY, data["query"], key.double(), value.double(), visible)
-    return {
-        "key": _relative(key.double(), data["key"]),
-        "value": _relative(value.double(), data["value"]),
-        "output": _relative(found, exact),
-    }
-
-
-def _relative(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found - exact).norm() / exact.norm())
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -114,47 +71,49 @@ class Decode:
     """
 
     def __init__(self, stored: Stored, backend: str, registry: Registry, num_reqs: int, context: int) -> None:
+        """Fill the cache and begin a step.
+
+        Args:
+            stored: How keys and values are stored, and what attention computes in.
+            backend: The backend's name.
+            registry: Where it is found.
+            num_reqs: Requests, which all have the same tokens in pages of their own.
+            context: Tokens of each, a multiple of 16.
+        """
         spec = FullAttentionSpec(
-            block_size=16, num_kv_heads=NUM_KV_HEADS, head_size=HEAD_SIZE, dtype=stored.dtype, format=stored.kv_format
+            block_size=BLOCK_SIZE,
+            num_kv_heads=NUM_KV_HEADS,
+            head_size=HEAD_SIZE,
+            dtype=stored.dtype,
+            format=stored.kv_format,
         )
         layer = LayerSpec(name="layer", spec=spec, query=QUERY)
-        grouping = group_layers([layer])
-        (group,) = grouping.groups
-        self.num_bytes = num_reqs * context * group.page_bytes // 16
-        plan = plan_cache(
-            grouping,
-            memory_bytes=int(1.1 * self.num_bytes) + 64 * group.page_bytes,
-            max_model_len=context,
-            max_num_batched_tokens=context,
+        choices = select_backends(
+            [layer], Stack.from_mapping({"rules": [{"layers": "*", "backend": backend}]}), registry, "cpu"
         )
-        stack = Stack.from_mapping({"rules": [{"layers": "*", "backend": backend}]})
-        choices = select_backends([layer], stack, registry, "cpu")
+        num_blocks = context // BLOCK_SIZE
         self.on_copies = choices[0].on_copies
-        device = torch.device("cpu")
-        storage = KVCacheStorage(plan, grouping, device)
-        manager = KVCacheManager(plan, max_num_seqs=num_reqs, prefix_caching=False)
-        for index in range(num_reqs):
-            manager.start(str(index), [0] * context)
-        for length in range(16, context + 1, 16):  # by turns, so that no request's pages follow one another
-            for index in range(num_reqs):
-                assert manager.extend(str(index), length)
-        self._attention = AttentionLayers([layer], choices, grouping, storage.views, device)
-        dtype, generator = getattr(torch, stored.dtype), torch.Generator().manual_seed(0)
+        self.num_bytes = num_reqs * num_blocks * spec.block_bytes
+        # By turns, so that no request's pages follow one another.
+        table = 1 + torch.arange(num_reqs * num_blocks).view(num_blocks, num_reqs).T
+        views = page_views(spec, torch.zeros((1 + table.numel()) * spec.block_bytes, dtype=torch.uint8))
+        device, dtype = torch.device("cpu"), getattr(torch, stored.dtype)
+        generator = torch.Generator().manual_seed(0)
 
         def draw(num_tokens: int, num_heads: int) -> torch.Tensor:
             return torch.randn(num_tokens, num_heads, HEAD_SIZE, generator=generator).to(dtype)
 
-        rows = np.array([manager.row(str(index)) for index in range(num_reqs)])
-        ids = torch.from_numpy(manager.tables[0].ids[rows][:, : context // 16]).long()
         key, value = draw(context, NUM_KV_HEADS), draw(context, NUM_KV_HEADS)
-        for row in ids:  # all requests have the same tokens, in pages of its own
-            slots = row.repeat_interleave(16), torch.arange(context) % 16
-            stored.kv_format.write(key, value, storage.views["layer"], slots)
+        for row in table:
+            slots = row.repeat_interleave(BLOCK_SIZE), torch.arange(context) % BLOCK_SIZE
+            stored.kv_format.write(key, value, views, slots)
+        tables = BlockTables(num_reqs, context, [BLOCK_SIZE])
+        tables.stacks[0].ids[0] = table.numpy()
         ones = np.ones(num_reqs, dtype=np.int64)
-        batch = StepBatch(
-            rows=rows, num_computed=ones * (context - 1), query_lens=ones, generating_indices=np.arange(num_reqs)
-        )
-        self._attention.begin_step(build_metadata(batch, manager.tables, device))
+        rows = np.arange(num_reqs)
+        batch = StepBatch(rows=rows, num_computed=ones * (context - 1), query_lens=ones, generating_indices=rows)
+        self._attention = AttentionLayers([layer], choices, group_layers([layer]), {"layer": views}, device)
+        self._attention.begin_step(build_metadata(batch, tables, device))
         self._inputs = draw(num_reqs, NUM_HEADS), draw(num_reqs, NUM_KV_HEADS), draw(num_reqs, NUM_KV_HEADS)
 
     def __call__(self) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.attention.format_layers import Decode, Stored, decode_seconds, draw_data, memory, output_error
+from benchmarks.attention.format_layers import Decode, Stored, decode_seconds, memory
 from benchmarks.attention.formats_report import write_report
 from benchmarks.engine.generate import SEED
 from benchmarks.harness import models, options
@@ -200,7 +200,6 @@ def main(repeats: int, threads: int, num_texts: int, context: int, model: Path |
     served = {stored.title: serve(path, stored, texts, tasks) for stored in ways()}
     check_copying(share_right(served["float32"]["copied"], tasks))
     click.echo("the model is done", err=True)
-    data = {name: draw_data(context, name == "outliers") for name in ("normal", "outliers")}
     registry = load_plugins().registry
     return {
         "repeats": repeats,
@@ -209,9 +208,6 @@ def main(repeats: int, threads: int, num_texts: int, context: int, model: Path |
             "text_tokens": TEXT_TOKENS,
             "num_tasks": len(tasks),
             "ways": {title: compare(found, served["float32"], tasks) for title, found in served.items()},
-        },
-        "random": {
-            stored.title: {name: output_error(stored, each) for name, each in data.items()} for stored in ways()
         },
         "memory": {
             stored.title: memory(

@@ -13,7 +13,7 @@ def write_report(record: Mapping[str, Any]) -> str:
     """Return the page as Markdown."""
     note = "float32, but where a dtype is named."
     lines = heading("Formats of stored keys and values", record["machine"], medians(record), note)
-    return "\n".join([*lines, *_model(record["model"]), *_random(record), *_memory(record), *_speed(record)]) + "\n"
+    return "\n".join([*lines, *_model(record["model"]), *_memory(record), *_speed(record)]) + "\n"
 
 
 def _model(measured: Mapping[str, Any]) -> list[str]:
@@ -48,36 +48,6 @@ def _model(measured: Mapping[str, Any]) -> list[str]:
                 "continuations equal to float32's",
                 "tokens before the first difference, of 48",
                 "copied tokens right",
-            ),
-            rows,
-        ),
-    ]
-
-
-def _random(record: Mapping[str, Any]) -> list[str]:
-    rows = [
-        (
-            f"`{name}`",
-            *(f"{errors[data][part]:.2g}" for data in ("normal", "outliers") for part in ("key", "value", "output")),
-        )
-        for name, errors in record["random"].items()
-    ]
-    return [
-        "",
-        "## Random data",
-        "",
-        f"Relative errors (root mean square) against float64: 32 query heads and 8 KV heads of 128, "
-        f"{record['speed']['context']:,} tokens. With outliers, four channels of each key head are 20 times as large.",
-        "",
-        *table(
-            (
-                "stored as",
-                "keys",
-                "values",
-                "output",
-                "keys, with outliers",
-                "values, with outliers",
-                "output, with outliers",
             ),
             rows,
         ),

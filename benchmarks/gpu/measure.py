@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from benchmarks.gpu.cases import Case, LatentCase, StateCase
-from benchmarks.gpu.steps import BLOCK_SIZE, ERROR, make_chain, make_layer, make_steps, needed_bytes, rotation
+from benchmarks.gpu.steps import BLOCK_SIZE, ERROR, PagedLayer, make_chain, make_layer, needed_bytes, rotation
 from benchmarks.gpu.timing import seconds_each, time_calls
 from kvframe.contract.backend import AttentionBackend
 from kvframe.contract.specs import align_up
@@ -93,7 +93,7 @@ def measure(
     if device.type == "cuda" and needed_bytes(case) > MAX_FREE * torch.cuda.mem_get_info(device)[0]:
         return Measured(reason="too little memory")
     try:
-        steps = list(make_steps(case, backend_class, registry, device))
+        steps = list(PagedLayer(case, backend_class, registry, device).steps())
         error = steps[0].check(steps[0].run())
         if not error <= ERROR:
             return Measured(error=error, reason="wrong")
@@ -187,7 +187,7 @@ def measure_host(
         if why_refused(case, backend_class, registry, device.type):
             continue
         try:
-            step = next(iter(make_steps(case, backend_class, registry, device)))
+            step = next(PagedLayer(case, backend_class, registry, device).steps())
             step.build()
             found[name] = seconds_each(step.build, HOST_CALLS, device)
         except Exception as problem:  # likewise

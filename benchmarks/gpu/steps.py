@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -13,6 +12,7 @@ from kvframe_decode_only.wrapper import DecodeOnly
 from kvframe_mla.spec import MLASpec
 
 from benchmarks.gpu.cases import Case, LatentCase
+from benchmarks.harness.paged import make_backend, page_views
 from kvframe.attention.request_order import is_ordered, permute
 from kvframe.attention.staging import Staging
 from kvframe.attention.wrapping import apply_chain
@@ -21,8 +21,9 @@ from kvframe.contract.metadata import CommonAttentionMetadata
 from kvframe.contract.specs import KVCacheSpec, LayerSpec, QuerySpec, align_up
 from kvframe.contract.wrapper import MetadataWrapper
 from kvframe.loading.registry import Registry
-from kvframe.selection.chains import WrapperChain, bind_chain
+from kvframe.selection.chains import bind_chain
 from kvframe.testing.metadata import make_metadata
+from kvframe.testing.reference import dense_attention
 from kvframe.testing.state import GridSpec
 
 BLOCK_SIZE = 16
@@ -73,55 +74,6 @@ def make_chain(case: Case) -> list[MetadataWrapper]:
     return [*([DecodeOnly()] if case.skips else []), *([ChunkedLocal()] if case.chunk is not None else [])]
 
 
-class Cache:
-    """A layer's pages, block-major as in a pool, filled with random keys and values.
-
-    Attributes:
-        views: The state tensors by name, each ``[num_pages, …], device``; page 0 is unowned.
-    """
-
-    def __init__(self, layer: LayerSpec, num_pages: int, device: torch.device) -> None:
-        """Allocate and fill.
-
-        Args:
-            layer: The layer.
-            num_pages: Pages, beside the unowned one.
-            device: Where.
-        """
-        assert layer.spec is not None
-        self._spec = layer.spec
-        page_bytes = layer.spec.block_bytes
-        pool = torch.zeros((num_pages + 1) * page_bytes, dtype=torch.uint8, device=device)
-        self.views: dict[str, torch.Tensor] = {}
-        offset = 0
-        for name, tensor in layer.spec.state_tensors().items():
-            dtype: torch.dtype = getattr(torch, tensor.dtype)
-            strides = [math.prod(tensor.shape[axis + 1 :]) for axis in range(len(tensor.shape))]
-            self.views[name] = pool.view(dtype).as_strided(
-                (num_pages + 1, *tensor.shape), (page_bytes // dtype.itemsize, *strides), offset // dtype.itemsize
-            )
-            offset += align_up(tensor.num_bytes, 16)
-
-    def fill(self, backend: AttentionBackend, sizes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
-        """Let a backend write random keys and values to all pages.
-
-        Args:
-            backend: It writes as its layers' format says.
-            sizes: Of a token's key, and of its value.
-            dtype: What they are written in.
-        """
-        first = next(iter(self.views.values()))
-        block_size = self._spec.block_size
-        generator = torch.Generator(first.device).manual_seed(1)
-        num_tokens = (first.shape[0] - 1) * block_size
-        for start in range(0, num_tokens, FILLED_TOKENS):
-            slots = torch.arange(start, min(start + FILLED_TOKENS, num_tokens), device=first.device) + block_size
-            key, value = (
-                torch.randn(len(slots), *size, generator=generator, device=first.device).to(dtype) for size in sizes
-            )
-            backend.write_kv(key, value, self.views, (slots // block_size, slots % block_size))
-
-
 @attrs.frozen(kw_only=True, eq=False)
 class Step:
     """One step over pages of its own, ready to be called again and again.
@@ -148,85 +100,132 @@ def needed_bytes(case: Case) -> int:
     return int(rotation(case) * case.kv_bytes() * whole)
 
 
-def make_steps(
-    case: Case, backend_class: type[AttentionBackend], registry: Registry, device: torch.device
-) -> Iterator[Step]:
-    """Yield a case's steps for one backend, as many as the calls take turns over.
+class PagedLayer:
+    """A case's layer on one backend, with random keys, values and queries.
 
-    Args:
-        case: The case.
-        backend_class: The backend; its capabilities cover the layer.
-        registry: Where formats are found.
-        device: Where it runs.
+    Attributes:
+        views: The state tensors by name, each ``[num_pages, …], device``; page 0 is unowned.
+        query: ``[num_tokens, num_heads, head_size], device``.
     """
-    block_size = align_up(BLOCK_SIZE, backend_class.capabilities.block_size_multiple)
-    dtype = "bfloat16" if "bfloat16" in backend_class.capabilities.dtypes else "float32"
-    layer = make_layer(case, block_size, registry, dtype)
-    chain, seen, _ = bind_chain(make_chain(case), layer)
-    options = backend_class.options_class
-    backend = backend_class([seen], device) if options is None else backend_class([seen], device, options())
-    host = make_metadata(case.requests, block_size)
-    pages_per_step, turns = int(host.block_table.max()), rotation(case)
-    cache = Cache(layer, pages_per_step * turns, device)
-    cache.fill(backend, _token_sizes(case), getattr(torch, dtype))
-    generator = torch.Generator(device).manual_seed(2)
-    parameters = {}
-    if isinstance(case, LatentCase):
-        shape = case.num_heads, case.nope_size + case.head_size_v, case.latent_size
-        parameters["kv_up"] = torch.randn(*shape, generator=generator, device=device).to(getattr(torch, dtype)) * 0.05
-        backend.bind(seen, parameters)
-    assert layer.query is not None
-    shape = len(host.slot_mapping), case.num_heads, layer.query.head_size
-    query = torch.randn(*shape, generator=generator, device=device).to(getattr(torch, dtype))
-    order = torch.randperm(pages_per_step * turns, generator=torch.Generator().manual_seed(2)).to(torch.int32) + 1
-    for turn in range(turns):
-        ids = order[turn * pages_per_step : (turn + 1) * pages_per_step]
-        table = ids[(host.block_table.clamp(min=1) - 1).long()] * (host.block_table > 0)
-        metadata = attrs.evolve(host, block_table=table.to(torch.int32))
-        yield _make_step(case, layer, seen, chain, backend, cache, parameters, query, metadata)
 
+    def __init__(
+        self, case: Case, backend_class: type[AttentionBackend], registry: Registry, device: torch.device
+    ) -> None:
+        """Make the layer and fill its pages.
 
-def _token_sizes(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if isinstance(case, LatentCase):
-        return (1, case.latent_size), (1, case.rope_size)
-    return (case.num_kv_heads, case.head_size), (case.num_kv_heads, case.head_size)
+        Args:
+            case: The case.
+            backend_class: The backend; its capabilities cover the layer.
+            registry: Where formats are found.
+            device: Where it runs.
+        """
+        self._case, self._device = case, device
+        dtype_name = "bfloat16" if "bfloat16" in backend_class.capabilities.dtypes else "float32"
+        self._dtype: torch.dtype = getattr(torch, dtype_name)
+        self._block_size = align_up(BLOCK_SIZE, backend_class.capabilities.block_size_multiple)
+        self._layer = make_layer(case, self._block_size, registry, dtype_name)
+        self._chain, self._seen, _ = bind_chain(make_chain(case), self._layer)
+        self._backend = make_backend(backend_class, self._seen, device)
+        self._host = make_metadata(case.requests, self._block_size)
+        self._num_pages = rotation(case) * int(self._host.block_table.max())
+        assert self._layer.spec is not None
+        assert self._layer.query is not None
+        num_bytes = (self._num_pages + 1) * self._layer.spec.block_bytes
+        self.views = page_views(self._layer.spec, torch.zeros(num_bytes, dtype=torch.uint8, device=device))
+        self._fill()
+        self._generator = torch.Generator(device).manual_seed(2)
+        if isinstance(case, LatentCase):
+            self._up = self._draw(case.num_heads, case.nope_size + case.head_size_v, case.latent_size) * 0.05
+            self._backend.bind(self._seen, {"kv_up": self._up})
+        self.query = self._draw(len(self._host.slot_mapping), case.num_heads, self._layer.query.head_size)
 
+    def _draw(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self._generator, device=self._device).to(self._dtype)
 
-def _make_step(
-    case: Case,
-    layer: LayerSpec,
-    seen: LayerSpec,
-    chain: WrapperChain,
-    backend: AttentionBackend,
-    cache: Cache,
-    parameters: Mapping[str, torch.Tensor],
-    query: torch.Tensor,
-    metadata: CommonAttentionMetadata,
-) -> Step:
-    """Return a step of metadata that lies on the host, where chains and orders are worked out, as in an engine."""
-    builder, staging = backend.make_builder(), Staging(query.device)
-    wrapped, back = apply_chain(chain, metadata), None
-    rows = (metadata.generating_indices_cpu if case.skips else torch.arange(len(query))).to(query.device)
-    own = query.index_select(0, rows)
-    if builder.batch_order is not None and not is_ordered(builder.batch_order, wrapped):
-        wrapped, permutation = permute(wrapped, builder.batch_order)
-        own = own.index_select(0, permutation.tokens.to(query.device))
-        back = permutation.inverse.to(query.device)
-    there = staging.to_device(metadata)
+    def _fill(self) -> None:
+        """Let the backend write random keys and values to all pages but the first, as the layer's format says."""
+        case, size, self._generator = self._case, self._block_size, torch.Generator(self._device).manual_seed(1)
+        sizes = (case.num_kv_heads, case.head_size), (case.num_kv_heads, case.head_size)
+        if isinstance(case, LatentCase):
+            sizes = (1, case.latent_size), (1, case.rope_size)
+        end = (self._num_pages + 1) * size
+        for start in range(size, end, FILLED_TOKENS):
+            slots = torch.arange(start, min(start + FILLED_TOKENS, end), device=self._device)
+            key, value = (self._draw(len(slots), *each) for each in sizes)
+            self._backend.write_kv(key, value, self.views, (slots // size, slots % size))
 
-    def build() -> Any:
-        return build_on_device(builder, wrapped, staging)
+    def steps(self) -> Iterator[Step]:
+        """Yield as many steps as the calls take turns over, each on pages of its own."""
+        host, turns = self._host, rotation(self._case)
+        order = torch.randperm(self._num_pages, generator=torch.Generator().manual_seed(2)).to(torch.int32) + 1
+        for ids in order.split(self._num_pages // turns):
+            table = ids[(host.block_table.clamp(min=1) - 1).long()] * (host.block_table > 0)
+            yield self._step(attrs.evolve(host, block_table=table.to(torch.int32)))
 
-    built = build()
+    def _step(self, metadata: CommonAttentionMetadata) -> Step:
+        """Return a step of metadata that lies on the host, where chains and orders are worked out, as in an engine."""
+        builder, staging = self._backend.make_builder(), Staging(self._device)
+        wrapped, back = apply_chain(self._chain, metadata), None
+        rows = metadata.generating_indices_cpu if self._case.skips else torch.arange(len(self.query))
+        own = self.query.index_select(0, rows.to(self._device))
+        if builder.batch_order is not None and not is_ordered(builder.batch_order, wrapped):
+            wrapped, permutation = permute(wrapped, builder.batch_order)
+            own = own.index_select(0, permutation.tokens.to(self._device))
+            back = permutation.inverse.to(self._device)
 
-    def run() -> torch.Tensor:
-        return backend.forward(seen, own, cache.views, built, None)
+        def build() -> Any:
+            return build_on_device(builder, wrapped, staging)
 
-    def check(output: torch.Tensor) -> float:
-        output = output if back is None else output.index_select(0, back)
-        return _error(case, layer, cache, parameters, query, there, rows, output)
+        built = build()
 
-    return Step(run=run, build=build, check=check)
+        def run() -> torch.Tensor:
+            return self._backend.forward(self._seen, own, self.views, built, None)
+
+        def check(output: torch.Tensor) -> float:
+            return self._error(metadata, rows, output if back is None else output.index_select(0, back))
+
+        return Step(run=run, build=build, check=check)
+
+    def _error(self, metadata: CommonAttentionMetadata, rows: torch.Tensor, output: torch.Tensor) -> float:
+        """Return the norm of the difference to attention in float32 over the norm of that, of some rows of the step."""
+        case, query_side = self._case, self._layer.query
+        assert query_side is not None
+        places = torch.linspace(0, len(rows) - 1, min(CHECKED_ROWS, len(rows))).round().long().unique().tolist()
+        starts, tables = metadata.query_start_loc_cpu, metadata.block_table.to(self._device)
+        found, exact = [], []
+        for place in places:
+            row = int(rows[place])
+            request = int(torch.searchsorted(starts, row, right=True)) - 1
+            position = case.requests[request].seq_len - (int(starts[request + 1]) - row)
+            first = 0
+            if case.chunk is not None:
+                first = position - position % case.chunk
+            elif case.window is not None:
+                first = max(0, position - case.window + 1)
+            key, value = self._dense(tables[request], first, position + 1)
+            visible = torch.ones(1, len(key), dtype=torch.bool, device=self._device)
+            exact.append(dense_attention(query_side, self.query[row : row + 1].float(), key, value, visible)[0])
+            found.append(output[place].float())
+        reference = torch.stack(exact)
+        return float((torch.stack(found) - reference).norm() / reference.norm())
+
+    def _dense(self, table: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of the tokens ``[start, stop)``, ``[num_tokens, num_heads, size], float32``."""
+        case, size, spec = self._case, self._block_size, self._layer.spec
+        assert spec is not None
+        ids = table[start // size : -(-stop // size)].long()
+        part = slice(start % size, start % size + stop - start)
+        if isinstance(case, LatentCase):
+            tokens = self.views["latent"].index_select(0, ids).flatten(0, 1)[part].float()
+            latent, rope = tokens.split([case.latent_size, case.rope_size], dim=-1)
+            nope, value = torch.einsum("tl,hdl->thd", latent, self._up.float()).split(
+                [case.nope_size, case.head_size_v], dim=-1
+            )
+            return torch.cat([nope, rope[:, None].expand(-1, case.num_heads, -1)], dim=-1), value
+        shape = len(ids), size, case.num_kv_heads, case.head_size
+        out = {name: torch.empty(shape, dtype=torch.float32, device=self._device) for name in ("k", "v")}
+        spec.kv_format.read(self.views, ids, out)
+        return out["k"].flatten(0, 1)[part], out["v"].flatten(0, 1)[part]
 
 
 def build_on_device(builder: AttentionMetadataBuilder, metadata: CommonAttentionMetadata, staging: Staging) -> Any:
@@ -235,69 +234,3 @@ def build_on_device(builder: AttentionMetadataBuilder, metadata: CommonAttention
         metadata = staging.to_device(metadata)
     (built,) = builder.build_together([(builder, metadata)])
     return builder.finish(staging.to_device(built))
-
-
-def _error(
-    case: Case,
-    layer: LayerSpec,
-    cache: Cache,
-    parameters: Mapping[str, torch.Tensor],
-    query: torch.Tensor,
-    metadata: CommonAttentionMetadata,
-    rows: torch.Tensor,
-    output: torch.Tensor,
-) -> float:
-    """Return the norm of the difference to attention in float32 over the norm of that, of some rows of the step."""
-    places = torch.linspace(0, len(rows) - 1, min(CHECKED_ROWS, len(rows))).round().long().unique().tolist()
-    starts = metadata.query_start_loc_cpu
-    found, exact = [], []
-    for place in places:
-        row = int(rows[place])
-        request = int(torch.searchsorted(starts, row, right=True)) - 1
-        position = case.requests[request].seq_len - (int(starts[request + 1]) - row)
-        first = 0
-        if case.chunk is not None:
-            first = position - position % case.chunk
-        elif case.window is not None:
-            first = max(0, position - case.window + 1)
-        key, value = _dense(case, layer, cache, parameters, metadata.block_table[request], first, position + 1)
-        found.append(output[place].float())
-        exact.append(_attend(query[row].float(), key, value, layer))
-    reference = torch.stack(exact)
-    return float((torch.stack(found) - reference).norm() / reference.norm())
-
-
-def _dense(
-    case: Case,
-    layer: LayerSpec,
-    cache: Cache,
-    parameters: Mapping[str, torch.Tensor],
-    table: torch.Tensor,
-    start: int,
-    stop: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values of the tokens ``[start, stop)``, ``[num_tokens, num_heads, size], float32``."""
-    assert layer.spec is not None
-    size = layer.spec.block_size
-    ids = table[start // size : -(-stop // size)].long()
-    skipped = start % size
-    part = slice(skipped, skipped + stop - start)
-    if isinstance(case, LatentCase):
-        tokens = cache.views["latent"].index_select(0, ids).flatten(0, 1)[part].float()
-        latent, rope = tokens.split([case.latent_size, case.rope_size], dim=-1)
-        up = torch.einsum("tl,hdl->thd", latent, parameters["kv_up"].float())
-        nope, value = up.split([case.nope_size, case.head_size_v], dim=-1)
-        return torch.cat([nope, rope[:, None].expand(-1, case.num_heads, -1)], dim=-1), value
-    shape = len(ids), size, case.num_kv_heads, case.head_size
-    device = table.device
-    out = {name: torch.empty(shape, dtype=torch.float32, device=device) for name in ("k", "v")}
-    layer.spec.kv_format.read(cache.views, ids, out)
-    return out["k"].flatten(0, 1)[part], out["v"].flatten(0, 1)[part]
-
-
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: LayerSpec) -> torch.Tensor:
-    assert layer.query is not None
-    group_size = query.shape[0] // key.shape[1]
-    key, value = key.repeat_interleave(group_size, dim=1), value.repeat_interleave(group_size, dim=1)
-    weights = torch.softmax(torch.einsum("hd,thd->ht", query, key) * layer.query.scale, dim=-1)
-    return torch.einsum("ht,thd->hd", weights, value)

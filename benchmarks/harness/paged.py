@@ -1,0 +1,34 @@
+"""Pages of one layer and a backend that attends to them, without an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvframe.contract.backend import AttentionBackend
+from kvframe.contract.specs import STATE_ALIGNMENT_BYTES, KVCacheSpec, LayerSpec, align_up
+
+
+def page_views(spec: KVCacheSpec, pool: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a layer's state tensors by name, each ``[num_pages, …]``, over a pool of its pages, block-major.
+
+    Args:
+        spec: The layer's.
+        pool: ``[num_pages * block_bytes], uint8``.
+    """
+    pages = pool.view(-1, spec.block_bytes)
+    views, start = {}, 0
+    for name, tensor in spec.state_tensors().items():
+        part = pages[:, start : start + tensor.num_bytes].view(getattr(torch, tensor.dtype))
+        views[name] = part.unflatten(1, tensor.shape)
+        start += align_up(tensor.num_bytes, STATE_ALIGNMENT_BYTES)
+    return views
+
+
+def make_backend(backend_class: type[AttentionBackend], layer: LayerSpec, device: torch.device) -> AttentionBackend:
+    """Return a backend for one layer, with its default options."""
+    options = backend_class.options_class
+    made: Any = backend_class
+    backend: AttentionBackend = made([layer], device) if options is None else made([layer], device, options())
+    return backend
