@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -32,10 +33,15 @@ def registry() -> Registry:
     return load_plugins().registry
 
 
-@pytest.fixture(scope="module")
-def cells(registry: Registry) -> tuple[Cell, ...]:
+@pytest.fixture(scope="module", params=["mixed", pytest.param("every step", marks=pytest.mark.whole)])
+def cells(request: pytest.FixtureRequest, registry: Registry) -> Iterator[tuple[Cell, ...]]:
+    """The matrix; in usual runs it is made with mixed batches only, on which each verdict is that of all steps."""
     torch.set_num_threads(1)
-    return compose(registry)
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "mixed":
+            for steps in ("STEPS", "CROSS_STEPS"):
+                patch.setattr(composition, steps, {"mixed": getattr(composition, steps)["mixed"]})
+        yield compose(registry)
 
 
 def test_the_file_is_what_is_installed(cells: tuple[Cell, ...]) -> None:
@@ -120,14 +126,29 @@ def test_the_two_wrappers_compute_the_whole_grid(names: tuple[str, ...], backend
             check_backend(backend_class, case)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "numba", "flex", "mla", "triton", "triton_mla"])
+BACKENDS = ("cpu", "numba", "flex", "mla", "triton", "triton_mla")
+INTERPRETED = ("triton", "triton_mla")
+"""An interpreted case takes a second, so in usual runs their sample has every trait, and not every pair."""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_two_wrappers_compute_some_of_the_grid(backend: str, registry: Registry) -> None:
+    check_behind_wrappers(backend, registry, () if backend in INTERPRETED else TOGETHER)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("backend", INTERPRETED)
+def test_the_two_wrappers_compute_every_pair_of_traits(backend: str, registry: Registry) -> None:
+    check_behind_wrappers(backend, registry, TOGETHER)
+
+
+def check_behind_wrappers(backend: str, registry: Registry, together: Sequence[tuple[str, str]]) -> None:
     backend_class = registry.backends.load(backend)
     devices = backend_class.capabilities.devices
     names = (("decode_only",), ("chunked_local",), ("decode_only", "chunked_local"))
     chains = [tuple(registry.wrappers.load(name)() for name in chain) for chain in names]
     made = make_cases(backend_class.capabilities, min(devices), chains, form_of(backend_class))
-    cases = sample([case for case in made if case.wrappers], TOGETHER)
+    cases = sample([case for case in made if case.wrappers], together)
     assert {tuple(wrapper.name for wrapper in case.wrappers) for case in cases} == set(names)
     # Without a GPU, Triton's interpreter runs its kernels on the CPU.
     device = "cuda" if "cpu" not in devices and torch.cuda.is_available() else "cpu"
@@ -164,6 +185,8 @@ def plugin_with(**backends: type | str) -> ModuleType:
 
 def test_another_plugin_changes_the_matrix_and_its_mistakes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(composition, "MAX_CHAIN", 0)
+    few = {label: composition.LAYERS[label] for label in ("full", "window")}
+    monkeypatch.setattr(composition, "LAYERS", few)
     plugin = plugin_with(slightly_wrong=SlightlyWrong, elsewhere=Elsewhere, gone="not_a_module:Backend")
     cells = compose(load_plugins(plugins=[plugin]).registry)
     full = {cell.backend: cell.verdict for cell in cells if cell.layer == "full"}
@@ -181,7 +204,7 @@ def test_another_plugin_changes_the_matrix_and_its_mistakes_are_seen(monkeypatch
     assert "SlightlyWrong on full: mixed: 37 of 37 queries are wrong" in wrong["full"]
     text = render(cells)
     names, window = (
-        next(line for line in text.splitlines() if line.startswith(f"| {label}  ")) for label in ("layer", "window")
+        next(line for line in text.splitlines() if line.startswith(f"| {label} ")) for label in ("layer", "window")
     )
     shown = dict(zip(*([cell.strip(" `") for cell in line.split("|")[2:-1]] for line in (names, window)), strict=True))
     expected = {"mla": "mask_window", "slightly_wrong": "mask_window", "torch": "equal", "torch_reference": "equal"}
